@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from gear_loader import errors
+from gear_loader.utils.lazy import loader
 
 if TYPE_CHECKING:
     from gear_loader import distributed, sources
@@ -96,14 +97,13 @@ _MODULES = {
 }
 
 
+_load = loader(__name__, _MODULES)
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("distributed", "sources"):
-        return importlib.import_module(f"gear_loader.{name}")
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"gear_loader.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+    return (
+        importlib.import_module(f"{__name__}.{name}") if name in ("distributed", "sources") else _load(name)
+    )
 
 
 def __dir__() -> list[str]:

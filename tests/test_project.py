@@ -114,16 +114,15 @@ def imports_of(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
 # Where a module is named by a string: the package's own front doors, which load public names on first use, other
 # people's packages that have several names, and the methods of `Table` that reach up (docs/architecture.md).
 BY_STRING = {
-    "gear_loader.__init__": 2,
-    "gear_loader.distributed.__init__": 1,
+    "gear_loader.__init__": 1,
     "gear_loader.sources._optional": 1,
     "gear_loader.storage.table": 2,
-    "gear_loader.transport.__init__": 1,
     "gear_loader.transport.channel": 1,
     "gear_loader.transport.nixl_agent": 1,
     "gear_loader.transport.process": 1,
     "gear_loader.transport.remote_table": 1,
     "gear_loader.transport.ucx_library": 4,
+    "gear_loader.utils.lazy": 1,
 }
 
 

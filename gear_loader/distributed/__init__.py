@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from gear_loader.utils.lazy import loader
 
 if TYPE_CHECKING:
     from gear_loader.distributed.checkpoint import load, save
@@ -14,10 +15,4 @@ __all__ = ["Placement", "Shards", "load", "save"]
 
 _MODULES = {"Placement": "placement", "Shards": "shards", "load": "checkpoint", "save": "checkpoint"}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = loader(__name__, _MODULES)

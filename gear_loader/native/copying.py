@@ -55,13 +55,19 @@ __all__ = [
     "VECTOR_WIDTH",
     "append",
     "append_rows",
+    "copy_apart",
+    "copy_bytes",
+    "copy_past_caches",
     "copy_row",
     "copy_rows",
+    "extent_of",
+    "fill",
     "finish",
     "gather",
     "gather_batch",
     "look",
     "look_up",
+    "order_stores",
     "place",
     "post",
     "put_steps",
@@ -122,7 +128,7 @@ assert (PAD_HEAD, PAD_TAIL, PAD_EDGE) == (1, 2, 3)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _copy(_context: Any, _target: Any, _source: Any, _count: Any) -> Any:
+def copy_bytes(_context: Any, _target: Any, _source: Any, _count: Any) -> Any:
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         target, source, count = args
         pointer = cgutils.voidptr_t
@@ -166,7 +172,7 @@ def _fetch(_context: Any, _address: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _fill(_context: Any, _target: Any, _value: Any, _count: Any) -> Any:
+def fill(_context: Any, _target: Any, _value: Any, _count: Any) -> Any:
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         target, value, count = args
         byte = builder.trunc(value, cgutils.int8_t)
@@ -204,7 +210,7 @@ def _stream_line(_context: Any, _target: Any, _source: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _order_stores(_context: Any) -> Any:
+def order_stores(_context: Any) -> Any:
     """Make earlier stores, including non-temporal ones, visible before later stores."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
@@ -285,18 +291,18 @@ def pointer(_context: Any, _address: Any) -> Any:
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _copy_past_caches(target, source, count) -> None:  # type: ignore[no-untyped-def]
-    """`_copy` of which all whole lines are written past the caches; the caller calls `_order_stores` at its end."""
+def copy_past_caches(target, source, count) -> None:  # type: ignore[no-untyped-def]
+    """`copy_bytes` of which all whole lines are written past the caches; the caller calls `order_stores` at its end."""
     done = min(-target % 64, count)
-    _copy(target, source, done)
+    copy_bytes(target, source, done)
     while done + 64 <= count:
         _stream_line(target + done, source + done)
         done += 64
-    _copy(target + done, source + done, count - done)
+    copy_bytes(target + done, source + done, count - done)
 
 
 @njit  # type: ignore[untyped-decorator]
-def _copy_apart(target, apart, source, every, count, size) -> None:  # type: ignore[no-untyped-def]
+def copy_apart(target, apart, source, every, count, size) -> None:  # type: ignore[no-untyped-def]
     """Copy `count` steps of `size` bytes, `every` bytes from one to the next at the source and `apart` at the target.
 
     The size is looked at once, and the copies are moves of constant size: two that overlap where it is no power of two.
@@ -368,7 +374,7 @@ def scatter(columns, block_steps, ids, addresses, lengths) -> None:  # type: ign
         for c in range(columns.shape[0]):
             base, stride, step_bytes, every = columns[c, 0], columns[c, 1], columns[c, 2], columns[c, 3]
             if stride < 0:
-                _copy(base - int64(ids[first]) * stride, addresses[i, c], step_bytes)
+                copy_bytes(base - int64(ids[first]) * stride, addresses[i, c], step_bytes)
                 continue
             if every != step_bytes:
                 continue
@@ -378,9 +384,9 @@ def scatter(columns, block_steps, ids, addresses, lengths) -> None:  # type: ign
                 target = base + int64(ids[first + j]) * stride
                 source = addresses[i, c] + j * block_bytes
                 if streams:
-                    _copy_past_caches(target, source, count)
+                    copy_past_caches(target, source, count)
                 else:
-                    _copy(target, source, count)
+                    copy_bytes(target, source, count)
         # Block by block, so that the lines of the records are written while they are in the cache.
         for j in range(blocks):
             count = min(block_steps, lengths[i] - j * block_steps)
@@ -389,10 +395,10 @@ def scatter(columns, block_steps, ids, addresses, lengths) -> None:  # type: ign
                 if every != step_bytes:
                     target = columns[c, 0] + int64(ids[first + j]) * stride
                     source = addresses[i, c] + j * block_steps * step_bytes
-                    _copy_apart(target, every, source, step_bytes, count, step_bytes)
+                    copy_apart(target, every, source, step_bytes, count, step_bytes)
         first += blocks
     if streams:
-        _order_stores()
+        order_stores()
 
 
 @compiled
@@ -418,9 +424,9 @@ def append(columns, block_steps, ids, first, addresses, count) -> None:  # type:
             target = base + int64(ids[block]) * stride + inside * every
             source = addresses[c] + done * step_bytes
             if every == step_bytes:
-                _copy(target, source, steps * step_bytes)
+                copy_bytes(target, source, steps * step_bytes)
             else:
-                _copy_apart(target, every, source, step_bytes, steps, step_bytes)
+                copy_apart(target, every, source, step_bytes, steps, step_bytes)
             done += steps
 
 
@@ -455,15 +461,15 @@ def copy_rows(address, low, high, first, ends, places, ids, column, into) -> Non
             else:
                 count = (limit - start) // size * size
                 if into:
-                    _copy_apart(here, every, there, size, count // size, size)
+                    copy_apart(here, every, there, size, count // size, size)
                 else:
-                    _copy_apart(there, size, here, every, count // size, size)
+                    copy_apart(there, size, here, every, count // size, size)
                 start += count
                 continue
             if into:
-                _copy(here, there, count)
+                copy_bytes(here, there, count)
             else:
-                _copy(there, here, count)
+                copy_bytes(there, here, count)
             start += count
         i += 1
 
@@ -489,7 +495,7 @@ def copy_row(columns, block, inside, addresses, row) -> None:  # type: ignore[no
     for c in range(columns.shape[0]):
         step_bytes = columns[c, 2]
         target = columns[c, 0] + block * columns[c, 1] + inside * columns[c, 3]
-        _copy(target, addresses[c] + row * step_bytes, step_bytes)
+        copy_bytes(target, addresses[c] + row * step_bytes, step_bytes)
 
 
 @compiled
@@ -568,11 +574,11 @@ def put_steps(  # type: ignore[no-untyped-def]
         block, inside = int64(blocks[e, step // block_steps]), step % block_steps
         for c in range(len(columns)):
             base, stride, step_bytes, every = columns[c, 0], columns[c, 1], columns[c, 2], columns[c, 3]
-            _copy(base + block * stride + inside * every, sources[c] + e * step_bytes, step_bytes)
+            copy_bytes(base + block * stride + inside * every, sources[c] + e * step_bytes, step_bytes)
         if ahead != 0:
             base, stride, step_bytes, every = columns[0, 0], columns[0, 1], columns[0, 2], columns[0, 3]
             block, inside = int64(blocks[e, (step + 1) // block_steps]), (step + 1) % block_steps
-            _copy(base + block * stride + inside * every, ahead + e * step_bytes, step_bytes)
+            copy_bytes(base + block * stride + inside * every, ahead + e * step_bytes, step_bytes)
         places[row, e, 0], places[row, e, 1] = open_steps[e, 0], step
         open_steps[e, 1] = step + 1
         waiting += ended[e] or step + 1 + more >= open_steps[e, 2]
@@ -625,11 +631,11 @@ def _copy_steps(  # type: ignore[no-untyped-def]
         source = base + number * stride + inside * every
         size = take * step_bytes
         if every != step_bytes:
-            _copy_apart(target, step_bytes, source, every, take, step_bytes)
+            copy_apart(target, step_bytes, source, every, take, step_bytes)
         elif streams and size >= 1024:
-            _copy_past_caches(target, source, size)
+            copy_past_caches(target, source, size)
         else:
-            _copy(target, source, size)
+            copy_bytes(target, source, size)
         target += size
         step += take
     return True
@@ -654,9 +660,9 @@ def _fill_edges(  # type: ignore[no-untyped-def]
             return False
         head, tail = 0, length - 1
     for i in range(head):
-        _copy(begin + i * step_bytes, begin + head * step_bytes, step_bytes)
+        copy_bytes(begin + i * step_bytes, begin + head * step_bytes, step_bytes)
     for i in range(length - tail, length):
-        _copy(begin + i * step_bytes, begin + (length - tail - 1) * step_bytes, step_bytes)
+        copy_bytes(begin + i * step_bytes, begin + (length - tail - 1) * step_bytes, step_bytes)
     return True
 
 
@@ -672,11 +678,11 @@ def _copy_step(target, source, size) -> None:  # type: ignore[no-untyped-def]
     elif size == 1:
         _copy_1(target, source)
     else:
-        _copy(target, source, size)
+        copy_bytes(target, source, size)
 
 
 @njit(inline="always")
-def _extent_of(extent, slot):  # type: ignore[no-untyped-def]
+def extent_of(extent, slot):  # type: ignore[no-untyped-def]
     """Length, place of the block table, and final steps of a trajectory, which may grow meanwhile.
 
     The place is read last: a trajectory that grows gets its new place first. A new length with the old place would lead
@@ -755,7 +761,7 @@ def _gather_single(  # type: ignore[no-untyped-def]
         for i in range(count):
             slot, anchor = slots[begin + i], anchors[begin + i]
             if slot >= 0 and slot < len(extent):
-                steps, row, more = _extent_of(extent, slot)
+                steps, row, more = extent_of(extent, slot)
             else:
                 steps, row, more, bad = int64(0), int64(0), int64(0), bad + 1
             block = anchor // block_steps
@@ -781,9 +787,9 @@ def _gather_single(  # type: ignore[no-untyped-def]
                 if places[i, c] != 0:
                     _copy_step(out, places[i, c], step_bytes)
                 else:
-                    _fill(out, 0, step_bytes)
+                    fill(out, 0, step_bytes)
                 if columns[c, MASK] != 0:
-                    _fill(columns[c, MASK] + target, int64(there[i, c]), 1)
+                    fill(columns[c, MASK] + target, int64(there[i, c]), 1)
     return bad
 
 
@@ -800,7 +806,7 @@ def _gather_rows(  # type: ignore[no-untyped-def]
     streams = len(slots) * (columns[:, LENGTH] * columns[:, STEP_BYTES]).sum() >= STREAM_BATCH_BYTES
     for b in range(first, last):
         if slots[b] >= 0 and slots[b] < len(extent):
-            steps, row, more = _extent_of(extent, slots[b])
+            steps, row, more = extent_of(extent, slots[b])
         else:
             steps, row, more, bad = int64(0), int64(0), int64(0), bad + 1
         target = rows[b] if chosen else b
@@ -811,18 +817,18 @@ def _gather_rows(  # type: ignore[no-untyped-def]
             begin = columns[c, OUT] + target * length * step_bytes
             out = begin
             if head > 0:
-                _fill(out, 0, head * step_bytes)
+                fill(out, 0, head * step_bytes)
             out += head * step_bytes
             base, stride, blocks = columns[c, BASE], columns[c, STRIDE], columns[c, BLOCKS]
             every = columns[c, STEP_STRIDE]
             if not _copy_steps(
                 out, base, stride, step_bytes, every, blocks, low, count, block_ids, row, block_steps, streams
             ):
-                _fill(begin, 0, length * step_bytes)
+                fill(begin, 0, length * step_bytes)
                 bad += 1
             tail = length - head - count
             if tail > 0:
-                _fill(out + count * step_bytes, 0, tail * step_bytes)
+                fill(out + count * step_bytes, 0, tail * step_bytes)
             if columns[c, PAD] == PAD_EDGE and count < length and end > 0:
                 near = min(low, end - 1)
                 if not _fill_edges(
@@ -844,11 +850,11 @@ def _gather_rows(  # type: ignore[no-untyped-def]
             mask = columns[c, MASK]
             if mask != 0:
                 mask += target * length
-                _fill(mask, 0, head)
-                _fill(mask + head, 1, count)
-                _fill(mask + head + count, 0, tail)
+                fill(mask, 0, head)
+                fill(mask + head, 1, count)
+                fill(mask + head + count, 0, tail)
     if streams:
-        _order_stores()
+        order_stores()
     return bad
 
 
@@ -896,7 +902,7 @@ def place(pieces, rows) -> None:  # type: ignore[no-untyped-def]
     for p in range(pieces.shape[0]):
         source, out, row_bytes = pieces[p, 0], pieces[p, 1], pieces[p, 2]
         for b in range(len(rows)):
-            _copy(out + rows[b] * row_bytes, source + b * row_bytes, row_bytes)
+            copy_bytes(out + rows[b] * row_bytes, source + b * row_bytes, row_bytes)
 
 
 @compiled
@@ -922,7 +928,7 @@ def resolve(  # type: ignore[no-untyped-def]
     for b in range(len(slots)):
         steps, row, more = int64(1), int64(-1), int64(0)
         if slots[b] >= 0 and slots[b] < len(extent):
-            steps, row, more = _extent_of(extent, slots[b])
+            steps, row, more = extent_of(extent, slots[b])
         low = min(max(anchors[b] + first, 0), steps + more - 1) // block_steps
         high = min(max(anchors[b] + last, 0), steps + more - 1) // block_steps
         out_extent[b, 0] = steps

@@ -9,12 +9,12 @@ from numba import int64, njit
 
 from gear_loader.native.compile import compiled
 from gear_loader.native.copying import (
-    _copy,
-    _copy_apart,
-    _copy_past_caches,
-    _extent_of,
-    _fill,
-    _order_stores,
+    copy_apart,
+    copy_bytes,
+    copy_past_caches,
+    extent_of,
+    fill,
+    order_stores,
 )
 
 __all__ = [
@@ -71,12 +71,10 @@ def measure(slots, anchors, extent, offset, length, spans) -> int:  # type: igno
     for b in range(len(slots)):
         steps = int64(0)
         if slots[b] >= 0 and slots[b] < len(extent):
-            steps, _, _ = _extent_of(extent, slots[b])
+            steps, _, _ = extent_of(extent, slots[b])
         else:
             bad += 1
-        low = min(max(anchors[b] + offset, 0), steps)
-        spans[0, b] = low
-        spans[1, b] = max(min(anchors[b] + offset + length, steps), low) - low
+        spans[0, b], spans[1, b] = _span(anchors[b] + offset, length, steps)
     return bad
 
 
@@ -112,10 +110,8 @@ def screen(  # type: ignore[no-untyped-def]
             results[i] = GONE
             others += 1
             continue
-        steps, _, _ = _extent_of(extent, slot)
-        start = queue[QUEUE_ANCHOR, i] + offset
-        low = min(max(start, 0), steps)
-        count = max(min(start + length, steps), low) - low
+        steps, _, _ = extent_of(extent, slot)
+        low, count = _span(queue[QUEUE_ANCHOR, i] + offset, length, steps)
         if count > max_steps:
             if truncates:
                 count = max_steps
@@ -177,13 +173,13 @@ def gather_packed(  # type: ignore[no-untyped-def]
     bad, adjoin = (
         0,
         True,
-    )  # whether the last step of a block lies before the first of the next one, in every column
+    )  # whether the last step of a block lies before the first of the next, in every column
     for c in range(columns.shape[0]):
         adjoin = adjoin and columns[c, PACKED_STRIDE] == block_steps * columns[c, PACKED_STEP_BYTES]
     for b in range(len(slots)):
         row = int64(-1) << 40  # no place in `block_ids`
         if slots[b] >= 0 and slots[b] < len(extent):
-            _, row, _ = _extent_of(extent, slots[b])
+            _, row, _ = extent_of(extent, slots[b])
         else:
             bad += 1
         low, end, start = spans[0, b], spans[0, b] + spans[1, b], int64(starts[b])
@@ -209,28 +205,28 @@ def gather_packed(  # type: ignore[no-untyped-def]
                 out = columns[c, PACKED_OUT] + (start + step - low) * step_bytes
                 size = take * step_bytes
                 if number < 0 or following > columns[c, PACKED_BLOCKS]:
-                    _fill(out, 0, size)
+                    fill(out, 0, size)
                     bad += 1
                     continue
                 source = columns[c, PACKED_BASE] + number * columns[c, PACKED_STRIDE] + inside * every
                 if every != step_bytes:
-                    _copy_apart(out, step_bytes, source, every, take, step_bytes)
+                    copy_apart(out, step_bytes, source, every, take, step_bytes)
                 elif streams and size >= _PAST_CACHES_BYTES:
-                    _copy_past_caches(out, source, size)
+                    copy_past_caches(out, source, size)
                 else:
-                    _copy(out, source, size)
+                    copy_bytes(out, source, size)
             step += take
         number = _block(block_ids, row)
         for c in range(once.shape[0]):
             out = once[c, PACKED_OUT] + b * once[c, PACKED_STEP_BYTES]
             if number < 0 or number >= once[c, PACKED_BLOCKS]:
-                _fill(out, 0, once[c, PACKED_STEP_BYTES])
+                fill(out, 0, once[c, PACKED_STEP_BYTES])
                 bad += 1
             else:
                 source = once[c, PACKED_BASE] + number * once[c, PACKED_STRIDE]
-                _copy(out, source, once[c, PACKED_STEP_BYTES])
+                copy_bytes(out, source, once[c, PACKED_STEP_BYTES])
     if streams:
-        _order_stores()
+        order_stores()
     return bad
 
 
@@ -240,3 +236,10 @@ def _block(block_ids, place):  # type: ignore[no-untyped-def]
     if place < 0 or place >= len(block_ids):
         return int64(-1)
     return int64(block_ids[place])
+
+
+@njit(inline="always")
+def _span(start, length, steps):  # type: ignore[no-untyped-def]
+    """First existing step of a window in a trajectory of `steps`, and number of them."""
+    low = min(max(start, 0), steps)
+    return low, max(min(start + length, steps), low) - low

@@ -14,7 +14,7 @@ from gear_loader.storage.casting import can_cast
 from gear_loader.storage.schema import NUMPY_DTYPES, Column, Schema, as_mapping, settled
 from gear_loader.utils.arrays import Array, address_of, unreadable
 
-__all__ = ["StepAppender", "StepColumn", "checked_once", "too_long"]
+__all__ = ["StepAppender", "StepColumn", "checked_once", "no_final_step", "too_long"]
 
 
 def checked_once(schema: Schema, values: Mapping[str, Any] | None) -> dict[str, Array]:
@@ -36,6 +36,14 @@ def too_long(steps: int, longest: int) -> SchemaError:
     return SchemaError(
         f"The trajectory would have {steps:,} steps; this table holds at most {longest:,}. Commit "
         "earlier, cut it into chunks with table.writer(chunk_steps=...), or create the table larger."
+    )
+
+
+def no_final_step() -> SchemaError:
+    """The error for a final step when the last chunk is committed and no step came after it."""
+    return SchemaError(
+        "The last chunk is complete and committed, so it cannot get a final step; give chunks an overlap_steps of at "
+        "least 1, or commit() without final."
     )
 
 

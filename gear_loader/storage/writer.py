@@ -18,7 +18,7 @@ from gear_loader.native import copying
 from gear_loader.storage.incoming import checked_final, single_priority
 from gear_loader.storage.index import Claim
 from gear_loader.storage.operations import GENEROUS, ROOM_GENERATION, ROOM_HELD, ROOM_PLACE, ROOM_WIDTH
-from gear_loader.storage.step_appender import StepAppender, checked_once, too_long
+from gear_loader.storage.step_appender import StepAppender, checked_once, no_final_step, too_long
 from gear_loader.utils.arrays import Array, data_address
 from gear_loader.utils.checks import at_least
 
@@ -426,10 +426,7 @@ class Writer(StepAppender):
         if not self._fresh and (last is None or not self._overlap):
             if self._last_chunk is not None:
                 if last is not None:
-                    raise SchemaError(
-                        "The last chunk is complete and committed, so it cannot get a final step; give chunks an "
-                        "overlap_steps of at least 1, or commit() without final."
-                    )
+                    raise no_final_step()
                 index = self._last_chunk
                 self.discard()
                 return index

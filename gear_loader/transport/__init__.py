@@ -10,8 +10,9 @@ A server, and a client on another node::
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from gear_loader.utils.lazy import loader
 
 if TYPE_CHECKING:
     from gear_loader.transport.channel import Address, Carrier, Channel, Listener, carrier
@@ -61,10 +62,4 @@ _MODULES = {
     "start_server": "process",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"gear_loader.transport.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = loader(__name__, _MODULES)

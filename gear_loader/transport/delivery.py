@@ -97,10 +97,7 @@ class Delivery:
         priorities: Array,
         finals: Array | None = None,
         *,
-        ids: Array | None = None,
         waits: bool = True,
-        timeout: float | None = None,
-        failed: Callable[[GearError], None] | None = None,
     ) -> Array:
         """Store trajectories, all or none, and wait for it.
 
@@ -108,10 +105,7 @@ class Delivery:
             trajectories: at most `most`, column name -> array or tensor ``[T, *shape]``.
             priorities: float32 [n], -1 for a trajectory without one.
             finals: int64 [n], 1 if the last row of the trajectory is its final step, else 0; None for none.
-            ids: int64 [n] from `ids`; by default new ones.
             waits: whether to try again while the table is full, or its rate limiter holds inserts back.
-            timeout: seconds to wait, may be infinite; by default those of this object.
-            failed: called with the error of an attempt before the next one; may raise to give up.
 
         Returns:
             Their indices in the server's table, int64 [n]; -1 for one that was evicted before the answer came.
@@ -123,7 +117,7 @@ class Delivery:
             PeerTimeoutError: no answer before the deadline; they may be stored, or may still be.
             HandshakeError, TransportError: the server refused the connection or the request.
         """
-        known = self.ids(len(trajectories)) if ids is None else ids
+        ids = self.ids(len(trajectories))
 
         def attempt(again: bool, seconds: float) -> Future[Array]:
             return self._peer.store(
@@ -131,20 +125,14 @@ class Delivery:
                 self._schema,
                 trajectories,
                 priorities,
-                known,
+                ids,
                 finals,
                 again=again,
                 seconds=seconds,
             )
 
-        return until_done(
-            attempt,
-            "the trajectories may be stored or not",
-            timeout=self.timeout,
-            total=timeout,
-            waits=waits,
-            failed=failed,
-        )
+        what = "the trajectories may be stored or not"
+        return until_done(attempt, what, timeout=self.timeout, waits=waits)
 
     def store_rows(
         self,
@@ -159,6 +147,8 @@ class Delivery:
         """As `store`, for trajectories that have been checked, without a deadline.
 
         Args:
+            ids: int64 [n], from `ids`.
+            failed: called with the error of an attempt before the next one; may raise to give up.
             ahead: pieces of the only trajectory that were sent before; if the server has lost them, all is sent again.
         """
 
@@ -224,7 +214,7 @@ def until_done(
         what: the consequence of a deadline that passes, for its error.
         timeout: seconds of a call, of which an attempt has a part. total: seconds until the deadline; `timeout` by
             default.
-        waits, failed: as for `Delivery.store`.
+        waits, failed: as for `Delivery.store` and `Delivery.store_rows`.
 
     Raises:
         HandshakeError, PeerTimeoutError: the server refused the connection, or there was no answer before the deadline.

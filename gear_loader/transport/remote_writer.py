@@ -11,7 +11,7 @@ import numpy as np
 
 from gear_loader.errors import GearError, SchemaError
 from gear_loader.storage.incoming import checked_final, single_priority
-from gear_loader.storage.step_appender import StepAppender, checked_once, too_long
+from gear_loader.storage.step_appender import StepAppender, checked_once, no_final_step, too_long
 from gear_loader.transport.spool import Episode, Piece, Spool
 from gear_loader.utils.checks import at_least
 
@@ -221,10 +221,7 @@ class RemoteWriter(StepAppender):
         if not self._cut_last:
             raise SchemaError("Nothing has been appended since the last commit; append at least one step.")
         if with_final:
-            raise SchemaError(
-                "The last chunk is complete and committed, so it cannot get a final step; give chunks an "
-                "overlap_steps of at least 1, or commit() without final."
-            )
+            raise no_final_step()
         last = self._last
         self.discard()
         return self._answer(last)
