@@ -6,17 +6,18 @@
 #   make rdma-check  one-sided reads and UCX over InfiniBand's verbs, in virtual machines (Debian, x86_64; 10 minutes)
 #   make docs     the API reference, into docs/_build            make clean   remove builds and caches, not .venv
 #   make bench    a benchmark (ARGS="run single-server")        make report  a page and plots of what was measured
+#   make graph-serving  train and serve a GraphSAGE on the call graph of the installed Python sources
 #   make peers    other libraries, to be measured beside ours
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.gear-loader-ready
-JOBS := 2
+JOBS := 3  # one more than two cores: many tests wait for processes that they have started
 # Beside the machine code that numba keeps: make clean removes both.
 LOOPS := gear_loader/__pycache__/.loops-compiled
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-emulated rdma-check lint format docs bench peers report clean
+.PHONY: help setup demo graph-serving test test-all test-emulated rdma-check lint format docs bench peers report clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -33,6 +34,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(RUN) examples/decision_transformer.py $(ARGS)
+
+graph-serving: $(READY)
+	$(RUN) examples/graph_serving $(ARGS)
 
 # Once, on two cores; else each of the tests' workers compiles all loops, at the same time.
 $(LOOPS): $(READY) tests/compile_loops.py gear_loader/storage/operations.py gear_loader/storage/inline.py $(wildcard gear_loader/native/*.py)

@@ -127,11 +127,21 @@ class TableCache(Undo):
 
 
 class Crew:
-    """Processes of one kind, started when they are needed and kept for everything that follows."""
+    """Processes of one kind, started when they are needed and kept for everything that follows.
 
-    def __init__(self, name: str, folder: Path | None = None, *, library: str | None = None) -> None:
+    prefix: words before their commands, which run them elsewhere.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path | None = None,
+        *,
+        library: str | None = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
         library = library or _OWN.get(name) or library_of("online", name)
-        self._make = functools.partial(start, folder, "online", library, name)
+        self._make = functools.partial(start, folder, "online", library, name, prefix=prefix)
         self._processes: list[PeerProcess] = []
 
     def start(self, count: int = 1) -> Sequence[PeerProcess]:
@@ -164,8 +174,8 @@ class Group:
     """Writers that add at the same time, each in its process.
 
     table: where to, if they are this project's; others make their own store. target: the table that yardsticks copy
-    into. fill: make the store full first. address: where the store is; by default the name of the table. answers: of
-    the writers, to the last measurement.
+    into. fill: make the store full first. address: where the store is; by default the name of the table. store: a
+    process that makes the store and fills it, but does not write. answers: of the writers, to the last measurement.
     """
 
     def __init__(
@@ -179,14 +189,16 @@ class Group:
         target: gear.Table | None = None,
         fill: bool = True,
         address: Any = None,
+        store: PeerProcess | None = None,
     ) -> None:
         self._crew, self._spec, self._mode, self._table = crew, spec, mode, table
         self._processes = crew.start(writers)
+        self._all = [*([] if store is None else [store]), *self._processes]
         place = table if table is not None else target
         if address is None and place is not None:
             address = place.name
         self.answers: list[dict[str, Any]] = []
-        for number, process in enumerate(self._processes):
+        for number, process in enumerate(self._all):
             arguments = {"spec": spec, "mode": mode, "number": number, "of": writers, "address": address}
             address = process.ask("build", **arguments)["address"]
         if fill:
@@ -248,9 +260,9 @@ class Group:
         return 0 if self._table is None else self._table.stats().num_inserted
 
     def _together(self, what: str) -> None:
-        for process in self._processes:
+        for process in self._all:
             process.send(what)
-        receive_all(self._processes)
+        receive_all(self._all)
 
 
 def _rate(answers: Sequence[Mapping[str, Any]]) -> float:

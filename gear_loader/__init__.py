@@ -9,13 +9,16 @@ from gear_loader import errors
 from gear_loader.utils.lazy import loader
 
 if TYPE_CHECKING:
-    from gear_loader import distributed, sources
+    from gear_loader import distributed, graph, sources
     from gear_loader.collection.batches import Batch
     from gear_loader.collection.n_step import NStep
     from gear_loader.collection.windows import Whole
     from gear_loader.dataset import ReplayDataset
+    from gear_loader.graph.features import Features
     from gear_loader.lightning.datamodule import ReplayDataModule
     from gear_loader.lightning.monitor import ReplayMonitor
+    from gear_loader.mixture import Mixture
+    from gear_loader.selection.balance import balance
     from gear_loader.selection.selectors import Fifo, Lifo, LinearSchedule, Prioritized, TopK, Uniform
     from gear_loader.storage.disk import Disk, DiskStats
     from gear_loader.storage.limiters import MinSize, Queue, RateLimiter, SampleToInsertRatio
@@ -32,10 +35,12 @@ __all__ = [
     "Column",
     "Disk",
     "DiskStats",
+    "Features",
     "Fifo",
     "Lifo",
     "LinearSchedule",
     "MinSize",
+    "Mixture",
     "NStep",
     "Prioritized",
     "Queue",
@@ -55,9 +60,11 @@ __all__ = [
     "Whole",
     "Window",
     "Writer",
+    "balance",
     "connect",
     "distributed",
     "errors",
+    "graph",
     "sources",
 ]
 
@@ -70,10 +77,12 @@ _MODULES = {
     "Column": "storage.schema",
     "Disk": "storage.disk",
     "DiskStats": "storage.disk",
+    "Features": "graph.features",
     "Fifo": "selection.selectors",
     "Lifo": "selection.selectors",
     "LinearSchedule": "selection.selectors",
     "MinSize": "storage.limiters",
+    "Mixture": "mixture",
     "NStep": "collection.n_step",
     "Prioritized": "selection.selectors",
     "Queue": "storage.limiters",
@@ -93,6 +102,7 @@ _MODULES = {
     "Whole": "collection.windows",
     "Window": "storage.schema",
     "Writer": "storage.writer",
+    "balance": "selection.balance",
     "connect": "transport.remote_table",
 }
 
@@ -101,9 +111,8 @@ _load = loader(__name__, _MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    return (
-        importlib.import_module(f"{__name__}.{name}") if name in ("distributed", "sources") else _load(name)
-    )
+    packages = ("distributed", "graph", "sources")
+    return importlib.import_module(f"{__name__}.{name}") if name in packages else _load(name)
 
 
 def __dir__() -> list[str]:

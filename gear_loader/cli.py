@@ -359,6 +359,13 @@ def serve_tables(
             metavar="all|read|write", help="What requesters may do: read rows, add trajectories, or all."
         ),
     ] = "all",
+    tls_cert: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Encrypt all connections: certificate of the server, PEM."),
+    ] = None,
+    tls_key: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Private key of that certificate, PEM.")
+    ] = None,
     parent: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Serve windows of tables to other nodes and store their trajectories. Prints its addresses as one JSON line."""
@@ -376,13 +383,17 @@ def serve_tables(
     chosen = list(dict.fromkeys(carriers or ["socket"]))
     if int(port) and len(chosen) > 1:
         raise typer.BadParameter("Several carriers cannot listen at one port: give port 0, or one carrier.")
+    if (tls_cert is None) != (tls_key is None):
+        raise typer.BadParameter("One of --tls-cert and --tls-key was given; expected both.")
+    tls = None if tls_cert is None or tls_key is None else (tls_cert, tls_key)
     try:
         if parent is not None:
             secret = check_secret(read_parent(parent))
         else:
             secret = _secret_of_environment() if secret_file is None else read_secret(secret_file)
         listens = [(name, host.strip("[]"), int(port)) for name in chosen]
-        run_server(tables, listens, secret, parent=parent, one_sided=one_sided, allow=check_allow(allow))
+        allowed = check_allow(allow)
+        run_server(tables, listens, secret, parent=parent, one_sided=one_sided, allow=allowed, tls=tls)
     except (GearError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None

@@ -28,6 +28,7 @@ from gear_loader.collection.windows import (
     Whole,
     expand,
     packed_span,
+    source_of,
     steps_only,
     windows_of,
 )
@@ -49,15 +50,19 @@ from gear_loader.selection.base import Selection, SelectionContext
 from gear_loader.selection.budget_planner import BudgetPlanner, PlannedBatch
 from gear_loader.selection.complete import CompleteAnchors
 from gear_loader.selection.epochs import notice_short_epoch
+from gear_loader.selection.group_selection import GroupSelection, PrioritizedGroupSelection
+from gear_loader.selection.grouping import Grouping, GroupPriority
 from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
 from gear_loader.selection.random import key
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector, Uniform
 from gear_loader.selection.step_budget import BudgetProgress, StepBudget, TooLong, checked_positions
+from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.priority_updates import is_strict
 from gear_loader.storage.schema import Window, as_mapping
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
-from gear_loader.utils.checks import at_least, device_of
+from gear_loader.utils.checks import at_least
+from gear_loader.utils.devices import device_of
 
 __all__ = ["ReplayDataset"]
 
@@ -164,6 +169,21 @@ class ReplayDataset(IterableDataset[Batch]):
             others that do. The next batch begins with them, so none waits for more than ``lookahead + 1`` batches.
         too_long: with `max_steps`: what becomes of a drawn trajectory with more steps. ``"error"`` raises an error that
             names it, ``"truncate"`` delivers its first `max_steps` steps, ``"skip"`` leaves it out and counts it.
+        group: name of an integer column per trajectory. Trajectories with the same value are a group; only complete
+            groups are drawn, and whole: their members are `group_size` rows one after another, in order of addition.
+            The selector chooses groups, and `batch_size` is a multiple of `group_size`. With `max_steps` a batch may
+            end inside a group; the next one begins with the rest. A value that more trajectories have is an error.
+        group_size: trajectories of a complete group.
+        group_priority: priority of a group: the ``"max"`` of its members', or the ``"mean"`` of them to the power of
+            alpha.
+        group_varies: name of a column per trajectory; groups whose members all have the same value are left out, and
+            counted by `stats`. With rewards: groups that give no advantage.
+        group_max_age: seconds after which the trajectories of an incomplete group are removed from the table, counted
+            from the last one that was added.
+
+    **Late columns** (`Column.late`): a dataset draws only trajectories whose late columns are filled, of those that it
+    reads. If there are none, or no complete groups, or no recent trajectories of a table with `max_lag`, a draw waits
+    until the table's timeout, then raises TableEmptyError.
 
     **Packed batches** have no ``mask``, and
 
@@ -219,6 +239,11 @@ class ReplayDataset(IterableDataset[Batch]):
         max_steps: int | None = None,
         lookahead: int = 0,
         too_long: TooLong = "error",
+        group: str | None = None,
+        group_size: int | None = None,
+        group_priority: GroupPriority = "max",
+        group_varies: str | None = None,
+        group_max_age: float | None = None,
     ) -> None:
         if not isinstance(table, (Table, Shards)):
             remedy = f" Attach to it by its name: gear_loader.Table.attach({table!r})."
@@ -250,6 +275,11 @@ class ReplayDataset(IterableDataset[Batch]):
             max_steps=max_steps,
             lookahead=lookahead,
             too_long=too_long,
+            group=group,
+            group_size=group_size,
+            group_priority=group_priority,
+            group_varies=group_varies,
+            group_max_age=group_max_age,
         )
         self.shards = table if isinstance(table, Shards) else None
         self.table: Table = table.table if isinstance(table, Shards) else table
@@ -271,6 +301,18 @@ class ReplayDataset(IterableDataset[Batch]):
         self.keep = int(keep)
         self.copy = copy
         self.layout: Literal["padded", "packed", "jagged"] = layout
+        if self.table.has_tier:
+            self._check_tier(group)
+        self._late = table.schema.late_bits(
+            source_of(name, window) for name, window in expand(table.schema, self.windows)[0].items()
+        )
+        fresh = getattr(self.selector, "freshness", 1.0) < 1
+        if fresh and (table.rules.version is None or self.shards is not None):
+            raise SchemaError(
+                f"{self.selector!r} was given; expected a Table created with version= for a freshness below 1, and not "
+                "Shards."
+            )
+        self.groups = self._group_of(group, group_size, group_priority, group_varies, group_max_age)
         self._budget = self._packing(max_steps, lookahead, too_long, drop_last)
         self._progress = BudgetProgress(self.keep)
         endless = batches_per_epoch is None or batches_per_epoch == math.inf
@@ -311,6 +353,57 @@ class ReplayDataset(IterableDataset[Batch]):
             raise TypeError(f"Options of {cls.__name__}: {error}.") from None
         given.apply_defaults()
         check_options(**given.arguments)
+
+    def _check_tier(self, group: Any) -> None:
+        """Raise SchemaError if batches cannot be made of trajectories that lie on disk only."""
+        given = None
+        if group is not None:
+            given = f"group={group!r}", "a dataset without groups"
+        elif self.layout != "padded":
+            given = f"layout={self.layout!r}", "layout='padded'"
+        elif self.device.type == "cuda":
+            given = (
+                f"device={str(self.device)!r}",
+                "device='cpu' (move the batch by .to(), or have Lightning do so)",
+            )
+        elif self.selector.unit == "step" and needs_priorities(self.selector):
+            given = (
+                f"selector={self.selector!r}",
+                "a selector with unit='trajectory', or one without priorities",
+            )
+        if given is not None:
+            raise SchemaError(
+                f"{given[0]} was given with a table that has a disk tier (Disk(size=)); expected {given[1]}, which is "
+                "the only one that reads trajectories on disk for now. Use that, or a table whose memory holds all of "
+                "them."
+            )
+
+    # ---------------------------------------------------------------- groups
+
+    def _group_of(
+        self, column: Any, size: Any, priority: Any, varies: Any, max_age: float | None
+    ) -> Grouping | None:
+        """Check the options of groups against the table."""
+        if column is None:
+            return None
+        grouping = Grouping.of(self.table.schema, column, size, priority, varies, max_age)
+        if self.shards is not None or self.table.rules.max_times_sampled is not None:
+            raise SchemaError(
+                f"group={column!r} was given with Shards, or a table with max_times_sampled; expected a Table without: "
+                "groups lie in one table, and are drawn whole."
+            )
+        if self.batch_size % grouping.size:
+            raise SchemaError(
+                f"batch_size is {self.batch_size} and group_size {grouping.size}; expected a multiple of it: groups "
+                "are drawn whole."
+            )
+        if varies is not None:
+            self._late |= self.table.schema.late_bits([varies])
+        return grouping
+
+    def _items_of(self, rows: int) -> int:
+        """Items of so many rows: groups, or rows."""
+        return rows if self.groups is None else rows // self.groups.size
 
     # ---------------------------------------------------------------- packed batches
 
@@ -356,7 +449,10 @@ class ReplayDataset(IterableDataset[Batch]):
     @property
     def _num_drawn(self) -> int:
         """Rows of a draw."""
-        return self.batch_size if self._budget is None else BudgetPlanner.draw_size(self.selector)
+        if self._budget is None:
+            return self.batch_size
+        size = 1 if self.groups is None else self.groups.size
+        return size * BudgetPlanner.draw_size(self.selector, self.groups)
 
     # ---------------------------------------------------------------- shards
 
@@ -454,7 +550,7 @@ class ReplayDataset(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
         number, workers = (info.id, info.num_workers) if info is not None else (0, 1)
-        self._check_worker(number, info is not None)
+        self.check_worker(number, info is not None)
         error = loader_error(self, tensordicts=self.output == "tensordict")
         if error is not None:
             return refuse(error)
@@ -505,6 +601,7 @@ class ReplayDataset(IterableDataset[Batch]):
         rank, world = self._rank()
         if self.rate_limited and self.table.rules.rate_limiter is not None:
             self.table.reader().await_samplable(self._num_drawn)  # the table may be empty until then
+        self._selected().await_items()
         view = self._selected().look()
         count = self._epoch_batches(view, world)
         if rank == number == 0 and (epoch == 0 or get_worker_info() is None):
@@ -512,7 +609,7 @@ class ReplayDataset(IterableDataset[Batch]):
             self._noticed_epoch = self._noticed_epoch or self._notice_epoch(view)
         if self._exchange is not None and not self._is_global:
             count = begin_epoch(self._exchange, self._selected(), count, fresh=number == 0)
-        seed, size = self._draw_seed(), self._global_size(self.batch_size)
+        seed, size = self._draw_seed(), self._items_of(self._global_size(self.batch_size))
         turn, past = 0, self._position.past
         while number < count:
             batch = number * world + rank  # number over all ranks
@@ -545,6 +642,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self._check_sharing(every, world)
         if self.rate_limited and self.table.rules.rate_limiter is not None:
             self.table.reader().await_samplable(self._num_drawn)
+        self._selected().await_items()
         planner = BudgetPlanner(
             self._selected(),
             budget,
@@ -617,6 +715,8 @@ class ReplayDataset(IterableDataset[Batch]):
                 "it, or make another dataset with batch_size."
             )
         size = self.batch_size if batch_size is None else at_least("batch_size", batch_size)
+        if self.groups is not None and size % self.groups.size:
+            raise SchemaError(f"batch_size is {size}; expected a multiple of group_size={self.groups.size}.")
         self._check_rate(size)
         prefetcher = self._buffers.single(size, self.batch_size, self._collector, **self._buffering(False))
         if self._is_global and self._buffers.active is not None:
@@ -628,8 +728,9 @@ class ReplayDataset(IterableDataset[Batch]):
             self._buffers.settle()  # updates queued behind prefetched batches precede this batch
         rank, world = self._rank()
         number = self._position.samples * world + rank
-        epoch, turn, first, count, view = SAMPLE_EPOCH, 0, 0, self._global_size(size), None
+        epoch, turn, first, count, view = SAMPLE_EPOCH, 0, 0, self._items_of(self._global_size(size)), None
         if self.selector.passes:
+            self._selected().await_items()
             view = self._selected().look()
             items = self.selector.num_items(view)
             turn, first = divmod(self._position.sampled_items, max(items, 1))
@@ -640,6 +741,15 @@ class ReplayDataset(IterableDataset[Batch]):
         self._position.sampled_items += count
         shown: Batch = self._shown(batch)
         return shown
+
+    def seek_sample(self, number: int, items: int) -> None:
+        """Make the next call of `sample` number `number`, after `items` drawn items of passes."""
+        self._position.samples, self._position.sampled_items = number, items
+
+    @property
+    def draws_by_priority(self) -> bool:
+        """Whether the selector draws by priority, so that `update_priority` can be called."""
+        return needs_priorities(self.selector)
 
     @staticmethod
     def collate(batch: Any) -> Any:
@@ -661,6 +771,14 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _fill(self, prefetcher: Prefetcher, buffers: Buffers, item: tuple[Draw, Any]) -> int:
         """Draw and gather a batch into `buffers`; return its number of rows. `item`: see `_draws`."""
+        while True:
+            try:
+                return self._fill_once(prefetcher, buffers, item)
+            except LostRowsError as error:  # removed, so the same draw does not meet them again
+                self.table.remove_lost(error)
+
+    def _fill_once(self, prefetcher: Prefetcher, buffers: Buffers, item: tuple[Draw, Any]) -> int:
+        """`_fill`, unless a trajectory cannot be read from disk, which raises LostRowsError."""
         draw, frozen = item
         selection = self._selected()
         if frozen is None and buffers.inline is not None and selection.fill(draw, buffers.inline):
@@ -708,6 +826,8 @@ class ReplayDataset(IterableDataset[Batch]):
             self.rate_limited,
             self.sample_info,
             self.complete,
+            self._late,
+            self.groups,
         )
         if self._selection is None or options != self._selected_for:
             self._selected_for = options
@@ -923,15 +1043,24 @@ class ReplayDataset(IterableDataset[Batch]):
             With max_steps also, of the batches delivered by this process: ``"fill"``: `batch_fill`,
             or 0; ``"skipped"``: drawn trajectories left out by ``too_long="skip"``; ``"gone"``: those
             removed from the table between their draw and their batch.
+            With late columns also ``"unfilled"``: trajectories of the subset that wait for one that is read. With
+            groups also ``"groups_complete"``: groups that can be drawn; ``"groups_constant"``: those left out because
+            of `group_varies`; ``"groups_incomplete"``: trajectories in no complete group; ``"groups_expired"``:
+            trajectories that this process has removed by `group_max_age`.
         """
         context = self._selected().context
         own = self.shards.own.values() if self.shards is not None and self._is_global else ()
         counts = []
+        unfilled = 0
         for table in own or (self.table,):
             each = dataclasses.replace(context, table=table)
             slots = table.reader().snapshot().slots
             if each.subset is not None:
-                slots = slots[dataclasses.replace(each, complete=None).chosen(slots)]
+                slots = slots[dataclasses.replace(each, complete=None, late=0).chosen(slots)]
+            if each.late:
+                filled = dataclasses.replace(each, complete=None, subset=None).chosen(slots)
+                unfilled += int((~filled).sum())
+                slots = slots[filled]
             counts.append(each.num_anchors(slots))
         anchors = np.concatenate(counts)
         found: dict[str, float] = {
@@ -943,11 +1072,17 @@ class ReplayDataset(IterableDataset[Batch]):
             done = self._progress.counts
             found["fill"] = self.batch_fill or 0.0
             found["skipped"], found["gone"] = done.skipped, done.gone
+        if self._late:
+            found["unfilled"] = unfilled
+        selection = self._selected()
+        if isinstance(selection, (GroupSelection, PrioritizedGroupSelection)):
+            selection.look()
+            found.update({f"groups_{name}": n for name, n in selection.former.counts.to_dict().items()})
         return found
 
     def _pass_batches(self, view: Any) -> int:
         """Batches of one pass over all items, on all ranks together."""
-        items, size = self.selector.num_items(view), self._global_size(self.batch_size)
+        items, size = self.selector.num_items(view), self._items_of(self._global_size(self.batch_size))
         if items == 0:
             raise self._selected().context.empty()
         if self.drop_last and self.selector.passes:
@@ -1018,7 +1153,8 @@ class ReplayDataset(IterableDataset[Batch]):
         made.stream_priority = self.stream_priority
         return made
 
-    def _check_worker(self, number: int, in_worker: bool) -> None:
+    def check_worker(self, number: int, in_worker: bool) -> None:
+        """Raise an error if a `DataLoader` worker of this number cannot iterate."""
         if not in_worker:
             return
         if self.shards is not None:
@@ -1158,6 +1294,7 @@ class ReplayDataset(IterableDataset[Batch]):
             "anchor": self.anchor,
             "drop_last": self.drop_last,
             **({} if self.complete is None else {"complete": True}),
+            **({} if self.groups is None else {"group": dataclasses.asdict(self.groups)}),
             **({} if self._budget is None else dataclasses.asdict(self._budget)),
         }
 

@@ -11,7 +11,9 @@ from gear_loader.collection.windows import Whole, check_layout, check_windows
 from gear_loader.errors import SchemaError
 from gear_loader.selection.selectors import Selector
 from gear_loader.selection.step_budget import StepBudget
-from gear_loader.utils.checks import at_least, check_device, integer
+from gear_loader.storage.rules import check_seconds
+from gear_loader.utils.checks import at_least, integer
+from gear_loader.utils.devices import check_device
 
 __all__ = ["check_options"]
 
@@ -41,6 +43,11 @@ def check_options(
     max_steps: Any,
     lookahead: Any,
     too_long: Any,
+    group: Any,
+    group_size: Any,
+    group_priority: Any,
+    group_varies: Any,
+    group_max_age: Any,
     **_: Any,
 ) -> None:
     """Raise SchemaError for an option of `ReplayDataset` that is invalid with any table."""
@@ -86,6 +93,7 @@ def check_options(
     check_output(output)
     _check_sizes(batch_size, layout, max_steps, lookahead, too_long, selector)
     _check_packed(layout, windows, anchor, selector, output, complete)
+    _check_group(group, group_size, group_priority, group_varies, group_max_age, selector)
 
 
 def _check_sizes(
@@ -124,3 +132,20 @@ def _check_packed(layout: Any, windows: Any, anchor: Any, selector: Any, output:
             f"anchor={anchor!r} and selector={selector!r} were given with whole trajectories; expected a selector with "
             "unit='trajectory', and no anchor: theirs is step 0."
         )
+
+
+def _check_group(group: Any, size: Any, priority: Any, varies: Any, max_age: Any, selector: Any) -> None:
+    """Check the options of groups that are invalid with any table."""
+    if group is None:
+        if size is not None or varies is not None or max_age is not None or priority != "max":
+            raise SchemaError(
+                "group_size, group_priority, group_varies or group_max_age was given without group, to which they "
+                "belong."
+            )
+        return
+    if size is None:
+        raise SchemaError(f"group={group!r} was given without group_size; give both.")
+    if max_age is not None:
+        check_seconds("group_max_age", max_age)
+    if selector is not None and selector.unit == "step":
+        raise SchemaError(f"group={group!r} was given with {selector!r}; expected unit='trajectory'.")

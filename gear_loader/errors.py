@@ -9,10 +9,12 @@ from __future__ import annotations
 __all__ = [
     "CheckpointError",
     "CorruptTableError",
+    "FilledError",
     "GearError",
     "GpuError",
     "HandshakeError",
     "LockTimeoutError",
+    "OverloadError",
     "PeerTimeoutError",
     "PriorityError",
     "PrivateTableError",
@@ -26,6 +28,7 @@ __all__ = [
     "TableEmptyError",
     "TableFullError",
     "TransportError",
+    "UnknownNodeError",
 ]
 
 
@@ -51,6 +54,10 @@ class TableFullError(GearError):
 
 class TableEmptyError(GearError):
     """A draw from a table without trajectories."""
+
+
+class FilledError(GearError, ValueError):
+    """A late column was filled already; nothing was changed."""
 
 
 class TableClosedError(GearError, ValueError):
@@ -102,6 +109,22 @@ class PeerTimeoutError(TransportError, TimeoutError):
 
 class RankError(GearError, RuntimeError):
     """Another rank failed or did not answer before the deadline; the message names it."""
+
+
+class UnknownNodeError(GearError, IndexError):
+    """A node id that a graph, or a table of features, does not have; the message names the ids."""
+
+
+class OverloadError(GearError, RuntimeError):
+    """A request was refused because too many wait; nothing was changed.
+
+    Attributes:
+        retry_after: seconds after which a request is likely to be accepted.
+    """
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class GpuError(GearError, RuntimeError):

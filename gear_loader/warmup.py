@@ -10,13 +10,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from gear_loader.checkpoint.promoting import promote
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.windows import Whole
 from gear_loader.dataset import ReplayDataset
 from gear_loader.distributed.shards import Shards
+from gear_loader.graph.csr import Graph
+from gear_loader.graph.features import Features
+from gear_loader.graph.sampler import NeighborSampler
+from gear_loader.graph.workload import access_probability, sampled_size
 from gear_loader.native import compile as native
 from gear_loader.native import copying
 from gear_loader.selection.selectors import Fifo, Lifo, Prioritized, Selector, TopK, Uniform
+from gear_loader.storage.disk import Disk
+from gear_loader.storage.index import EVICT_OLDEST
 from gear_loader.storage.limiters import MinSize
 from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
@@ -45,6 +52,8 @@ def warm_up(progress: Callable[[str], None] = lambda _: None) -> dict[str, float
         ("drawing by priority", _prioritizing),
         ("several shards", _sharding),
         ("checkpoints", _saving),
+        ("graphs", _sampling),
+        ("a disk below memory", _spilling),
     ):
         progress(name)
         stage()
@@ -81,6 +90,10 @@ def _adding() -> None:
     with _table(max_age=1e-9) as table:
         for _ in range(3):
             table.add(_steps(3))
+    versions = {**_SCHEMA, "policy": Column(torch.int64, per="trajectory")}
+    with Table.create(versions, max_steps=8, max_trajectories=2, version="policy", max_lag=0) as table:
+        table.add({**_steps(3), "policy": 0})
+        table.advance_version()
 
 
 def _writing() -> None:
@@ -169,3 +182,27 @@ def _saving() -> None:
     with tempfile.TemporaryDirectory() as folder, _filled() as table:
         table.save(Path(folder) / "table")
         Table.load(Path(folder) / "table").close()
+
+
+def _sampling() -> None:
+    graph = Graph.from_edge_index(np.arange(20).reshape(2, 10) % 7)
+    with _filled() as table:
+        features = Features(table)
+        for threads in (1, 2):
+            features[NeighborSampler(graph, [1, -1], threads=threads).sample([1, 2]).n_id]
+    sampled_size(graph, [1])
+    access_probability(graph, [1])
+
+
+def _spilling() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        disk = Disk(folder, sync_seconds=1e6, size="1MiB")
+        with _table(disk=disk, max_blocks=6) as table:
+            for _ in range(4):
+                table.add(_steps(10))
+            _draw(table, Uniform())
+            table.save(folder)
+        with Table.recover(disk) as table:
+            table.remove(table.indices()[-1])
+            promote(table, table.indices())
+            table.index.evict(1, EVICT_OLDEST)

@@ -36,7 +36,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gear_loader.kernels import gather, items, place, priority, split
+from gear_loader.kernels import gather, items, neighbors, place, priority, split
 
 ARCHITECTURES = (80, 90, 100)
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -44,13 +44,13 @@ TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump
 # Type -> arguments. All kernels that have an argument of this name mean the same by it.
 _NAMES = {
     "*i64": "columns slots anchors extent pieces items levels status random drawn index anchor generation place "
-    "first addresses rows",
-    "*i32": "block_ids staging known steps owner number ids",
+    "first addresses rows indptr nodes neighbors",
+    "*i32": "block_ids staging known steps owner number ids indices",
     "*fp64": "sums",
     "*fp32": "values leaves mins maxs maximum drawn_leaves weights",
     "i32": "num_columns num_masks lines batch line_tiles num_tiles block_steps shift num_pieces count depth first_row "
     "first_phase last_phase num_slots num_blocks num_ids size width first last offset anchor_first ahead ahead_final "
-    "once",
+    "once fanout",
     "i64": "magic",
     "fp32": "floor alpha eps beta",
 }
@@ -116,6 +116,12 @@ VARIANTS = [
     ),
     Variant("items_weigh_batch", items.weigh_kernel, {"TABLE": False}, items.WEIGH),
     Variant("items_weigh_table", items.weigh_kernel, {"TABLE": True}, items.WEIGH),
+    *(
+        Variant(
+            f"neighbors_{width}", neighbors.neighbors_kernel, {"WIDTH": width}, neighbors.launch_of(width)
+        )
+        for width in neighbors.WIDTHS
+    ),
 ]
 
 # Global loads (LDGSTS: into shared memory) and stores, local ones (spills; without a suffix they move 4 bytes), and

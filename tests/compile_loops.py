@@ -32,6 +32,7 @@ def reads() -> None:
     warmup._prioritizing()
     warmup._sharding()
     warmup._saving()
+    warmup._sampling()
 
 
 def main() -> None:

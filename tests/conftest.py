@@ -64,6 +64,12 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         metavar="TRITON",
         help="run kernels as this version of Triton, or the installed one, compiled them",
     )
+    parser.addoption(
+        "--storm-seconds",
+        type=float,
+        default=60.0,
+        help="duration of tests/transport/test_storm.py; 60 by default",
+    )
     if not pluginmanager.has_plugin("timeout"):
         parser.addini("timeout", "seconds a test may take (not enforced: pytest-timeout is not installed)")
 

@@ -72,12 +72,14 @@ def image(seed: int, *, dirty: bool = False) -> bytes:
 def corruption(layout: Layout, data: bytes, name: str, seed: int, *, live: bool) -> Case:
     """Some word of the index, and what to write there."""
     random = np.random.default_rng(seed)
-    array = str(random.choice([each for each in layout.arrays if each != "ident"]))
+    array = str(
+        random.choice([each for each, (_, _, shape) in layout.arrays.items() if each != "ident" and shape[0]])
+    )
     offset, dtype, shape = layout.arrays[array]
     count = int(np.prod(shape))
     # Half of the words are among those that are surely used.
     place = int(
-        random.integers(0, min(count, 43 if array == "counters" else 12) if random.random() < 0.5 else count)
+        random.integers(0, min(count, 55 if array == "counters" else 12) if random.random() < 0.5 else count)
     )
     size = dtype.itemsize
     before = int.from_bytes(data[offset + place * size : offset + (place + 1) * size], "little", signed=True)

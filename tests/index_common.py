@@ -33,7 +33,7 @@ def values_at(table: gear.Table, start: int, length: int) -> list[int]:
 def watch_moves(table: gear.Table) -> None:
     """From now on it fails if the block tables are moved again and again for one operation."""
     index = table.index
-    obtain, flip, moves = index.allocator.obtain, index.allocator._flip, [0]
+    obtain, flip, moves = index.allocator.obtain, index.allocator.flip, [0]
 
     def counted(*args: Any) -> bool:
         moves[0] += 1
@@ -44,7 +44,7 @@ def watch_moves(table: gear.Table) -> None:
         moves[0] = 0
         obtain(*args, **options)
 
-    index.allocator._flip, index.allocator.obtain = counted, fresh  # type: ignore[method-assign]
+    index.allocator.flip, index.allocator.obtain = counted, fresh  # type: ignore[method-assign]
 
 
 def same_snapshot(table: gear.Table) -> None:

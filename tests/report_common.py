@@ -137,8 +137,13 @@ def every_experiment(made: Made) -> list[dict[str, Any]]:
     )
     tokens = {"plain torch": 4e8, "ours": 5e8, "pad_sequence": 1e8}
     put("packed", "1 columns", "1 column", tokens, "plain torch", {"columns": 1, "item": "token"}, "rows")
+    sampled = {"plain torch": 1e5, "ours": 9e5, "PyG NeighborLoader": 2e5}
+    put("graph", "sampling", "256 seeds", sampled, "plain torch", {"batch": 256, "item": "seed"}, "rows")
     remote = {"carrier": 3e4, "ours": 1e4, "Reverb": 4e3}
     put("remote-write", "whole", "whole, 1 writer", remote, "carrier", {"writers": 1}, "rows")
+    for share in (100, 25):
+        reading = {"fits": 4e9, "ours": 4e9 if share == 100 else 3e8, "preadv": 4e8}
+        put("exhaustion", "uniform", f"uniform, {share}% in memory", reading, "fits", {"share": share})
     drawing = {"plain torch": 4000.0, "ours": 3000.0, "SB3": 900.0}
     put("transitions", "uniform", "uniform: sample", drawing, "plain torch", {"batch": 256}, "rows")
     for name, seconds in {"ours": 30.0, "SB3": 31.0}.items():

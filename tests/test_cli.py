@@ -326,39 +326,41 @@ def test_column_names_do_not_reach_the_terminal_as_they_are(shelf: Path) -> None
         assert "x" * 61 not in text
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"max_steps": "a"},
-        {"max_steps": -1},
-        {"max_trajectories": 10**400},
-        {"num_blocks": 10**4000},
-        {"block_steps": None},
-        {"schema": [["\x1b[2J\x1b]0;mine\x07", "int8", []]]},
-        {"schema": [["x", "int8", [-1]]]},
-        {"schema": [["\udc80", "x", []], 3]},
-        {"schema": {}},
-        {"rules": []},
-        {"more": 1},
-        [],
-        b"\xff{",
-    ],
-    ids=lambda changes: repr(changes)[:30],
-)
-def test_no_header_makes_ls_fail(shelf: Path, changes: Any) -> None:
-    """Attaching and listing call the same thing damaged, of which the checksum is right."""
-    path = leave("bad")
+DAMAGED: list[Any] = [
+    {"max_steps": "a"},
+    {"max_steps": -1},
+    {"max_trajectories": 10**400},
+    {"num_blocks": 10**4000},
+    {"block_steps": None},
+    {"schema": [["\x1b[2J\x1b]0;mine\x07", "int8", []]]},
+    {"schema": [["x", "int8", [-1]]]},
+    {"schema": [["\udc80", "x", []], 3]},
+    {"schema": {}},
+    {"rules": []},
+    {"more": 1},
+    [],
+    b"\xff{",
+]
+"""What a header has instead, or the whole of it."""
+
+
+def test_no_header_makes_ls_fail(shelf: Path) -> None:
+    """Attaching and listing call the same files damaged, of which the checksum is right."""
     leave("good", 1)
-    _with_header(path, {**_header(path), **changes} if isinstance(changes, dict) else changes)
+    for number, changes in enumerate(DAMAGED):
+        path = leave(f"bad-{number}")
+        _with_header(path, {**_header(path), **changes} if isinstance(changes, dict) else changes)
     entries = listed()
-    assert "damaged" in entries["bad"]["problem"]
-    assert (entries["bad"]["trajectories"], entries["bad"]["columns"]) == (None, None)
     assert (entries["good"]["problem"], entries["good"]["trajectories"]) == (None, 1)
-    with pytest.raises(RegionError, match="damaged"):
-        gear.Table.attach("bad")
+    for number in range(len(DAMAGED)):
+        bad = entries[f"bad-{number}"]
+        assert "damaged" in bad["problem"]
+        assert (bad["trajectories"], bad["columns"]) == (None, None)
+        with pytest.raises(RegionError, match="damaged"):
+            gear.Table.attach(f"bad-{number}")
     text = said("ls")
     assert text.replace("\n", "").isprintable()
-    assert len(text.splitlines()) == 4
+    assert len(text.splitlines()) == 2 + 2 * len(DAMAGED)  # a line for each table, and one for each problem
     assert run("rm", "--all")[0] == 0
 
 

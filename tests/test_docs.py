@@ -15,7 +15,16 @@ pytest.importorskip("sphinx", reason="needs Sphinx: pip install '.[docs]'")
 pytest.importorskip("furo", reason="needs Furo: pip install '.[docs]'")
 
 ROOT = Path(__file__).resolve().parents[1]
-PUBLIC = ("", ".checkpoint", ".distributed", ".errors", ".integrations.torchrl", ".sources", ".transport")
+PUBLIC = (
+    "",
+    ".checkpoint",
+    ".distributed",
+    ".errors",
+    ".graph",
+    ".integrations.torchrl",
+    ".sources",
+    ".transport",
+)
 
 
 def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:

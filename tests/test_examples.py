@@ -29,7 +29,8 @@ def run(*command: object, cwd: Path, **variables: str) -> str:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_says_what_is_missing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # which one of them sets
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    for package in ("gymnasium", "lightning"):
+        monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(path))
     (extras,) = re.findall(r"needs (pip install '\.\[.*), in a clone", str(end.value))
@@ -51,6 +52,28 @@ def test_prioritized_dqn_and_plain_pytorch(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_graph_serving(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    shown = run(
+        EXAMPLES / "graph_serving", "--quick", "--out", tmp_path, cwd=tmp_path, XDG_CACHE_HOME=str(tmp_path)
+    )
+    assert "Checked: the served scores of 100 nodes are those computed offline" in shown
+    rows = json.loads((tmp_path / "results.json").read_text())
+    assert [row["rate"] for row in rows] == [50, 100]
+    assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.long
+def test_grpo(tmp_path: Path) -> None:
+    shown = run(EXAMPLES / "grpo.py", "--quick", "--out", tmp_path, cwd=tmp_path)
+    assert "takes its place" in shown
+    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["completions"] > 0
+    assert summary["outdated"] > 0
+
+
+@pytest.mark.long
 def test_online_actors(tmp_path: Path) -> None:
     shown = run(EXAMPLES / "online_actors.py", "--quick", "--out", tmp_path, cwd=tmp_path)
     assert "takes its place" in shown
@@ -67,6 +90,14 @@ def test_multi_node(tmp_path: Path) -> None:
     shown = run(*launch, *options.split(), cwd=tmp_path, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     assert "4 ranks on 2 nodes, 16 trajectories, rows of other nodes by socket" in shown
     assert "Checked: the loss curve is that of one process." in shown
+
+
+@pytest.mark.long
+def test_actors_anywhere(tmp_path: Path) -> None:
+    shown = run(EXAMPLES / "actors_anywhere.py", "--episodes", "300", cwd=tmp_path)
+    assert "An actor is killed" in shown
+    assert "The link is cut" in shown
+    assert "Every episode is there once, as it was played: 900 of 3 actors." in shown
 
 
 def _children(pid: int) -> set[int]:

@@ -93,6 +93,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return mark
 
 
+@pytest.mark.long
 def test_a_server_imports_nothing_from_the_current_directory(hostile: Path) -> None:
     with named() as table, start_server([str(table.name)], secret=SECRET) as server:
         assert server.alive()

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 
 import torch
 
+from gear_loader.kernels.special_priorities import GONE, UNSET
+
 __all__ = [
     "BAD_POSITION",
     "DISTINCT_MISSING",
@@ -38,8 +40,6 @@ __all__ = [
 ]
 
 FANOUT = 32
-UNSET, GONE = -1.0, -2.0
-"""Special priorities: the running maximum; a removed item."""
 LOWEST_LEAF = 2.0**-126
 """The smallest normal float32; smaller positive leaves are raised to it, so that they can still be drawn."""
 

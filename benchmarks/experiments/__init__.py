@@ -45,6 +45,8 @@ remote-write | cpu | Reverb |
     adding to a table of another process over loopback, against a bare socket
 checkpoint | cpu | Reverb, TorchRL, cpprb |
     saving and loading a table, against writing and reading as many bytes
+exhaustion | cpu | |
+    filling and reading tables larger than their memory, on a disk
 memory | cpu | Reverb, TorchRL, cpprb |
     bytes resident for each byte of payload, with trajectories of uneven length
 overlap | cpu, cuda | |
@@ -53,6 +55,8 @@ transitions | cpu | SB3, TorchRL, cpprb, Tianshou |
     drawing single transitions and appending steps, uniformly and by priority
 packed | cpu | |
     packed batches of sequences of uneven length, by a budget of tokens
+graph | cpu | |
+    neighbour sampling with features, and serving a GraphSAGE, beside PyG and plain torch
 learn | cpu | SB3 |
     DQN and SAC of Stable-Baselines3, with its replay buffer or ours
 train | cpu, cuda | Reverb, TorchRL |

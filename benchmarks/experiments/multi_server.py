@@ -25,14 +25,13 @@ import contextlib
 import dataclasses
 import importlib.metadata
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from typing import Annotated, Any
 
 import typer
 
 from benchmarks.harness import Session
 from benchmarks.nodes import bare
-from benchmarks.nodes.job import Job, Node, Subject, namespaces, started
+from benchmarks.nodes.job import Job, Network, Node, Subject, namespaces, started
 from benchmarks.nodes.ranks import SELECTORS, TINY, WORKLOADS
 from benchmarks.options import command as as_command
 from benchmarks.options import described, numbers, some_of
@@ -46,13 +45,6 @@ _TARGETS = ((1 << 20, 0.9), (1 << 16, 0.7))
 """Bytes of a request, and the least share of the bare exchange's rate from there on."""
 _SHORT = 0.9  # of these bytes: a whole number of rows comes close to a size, and may lie below it
 _IN_FLIGHT = (1, 4)
-
-
-class Network(str, Enum):
-    """How nodes are told apart."""
-
-    processes = "processes"
-    namespaces = "namespaces"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""``python -m benchmarks remote-write``: adding to a table of another process over loopback, by 1, 4 and 16 writers.
+"""``python -m benchmarks remote-write``: adding to a table of another process, by 1, 4 and 16 writers.
+
+All processes are on this machine: side by side, over loopback, or with ``--network namespaces``, as root, in two
+network namespaces, one of the store and one of all writers, with the bandwidth and latency that one asks for.
 
 Whole trajectories (W1: 42,000 bytes each) one by one or in batches, and single steps that are made a trajectory every
 100 steps; writers do not wait for the server until the end of a measurement, within the limits of each library. Then
@@ -13,13 +16,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
+import os
+import secrets
+import subprocess
+from collections.abc import Iterator
 from typing import Annotated, Any
 
+import typer
+
+import gear_loader as gear
 from benchmarks.adding import PEERS, Crew, Group, Setting, TableCache, item_of
 from benchmarks.harness import Medians, Session, Variant
+from benchmarks.nodes.job import Network, Node, namespaces
 from benchmarks.options import command as as_command
 from benchmarks.options import described, numbers
 from benchmarks.workloads import W1
+from gear_loader.transport.urls import url_of
 
 TRAJECTORIES = 2_000
 MODES = {
@@ -41,39 +54,100 @@ def command(
         int | None, described(f"Of W1 in the table: {TRAJECTORIES:,} by default.", min=512)
     ] = None,
     seconds: Annotated[float | None, described("Of a measurement: 0.4 by default.", min=0.01)] = None,
+    network: Annotated[Network, described("processes; or namespaces, as root.")] = Network.processes,
+    bandwidth: Annotated[
+        float | None, described("Of namespaces: Gbit/s that each sends at most.", min=0.001)
+    ] = None,
+    latency: Annotated[
+        float | None, described("Of namespaces: microseconds that each one's packets are late.", min=0.1)
+    ] = None,
 ) -> None:
-    """Adding to a table of another process over loopback, beside Reverb's client and a bare socket."""
+    """Adding to a table of another process, beside Reverb's client and a bare socket."""
     quick = session.quick
+    limits = {"bandwidth": bandwidth, "latency": latency}
+    if network is Network.processes and any(limits.values()):
+        message = "processes share one loopback; use --network namespaces."
+        raise typer.BadParameter(message, param_hint="--network")
     setting = Setting(
         W1.of(trajectories or (600 if quick else TRAJECTORIES)),
         modes=tuple(MODES),
         writers=numbers(writers, "--writers", 1, 64) or ((1, 2) if quick else (1, 4, 16)),
         window=seconds or (0.04 if quick else 0.4),
     )
-    told = {"writers": setting.writers, "trajectories": setting.workload.trajectories}
+    about = {"network": network.value, "bandwidth_gbit": bandwidth, "latency_us": latency}
+    told = {"writers": setting.writers, "trajectories": setting.workload.trajectories, **about}
     session.configure(writer_threads=1, **told, seconds=setting.window, seed=setting.seed)
     with contextlib.ExitStack() as stack:
-        crews = {name: Crew(name, library="gear_remote") for name in (_CARRIER, "ours")}
-        for name in _OTHERS:
-            crew = Crew(name, session.peers)
-            if session.attempt(name, crew.start) is not None:
-                crews[name] = crew
-        for crew in crews.values():
-            stack.callback(crew.close)
+        place = Place()
+        if network is Network.namespaces:
+            place = Place(*stack.enter_context(namespaces(2, **limits)))
+        kinds = _kinds(session, stack, place)
         tables = stack.enter_context(TableCache())
         table = stack.enter_context(tables.table(setting.workload, block_steps=setting.block_steps))
-        server = stack.enter_context(table.serve())
-        ours = {"table": table, "address": [server.url, server.secret.decode()]}
+        ours = {"table": table, "address": stack.enter_context(place.serving(table))}
         pairs = list(itertools.product(setting.modes, setting.writers))
         for mode, count in session.each("adding", pairs, _label):
             label = _label((mode, count))
             with contextlib.ExitStack() as groups:
-                made = functools.partial(_variant, session, setting, mode, count, label, groups)
-                found = [made(name, crew, ours if name == "ours" else {}) for name, crew in crews.items()]
+                made = functools.partial(_variant, session, setting, place, mode, count, label, groups)
+                found = [made(name, *kind, ours if name == "ours" else {}) for name, kind in kinds.items()]
                 variants = [variant for variant in found if variant is not None]
-                parameters = {"writers": count, "item": item_of(mode), **setting.parameters()}
+                parameters = {"writers": count, "item": item_of(mode), **setting.parameters(), **about}
                 others = [variant.name for variant in variants if variant.name in _OTHERS]
                 session.compare(mode, label, variants, _CARRIER, parameters, references=others)
+
+
+class Place:
+    """Where the store and the writers run: network namespaces, or, without any, this one.
+
+    store: the node of the server. writers: that of the writers.
+    """
+
+    def __init__(self, store: Node | None = None, writers: Node | None = None) -> None:
+        self.store, self.writers = store, writers
+
+    def spec(self, setting: Setting) -> dict[str, Any]:
+        """What writers are told, and the host of the store if it is another one."""
+        return setting.spec | ({} if self.store is None else {"host": self.store.host})
+
+    @contextlib.contextmanager
+    def serving(self, table: gear.Table) -> Iterator[list[str]]:
+        """A server of our table; its url and secret."""
+        if self.store is None:
+            with table.serve() as server:
+                yield [server.url, server.secret.decode()]
+            return
+        secret, name = os.environ.get("GEAR_LOADER_SECRET", secrets.token_hex(16)), str(table.name)
+        words = ("serve", name, "--listen", f"{self.store.host}:0", "--allow", "write")
+        command = self.store.command("gear_loader", *words, GEAR_LOADER_SECRET=secret)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                address = json.loads(process.stdout.readline())["addresses"]["socket"]
+                yield [url_of(address, name), secret]
+            finally:
+                process.terminate()
+
+
+def _kinds(
+    session: Session, stack: contextlib.ExitStack, place: Place
+) -> dict[str, tuple[Crew, Crew | None]]:
+    """The writers of each kind, and in namespaces the processes that make the stores of others."""
+    libraries = {_CARRIER: "gear_remote", "ours": "gear_remote", **dict.fromkeys(_OTHERS)}
+    kinds: dict[str, tuple[Crew, Crew | None]] = {}
+    for name, library in libraries.items():
+        folder = None if library else session.peers
+        crew = Crew(
+            name, folder, library=library, prefix=() if place.writers is None else place.writers.prefix
+        )
+        stack.callback(crew.close)
+        store = None
+        if place.store is not None and name != "ours":
+            store = Crew(name, folder, library=library, prefix=place.store.prefix)
+            stack.callback(store.close)
+        if library or session.attempt(name, crew.start) is not None:
+            kinds[name] = crew, store
+    return kinds
 
 
 def _label(pair: tuple[str, int]) -> str:
@@ -84,19 +158,22 @@ def _label(pair: tuple[str, int]) -> str:
 def _variant(
     session: Session,
     setting: Setting,
+    place: Place,
     mode: str,
     writers: int,
     label: str,
     groups: contextlib.ExitStack,
     name: str,
     crew: Crew,
-    place: dict[str, Any],
+    store: Crew | None,
+    options: dict[str, Any],
 ) -> Variant | None:
     """Writers of one kind; None if they do not work, or have no call for that."""
     kind = PEERS.get(name)
     if kind is not None and mode not in (*kind.modes, *(["commits"] if kind.waits else [])):
         return None
-    made = functools.partial(Group, crew, setting.spec, mode, writers, **place)
+    given = options if store is None else {**options, "store": store.start()[0]}
+    made = functools.partial(Group, crew, place.spec(setting), mode, writers, **given)
     group = session.attempt(f"{name}, {label}", made, required=kind is None)
     if group is None:
         return None

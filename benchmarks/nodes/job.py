@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,13 @@ _NETWORK = "10.199.73"
 _MOST_BATCHES = 400
 _PATIENCE = 180.0  # seconds that an answer may take
 _names = map("subject {}".format, itertools.count())
+
+
+class Network(str, Enum):
+    """How nodes are told apart."""
+
+    processes = "processes"
+    namespaces = "namespaces"
 
 
 class NodesFailed(PeerFailed):

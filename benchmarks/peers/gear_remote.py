@@ -71,14 +71,15 @@ class Carrier(online.Subject):
 
     def open(self) -> None:
         self._receiver = None
+        host = self.spec.get("host", "127.0.0.1")
         if self.address is None:
-            listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+            listener = socket.create_server((host, 0), backlog=64)
             self.address = listener.getsockname()[1]
             fork = multiprocessing.get_context("fork")
             self._receiver = fork.Process(target=_receive_all, args=(listener,), daemon=True)
             self._receiver.start()
             listener.close()
-        self._socket = socket.create_connection(("127.0.0.1", self.address))
+        self._socket = socket.create_connection((host, self.address))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._unanswered = 0
         parts = self.batches if self.mode == "batches" else self.each

@@ -167,11 +167,13 @@ def start(
     *,
     environment: str | None = None,
     patience: float = 300.0,
+    prefix: Sequence[str] = (),
 ) -> PeerProcess:
     """A process that answers commands of a task with a library: see `benchmarks/peers/serve.py`.
 
     Args:
         environment: of `make.sh`; by default the library's own, or none for ours and torch alone.
+        prefix: words before the command, which run it elsewhere.
     """
     python = Path(sys.executable)
     if environment is None and library.partition("_")[0] not in OWN:
@@ -184,4 +186,5 @@ def start(
         if folder is None or not python.exists():
             where = "GEAR_LOADER_PEERS is empty" if folder is None else f"{folder}"
             raise PeerFailed(f"there is no environment {environment}: {where} (benchmarks/peers/make.sh)")
-    return PeerProcess([str(python), "-I", _SCRIPT, task, library, variant, str(threads)], patience=patience)
+    command = [*prefix, str(python), "-I", _SCRIPT, task, library, variant, str(threads)]
+    return PeerProcess(command, patience=patience)

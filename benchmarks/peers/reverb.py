@@ -57,9 +57,9 @@ def server_of(
     return reverb.Server([table], **saved)
 
 
-def client_of(port: int) -> Any:
-    """A client of a server on this machine."""
-    return reverb.Client(f"localhost:{port}")
+def client_of(port: int, host: str = "localhost") -> Any:
+    """A client of a server."""
+    return reverb.Client(f"{host}:{port}")
 
 
 def samples_of(port: int, in_flight: int, workers: int) -> Any:
@@ -68,9 +68,9 @@ def samples_of(port: int, in_flight: int, workers: int) -> Any:
     return reverb.TrajectoryDataset.from_table_signature(f"localhost:{port}", "replay", **options)
 
 
-def writer_of(port: int, columns: Any, length: int) -> Any:
+def writer_of(port: int, columns: Any, length: int, host: str = "localhost") -> Any:
     """A `TrajectoryWriter` that makes chunks of so many steps of these columns."""
-    writer = client_of(port).trajectory_writer(num_keep_alive_refs=length)
+    writer = client_of(port, host).trajectory_writer(num_keep_alive_refs=length)
     for name in columns:
         writer.configure((name,), num_keep_alive_refs=length, max_chunk_length=length)
     return writer
@@ -279,14 +279,15 @@ class Writer(online.Subject):
         if self.address is None:
             self._server = server_of(self.room, self.source.shapes(self.steps) if self.signed else None)
             self.address = self._server.port
-        self._client = client_of(self.address)
+        self._host = self.spec.get("host", "localhost")
+        self._client = client_of(self.address, self._host)
         self._whole = self.mode in ("whole", "commits")
         self._length = 1 if self._whole else self.steps
         self._items = [[one] for one in self.each] if self._whole else self.rows()
         self._make_writer()
 
     def _make_writer(self) -> None:
-        self._writer = writer_of(self.address, self.source.columns, self._length)
+        self._writer = writer_of(self.address, self.source.columns, self._length, self._host)
 
     def work(self) -> int:
         writer = self._writer

@@ -76,6 +76,11 @@ def draw_overhead(found: Sequence[Comparison]) -> bytes | None:
     return _panels([c for c in found if c.experiment == "overhead" and c.timed])
 
 
+def draw_graph(found: Sequence[Comparison]) -> bytes | None:
+    """Seeds a second, a panel for each size of batch."""
+    return _panels([c for c in found if c.experiment == "graph" and c.timed])
+
+
 def draw_packed(found: Sequence[Comparison]) -> bytes | None:
     """Packed batches, by number of columns."""
     return _panels([c for c in found if c.experiment == "packed" and c.timed])
@@ -84,6 +89,11 @@ def draw_packed(found: Sequence[Comparison]) -> bytes | None:
 def draw_remote_write(found: Sequence[Comparison]) -> bytes | None:
     """Adding to a table of another process, by number of writers."""
     return _panels([c for c in found if c.experiment == "remote-write" and c.timed])
+
+
+def draw_exhaustion(found: Sequence[Comparison]) -> bytes | None:
+    """Filling and reading tables larger than their memory, by the share in memory."""
+    return _panels([c for c in found if c.experiment == "exhaustion" and c.timed])
 
 
 def draw_memory(found: Sequence[Comparison]) -> bytes | None:

@@ -51,6 +51,10 @@ _PICTURES: dict[
         bars.draw_packed,
         "Packed batches of sequences of uneven length, by the token; whiskers from p10 to p90.",
     ),
+    "graph": (
+        bars.draw_graph,
+        "Sampled neighbourhoods with features, by the seed; whiskers from p10 to p90.",
+    ),
     "select": (
         lines.draw_select,
         "One cycle: draw a batch by priority, then set new priorities. Bands from p10 to p90; hollow marks where draws "
@@ -67,6 +71,10 @@ _PICTURES: dict[
     "checkpoint": (
         bars.draw_checkpoint,
         "Saving and loading; whiskers from p10 to p90; the dashed line is a plain write or read of as many bytes.",
+    ),
+    "exhaustion": (
+        bars.draw_exhaustion,
+        "Tables larger than their memory, by the share in memory; whiskers from p10 to p90.",
     ),
     "memory": (
         bars.draw_memory,

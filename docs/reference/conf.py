@@ -25,6 +25,7 @@ public_modules = [
     "gear_loader.checkpoint",
     "gear_loader.distributed",
     "gear_loader.errors",
+    "gear_loader.graph",
     "gear_loader.integrations.torchrl",
     "gear_loader.sources",
     "gear_loader.transport",

@@ -113,7 +113,14 @@ def accept_undescribed(
     """What exists without a page (a class of torch, an internal function) stays code; the rest is a warning."""
     if node.get("refdomain") != "py":
         return None
-    scopes = [*filter(None, [node.get("py:module")]), *app.config.known_modules]
+    module, owner = node.get("py:module"), node.get("py:class")
+    # Annotations of a class whose module loads what they name later, if at all, are looked for in that module.
+    home = (
+        getattr(getattr(importlib.import_module(module), owner, None), "__module__", None)
+        if module and owner
+        else None
+    )
+    scopes = [*filter(None, [module, home]), *app.config.known_modules]
     return content if full_name(node["reftarget"], scopes) is not None else None
 
 

@@ -4,8 +4,8 @@
                                    `.manifest`
     index.<n>.safetensors          one entry a trajectory, oldest first: sequence, length, priority, times_sampled, age
                                    (nanoseconds, at the save), ident (the global id that it was added with, or -1),
-                                   segment, first; and final and place, if trajectories have final steps, or columns
-                                   are per trajectory
+                                   segment, first; and final, place and filled, if trajectories have final steps,
+                                   columns are per trajectory, or late columns have been filled
     segments/<number>/<column>.npy whole trajectories one after another, [steps, *shape] (bfloat16 as uint16); of a
                                    column per trajectory, [trajectories, *shape]
     manifest.previous.json         the manifest before it, of tables that are written in the background
@@ -17,10 +17,11 @@ row ``place[i]`` of columns per trajectory.
 The manifest has a checksum of each file and of every 4 MiB of it, so that several threads can read and check parts
 (`.reading`). Trajectories that share blocks in memory are stored separately, each as a whole.
 
-Committed trajectories never change. A save therefore writes a new segment with the trajectories that the directory does
-not have yet, a new index and a new manifest. It writes them under names that no manifest mentions, syncs them, and
-replaces the manifest: this makes the new checkpoint valid. Then it removes the files that the new manifest does not
-name. A save that is killed earlier leaves the previous checkpoint and files that the next save removes.
+Committed trajectories never change, except that they may grow, or get a late column once; then they are written again.
+A save therefore writes a new segment with the trajectories that the directory does not have yet, a new index and a new
+manifest. It writes them under names that no manifest mentions, syncs them, and replaces the manifest: this makes the
+new checkpoint valid. Then it removes the files that the new manifest does not name. A save that is killed earlier
+leaves the previous checkpoint and files that the next save removes.
 
 `.behind` saves a table in the background. There the files of the previous manifest are kept too, and `Table.recover`
 takes that one if a file of the current one is damaged.

@@ -4,6 +4,9 @@ Nothing in the index knows of it. The thread looks at the counters of the index,
 processes, and it holds no ticket while it waits for the disk, so no writer waits for it (`Save.run_behind`). The
 previous manifest and its files stay beside the current ones, for a disk that loses what it has reported as written.
 
+In a table with a disk tier (`Disk.size`) the thread also moves trajectories to disk (`gear_loader.checkpoint.spilling`)
+whenever few blocks are free, and writes for that before its time has come.
+
 The directory is locked as long as the table is open, and a forked child does not write.
 """
 
@@ -20,20 +23,28 @@ from collections.abc import Callable
 import numpy as np
 
 from gear_loader.checkpoint.disk_place import Place, holder_of, occupied, open_new
-from gear_loader.checkpoint.housekeeping import LockedError, convert_errors
+from gear_loader.checkpoint.housekeeping import LockedError, convert_errors, is_full
 from gear_loader.checkpoint.identity import identity
-from gear_loader.checkpoint.saving import Save
-from gear_loader.errors import CheckpointError, TableClosedError
+from gear_loader.checkpoint.saving import DiskFullError, Save
+from gear_loader.checkpoint.spilling import Spiller
+from gear_loader.errors import CheckpointError, GearError, TableClosedError
 from gear_loader.storage.counters import VERSION
-from gear_loader.storage.disk import Disk, DiskStats, DiskWriter
-from gear_loader.storage.operations import READY
+from gear_loader.storage.disk import Disk, DiskStats, DiskWriter, LostRowsError
+from gear_loader.storage.operations import READY, REFUSE
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.notices import notice
 
 __all__ = ["WriteBehind", "create", "start"]
 
 _LONGEST_PAUSE = 10.0
 """Most seconds between two attempts after an error, unless `sync_seconds` is longer."""
+_RETRY = 0.5
+"""Seconds until the second attempt to write a table with a disk tier, whose writers may wait for it."""
+_TICK = 0.005
+"""Seconds between two looks at the free blocks of a table with a disk tier."""
+_SLOW_TICK = 0.1
+"""The same while nothing can be moved to disk."""
 _logger = logging.getLogger("gear_loader")
 
 
@@ -123,12 +134,15 @@ class WriteBehind:
         self._error: str | None = None
         self._failed_at = 0.0
         self._abandoned = False
+        self._spiller = Spiller(self._table.index, place.disk.keep) if table.has_tier else None
         self._finalizer = weakref.finalize(table, self._abandon)
         self._finalizer.atexit = False
         _writers.add(self)
 
     def begin(self) -> None:
         """Start the thread."""
+        if self._spiller is not None:
+            self._spiller.announce(True)
         self._thread.start()
 
     # ---------------------------------------------------------------- for the table
@@ -186,6 +200,9 @@ class WriteBehind:
         """Let go of the table and the directory."""
         self._finalizer.detach()
         self._stop.set()
+        if self._spiller is not None:
+            self._spiller.announce(False)
+            self._spiller = None
         self._table = None
         self._place.close()
         _writers.discard(self)
@@ -194,19 +211,45 @@ class WriteBehind:
 
     def _run(self) -> None:
         pause = interval = self._place.disk.sync_seconds
-        while not self._stop.wait(pause):
+        again = base = interval if self._spiller is None else min(interval, _RETRY)
+        while not self._wait(pause):
             began = time.monotonic()
             with self._mutex:
                 if self._has_changed() or self._error is not None:
                     self._attempt()
             if self._error is None:
-                pause = max(0.0, interval - (time.monotonic() - began))
+                pause, again = max(0.0, interval - (time.monotonic() - began)), base
             else:
-                pause = max(interval, min(2 * pause, _LONGEST_PAUSE))
+                pause, again = again, max(base, min(2 * again, _LONGEST_PAUSE))
         if self._abandoned:
             with self._mutex:
                 self._attempt()
             self.release()
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait, or keep blocks free meanwhile; return whether the thread is to end."""
+        spiller, end, tick = self._spiller, time.monotonic() + seconds, _TICK
+        if spiller is None:
+            return self._stop.wait(seconds)
+        while not self._stop.wait(min(tick, max(0.0, end - time.monotonic()))):
+            tick = _TICK
+            if spiller.is_due():
+                try:
+                    with self._mutex:
+                        missing = spiller.move(self._table) if self._table is not None else 0
+                except GearError as error:
+                    notice(
+                        f"tier {self._place.directory.path}",
+                        f"Trajectories of {self._known} stay where they are: {error}",
+                    )
+                    missing = 1
+                if missing > 0:
+                    if self._has_changed() and self._error is None:
+                        return self._stop.is_set()  # what is missing has to be written first
+                    tick = _SLOW_TICK  # open writers hold the memory, or the disk fails
+            if time.monotonic() >= end:
+                return False
+        return True
 
     def _has_changed(self) -> bool:
         table = self._table
@@ -246,22 +289,44 @@ class WriteBehind:
             with convert_errors(place.directory.path):
                 if place.is_uncertain:
                     place.look()
-                save = Save(table, place.directory, place.manifest, place.entries)
-                try:
-                    save.run_behind(place.previous)
-                except BaseException:
-                    place.is_uncertain = save.manifest is not None
-                    raise
+                save = self._save(table)
         except BaseException as error:
             self._error = str(error) or type(error).__name__
+            if self._spiller is not None:
+                self._spiller.set_full(is_full(error) or isinstance(error, DiskFullError))
             raise
         assert save.manifest is not None
+        assert save.entries is not None
+        if self._spiller is not None:
+            assert save.snapshot is not None
+            self._spiller.set_full(False)
+            self._spiller.note(save.snapshot, save.entries)
+            lost = self._spiller.lost([segment.number for segment in save.manifest.segments])
+            if len(lost[0]):
+                table.remove_lost(LostRowsError(f"{place.directory.path} has damaged files.", *lost))
+            self._spiller.spill()
         place.previous, place.manifest, place.entries = place.manifest, save.manifest, save.entries
         self._version, self._following = version, save.manifest.next_sequence
         self._writes, self._bytes = self._writes + 1, self._bytes + save.bytes_written
         self._seconds = time.monotonic() - began
         self._longest = max(self._longest, self._seconds)
         self._error = None
+
+    def _save(self, table: Table) -> Save:
+        """Write once; in a table with a disk tier evict by its policy, and repeat, while the files are too large."""
+        place = self._place
+        while True:
+            save = Save(table, place.directory, place.manifest, place.entries)
+            try:
+                save.run_behind(place.previous)
+                return save
+            except DiskFullError as error:
+                evict, _ = table.policy
+                if evict == REFUSE or not table.index.evict(error.steps, evict):
+                    raise
+            except BaseException:
+                place.is_uncertain = save.manifest is not None
+                raise
 
     def _unwritten(self) -> tuple[int, float]:
         """Number of live trajectories committed since the last write, and seconds since the first of them."""
@@ -292,6 +357,7 @@ class WriteBehind:
         """Give up the parent's lock and memory in a forked child."""
         self._place.close()
         self._finalizer.detach()
+        self._spiller = None
         self._table = None
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "LockedError",
     "check_owned",
     "convert_errors",
+    "is_full",
     "is_unfinished_save",
     "keep_previous",
     "lock",
@@ -49,7 +50,7 @@ def convert_errors(directory: str) -> Iterator[None]:
         if isinstance(error, GearError):
             raise
         where = error.filename or directory
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if is_full(error):
             remedy = "Free some space there, or save to another disk."
         else:
             remedy = "Make the directory writable, or save to another one."
@@ -57,6 +58,15 @@ def convert_errors(directory: str) -> Iterator[None]:
             f"{where} cannot be written: {error.strerror or error}. The checkpoint in {directory} is as it was before. "
             f"{remedy}"
         ) from error
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error, or the one that it was raised from, says that there is no space on the disk."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        error = error.__cause__
+    return False
 
 
 def is_unfinished_save(name: str) -> bool:

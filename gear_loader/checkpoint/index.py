@@ -40,6 +40,7 @@ class Entries:
             there is any.
         place: int64, position among the trajectories of the segment, which is the row in the files of columns per
             trajectory. The file has it only if there is such a column.
+        filled: int64, bits of the late columns that are filled. The file has it only if any is.
     """
 
     sequence: Array
@@ -52,6 +53,7 @@ class Entries:
     first: Array
     final: Array
     place: Array
+    filled: Array
 
     @property
     def rows(self) -> Array:
@@ -86,7 +88,7 @@ def read_entries(directory: Directory, manifest: Manifest) -> Entries:
     import safetensors.numpy
 
     path = directory.at(index_file(manifest.saves))
-    each = _ENTRY_BYTES + (8 if manifest.schema.per_trajectory else 0)
+    each = _ENTRY_BYTES + 8 * (bool(manifest.schema.per_trajectory) + bool(manifest.schema.late))
     limit = each * manifest.num_trajectories + _HEADER_BYTES
 
     def check(size: int) -> None:
@@ -112,7 +114,7 @@ def read_entries(directory: Directory, manifest: Manifest) -> Entries:
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path} is not a safetensors file ({error}). {REMEDY}") from error
     names = [field.name for field in dataclasses.fields(Entries)]
-    for name in ("final",) if manifest.schema.per_trajectory else ("final", "place"):
+    for name in ("final", "filled") if manifest.schema.per_trajectory else ("final", "filled", "place"):
         arrays.setdefault(name, np.zeros(manifest.num_trajectories, dtype=np.int64))
     if sorted(arrays) != sorted(names):
         raise CheckpointError(f"{path} has the tensors {sorted(arrays)}; expected {sorted(names)}. {REMEDY}")
@@ -143,6 +145,8 @@ def _problem(entries: Entries, manifest: Manifest) -> str | None:
         return f"lengths add up to {length.sum()}, expected {manifest.num_steps}"
     if entries.final.min() < 0 or entries.final.max() > 1:
         return "a number of final steps is not 0 or 1"
+    if entries.filled.min() < 0 or entries.filled.max() >> len(manifest.schema.late):
+        return f"bits of filled columns are not of {len(manifest.schema.late)} late ones"
     priority = entries.priority[entries.priority != UNSET]
     if not (np.isfinite(priority) & (priority >= 0)).all():
         return f"a priority is neither {UNSET:g} nor finite and at least 0"

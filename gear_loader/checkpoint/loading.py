@@ -17,8 +17,10 @@ from gear_loader.checkpoint.manifest import Manifest, Segment, open_checkpoint, 
 from gear_loader.checkpoint.names import MANIFEST_NAME, column_file, npy_header, segment_folder
 from gear_loader.checkpoint.places import column_places
 from gear_loader.checkpoint.reading import ColumnRead, bytes_of, read_columns
+from gear_loader.checkpoint.spilling import hottest, note_places
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.allocation import Claim
+from gear_loader.storage.disk import Disk
 from gear_loader.storage.rules import OnFull
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.table import Table
@@ -44,7 +46,10 @@ _ATTEMPTS = 10
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
-    """Options of `Table.load`; see there."""
+    """Options of `Table.load`; see there.
+
+    With a `disk` that has a size, trajectories beyond the memory stay in the directory.
+    """
 
     schema: Mapping[str, Column] | None = None
     name: str | None = None
@@ -55,6 +60,8 @@ class LoadOptions:
     max_blocks: int | None = None
     on_full: OnFull | None = None
     progress: bool = False
+    memory: int | str | None = None
+    disk: Disk | None = None
 
 
 class UnfitError(CheckpointError):
@@ -131,7 +138,12 @@ def load_version(kind: type[Table], directory: Directory, manifest: Manifest, op
             sizes[key] = getattr(manifest, key)
     entries = read_entries(directory, manifest)
     check_files(directory, manifest)
-    if as_saved:
+    tier = None if options.disk is None else options.disk.tier()
+    if options.memory is not None:
+        sizes["memory"] = options.memory
+    elif tier is not None:
+        sizes["max_blocks"] = manifest.num_blocks if options.max_blocks is None else options.max_blocks
+    elif as_saved:
         # Trajectories that shared blocks in the saved table get separate blocks.
         needed = kind.required_blocks(entries.rows, manifest.block_steps)
         sizes["max_blocks"] = max(manifest.num_blocks, needed)
@@ -140,16 +152,23 @@ def load_version(kind: type[Table], directory: Directory, manifest: Manifest, op
     table = kind.create(
         manifest.schema,
         **sizes,
+        disk=tier,
         packed=options.packed,
         name=options.name,
         on_full=manifest.rules.on_full if options.on_full is None else options.on_full,
         rate_limiter=manifest.rules.rate_limiter,
         max_times_sampled=manifest.rules.max_times_sampled,
         max_age=manifest.rules.max_age,
+        version=manifest.rules.version,
+        max_lag=manifest.rules.max_lag,
     )
     try:
         part = Part("", manifest, entries, np.arange(len(entries.length)))
-        fill(table, directory, [part], contents_of(manifest, entries), progress=options.progress)
+        inside = None
+        if options.disk is not None and tier is not None:
+            inside = hottest(table.region.layout, entries, options.disk.keep)
+        contents = contents_of(manifest, entries)
+        fill(table, directory, [part], contents, inside=inside, progress=options.progress)
         set_parent(table, table.index, manifest.save)
     except BaseException:
         table.close()
@@ -203,16 +222,18 @@ class Contents:
     age: Array
     ident: Array
     final: Array
+    filled: Array
     origin: int | None
     next_sequence: int
     num_inserted: int
     num_sampled: int
+    policy_version: int
 
 
 def contents_of(manifest: Manifest, entries: Entries) -> Contents:
     """The contents of the saved table."""
-    names = ("sequence", "length", "priority", "times_sampled", "age", "ident", "final")
-    counts = ("origin", "next_sequence", "num_inserted", "num_sampled")
+    names = ("sequence", "length", "priority", "times_sampled", "age", "ident", "final", "filled")
+    counts = ("origin", "next_sequence", "num_inserted", "num_sampled", "policy_version")
     return Contents(
         **{name: getattr(entries, name) for name in names},
         **{name: getattr(manifest, name) for name in counts},
@@ -220,7 +241,13 @@ def contents_of(manifest: Manifest, entries: Entries) -> Contents:
 
 
 def fill(
-    table: Table, directory: Directory, parts: Sequence[Part], contents: Contents, *, progress: bool
+    table: Table,
+    directory: Directory,
+    parts: Sequence[Part],
+    contents: Contents,
+    *,
+    inside: Array | None = None,
+    progress: bool,
 ) -> None:
     """Read trajectories into the blocks of an empty table and commit them when all checksums are verified.
 
@@ -229,6 +256,8 @@ def fill(
         directory: the loaded directory.
         parts: together they hold every trajectory of `contents` once.
         contents: trajectories and counters of the table.
+        inside: bool [n], which of them are read into memory, with a single part whose directory is the table's disk
+            tier; the others stay there. None: all.
         progress: show a progress bar.
 
     Raises:
@@ -236,10 +265,17 @@ def fill(
     """
     index, where = table.index, directory.path
     blocks = index.arrays.blocks_of(contents.length + contents.final)
+    blocks = blocks if inside is None else np.where(inside, blocks, 0)
     _check_sizes(table, where, contents.length, int(blocks.sum()))
     claim = Claim(len(contents.length))
     try:
-        slots, ids = index.begin(contents.length, finals=contents.final, claim=claim)
+        if inside is None:
+            slots, ids = index.begin(contents.length, finals=contents.final, claim=claim)
+        else:
+            slots, ids = claim.slots, index.begin_stored(contents.length, contents.final, inside, claim)
+            (part,) = parts
+            note_places(index, slots, part.entries)
+            parts = [dataclasses.replace(part, entries=part.entries.take(inside), places=part.places[inside])]
         first_ids = np.cumsum(blocks) - blocks
         reads = [
             read
@@ -256,10 +292,12 @@ def fill(
             ages=contents.age,
             times_sampled=contents.times_sampled,
             ids=contents.ident,
+            filled=contents.filled,
             origin=contents.origin,
             next_sequence=contents.next_sequence,
             num_inserted=contents.num_inserted,
             num_sampled=contents.num_sampled,
+            policy_version=contents.policy_version,
         )
         if not loaded:
             raise CheckpointError(

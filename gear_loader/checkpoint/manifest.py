@@ -80,6 +80,7 @@ class Manifest:
         origin: the table's shard number, or None.
         next_sequence: sequence number above all trajectories ever committed.
         num_inserted, num_sampled: trajectories added and rows drawn so far, as rate limiters count them.
+        policy_version: version of the policy, 0 in a table without versions, whose file has no such field.
         num_trajectories, num_steps: size of the saved table.
         index: record of the index file. segments: those that the index refers to.
     """
@@ -98,6 +99,7 @@ class Manifest:
     next_sequence: int
     num_inserted: int
     num_sampled: int
+    policy_version: int
     num_trajectories: int
     num_steps: int
     index: FileRecord
@@ -108,6 +110,8 @@ class Manifest:
         fields: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["schema"] = self.schema.to_json()
         fields["rules"] = self.rules.to_json()
+        if self.rules.version is None:
+            del fields["policy_version"]
         index = {"bytes": self.index.bytes, "xxh128": self.index.xxh128}
         fields["index"] = {"path": index_file(self.saves), **index}
         fields["segments"] = [
@@ -198,6 +202,7 @@ def _parse(fields: Fields) -> Manifest:
     max_trajectories = fields.integer("max_trajectories", 1, 2**31 - 1)
     num_trajectories = fields.integer("num_trajectories", 0, max_trajectories)
     next_sequence = fields.integer("next_sequence", num_trajectories, LARGEST_COUNT)
+    rules = _rules(fields, schema, max_trajectories)
     return Manifest(
         schema=schema,
         save=fields.hexadecimal("save", 16),
@@ -208,11 +213,12 @@ def _parse(fields: Fields) -> Manifest:
         max_steps=max_steps,
         max_trajectories=max_trajectories,
         num_blocks=fields.integer("num_blocks", 1, 2**31 - 1),
-        rules=_rules(fields, max_trajectories),
+        rules=rules,
         origin=fields.origin("origin"),
         next_sequence=next_sequence,
         num_inserted=fields.integer("num_inserted", num_trajectories, next_sequence),
         num_sampled=fields.integer("num_sampled", 0, LARGEST_COUNT),
+        policy_version=0 if rules.version is None else fields.integer("policy_version", 0, LARGEST_COUNT),
         num_trajectories=num_trajectories,
         num_steps=fields.integer("num_steps", num_trajectories, max_steps),
         index=fields.record("index", index_file(saves)),
@@ -220,13 +226,17 @@ def _parse(fields: Fields) -> Manifest:
     )
 
 
-def _rules(fields: Fields, max_trajectories: int) -> Rules:
+def _rules(fields: Fields, schema: Schema, max_trajectories: int) -> Rules:
     inner = Fields(fields.get("rules"), fields.path, "rules")
     known = list(Rules().to_json())
+    if "version" in inner.value:
+        known += ["version", "max_lag"]
     for key in known:
         value = inner.get(key)
         try:
-            rules = Rules.from_json({key: value})
+            given = {key: value} if key != "max_lag" else {key: value, "version": inner.get("version")}
+            rules = Rules.from_json(given)
+            rules.check_columns(schema)
         except (SchemaError, ArithmeticError, LookupError, TypeError) as error:
             raise inner.wrong(key, value, f"a rule of a table ({shortened(str(error))})") from error
         if rules.rate_limiter is not None and rules.rate_limiter.min_size > max_trajectories:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 from gear_loader.checkpoint.behind import start
@@ -20,6 +21,7 @@ _logger = logging.getLogger("gear_loader")
 
 def recover(kind: type[Table], disk: Disk, options: LoadOptions) -> tuple[Table, DiskWriter]:
     """Create a table from what was written last, and go on writing it. See `Table.recover`."""
+    options = dataclasses.replace(options, disk=disk)
     place = open_place(disk, options.name, recover=True)
     table = None
     try:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from gear_loader.checkpoint.snapshot import Snapshot
+from gear_loader.errors import StaleIndexError
 from gear_loader.native.copying import copy_rows
+from gear_loader.storage.disk import LostRowsError, TierReader
 from gear_loader.storage.index import Index
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Schema
@@ -24,6 +26,7 @@ class TrajectoryRows:
         trajectories: those whose rows are wanted.
         under_ticket: whether the caller holds the ticket of `trajectories`. Otherwise trajectories may be evicted
             before they are copied; zeros come in their place.
+        reader: of trajectories that lie on disk only; None if there are none.
 
     Attributes:
         first, ends: int64 [n], first row of each trajectory, and the row after its last.
@@ -38,12 +41,14 @@ class TrajectoryRows:
         trajectories: Snapshot,
         *,
         under_ticket: bool,
+        reader: TierReader | None = None,
     ) -> None:
         self.trajectories = trajectories
         self.ends = np.cumsum(trajectories.rows)
         self.first = self.ends - trajectories.rows
         self.lost = np.zeros(len(self.ends), dtype=bool)
         self._index, self._schema, self._places, self._under_ticket = index, schema, places, under_ticket
+        self._reader = reader
         self._staged: dict[str, Array] = {}
         self._unstaged = len(self.ends)  # trajectories that are not in `_staged`, the first ones
 
@@ -111,13 +116,21 @@ class TrajectoryRows:
         low = int(np.searchsorted(ends, begin, side="right"))
         high = int(np.searchsorted(first, end, side="left"))
         here = self.trajectories.take(np.arange(low, high))
+        generations = arrays.generation[
+            here.slots
+        ]  # before the check, so that they are those of the trajectories
         live = np.ones(high - low, dtype=bool) if held else here.live(self._index)
         if not live.all():
             self.lost[low:high] |= ~live
             buffer[:] = 0
+        starts = arrays.extent[here.slots, 1]
+        spilled = np.flatnonzero(live & (starts < 0)) + low
+        if len(spilled):
+            live &= starts >= 0
+            self._read(name, buffer, begin, end, spilled, generations[spilled - low])
         blocks = np.where(live, arrays.blocks_of(ends[low:high] - first[low:high]), 0)
         places = np.cumsum(blocks) - blocks
-        moved = np.repeat(arrays.extent[here.slots, 1] - places, blocks)
+        moved = np.repeat(starts - places, blocks)
         ids = arrays.ids_at(moved + np.arange(len(moved)))
         copy_rows(
             buffer.ctypes.data,
@@ -130,3 +143,31 @@ class TrajectoryRows:
             column,
             False,
         )
+
+    def _read(self, name: str, buffer: Array, begin: int, end: int, which: Array, generations: Array) -> None:
+        """Read rows of trajectories that lie on disk only, for those of `_copy`; of damaged ones come zeros.
+
+        Args:
+            which, generations: int64 [n], positions in `trajectories`, and their generations.
+        """
+        assert self._reader is not None
+        first, ends = self.bounds(name)
+        size, once = int(self._places[name][2]), self._schema[name].trajectory
+        low, high = np.maximum(first[which], begin), np.minimum(ends[which], end)
+        offset = np.zeros(len(which), dtype=np.int64) if once else low - first[which]
+        slots = self.trajectories.slots[which]
+        while len(which):
+            out = {name: (buffer, (low - begin) * size)}
+            try:
+                self._reader.read(slots, generations, offset, high - low, out)
+                return
+            except LostRowsError as error:
+                bad = np.isin(slots, error.slots)
+            except StaleIndexError:
+                bad = self._index.arrays.generation[slots] != generations
+            for i in np.flatnonzero(bad).tolist():
+                buffer[(low[i] - begin) * size : (high[i] - begin) * size] = 0
+            self.lost[which[bad]] = True
+            which, slots, generations, low, high, offset = (
+                part[~bad] for part in (which, slots, generations, low, high, offset)
+            )

@@ -45,7 +45,7 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.notices import notice
 from gear_loader.utils.progress import progress_bar
 
-__all__ = ["Save", "save", "save_into"]
+__all__ = ["DiskFullError", "Save", "save", "save_into"]
 
 # A read ticket keeps blocks of evicted trajectories from being reused, so a writer of a full table waits for it. A save
 # therefore works in rounds. Each round copies the unsaved trajectories piece by piece, with one ticket for each piece,
@@ -55,9 +55,24 @@ HOLD_BYTES = 128 << 20
 """Most bytes of the last round, which is written under one ticket."""
 MAX_ROUNDS = 6
 """Most rounds. With writers as fast as the disk the rest never becomes small; then the last round is larger."""
+TIER_CHUNK_BYTES = 256 << 10
+"""Bytes of a column's file with a checksum of their own, in a table with a disk tier: a reader of one trajectory reads
+the chunks that hold it and have not been verified before."""
 STAGE_BYTES = 64 << 20
 """Bytes of the newest trajectories that a save in the background copies to memory at once. Older new ones are copied
 piece by piece, as the disk takes them; they are left out if they have been evicted by then."""
+
+
+class DiskFullError(CheckpointError):
+    """The files of a table would become larger than `Disk.size`.
+
+    Attributes:
+        steps: steps that are too many.
+    """
+
+    def __init__(self, message: str, steps: int) -> None:
+        super().__init__(message)
+        self.steps = steps
 
 
 def save(table: Table, path: str | os.PathLike[str], *, progress: bool = False) -> None:
@@ -101,7 +116,7 @@ class Save:
         entries: its trajectories, if the caller knows them; else they are read.
 
     Attributes:
-        manifest, entries: of this save, when it is complete.
+        manifest, entries, snapshot: of this save, when it is complete; `entries` are those of `snapshot`.
         bytes_written: bytes of all files written so far.
     """
 
@@ -117,7 +132,9 @@ class Save:
         self.name, parent = identity(table, table.index)
         self.manifest: Manifest | None = None
         self.entries: Entries | None = None
+        self.snapshot: Snapshot | None = None
         self.bytes_written = 0
+        self._reader = table.tier_reader() if table.has_tier else None
         self._stored = Stored(no_entries(), {})
         self._next_segment = old.next_segment if old else 1
         if old is None:
@@ -179,6 +196,8 @@ class Save:
                 unsaved = snapshot.take(~self._stored.contains(snapshot))
                 extend(self._bytes(unsaved))
             ticket.end()
+            if self._reader is not None:  # those that could not be read from disk are left out
+                snapshot = snapshot.take(self._stored.contains(snapshot))
             self._commit(segments, self._finish(snapshot), previous=False)
         with contextlib.suppress(CheckpointError, OSError):
             sweep(self.directory, read_manifest(self.directory))
@@ -197,7 +216,8 @@ class Save:
             ticket = Ticket()
             try:
                 snapshot = take_snapshot(self.index, ticket)
-                self._stored.keep_most(snapshot, self.schema.step_bytes)
+                self._stored.keep_most(snapshot, self.schema.step_bytes, self._most_steps())
+                self._check_room(snapshot)
                 rows = self._rows(snapshot.take(~self._stored.contains(snapshot)), under_ticket=False)
                 rows.stage(STAGE_BYTES)
             finally:
@@ -226,6 +246,34 @@ class Save:
         pipeline = stack.enter_context(Pipeline(largest, advance))
         return pipeline, stack.enter_context(self.directory.open_or_make(SEGMENTS_NAME))
 
+    def _most_steps(self) -> int | None:
+        """Steps that all segments together may have, by `Disk.size`; None without a disk tier."""
+        tier = self.layout.tier
+        if tier is None:
+            return None
+        # The index of a save, and the header of each column's file, are small beside the steps.
+        once = self.schema.trajectory_bytes / max(1.0, self.layout.max_steps / self.layout.max_trajectories)
+        return int(tier.size / (self.schema.step_bytes + once))
+
+    def _check_room(self, snapshot: Snapshot) -> None:
+        """Check, before anything is written, that the segments stay within `Disk.size`.
+
+        Raises:
+            DiskFullError: they would not.
+        """
+        most, tier = self._most_steps(), self.layout.tier
+        if most is None or tier is None:
+            return
+        live = int(snapshot.rows.sum())
+        new = int(snapshot.take(~self._stored.contains(snapshot)).rows.sum())
+        needed = max(live, sum(segment.steps for segment in self._stored.segments.values()) + new)
+        if needed > most:
+            raise DiskFullError(
+                f"{self.directory.path} would hold {needed * self.schema.step_bytes:,} bytes of steps; expected at "
+                f"most {tier.size:,} (Disk.size). Raise size, or remove trajectories.",
+                max(1, live - most + most // 32),  # a little more, so that this is rare
+            )
+
     def _bytes(self, snapshot: Snapshot) -> int:
         once = len(snapshot.slots) * self.schema.trajectory_bytes
         return int(snapshot.rows.sum()) * self.schema.step_bytes + once
@@ -233,7 +281,9 @@ class Save:
     # ---------------------------------------------------------------- segments
 
     def _rows(self, unsaved: Snapshot, *, under_ticket: bool) -> TrajectoryRows:
-        return TrajectoryRows(self.index, self.schema, self._places, unsaved, under_ticket=under_ticket)
+        return TrajectoryRows(
+            self.index, self.schema, self._places, unsaved, under_ticket=under_ticket, reader=self._reader
+        )
 
     def _write_segment(self, segments: Directory, pipeline: Pipeline, rows: TrajectoryRows) -> None:
         """Write trajectories as a new segment; the index never refers to those that are lost.
@@ -250,6 +300,7 @@ class Save:
         steps, count = int(rows.ends[-1]), len(unsaved.slots)
         segments.mkdir(name + PART)
         files = {}
+        chunk_bytes = manifest_module.CHUNK_BYTES if self.layout.tier is None else TIER_CHUNK_BYTES
         with segments.child(name + PART) as folder:
             for key, column in self.schema.items():
                 total = count if column.trajectory else steps
@@ -260,7 +311,7 @@ class Save:
                     total,
                     column.step_bytes,
                     rows.filler(key),
-                    chunk_bytes=manifest_module.CHUNK_BYTES,
+                    chunk_bytes=chunk_bytes,
                 )
             folder.sync()
         segments.rename(name + PART, name)
@@ -278,8 +329,9 @@ class Save:
             first=rows.first,
             final=unsaved.finals,
             place=np.arange(count),
+            filled=unsaved.filled,
         ).take(~rows.lost)
-        self._stored.add(Segment(number, steps, files, manifest_module.CHUNK_BYTES, number_of), written)
+        self._stored.add(Segment(number, steps, files, chunk_bytes, number_of), written)
 
     def _free_number(self, segments: Directory) -> int:
         """Number of the next segment. Numbers of leftover segments are skipped."""
@@ -307,13 +359,14 @@ class Save:
         saves = self.old.saves + 1 if self.old else 1
         name = index_file(saves)
         arrays = {key: np.ascontiguousarray(array) for key, array in entries.arrays().items()}
-        if not arrays["final"].any():
-            del arrays["final"]
+        for key in ("final", "filled"):
+            if not arrays[key].any():
+                del arrays[key]
         if not self.schema.per_trajectory:
             del arrays["place"]
         record: FileRecord = write_small(self.directory, name + PART, safetensors.numpy.save(arrays))
         self.directory.rename(name + PART, name)
-        self.entries = entries
+        self.entries, self.snapshot = entries, snapshot
         self.bytes_written += record.bytes
         return Manifest(
             schema=self.schema,
@@ -330,6 +383,7 @@ class Save:
             next_sequence=snapshot.next_sequence,
             num_inserted=snapshot.num_inserted,
             num_sampled=snapshot.num_sampled,
+            policy_version=snapshot.policy_version,
             num_trajectories=len(entries.sequence),
             num_steps=int(entries.length.sum()),
             index=record,

@@ -104,6 +104,7 @@ def resharded_share(directory: Directory, shards: ShardsManifest, rank: int, wor
         age=chosen.age,
         ident=ids[mine],
         final=chosen.final,
+        filled=chosen.filled,
         origin=rank,
         **counts,
     )
@@ -124,6 +125,7 @@ def _counts(shards: ShardsManifest, manifests: list[Manifest], live: list[int], 
         "next_sequence": max(_next_sequence(shards), inserted[rank]),
         "num_inserted": inserted[rank],
         "num_sampled": sampled[rank],
+        "policy_version": max(manifest.policy_version for manifest in manifests),
     }
 
 

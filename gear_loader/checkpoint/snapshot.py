@@ -7,9 +7,10 @@ import time
 
 import numpy as np
 
-from gear_loader.storage.counters import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_SAMPLED
+from gear_loader.storage.counters import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_SAMPLED, POLICY
 from gear_loader.storage.ids import origin_of
 from gear_loader.storage.index import Index
+from gear_loader.storage.late import filled_bits
 from gear_loader.storage.operations import READY
 from gear_loader.storage.readers import Ticket
 from gear_loader.utils.arrays import Array
@@ -29,10 +30,12 @@ class Snapshot:
     ages: Array
     idents: Array
     finals: Array
+    filled: Array
     origin: int | None
     next_sequence: int
     num_inserted: int
     num_sampled: int
+    policy_version: int
 
     @property
     def rows(self) -> Array:
@@ -42,8 +45,12 @@ class Snapshot:
 
     def take(self, chosen: Array) -> Snapshot:
         """Trajectories selected by a boolean mask or by integer positions."""
-        arrays = ("slots", "sequences", "lengths", "priorities", "times_sampled", "ages", "idents", "finals")
-        return dataclasses.replace(self, **{name: getattr(self, name)[chosen] for name in arrays})
+        arrays = {
+            field.name: getattr(self, field.name)[chosen]
+            for field in dataclasses.fields(self)
+            if isinstance(getattr(self, field.name), np.ndarray)
+        }
+        return dataclasses.replace(self, **arrays)
 
     def live(self, index: Index) -> Array:
         """Whether each trajectory is still in the table, bool [n]. Takes no lock."""
@@ -70,10 +77,12 @@ def take_snapshot(index: Index, ticket: Ticket | None = None) -> Snapshot:
             ages=np.maximum(now - arrays.created[slots], 0),
             idents=arrays.ident[slots],
             finals=arrays.extent[slots, 2],
+            filled=filled_bits(arrays, slots),
             origin=origin_of(arrays.view),
             next_sequence=next_sequence,
             num_inserted=next_sequence - int(arrays.counters[FIRST_SEQUENCE]),
             num_sampled=int(arrays.counters[NUM_SAMPLED]),
+            policy_version=int(arrays.counters[POLICY]),
         )
         if ticket is not None:
             ticket.begin(index.readers)

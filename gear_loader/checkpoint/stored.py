@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ REWRITE_BYTES = 64 << 20
 def no_entries() -> Entries:
     """The entries of an empty table."""
     empty: Any = np.empty(0, dtype=np.int64)
-    return Entries(empty, empty, np.empty(0, dtype=np.float32), *(empty,) * 7)
+    return Entries(empty, empty, np.empty(0, dtype=np.float32), *(empty,) * 8)
 
 
 class Stored:
@@ -52,6 +53,7 @@ class Stored:
             return np.full(len(snapshot.sequences), -1)
         found = entries.sequence[place] == snapshot.sequences
         found &= (entries.length[place] == snapshot.lengths) & (entries.final[place] == snapshot.finals)
+        found &= entries.filled[place] == snapshot.filled
         return np.where(found, place, -1)
 
     def contains(self, snapshot: Snapshot) -> Array:
@@ -60,7 +62,7 @@ class Stored:
         return found
 
     def add(self, segment: Segment, written: Entries) -> None:
-        """Add a new segment. Earlier entries of its trajectories, which have grown since, are replaced."""
+        """Add a new segment. Earlier entries of its trajectories, which have changed since, are replaced."""
         self.segments[segment.number] = segment
         kept = self.entries.take(~np.isin(self.entries.sequence, written.sequence))
         pairs = zip(kept.arrays().values(), written.arrays().values(), strict=True)
@@ -89,10 +91,14 @@ class Stored:
             self.segments = {number: self.segments[number] for number in sorted(by_size[: MAX_SEGMENTS // 2])}
         self._drop_unused()
 
-    def keep_most(self, snapshot: Snapshot, step_bytes: int) -> None:
+    def keep_most(self, snapshot: Snapshot, step_bytes: int, most_steps: int | None = None) -> None:
         """Keep segments so that half of all their steps are live, and about `MAX_SEGMENTS_BEHIND`, but rewrite little.
 
         A write that rewrites much would delay what is committed meanwhile. So one write does a part of it.
+
+        Args:
+            most_steps: that all segments may have, new ones included; as much is rewritten as that takes. None for no
+                limit.
         """
         live = self._live_steps(snapshot)
         self.segments = {number: segment for number, segment in self.segments.items() if live[number]}
@@ -100,9 +106,12 @@ class Stored:
         budget = max(REWRITE_BYTES // max(1, step_bytes), int(new.rows.sum()))
         used, total = sum(live.values()), sum(segment.steps for segment in self.segments.values())
         dropped = 0
+        limit = math.inf if most_steps is None else most_steps - int(new.rows.sum())
         for number in sorted(self.segments, key=lambda number: live[number] / self.segments[number].steps):
-            if total <= 2 * used or (dropped and dropped + live[number] > budget):
+            if total <= limit and (total <= 2 * used or (dropped and dropped + live[number] > budget)):
                 break
+            if live[number] == self.segments[number].steps:
+                break  # nothing is gained from here on
             total += live[number] - self.segments.pop(number).steps
             dropped += live[number]
         if len(self.segments) >= MAX_SEGMENTS_BEHIND:

@@ -14,6 +14,7 @@ from gear_loader.collection.conversions import Conversion, converted_dtype
 from gear_loader.collection.n_step import NStep, Returns
 from gear_loader.collection.plans import Output, Plans, Staging, plans_of
 from gear_loader.collection.references import Arena, BatchReferences
+from gear_loader.collection.tier_rows import TierRows
 from gear_loader.collection.windows import Whole, expand, mask_of, reach_of, source_of, steps_only
 from gear_loader.kernels.plan import WIDTH, GatherPlan
 from gear_loader.native import copying, threads
@@ -176,6 +177,7 @@ class Collector:
         )
         self.reach: Reach = reach_of(table.schema, self.windows)
         """What the windows read of a trajectory."""
+        self._tier = TierRows(table, self.reach, self._row_bytes) if table.has_tier else None
         self._once_extents: dict[int, torch.Tensor] = {}
         self.stream_priority = 0
         """Of the side stream that runs `gather` on a GPU."""
@@ -359,6 +361,9 @@ class Collector:
             info = buffers.batch["sample_info"]
             for key, values in zip(COUNTS + NUMBERS, (*rows.counts, *rows.numbers), strict=True):
                 info[key].numpy()[:count] = values
+        if self._tier is not None and self.table.num_spilled:
+            self._gather_tiers(self._tier, buffers, rows)
+            return
         if threads.alone(count, self._row_bytes):
             bad = copying.gather_batch(
                 buffers.columns,
@@ -371,7 +376,8 @@ class Collector:
                 buffers.names,
             )
             if bad:
-                self.table.reader().check_gathered(bad)
+                self._gather_again(buffers, rows, bad)
+                return
             if buffers.computed:
                 buffers.compute(count)
             return
@@ -386,7 +392,44 @@ class Collector:
             self._block_steps,
             self._row_bytes,
         )
-        self.table.reader().check_gathered(bad)
+        if bad:
+            self._gather_again(buffers, rows, bad)
+            return
+        buffers.compute(count)
+
+    def _gather_again(self, buffers: Buffers, rows: SelectedRows, bad: int) -> None:
+        """Gather rows once more if invalid windows may be those of trajectories that were moved to disk meanwhile."""
+        if self._tier is None or not self._tier.outside(rows.slots).any():
+            self.table.reader().check_gathered(bad)
+        assert self._tier is not None
+        self._gather_tiers(self._tier, buffers, rows)
+
+    def _gather_tiers(self, tier: TierRows, buffers: Buffers, rows: SelectedRows) -> None:
+        """Gather rows of which some lie on disk only."""
+        count, slots, anchors = len(rows), rows.slots, rows.anchors
+        for place, values in zip(buffers.names, (slots, anchors, rows.generations), strict=True):
+            place[:count] = values
+        outside = tier.outside(slots)
+        while len(inside := np.flatnonzero(~outside)):
+            bad = threads.gather(
+                buffers.columns,
+                slots[inside],
+                anchors[inside],
+                self._extent,
+                self._block_ids,
+                self._block_steps,
+                self._row_bytes,
+                rows=inside,
+            )
+            if not bad:
+                break
+            moved = ~outside & tier.outside(slots)  # since they were looked at
+            if not moved.any():
+                self.table.reader().check_gathered(bad)
+            outside |= moved
+        if outside.any():
+            bad = tier.gather(buffers.columns, buffers.outputs, rows, np.flatnonzero(outside))
+            self.table.reader().check_gathered(bad)
         buffers.compute(count)
 
     def _gather_zero_copy(

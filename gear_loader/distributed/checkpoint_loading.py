@@ -164,6 +164,8 @@ def _load_share(
         rate_limiter=rules.rate_limiter,
         max_times_sampled=rules.max_times_sampled,
         max_age=rules.max_age,
+        version=rules.version,
+        max_lag=rules.max_lag,
     )
     try:
         fill(table, directory, share.parts, share.contents, progress=progress)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from gear_loader.storage.schema import Schema, Window
-from gear_loader.transport.spec import ALIGNMENT, WindowSpec
+from gear_loader.transport.message_schema import ALIGNMENT
+from gear_loader.transport.spec import WindowSpec
 from gear_loader.utils.arrays import Array
 
 __all__ = ["Part", "RemoteShard", "Staging"]

@@ -12,6 +12,7 @@ from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.local_selection import LocalPrioritizedSelection
 from gear_loader.distributed.shards import Shards
 from gear_loader.selection.base import Selection, SelectionContext
+from gear_loader.selection.group_selection import GroupSelection, PrioritizedGroupSelection
 from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.selection.snapshot_selection import SnapshotSelection
@@ -46,6 +47,10 @@ def selection_for(
             reach_of(context.table.schema, windows) if shards.transport == "nixl" and shards.remote else None
         )
         return GlobalSelection(context, shards, exchange, history=history, reach=reach)
+    if context.grouping is not None:
+        if needs_priorities(context.selector):
+            return PrioritizedGroupSelection(context, history=history)
+        return GroupSelection(context)
     if not needs_priorities(context.selector):
         return SnapshotSelection(context)
     if shards is not None:
@@ -57,11 +62,13 @@ def selection_for(
 
 def _host_draws(context: SelectionContext) -> bool:
     """Whether the host has to know, batch by batch, what was drawn or updated."""
-    if not context.counts and context.table.rules.on_full != "evict_lowest_priority":
+    needs = context.counts or context.waits or getattr(context.selector, "freshness", 1.0) < 1
+    if not needs and context.table.rules.on_full != "evict_lowest_priority":
         return False
     notice(
         "host-draws",
-        f"{context.selector!r} is drawn on the host, because sample_info, max_times_sampled or "
-        "on_full='evict_lowest_priority' need to know what is drawn or updated: the GPU only gathers.",
+        f"{context.selector!r} is drawn on the host, because sample_info, max_times_sampled, late columns, "
+        "max_lag, freshness or on_full='evict_lowest_priority' need to know what is drawn or updated: the GPU only "
+        "gathers.",
     )
     return True

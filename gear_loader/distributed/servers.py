@@ -30,6 +30,8 @@ class NodeServers:
         host: address on which this node's server listens.
         secret: shared secret of servers and ranks.
         timeout: seconds after which a request fails.
+        start_timeout: seconds until a server that this process starts must be ready, if they are more than
+            `start_server` allows.
         addresses: node -> address, of servers that were started by hand.
 
     Attributes:
@@ -46,6 +48,7 @@ class NodeServers:
         host: str,
         secret: bytes,
         timeout: float,
+        start_timeout: float,
         addresses: Mapping[str, str],
     ) -> None:
         self._members = members
@@ -55,6 +58,7 @@ class NodeServers:
         self._host = host
         self._secret = secret
         self._timeout = timeout
+        self._start_timeout = start_timeout
         self._by_hand = dict(addresses)
         self._addresses = dict(addresses)
         self._peers: dict[str, Any] = {}
@@ -90,10 +94,11 @@ class NodeServers:
         return self.address
 
     def _start(self, names: list[str]) -> Any:
-        from gear_loader.transport.process import start_server
+        from gear_loader.transport.process import START_TIMEOUT, start_server
 
         return start_server(
             names,
+            timeout=max(START_TIMEOUT, self._start_timeout),
             carriers=(self._carrier,),
             host=self._host,
             secret=self._secret,

@@ -246,6 +246,7 @@ class Shards:
             host=self._host,
             secret=self._secret,
             timeout=self.rows_timeout,
+            start_timeout=self.timeout,
             addresses=self._by_hand,
         )
 
@@ -398,6 +399,16 @@ def _check_table(table: Any) -> None:
         raise SchemaError(
             f"The table {table.name or '(private)'} has a rate limiter or max_times_sampled, which do not count "
             "the draws of other ranks. Create the tables of Shards without them."
+        )
+    if table.has_tier:
+        raise SchemaError(
+            f"The table {table.name or '(private)'} has a disk tier (Disk(size=)), which Shards do not read for now. "
+            "Create the tables of Shards with memory for all of their trajectories."
+        )
+    if table.schema.late or rules.max_lag is not None:
+        raise SchemaError(
+            f"The table {table.name or '(private)'} has late columns or max_lag; expected one without, as Shards do "
+            "not know which trajectories of other ranks may be drawn. Draw from each rank's table alone."
         )
 
 

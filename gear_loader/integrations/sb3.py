@@ -20,9 +20,10 @@ from gear_loader.collection.collector import Buffers, Collector
 from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.errors import SchemaError, TableEmptyError, TableFullError
 from gear_loader.native import copying
+from gear_loader.storage.dtypes import NUMPY_DTYPES, torch_dtypes
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import SelectedRows
-from gear_loader.storage.schema import NUMPY_DTYPES, Column, Window
+from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
@@ -40,7 +41,7 @@ except ImportError as error:
 
 __all__ = ["ReplayBuffer"]
 
-_COLUMN_DTYPES = {dtype: torch_dtype for torch_dtype, dtype in NUMPY_DTYPES.items()}
+_COLUMN_DTYPES = {dtype: torch_dtypes()[name] for name, dtype in NUMPY_DTYPES.items()}
 _NEXT = "next_observation"
 _BLOCK_STEPS = 16
 _LONGEST = 1024  # steps at which an episode goes on in another trajectory, so that the oldest can be removed in pieces
@@ -161,7 +162,7 @@ class ReplayBuffer(_ReplayBuffer):
         self._columns = self.table.step_addresses()
         # Where `add` puts what it is given, converted: [n_envs, ...] of each column.
         self._given = {
-            key: np.zeros((self.n_envs, *column.shape), dtype=NUMPY_DTYPES[column.dtype])
+            key: np.zeros((self.n_envs, *column.shape), dtype=column.numpy_dtype)
             for key, column in schema.items()
         }
         self._given.setdefault(_NEXT, np.zeros_like(self._given["observation"]))
@@ -380,7 +381,7 @@ class ReplayBuffer(_ReplayBuffer):
         size = self.size()
         window = self._windows().get(name, Window(1, squeeze=True))
         column = self.table.schema[window.column or name]
-        out = np.zeros((self.buffer_size, self.n_envs, *column.shape), dtype=NUMPY_DTYPES[column.dtype])
+        out = np.zeros((self.buffer_size, self.n_envs, *column.shape), dtype=column.numpy_dtype)
         rows = np.repeat(np.arange(self._added - size, self._added) % self.buffer_size, self.n_envs)
         members = np.tile(np.arange(self.n_envs), size)
         if size:

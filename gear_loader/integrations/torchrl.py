@@ -126,13 +126,13 @@ class CollectorWriter:
         self, entries: Mapping[str, Any], size: tuple[int, ...], rows: int
     ) -> dict[str, torch.Tensor]:
         """The entries that are columns, ``[rows, T, *shape]`` on the CPU."""
-        missing = [name for name in (*self._table.schema, self._done) if name not in entries]
+        missing = [name for name in (*self._table.schema.added, self._done) if name not in entries]
         if missing:
             raise SchemaError(
                 f"The batch has the entries {list(entries)}; missing: {missing}. Nothing was written."
             )
         columns = {}
-        for name, column in self._table.schema.items():
+        for name, column in self._table.schema.added.items():
             value = entries[name]
             fits = isinstance(value, torch.Tensor) and value.dtype == column.dtype
             if not fits or tuple(value.shape) != (*size, *column.shape):

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from gear_loader.errors import SchemaError, TableEmptyError
 from gear_loader.native.random import FIRST, LAST, UNIFORM
 from gear_loader.selection.complete import CompleteAnchors
+from gear_loader.selection.grouping import Grouping
 from gear_loader.selection.selectors import (
     Draw,
     Selector,
 )
 from gear_loader.storage.ids import sequences_of
 from gear_loader.storage.inline import InlineBatch
+from gear_loader.storage.late import filled_bits
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import SelectedRows
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.waiting import Backoff
 
 __all__ = ["ANCHOR_KINDS", "REDRAWN", "Anchor", "Selection", "SelectionContext"]
 
+_T = TypeVar("_T")
 Anchor = Literal["uniform", "first", "last"]
 ANCHOR_KINDS = {"uniform": UNIFORM, "first": FIRST, "last": LAST}
 """Codes of the anchors in compiled loops."""
@@ -44,6 +48,8 @@ class SelectionContext:
         limited: whether draws wait for the table's rate limiter and count for it.
         informs: whether batches carry ``sample_info``.
         complete: the anchors to draw from, if not all.
+        late: bits of the late columns that a trajectory must have.
+        grouping: options of the groups to draw from; None to draw trajectories, or steps, one by one.
     """
 
     table: Table
@@ -53,11 +59,18 @@ class SelectionContext:
     limited: bool = True
     informs: bool = False
     complete: CompleteAnchors | None = None
+    late: int = 0
+    grouping: Grouping | None = None
 
     @property
     def filters(self) -> bool:
-        """Whether some trajectories are never drawn."""
-        return self.subset is not None or self.complete is not None
+        """Whether some trajectories of the table are not drawn."""
+        return self.subset is not None or self.complete is not None or self.late != 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether a draw waits until there is something to draw: others fill, complete or renew it."""
+        return self.late != 0 or self.grouping is not None or self.table.rules.max_lag is not None
 
     @property
     def first(self) -> int:
@@ -82,7 +95,8 @@ class SelectionContext:
         return count if self.limited else 0
 
     def chosen(self, slots: Array) -> Array:
-        """Mask of the trajectories in `slots` (int64 [n]) that can be drawn, bool [n]: of the subset, with an anchor.
+        """Mask of the trajectories in `slots` (int64 [n]) that can be drawn, bool [n]: of the subset, with an anchor,
+        and with the late columns that are read.
 
         The subset sees the sequence numbers of the table that stored the trajectories first.
 
@@ -90,6 +104,8 @@ class SelectionContext:
             SchemaError: the user's function returned another shape.
         """
         anchored = np.ones(len(slots), dtype=bool) if self.complete is None else self.num_anchors(slots) > 0
+        if self.late:
+            anchored &= (filled_bits(self.table.index.arrays, slots) & self.late) == self.late
         if self.subset is None:
             return anchored
         chosen = np.asarray(self.subset(sequences_of(self.table.ids(slots))), dtype=bool)
@@ -102,8 +118,10 @@ class SelectionContext:
         return both
 
     def empty(self) -> TableEmptyError:
-        """The error for a table without a trajectory of the subset."""
+        """The error for a table without a trajectory that can be drawn."""
         count = len(self.table)
+        if self.waits:
+            return self._starved(count)
         explain = getattr(self.subset, "explain_empty", None)  # method of the subsets of `ReplayDataModule`
         if count and explain is not None:
             return TableEmptyError(explain(count))
@@ -117,6 +135,19 @@ class SelectionContext:
                 f"None of the table's {count:,} trajectories belongs to this dataset's subset."
             )
         return TableEmptyError("The table is empty: there is nothing to draw from. Add trajectories first.")
+
+    def _starved(self, count: int) -> TableEmptyError:
+        """The error after a wait for something to draw; `count`: trajectories in the table."""
+        late = [name for i, name in enumerate(self.table.schema.late) if self.late >> i & 1]
+        wanted = [] if not late else [f"with the late columns {late} filled"]
+        if self.grouping is not None:
+            wanted.append(f"in complete groups of {self.grouping.size} by {self.grouping.column!r}")
+        if self.table.rules.max_lag is not None:
+            wanted.append(f"of a policy at most {self.table.rules.max_lag} versions old")
+        return TableEmptyError(
+            f"Timed out: the table holds {count:,} trajectories; expected some {', '.join(wanted)}. Check that their "
+            "writers are running."
+        )
 
 
 class Selection:
@@ -156,6 +187,39 @@ class Selection:
     def last_look(self) -> Any:
         """`look` for sizes only; may be out of date."""
         return self.look()
+
+    def await_items(self) -> None:
+        """Wait until something can be drawn, if the context waits.
+
+        Raises:
+            TableEmptyError: timed out.
+        """
+
+        def look() -> None:
+            if len(self.look()) == 0:
+                raise self.context.empty()
+
+        if self.context.waits:
+            self.when_drawable(look)
+
+    def when_drawable(self, attempt: Callable[[], _T], ticket: Any = None) -> _T:
+        """Call `attempt`; if the context waits, again until it raises no TableEmptyError, or the deadline.
+
+        Args:
+            ticket: of the draw, released during waits, so that no writer waits for it.
+        """
+        if not self.context.waits:
+            return attempt()
+        backoff: Backoff | None = None
+        while True:
+            try:
+                return attempt()
+            except TableEmptyError:
+                if ticket is not None:
+                    self.undo(ticket)
+                backoff = backoff or self.context.table.reader().backoff()
+                if not backoff.sleep():
+                    raise
 
     def new_ticket(self) -> Any:
         """A read ticket for one batch; `draw` takes it, so that an interrupted draw can be undone."""

@@ -23,6 +23,7 @@ from gear_loader.native.packed import (
     screen,
 )
 from gear_loader.selection.base import Selection
+from gear_loader.selection.grouping import Grouping
 from gear_loader.selection.selectors import Draw, Prioritized, Selector
 from gear_loader.selection.step_budget import BudgetCounts, BudgetState, StepBudget
 from gear_loader.storage.operations import READY
@@ -92,7 +93,7 @@ class BudgetPlanner:
         self._selector = selection.context.selector
         self._reader = selection.context.table.reader()
         self._seed, self._epoch, self._past, self._endless = seed, epoch, past, endless
-        self._size = self.draw_size(self._selector)
+        self._size = self.draw_size(self._selector, selection.context.grouping)
         self._view = selection.look()
         self._state = state = state or BudgetState()
         self._queue: Array = np.empty((QUEUE_WIDTH, 0), dtype=np.int64)
@@ -104,9 +105,10 @@ class BudgetPlanner:
             self._repeat(state)
 
     @staticmethod
-    def draw_size(selector: Selector) -> int:
-        """Rows of one draw."""
-        return _DRAWN_BY_PRIORITY if isinstance(selector, Prioritized) else _DRAWN
+    def draw_size(selector: Selector, grouping: Grouping | None = None) -> int:
+        """Items of one draw: rows, or groups."""
+        rows = _DRAWN_BY_PRIORITY if isinstance(selector, Prioritized) else _DRAWN
+        return rows if grouping is None else max(1, rows // grouping.size)
 
     @property
     def number(self) -> int:
@@ -169,6 +171,7 @@ class BudgetPlanner:
             if items and state.first >= items:
                 if not self._endless:
                     return False
+                self._selection.await_items()
                 self._view = self._selection.look()
                 items = selector.num_items(self._view)
                 state = dataclasses.replace(state, turn=state.turn + 1, first=0)

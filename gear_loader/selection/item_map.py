@@ -176,6 +176,11 @@ class ItemMap:
             np.unique(np.concatenate(changed)),
         )
 
+    def has(self, slots: Array) -> Array:
+        """Whether the map has the trajectories in slots (int64 [n]), bool [n]."""
+        present: Array = self._present[slots]
+        return present
+
     def _all(self, blocks: Array) -> Array:
         """Items of blocks (int64 [n]), int64 [n * block_steps]."""
         items: Array = (blocks[:, None] * self.block_steps + np.arange(self.block_steps)).reshape(-1)

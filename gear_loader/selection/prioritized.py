@@ -44,6 +44,7 @@ __all__ = [
     "may_leave_range",
     "needs_priorities",
     "out_of_range",
+    "scaled",
 ]
 
 _NO_BLOCKS: Array = np.empty(0, dtype=np.int32)
@@ -118,6 +119,8 @@ class PrioritizedSelection(Selection):
         self._unset: Leaves | None = None  # leaves of changes applied to the map, perhaps not yet to the tree
         self._maximum = 1.0
         self._num_stale = 0
+        self._freshness = getattr(context.selector, "freshness", 1.0)
+        self._policy = context.table.policy_version  # the leaves are as of this version
         self._may_leave_range = may_leave_range(context.selector)
         self._make_tree(self._map.capacity)
         self._draws_compiled = (
@@ -130,6 +133,7 @@ class PrioritizedSelection(Selection):
         steps, places = self._map.steps, self._map
         # Whether trajectories that the map knows are never drawn: it holds no steps that are no complete anchor.
         self._chooses = context.subset is not None or (context.complete is not None and not steps)
+        self._chooses |= context.late != 0
         # For the compiled loops: steps of a block, and where its steps belong; 0 if an item is a trajectory.
         self._places: tuple[int, Array, Array] = (
             (places.block_steps, places.owner, places.number) if steps else (0, _NO_BLOCKS, _NO_BLOCKS)
@@ -162,10 +166,13 @@ class PrioritizedSelection(Selection):
 
     def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows | CudaRows:
         """See `Selection.draw`."""
+        return self.when_drawable(lambda: self._draw_rows(draw, ticket), ticket)
+
+    def _draw_rows(self, draw: Draw, ticket: Ticket) -> SelectedRows | CudaRows:
         if self.context.limited and self.context.table.rules.rate_limiter is not None:
-            self.context.table.reader().await_samplable(draw.count)  # outside the mutex
+            self.context.table.reader().await_samplable(self._num_rows(draw))  # outside the mutex
         with self._mutex:
-            self._follow(ticket, self.context.samples(draw.count))
+            self._follow(ticket, self.context.samples(self._num_rows(draw)))
             rows = self._restored(draw) or self._draw_compiled(draw) or self._draw_or_wait(draw)
             times = self.count_samples(
                 rows.slots, rows.generations, lambda which, turn: self._redraw(draw, rows, which, turn)
@@ -242,6 +249,8 @@ class PrioritizedSelection(Selection):
             samples: rows to be drawn, for the rate limiter.
         """
         self._set_unset()
+        if self._freshness < 1:
+            self._age()
         _, changes = self.context.table.reader().begin_changes(self._map.position, samples, ticket)
         known = self._map.position, self._map.next_sequence
         if len(changes.slots) == 0:
@@ -290,11 +299,37 @@ class PrioritizedSelection(Selection):
         priorities[removed] = 0
         weighed = self._first_leaves(priorities)
         weighed[removed] = 0
-        if len(leaves.items) > self._map.capacity // 8:
-            self._tree.leaves[leaves.items] = weighed
+        if self._freshness < 1:
+            weighed[~removed] = self._freshened(leaves.items[~removed], weighed[~removed])
+        self._put(leaves.items, weighed)
+
+    def _put(self, items: Array, leaves: Array) -> None:
+        """Set leaves (float32 [n]) of items (int64 [n]); of duplicates the last one counts."""
+        if len(items) > self._map.capacity // 8:
+            self._tree.leaves[items] = leaves
             self._tree.build()
         else:
-            self._tree.update(leaves.items, weighed)
+            self._tree.update(items, leaves)
+
+    # ---------------------------------------------------------------- freshness
+
+    def _age(self) -> None:
+        """Scale all leaves to the current version of the policy."""
+        policy = self.context.table.policy_version
+        if policy != self._policy:
+            factor = self._freshness ** (policy - self._policy)
+            self._policy = policy
+            self._scale(factor)
+
+    def _scale(self, factor: float) -> None:
+        """Multiply all leaves."""
+        self._tree.leaves[:] = scaled(self._tree.leaves, factor)
+        self._tree.build()
+
+    def _freshened(self, slots: Array, leaves: Array) -> Array:
+        """Leaves (float32 [n]) of trajectories, for the versions that their policies are behind."""
+        lags = np.maximum(self._policy - self.context.table.index.arrays.versions(slots), 0)
+        return scaled(leaves, self._freshness**lags)
 
     def _weigh(self, priorities: Array) -> Array:
         """Leaves of priorities (float32 [n]), float64 [n]."""
@@ -327,21 +362,11 @@ class PrioritizedSelection(Selection):
 
     def _draw(self, draw: Draw, streams: tuple[int, int] = (LEAVES, ANCHORS)) -> DrawnItems:
         selector, table = self.context.selector, self.context.table
-        leaves = None
         try:
-            if isinstance(selector, TopK):
-                items = self._top(selector, draw.count)
-            else:
-                assert isinstance(selector, Prioritized)
-                self._check_range()
-                items, leaves = self._tree.draw(
-                    draw.count,
-                    key=draw_key(draw, streams[0]),
-                    step=draw.step,
-                    distinct=not selector.replacement,
-                )
+            items, leaves = self._draw_items(draw, streams[0])
         except PriorityError:
-            if len(self.view()) == 0:
+            # By the items that were drawn from: a trajectory that can be drawn may have come since.
+            if not self._map.has(np.arange(table.reader().arrays.num_slots)).any():
                 raise self.context.empty() from None
             raise
         slots, steps = self._map.locate(items)
@@ -351,6 +376,21 @@ class PrioritizedSelection(Selection):
         return DrawnItems(
             slots[:0], slots, steps, table.reader().slot_states()[1][slots], None, leaves, likely
         )
+
+    def _draw_items(self, draw: Draw, stream: int) -> tuple[Array, Array | None]:
+        """Items, int64 [n], and their leaves, float32 [n]; no leaves for `TopK`."""
+        selector = self.context.selector
+        if isinstance(selector, TopK):
+            return self._top(selector, draw.count), None
+        assert isinstance(selector, Prioritized)
+        self._check_range()
+        return self._tree.draw(
+            draw.count, key=draw_key(draw, stream), step=draw.step, distinct=not selector.replacement
+        )
+
+    def _num_rows(self, draw: Draw) -> int:
+        """Rows of a draw."""
+        return draw.count
 
     def _check_range(self) -> None:
         """Refuse to draw if leaves clipped to float32's range have too much of the probability.
@@ -463,7 +503,9 @@ class PrioritizedSelection(Selection):
             count, largest = known_items(items, request.priorities, weighed)
             self._num_stale += len(items) - count
             self._maximum = max(self._maximum, largest)
-            self._tree.update(items[:count], weighed[:count])
+            if self._freshness < 1:
+                weighed[:count] = self._freshened(items[:count], weighed[:count])
+            self._put(items[:count], weighed[:count])
             if not self._map.steps and self.context.table.rules.on_full == "evict_lowest_priority":
                 generations = request.generations
                 if generations is None:
@@ -519,7 +561,9 @@ class PrioritizedSelection(Selection):
             recent = {(part["epoch"], part["step"]): part for part in self._recent()}
             for (epoch, step), rows in self._pending.items():
                 recent.setdefault((epoch, step), {"epoch": epoch, "step": step, **_tensors(rows)})
+            policy = {} if self._freshness == 1 else {"policy": self._policy}
             return {
+                **policy,
                 "sequences": torch.from_numpy(view.sequences.copy()),
                 "lengths": torch.from_numpy(view.lengths.copy()),
                 "leaves": torch.from_numpy(leaves),
@@ -563,6 +607,9 @@ class PrioritizedSelection(Selection):
             ticket = Ticket()
             try:
                 self._follow(ticket)
+                self._policy = int(
+                    state.get("policy", self._policy)
+                )  # of the leaves; the next draw scales them
                 self._restore(sequences, lengths, leaves, float(state["maximum"]), int(state["num_stale"]))
                 ticket.end()
             finally:
@@ -583,6 +630,8 @@ class PrioritizedSelection(Selection):
         first = self._first_leaves(np.where(new == UNSET, np.float32(maximum), new))
         steps = self.context.selector.unit == "step"
         old, added, places = view.take(both), view.take(~both), places[both]
+        if self._freshness < 1:
+            first = self._freshened(added.slots, first)
         counts = lengths if steps else np.ones_like(lengths)
         source = ranges((np.cumsum(counts) - counts)[places], counts[places])
         items = [self._map.all_items(part.slots, extent, block_ids) for part in (old, added)]
@@ -609,9 +658,20 @@ class PrioritizedSelection(Selection):
             return None
         view = self.view()
         places, found = _find(view.sequences, rows.sequences)
-        if not found.all() or (rows.steps >= view.lengths[places]).any() or len(places) != draw.count:
+        if (
+            not found.all()
+            or (rows.steps >= view.lengths[places]).any()
+            or len(places) != self._num_rows(draw)
+        ):
             return None
         return dataclasses.replace(rows, slots=view.slots[places], generations=view.generations[places])
+
+
+def scaled(leaves: Array, factor: Array | float) -> Array:
+    """Leaves times a factor, float32 [n]; positive ones stay so."""
+    scaled = (leaves * np.asarray(factor, dtype=np.float64)).astype(np.float32)
+    result: Array = np.where(leaves > 0, np.maximum(scaled, np.float32(LOWEST_LEAF)), np.float32(0))
+    return result
 
 
 def exponent(selector: Selector) -> tuple[float, float]:
@@ -708,6 +768,7 @@ def _checked(
         fits &= len(leaves) == (int(lengths.sum()) if selector.unit == "step" else len(sequences))
         fits &= bool((np.diff(sequences) > 0).all() and (lengths > 0).all())
         fits &= bool(np.isfinite(leaves).all() and (leaves >= 0).all())
+        fits &= int(state.get("policy", 0)) >= 0
         fits &= 0 <= float(state["maximum"]) <= _LARGEST and int(state["num_stale"]) >= 0
         for part in state["recent"]:
             recent[int(part["epoch"]), int(part["step"])] = _rows(part, weighs=selector.weighs)

@@ -204,6 +204,8 @@ class Prioritized(Selector):
         normalize: where the largest weight is taken from: the ``"batch"``, as in the paper authors' code, or the
             ``"table"``. With ``"table"`` a weight does not depend on the rest of the batch, but a single item of very
             small priority makes all weights, and so all gradients, small.
+        freshness: factor of a trajectory's power for each version that its policy is behind `Table.policy_version`,
+            above 0 and at most 1, of a table with `version`. Needs ``unit="trajectory"``; the host draws.
 
     Raises:
         SchemaError: invalid option.
@@ -220,8 +222,14 @@ class Prioritized(Selector):
         replacement: bool = True,
         unit: Unit = "trajectory",
         normalize: Literal["batch", "table"] = "batch",
+        freshness: float = 1.0,
     ) -> None:
         super().__init__(replacement=replacement, unit=unit, passes=False)
+        if not _finite(freshness) or not 0 < freshness <= 1 or (freshness < 1 and unit == "step"):
+            raise SchemaError(
+                f"freshness is {freshness!r} and unit {unit!r}; expected a number above 0, and at most 1, and with one "
+                "below 1 unit='trajectory'."
+            )
         for name, value in (("alpha", alpha), ("eps", eps)):
             if not _finite(value) or value < 0:
                 raise SchemaError(f"{name} is {value!r}; expected a finite number of at least 0.")
@@ -242,6 +250,7 @@ class Prioritized(Selector):
         if normalize not in ("batch", "table"):
             raise SchemaError(f"normalize is {normalize!r}; expected 'batch' or 'table'.")
         self.alpha = float(alpha)
+        self.freshness = float(freshness)
         self.beta = beta
         self.eps = float(eps)
         self.normalize: Literal["batch", "table"] = normalize
@@ -266,9 +275,10 @@ class Prioritized(Selector):
         beta: Any = self.beta
         if callable(beta) and not isinstance(beta, LinearSchedule):  # without its address
             beta = getattr(beta, "__qualname__", type(beta).__qualname__)
+        fresh = "" if self.freshness == 1 else f", freshness={self.freshness}"
         return (
             f"Prioritized(alpha={self.alpha}, beta={beta}, eps={self.eps}, replacement={self.replacement}, "
-            f"unit={self.unit!r}, normalize={self.normalize!r})"
+            f"unit={self.unit!r}, normalize={self.normalize!r}{fresh})"
         )
 
 

@@ -71,6 +71,9 @@ class SnapshotSelection(Selection):
 
     def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows:
         """See `Selection.draw`."""
+        return self.when_drawable(lambda: self._draw(draw, ticket, frozen), ticket)
+
+    def _draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None) -> SelectedRows:
         selector = self.context.selector
         assert isinstance(selector, SnapshotSelector)
         if isinstance(selector, Fifo) and frozen is None and not self.context.filters:

@@ -28,7 +28,8 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError, SourceError
-from gear_loader.storage.schema import DTYPES, NUMPY_DTYPES, Column, as_mapping
+from gear_loader.storage.dtypes import ITEM_BYTES, NUMPY_DTYPES, dtype_names, torch_dtypes
+from gear_loader.storage.schema import Column, as_mapping
 
 __all__ = [
     "FINITE_REMEDY",
@@ -61,7 +62,7 @@ STANDARD = ("observation", "action", "reward", "terminated", "truncated")
 
 # Dtypes that numpy has and a table does not have, and the next wider dtype that holds their values.
 _WIDENED = {np.dtype(np.uint16): torch.int32, np.dtype(np.uint32): torch.int64}
-_FROM_NUMPY = {dtype: torch_dtype for torch_dtype, dtype in NUMPY_DTYPES.items()}
+_FROM_NUMPY = {dtype: torch_dtypes()[name] for name, dtype in NUMPY_DTYPES.items()}
 
 
 class EpisodeReader(abc.ABC):
@@ -143,9 +144,9 @@ def _schema_of(episode: Any, where: str) -> dict[str, Column]:
                 f"Column {name!r} of {where} is {describe(values)}; expected a numpy array or torch tensor [T, ...]."
             )
         dtype = values.dtype if isinstance(values, torch.Tensor) else _FROM_NUMPY.get(values.dtype)
-        if dtype is None or dtype not in DTYPES.values():
+        if dtype is None or dtype not in dtype_names():
             raise SourceError(
-                f"Column {name!r} of {where} has dtype {values.dtype}; expected one of {', '.join(DTYPES)}. "
+                f"Column {name!r} of {where} has dtype {values.dtype}; expected one of {', '.join(ITEM_BYTES)}. "
                 "Convert it first."
             )
         schema[name] = column_of(dtype, tuple(values.shape[1:]), f"Column {name!r} of {where}")
@@ -203,7 +204,7 @@ def plan_dtype(role: str, dtype: Any, what: str, *, keep_float64: bool) -> torch
             return planned
     kind = {"U": " (text)", "S": " (text)", "O": " (text or other objects)"}.get(dtype.kind, "")
     raise SourceError(
-        f"{what} has dtype {dtype}{kind}; expected one of {', '.join(DTYPES)}. Leave it out with columns=[...], or "
+        f"{what} has dtype {dtype}{kind}; expected one of {', '.join(ITEM_BYTES)}. Leave it out with columns=[...], or "
         "convert the data first."
     )
 
@@ -260,7 +261,7 @@ def convert(values: np.ndarray, dtype: torch.dtype, *, finite: bool = False) -> 
         MisfitError: a number outside the dtype's range, a flag that is neither 0 nor 1, floating-point values for an
             integer column, values that are not numbers, or (with `finite`) a value that is not finite.
     """
-    target = NUMPY_DTYPES.get(dtype, np.dtype(np.float32))
+    target = NUMPY_DTYPES.get(dtype_names()[dtype], np.dtype(np.float32))
     kinds = (values.dtype.kind, target.kind)
     if kinds[0] not in "biuf" or (kinds[0] == "f" and kinds[1] in "iu"):
         raise MisfitError(f"holds values of {values.dtype} where {target} is expected")

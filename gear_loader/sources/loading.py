@@ -109,7 +109,7 @@ def load(
     if not isinstance(block_steps, str):
         check_count("block_steps", block_steps)
     if table is not None and columns is None:
-        columns = list(table.schema)
+        columns = list(table.schema.added)
     if table is not None:  # else what the table can hold would be rounded on the way
         keep_float64 = keep_float64 or any(column.dtype == torch.float64 for column in table.schema.values())
     options: dict[str, Any] = {
@@ -122,7 +122,7 @@ def load(
         raise SourceError(
             f"download=True was given with {given}; expected the id of a Minari data set: nothing else is fetched."
         )
-    reader = _open(source, options, max_trajectories, None if table is None else table.schema, download)
+    reader = _open(source, options, max_trajectories, None if table is None else table.schema.added, download)
     lengths = reader.lengths[:max_trajectories]
     if table is not None:
         _check_fit(reader, lengths, table)
@@ -336,14 +336,14 @@ def _fitted(values: _Values, column: Column, where: str, *, finite: bool) -> _Va
 
 
 def _check_fit(reader: EpisodeReader, lengths: np.ndarray, table: Table) -> None:
-    missing = [name for name in table.schema if name not in reader.schema]
-    extra = [name for name in reader.schema if name not in table.schema]
+    missing = [name for name in table.schema.added if name not in reader.schema]
+    extra = [name for name in reader.schema if name not in table.schema.added]
     if missing or extra:
         raise SourceError(
-            f"{reader.source} gives the columns {list(reader.schema)}; the table has {list(table.schema)}. Name the "
-            "table's columns: columns={name in the table: name in the source}."
+            f"{reader.source} gives the columns {list(reader.schema)}; the table has {list(table.schema.added)}. Name "
+            "the table's columns: columns={name in the table: name in the source}."
         )
-    for name, column in table.schema.items():
+    for name, column in table.schema.added.items():
         if reader.schema[name].shape != column.shape:
             raise SourceError(
                 f"{reader.source}: column {name!r} has steps of shape {list(reader.schema[name].shape)}; the table "
@@ -402,7 +402,7 @@ def _fitted_episodes(reader: EpisodeReader, table: Table) -> Iterator[dict[str, 
         where = f"{reader.source}, episode {number}{{}}: column "
         yield {
             name: _fitted(episode[name], column, f"{where}{name!r}", finite=False)
-            for name, column in table.schema.items()
+            for name, column in table.schema.added.items()
         }
 
 

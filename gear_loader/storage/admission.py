@@ -7,16 +7,22 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import numpy as np
+
 from gear_loader.errors import RateLimitError, TableEmptyError
 from gear_loader.storage.counters import (
     FIRST_SEQUENCE,
     INSERT_WAIT,
+    LAG_CHECKED,
     NEXT_SEQUENCE,
     NUM_READY,
     NUM_SAMPLED,
+    NUM_TOUCHED,
+    POLICY,
     SAMPLE_WAIT,
 )
 from gear_loader.storage.index_arrays import IndexArrays
+from gear_loader.storage.operations import READY
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.recovery import Recovery
 from gear_loader.utils.waiting import Backoff
@@ -35,7 +41,7 @@ class Admission:
     Attributes:
         timeout: seconds until a wait for free space or the rate limiter times out; None for the lock's timeout.
         waited: nanoseconds that additions through this handle have waited.
-        has_conditions: whether the table has a rate limiter, `max_times_sampled` or `max_age`.
+        has_conditions: whether the table has a rate limiter, `max_times_sampled`, `max_age`, or versions of a policy.
     """
 
     def __init__(self, arrays: IndexArrays, recovery: Recovery) -> None:
@@ -45,6 +51,7 @@ class Admission:
         self.has_conditions = (
             rules.rate_limiter is not None or rules.max_times_sampled is not None or rules.max_age is not None
         )
+        self.has_conditions |= rules.version is not None
         self.max_age = None if rules.max_age is None else int(rules.max_age * 1e9)
         self.timeout: float | None = None
         self.waited = 0
@@ -54,8 +61,40 @@ class Admission:
         return Backoff(self._recovery.lock.timeout if self.timeout is None else self.timeout)
 
     def expire(self) -> None:
+        """Retire trajectories that are too old, in seconds or in versions. The caller holds the lock."""
         if self.max_age is not None:
             self.arrays.ops.expire(self.arrays.where, time.monotonic_ns() - self.max_age)
+        if self.arrays.rules.max_lag is not None:
+            self._expire_versions(self.arrays.rules.max_lag)
+
+    def _expire_versions(self, max_lag: int) -> None:
+        arrays, counters = self.arrays, self.arrays.counters
+        checked, position = int(counters[LAG_CHECKED]), int(counters[NUM_TOUCHED])
+        if checked == position:
+            return
+        if checked >= 0 and 0 <= position - checked <= arrays.num_slots:
+            slots = np.unique(arrays.touched[np.arange(checked, position) % arrays.num_slots]).astype(
+                np.int64
+            )
+            slots = slots[arrays.state[slots] == READY]
+        else:
+            slots = np.flatnonzero(arrays.state == READY)
+        old = slots[arrays.versions(slots) < counters[POLICY] - max_lag]
+        if len(old):
+            arrays.ops.outdate(arrays.where, old)
+        counters[LAG_CHECKED] = counters[NUM_TOUCHED]
+
+    def advance_version(self) -> int:
+        """Raise the version of the policy by one, and retire what is too old then; returns the version."""
+
+        def advance() -> int:
+            counters = self.arrays.counters
+            counters[LAG_CHECKED] = -1  # first: after a death in here the next call compares all
+            counters[POLICY] += 1
+            self.expire()
+            return int(counters[POLICY])
+
+        return self._recovery.locked(advance)
 
     def _counts(self) -> dict[str, int]:
         counters = self.arrays.counters

@@ -15,9 +15,19 @@ import numpy as np
 from gear_loader.errors import LockTimeoutError, TableFullError
 from gear_loader.storage.admission import Admission
 from gear_loader.storage.block_tables import BlockTables
-from gear_loader.storage.counters import FLIP_EPOCH, NUM_FREE_BLOCKS, NUM_READY, NUM_STEPS, NUM_WRITING
+from gear_loader.storage.counters import (
+    DISK_FULL,
+    FLIP_EPOCH,
+    NUM_FREE_BLOCKS,
+    NUM_READY,
+    NUM_SPILLED,
+    NUM_STEPS,
+    NUM_WRITING,
+    SPILLER,
+    SPILLER_START,
+)
 from gear_loader.storage.index_arrays import IndexArrays
-from gear_loader.storage.operations import BUSY, DONE, FLIP, FULL, PID, READ, SHORT, WRITING
+from gear_loader.storage.operations import BUSY, DONE, FLIP, FULL, PID, READ, SHORT, SPILL, WRITING
 from gear_loader.storage.readers import Readers
 from gear_loader.storage.recovery import Recovery
 from gear_loader.utils.arrays import Array
@@ -113,8 +123,12 @@ class Allocator:
                 return answer, ""
             if answer == FULL or (answer == SHORT and not wait) or self._is_own_doing(answer):
                 raise TableFullError(self._full_message(*needed, evict, wait))
+            if answer == SPILL:
+                problem = self._tier_problem(wait)
+                if problem:
+                    raise TableFullError(f"{self._full_message(*needed, evict, wait)} {problem}")
             return answer, (
-                self._full_message(*needed, evict, wait) if answer == SHORT else self._busy_message()
+                self._full_message(*needed, evict, wait) if answer in (SHORT, SPILL) else self._busy_message()
             )
 
         while True:
@@ -127,6 +141,11 @@ class Allocator:
                 waited = f"{backoff.timeout:g} s"
                 if answer == SHORT:
                     raise TableFullError(f"Waited {waited}, then timed out. {message}")
+                if answer == SPILL:
+                    raise TableFullError(
+                        f"Waited {waited}, then timed out. {message} Its memory is full, and trajectories were not "
+                        f"moved to {self._tier_path()} in time: see `Table.stats().disk` of the process that does it."
+                    )
                 if answer == _LIMITED:
                     raise self._admission.refuse_insert(inserts, backoff)
                 raise LockTimeoutError(
@@ -136,12 +155,12 @@ class Allocator:
     def _help(self, answer: int, last: int) -> bool:
         """React to a result of `make_room`; return whether a retry may succeed."""
         if answer == FLIP:
-            return self._flip(last)
+            return self.flip(last)
         if answer == READ:
             return self._readers.drop_dead()
         return answer in (SHORT, FULL, BUSY) and self.reclaim_writers(every=0.0)
 
-    def _flip(self, last: int) -> bool:
+    def flip(self, last: int) -> bool:
         """Compact the live block tables into the other half; return False while a reader may still use that half."""
         counters = self.arrays.counters
         if self._readers.oldest() <= counters[FLIP_EPOCH]:
@@ -169,6 +188,34 @@ class Allocator:
             f"{unfinished}, {int(counters[NUM_STEPS]):,} of {index.max_steps:,} steps and "
             f"{index.num_blocks - int(counters[NUM_FREE_BLOCKS]):,} of {index.num_blocks:,} blocks. {remedy}"
         )
+
+    def _tier_path(self) -> str:
+        return "" if self.arrays.tier is None else self.arrays.tier.path
+
+    def _tier_problem(self, wait: bool) -> str:
+        """Why waiting for trajectories to be moved to disk is useless; "" if it is not."""
+        counters, tier = self.arrays.counters, self.arrays.tier
+        if tier is None:
+            return ""
+        pid, start = int(counters[SPILLER]), int(counters[SPILLER_START])
+        spilled = f"{int(counters[NUM_SPILLED]):,} of its trajectories are on the disk {tier.path} only"
+        if counters[DISK_FULL] and not wait:
+            return (
+                f"Its memory is full, and so is the disk: {spilled}, which takes at most {tier.size:,} bytes "
+                "(Disk.size) and must have room for them. Raise memory or size, free space there, remove trajectories, "
+                "or create the table with on_full='evict_oldest'."
+            )
+        if not pid or not self._readers.alive(pid, start):
+            who = (
+                f"process {pid} that moved trajectories there has ended"
+                if pid
+                else "no process moves more there"
+            )
+            return (
+                f"Its memory is full, {spilled}, and {who}. Create or recover the table with "
+                "disk=gear_loader.Disk(..., size=) in a process that stays."
+            )
+        return ""
 
     def _busy_message(self) -> str:
         busy = sorted({pid for pid, _ in self._readers.active()})

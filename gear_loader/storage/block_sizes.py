@@ -9,13 +9,23 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import SchemaError
-from gear_loader.storage.layout import LARGEST_SIZE, LINE, Layout, Record
+from gear_loader.storage.disk import Tier
+from gear_loader.storage.layout import LARGEST_COUNT, LARGEST_SIZE, LINE, Layout, Record
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.stats import BLOCK_ENTRY_BYTES, TableStats
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.checks import byte_count
 from gear_loader.utils.notices import notice, notices
 
-__all__ = ["best_block_steps", "expected_bytes", "notice_waste", "resolved_block_steps", "resolved_packing"]
+__all__ = [
+    "best_block_steps",
+    "blocks_within",
+    "check_memory",
+    "expected_bytes",
+    "notice_waste",
+    "resolved_block_steps",
+    "resolved_packing",
+]
 
 _MOST = 1 << 16  # steps of the largest blocks that are considered
 _TOLERANCE = (
@@ -113,6 +123,47 @@ def resolved_packing(schema: Schema, packed: Any) -> bool:
     if not isinstance(packed, bool):
         raise SchemaError(f"packed is {packed!r}; expected True, False or 'auto'.")
     return packed
+
+
+def check_memory(memory: int | str | None, max_blocks: int | None, tier: Tier | None) -> None:
+    """Check that the memory of a table is given once, and at all if trajectories beyond it lie on a disk.
+
+    Raises:
+        SchemaError: it is given twice, or missing.
+    """
+    if memory is not None and max_blocks is not None:
+        raise SchemaError(f"memory is {memory!r} and max_blocks {max_blocks!r}; expected one of them.")
+    if tier is not None and memory is None and max_blocks is None:
+        raise SchemaError(
+            "disk has a size, and neither memory nor max_blocks was given: then everything is in memory, and nothing "
+            "is moved to disk. Give memory, such as '20GiB'."
+        )
+
+
+def blocks_within(memory: int | str, most: int, schema: Schema, **options: Any) -> int:
+    """The largest number of blocks, at most `most`, whose region has at most `memory` bytes.
+
+    Args:
+        memory: see `byte_count`. options: of `Layout`.
+
+    Raises:
+        SchemaError: not even one block fits.
+    """
+    count = byte_count("memory", memory)
+
+    def needed(blocks: int) -> int:
+        return Layout(schema, num_blocks=blocks, **options).region_bytes
+
+    if needed(1) > count:
+        raise SchemaError(
+            f"memory is {memory!r}, {count:,} bytes; the index of {options['max_trajectories']:,} trajectories and one "
+            f"block of {options['block_steps']} steps take {needed(1):,}. Raise it, or lower max_trajectories."
+        )
+    fits, above = 1, min(most, LARGEST_COUNT) + 1
+    while above - fits > 1:
+        middle = (fits + above) // 2
+        fits, above = (middle, above) if needed(middle) <= count else (fits, middle)
+    return fits
 
 
 def notice_waste(layout: Layout, stats: TableStats, name: str) -> None:

@@ -31,6 +31,10 @@ class BlockTables:
     def __init__(self, arrays: IndexArrays) -> None:
         self.arrays = arrays
 
+    def _slots(self) -> Array:
+        """The slots that have a block table, int64 [n]."""
+        return np.flatnonzero((self.arrays.state != FREE) & (self.arrays.extent[:, 1] >= 0))
+
     def _pieces(self, last: int) -> tuple[Array, Array, Array, Array, int]:
         """Plan the compaction: merge overlapping block tables into pieces and pack the pieces.
 
@@ -42,7 +46,7 @@ class BlockTables:
             int64 [pieces]; total length.
         """
         index = self.arrays
-        slots = np.flatnonzero(index.state != FREE)
+        slots = self._slots()
         slots = slots[np.argsort(index.extent[slots, 1], kind="stable")]
         starts = index.extent[slots, 1]
         ends = np.maximum.accumulate(starts + index.blocks_at(slots))
@@ -123,7 +127,7 @@ class BlockTables:
         index = self.arrays
         counters = index.counters
         half = int(counters[MOVING]) - 1
-        slots = np.flatnonzero(index.state != FREE)
+        slots = self._slots()
         if (index.moved[slots] + index.blocks_at(slots) > index.half_size).any():
             raise index.corrupt("a block table is being moved out of its half")
         index.extent[slots, 1] = half * index.half_size + index.moved[slots].astype(np.int64)

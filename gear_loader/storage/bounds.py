@@ -18,9 +18,12 @@ from gear_loader.storage.counters import (
     NUM_EXPIRED,
     NUM_FREE_BLOCKS,
     NUM_FREE_SLOTS,
+    NUM_OUTDATED,
+    NUM_PARKED,
     NUM_READY,
     NUM_REMOVED,
     NUM_RETIRED,
+    NUM_SPILLED,
     NUM_STEPS,
     NUM_WRITING,
     OLDEST,
@@ -33,8 +36,10 @@ from gear_loader.storage.counters import (
 )
 from gear_loader.storage.ids import LARGEST_ORIGIN
 from gear_loader.storage.index_arrays import IndexArrays
-from gear_loader.storage.operations import FREE, READY, RETIRED, UNSET
+from gear_loader.storage.operations import FREE, ON_DISK, READY, RETIRED, UNSET
 from gear_loader.utils.arrays import Array
+
+_REASONS = (NUM_EVICTED, NUM_REMOVED, NUM_EXPIRED, NUM_OUTDATED)  # counters of trajectories that left
 
 __all__ = ["bad_marks", "bad_slots", "damage", "require_whole"]
 
@@ -54,9 +59,11 @@ def bad_marks(index: IndexArrays) -> str | None:
         return f"the half in use is {counters[HALF]}, being moved to {counters[MOVING]}"
     if not (0 <= counters[DRAWING] <= slots and 0 <= counters[LEAVING] <= slots):
         return f"slots {counters[DRAWING]} and {counters[LEAVING]} are being counted"
-    if counters[LEAVING] and counters[LEAVING_COUNT] not in (NUM_EVICTED, NUM_REMOVED, NUM_EXPIRED):
+    if counters[LEAVING] and counters[LEAVING_COUNT] not in _REASONS:
         return f"a slot is being counted at {counters[LEAVING_COUNT]}"
-    return None
+    if not 0 <= counters[NUM_PARKED] <= len(index.parked):
+        return f"{counters[NUM_PARKED]} blocks are parked"
+    return _outside("parked", index.parked, 0, index.num_blocks - 1)
 
 
 def bad_slots(index: IndexArrays) -> str | None:
@@ -71,7 +78,10 @@ def bad_slots(index: IndexArrays) -> str | None:
     inside = (lengths >= 1) & (lengths <= index.max_steps)
     inside &= (starts >= 0) & (starts < 2 * index.half_size)
     finals = index.extent[:, 2]
-    inside &= (finals >= 0) & (finals <= 1) & (lengths + finals <= left * index.block_steps)
+    inside &= lengths + finals <= left * index.block_steps
+    if index.tier is not None:
+        inside |= (starts == ON_DISK) & (lengths >= 1) & (lengths <= index.max_steps)
+    inside &= (finals >= 0) & (finals <= 1)
     bad = np.flatnonzero(used & ~inside)
     if len(bad):
         length, start, final = index.extent[bad[0]].tolist()
@@ -89,7 +99,7 @@ def _bad_derived(index: IndexArrays) -> str | None:
     """Description of the first invalid value in the derived state, or None."""
     slots, blocks = index.num_slots, index.num_blocks
     for counts, most in (
-        ((NUM_READY, NUM_WRITING, NUM_RETIRED, NUM_FREE_SLOTS, OLDEST, NEWEST), slots),
+        ((NUM_READY, NUM_WRITING, NUM_RETIRED, NUM_SPILLED, NUM_FREE_SLOTS, OLDEST, NEWEST), slots),
         ((NUM_FREE_BLOCKS, RETIRED_BLOCKS), blocks),
         ((HEAD, HEAD + 1), index.half_size),
         ((NUM_STEPS, WRITING_STEPS), index.max_steps),

@@ -53,7 +53,19 @@ import zlib
     LEAVING,
     LEAVING_COUNT,
     LEAVING_TOTAL,
-) = range(43)
+    TIERED,  # 1 if trajectories may lie on disk only
+    NUM_SPILLED,  # live trajectories that do
+    NUM_PARKED,  # entries of `parked`
+    PARKED_EPOCH,  # epoch in which their trajectories were spilled
+    WANTED_BLOCKS,  # most blocks that a writer has waited for since trajectories were spilled last
+    SPILLER,  # pid of the process that spills, or 0
+    SPILLER_START,  # its start time
+    DISK_FULL,  # 1 while it cannot, because the disk is full
+    NUM_LOST,  # trajectories removed because they could not be read from disk
+    POLICY,  # version of the policy, see `Table.advance_version`
+    LAG_CHECKED,  # NUM_TOUCHED up to which versions of trajectories were compared with it; -1: compare all
+    NUM_OUTDATED,  # removed by `max_lag`
+) = range(55)
 BELL = 56
 """The futex of `gear_loader.storage.lock`, 8 bytes."""
 IDENTITY = slice(60, 64)

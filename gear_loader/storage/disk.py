@@ -1,17 +1,22 @@
-"""Options and statistics of tables that are written to a disk while they are used."""
+"""Options and statistics of tables that are written to a disk while they are used, and the tier that lies there."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
 
-from gear_loader.errors import CheckpointError
+from gear_loader.errors import CheckpointError, SchemaError
 from gear_loader.storage.rules import check_seconds
+from gear_loader.utils.arrays import Array
+from gear_loader.utils.checks import byte_count
 
-__all__ = ["Disk", "DiskStats", "DiskWriter", "checked_path"]
+__all__ = ["Disk", "DiskStats", "DiskWriter", "Keep", "LostRowsError", "Tier", "TierReader", "checked_path"]
 
 _MANIFEST_NAME = "manifest.json"
+Keep = Literal["newest", "oldest", "priority"]
+_KEEPS = ("newest", "oldest", "priority")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,21 +32,107 @@ class Disk:
         sync_seconds: seconds between two writes. A trajectory is on disk at most this long after its commit, plus the
             duration of the write under way then and of its own (`DiskStats.write_seconds`). Each write takes 68 bytes
             a live trajectory beside the new steps; raise it for tables of millions of short ones.
+        size: makes the disk a tier below the memory: trajectories beyond the table's `memory` lie there only, and the
+            steps in its files take at most so many bytes, an int or a text such as ``"500GiB"``. A write needs room
+            beside them: the files of the two writes before stay until it is complete. None: the disk has a copy, and
+            all is in memory.
+        keep: with `size`, which trajectories stay in memory. ``"newest"``, ``"oldest"`` (for `Fifo` and `Queue`), or
+            those with the highest ``"priority"`` that was given to `Table.add` or `Table.update_priority` (those
+            without one are the highest). Draws that are uniform over all steps gain from no choice.
 
     Raises:
-        CheckpointError: an invalid path. SchemaError: invalid seconds.
+        CheckpointError: an invalid path. SchemaError: other invalid values.
     """
 
     path: str | os.PathLike[str]
     sync_seconds: float = 1.0
+    size: int | str | None = None
+    keep: Keep = "newest"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", os.path.abspath(checked_path(self.path)))
         object.__setattr__(self, "sync_seconds", check_seconds("sync_seconds", self.sync_seconds))
+        if self.size is not None:
+            object.__setattr__(self, "size", byte_count("size", self.size))
+        if self.keep not in _KEEPS:
+            raise SchemaError(f"keep is {self.keep!r}; expected one of {', '.join(map(repr, _KEEPS))}.")
+
+    def tier(self) -> Tier | None:
+        """The tier below the memory; None without `size`."""
+        return None if self.size is None else Tier(str(self.path), int(self.size))
 
     def exists(self) -> bool:
         """Whether a table has been written there, so that `Table.recover` is to be used and not `Table.create`."""
         return os.path.lexists(os.path.join(self.path, _MANIFEST_NAME))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tier:
+    """Where a table's trajectories beyond its memory lie; part of its header, so that all its processes read them.
+
+    Attributes:
+        path: absolute path of the directory. size: most bytes of its files.
+    """
+
+    path: str
+    size: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON; the path's bytes in hexadecimal digits, because they need not be text."""
+        return {"path": os.fsencode(self.path).hex(), "size": self.size}
+
+    @classmethod
+    def from_json(cls, fields: Any) -> Tier:
+        """The inverse of `to_json`. Raises SchemaError for anything else."""
+        try:
+            path, count = os.fsdecode(bytes.fromhex(fields["path"])), fields["size"]
+            if (
+                len(fields) == 2
+                and os.path.isabs(path)
+                and "\0" not in path
+                and type(count) is int
+                and count > 0
+            ):
+                return cls(path, count)
+        except (KeyError, TypeError, ValueError):
+            pass
+        raise SchemaError(f"tier is {fields!r}; expected an absolute path and a positive size")
+
+
+class LostRowsError(CheckpointError):
+    """Trajectories that lie on disk only cannot be read; the message names the first file and id.
+
+    Attributes:
+        slots, generations: int64 [n], the trajectories.
+    """
+
+    def __init__(self, message: str, slots: Array, generations: Array) -> None:
+        super().__init__(message)
+        self.slots, self.generations = slots, generations
+
+
+class TierReader(Protocol):
+    """Reads trajectories that lie on disk only, `gear_loader.checkpoint.tier_reader.FileReader`."""
+
+    def read(
+        self,
+        slots: Array,
+        generations: Array,
+        first: Array,
+        counts: Array,
+        outs: Mapping[str, tuple[Array, Array]],
+    ) -> None:
+        """Read rows of trajectories, by several threads.
+
+        Args:
+            slots, generations: int64 [n], distinct trajectories.
+            first, counts: int64 [n], first row of each and number of rows; a final step is the row after the last step.
+            outs: column -> a contiguous uint8 [bytes], and int64 [n]: where each trajectory's rows go in it. Of a
+                column per trajectory its one value.
+
+        Raises:
+            LostRowsError: trajectories cannot be read. StaleIndexError: one has been evicted or removed.
+        """
 
 
 @dataclasses.dataclass(frozen=True)

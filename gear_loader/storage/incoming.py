@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from gear_loader.errors import SchemaError
-from gear_loader.kernels.sum_tree import UNSET
-from gear_loader.storage.schema import NUMPY_DTYPES, Column, Schema, as_mapping, keeps, settled
+from gear_loader.kernels.special_priorities import UNSET
+from gear_loader.storage.casting import cast_to
+from gear_loader.storage.schema import Column, Schema, as_mapping, keeps, settled
 from gear_loader.utils.arrays import Array, as_array, narrowed, shown, unreadable
+from gear_loader.utils.lazy_torch import is_tensor
 
 __all__ = [
     "Steps",
@@ -113,7 +114,7 @@ def checked_final(schema: Schema, final: Any) -> dict[str, Array]:
         return rows
     for name, column in finals.items():
         value = final[name]
-        fits = type(value) is np.ndarray and value.dtype == NUMPY_DTYPES.get(column.dtype)
+        fits = type(value) is np.ndarray and value.dtype == column.numpy_dtype
         if not fits or value.shape != column.shape or not value.flags.c_contiguous:
             break
         rows[name] = value.reshape(1, -1).view(np.uint8)
@@ -128,10 +129,11 @@ def _one_step(name: str, value: Any, column: Column) -> Any:
     """A step ``[*shape]`` as ``[1, *shape]``; a number as the column's dtype."""
     if isinstance(value, (bool, int, float, np.generic)) and not column.shape:
         number = value.item() if isinstance(value, np.generic) else value
-        return torch.full((1,), number, dtype=column.dtype, device="cpu")
-    if isinstance(value, (np.ndarray, torch.Tensor)) and tuple(value.shape) == column.shape:
+        return cast_to([number], column.dtype_name, f"Column {name!r} of final")
+    has_shape = isinstance(value, np.ndarray) or is_tensor(value)
+    if has_shape and tuple(value.shape) == column.shape:
         return value[None]
-    shape = list(value.shape) if isinstance(value, (np.ndarray, torch.Tensor)) else shown(value)
+    shape = list(value.shape) if has_shape else shown(value)
     raise SchemaError(f"Column {name!r} of final is {shape}; expected shape {list(column.shape)}.")
 
 
@@ -143,12 +145,11 @@ def with_final(schema: Schema, trajectory: Any, final: Any) -> dict[str, Any]:
     """
     more = checked_final(schema, final)
     _, arrays = schema.validate(trajectory)
-    rows: dict[str, Any] = {}
-    for name, column in schema.steps.items():
-        data = torch.from_numpy(np.concatenate((arrays[name], more[name])))
-        rows[name] = data.view(column.dtype).reshape(len(data), *column.shape)
-    for name, column in schema.per_trajectory.items():
-        rows[name] = torch.from_numpy(arrays[name]).view(column.dtype).reshape(column.shape)
+    rows = {
+        name: column.values_of(np.concatenate((arrays[name], more[name])))
+        for name, column in schema.steps.items()
+    }
+    rows.update({name: column.values_of(arrays[name])[0] for name, column in schema.per_trajectory.items()})
     return rows
 
 
@@ -214,8 +215,8 @@ def _locate_any(
     once: dict[str, Array] = {}
     padded = None
     for name, value in schema.cast(settled(stacked), what="the stacked trajectories").items():
-        kind = unreadable(value) if isinstance(value, torch.Tensor) else None
-        if not isinstance(value, (np.ndarray, torch.Tensor)) or kind is not None:
+        kind = unreadable(value) if is_tensor(value) else None
+        if not (isinstance(value, np.ndarray) or is_tensor(value)) or kind is not None:
             raise SchemaError(
                 f"Column {name!r} of the stacked trajectories is a {kind or type(value).__name__}; expected a "
                 "numpy array or a strided torch tensor [n, T, ...] with its data."
@@ -246,8 +247,7 @@ def _stacked_once(column: Column, name: str, value: Any, count: int) -> Array:
             f"Column {name!r} of the stacked trajectories has shape {list(value.shape)}; expected "
             f"{[count, *column.shape]}, as the column is per trajectory and lengths has {count} entries."
         )
-    by_step = Schema({name: Column(column.dtype, column.shape, cast=column.cast)})
-    return by_step.validate({name: value}, what="the stacked trajectories")[1][name]
+    return Schema({name: column.by_step()}).validate({name: value}, what="the stacked trajectories")[1][name]
 
 
 def checked_priority(priority: Any) -> float:

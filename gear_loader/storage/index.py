@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gear_loader.errors import LockTimeoutError, SchemaError, StaleIndexError
+from gear_loader.errors import LockTimeoutError, SchemaError, StaleIndexError, TableFullError
 from gear_loader.storage.admission import Admission
 from gear_loader.storage.allocation import Allocator, Claim
 from gear_loader.storage.block_tables import BlockTables
-from gear_loader.storage.counters import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_SAMPLED, ORIGIN
+from gear_loader.storage.counters import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_LOST, NUM_SAMPLED, ORIGIN, POLICY
 from gear_loader.storage.ids import (
     check_origin_free,
     check_unused,
@@ -28,6 +28,7 @@ from gear_loader.storage.ids import (
     slots_of,
 )
 from gear_loader.storage.index_arrays import IndexArrays
+from gear_loader.storage.late import set_filled
 from gear_loader.storage.operations import (
     DONE,
     EVICT_LOWEST,
@@ -296,10 +297,12 @@ class Index:
         ages: Array,
         times_sampled: Array,
         ids: Array,
+        filled: Array,
         origin: int | None,
         next_sequence: int,
         num_inserted: int,
         num_sampled: int,
+        policy_version: int,
     ) -> bool:
         """Restore a saved table: make written slots visible in an empty table, with their saved metadata.
 
@@ -308,7 +311,8 @@ class Index:
             sequences: int64 [n], ascending, below `next_sequence`.
             ages: int64 [n], nanoseconds, descending. times_sampled: int64 [n].
             ids: int64 [n], ids that the trajectories were added with, or -1.
-            origin, next_sequence, num_inserted, num_sampled: counters of the saved table.
+            filled: int64 [n], bits of the late columns that are filled.
+            origin, next_sequence, num_inserted, num_sampled, policy_version: counters of the saved table.
 
         Returns:
             False, having done nothing, if the table is not empty.
@@ -322,9 +326,12 @@ class Index:
             counters[NEXT_SEQUENCE] = next_sequence
             counters[FIRST_SEQUENCE] = next_sequence - num_inserted
             counters[NUM_SAMPLED] = num_sampled
+            counters[POLICY] = policy_version
             counters[ORIGIN] = 0 if origin is None else 1 + origin
             if len(slots):
                 self.arrays.ident[slots] = ids
+                if len(self.arrays.filled):
+                    set_filled(self.arrays, slots, filled)
                 created = time.monotonic_ns() - ages
                 self.arrays.ops.commit_as(
                     self.arrays.where, slots, sequences, priorities, created, times_sampled
@@ -597,6 +604,97 @@ class Index:
             arrays.ops.remove(arrays.where, np.flatnonzero(arrays.state == READY))
 
         self.recovery.locked(clear)
+
+    # ---------------------------------------------------------------- disk below memory
+
+    def spill(self, slots: Array, generations: Array) -> int:
+        """Take the blocks of trajectories that are on disk; see `operations.spill`.
+
+        Args:
+            slots, generations: int64 [n], the trajectories.
+
+        Returns:
+            Number of trajectories that were spilled; -1, having done nothing, if readers hold blocks of earlier ones.
+        """
+        arrays = self.arrays
+
+        def spill() -> int:
+            done = int(arrays.ops.spill(arrays.where, slots, generations))
+            if done < 0 and self.readers.drop_dead():
+                done = int(arrays.ops.spill(arrays.where, slots, generations))
+            return done
+
+        return self.recovery.locked(spill)
+
+    def promote(self, slot: int, generation: int, write: Callable[[Array], None]) -> bool:
+        """Bring a trajectory that lies on disk only back into memory.
+
+        Args:
+            slot, generation: the trajectory.
+            write: copies its rows into blocks, int32 [blocks]; called under the lock.
+
+        Returns:
+            False, having done nothing, if it is gone or in memory already, or too few blocks are free.
+        """
+        arrays = self.arrays
+
+        def promote() -> bool:
+            extent = arrays.extent[slot]
+            ids = np.empty(int(arrays.blocks_of(extent[0] + extent[2])), dtype=np.int32)
+            answer = arrays.ops.take_back(arrays.where, slot, generation, ids)
+            if answer == FLIP and self.allocator.flip(-1):
+                answer = arrays.ops.take_back(arrays.where, slot, generation, ids)
+            if answer != DONE:
+                return False
+            write(ids)
+            arrays.ops.give_place(arrays.where, slot, len(ids))
+            return True
+
+        return self.recovery.locked(promote)
+
+    def begin_stored(self, lengths: Array, finals: Array, inside: Array, claim: Claim) -> Array:
+        """`begin` for trajectories of which some are on disk and get no blocks; for an empty table.
+
+        Args:
+            lengths, finals: int64 [n]. inside: bool [n], whether each one gets blocks. claim: as for `begin`.
+
+        Returns:
+            Blocks of those inside, one trajectory after another, int32 [blocks].
+
+        Raises:
+            TableFullError: another process has added trajectories to the table meanwhile.
+        """
+        arrays = self.arrays
+        ids = np.empty(int(arrays.blocks_of((lengths + finals)[inside]).sum()), dtype=np.int32)
+        given = (arrays.where, lengths, finals, inside, *self.readers.here(), claim.slots, ids)
+        if self.recovery.locked(lambda: arrays.ops.begin_stored(*given)) != DONE:
+            raise TableFullError(
+                f"{len(lengths):,} trajectories were to be loaded into an empty table, which holds "
+                f"{self.arrays.num_ready():,}. Attach other processes after the load has returned."
+            )
+        claim.generations = arrays.generation[claim.slots]
+        return ids
+
+    def evict(self, steps: int, how: int) -> int:
+        """Evict by a policy, EVICT_OLDEST or EVICT_LOWEST, trajectories of `steps` steps or more; return how many."""
+        return int(self.recovery.locked(lambda: self.arrays.ops.evict(self.arrays.where, steps, how)))
+
+    def remove_lost(self, slots: Array, generations: Array) -> int:
+        """Retire trajectories that cannot be read from disk, and count them; return how many were live.
+
+        Args:
+            slots, generations: int64 [n], distinct.
+        """
+        arrays = self.arrays
+
+        def remove() -> int:
+            live = slots[(arrays.state[slots] == READY) & (arrays.generation[slots] == generations)]
+            if len(live):
+                arrays.ops.remove(arrays.where, live)
+                arrays.counters[NUM_LOST] += len(live)
+            return len(live)
+
+        return self.recovery.locked(remove)
 
     def _check_live(self, slots: Array) -> None:
         inside = (slots >= 0) & (slots < self.arrays.num_slots)

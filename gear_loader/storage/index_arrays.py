@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.errors import CorruptTableError
+from gear_loader.errors import CorruptTableError, StaleIndexError
 from gear_loader.storage import operations
 from gear_loader.storage.counters import NUM_READY
 from gear_loader.storage.operations import View
@@ -27,12 +27,14 @@ class IndexArrays:
         operations: the operations, compiled or in Python. ops: the same, with IndexError as CorruptTableError.
         where: first argument of the operations.
         stores_at_once: whether `operations.store` may be used.
+        tier: the `Tier` below the memory, or None.
     """
 
     def __init__(self, region: Region) -> None:
         layout = region.layout
         self.name = region.name
         self.rules = layout.rules
+        self.tier = layout.tier
         self.block_steps = layout.block_steps
         self.max_steps = layout.max_steps
         self.num_slots = layout.max_trajectories
@@ -49,6 +51,7 @@ class IndexArrays:
         self.stream: Array = region.array("stream")
         self.created: Array = region.array("created")
         self.revised: Array = region.array("revised")
+        self.filled: Array = region.array("filled")
         self.moved: Array = region.array("moved")
         self.priority: Array = region.array("priority")
         self.sampled: Array = region.array("sampled")
@@ -61,7 +64,13 @@ class IndexArrays:
         self.free_blocks: Array = region.array("free_blocks")
         self.uses: Array = region.array("uses")
         self.lowest: Array = region.array("lowest")
+        self.parked: Array = region.array("parked")
+        self.stored: Array = region.array("stored")
         self.group = layout.group
+        rules = layout.rules
+        self._versions: tuple[Array, np.dtype[Any]] | None = None
+        if rules.version is not None:
+            self._versions = region.column(rules.version), np.dtype(layout.schema[rules.version].dtype_name)
         self.operate(compiled=True)
 
     def operate(self, *, compiled: bool) -> None:
@@ -78,9 +87,46 @@ class IndexArrays:
         """Number of blocks of trajectories with these lengths."""
         return -(-lengths // self.block_steps)
 
+    def live_rows(self, slots: Array, generations: Array, *, strict: bool, what: str) -> Array:
+        """Whether each row's trajectory is in the table, bool [n]. The caller holds the lock.
+
+        Args:
+            slots, generations: int64 [n], the rows; a negative generation is not compared.
+            strict: whether a stale row is an error.
+            what: the rows and a verb, for the error: "rows are of".
+
+        Raises:
+            StaleIndexError: with `strict`, a row is stale.
+        """
+        inside = (slots >= 0) & (slots < self.num_slots)
+        at = np.where(inside, slots, 0)
+        live: Array = inside & (self.state[at] == operations.READY)
+        live &= (generations < 0) | (self.generation[at] == generations)
+        stale = np.flatnonzero(~live)
+        if strict and len(stale):
+            raise StaleIndexError(
+                f"{len(stale)} of {len(slots)} {what} removed trajectories; the first is row {stale[0]}, index "
+                f"{slots[stale[0]]}. Nothing was changed; stale='ignore' skips them."
+            )
+        return live
+
     def blocks_at(self, slots: Any) -> Any:
-        """Number of blocks of the slots' steps and final steps."""
-        return self.blocks_of(self.extent[slots, 0] + self.extent[slots, 2])
+        """Number of blocks of the slots' steps and final steps; 0 for those that lie on disk only."""
+        extent = self.extent[slots]
+        blocks = self.blocks_of(extent[..., 0] + extent[..., 2])
+        return blocks if self.tier is None else np.where(extent[..., 1] < 0, 0, blocks)
+
+    def versions(self, slots: Array) -> Array:
+        """Versions of the policy of trajectories, int64 [n], of a table with such a column.
+
+        Args:
+            slots: int64 [n]. The caller holds the lock or a read ticket.
+        """
+        assert self._versions is not None
+        column, dtype = self._versions
+        values = np.ascontiguousarray(column[self.ids_at(self.extent[slots, 1]), 0])
+        found: Array = values.reshape(-1).view(dtype).astype(np.int64)
+        return found
 
     def num_ready(self) -> int:
         """Number of live trajectories. Takes no lock."""

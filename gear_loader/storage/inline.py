@@ -18,12 +18,20 @@ from gear_loader.native.compile import compiled
 from gear_loader.native.copying import gather_batch, pointer
 from gear_loader.native.random import uniform_rows
 from gear_loader.native.sum_tree import draw_rows, importance
-from gear_loader.storage.counters import DIGEST, DIRTY, INITIALIZED, NUM_SAMPLED, NUM_TOUCHED, VERSION
+from gear_loader.storage.counters import (
+    DIGEST,
+    DIRTY,
+    INITIALIZED,
+    NUM_SAMPLED,
+    NUM_SPILLED,
+    NUM_TOUCHED,
+    VERSION,
+)
 from gear_loader.utils.arrays import Array
 
 __all__ = ["INLINE_BATCH_BYTES", "UNCHANGED", "InlineBatch", "Places", "prioritized_batch", "uniform_batch"]
 
-assert DIGEST == 0x810CC1BA  # of the positions in `counters`, compiled into the cached machine code
+assert DIGEST == 0x5D81FF7B  # of the positions in `counters`, compiled into the cached machine code
 assert WIDTH == 12
 
 INLINE_BATCH_BYTES = 1 << 16
@@ -115,10 +123,13 @@ def uniform_batch(  # type: ignore[no-untyped-def]
         steps, anchor, seed, step, epoch: as for `uniform_rows`. first: step added to the anchors.
 
     Returns:
-        As `gather_batch`; UNCHANGED if the version is another one or the index needs recovery.
+        As `gather_batch`; UNCHANGED if the version is another one, the index needs recovery, or something lies on disk
+        only.
     """
     counters = _int64(index, 0)
     if counters[DIRTY] != 0 or counters[INITIALIZED] == 0 or counters[VERSION] != version:
+        return UNCHANGED
+    if counters[NUM_SPILLED] != 0:
         return UNCHANGED
     slots, lengths, generations, sums = (
         _int64(items, 0),
@@ -173,6 +184,8 @@ def prioritized_batch(  # type: ignore[no-untyped-def]
     """
     counters = _int64(index, 0)
     if counters[DIRTY] != 0 or counters[INITIALIZED] == 0 or counters[NUM_TOUCHED] != position:
+        return UNCHANGED
+    if counters[NUM_SPILLED] != 0:
         return UNCHANGED
     count = drawn.shape[1]
     last = drawn[4].view(np.float32)

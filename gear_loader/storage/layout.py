@@ -16,6 +16,9 @@
                     created    int64 [T]                  time of the commit, nanoseconds of the monotonic clock
                     revised    int64 [T]                  entries written to `touched` when its priority was set last
                                                           by `Table.update_priority`; 0 if it never was
+                    filled     int64 [T, 2]               [0, 2] without late columns. Generation that the bits are of
+                                                          (of others none is set); bit i: late column number i of the
+                                                          trajectory is filled
                     moved      uint32 [T]                 new place of the block table during a compaction
                     priority   float32 [T]                latest priority, or -1
                     sampled    int32 [T]                  number of draws, if counted
@@ -27,6 +30,11 @@
                     free_blocks          int32 [N]        stack
                     uses                 int32 [N, 2]     trajectories that use a block: live ones, all
                     lowest               float32 [G]      lower bound of the priorities of each group of slots
+                    parked               int32 [N]        blocks of trajectories that were moved to disk, until nobody
+                                                          reads them any more; [1] of a table without a disk tier
+                    stored               int64 [T, 4]     where a trajectory is on disk: 1 + its sequence number,
+                                                          segment, first row, position in the segment; [1, 4] of a
+                                                          table without a disk tier
     next page       record     [N blocks, block_stride B] of a packed table: block_steps records, then padding to a
                                                           multiple of 128 B. A record is one step of all narrow columns
                     column 0   [N blocks, block_stride B] of each other column: block_steps steps, then such padding; of
@@ -36,7 +44,8 @@
                     tail       128 B, then up to a whole page
 
 T is `max_trajectories`, N the number of blocks, H = ceil(1.5 N), G the number of groups of slots, about sqrt(T). Every
-array starts on a multiple of 128 B. Because a column's base and block stride are such multiples, a 128-byte line never
+array starts on a multiple of 128 B. A trajectory that lies on disk only has no entries in block_ids: its first entry is
+`operations.ON_DISK`. Because a column's base and block stride are such multiples, a 128-byte line never
 holds bytes of two blocks, and whole lines around a step lie inside the region: the GPU kernel reads only whole lines.
 
 A record holds the columns of less than 128 bytes a step, those of the largest alignment first, so that each lies at a
@@ -60,6 +69,7 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import RegionError, SchemaError
+from gear_loader.storage.disk import Tier
 from gear_loader.storage.rules import Rules
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.shared_memory import MAGIC
@@ -81,7 +91,7 @@ __all__ = [
 LINE = 128
 """Bytes of one line: the unit in which a GPU reads host memory, and the alignment of all arrays."""
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 _WORD = 16  # bytes that a GPU copies with fewest instructions; a record is padded to whole ones where that costs little
 HEADER_LIMIT = 1 << 20
 """Largest size of preamble and JSON, in bytes."""
@@ -161,6 +171,7 @@ class Layout:
         record: the `Record` of the narrow columns in a packed table; else None.
         group: slots of a group.
         rules: eviction, expiry and rate limits of the table.
+        tier: where trajectories beyond the memory lie, or None.
         region_bytes: size of the whole region, a multiple of the page size.
         index_bytes: bytes before the first column.
     """
@@ -175,6 +186,7 @@ class Layout:
         num_blocks: int,
         packed: bool = False,
         rules: Rules | None = None,
+        tier: Tier | None = None,
     ) -> None:
         self.schema = schema
         self.max_steps = max_steps
@@ -184,6 +196,7 @@ class Layout:
         self.packed = packed
         self.record = Record.of(schema) if packed else None
         self.rules = Rules() if rules is None else rules
+        self.tier = tier
         self.group = 1 << ((max_trajectories - 1).bit_length() + 1) // 2
         self.half = num_blocks + (num_blocks + 1) // 2
         self.header = self._header()
@@ -201,6 +214,7 @@ class Layout:
             ("stream", np.int32, (slots,)),
             ("created", np.int64, (slots,)),
             ("revised", np.int64, (slots,)),
+            ("filled", np.int64, (slots if schema.late else 0, 2)),
             ("moved", np.uint32, (slots,)),
             ("priority", np.float32, (slots,)),
             ("sampled", np.int32, (slots,)),
@@ -213,6 +227,8 @@ class Layout:
             ("free_blocks", np.int32, (blocks,)),
             ("uses", np.int32, (blocks, 2)),
             ("lowest", np.float32, (-(-slots // self.group),)),
+            ("parked", np.int32, (1 if tier is None else blocks,)),
+            ("stored", np.int64, (1 if tier is None else slots, 4)),
         ]
         offset = round_up(len(self.header), LINE)
         self.arrays: dict[str, tuple[int, np.dtype[Any], tuple[int, ...]]] = {}
@@ -240,8 +256,9 @@ class Layout:
     @property
     def slot_bytes(self) -> int:
         """Bytes of the index that belong to one slot."""
-        other = ("counters", "readers", "block_ids", "free_blocks", "uses", "lowest")
-        arrays = [array for name, array in self.arrays.items() if name not in other]
+        other = ["counters", "readers", "block_ids", "free_blocks", "uses", "lowest", "parked"]
+        other += ["stored"] if self.tier is None else []
+        arrays = [array for name, array in self.arrays.items() if name not in other and array[2][0]]
         return sum(dtype.itemsize * int(np.prod(shape[1:])) for _, dtype, shape in arrays)
 
     def preamble(self) -> bytes:
@@ -258,6 +275,7 @@ class Layout:
             "num_blocks": self.num_blocks,
             "packed": self.packed,
             "rules": self.rules.to_json(),
+            "tier": None if self.tier is None else self.tier.to_json(),
         }
         header = bytes(64) + json.dumps(fields, separators=(",", ":")).encode()
         if len(header) > HEADER_LIMIT:
@@ -325,7 +343,7 @@ class Layout:
             "block_steps": LARGEST_SIZE,
             "num_blocks": LARGEST_COUNT,
         }
-        expected = sorted([*sizes, "packed", "schema", "rules"])
+        expected = sorted([*sizes, "packed", "schema", "rules", "tier"])
         if not isinstance(fields, dict) or sorted(fields) != expected:
             raise SchemaError(f"{reprlib.repr(fields)} was found; expected a mapping with {expected}")
         for key, largest in sizes.items():
@@ -339,7 +357,9 @@ class Layout:
         if not isinstance(fields["rules"], dict):
             raise SchemaError(f"rules are {reprlib.repr(fields['rules'])}; expected a mapping")
         schema, rules = Schema.from_json(fields["schema"]), Rules.from_json(fields["rules"])
-        return cls(schema, rules=rules, packed=fields["packed"], **{key: fields[key] for key in sizes})
+        tier = None if fields["tier"] is None else Tier.from_json(fields["tier"])
+        counts = {key: fields[key] for key in sizes}
+        return cls(schema, rules=rules, packed=fields["packed"], tier=tier, **counts)
 
 
 def read_counters(fd: int, size: int) -> tuple[Layout, tuple[int, ...]]:

@@ -13,9 +13,9 @@ import operator
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from gear_loader.utils.arrays import Array, data_address
+from gear_loader.utils.lazy_torch import is_tensor, torch
 
 __all__ = ["Expected", "located", "located_list"]
 
@@ -24,13 +24,13 @@ class Expected(NamedTuple):
     """What a column's values have to be.
 
     Attributes:
-        name: of the column. dtype: torch's. array_dtype: numpy's; None if it has none.
+        name: of the column. dtype: torch's; None if torch is not loaded. array_dtype: numpy's; None if it has none.
         shape: of one step, or of the value per trajectory. once: whether it is one per trajectory.
         step_bytes: bytes of it.
     """
 
     name: str
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     array_dtype: np.dtype[Any] | None
     shape: tuple[int, ...]
     once: bool
@@ -53,7 +53,13 @@ def located(expected: tuple[Expected, ...], rows: Any) -> tuple[int, list[int], 
     try:
         for name, dtype, array_dtype, shape, once, step_bytes in expected:
             value = rows.get(name)
-            if type(value) is torch.Tensor:
+            if type(value) is np.ndarray:
+                given = value.shape
+                if array_dtype is None or value.dtype != array_dtype or not value.flags.c_contiguous:
+                    return None
+                address = data_address(value)
+                held: Any = -1
+            elif is_tensor(value) and type(value) is torch.Tensor:
                 given = value.shape
                 if (
                     value.dtype is not dtype
@@ -64,11 +70,6 @@ def located(expected: tuple[Expected, ...], rows: Any) -> tuple[int, list[int], 
                     return None
                 address = value.data_ptr()
                 held = value.untyped_storage().nbytes() - value.storage_offset() * dtype.itemsize
-            elif type(value) is np.ndarray:
-                given = value.shape
-                if array_dtype is None or value.dtype != array_dtype or not value.flags.c_contiguous:
-                    return None
-                address, held = data_address(value), -1
             else:
                 return None
             if once:
@@ -108,7 +109,7 @@ def located_list(expected: tuple[Expected, ...], rows: Any) -> tuple[Array, Arra
     try:
         for c, each in enumerate(expected):
             values = list(map(operator.itemgetter(each.name), rows))
-            found = _of_tensors(values, each) or _of_arrays(values, each)
+            found = _of_arrays(values, each) or _of_tensors(values, each)
             if found is None:
                 return None
             shapes, addresses[:, c], held = found
@@ -133,15 +134,17 @@ _Found = tuple[list[Any], "list[int]", Array]
 
 def _of_tensors(values: list[Any], each: Expected) -> _Found | None:
     """Shapes, addresses, and bytes from there to the storage's end (int64 [n]) of contiguous CPU tensors."""
-    if set(map(type, values)) != {torch.Tensor} or any(
-        value is not each.dtype for value in map(_DTYPE, values)
-    ):
+    dtype = each.dtype
+    if dtype is None or not is_tensor(values[0]) or set(map(type, values)) != {torch.Tensor}:
         return None
-    if not all(map(_IS_CPU, values)) or not all(map(_CONTIGUOUS, values)) or any(map(_NEGATED, values)):
+    if any(value is not dtype for value in map(_DTYPE, values)) or not all(map(_IS_CPU, values)):
         return None
-    count, ends = len(values), map(_BYTES, map(_STORAGE, values))
-    begins = np.fromiter(map(_OFFSET, values), np.int64, count) * each.dtype.itemsize
-    return list(map(_SHAPE, values)), list(map(_ADDRESS, values)), np.fromiter(ends, np.int64, count) - begins
+    if not all(map(torch.Tensor.is_contiguous, values)) or any(map(torch.Tensor.is_neg, values)):
+        return None
+    storages = map(torch.Tensor.untyped_storage, values)
+    ends = np.fromiter(map(torch.UntypedStorage.nbytes, storages), np.int64, len(values))
+    begins = np.fromiter(map(torch.Tensor.storage_offset, values), np.int64, len(values)) * dtype.itemsize
+    return list(map(_SHAPE, values)), list(map(torch.Tensor.data_ptr, values)), ends - begins
 
 
 def _of_arrays(values: list[Any], each: Expected) -> _Found | None:
@@ -156,6 +159,3 @@ def _of_arrays(values: list[Any], each: Expected) -> _Found | None:
 
 _DTYPE, _SHAPE, _IS_CPU, _NBYTES = map(operator.attrgetter, ("dtype", "shape", "is_cpu", "nbytes"))
 _C_ORDER = operator.attrgetter("flags.c_contiguous")
-_CONTIGUOUS, _NEGATED = torch.Tensor.is_contiguous, torch.Tensor.is_neg
-_ADDRESS, _OFFSET = torch.Tensor.data_ptr, torch.Tensor.storage_offset
-_STORAGE, _BYTES = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes

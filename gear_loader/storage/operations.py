@@ -53,14 +53,18 @@ from gear_loader.storage.counters import (
     NUM_EXPIRED,
     NUM_FREE_BLOCKS,
     NUM_FREE_SLOTS,
+    NUM_OUTDATED,
+    NUM_PARKED,
     NUM_READY,
     NUM_REMOVED,
     NUM_RETIRED,
     NUM_SAMPLED,
+    NUM_SPILLED,
     NUM_STEPS,
     NUM_TOUCHED,
     NUM_WRITING,
     OLDEST,
+    PARKED_EPOCH,
     RAISING,
     RAISING_FIRST,
     REMOVING,
@@ -68,7 +72,9 @@ from gear_loader.storage.counters import (
     RETIRED_FIRST,
     RUNS,
     STREAMS,
+    TIERED,
     VERSION,
+    WANTED_BLOCKS,
     WRITING_BLOCKS,
     WRITING_STEPS,
 )
@@ -79,7 +85,7 @@ from gear_loader.storage.states import WRITING as WRITING
 from gear_loader.utils.arrays import Array
 
 assert UNSET == -1  # compiled into the cached machine code
-assert DIGEST == 0x810CC1BA  # of the positions in `counters`, compiled in too
+assert DIGEST == 0x5D81FF7B  # of the positions in `counters`, compiled in too
 
 PID, START, READING, TICKET = range(4)  # columns of `readers`
 LIVE, ALL = range(2)  # columns of `uses`
@@ -93,7 +99,12 @@ UNREADY, TIGHT = 6, 7
 """Additional results: of `store` with REQUEST_AT_ONCE, that the index needs recovery or has unfinished writes; of
 operations with `evict` None, that they need `make_room`."""
 GONE = 8
-"""Additional result of `lengthen`: the trajectory was evicted or removed."""
+"""Additional result of `lengthen` and `promote`: the trajectory was evicted or removed."""
+SPILL = 9
+"""Additional result of `make_room`: the memory is full until the table's owner has spilled trajectories."""
+ON_DISK = -(1 << 62)
+"""Place of the block table of a trajectory that lies on disk only. With any block number added it is negative, so the
+loops that gather find it invalid."""
 # A growing trajectory, int64: slot, generation, steps (0: none grows), and the state of `lengthen`.
 GROWN_SLOT, GROWN_GENERATION, GROWN_STEPS, GROWN_RUN, _GROWN_RUN_1, GROWN_WIDTH = range(6)
 # A row of `reserve_rows`, int64: slot of the writer, or -1 for one that begins (output); steps that it holds (output
@@ -145,6 +156,7 @@ class View(NamedTuple):
     uses: Any
     lowest: Any
     ident: Any
+    parked: Any
     block_steps: int
     max_steps: int
     num_slots: int
@@ -172,7 +184,7 @@ def _fence() -> Any:
 
 
 # An index outside an array raises IndexError, as in Python; negative ones count from the end.
-# Inlined: calls, each of which passes the 21 arrays of the view, take ten times as long.
+# Inlined: calls, each of which passes the 22 arrays of the view, take ten times as long.
 _operation = register_jitable(boundscheck=True, forceinline=True)
 
 
@@ -186,7 +198,7 @@ def require(holds: Any) -> None:
 @_operation  # type: ignore[untyped-decorator]
 def check_extent(v: Any, start: Any, count: Any) -> None:
     """Raise IndexError unless `start` to `start + count - 1` are valid positions in `block_ids`."""
-    require(start >= 0 and count >= 0 and start <= 2 * v.half_size - count)
+    require(count == 0 or (start >= 0 and count > 0 and start <= 2 * v.half_size - count))
 
 
 @_operation  # type: ignore[untyped-decorator]
@@ -211,7 +223,9 @@ def blocks_of(v: Any, length: Any) -> Any:
 
 @_operation  # type: ignore[untyped-decorator]
 def slot_blocks(v: Any, slot: Any) -> Any:
-    """Number of blocks of a slot's steps and final step."""
+    """Number of blocks of a slot's steps and final step; 0 if it lies on disk only."""
+    if v.extent[slot, 1] < 0:
+        return 0
     return blocks_of(v, v.extent[slot, 0] + v.extent[slot, 2])
 
 
@@ -276,6 +290,8 @@ def publish(v: Any, slots: Any) -> None:
         counters[WRITING_BLOCKS] -= slot_blocks(v, slot)
         counters[NUM_READY] += 1
         counters[NUM_STEPS] += steps
+        if v.extent[slot, 1] < 0:
+            counters[NUM_SPILLED] += 1
     counters[VERSION] += 1
     fence()
     counters[COMMITTING] = 0
@@ -346,7 +362,8 @@ def retire(v: Any, slot: Any, count: Any) -> None:
     """Retire a trajectory: later reads do not find it, earlier reads continue.
 
     Args:
-        count: position in `counters` of the count for the reason: NUM_EVICTED, NUM_REMOVED or NUM_EXPIRED.
+        count: position in `counters` of the count for the reason: NUM_EVICTED, NUM_REMOVED, NUM_EXPIRED or
+            NUM_OUTDATED.
     """
     counters = v.counters
     require(slot >= 0 and v.state[slot] == READY)
@@ -372,6 +389,8 @@ def retire(v: Any, slot: Any, count: Any) -> None:
     counters[NUM_RETIRED] += 1
     counters[NUM_READY] -= 1
     counters[NUM_STEPS] -= length
+    if start < 0:
+        counters[NUM_SPILLED] -= 1
     for i in range(start, start + blocks):
         block = v.block_ids[i]
         require(block >= 0)
@@ -439,9 +458,29 @@ def oldest_reader(v: Any) -> Any:
 
 
 @_operation  # type: ignore[untyped-decorator]
-def reclaim(v: Any) -> None:
-    """Free the retired slots that no reader can still see."""
+def release(v: Any) -> None:
+    """Free the parked blocks if no reader can still see them."""
     counters = v.counters
+    if counters[NUM_PARKED] == 0 or counters[PARKED_EPOCH] >= oldest_reader(v):
+        return
+    begin_change(v)
+    while counters[NUM_PARKED] > 0:
+        block = v.parked[counters[NUM_PARKED] - 1]
+        require(block >= 0 and v.uses[block, ALL] == 1 and counters[NUM_FREE_BLOCKS] >= 0)
+        counters[NUM_PARKED] -= 1
+        fence()
+        v.uses[block, ALL] = 0
+        v.free_blocks[counters[NUM_FREE_BLOCKS]] = block
+        counters[NUM_FREE_BLOCKS] += 1
+        counters[RETIRED_BLOCKS] -= 1
+    end_change(v)
+
+
+@_operation  # type: ignore[untyped-decorator]
+def reclaim(v: Any) -> None:
+    """Free the retired slots and the parked blocks that no reader can still see."""
+    counters = v.counters
+    release(v)
     if counters[NUM_RETIRED] == 0:
         return
     oldest = oldest_reader(v)
@@ -489,16 +528,25 @@ def expire(v: Any, before: Any) -> None:
     end_change(v)
 
 
+@_operation  # type: ignore[untyped-decorator]
+def outdate(v: Any, slots: Any) -> None:
+    """Retire distinct READY slots one after another, counted as outdated."""
+    begin_change(v)
+    for i in range(len(slots)):
+        retire(v, slots[i], NUM_OUTDATED)
+    end_change(v)
+
+
 # ---------------------------------------------------------------- allocation
 
 
 @_operation  # type: ignore[untyped-decorator]
 def missing(v: Any, slots: Any, blocks: Any, steps: Any) -> Any:
-    """Whether the space is insufficient even after all retired slots are reclaimed."""
+    """Whether the space is insufficient even after all retired slots are reclaimed; a disk makes up for blocks."""
     counters = v.counters
     return (
         counters[NUM_FREE_SLOTS] + counters[NUM_RETIRED] < slots
-        or counters[NUM_FREE_BLOCKS] + counters[RETIRED_BLOCKS] < blocks
+        or (counters[TIERED] == 0 and counters[NUM_FREE_BLOCKS] + counters[RETIRED_BLOCKS] < blocks)
         or counters[NUM_STEPS] + counters[WRITING_STEPS] + steps > v.max_steps
     )
 
@@ -536,12 +584,15 @@ def make_room(v: Any, slots: Any, blocks: Any, steps: Any, evict: Any) -> Any:
 
     Returns:
         DONE; SHORT if eviction is needed and refused; FULL if the table is too small; BUSY if unfinished writes hold
-        the space; READ if readers hold it; FLIP if the block tables must be compacted first.
+        the space; READ if readers hold it; FLIP if the block tables must be compacted first; SPILL if trajectories must
+        be moved to disk first.
     """
     counters = v.counters
     require(counters[HALF] >= 0 and counters[HALF] <= 1 and counters[HEAD + counters[HALF]] >= 0)
+    if blocks > v.num_blocks:
+        return FULL
     if missing(v, slots, blocks, steps):
-        if slots > v.num_slots or blocks > v.num_blocks or steps > v.max_steps:
+        if slots > v.num_slots or steps > v.max_steps:
             return FULL
         if evict == REFUSE:
             return SHORT
@@ -557,6 +608,9 @@ def make_room(v: Any, slots: Any, blocks: Any, steps: Any, evict: Any) -> Any:
         end_change(v)
     reclaim(v)
     if counters[NUM_FREE_SLOTS] < slots or counters[NUM_FREE_BLOCKS] < blocks:
+        if counters[TIERED] != 0 and counters[NUM_FREE_BLOCKS] + counters[RETIRED_BLOCKS] < blocks:
+            counters[WANTED_BLOCKS] = max(counters[WANTED_BLOCKS], blocks)
+            return SPILL if v.num_blocks - counters[WRITING_BLOCKS] >= blocks else BUSY
         return READ
     if counters[HEAD + counters[HALF]] + blocks > v.half_size:
         return FLIP
@@ -570,6 +624,8 @@ def has_room(v: Any, slots: Any, blocks: Any, steps: Any) -> Any:
     require(counters[HALF] >= 0 and counters[HALF] <= 1 and counters[HEAD + counters[HALF]] >= 0)
     head = counters[HEAD + counters[HALF]]
     if counters[NUM_RETIRED] != 0 or missing(v, slots, blocks, steps) or head + blocks > v.half_size:
+        return TIGHT
+    if counters[NUM_FREE_BLOCKS] < blocks:
         return TIGHT
     return DONE
 
@@ -855,6 +911,169 @@ def roll(
     return DONE
 
 
+# ---------------------------------------------------------------- disk below memory
+
+
+@_operation  # type: ignore[untyped-decorator]
+def spill(v: Any, slots: Any, generations: Any) -> Any:
+    """Take the blocks of trajectories that are on disk; everything else of them stays.
+
+    Readers may see the blocks until they end their tickets, so the blocks are parked until then. `parked` is written
+    before the first trajectory changes. Trajectories that share blocks are spilled only while nobody reads.
+
+    Args:
+        slots, generations: int64 [n], the trajectories; stale ones and those without blocks are skipped.
+
+    Returns:
+        Number of trajectories that were spilled; -1, having done nothing, if blocks are still parked.
+    """
+    counters = v.counters
+    release(v)
+    if counters[NUM_PARKED] != 0:
+        return -1
+    alone = oldest_reader(v) > counters[EPOCH]
+    begin_change(v)
+    chosen = np.zeros(len(slots), dtype=np.bool_)
+    parked, spilled = 0, 0
+    for i in range(len(slots)):
+        slot = slots[i]
+        require(slot >= 0)
+        start = v.extent[slot, 1]
+        if v.state[slot] != READY or v.generation[slot] != generations[i] or start < 0:
+            continue
+        blocks = slot_blocks(v, slot)
+        check_extent(v, start, blocks)
+        shared = False
+        for j in range(start, start + blocks):
+            require(v.block_ids[j] >= 0)
+            shared = shared or v.uses[v.block_ids[j], ALL] != 1
+        if alone or not shared:
+            chosen[i] = True
+            if not alone:
+                for j in range(start, start + blocks):
+                    v.parked[parked] = v.block_ids[j]
+                    parked += 1
+    counters[PARKED_EPOCH] = counters[EPOCH]
+    fence()
+    counters[NUM_PARKED] = parked
+    fence()
+    for i in range(len(slots)):
+        slot = slots[i]
+        start = v.extent[slot, 1]
+        if not chosen[i] or start < 0:  # given twice
+            continue
+        blocks = slot_blocks(v, slot)
+        v.extent[slot, 1] = ON_DISK
+        fence()
+        if alone:
+            let_go(v, start, blocks, True)
+        else:
+            for j in range(start, start + blocks):
+                v.uses[v.block_ids[j], LIVE] = 0
+            counters[RETIRED_BLOCKS] += blocks
+        counters[NUM_SPILLED] += 1
+        spilled += 1
+    counters[EPOCH] += 1
+    end_change(v)
+    return spilled
+
+
+@_operation  # type: ignore[untyped-decorator]
+def take_back(v: Any, slot: Any, generation: Any, ids: Any) -> Any:
+    """Allocate blocks for a trajectory that lies on disk only; `give_place` follows if DONE.
+
+    Args:
+        ids: int32 [blocks], output.
+
+    Returns:
+        DONE; GONE if it is stale or has blocks; FLIP; SPILL if too few blocks are free. After DONE the index stays
+        dirty until `give_place`.
+    """
+    counters = v.counters
+    require(counters[HALF] >= 0 and counters[HALF] <= 1 and counters[HEAD + counters[HALF]] >= 0)
+    if v.state[slot] != READY or v.generation[slot] != generation or v.extent[slot, 1] >= 0:
+        return GONE
+    blocks = blocks_of(v, v.extent[slot, 0] + v.extent[slot, 2])
+    require(blocks == len(ids))
+    if counters[NUM_FREE_BLOCKS] < blocks:
+        return SPILL
+    half = counters[HALF]
+    if counters[HEAD + half] + blocks > v.half_size:
+        return FLIP
+    begin_change(v)
+    start = half * v.half_size + counters[HEAD + half]
+    for i in range(blocks):
+        ids[i] = take_block(v, start + i)
+    counters[HEAD + half] += blocks
+    return DONE
+
+
+@_operation  # type: ignore[untyped-decorator]
+def give_place(v: Any, slot: Any, blocks: Any) -> None:
+    """Make the blocks of `take_back`, which hold its steps now, those of the trajectory."""
+    counters = v.counters
+    fence()
+    v.extent[slot, 1] = counters[HALF] * v.half_size + counters[HEAD + counters[HALF]] - blocks
+    counters[NUM_SPILLED] -= 1
+    end_change(v)
+
+
+@_operation  # type: ignore[untyped-decorator]
+def begin_stored(
+    v: Any, lengths: Any, finals: Any, inside: Any, pid: Any, process_start: Any, slots: Any, ids: Any
+) -> Any:
+    """`begin` of trajectories of which some are on disk and get no blocks.
+
+    Args:
+        inside: bool [n], whether each one gets blocks. The others as for `begin`.
+
+    Returns:
+        DONE, or SHORT, having done nothing, if the table has too little space.
+    """
+    counters = v.counters
+    blocks, steps = 0, 0
+    for i in range(len(lengths)):
+        steps += lengths[i]
+        if inside[i]:
+            blocks += blocks_of(v, lengths[i] + final_of(finals, i))
+    if has_room(v, len(lengths), blocks, steps) != DONE:
+        return SHORT
+    begin_change(v)
+    half, taken = counters[HALF], 0
+    for i in range(len(lengths)):
+        start = np.int64(ON_DISK)
+        if inside[i]:
+            start = half * v.half_size + counters[HEAD + half]
+            blocks = blocks_of(v, lengths[i] + final_of(finals, i))
+            for j in range(blocks):
+                ids[taken] = take_block(v, start + j)
+                taken += 1
+            counters[HEAD + half] += blocks
+            fence()
+        slots[i] = take_slot(v, lengths[i], final_of(finals, i), start, pid, process_start, 0)
+    end_change(v)
+    return DONE
+
+
+@_operation  # type: ignore[untyped-decorator]
+def evict(v: Any, steps: Any, how: Any) -> Any:
+    """Evict trajectories by a policy until they had this many steps; return how many.
+
+    Args:
+        how: EVICT_OLDEST or EVICT_LOWEST.
+    """
+    counters = v.counters
+    begin_change(v)
+    count, left = 0, steps
+    while left > 0 and counters[NUM_READY] > 0:
+        slot = lowest(v) if how == EVICT_LOWEST else counters[OLDEST] - 1
+        left -= v.extent[slot, 0]
+        retire(v, slot, NUM_EVICTED)
+        count += 1
+    end_change(v)
+    return count
+
+
 # ---------------------------------------------------------------- reading
 
 
@@ -982,8 +1201,9 @@ def walk(v: Any, newest: Any, slots: Any) -> None:
 # ---------------------------------------------------------------- Python and compiled entry points
 
 _OPERATIONS = (
-    *(commit, commit_as, raise_numbering, abort, reclaim, remove, expire, begin, grow, finish, roll),
+    *(commit, commit_as, raise_numbering, abort, reclaim, remove, expire, outdate, begin, grow, finish, roll),
     *(lengthen, publish_steps),
+    *(spill, take_back, give_place, begin_stored, evict),
     *(begin_read, begin_unchanged, end_read, count_samples, set_priorities, walk),
 )
 PLAIN = types_module.SimpleNamespace(**{operation.__name__: operation for operation in _OPERATIONS})
@@ -994,7 +1214,8 @@ def places_of(view: View) -> Array:
     """Addresses and sizes of the arrays, int64 [n], for compiled operations. The caller keeps the arrays alive."""
     arrays: tuple[Any, ...] = view[: View._fields.index("block_steps")]
     addresses = [array.ctypes.data for array in arrays]
-    sizes = [*view[len(addresses) :], len(view.readers), len(view.block_ids), len(view.lowest)]
+    lengths = [len(array) for array in (view.readers, view.block_ids, view.lowest, view.parked)]
+    sizes = [*view[len(addresses) :], *lengths]
     return np.array(addresses + sizes, dtype=np.int64)
 
 
@@ -1003,10 +1224,10 @@ def places_of(view: View) -> Array:
 
 @register_jitable  # type: ignore[untyped-decorator]
 def _view(p: Any) -> Any:
-    slots, blocks = p[23], p[24]
+    slots, blocks = p[24], p[25]
     return View(
         carray(pointer(p[0]), (64,), np.int64),
-        carray(pointer(p[1]), (p[27], 4), np.int64),
+        carray(pointer(p[1]), (p[28], 4), np.int64),
         carray(pointer(p[2]), (slots, 3), np.int64),
         carray(pointer(p[3]), (slots,), np.int64),
         carray(pointer(p[4]), (slots,), np.int64),
@@ -1018,20 +1239,21 @@ def _view(p: Any) -> Any:
         carray(pointer(p[10]), (slots,), np.int32),
         carray(pointer(p[11]), (slots,), np.int32),
         carray(pointer(p[12]), (slots, 2), np.int32),
-        carray(pointer(p[13]), (p[28],), np.int32),
+        carray(pointer(p[13]), (p[29],), np.int32),
         carray(pointer(p[14]), (slots,), np.int32),
         carray(pointer(p[15]), (slots,), np.int32),
         carray(pointer(p[16]), (slots,), np.int32),
         carray(pointer(p[17]), (blocks,), np.int32),
         carray(pointer(p[18]), (blocks, 2), np.int32),
-        carray(pointer(p[19]), (p[29],), np.float32),
+        carray(pointer(p[19]), (p[30],), np.float32),
         carray(pointer(p[20]), (slots,), np.int64),
-        p[21],
+        carray(pointer(p[21]), (p[31],), np.int32),
         p[22],
+        p[23],
         slots,
         blocks,
-        p[25],
         p[26],
+        p[27],
     )
 
 
@@ -1068,6 +1290,11 @@ def _remove(p, slots):  # type: ignore[no-untyped-def]
 @compiled
 def _expire(p, before):  # type: ignore[no-untyped-def]
     expire(_view(p), before)
+
+
+@compiled
+def _outdate(p, slots):  # type: ignore[no-untyped-def]
+    outdate(_view(p), slots)
 
 
 @compiled
@@ -1197,6 +1424,8 @@ def reserve_rows(v: Any, rows: Any, ids: Any, evict: Any, pid: Any, process_star
                     answer = grow(v, row[ROOM_SLOT], row[ROOM_HELD], policy, run, taken)
                 if answer in (DONE, FLIP):
                     break
+            if answer != DONE:
+                row[ROOM_HELD] = before
         row[ROOM_ANSWER] = answer
         if answer != DONE:
             return i
@@ -1229,6 +1458,31 @@ def _finish_rows(p, rows, now):  # type: ignore[no-untyped-def]
 @compiled
 def _roll(p, slots, length, shared, priorities, now, evict, pid, start):  # type: ignore[no-untyped-def]
     return roll(_view(p), slots, length, shared, priorities, now, evict, pid, start)
+
+
+@compiled
+def _spill(p, slots, generations):  # type: ignore[no-untyped-def]
+    return spill(_view(p), slots, generations)
+
+
+@compiled
+def _take_back(p, slot, generation, ids):  # type: ignore[no-untyped-def]
+    return take_back(_view(p), slot, generation, ids)
+
+
+@compiled
+def _give_place(p, slot, blocks):  # type: ignore[no-untyped-def]
+    give_place(_view(p), slot, blocks)
+
+
+@compiled
+def _begin_stored(p, lengths, finals, inside, pid, process_start, slots, ids):  # type: ignore[no-untyped-def]
+    return begin_stored(_view(p), lengths, finals, inside, pid, process_start, slots, ids)
+
+
+@compiled
+def _evict(p, steps, how):  # type: ignore[no-untyped-def]
+    return evict(_view(p), steps, how)
 
 
 @compiled

@@ -9,7 +9,7 @@ import numpy as np
 from gear_loader.errors import PriorityError, SchemaError
 from gear_loader.utils.arrays import Array, as_array, narrowed, shown
 
-__all__ = ["PriorityUpdates", "check_names", "invalid", "is_strict", "request"]
+__all__ = ["PriorityUpdates", "check_names", "checked_rows", "invalid", "is_strict", "request"]
 
 
 class PriorityUpdates(NamedTuple):
@@ -58,6 +58,18 @@ def request(
     if bad >= 0:
         raise invalid(bad, values[bad])
     return PriorityUpdates(_int64(slots), _int64(steps), generations, np.array(narrow))
+
+
+def checked_rows(index: Any, generation: Any) -> tuple[Array, Array]:
+    """Slots and generations of rows, int64 [n] each; -1 for every generation if none is given.
+
+    Raises:
+        SchemaError: another shape or dtype.
+    """
+    slots = _array("index", index, "iu")
+    if generation is None:
+        return _int64(slots), np.full(len(slots), -1)
+    return _int64(slots), _int64(_array("generation", generation, "iu", len(slots)))
 
 
 def invalid(row: int, value: Any) -> PriorityError:

@@ -374,17 +374,8 @@ class TableReader:
         generations = np.full(len(slots), -1) if updates.generations is None else updates.generations
 
         def write() -> int:
-            inside = (slots >= 0) & (slots < arrays.num_slots)
-            at = np.where(inside, slots, 0)
-            live = inside & (arrays.state[at] == READY)
-            live &= (generations < 0) | (arrays.generation[at] == generations)
+            live = arrays.live_rows(slots, generations, strict=strict, what="priorities are for")
             count = int(np.count_nonzero(~live))
-            if strict and count:
-                row = int(np.flatnonzero(~live)[0])
-                raise StaleIndexError(
-                    f"{count} of {len(slots)} priorities are for removed trajectories; the first is row {row}, index "
-                    f"{slots[row]}. Nothing was changed; stale='ignore' skips them."
-                )
             chosen = np.unique(slots[live])
             if len(chosen):
                 first = int(arrays.counters[NUM_TOUCHED])

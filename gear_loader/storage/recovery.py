@@ -39,10 +39,12 @@ from gear_loader.storage.counters import (
     NUM_EXPIRED,
     NUM_FREE_BLOCKS,
     NUM_FREE_SLOTS,
+    NUM_PARKED,
     NUM_READY,
     NUM_REMOVED,
     NUM_RETIRED,
     NUM_SAMPLED,
+    NUM_SPILLED,
     NUM_STEPS,
     NUM_TOUCHED,
     NUM_WRITING,
@@ -53,6 +55,7 @@ from gear_loader.storage.counters import (
     RETIRED_BLOCKS,
     RETIRED_FIRST,
     RUNS,
+    TIERED,
     VERSION,
     WRITING_BLOCKS,
     WRITING_STEPS,
@@ -118,11 +121,14 @@ class Recovery:
         index = self.arrays
         lengths, starts = index.extent[:, 0], index.extent[:, 1]
         used = np.flatnonzero(index.state != FREE)
-        blocks = index.blocks_of(lengths + index.extent[:, 2])
+        blocks = index.blocks_at(np.arange(index.num_slots))
         uses = np.zeros((index.num_blocks, 2), dtype=np.int32)
         for column, slots in ((ALL, used), (LIVE, used[index.state[used] != RETIRED])):
             taken = index.block_ids[ranges(starts[slots], blocks[slots])]
             uses[:, column] = np.bincount(taken, minlength=index.num_blocks)
+        parked = index.parked[: index.counters[NUM_PARKED]]
+        parked = parked[uses[parked, ALL] == 0]  # the others are those of trajectories that were not spilled
+        uses[parked, ALL] = 1
         ready = np.flatnonzero(index.state == READY)
         ready = ready[np.argsort(index.sequence[ready], kind="stable")]
         retired = np.flatnonzero(index.state == RETIRED)
@@ -135,12 +141,15 @@ class Recovery:
             "uses": uses,
             "ready": ready,
             "retired": retired,
+            "parked": parked,
             "free_slots": np.flatnonzero(index.state == FREE),
             "free_blocks": np.flatnonzero(free),
             "ends": [int(ends[half == side].max(initial=0)) for side in (0, 1)],
             "counts": {
                 NUM_READY: len(ready),
                 NUM_STEPS: int(lengths[ready].sum()),
+                NUM_SPILLED: int((starts[ready] < 0).sum()),
+                NUM_PARKED: len(parked),
                 NUM_WRITING: len(writing),
                 WRITING_STEPS: int(lengths[writing].sum()),
                 WRITING_BLOCKS: int(blocks[writing].sum()),
@@ -214,6 +223,8 @@ class Recovery:
         index.free_slots[: len(derived["free_slots"])] = derived["free_slots"][::-1]
         index.free_blocks[: len(derived["free_blocks"])] = derived["free_blocks"][::-1]
         index.retired[: len(derived["retired"])] = derived["retired"]
+        index.parked[: len(derived["parked"])] = derived["parked"]
+        counters[TIERED] = index.tier is not None
         index.uses[:] = derived["uses"]
         index.lowest[:] = -np.inf  # no bound yet: computed at the next search
         counters[RETIRED_FIRST] = 0

@@ -9,6 +9,8 @@ import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.limiters import RateLimiter
+from gear_loader.storage.schema import Schema
+from gear_loader.utils.checks import at_least
 
 __all__ = ["OnFull", "Rules", "check_on_full", "check_seconds"]
 
@@ -26,6 +28,8 @@ class Rules:
         rate_limiter: rate limiter, or None.
         max_times_sampled: number of draws after which a trajectory is removed; None for no limit.
         max_age: seconds after which a trajectory is removed; None for no limit.
+        version: column per trajectory that holds the version of its policy; None for no such.
+        max_lag: versions after which a trajectory is removed; None for no limit.
 
     Raises:
         SchemaError: an invalid value.
@@ -35,6 +39,8 @@ class Rules:
     rate_limiter: RateLimiter | None = None
     max_times_sampled: int | None = None
     max_age: float | None = None
+    version: str | None = None
+    max_lag: int | None = None
 
     def __post_init__(self) -> None:
         check_on_full(self.on_full)
@@ -51,11 +57,32 @@ class Rules:
             object.__setattr__(self, "max_times_sampled", None if times is None else int(times))
         if self.max_age is not None:
             object.__setattr__(self, "max_age", check_seconds("max_age", self.max_age))
+        if self.version is not None and not isinstance(self.version, str):
+            raise SchemaError(f"version is {self.version!r}; expected the name of a column, or None.")
+        if self.max_lag is not None:
+            if self.version is None:
+                raise SchemaError(
+                    f"max_lag is {self.max_lag!r} without version; give the column of the versions."
+                )
+            object.__setattr__(self, "max_lag", at_least("max_lag", self.max_lag, least=0))
+
+    def check_columns(self, schema: Schema) -> None:
+        """Raise SchemaError unless a table with these columns can have the rules."""
+        if self.version is None:
+            return
+        column = schema.per_trajectory.get(self.version)
+        if column is None or column.shape or column.late or column.dtype_name not in ("int32", "int64"):
+            raise SchemaError(
+                f"version is {self.version!r}; expected the name of a column of int32 or int64 with per='trajectory', "
+                f"shape () and without late: the table has {dict(schema.per_trajectory)}."
+            )
 
     def to_json(self) -> dict[str, Any]:
         """The rules as plain JSON, stored with the table."""
         limiter = None if self.rate_limiter is None else self.rate_limiter.to_json()
+        versions = {} if self.version is None else {"version": self.version, "max_lag": self.max_lag}
         return {
+            **versions,
             "on_full": self.on_full,
             "rate_limiter": limiter,
             "max_times_sampled": self.max_times_sampled,

@@ -7,42 +7,30 @@ import functools
 import math
 import operator
 import reprlib
+import sys
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.casting import can_cast, cast_to
+from gear_loader.storage.dtypes import ITEM_BYTES, NUMPY_DTYPES, DtypeName, dtype_names, torch_dtypes
 from gear_loader.storage.locating import Expected, located, located_list
 from gear_loader.utils.arrays import address_of, data_address, unreadable
+from gear_loader.utils.lazy_torch import is_tensor, torch
 
-__all__ = ["BATCH_KEYS", "DTYPES", "Column", "Schema", "Window", "as_mapping", "copied", "keeps", "settled"]
-
-DTYPES: dict[str, torch.dtype] = {
-    "bool": torch.bool,
-    "uint8": torch.uint8,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
-"""The dtypes of columns, by the names stored with a table."""
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+__all__ = ["BATCH_KEYS", "Column", "Schema", "Window", "as_mapping", "copied", "keeps", "settled"]
 
 _UNPRINTABLE = frozenset({"Cc", "Zl", "Zp"})
 """Unicode categories of control characters and line breaks, which column names must not contain."""
 _MOST_DIMENSIONS = 64
-_OPTIONS = ("final", "cast", "trajectory")
+_OPTIONS = ("final", "cast", "trajectory", "late")
 """Options of a column that are stored with a table: True, or ``per="trajectory"``."""
 _LARGEST_EXTENT = 2**37 - 1
+_MOST_LATE = 62
+"""Most columns that are filled later: each has one bit of an int64 a trajectory."""
 
 BATCH_KEYS = ("anchor", "generation", "index", "mask", "priority_weight", "sample_info", "shard")
 """Reserved keys of batches, invalid as column names."""
@@ -65,17 +53,23 @@ class Column:
             They then take what numpy casts by its rule ``same_kind`` (float64 to float32, int64 to int32 or float32,
             but not floats to integers), of torch tensors too, with bfloat16 as a float; and integers in lists that the
             dtype holds. A number that overflows the dtype is an error. Stored with the table and its checkpoints.
+        late: whether the values follow after the trajectory was added, by `Table.fill`, once: a reward that a scorer
+            gives, advantages, log-probabilities of a reference model. `Table.add` and writers do not take the column.
+            A dataset that reads it draws only trajectories that have it.
 
     Raises:
-        SchemaError: an unsupported dtype, a shape that is not a sequence of positive integers, a cast that is not a
-            bool, another `per`, or `final` of a column per trajectory.
+        SchemaError: an unsupported dtype, a shape that is not a sequence of positive integers, a cast or late that is
+            not a bool, another `per`, `final` of a column per trajectory, or `late` of one with final steps.
     """
 
-    dtype: torch.dtype
+    dtype: torch.dtype = dataclasses.field(compare=False)
     shape: tuple[int, ...] = ()
     per: Literal["step", "trajectory"] = dataclasses.field(default="step", kw_only=True)
     final: bool = dataclasses.field(default=False, kw_only=True)
     cast: bool = dataclasses.field(default=False, kw_only=True)
+    late: bool = dataclasses.field(default=False, kw_only=True)
+    dtype_name: str = dataclasses.field(init=False)
+    """The stored name of the dtype, for example ``"float32"``."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.final, bool):
@@ -87,10 +81,17 @@ class Column:
                 "A column has final=True and per='trajectory'; expected one of them: it has no steps, so none that "
                 "follows the last one."
             )
-        if not isinstance(self.dtype, torch.dtype) or self.dtype not in _NAMES:
+        given: Any = self.dtype
+        if isinstance(given, DtypeName):
+            name = str(given)
+            object.__delattr__(self, "dtype")  # `__getattr__` finds it
+        elif isinstance(given, torch.dtype) and given in dtype_names():
+            name = dtype_names()[given]
+        else:
             raise SchemaError(
-                f"Column dtype {self.dtype!r} is not supported; expected one of torch.{', torch.'.join(DTYPES)}."
+                f"Column dtype {given!r} is not supported; expected one of torch.{', torch.'.join(ITEM_BYTES)}."
             )
+        object.__setattr__(self, "dtype_name", name)
         shape: Any = self.shape
         if isinstance(shape, (int, np.integer)) and not isinstance(shape, bool):
             shape = (shape,)
@@ -107,11 +108,25 @@ class Column:
         object.__setattr__(self, "shape", extents)
         if not isinstance(self.cast, bool):
             raise SchemaError(f"Column cast is {self.cast!r}; expected True or False.")
+        if not isinstance(self.late, bool):
+            raise SchemaError(f"Column late is {self.late!r}; expected True or False.")
+        if self.late and self.final:
+            raise SchemaError("A column has late=True and final=True; expected one of them.")
+
+    def __getattr__(self, name: str) -> Any:
+        """`dtype` of a column that was made from the name of one, without loading torch before."""
+        if name != "dtype":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        dtype = torch_dtypes()[self.dtype_name]
+        object.__setattr__(self, "dtype", dtype)
+        return dtype
 
     def __repr__(self) -> str:
         options = ", per='trajectory'" if self.trajectory else ""
-        options += "".join(f", {option}=True" for option in ("final", "cast") if getattr(self, option))
-        return f"Column(dtype={self.dtype!r}, shape={self.shape!r}{options})"
+        options += "".join(
+            f", {option}=True" for option in ("final", "cast", "late") if getattr(self, option)
+        )
+        return f"Column(dtype=torch.{self.dtype_name}, shape={self.shape!r}{options})"
 
     @property
     def trajectory(self) -> bool:
@@ -121,12 +136,24 @@ class Column:
     @property
     def step_bytes(self) -> int:
         """Bytes of one value: of a step, or of a trajectory."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype_name]
 
     @property
-    def dtype_name(self) -> str:
-        """The stored name of the dtype, for example ``"float32"``."""
-        return _NAMES[self.dtype]
+    def numpy_dtype(self) -> np.dtype[Any] | None:
+        """The dtype in numpy; None for bfloat16."""
+        return NUMPY_DTYPES.get(self.dtype_name)
+
+    def by_step(self) -> Column:
+        """The same column with a value for each step."""
+        name: Any = DtypeName(self.dtype_name)
+        return Column(name, self.shape, final=self.final, cast=self.cast)
+
+    def values_of(self, data: np.ndarray) -> Any:
+        """Bytes, uint8 [n, step_bytes], as values ``[n, *shape]``: a view, as an array, or as a tensor of bfloat16."""
+        dtype, shape = self.numpy_dtype, (len(data), *self.shape)
+        if dtype is None:
+            return torch.from_numpy(data).view(torch.bfloat16).reshape(shape)
+        return data.view(dtype).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,9 +210,9 @@ class Window:
             raise SchemaError(f"Window column is {self.column!r}; expected the name of a column, or None.")
         if self.squeeze and self.length != 1:
             raise SchemaError(f"{self} has squeeze and {self.length} steps; expected length 1.")
-        if self.dtype is not None and self.dtype not in DTYPES.values():
+        if self.dtype is not None and self.dtype not in torch_dtypes().values():
             raise SchemaError(
-                f"Window dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}, as torch.float32."
+                f"Window dtype is {self.dtype!r}; expected one of {', '.join(ITEM_BYTES)}, as torch.float32."
             )
         if self.scale is not None and not _is_finite(self.scale):
             raise SchemaError(f"Window scale is {self.scale!r}; expected a finite number, or None.")
@@ -245,18 +272,14 @@ class Schema(Mapping[str, Column]):
                 )
         self._columns = dict(columns)
         self.casts = any(column.cast for column in columns.values())
-        self._expected = tuple(
-            Expected(
-                name,
-                column.dtype,
-                NUMPY_DTYPES.get(column.dtype),
-                column.shape,
-                column.trajectory,
-                column.step_bytes,
-            )
-            for name, column in columns.items()
-        )
         self._by_step = {name: column for name, column in columns.items() if not column.trajectory}
+        if len(self.late) > _MOST_LATE:
+            raise SchemaError(f"{len(self.late)} columns have late=True; expected at most {_MOST_LATE}.")
+        if self._by_step and all(column.late for column in self._by_step.values()):
+            raise SchemaError(
+                f"All columns with a value for each step, {list(self._by_step)}, have late=True; expected at least one "
+                "without, which tells how long a trajectory is."
+            )
         if not self._by_step:
             raise SchemaError(
                 f"All columns, {list(columns)}, are per trajectory; expected at least one with a value for each step."
@@ -275,9 +298,39 @@ class Schema(Mapping[str, Column]):
         return f"Schema({self._columns!r})"
 
     @functools.cached_property
+    def _expected(self) -> tuple[Expected, ...]:
+        """What `located` compares with. If torch is not loaded by the first use, tensors are always validated fully."""
+        loaded = "torch" in sys.modules
+        return tuple(
+            Expected(
+                name,
+                column.dtype if loaded else None,
+                column.numpy_dtype,
+                column.shape,
+                column.trajectory,
+                column.step_bytes,
+            )
+            for name, column in self.items()
+        )
+
+    @functools.cached_property
     def steps(self) -> Schema:
         """The columns with a value for each step."""
         return self if len(self._by_step) == len(self._columns) else Schema(self._by_step)
+
+    @functools.cached_property
+    def late(self) -> tuple[str, ...]:
+        """The columns that `Table.fill` writes, in order: number i has bit i of a trajectory's filled columns."""
+        return tuple(name for name, column in self._columns.items() if column.late)
+
+    @functools.cached_property
+    def added(self) -> Schema:
+        """The columns that are given when a trajectory is added: all that are not late."""
+        return self if not self.late else Schema({n: c for n, c in self._columns.items() if not c.late})
+
+    def late_bits(self, columns: Iterable[str]) -> int:
+        """Bits of those of `columns` that are late; 0 if none is."""
+        return sum(1 << self.late.index(name) for name in set(columns) if name in self.late)
 
     @functools.cached_property
     def per_trajectory(self) -> dict[str, Column]:
@@ -342,9 +395,9 @@ class Schema(Mapping[str, Column]):
             name, dtype, shape, *options = row
             if not isinstance(name, str) or name in columns:
                 raise SchemaError(f"Column name {reprlib.repr(name)} was received; expected each name once.")
-            if not isinstance(dtype, str) or dtype not in DTYPES:
+            if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
                 raise SchemaError(
-                    f"Column dtype {reprlib.repr(dtype)} was received; expected one of {', '.join(DTYPES)}."
+                    f"Column dtype {reprlib.repr(dtype)} was received; expected one of {', '.join(ITEM_BYTES)}."
                 )
             fits = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
             if not fits or not all(
@@ -357,7 +410,8 @@ class Schema(Mapping[str, Column]):
             given: dict[str, Any] = dict.fromkeys(options, True)
             if given.pop("trajectory", False):
                 given["per"] = "trajectory"
-            columns[name] = Column(DTYPES[dtype], tuple(shape), **given)
+            named: Any = DtypeName(dtype)
+            columns[name] = Column(named, tuple(shape), **given)
         return cls(columns)
 
     # ---------------------------------------------------------------- rows
@@ -410,7 +464,7 @@ class Schema(Mapping[str, Column]):
             value = rows.get(name)
             if type(value) is np.ndarray:
                 fits = value.dtype == array_dtype and array_dtype is not None and value.flags.c_contiguous
-            elif type(value) is torch.Tensor:
+            elif is_tensor(value) and type(value) is torch.Tensor:
                 fits = value.dtype is dtype and value.layout is torch.strided and value.is_cpu
                 fits = fits and not value.is_nested and value.is_contiguous() and not value.is_neg()
             else:
@@ -424,7 +478,7 @@ class Schema(Mapping[str, Column]):
                 padded = value.shape[1] if padded < 0 else padded
                 if value.shape[:2] != (count, padded):
                     return None
-            address = address_of(value) if isinstance(value, torch.Tensor) else data_address(value)
+            address = data_address(value) if isinstance(value, np.ndarray) else address_of(value)
             if not address:
                 return None
             addresses.append(address)
@@ -488,8 +542,8 @@ class Schema(Mapping[str, Column]):
         if column is None or not column.cast:
             return value
         named = f"Column {name!r} of {what}"
-        kind = unreadable(value) if isinstance(value, torch.Tensor) else None
-        return value if kind is not None else cast_to(value, column.dtype, named)
+        kind = unreadable(value) if is_tensor(value) else None
+        return value if kind is not None else cast_to(value, column.dtype_name, named)
 
     def validate_names(self, rows: Mapping[str, Any], *, what: str) -> None:
         """Check that `rows` has exactly the schema's columns.
@@ -534,46 +588,47 @@ class Schema(Mapping[str, Column]):
         column = self._columns[name]
         if isinstance(value, (bool, int, float, np.generic)) and not column.shape:
             number = value.item() if isinstance(value, np.generic) else value
-            given = cast_to([number], column.dtype, f"Column {name!r} of {what}")
+            given = cast_to([number], column.dtype_name, f"Column {name!r} of {what}")
         else:
             kind = _unsupported(value)
             if kind is not None or tuple(value.shape) != column.shape:
                 found = f"a {kind}" if kind is not None else f"of shape {list(value.shape)}"
                 raise SchemaError(
                     f"Column {name!r} of {what} is {found}; expected one value of shape {list(column.shape)} and "
-                    f"{column.dtype}, as the column is per trajectory."
+                    f"torch.{column.dtype_name}, as the column is per trajectory."
                 )
             given = value[None]
         return self._as_bytes(name, given, what)
 
     def _as_bytes(self, name: str, value: Any, what: str) -> np.ndarray:
         column = self._columns[name]
+        wanted = f"torch.{column.dtype_name}"
         expected = f"[{', '.join(map(str, ('T', *column.shape)))}]"
         kind = _unsupported(value)
         if kind is not None:
             raise SchemaError(
                 f"Column {name!r} of {what} is a {kind}; expected a numpy array or a torch tensor "
-                f"of {column.dtype} and shape {expected}."
+                f"of {wanted} and shape {expected}."
                 f"{' With cast=True the column takes lists.' if isinstance(value, (list, tuple)) else ''}"
             )
         dtype = value.dtype
-        if isinstance(value, torch.Tensor):
+        if is_tensor(value):
             fits = dtype == column.dtype
         else:  # some versions of numpy compare float64 equal to None
-            fits = column.dtype in NUMPY_DTYPES and dtype == NUMPY_DTYPES[column.dtype]
+            fits = column.numpy_dtype is not None and dtype == column.numpy_dtype
         if not fits:
             raise SchemaError(
-                f"Column {name!r} of {what} has dtype {dtype}; expected {column.dtype}. "
-                f"Convert it first ({_conversion(value, column.dtype)})"
-                f"{', or give the column cast=True' if can_cast(dtype, column.dtype) else ''}."
+                f"Column {name!r} of {what} has dtype {dtype}; expected {wanted}. "
+                f"Convert it first ({_conversion(value, column)})"
+                f"{', or give the column cast=True' if can_cast(dtype, column.dtype_name) else ''}."
             )
         if tuple(value.shape[1:]) != column.shape or value.ndim == 0:
             raise SchemaError(
                 f"Column {name!r} of {what} has shape {list(value.shape)}; expected {expected}."
             )
-        if isinstance(value, torch.Tensor):
+        if is_tensor(value):
             tensor = value.detach().resolve_neg().cpu()
-            value = (tensor.view(torch.int16) if column.dtype is torch.bfloat16 else tensor).numpy()
+            value = (tensor.view(torch.int16) if column.numpy_dtype is None else tensor).numpy()
         array = np.ascontiguousarray(value).reshape(len(value), math.prod(column.shape))
         return array.view(np.uint8)
 
@@ -606,12 +661,6 @@ def as_mapping(rows: Any) -> Any:
     return columns
 
 
-NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
-    dtype: np.dtype(name) for name, dtype in DTYPES.items() if dtype is not torch.bfloat16
-}
-"""The numpy dtype of each torch dtype except bfloat16, which numpy lacks."""
-
-
 def keeps(iterable: Any) -> bool:
     """Whether an iterable holds all its items at once: a list or a tuple.
 
@@ -630,7 +679,7 @@ def settled(rows: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def copied(value: Any) -> Any:
     """Copy an array or a readable tensor; return other values unchanged."""
-    if isinstance(value, torch.Tensor):
+    if is_tensor(value):
         return value.detach().clone() if unreadable(value) is None else value
     if isinstance(value, (list, tuple)):
         return [copied(each) for each in value]
@@ -639,13 +688,13 @@ def copied(value: Any) -> Any:
 
 def _unsupported(value: Any) -> str | None:
     """Description of a value that cannot be copied byte by byte, for errors; None if it can."""
-    if isinstance(value, torch.Tensor):
+    if is_tensor(value):
         return unreadable(value)
     plain = isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray)
     return None if plain else type(value).__name__
 
 
-def _conversion(value: Any, dtype: torch.dtype) -> str:
-    if dtype in NUMPY_DTYPES and isinstance(value, np.ndarray):
-        return f".astype(np.{NUMPY_DTYPES[dtype].name})"
-    return f"torch.as_tensor(values).to({dtype})"
+def _conversion(value: Any, column: Column) -> str:
+    if column.numpy_dtype is not None and isinstance(value, np.ndarray):
+        return f".astype(np.{column.numpy_dtype.name})"
+    return f"torch.as_tensor(values).to(torch.{column.dtype_name})"

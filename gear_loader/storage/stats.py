@@ -14,7 +14,10 @@ from gear_loader.storage.counters import (
     NUM_EXPIRED,
     NUM_FREE_BLOCKS,
     NUM_FREE_SLOTS,
+    NUM_LOST,
+    NUM_OUTDATED,
     NUM_SAMPLED,
+    NUM_SPILLED,
     NUM_WRITING,
     SAMPLE_WAIT,
 )
@@ -44,11 +47,14 @@ class TableStats:
         blocks_in_use, num_blocks, block_steps: allocated blocks, total blocks, steps of a block.
         num_evicted: trajectories evicted from a full table.
         num_expired: trajectories removed by `max_age` or `max_times_sampled`.
+        num_outdated: trajectories removed by `max_lag`.
         num_inserted, num_sampled: trajectories added and rows drawn.
         num_writing: trajectories being written.
         insert_wait, sample_wait: seconds that additions waited for space or the rate limiter, and draws for the rate
             limiter.
         disk: state of the copy on disk, of the table that this process created with `disk`; else None.
+        num_spilled: live trajectories that lie on disk only; see `Disk.size`.
+        num_lost: trajectories removed because they could not be read from disk.
     """
 
     num_trajectories: int
@@ -67,7 +73,10 @@ class TableStats:
     num_writing: int
     insert_wait: float
     sample_wait: float
+    num_outdated: int = 0
     disk: DiskStats | None = None
+    num_spilled: int = 0
+    num_lost: int = 0
 
     @property
     def mean_length(self) -> float:
@@ -90,6 +99,7 @@ class TableStats:
             return f"{name:<14}{count:>16,} B{times}"
 
         payload = self.payload_bytes or math.nan
+        outdated = f", outdated {self.num_outdated:,}" if self.num_outdated else ""
         mean = f", {self.mean_length:,.1f} a trajectory" if self.num_trajectories else ""
         return "\n".join(
             (
@@ -98,14 +108,20 @@ class TableStats:
                 f"{'blocks in use':<14}{self.blocks_in_use:>16,} of {self.num_blocks:,}, {self.block_steps} steps each",
                 f"{'added':<14}{self.num_inserted:>16,}, {self.insert_wait:,.1f} s waited",
                 f"{'drawn':<14}{self.num_sampled:>16,}, {self.sample_wait:,.1f} s waited",
-                f"{'evicted':<14}{self.num_evicted:>16,}, expired {self.num_expired:,}",
+                f"{'evicted':<14}{self.num_evicted:>16,}, expired {self.num_expired:,}{outdated}",
                 line("payload", self.payload_bytes, math.nan),
                 line("resident", self.resident_bytes, self.overhead),
                 line("fixed rows", self.fixed_row_bytes, self.fixed_row_overhead),
                 line("reserved", self.reserved_bytes, self.reserved_bytes / payload),
-                *([] if self.disk is None else [f"{'disk':<14}{self.disk}"]),
+                *self._disk_lines(),
             )
         )
+
+    def _disk_lines(self) -> list[str]:
+        lines = [] if self.disk is None else [f"{'disk':<14}{self.disk}"]
+        if self.num_spilled or self.num_lost:
+            lines.append(f"{'on disk only':<14}{self.num_spilled:>16,} trajectories, lost {self.num_lost:,}")
+        return lines
 
 
 def stats_of(index: Index, layout: Layout) -> TableStats:
@@ -135,4 +151,7 @@ def stats_of(index: Index, layout: Layout) -> TableStats:
         num_writing=int(counters[NUM_WRITING]),
         insert_wait=int(counters[INSERT_WAIT]) / 1e9,
         sample_wait=int(counters[SAMPLE_WAIT]) / 1e9,
+        num_spilled=int(counters[NUM_SPILLED]),
+        num_lost=int(counters[NUM_LOST]),
+        num_outdated=int(counters[NUM_OUTDATED]),
     )

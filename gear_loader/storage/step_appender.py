@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.casting import can_cast
-from gear_loader.storage.schema import NUMPY_DTYPES, Column, Schema, as_mapping, settled
+from gear_loader.storage.dtypes import largest_float
+from gear_loader.storage.schema import Column, Schema, as_mapping, settled
 from gear_loader.utils.arrays import Array, address_of, unreadable
+from gear_loader.utils.lazy_torch import is_tensor, torch
 
 __all__ = ["StepAppender", "StepColumn", "checked_once", "no_final_step", "too_long"]
 
@@ -130,9 +132,9 @@ class StepColumn:
         self.step_bytes = step_bytes = column.step_bytes
         self.data = data
         self._column = column
-        self._dtype = NUMPY_DTYPES.get(column.dtype)
+        self._dtype = column.numpy_dtype
         self._kind = "" if self._dtype is None else self._dtype.kind
-        self._largest = torch.finfo(column.dtype).max if column.dtype.is_floating_point else 0.0
+        self._largest = largest_float(column.dtype_name)
         whole = np.iinfo(self._dtype) if self._dtype is not None and self._kind in "iu" else None
         self._limits = (0, -1) if whole is None else (int(whole.min), int(whole.max))
         # Types of numbers that always fit, and of those that fit within limits: both are written as they are.
@@ -185,12 +187,16 @@ class StepColumn:
                 self._view[place] = value
                 return True
             return False
-        if isinstance(value, torch.Tensor):
+        if is_tensor(value):
             return self._put_tensor(place, value)
         return not self.shape and self._put_number(place, value)
 
+    @functools.cached_property
+    def _tensor_dtype(self) -> torch.dtype:
+        return self._column.dtype
+
     def _put_tensor(self, place: int, value: torch.Tensor) -> bool:
-        if value.is_nested or value.dtype is not self._column.dtype or tuple(value.shape) != self.shape:
+        if value.is_nested or value.dtype is not self._tensor_dtype or tuple(value.shape) != self.shape:
             return False
         plain = value.is_contiguous() and address_of(value) != 0
         if not plain and unreadable(value) is not None:
@@ -214,9 +220,7 @@ class StepColumn:
         if not fits:
             return False
         if self._dtype is None:
-            number = (
-                torch.tensor(float(number), dtype=self._column.dtype, device="cpu").view(torch.int16).item()
-            )
+            number = torch.tensor(float(number), dtype=torch.bfloat16, device="cpu").view(torch.int16).item()
         self._view[place] = number
         return True
 
@@ -227,15 +231,17 @@ class StepColumn:
     def misfit(self, value: Any) -> SchemaError:
         """The error for a value that does not fit."""
         shape = list(self.shape)
-        expected = f"{self._column.dtype} and shape {shape} (or [k, ...] of k steps in every column)"
-        kind = unreadable(value) if isinstance(value, torch.Tensor) else None
+        name = self._column.dtype_name
+        expected = f"torch.{name} and shape {shape} (or [k, ...] of k steps in every column)"
+        kind = unreadable(value) if is_tensor(value) else None
         given = getattr(value, "dtype", None)
-        casts = given != self._column.dtype and given != self._dtype and can_cast(given, self._column.dtype)
+        exact = given == (self._column.dtype if is_tensor(value) else self._dtype)
+        casts = not exact and can_cast(given, name)
         casts = isinstance(value, (list, tuple)) if given is None else casts
         remedy = " With cast=True the column converts it." if casts and not self._column.cast else ""
         if kind is not None:
             what = f"is a {kind}"
-        elif isinstance(value, (np.ndarray, torch.Tensor)):
+        elif isinstance(value, np.ndarray) or is_tensor(value):
             what = f"has dtype {value.dtype} and shape {list(value.shape)}"
         else:
             what = f"is {value!r}, of type {type(value).__name__}"

@@ -158,7 +158,7 @@ class StepWriter(Writer):
         if not self.num_steps:
             raise SchemaError("Nothing has been appended since the last commit; append at least one step.")
         if final is not None:
-            last = checked_final(self._table.schema, final)
+            last = checked_final(self._added, final)
             self._add([data_address(row) for row in last.values()], 1, final=True)
         self.grown[GROWN_STEPS] = 0
         return int(self.grown[GROWN_SLOT])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import logging
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,9 +23,22 @@ from gear_loader.errors import (
     StaleIndexError,
 )
 from gear_loader.native import copying
-from gear_loader.storage.block_sizes import notice_waste, resolved_block_steps, resolved_packing
-from gear_loader.storage.counters import NUM_FREE_BLOCKS, NUM_READY, NUM_STEPS, WRITING_STEPS
-from gear_loader.storage.disk import Disk, DiskWriter, checked_path
+from gear_loader.storage.block_sizes import (
+    blocks_within,
+    check_memory,
+    notice_waste,
+    resolved_block_steps,
+    resolved_packing,
+)
+from gear_loader.storage.counters import (
+    NUM_FREE_BLOCKS,
+    NUM_READY,
+    NUM_SPILLED,
+    NUM_STEPS,
+    POLICY,
+    WRITING_STEPS,
+)
+from gear_loader.storage.disk import Disk, DiskWriter, LostRowsError, Tier, TierReader, checked_path
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.incoming import (
     Steps,
@@ -36,6 +50,7 @@ from gear_loader.storage.incoming import (
     with_final,
 )
 from gear_loader.storage.index import EVICT_LOWEST, EVICT_OLDEST, INLINE_BYTES, REFUSE, Claim, Index
+from gear_loader.storage.late import fill_columns, filled_bits, unfilled
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.limiters import RateLimiter
 from gear_loader.storage.numa import Numa, check_numa
@@ -57,6 +72,7 @@ from gear_loader.utils.formatting import size
 __all__ = ["Table", "Ticket"]
 
 Trajectory = Mapping[str, Any]
+_logger = logging.getLogger("gear_loader")
 _POLICIES: dict[str, tuple[int, bool]] = {  # `evict` and `wait` of `Index.begin`
     "error": (REFUSE, False),
     "evict_oldest": (EVICT_OLDEST, False),
@@ -67,13 +83,17 @@ _INTERNAL = frozenset(  # for other parts of the package; completion does not of
     (
         "check_open",
         "column_addresses",
+        "has_tier",
         "index",
         "longest",
+        "num_spilled",
         "policy",
         "reader",
         "region",
+        "remove_lost",
         "step_addresses",
         "store",
+        "tier_reader",
     )
 )
 
@@ -97,6 +117,7 @@ class Table:
         self._region = region
         self._index: Index | None = Index(region)
         self._disk: DiskWriter | None = None
+        self._tier_reader: TierReader | None = None
         self._index.admission.timeout = timeout
         layout = region.layout
         start = self._index.arrays.counters.ctypes.data - layout.arrays["counters"][0]
@@ -108,9 +129,12 @@ class Table:
             dtype=np.int64,
         )
         once = np.array([column.trajectory for column in layout.schema.values()])
-        self._step_columns = np.ascontiguousarray(self._columns[~once])
+        added = np.array([not column.late for column in layout.schema.values()])
+        self._step_columns = np.ascontiguousarray(self._columns[~once & added])
         self._targets = self._columns.copy()  # for `copying.scatter`
         self._targets[once, 1] *= -1
+        self._targets = np.ascontiguousarray(self._targets[added])
+        self._added = layout.schema.added
         self._step_bytes = layout.schema.step_bytes
         self.longest: int = min(layout.max_steps, layout.num_blocks * layout.block_steps)
         """Steps of the longest trajectory that the table can hold."""
@@ -139,17 +163,20 @@ class Table:
         mean_length: float | None = None,
         packed: bool | Literal["auto"] = "auto",
         max_blocks: int | None = None,
+        memory: int | str | None = None,
         name: str | None = None,
         on_full: OnFull = "error",
         rate_limiter: RateLimiter | None = None,
         max_times_sampled: int | None = None,
         max_age: float | None = None,
+        version: str | None = None,
+        max_lag: int | None = None,
         timeout: float | None = None,
         exist_ok: bool = False,
         replace: bool = False,
         huge_pages: HugePages = "auto",
         numa: Numa = "auto",
-        disk: Disk | None = None,
+        disk: Disk | Tier | None = None,
     ) -> Table:
         """Create an empty table.
 
@@ -170,6 +197,8 @@ class Table:
                 has few of their columns. False gives every column blocks of its own.
             max_blocks: number of blocks. By default enough for `max_steps` steps in `max_trajectories` trajectories
                 of any lengths. For known lengths, `required_blocks` gives the exact number and reserves less memory.
+            memory: in place of `max_blocks`: bytes of the whole region, index included, an int or a text such as
+                ``"20GiB"``; as many blocks as fit into them.
             name: name by which other processes attach. The table then outlives this process, until `unlink`. Its file
                 is in `/dev/shm`, or in the directory of the environment variable ``GEAR_LOADER_DIR`` at the import of
                 `gear_loader`: an absolute path on a tmpfs, the same in all processes. Without a name the table is
@@ -182,6 +211,11 @@ class Table:
                 no limit.
             max_times_sampled: number of draws after which a trajectory is removed. By default no limit.
             max_age: seconds after which a trajectory is removed. By default no limit.
+            version: name of a column of int32 or int64 per trajectory that holds the version of the policy that made
+                it, compared with `policy_version`.
+            max_lag: largest difference of these versions: trajectories of older policies are removed, by
+                `advance_version` or before the next draw, and counted (`TableStats.num_outdated`). Draws wait until
+                there are others, or `timeout`. By default no limit.
             timeout: seconds until a wait for space or the rate limiter through this handle times out; 60 by default.
             exist_ok: attach if a table of this name with the same columns, sizes and rules exists. So any process may
                 come first, and a notebook cell can run twice.
@@ -202,6 +236,16 @@ class Table:
                 is not written, and it is caught up later. The directory must be empty or new; with `exist_ok` it may
                 be that of the existing table, which one process writes at a time.
 
+                With `Disk.size` trajectories beyond `memory` lie on the disk only; `max_steps` and `max_trajectories`
+                are limits of both together. Batches are the same as of a table that fits into memory: draws use the
+                index, which stays in memory. The thread of this process moves trajectories to disk ahead of need; if
+                it falls behind, or the disk does, additions wait, at most `timeout`. When what is on disk reaches
+                `Disk.size`, `on_full` decides: the evicting policies evict from the whole table, ``"error"`` raises. A
+                file system without space is an error with every policy but ``"wait"``, until it has. A trajectory
+                that cannot be read back is removed, logged and counted, and its batch is drawn once more. Batches are
+                made on the CPU and padded; trajectories do not grow (`commit_every_step`), are not drawn by priorities
+                of single steps, and are not read over `Shards` or by clients of `serve`: each of these is refused.
+
         Raises:
             SchemaError: invalid sizes, columns or options, a NUMA node that does not exist, or the existing table
                 differs.
@@ -220,13 +264,28 @@ class Table:
             max_trajectories=max_trajectories,
             packed=packed,
         )
+        tier: Tier | None
+        if isinstance(disk, Tier):  # of a table that is recovered, and written later
+            tier, disk = disk, None
+        elif disk is not None and not isinstance(disk, Disk):
+            raise SchemaError(f"disk is {disk!r}; expected None or a gear_loader.Disk.")
+        else:
+            tier = None if disk is None else disk.tier()
+        check_memory(memory, max_blocks, tier)
         sizes = {"max_steps": max_steps, "max_trajectories": max_trajectories, "block_steps": block_steps}
         if max_blocks is not None:
             sizes["max_blocks"] = max_blocks
         for key, value in sizes.items():
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 2**37:
                 raise SchemaError(f"{key} is {value!r}; expected an integer from 1 to {2**37 - 1:,}.")
-        rules = Rules(on_full, rate_limiter, max_times_sampled, max_age)
+        rules = Rules(on_full, rate_limiter, max_times_sampled, max_age, version, max_lag)
+        rules.check_columns(schema)
+        if tier is not None and (schema.late or version is not None):
+            given = f"late columns {list(schema.late)}" if schema.late else f"version={version!r}"
+            raise SchemaError(
+                f"{given} and a disk tier (Disk(size=)) were given; expected one of them, as neither is read from disk "
+                "for now. Leave out size, and the disk has a copy of every trajectory in memory."
+            )
         if rate_limiter is not None and rate_limiter.min_size > max_trajectories:
             raise SchemaError(
                 f"{rate_limiter!r} waits for more trajectories than the table can hold, max_trajectories="
@@ -238,27 +297,27 @@ class Table:
         if max_blocks is None:
             most = min(max_steps, max_trajectories)
             max_blocks = (max_steps + most * (block_steps - 1)) // block_steps
+        options: dict[str, Any] = {
+            "max_steps": max_steps,
+            "max_trajectories": max_trajectories,
+            "block_steps": block_steps,
+            "packed": packed,
+            "rules": rules,
+            "tier": tier,
+        }
+        if memory is not None:
+            max_blocks = blocks_within(memory, int(max_blocks), schema, **options)
         if max(max_blocks, max_trajectories) >= 2**31:
             raise SchemaError(
                 f"{max_blocks:,} blocks and {max_trajectories:,} trajectories were asked for; expected less than "
                 "2**31 of each. Raise block_steps or split the table."
             )
-        layout = Layout(
-            schema,
-            max_steps=max_steps,
-            max_trajectories=max_trajectories,
-            block_steps=block_steps,
-            num_blocks=int(max_blocks),
-            packed=packed,
-            rules=rules,
-        )
+        layout = Layout(schema, num_blocks=int(max_blocks), **options)
         if (exist_ok or replace) and (name is None or (exist_ok and replace)):
             raise SchemaError(
                 f"name is {name!r}, exist_ok {exist_ok} and replace {replace}; expected one of the two, and a "
                 "name. A private table is always new."
             )
-        if disk is not None and not isinstance(disk, Disk):
-            raise SchemaError(f"disk is {disk!r}; expected None or a gear_loader.Disk.")
 
         def make() -> tuple[Table, bool]:
             """The table, and whether it is new."""
@@ -435,6 +494,7 @@ class Table:
         block_steps: int | Literal["auto"] | None = None,
         packed: bool | Literal["auto"] = "auto",
         max_blocks: int | None = None,
+        memory: int | str | None = None,
         on_full: OnFull | None = None,
         progress: bool = False,
     ) -> Table:
@@ -445,9 +505,11 @@ class Table:
         so.
 
         Args:
-            disk: the directory, or a `Disk` with it and options; also a directory written by `save`.
+            disk: the directory, or a `Disk` with it and options; also a directory written by `save`. With `Disk.size`
+                trajectories beyond the memory stay there, whatever the saved table was; without, all are loaded.
             schema, name, max_steps, max_trajectories, block_steps, packed, max_blocks, on_full, progress: as for
-                `load`.
+                `load`. With `Disk.size` the memory is by default that of the saved table.
+            memory: in place of `max_blocks`, as for `create`.
 
         Raises:
             CheckpointError: as `load`; or the directory is in use, holds links, or cannot be written.
@@ -461,6 +523,7 @@ class Table:
             block_steps=block_steps,
             packed=packed,
             max_blocks=max_blocks,
+            memory=memory,
             on_full=on_full,
             progress=progress,
         )
@@ -510,6 +573,7 @@ class Table:
                 self._disk.close()
         finally:
             self._index = None
+            self._tier_reader = None  # closes its files
             self._region.close()
 
     def serve(
@@ -520,11 +584,12 @@ class Table:
         carrier: str = "socket",
         secret: bytes | None = None,
         allow: Literal["all", "read", "write"] = "write",
+        tls: tuple[str | os.PathLike[str], str | os.PathLike[str]] | None = None,
     ) -> Any:
         """Start a server process of this table, for `gear_loader.connect` from other processes and machines.
 
-        The server attaches to the table and ends with this process. It serves clients that prove the secret; nothing is
-        encrypted.
+        The server attaches to the table and ends with this process. It serves clients that prove the secret; with
+        `tls` the connections are encrypted.
 
         Args:
             host: address of this machine to listen at; by default only this machine can connect.
@@ -533,6 +598,7 @@ class Table:
             secret: at least 16 bytes; by default random ones.
             allow: what clients may do: ``"write"`` adds trajectories and sets priorities, ``"read"`` fetches rows,
                 ``"all"`` both. Statistics are for all of them.
+            tls: PEM files of a certificate and of its private key; with the carrier ``"socket"`` only.
 
         Returns:
             The `gear_loader.transport.TableServer`: its `url` and `secret` are what `gear_loader.connect` takes.
@@ -542,6 +608,7 @@ class Table:
             HandshakeError: an invalid secret.
         """
         options = {"host": host, "port": port, "carrier": carrier, "secret": secret, "allow": allow}
+        options["tls"] = tls
         return importlib.import_module("gear_loader.transport.table_server").serve(self, **options)
 
     def unlink(self) -> None:
@@ -625,10 +692,10 @@ class Table:
         """
         index = self.index
         first = checked_priority(priority)
+        schema = self._added
         if final is not None:
-            rows = with_final(self.schema, trajectory, final)
+            rows = with_final(schema, trajectory, final)
             return int(self.store([rows], np.array([first], dtype=np.float32), finals=_ONE)[0])
-        schema = self.schema
         length, addresses, hold = schema.locate_fast(trajectory) or schema.locate(trajectory)
         if length <= self._longest_inline:
             slot = index.store_one(self._targets, length, addresses, first, evict=_POLICIES[self.on_full][0])
@@ -650,6 +717,12 @@ class Table:
         Raises:
             SchemaError: invalid options, or chunks that are to be committed step by step.
         """
+        late = [name for name in self.schema.late if not self.schema[name].trajectory]
+        if late and (overlap_steps or commit_every_step is True):
+            raise SchemaError(
+                f"The columns {late} have late=True and a value for each step; expected a writer without overlap_steps "
+                "and commit_every_step: steps that several trajectories share, or that follow, cannot be filled once."
+            )
         if not isinstance(commit_every_step, bool):
             raise SchemaError(f"commit_every_step is {commit_every_step!r}; expected True or False.")
         if commit_every_step:
@@ -657,6 +730,11 @@ class Table:
                 raise SchemaError(
                     f"commit_every_step goes without chunk_steps ({chunk_steps}) and overlap_steps ({overlap_steps}): "
                     "the trajectory grows until commit()."
+                )
+            if self.has_tier:
+                raise SchemaError(
+                    "commit_every_step was given for a table with a disk tier (Disk(size=)), whose trajectories may be "
+                    "moved to disk at any time and cannot grow. Leave it out, and commit whole trajectories or chunks."
                 )
             return StepWriter(self)
         return Writer(self, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
@@ -742,6 +820,7 @@ class Table:
         finals: Array | None = None,
         *,
         unique: bool = False,
+        index: Index | None = None,
     ) -> Array:
         """`extend_as` with validated priorities and ids, for transports.
 
@@ -751,6 +830,7 @@ class Table:
             ids: int64 [n], -1 for a new id; None for new ids only.
             finals: int64 [n], 1 if the last row of the trajectory is its final step, else 0; None for none.
             unique: whether no trajectory can have one of `ids`, so that the table is not searched for them.
+            index: of this table, with other time-outs; by default its own.
 
         Returns:
             Indices of the trajectories, int64 [n].
@@ -758,16 +838,18 @@ class Table:
         Raises:
             As `extend_as`.
         """
-        steps = listed(self.schema, trajectories)
-        return self._store(self.index, steps, priorities, ids, finals, unique=unique)
+        steps = listed(self._added, trajectories)
+        return self._store(
+            self.index if index is None else index, steps, priorities, ids, finals, unique=unique
+        )
 
     def _checked(self, trajectories: Any, lengths: Any) -> Steps:
         if lengths is None:
             lengths = rectangular(trajectories)
         return (
-            listed(self.schema, trajectories)
+            listed(self._added, trajectories)
             if lengths is None
-            else stacked(self.schema, trajectories, lengths)
+            else stacked(self._added, trajectories, lengths)
         )
 
     def _store(
@@ -843,13 +925,85 @@ class Table:
         return self._columns
 
     def step_addresses(self) -> Array:
-        """As `column_addresses`, of the columns in ``schema.steps``."""
+        """As `column_addresses`, of the columns in ``schema.added.steps``."""
         return self._step_columns
 
     def _write(self, ids: Array, steps: Steps) -> None:
         self.check_open()
         layout = self._region.layout
         copying.scatter(self._targets, layout.block_steps, ids, steps.addresses, steps.lengths)
+
+    # ---------------------------------------------------------------- versions of the policy
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the policy, 0 at first, for all processes. Takes no lock."""
+        return int(self.index.arrays.counters[POLICY])
+
+    def advance_version(self) -> int:
+        """Raise the version of the policy by one, and remove the trajectories that `max_lag` makes too old.
+
+        Returns:
+            The version.
+
+        Raises:
+            SchemaError: the table was created without `version`.
+        """
+        if self.rules.version is None:
+            raise SchemaError("advance_version() was called; expected a table created with version=.")
+        return self.index.admission.advance_version()
+
+    # ---------------------------------------------------------------- columns that are filled later
+
+    def fill(
+        self,
+        index: Any,
+        /,
+        *,
+        generation: Sequence[int] | Array | torch.Tensor | int | None = None,
+        stale: Literal["ignore", "error"] = "ignore",
+        **columns: Any,
+    ) -> int:
+        """Write columns with ``Column(late=True)`` of trajectories that are in the table, once.
+
+        ``table.fill(index, generation=..., reward=rewards)``, or with the rows of a batch
+        ``table.fill(batch, advantage=advantage)``. From then on datasets that read the column draw the trajectory, in
+        every process. All values are written or none. The lock is held while they are copied.
+
+        Args:
+            index: index of a trajectory; int [n], indices of several; or a whole batch, which supplies generations too.
+            generation: int [n]; detects stale rows, whose index was reused.
+            stale: how to treat rows of removed trajectories: ``"ignore"`` skips them, ``"error"`` changes nothing and
+                raises.
+            columns: for one index values as for `add`: ``[T, *shape]``, or ``[*shape]`` of columns per trajectory. For
+                several a list of n arrays ``[T, *shape]``, or ``[n, *shape]`` of columns per trajectory; with a packed
+                batch of whole trajectories also one array ``[total, *shape]`` like its columns.
+
+        Returns:
+            Number of rows that were skipped.
+
+        Raises:
+            FilledError: a trajectory has the column already, or is given twice. Nothing was changed.
+            SchemaError: a column that is not late, or values that do not fit. Nothing was changed.
+            StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
+            LockTimeoutError: timed out waiting for the lock.
+        """
+        self.check_open()
+        return fill_columns(self, index, generation, columns, strict=is_strict(stale))
+
+    def unfilled(self, *columns: str) -> tuple[Array, Array]:
+        """The trajectories of which a late column is not filled, oldest first.
+
+        Args:
+            columns: names of late columns; all of them by default.
+
+        Returns:
+            Their indices and generations, int64 [n] each, as `fill` takes them.
+
+        Raises:
+            SchemaError: a column that is not late.
+        """
+        return unfilled(self, columns)
 
     # ---------------------------------------------------------------- reading and removing
 
@@ -866,7 +1020,7 @@ class Table:
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """A copy of one trajectory: column name -> tensor ``[T, *shape]`` on the CPU; ``[*shape]`` of columns per
-        trajectory.
+        trajectory. Late columns that are not filled are not in it.
 
         Raises:
             StaleIndexError: the index has no live trajectory.
@@ -896,12 +1050,16 @@ class Table:
         ticket = Ticket()
         try:
             live.reader.begin_read_of(int(index), ticket)
-            length, _, more = live.arrays.extent[index].tolist()
-            ids = live.arrays.row(int(index))
+            length, place, more = live.arrays.extent[index].tolist()
             rows = None
             if more or not final:
                 count = length + more if final else length
-                rows = {name: self._read_column(name, ids, count) for name in self.schema}
+                if place < 0 and self.has_tier:
+                    rows = self._read_from_disk(int(index), count)
+                else:
+                    ids = live.arrays.row(int(index))
+                    names = self._filled_columns(int(index)) if self.schema.late else self.schema
+                    rows = {name: self._read_column(name, ids, count) for name in names}
             ticket.end()
             return rows
         finally:
@@ -920,6 +1078,33 @@ class Table:
         if rows is None:
             return None
         return {name: rows[name][-1] for name, column in self.schema.items() if column.final}
+
+    def _read_from_disk(self, slot: int, length: int) -> dict[str, torch.Tensor]:
+        """The columns of a trajectory that lies on disk only, or did a moment ago; under a read ticket."""
+        slots, zero = np.array([slot]), np.zeros(1, dtype=np.int64)
+        outs = {
+            name: np.empty(column.step_bytes * (1 if column.trajectory else length), dtype=np.uint8)
+            for name, column in self.schema.items()
+        }
+        self.tier_reader().read(
+            slots,
+            self.index.arrays.generation[slots],
+            zero,
+            np.array([length]),
+            {name: (out, zero) for name, out in outs.items()},
+        )
+        return {
+            name: torch.from_numpy(outs[name])
+            .view(column.dtype)
+            .reshape(column.shape if column.trajectory else (length, *column.shape))
+            for name, column in self.schema.items()
+        }
+
+    def _filled_columns(self, slot: int) -> list[str]:
+        """The columns of a trajectory that have values."""
+        bits = int(filled_bits(self.index.arrays, np.array([slot]))[0])
+        late = self.schema.late
+        return [name for name in self.schema if name not in late or bits >> late.index(name) & 1]
 
     def _read_column(self, name: str, ids: Array, length: int) -> torch.Tensor:
         column = self.schema[name]
@@ -1054,6 +1239,35 @@ class Table:
     def reader(self) -> TableReader:
         """The read interface, for reads under a read ticket; raises GearError if the table is closed."""
         return self.index.reader
+
+    @property
+    def has_tier(self) -> bool:
+        """Whether trajectories may lie on disk only."""
+        return self._region.layout.tier is not None
+
+    @property
+    def num_spilled(self) -> int:
+        """Number of trajectories that lie on disk only."""
+        return int(self.index.arrays.counters[NUM_SPILLED])
+
+    def tier_reader(self) -> TierReader:
+        """What reads trajectories that lie on disk only, of this process; its files are opened when they are read."""
+        if self._tier_reader is None:
+            self._tier_reader = _checkpoint("tier_reader").FileReader(self)
+        reader: TierReader = self._tier_reader
+        return reader
+
+    def remove_lost(self, error: LostRowsError) -> int:
+        """Remove trajectories that cannot be read from disk, log the error and count them; return how many.
+
+        Trajectories that are gone by now, or whose removal another process has counted, are left out.
+        """
+        count = self.index.remove_lost(error.slots, error.generations)
+        if count:
+            _logger.error(
+                "%s %d trajectories were removed from %s.", error, count, self.name or "a private table"
+            )
+        return count
 
     @property
     def region(self) -> Region:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.schema import Column, Schema, as_mapping, settled
 from gear_loader.utils.arrays import Array, address_of, as_array, shown
 from gear_loader.utils.checks import at_least
+from gear_loader.utils.lazy_torch import is_tensor, torch
 
 __all__ = ["VectorRows"]
 
@@ -35,9 +34,7 @@ class VectorRows:
         self.num_envs = count = at_least("n", n)
         self.trajectory: Mapping[str, Any] | None = None
         self._what = f"the rows (T = {count}, one for each environment)"
-        once = {
-            name: dataclasses.replace(column, per="step") for name, column in schema.per_trajectory.items()
-        }
+        once = {name: column.by_step() for name, column in schema.per_trajectory.items()}
         self._once_schema = Schema(once) if once else None
         self._no_index = np.full(count, -1, dtype=np.int64)
 
@@ -58,11 +55,10 @@ class VectorRows:
 
     def _mask(self, name: str, value: Any) -> Array:
         """A mask as a contiguous array, bool [n]."""
-        fits = (
-            type(value) is torch.Tensor and value.dtype is torch.bool and value.is_cpu and not value.is_nested
-        )
-        if fits and address_of(value):
-            value = value.numpy()
+        if is_tensor(value) and type(value) is torch.Tensor:
+            fits = value.dtype is torch.bool and value.is_cpu and not value.is_nested
+            if fits and address_of(value):
+                value = value.numpy()
         if type(value) is not np.ndarray:
             try:
                 value = np.asarray(as_array(value, name))

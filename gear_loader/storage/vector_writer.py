@@ -31,7 +31,6 @@ from gear_loader.storage.operations import (
     GROWN_WIDTH,
     UNSET,
 )
-from gear_loader.storage.schema import NUMPY_DTYPES
 from gear_loader.storage.step_writer import StepWriter
 from gear_loader.storage.vector_rows import VectorRows
 from gear_loader.storage.writer import Target, Writer, here, reserve_together
@@ -72,7 +71,7 @@ class VectorWriter(VectorRows):
     """
 
     def __init__(self, table: Target, n: int, make_writer: Callable[[], Writer]) -> None:
-        super().__init__(table.schema, n)
+        super().__init__(table.schema.added, n)
         self._table = table
         count = self.num_envs
         layout = table.region.layout
@@ -103,8 +102,8 @@ class VectorWriter(VectorRows):
         self._places_at = 8 * (rows + width)
         # Name, dtype and shape of rows that need no further look.
         self._plain = [
-            (name, NUMPY_DTYPES.get(column.dtype), (count, *column.shape))
-            for name, column in table.schema.steps.items()
+            (name, column.numpy_dtype, (count, *column.shape))
+            for name, column in table.schema.added.steps.items()
         ]
         self._step_bytes = np.ascontiguousarray(columns[:, 2])
         self._everyone = np.arange(count)
@@ -251,7 +250,7 @@ class VectorWriter(VectorRows):
                 found.append(data_address(value))
             else:
                 return found, rows
-        length, addresses, hold = self._table.schema.steps.locate(rows, what=self._what)
+        length, addresses, hold = self._table.schema.added.steps.locate(rows, what=self._what)
         self._check_count(length)
         return addresses, hold
 

@@ -115,7 +115,8 @@ class Writer(StepAppender):
             self._check_two_chunks()
         self.priority: float | None = None
         self.trajectory: Mapping[str, Any] | None = None
-        super().__init__(table.schema.steps, [table.region.column(name) for name in table.schema.steps])
+        self._added = table.schema.added
+        super().__init__(self._added.steps, [table.region.column(name) for name in self._added.steps])
         self._pid = here.pid
         # The slot being written comes last; while a chunk is cut, the next slot's claim is added before its allocation.
         self._open: list[Claim] = []
@@ -421,7 +422,7 @@ class Writer(StepAppender):
         """
         self._check_usable()
         checked = single_priority(priority)
-        last = None if final is None else checked_final(self._table.schema, final)
+        last = None if final is None else checked_final(self._added, final)
         once = self._checked_once(trajectory)
         if not self._fresh and (last is None or not self._overlap):
             if self._last_chunk is not None:
@@ -463,7 +464,7 @@ class Writer(StepAppender):
         Raises:
             As `commit`.
         """
-        last = None if final is None else checked_final(self._table.schema, final)
+        last = None if final is None else checked_final(self._added, final)
         return self._completed(last, self._checked_once(None))
 
     def count_commit(self) -> None:
@@ -514,7 +515,7 @@ class Writer(StepAppender):
 
     def _checked_once(self, given: Mapping[str, Any] | None) -> dict[str, Array]:
         """The values of the columns per trajectory for a commit, uint8 [1, step_bytes] each."""
-        return checked_once(self._table.schema, self.trajectory if given is None else given)
+        return checked_once(self._added, self.trajectory if given is None else given)
 
     def _write_once(self, values: dict[str, Array]) -> None:
         """Write these values into the first block of the open trajectory, where no other trajectory has any."""

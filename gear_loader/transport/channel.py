@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import ipaddress
 import re
+import ssl
 import urllib.parse
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -202,12 +203,23 @@ def family(library: str) -> str:
     return re.sub(r"-[0-9].*", "", library)
 
 
-def carrier(name: str) -> Carrier:
+def carrier(name: str, tls: ssl.SSLContext | None = None) -> Carrier:
     """Create the carrier called `name`.
+
+    Args:
+        tls: context of this side, to encrypt connections; with the carrier "socket" only.
 
     Raises:
         TransportError: unknown name, or a package that the carrier needs is not installed.
     """
+    if tls is not None:
+        if name != "socket":
+            raise TransportError(
+                f"TLS was asked for with the carrier {name!r}; expected the carrier 'socket'."
+            )
+        from gear_loader.transport.tls import TlsCarrier  # which imports this module
+
+        return TlsCarrier(tls)
     if name not in CARRIERS:
         raise TransportError(f"Carrier {name!r} was received; expected one of {', '.join(sorted(CARRIERS))}.")
     module, kind, remedy = CARRIERS[name]

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import os
+import ssl
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.storage.schema import Schema
+from gear_loader.transport.blocking_link import BlockingLink
 from gear_loader.transport.channel import Address
 from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.link import Link
 from gear_loader.transport.loop import EventLoop, event_loop
 from gear_loader.transport.part_message import Part
 from gear_loader.transport.request import Request
-from gear_loader.transport.spec import WindowSpec
 from gear_loader.transport.store_message import Store, step_places
 from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import Fields, Kind, Limits, pack_text
 from gear_loader.utils.arrays import Array
+
+if TYPE_CHECKING:
+    from gear_loader.transport.spec import WindowSpec
 
 __all__ = ["Peer", "Rows"]
 
@@ -64,25 +68,36 @@ class Peer:
         secret: shared secret of the server.
         timeout: seconds from a request to its deadline.
         name: of the server in errors, such as "node b".
+        tls: context of a client, to encrypt the connection; with the carrier "socket" only.
 
     Raises:
         TransportError: invalid address. HandshakeError: invalid secret. SchemaError: invalid timeout.
     """
 
-    def __init__(self, address: str | Callable[[], str], *, secret: bytes, timeout: float, name: str) -> None:
+    def __init__(
+        self,
+        address: str | Callable[[], str],
+        *,
+        secret: bytes,
+        timeout: float,
+        name: str,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e6:
             raise SchemaError(f"timeout is {timeout!r}; expected a positive number of seconds.")
-        if isinstance(address, str):
-            Address.parse(address)
         self.name = name
         self._address = address
         self._secret = check_secret(secret)
         self._timeout = float(timeout)
+        self._tls = tls
         self._pid = os.getpid()
         self._guard = threading.Lock()
         self._loop: EventLoop | None = None
         self._link: Link | None = None
         self._closed = False
+        self._blocking: BlockingLink | None = None
+        if isinstance(address, str) and Address.parse(address).carrier == "socket":
+            self._blocking = BlockingLink(name, address, secret, tls)
 
     # ---------------------------------------------------------------- requests
 
@@ -160,6 +175,7 @@ class Peer:
         *,
         again: bool = False,
         seconds: float | None = None,
+        here: bool = False,
     ) -> Future[Array]:
         """Add trajectories to a table of the server, all or none.
 
@@ -171,6 +187,8 @@ class Peer:
             finals: int64 [n], 1 if the last row of the trajectory is its final step, else 0; None for none.
             again: whether a request with the same ids was sent before and may have been executed.
             seconds: until the deadline; by default the peer's timeout.
+            here: whether the calling thread may send it and wait for the answer itself, over a connection of its own,
+                which is faster; the future then has its result already.
 
         Returns:
             A future of their slots, int64 [n].
@@ -181,7 +199,9 @@ class Peer:
         """
         located = [schema.validate(each, what=f"trajectory {i}") for i, each in enumerate(trajectories)]
         rows = [Rows(length, [arrays], arrays) for length, arrays in located]
-        return self.store_rows(table, schema, rows, priorities, ids, finals, again=again, seconds=seconds)
+        return self.store_rows(
+            *(table, schema, rows, priorities, ids, finals), again=again, seconds=seconds, here=here
+        )
 
     def store_rows(
         self,
@@ -195,6 +215,7 @@ class Peer:
         ahead: int = 0,
         again: bool = False,
         seconds: float | None = None,
+        here: bool = False,
     ) -> Future[Array]:
         """As `store`, for trajectories that have been checked.
 
@@ -247,7 +268,8 @@ class Peer:
                 small_bytes=8 * n,
                 check=check,
                 seconds=seconds,
-            )
+            ),
+            here=here,
         )
 
     def send_part(
@@ -332,12 +354,15 @@ class Peer:
 
     # ---------------------------------------------------------------- the link
 
-    def _submit(self, request: Request[_T]) -> Future[_T]:
+    def _submit(self, request: Request[_T], *, here: bool = False) -> Future[_T]:
+        if here and self._serve_here(request):
+            return request.future
         with self._guard:
             self._check()
             if self._link is None or self._loop is None:
                 self._loop = event_loop()
-                self._link = Link(self.name, self._address, self._secret, self._timeout, self._loop.loop)
+                known = self.name, self._address, self._secret, self._timeout
+                self._link = Link(*known, self._loop.loop, self._tls)
             link, loop = self._link, self._loop
         request.future.set_running_or_notify_cancel()  # the request cannot be cancelled any more
         try:
@@ -347,6 +372,13 @@ class Peer:
                 f"A request to {self.name} was made while this process was ending."
             ) from None
         return request.future
+
+    def _serve_here(self, request: Request[Any]) -> bool:
+        """Send a request from this thread and wait for its answer; False, having done nothing, if it cannot."""
+        with self._guard:
+            self._check()
+        seconds = self._timeout if request.seconds is None else request.seconds
+        return self._blocking is not None and self._blocking.serve(request, seconds)
 
     def _check(self) -> None:
         if self._pid != os.getpid():
@@ -364,6 +396,8 @@ class Peer:
         with self._guard:
             self._closed = True
             link, loop, self._link = self._link, self._loop, None
+        if self._blocking is not None:
+            self._blocking.close()
         if link is not None and loop is not None:
             loop.run(link.close())
 

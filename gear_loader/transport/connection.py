@@ -11,9 +11,10 @@ import numpy as np
 from gear_loader.errors import GearError, LockTimeoutError, TransportError
 from gear_loader.transport.access import refusal
 from gear_loader.transport.channel import Channel, as_bytes
+from gear_loader.transport.message_schema import ALIGNMENT, MAX_SPEC_BYTES
 from gear_loader.transport.open_query import OpenQuery
 from gear_loader.transport.part_message import MOST_PART, OpenParts, Part
-from gear_loader.transport.spec import ALIGNMENT, MAX_SPEC_BYTES, WindowSpec
+from gear_loader.transport.spec import WindowSpec
 from gear_loader.transport.store_message import Store
 from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import HEADER, Fields, Header, Kind, Limits, ProtocolError, check, pack_error
@@ -26,6 +27,7 @@ __all__ = ["Connection"]
 
 
 _IN_LOOP = 1 << 21  # largest reply that is gathered in the event loop; a hand-over to a thread takes longer
+_STORED_IN_LOOP = 1 << 18  # largest bulk part that is stored in the event loop
 _OVERLAPPED = 1 << 18  # smallest reply that is sent while the next one is gathered
 _STORES = 2  # concurrent stores of one connection
 _MOST_NAME = 128
@@ -326,11 +328,28 @@ class Connection:
         while len(self._stores) >= _STORES:
             await asyncio.wait(self._stores, return_when=asyncio.FIRST_COMPLETED)
         data = await self._receive_bulk(header.bulk)
+        if header.bulk <= _STORED_IN_LOOP and not request.parts:
+            slots = self._store_at_once(request, data)
+            if slots is not None:
+                budget.give(header.bulk)
+                await self._send(Kind.STORED, header.request, slots.astype("<i8").tobytes())
+                await asyncio.sleep(0)  # other connections take their turn
+                return
         parts = self._parts.take(int(request.ids[0])) if request.parts else []
         task = asyncio.ensure_future(self._store(header.request, request, parts, data))
         self._stores.add(task)
         task.add_done_callback(self._stored)
         task.add_done_callback(lambda _: budget.give(header.bulk))
+
+    def _store_at_once(self, request: Store, data: Array) -> Array | None:
+        """Store in the event loop, which takes less time than a hand-over to a thread; None if that has to do it."""
+        attached = self._server.tables.attached(request.table)
+        if attached is None:
+            return None
+        try:
+            return attached.store_at_once(request, data)
+        except Exception:  # the thread meets it too, and answers
+            return None
 
     def _stored(self, task: asyncio.Task[None]) -> None:
         self._stores.discard(task)

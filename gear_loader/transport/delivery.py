@@ -129,6 +129,7 @@ class Delivery:
                 finals,
                 again=again,
                 seconds=seconds,
+                here=not again,
             )
 
         what = "the trajectories may be stored or not"
@@ -142,26 +143,47 @@ class Delivery:
         ids: Array,
         *,
         ahead: int,
+        again: bool,
         failed: Callable[[GearError], None],
     ) -> Array:
         """As `store`, for trajectories that have been checked, without a deadline.
 
         Args:
             ids: int64 [n], from `ids`.
+            again: whether a request with these ids was sent before.
             failed: called with the error of an attempt before the next one; may raise to give up.
             ahead: pieces of the only trajectory that were sent before; if the server has lost them, all is sent again.
         """
 
-        def attempt(again: bool, seconds: float) -> Future[Array]:
-            first = 0 if again else ahead
+        def attempt(repeated: bool, seconds: float) -> Future[Array]:
+            first = 0 if repeated else ahead
             return self._peer.store_rows(
                 *(self._table, self._schema, rows, priorities, ids, finals),
                 ahead=first,
-                again=again,
+                again=again or repeated,
                 seconds=seconds,
             )
 
         return until_done(attempt, "", timeout=self.timeout, total=math.inf, failed=failed)
+
+    def store_here(self, rows: Rows, priority: float, final: int, identity: int) -> int | None:
+        """One attempt to store a checked trajectory from the calling thread.
+
+        Args:
+            rows: the trajectory. priority, final: of it, as for `store`. identity: its id, from `ids`.
+
+        Returns:
+            Its index in the server's table; None if it may be stored or not, and `store_rows` is to go on.
+        """
+        given = np.array([priority], np.float32), np.array([identity]), np.array([final])
+        seconds = min(self.timeout, _longest_attempt(self.timeout))
+        try:
+            stored = self._peer.store_rows(
+                self._table, self._schema, [rows], *given, seconds=seconds, here=True
+            )
+            return int(stored.result()[0])
+        except TransportError:
+            return None
 
     def send_part(self, identity: int, number: int, piece: Mapping[str, Array]) -> bool:
         """Send steps of a trajectory that is stored later; returns whether they were sent.
@@ -198,6 +220,11 @@ class Delivery:
         return until_done(attempt, "the priorities may be set or not", timeout=self.timeout)
 
 
+def _longest_attempt(timeout: float) -> float:
+    """Seconds of an attempt: more than a server waits for space."""
+    return max(15.0, timeout / 4)
+
+
 def until_done(
     attempt: Callable[[bool, float], Future[_T]],
     what: str,
@@ -221,7 +248,7 @@ def until_done(
         GearError: the error of the server.
     """
     total = timeout if total is None else total
-    longest = max(15.0, timeout / 4)  # longer than a server waits for space
+    longest = _longest_attempt(timeout)
     backoff = Backoff(total, shortest=0.02, longest=1.0)
     for number in itertools.count():
         try:

@@ -2,8 +2,8 @@
 
 The proof is an HMAC-SHA256 over the nonces and libraries of both sides, the carrier, and the role of the prover, so
 a recorded or reflected proof is invalid. The requester proves itself first; before that it learns only the version,
-library and carrier of the server. Later messages are neither encrypted nor signed: the secret protects against
-unauthorized requests, not against eavesdropping.
+library and carrier of the server. Later messages are neither encrypted nor signed without TLS (see `tls`): the secret
+protects against unauthorized requests, not against eavesdropping.
 """
 
 from __future__ import annotations

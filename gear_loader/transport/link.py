@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import ssl
 from collections.abc import Callable
 from typing import Any
 
@@ -29,12 +30,14 @@ class Link:
         secret: bytes,
         timeout: float,
         loop: asyncio.AbstractEventLoop,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._name = name
         self._address = address
         self._secret = secret
         self._timeout = timeout
         self._loop = loop
+        self._tls = tls
         self._where = address if isinstance(address, str) else "not connected yet"
         self._waiting: collections.deque[Request[Any]] = collections.deque()
         self._task: asyncio.Task[None] | None = None
@@ -160,7 +163,7 @@ class Link:
                 ) from error
         address = Address.parse(text)
         self._where = text
-        by = carrier(address.carrier)
+        by = carrier(address.carrier, self._tls)
         if address.library:
             check_library(by.library, address.library, peer=self._peer)
         channel = await by.connect(text)

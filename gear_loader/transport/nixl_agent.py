@@ -30,7 +30,7 @@ import numpy as np
 from gear_loader.errors import TransportError
 from gear_loader.storage.layout import LINE, ColumnLayout
 from gear_loader.storage.schema import Schema
-from gear_loader.transport.spec import read_schema
+from gear_loader.transport.message_schema import read_schema
 from gear_loader.transport.ucx_library import before_another_ucx, quiet_environment
 
 __all__ = ["Description", "installed", "new_agent", "register", "version"]

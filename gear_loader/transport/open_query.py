@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gear_loader.errors import StaleIndexError, TransportError
+from gear_loader.errors import SchemaError, StaleIndexError, TransportError
 from gear_loader.kernels.plan import (
     BASE,
     BLOCKS,
@@ -70,6 +70,11 @@ class OpenQuery:
     def _attach(self) -> AttachedTable:
         attached = self._tables.get(self.spec.table)
         attached.check_schema(self.spec.schema)
+        if attached.table.has_tier:
+            raise SchemaError(
+                f"Table {self.spec.table!r} has a disk tier (Disk(size=)), of which a server sends no rows for now. "
+                "Read it on its own machine, or create it with memory for all of its trajectories."
+            )
         region = attached.table.region
         layout = region.layout
         base = attached.table.column_addresses()

@@ -11,6 +11,7 @@ import os
 import resource
 import select
 import signal
+import ssl
 import struct
 import subprocess
 import sys
@@ -24,16 +25,20 @@ from gear_loader.transport.channel import CARRIERS, is_loopback
 from gear_loader.transport.child_process import child_command
 from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.server import Server
+from gear_loader.transport.tls import server_context
 
-__all__ = ["ServerProcess", "read_parent", "run_server", "start_server"]
+__all__ = ["ServerProcess", "TlsFiles", "read_parent", "run_server", "start_server"]
 
-_START = 120.0  # seconds; the first start on a machine compiles native code
+START_TIMEOUT = 120.0  # seconds; the first start on a machine compiles native code
 _STOP = 5.0  # seconds between SIGTERM and SIGKILL
 _LOOK = 1.0  # seconds between checks for the parent
 _CLOSE = 0.5  # seconds to close connections
 _ATTACH = 1.0  # seconds that the start waits for tables; a locked table is attached later
 _MOST_SECRET = 1 << 16
 _SIZE = struct.Struct("<I")
+
+TlsFiles = tuple[str | os.PathLike[str], str | os.PathLike[str]]
+"""Paths of a certificate and of its private key."""
 
 
 # ---------------------------------------------------------------- in the server's process
@@ -70,6 +75,7 @@ def run_server(
     parent: int | None = None,
     one_sided: bool = False,
     allow: Allow = "all",
+    tls: TlsFiles | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or the end of the parent; then end the process. Does not return.
 
@@ -79,6 +85,7 @@ def run_server(
         tables: names of the tables. listens: carrier, host and port of each listener.
         parent: descriptor of a pipe that the parent closes at its end, or None.
         one_sided: allow one-sided NIXL reads of the tables' memory. allow: as for `Server`.
+        tls: files of the certificate and of its key, to encrypt all connections; None not to.
 
     Raises:
         TransportError: a carrier cannot be used here, or invalid options. OSError: it cannot listen at an address.
@@ -90,8 +97,26 @@ def run_server(
         raise TransportError(
             "allow is 'write', but one-sided reads were asked for too; expected one of them."
         )
+    context = _context(tls, [name for name, _, _ in listens], one_sided=one_sided)
     _raise_open_files()
-    asyncio.run(_serve(Server(tables, secret, allow=allow), tables, listens, parent, one_sided))
+    asyncio.run(_serve(Server(tables, secret, allow=allow, tls=context), tables, listens, parent, one_sided))
+
+
+def _context(tls: TlsFiles | None, carriers: Sequence[str], *, one_sided: bool) -> ssl.SSLContext | None:
+    """The context of a server with these files.
+
+    Raises:
+        TransportError: the files cannot be used, or something else would not be encrypted.
+    """
+    if tls is None:
+        return None
+    if one_sided or any(name != "socket" for name in carriers):
+        more = " and one-sided reads" if one_sided else ""
+        raise TransportError(
+            f"TLS was asked for with the carriers {list(carriers)}{more}; expected the carrier 'socket' alone, since "
+            "nothing else is encrypted."
+        )
+    return server_context(*tls)
 
 
 def _raise_open_files() -> None:
@@ -215,7 +240,8 @@ def start_server(
     secret: bytes,
     one_sided: bool = False,
     allow: Allow = "all",
-    timeout: float = _START,
+    tls: TlsFiles | None = None,
+    timeout: float = START_TIMEOUT,
 ) -> ServerProcess:
     """Start a server of tables of this machine, in a process that ends with this one.
 
@@ -226,6 +252,7 @@ def start_server(
         port: port number (with one carrier only), or 0 for a free port.
         secret: shared secret of the requesters; passed through a pipe.
         one_sided: allow one-sided NIXL reads of the tables' memory. allow: as for `Server`.
+        tls: as for `run_server`.
         timeout: seconds until the server must be ready.
 
     Raises:
@@ -244,12 +271,15 @@ def start_server(
         )
     if isinstance(tables, str) or not tables:
         raise TransportError(f"Tables {tables!r} were received; expected at least one name.")
+    _context(tls, carriers, one_sided=one_sided)
     ours, theirs = os.pipe()[::-1]
     shown = f"[{host}]" if ":" in host else host
     command = child_command("serve", "--parent", str(theirs))
     for name in carriers:
         command += ["--carrier", name]
     command += ["--listen", f"{shown}:{port}", "--allow", allow, *(["--one-sided"] if one_sided else [])]
+    if tls is not None:
+        command += ["--tls-cert", os.fspath(tls[0]), "--tls-key", os.fspath(tls[1])]
     command += ["--", *tables]
     process = None
     try:

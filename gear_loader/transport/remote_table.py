@@ -6,14 +6,14 @@ import contextlib
 import copy
 import importlib
 import os
+import ssl
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
-import torch
 
 from gear_loader.errors import GearError, HandshakeError, TransportError
 from gear_loader.storage.incoming import checked_priorities, listed, rectangular, stacked, with_final
@@ -29,10 +29,14 @@ from gear_loader.transport.remote_vector_writer import RemoteVectorWriter
 from gear_loader.transport.remote_writer import RemoteWriter
 from gear_loader.transport.spool import Spool
 from gear_loader.transport.table_report import TableReport
-from gear_loader.transport.urls import split_url
+from gear_loader.transport.tls import client_context
+from gear_loader.transport.urls import Place, split_url
 from gear_loader.transport.wire import Kind
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["RemoteTable", "connect"]
 
@@ -45,33 +49,41 @@ def connect(
     *,
     secret: bytes | None = None,
     secret_file: str | os.PathLike[str] | None = None,
+    ca_file: str | os.PathLike[str] | None = None,
     timeout: float = 60.0,
     spool_bytes: int = _SPOOL_BYTES,
 ) -> RemoteTable:
     """Connect to a table that another process serves, by `Table.serve` or ``gear-loader serve``.
 
     Args:
-        url: ``gear://<host>:<port>/<table>``, or ``gear+ucx://...`` for UCX; or ``ray://<actor>`` for the table of a
+        url: ``gear://<host>:<port>/<table>``, ``gears://...`` for a server with a certificate, whose connections are
+            encrypted (TLS), or ``gear+ucx://...`` for UCX; or ``ray://<actor>`` for the table of a
             `gear_loader.integrations.ray.Replay` in this process's Ray cluster, which needs no secret: on the actor's
             node this returns a `Table`, which has the same methods to add and more.
         secret: the server's secret. secret_file: a file that holds it and that only its owner can read. By default the
             environment variable ``GEAR_LOADER_SECRET``.
+        ca_file: with ``gears://``, a PEM file of the authorities that the server's certificate is accepted from, or of
+            that certificate itself; by default the system's authorities.
         timeout: seconds that a call waits for the server, restarts of the server and lost connections included.
         spool_bytes: bytes of steps in this process from which on writers wait for the server to store what is
             committed.
 
     Raises:
-        TransportError: an invalid address, or the server does not answer. HandshakeError: another secret or version.
+        TransportError: an invalid address, or the server does not answer. HandshakeError: another secret or version, or
+            a certificate that is not accepted.
         RegionError: the server does not serve this table.
     """
     if isinstance(url, str) and url.startswith("ray://"):
+        if ca_file is not None:
+            raise HandshakeError(f"ca_file was given with {url}, which is not encrypted. Leave it out.")
         return _through_ray(url, secret, secret_file, timeout=timeout, spool_bytes=spool_bytes)
-    address, name = split_url(url)
+    place = split_url(url)
     known = _secret(secret, secret_file)
     timeout = check_seconds("timeout", timeout)
-    peer = Peer(address, secret=known, timeout=timeout, name=f"the server {address}")
+    tls = _tls(place, ca_file)
+    peer = Peer(place.address, secret=known, timeout=timeout, name=f"the server {place.address}", tls=tls)
     try:
-        return RemoteTable(peer, name, url, timeout, at_least("spool_bytes", spool_bytes))
+        return RemoteTable(peer, place.table, url, timeout, at_least("spool_bytes", spool_bytes))
     except BaseException:
         peer.close()
         raise
@@ -84,6 +96,16 @@ def _through_ray(
         raise HandshakeError(f"A secret was given with {url}, for which the Ray actor has one. Leave it out.")
     connect = importlib.import_module("gear_loader.integrations.ray").connect
     return cast("RemoteTable", connect(url, **options))
+
+
+def _tls(place: Place, ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext | None:
+    if place.tls:
+        return client_context(ca_file)
+    if ca_file is not None:
+        raise HandshakeError(
+            "ca_file was given with an address that is not encrypted; expected gears://<host>:<port>/<table>."
+        )
+    return None
 
 
 def _secret(secret: bytes | None, secret_file: str | os.PathLike[str] | None) -> bytes:
@@ -121,12 +143,13 @@ class RemoteTable:
         self._timeout = timeout
         report = self._report()
         self.schema: Schema = report.schema
+        self._added = added = report.schema.added
         self.longest = report.longest
         self._waits = report.on_full != "error"
         self._refusal = refusal(report.allow, Kind.STORE)
-        self._delivery = Delivery(peer, name, report.schema, timeout)
+        self._delivery = Delivery(peer, name, added, timeout)
         where = f"table {name!r} of {peer.name}"
-        self._spool = Spool(report.schema, report.longest, self._delivery, where, spool_bytes)
+        self._spool = Spool(added, report.longest, self._delivery, where, spool_bytes)
         self._end = weakref.finalize(self, _end, self._spool, peer, timeout, os.getpid())
 
     # ---------------------------------------------------------------- adding
@@ -154,7 +177,7 @@ class RemoteTable:
             TransportError: the server's clients may only read, `Table.serve` with ``allow="read"``.
         """
         self._check()
-        rows = as_mapping(trajectory) if final is None else with_final(self.schema, trajectory, final)
+        rows = as_mapping(trajectory) if final is None else with_final(self._added, trajectory, final)
         finals = None if final is None else np.ones(1, dtype=np.int64)
         priorities = checked_priorities(priority, 1)
         return int(self._delivery.store([rows], priorities, finals, waits=self._waits)[0])
@@ -180,8 +203,8 @@ class RemoteTable:
         rows = self._listed(trajectories, lengths)
         priorities = checked_priorities(priority, len(rows))
         # All are checked before any is stored.
-        counts = [self.schema.validate(each, what=f"trajectory {i}")[0] for i, each in enumerate(rows)]
-        sizes = np.array(counts, dtype=np.int64) * self.schema.step_bytes + self.schema.trajectory_bytes
+        counts = [self._added.validate(each, what=f"trajectory {i}")[0] for i, each in enumerate(rows)]
+        sizes = np.array(counts, dtype=np.int64) * self._added.step_bytes + self._added.trajectory_bytes
         stored, low = [np.empty(0, dtype=np.int64)], 0
         while low < len(rows):
             high = low + self._delivery.counts(sizes[low:])
@@ -193,8 +216,8 @@ class RemoteTable:
         """Trajectories one by one: views of stacked ones and of those in a list, copies of those of an iterator."""
         lengths = rectangular(trajectories) if lengths is None else lengths
         if lengths is not None:
-            counts = stacked(self.schema, trajectories, lengths).lengths.tolist()
-            once = self.schema.per_trajectory
+            counts = stacked(self._added, trajectories, lengths).lengths.tolist()
+            once = self._added.per_trajectory
             return [
                 {
                     name: values[i] if name in once else values[i][:count]
@@ -203,7 +226,7 @@ class RemoteTable:
                 for i, count in enumerate(counts)
             ]
         if isinstance(as_mapping(trajectories), Mapping):
-            listed(self.schema, trajectories)  # raises: one mapping without lengths
+            listed(self._added, trajectories)  # raises: one mapping without lengths
         kept = keeps(trajectories)
         return [as_mapping(each) if kept else copy.deepcopy(dict(as_mapping(each))) for each in trajectories]
 

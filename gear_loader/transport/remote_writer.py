@@ -14,6 +14,7 @@ from gear_loader.storage.incoming import checked_final, single_priority
 from gear_loader.storage.step_appender import StepAppender, checked_once, no_final_step, too_long
 from gear_loader.transport.spool import Episode, Piece, Spool
 from gear_loader.utils.checks import at_least
+from gear_loader.utils.waiting import Backoff
 
 __all__ = ["RemoteWriter", "check_chunks"]
 
@@ -212,9 +213,10 @@ class RemoteWriter(StepAppender):
             for name, row in last.items():
                 self._piece[name][self._inside] = row[0]
             self._inside += 1
-        episode = self._finish(checked, once, final=last is not None)
+        began = Backoff(self._timeout)
+        episode = self._finish(checked, once, final=last is not None, wait=self._wait)
         self._begin()
-        return self._answer(episode)
+        return self._answer(episode, began)
 
     def _end_stream(self, *, with_final: bool) -> int:
         """Commit without steps after the last chunk."""
@@ -226,18 +228,22 @@ class RemoteWriter(StepAppender):
         self.discard()
         return self._answer(last)
 
-    def _answer(self, episode: Episode) -> int:
+    def _answer(self, episode: Episode, since: Backoff | None = None) -> int:
         if not self._wait:
             return -1
-        self._spool.flush(self._timeout)
+        if not episode.is_stored:
+            self._spool.flush(self._timeout, since)
         return episode.index
 
-    def _finish(self, priority: float, once: Piece, *, final: bool) -> Episode:
-        """Hand the trajectory over."""
+    def _finish(self, priority: float, once: Piece, *, final: bool, wait: bool = False) -> Episode:
+        """Hand the trajectory over; with `wait`, store it at once if possible."""
         self._end_piece()
         episode = self._last = self._episode
         episode.priority, episode.once, episode.final = priority, once, int(final)
-        self._spool.commit(episode)
+        if wait:
+            self._spool.store_now(episode)
+        else:
+            self._spool.commit(episode)
         self._committed += 1
         return episode
 

@@ -6,12 +6,14 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gear_loader.errors import TransportError
-from gear_loader.transport.spec import WindowSpec
 from gear_loader.transport.wire import Kind, Limits
 from gear_loader.utils.arrays import Array
+
+if TYPE_CHECKING:
+    from gear_loader.transport.spec import WindowSpec
 
 __all__ = ["Request"]
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import ssl
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -68,6 +69,7 @@ class Server:
         store_timeout: seconds that a store waits for free space in a table.
         threads: number of gather threads; by default the number of cores, at most 8.
         allow: "read" refuses requests that change a table, "write" those for rows.
+        tls: context of a server, to encrypt all connections; with the carrier "socket" only.
 
     Attributes:
         tables: the attached tables. allow: as given. budget: for the memory of requests. open_parts: that of
@@ -91,6 +93,7 @@ class Server:
         store_timeout: float = 10.0,
         threads: int | None = None,
         allow: Allow = "all",
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self.allow = check_allow(allow)
@@ -98,6 +101,7 @@ class Server:
         self.open_parts = HeldBytes(self.limits.all_open_bytes)
         self.metadata: dict[str, Callable[[str], bytes]] = {}
         self._secret = check_secret(secret)
+        self._tls = tls
         self.tables = TableCache(tables, store_timeout)
         self.metadata["capacity"] = lambda name: capacity_report(self.tables.get(name).table)
         self.metadata["table"] = lambda name: table_report(self.tables.get(name).table, self.allow)
@@ -149,7 +153,9 @@ class Server:
         if self._sweeper is None:
             await self.gatherers.run(warm_up)
             self._sweeper = asyncio.ensure_future(self._sweep())
-        listener = await carrier(name).listen(host, port, lambda channel: self.serve(channel, name))
+        listener = await carrier(name, self._tls).listen(
+            host, port, lambda channel: self.serve(channel, name)
+        )
         self._listeners.append(listener)
         return listener.address
 

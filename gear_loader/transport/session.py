@@ -6,33 +6,22 @@ import asyncio
 import collections
 import contextlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gear_loader.errors import GearError, TransportError
+from gear_loader.transport.answers import MOST_ERROR, receive_answer, receive_part, receive_refusal
 from gear_loader.transport.channel import Channel
 from gear_loader.transport.request import Request
-from gear_loader.transport.spec import WindowSpec
-from gear_loader.transport.wire import (
-    HEADER,
-    MAX_TEXT,
-    Fields,
-    Header,
-    Kind,
-    Limits,
-    ProtocolError,
-    failure,
-    printable,
-    read_error,
-    send,
-)
+from gear_loader.transport.wire import HEADER, Header, Kind, Limits, ProtocolError, failure, send
+
+if TYPE_CHECKING:
+    from gear_loader.transport.spec import WindowSpec
 
 __all__ = ["FAREWELL", "Session", "os_error_text"]
 
 FAREWELL = 0.5  # seconds for the BYE message
-_MOST_DESCRIBED = 1 << 26
-_MOST_ERROR = 4 + MAX_TEXT
 
 
 class Session:
@@ -187,35 +176,22 @@ class Session:
             await self._channel.recv_into(head)
             header = Header.parse(head)
             if header.kind is Kind.REFUSE:
-                small = await self._small(header, _MOST_ERROR)
-                text = Fields(small, Kind.REFUSE.name).text("The text")
-                raise TransportError(f"the server closed the connection: {printable(text, MAX_TEXT)}")
+                raise await receive_refusal(self._channel, header)
             if header.request in self._opening:
                 await self._opened(header)
             else:
                 await self._answered(header)
 
-    async def _small(self, header: Header, most: int, bulk: int = 0) -> memoryview:
-        if header.small > most or header.bulk != bulk:
-            raise ProtocolError(
-                f"A message {header.kind.name} has parts of {header.small:,} and {header.bulk:,} bytes; expected at "
-                f"most {most:,}, and {bulk:,}."
-            )
-        small = memoryview(bytearray(header.small))
-        if header.small:
-            await self._channel.recv_into(small)
-        return small
-
     async def _opened(self, header: Header) -> None:
         number = self._opening[header.request]
         if header.kind is Kind.OPENED:
-            small = await self._small(header, 4)
+            small = await receive_part(self._channel, header, 4)
             if int.from_bytes(small, "little") != number:
                 raise ProtocolError(
                     f"A message OPENED has another number than {number}, which was asked for."
                 )
         elif header.kind is Kind.ERROR:
-            await self._small(header, _MOST_ERROR)
+            await receive_part(self._channel, header, MOST_ERROR)
             for spec in [spec for spec, used in self._specs.items() if used == number]:
                 del self._specs[spec]
         else:
@@ -228,34 +204,9 @@ class Session:
             raise ProtocolError(
                 f"A message {header.kind.name} answers a request {header.request} that was not made."
             )
-        if header.kind is Kind.ERROR:
-            error = read_error(await self._small(header, _MOST_ERROR))
-            del self._pending[header.request]
-            request.end(failure(error, f"{self._peer} was asked for {request.what}"))
-            return
-        if header.kind is not request.answer:
-            raise ProtocolError(
-                f"A message {header.kind.name} came; expected {request.answer and request.answer.name} or ERROR."
-            )
-        if request.answer is Kind.DESCRIBED:
-            received = await self._described(header)
-        else:
-            out = request.out
-            received = await self._small(header, request.small_bytes, 0 if out is None else len(out))
-            if out is not None and len(out):
-                await self._channel.recv_into(out)
+        error, received = await receive_answer(self._channel, header, request, self._peer)
         del self._pending[header.request]
-        request.end(received=received)
-
-    async def _described(self, header: Header) -> memoryview:
-        if header.small or header.bulk > _MOST_DESCRIBED:
-            raise ProtocolError(
-                f"A message DESCRIBED has {header.bulk:,} bytes; expected at most {_MOST_DESCRIBED:,}."
-            )
-        received = memoryview(bytearray(header.bulk))
-        if header.bulk:
-            await self._channel.recv_into(received)
-        return received
+        request.end(error, received)
 
 
 def _reason(error: BaseException | None) -> str:

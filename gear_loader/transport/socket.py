@@ -12,14 +12,24 @@ from gear_loader.errors import TransportError
 from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, as_bytes
 from gear_loader.transport.tcp_listener import TcpListener, listening_sockets
 
-__all__ = ["SocketCarrier", "SocketChannel"]
+__all__ = ["AHEAD", "GONE", "MOST_PARTS", "SocketCarrier", "SocketChannel", "set_options"]
 
-_AHEAD = 1 << 12  # bytes of the read-ahead buffer for small messages
+AHEAD = 1 << 12
+"""Bytes of the read-ahead buffer for small messages."""
 _CALLS_IN_A_ROW = 64  # calls without waiting, after which the channel yields to the event loop
-_MOST_PARTS = 64  # of one `sendmsg`
+MOST_PARTS = 64
+"""Most parts of one `sendmsg`."""
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 """A machine that has vanished is noticed after 60 s."""
-_GONE = "The connection was closed by the other side."
+GONE = "The connection was closed by the other side."
+
+
+def set_options(connection: socket.socket) -> None:
+    """Send small messages at once, and notice a machine that has vanished."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class SocketChannel(Channel):
@@ -34,14 +44,11 @@ class SocketChannel(Channel):
         self._reading: asyncio.Future[None] | None = None
         self._writing: asyncio.Future[None] | None = None
         self._watched = False  # whether the loop watches the socket for data
-        self._ahead = memoryview(bytearray(_AHEAD))  # read-ahead buffer
+        self._ahead = memoryview(bytearray(AHEAD))  # read-ahead buffer
         self._begin = self._end = 0
         self._calls = 0
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEP_ALIVE:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        set_options(connection)
         try:
             host, port = connection.getpeername()[:2]
             self.peer = f"{host}:{port}"
@@ -52,7 +59,7 @@ class SocketChannel(Channel):
         views = [as_bytes(part) for part in parts]
         while views:
             try:
-                sent = self._live().sendmsg(views[:_MOST_PARTS])
+                sent = self._send_some(views)
             except (BlockingIOError, InterruptedError):
                 await self._wait_to_write()
                 continue
@@ -61,6 +68,14 @@ class SocketChannel(Channel):
             if sent:
                 views[0] = views[0][sent:]
             await self._yield()
+
+    def _send_some(self, views: list[memoryview]) -> int:
+        """Send at least one byte; returns the number. Raises BlockingIOError if it would have to wait."""
+        return self._live().sendmsg(views[:MOST_PARTS])
+
+    def _receive_some(self, view: memoryview) -> int:
+        """Receive at least one byte, and 0 at the end. Raises BlockingIOError if it would have to wait."""
+        return self._live().recv_into(view)
 
     async def recv_into(self, buffer: Bytes) -> None:
         view = as_bytes(buffer)
@@ -72,7 +87,7 @@ class SocketChannel(Channel):
                 if count == len(view):
                     return
                 view = view[count:]
-            if len(view) < _AHEAD:
+            if len(view) < AHEAD:
                 self._begin, self._end = 0, await self._receive(self._ahead)
             else:
                 count = await self._receive(view)
@@ -84,12 +99,12 @@ class SocketChannel(Channel):
         """Receive at least one byte; returns the number."""
         while True:
             try:
-                count = self._live().recv_into(view)
+                count = self._receive_some(view)
             except (BlockingIOError, InterruptedError):
                 await self._wait_to_read()
                 continue
             if count == 0:
-                raise ConnectionResetError(errno.ECONNRESET, _GONE)
+                raise ConnectionResetError(errno.ECONNRESET, GONE)
             await self._yield()
             return count
 
@@ -188,7 +203,7 @@ class SocketCarrier(Carrier):
                     raise ConnectionRefusedError(
                         errno.ECONNREFUSED, "No listener at this address (the socket connected to itself)."
                     )
-                return SocketChannel(connection)
+                return await self._channel(connection, parts.host)
             except OSError as error:
                 connection.close()
                 last = error
@@ -197,10 +212,14 @@ class SocketCarrier(Carrier):
                 raise
         raise last
 
+    async def _channel(self, connection: socket.socket, host: str | None) -> SocketChannel:
+        """The channel of a connected socket; `host` is the server's for a client, None for a server."""
+        return SocketChannel(connection)
+
     async def listen(self, host: str, port: int, serve: Callable[[Channel], Awaitable[None]]) -> TcpListener:
         async def begin(connection: socket.socket) -> None:
             try:
-                channel = SocketChannel(connection)
+                channel = await self._channel(connection, None)
             except OSError:  # closed already
                 connection.close()
                 return

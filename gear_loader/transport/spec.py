@@ -10,22 +10,19 @@ from typing import Any, Literal
 from gear_loader.collection.windows import in_schema_order, mask_of, source_of
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.storage.schema import Schema, Window
+from gear_loader.transport.message_schema import (
+    MAX_COLUMNS,
+    MAX_ROW_BYTES,
+    MAX_SPEC_BYTES,
+    kind_of,
+    read_schema,
+    round_up,
+    shown,
+)
 
-__all__ = ["ALIGNMENT", "MAX_COLUMNS", "MAX_SPEC_BYTES", "Piece", "WindowSpec", "read_schema", "round_up"]
+__all__ = ["Piece", "WindowSpec"]
 
-ALIGNMENT = 128
-"""Bytes to which pieces are aligned: a cache line of a GPU."""
-MAX_SPEC_BYTES = 1 << 20
-"""Most bytes of a spec as JSON."""
-MAX_COLUMNS = 4096
-_MAX_NAME = 1024  # characters of a column's name
-_MAX_ROW_BYTES = 1 << 40
 _MAX_TABLE_NAME = 128  # as `gear_loader.storage.shared_memory` has it
-
-
-def round_up(count: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
-    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +91,9 @@ class WindowSpec:
         self._rows += [(name, "mask", length) for (length, *_), name in owners.items()]
         self.row_bytes = sum(size for _, _, size in self._rows)
         self._sizes = (0, 0)
-        if self.row_bytes >= _MAX_ROW_BYTES:
+        if self.row_bytes >= MAX_ROW_BYTES:
             raise SchemaError(
-                f"Windows of {self.row_bytes:,} bytes a row; expected less than {_MAX_ROW_BYTES:,}."
+                f"Windows of {self.row_bytes:,} bytes a row; expected less than {MAX_ROW_BYTES:,}."
             )
 
     def __repr__(self) -> str:
@@ -144,55 +141,32 @@ class WindowSpec:
         """
         fields = _read_json(data)
         if not isinstance(fields, dict) or set(fields) != {"table", "columns", "windows"}:
-            raise TransportError(f"A spec has {_kind(fields)}; expected table, columns and windows.")
+            raise TransportError(f"A spec has {kind_of(fields)}; expected table, columns and windows.")
         table = fields["table"]
         if not isinstance(table, str) or not 1 <= len(table) <= _MAX_TABLE_NAME:
-            raise TransportError(f"A spec has {_shown(table)} as table; expected the name of one.")
+            raise TransportError(f"A spec has {shown(table)} as table; expected the name of one.")
         schema = read_schema(fields["columns"])
         rows = fields["windows"]
         if not isinstance(rows, list) or not 1 <= len(rows) <= MAX_COLUMNS:
             raise TransportError(
-                f"A spec has {_kind(rows)} as windows; expected a list of 1 to {MAX_COLUMNS:,}."
+                f"A spec has {kind_of(rows)} as windows; expected a list of 1 to {MAX_COLUMNS:,}."
             )
         windows: dict[str, Window] = {}
         for i, row in enumerate(rows):
             named = isinstance(row, list) and len(row) in (4, 5) and isinstance(row[0], str)
             if not named or row[0] in windows:
                 raise TransportError(
-                    f"A spec has {_shown(row)} as windows[{i}]; expected [name, length, offset, pad] or "
+                    f"A spec has {shown(row)} as windows[{i}]; expected [name, length, offset, pad] or "
                     "[name, length, offset, pad, column], each name once."
                 )
             try:
                 windows[row[0]] = Window(*row[1:])
             except (SchemaError, TypeError) as error:
-                raise TransportError(f"windows[{i}] of a spec: {_shown(str(error))}") from None
+                raise TransportError(f"windows[{i}] of a spec: {shown(str(error))}") from None
         try:
             return cls(table, schema, windows)
         except SchemaError as error:
-            raise TransportError(f"A spec's windows: {_shown(str(error))}") from None
-
-
-def read_schema(rows: Any) -> Schema:
-    """Validate the JSON of a schema from an untrusted source.
-
-    Raises:
-        TransportError: invalid schema; the message names the column.
-    """
-    if not isinstance(rows, list) or not 1 <= len(rows) <= MAX_COLUMNS:
-        raise TransportError(
-            f"A schema has {_kind(rows)} as columns; expected a list of 1 to {MAX_COLUMNS:,}."
-        )
-    try:
-        schema = Schema.from_json(rows)
-    except SchemaError as error:
-        raise TransportError(f"A schema's columns: {_shown(str(error))}") from None
-    for name, column in schema.items():
-        if len(name) > _MAX_NAME or column.step_bytes >= _MAX_ROW_BYTES:
-            raise TransportError(
-                f"A schema has the column {_shown(name)} with {column.step_bytes:,} bytes a step; expected a name of "
-                f"at most {_MAX_NAME:,} characters and less than {_MAX_ROW_BYTES:,} bytes."
-            )
-    return schema
+            raise TransportError(f"A spec's windows: {shown(str(error))}") from None
 
 
 def _read_json(data: bytes) -> Any:
@@ -201,16 +175,4 @@ def _read_json(data: bytes) -> Any:
     try:
         return json.loads(bytes(data).decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise TransportError(f"A spec is not JSON ({_shown(str(error))}); expected an object.") from None
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, (list, dict)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return _shown(value)
-
-
-def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    text = ascii(text)[1:-1] if not text.isprintable() or not text.isascii() else text
-    return text if len(text) <= 200 else text[:197] + "..."
+        raise TransportError(f"A spec is not JSON ({shown(str(error))}); expected an object.") from None

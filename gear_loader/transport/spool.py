@@ -37,15 +37,21 @@ class Episode:
         pieces: its steps; of a committed one, the final step is the last row. rows: number of rows in them.
         once: column per trajectory -> uint8 [1, step_bytes]. priority: -1 for none. final: 1 with a final step, else 0.
         id: its global id, once it has one; else -1. ahead: pieces that were sent before the commit.
+        flows: whether pieces are sent before the commit. again: whether it was sent and may be stored.
+        number: of the commit among those of its spool. is_stored: whether the server has confirmed it.
         size: bytes that it is counted with. index: in the server's table, -1 until it is known.
     """
 
-    __slots__ = ("ahead", "final", "id", "index", "once", "pieces", "priority", "rows", "size")
+    __slots__ = (
+        *("again", "ahead", "final", "flows", "id", "index", "is_stored", "number", "once", "pieces"),
+        *("priority", "rows", "size"),
+    )
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
         self.once: Piece = {}
-        self.rows = self.final = self.size = self.ahead = 0
+        self.rows = self.final = self.size = self.ahead = self.number = 0
+        self.again = self.flows = self.is_stored = False
         self.priority, self.id, self.index = -1.0, -1, -1
 
     def add(self, piece: Piece, rows: int) -> None:
@@ -98,10 +104,15 @@ class Spool:
         """Steps of a piece."""
         self._most = spool_bytes
         self._delivery = delivery
-        self._changed = threading.Condition()
+        guard = threading.Lock()
+        self._changed = threading.Condition(guard)  # for writers: something is stored
+        self._work = threading.Condition(guard)  # for the thread: something is to be sent
         self._queue: collections.deque[Episode | _Ahead] = collections.deque()
         self._held = 0  # bytes
-        self._committed = self._stored = 0  # trajectories so far
+        self._committed = 0  # trajectories so far
+        self._unstored: collections.OrderedDict[int, None] = (
+            collections.OrderedDict()
+        )  # their numbers, ascending
         self._stopped = False
         self._failed: GearError | None = None  # for good
         self._last: GearError | None = None  # of the latest attempt
@@ -130,7 +141,7 @@ class Spool:
     @property
     def num_waiting(self) -> int:
         """Committed trajectories that the server has not confirmed yet."""
-        return self._committed - self._stored
+        return len(self._unstored)
 
     def reserve(self, size: int) -> None:
         """Count bytes of steps that a writer is about to hold; while the spool is full, wait until something is stored.
@@ -168,18 +179,56 @@ class Spool:
 
     def send_ahead(self, episode: Episode) -> None:
         """Send the last piece of an open trajectory."""
-        with self._changed:
+        episode.flows = True
+        with self._work:
             self._queue.append(_Ahead(episode, len(episode.pieces) - 1, episode.pieces[-1]))
-            self._changed.notify_all()
+            self._work.notify()
 
     def commit(self, episode: Episode) -> None:
         """Hand over a trajectory."""
-        with self._changed:
-            episode.size += _OVERHEAD
-            self._held += _OVERHEAD
-            self._committed += 1
+        with self._work:
+            self._count_in(episode)
             self._queue.append(episode)
-            self._changed.notify_all()
+            self._work.notify()
+
+    def _count_in(self, episode: Episode) -> None:
+        episode.size += _OVERHEAD
+        self._held += _OVERHEAD
+        self._committed = episode.number = self._committed + 1
+        self._unstored[episode.number] = None
+
+    def _count_out(self, episode: Episode, index: int) -> None:
+        episode.index, episode.is_stored = index, True
+        episode.pieces.clear()
+        self._held -= episode.size
+        del self._unstored[episode.number]
+
+    def store_now(self, episode: Episode) -> None:
+        """Store a trajectory from the calling thread if no other waits, without hand-overs between threads.
+
+        If that is not possible, or fails, it is handed over as by `commit`.
+        """
+        with self._changed:
+            is_alone = not self._unstored and not self._queue and not episode.flows
+            self._count_in(episode)
+            if not is_alone:
+                self._queue.append(episode)
+                self._work.notify()
+                return
+        index = None
+        try:
+            episode.id = int(self._delivery.ids(1)[0])
+            rows = Rows(episode.rows, episode.pieces, episode.once)
+            index = self._delivery.store_here(rows, episode.priority, episode.final, episode.id)
+        finally:  # also after an interruption
+            with self._changed:
+                if index is None:
+                    episode.again = True
+                    self._queue.appendleft(episode)
+                    self._work.notify()
+                else:
+                    self._count_out(episode, index)
+                    self._changed.notify_all()
 
     def _why(self) -> str:
         """What the thread waits for, as a sentence for errors."""
@@ -187,24 +236,31 @@ class Spool:
             return f"The last attempt failed: {self._last}"
         return f"The server has not answered the request of {time.monotonic() - self._asked:.1f} s ago yet."
 
-    def flush(self, timeout: float) -> None:
+    def flush(self, timeout: float, since: Backoff | None = None) -> None:
         """Wait until all trajectories committed before are stored.
+
+        Args:
+            timeout: seconds until the deadline. since: the wait that this one continues, of the same seconds.
 
         Raises:
             PeerTimeoutError: not before the deadline; they stay in the spool. Any error of `check`.
         """
         self.check()
-        backoff = Backoff(timeout)
+        backoff = Backoff(timeout) if since is None else since
         with self._changed:
             target = self._committed
-            while self._stored < target and self._failed is None and backoff.left:
+            while (waits := self._waits_for(target)) and self._failed is None and backoff.left:
                 self._changed.wait(min(backoff.left, 1.0))
         self.check()
-        if self._stored < target:
+        if waits:
             raise PeerTimeoutError(
                 f"Timed out after {timeout:g} s: {self.num_waiting:,} trajectories are not stored by {self.name} yet. "
                 f"{self._why()} They stay in the spool: call flush() again."
             )
+
+    def _waits_for(self, number: int) -> bool:
+        """Whether a trajectory up to this number is not stored."""
+        return next(iter(self._unstored), number + 1) <= number
 
     def report_loss(self) -> None:
         """Log that committed trajectories were not stored."""
@@ -217,6 +273,7 @@ class Spool:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+            self._work.notify()
 
     # ---------------------------------------------------------------- the thread
 
@@ -244,18 +301,20 @@ class Spool:
 
     def _next(self) -> list[Episode] | _Ahead | None:
         """Wait for work: a piece, or committed trajectories for one request; None when the thread is to end."""
-        with self._changed:
+        with self._work:
             while not self._queue and not self._stopped:
-                self._changed.wait()
+                self._work.wait()
             if self._stopped:
                 return None
             first = self._queue.popleft()
-            if isinstance(first, _Ahead) or first.ahead:
-                return first if isinstance(first, _Ahead) else [first]
+            if isinstance(first, _Ahead):
+                return first
+            if self._goes_alone(first):
+                return [first]
             chosen, size = [first], self._bytes(first)
             while self._queue and len(chosen) < self._delivery.most:
                 following = self._queue[0]
-                if isinstance(following, _Ahead) or following.ahead:
+                if isinstance(following, _Ahead) or self._goes_alone(following):
                     break
                 size += self._bytes(following)
                 if size > self._delivery.request_bytes:
@@ -263,6 +322,10 @@ class Spool:
                 chosen.append(following)
                 self._queue.popleft()
             return chosen
+
+    def _goes_alone(self, episode: Episode) -> bool:
+        """Whether a trajectory needs a request of its own: parts of it, or all of it, were sent before."""
+        return episode.ahead > 0 or episode.again
 
     def _bytes(self, episode: Episode) -> int:
         return episode.rows * self.schema.step_bytes + self.schema.trajectory_bytes
@@ -289,14 +352,12 @@ class Spool:
             np.array([each.final for each in episodes], dtype=np.int64),
             np.array([each.id for each in episodes], dtype=np.int64),
             ahead=episodes[0].ahead if len(episodes) == 1 else 0,
+            again=any(each.again for each in episodes),
             failed=self._note,
         )
         with self._changed:
             for episode, index in zip(episodes, stored.tolist(), strict=True):
-                episode.index = index
-                episode.pieces.clear()
-                self._held -= episode.size
-            self._stored += len(episodes)
+                self._count_out(episode, index)
             self._last, self._quiet = None, Backoff(_QUIET)
             self._changed.notify_all()
 

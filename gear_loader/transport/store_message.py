@@ -10,7 +10,7 @@ import numpy as np
 
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.channel import Bytes
-from gear_loader.transport.spec import MAX_SPEC_BYTES, read_schema, round_up
+from gear_loader.transport.message_schema import MAX_SPEC_BYTES, read_schema, round_up
 from gear_loader.transport.wire import MAX_TEXT, Fields, Limits, PartsMissingError, ProtocolError, pack_text
 from gear_loader.utils.arrays import Array
 

@@ -35,6 +35,11 @@ class StoredOnce:
         self._running: dict[int, Future[Array]] = {}
         self._done: collections.OrderedDict[int, Array] = collections.OrderedDict()
 
+    def may_wait(self, ids: Array, *, again: bool) -> bool:
+        """Whether `run` may wait for the lock, or for another execution."""
+        with self._guard:
+            return again or int(ids[0]) in self._running
+
     def run(self, ids: Array, store: Callable[[], Array], *, again: bool) -> Array:
         """Store trajectories, unless a request with the same ids has stored them.
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
-import torch
 
-from gear_loader.errors import PriorityError, RegionError, SchemaError
+from gear_loader.errors import (
+    LockTimeoutError,
+    PriorityError,
+    RateLimitError,
+    RegionError,
+    SchemaError,
+    TableFullError,
+)
 from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.ids import CLIENT_ORIGIN, LARGEST_ORIGIN, check_ids
 from gear_loader.storage.index import Index
@@ -21,7 +27,7 @@ from gear_loader.storage.operations import (
     UNSET,
 )
 from gear_loader.storage.readers import Ticket
-from gear_loader.storage.schema import NUMPY_DTYPES, Schema
+from gear_loader.storage.schema import Schema
 from gear_loader.storage.shared_memory import Key, region_path
 from gear_loader.storage.table import Table
 from gear_loader.transport.store_message import Store
@@ -53,7 +59,9 @@ class AttachedTable:
         self.table, self._key = _attach(name, self._path, timeout)
         region = self.table.region
         self._waiting = Index(region, lock_timeout=_LOCK_TIMEOUT).reader
-        self._trying = Index(region, lock_timeout=0.0).reader
+        self._at_once = Index(region, lock_timeout=0.0)
+        self._at_once.admission.timeout = 0.0
+        self._trying = self._at_once.reader
         self.block_steps = region.layout.block_steps
         self.extent, self.block_ids = self.table.reader().index_arrays()
         self._state, self._generation, _ = self.table.reader().slot_states()
@@ -98,15 +106,19 @@ class AttachedTable:
         served &= self._generation.take(slots, mode="clip") == generations
         return served
 
-    def check_schema(self, schema: Schema) -> None:
+    def check_schema(self, schema: Schema, *, added: bool = False) -> None:
         """Check that the requester expects the schema of the table.
+
+        Args:
+            added: whether it is that of the columns that are given when a trajectory is added.
 
         Raises:
             SchemaError: it does not; the message has both schemas.
         """
-        if schema.to_json() != self.schema.to_json():
+        mine = self.schema.added if added else self.schema
+        if schema.to_json() != mine.to_json():
             raise SchemaError(
-                f"Table {self.name!r} has the columns {_columns(self.schema)}; the requester expects "
+                f"Table {self.name!r} has the columns {_columns(mine)}; the requester expects "
                 f"{_columns(schema)}. Create the tables of all nodes with the same schema."
             )
 
@@ -122,11 +134,26 @@ class AttachedTable:
         Raises:
             As `Table.extend_as`. Nothing was changed.
         """
-        self.check_schema(request.schema)
+        self.check_schema(request.schema, added=True)
+        return self._store_once(request, lambda: self._store(self.table.index, request, data))
+
+    def store_at_once(self, request: Store, data: Array) -> Array | None:
+        """As `store`; None, having stored nothing, if it would wait for the lock, space or the rate limiter."""
+        self.check_schema(request.schema, added=True)
+        ids = request.ids
+        if self.is_dirty or not len(ids) or self._once.may_wait(ids, again=request.again):
+            return None
+        try:
+            return self._store_once(request, lambda: self._store(self._at_once, request, data))
+        except (LockTimeoutError, RateLimitError, TableFullError):
+            return None
+
+    def _store_once(self, request: Store, store: Callable[[], Array]) -> Array:
+        """Store, unless a client has sent these trajectories before."""
         ids = request.ids
         if not len(ids) or ids[0] < 0 or (ids & LARGEST_ORIGIN != CLIENT_ORIGIN).any():
-            return self._store(request, data)
-        return self._once.run(ids, lambda: self._store(request, data), again=request.again)
+            return store()
+        return self._once.run(ids, store, again=request.again)
 
     def revise(self, request: Update) -> int:
         """Set priorities; returns the number of rows of removed trajectories, which were skipped.
@@ -143,17 +170,12 @@ class AttachedTable:
             )
         return self._waiting.revise(request.updates, strict=request.strict)
 
-    def _store(self, request: Store, data: Array) -> Array:
+    def _store(self, index: Index, request: Store, data: Array) -> Array:
         priorities = _check_priorities(request.priorities)
         trajectories: list[dict[str, Any]] = [{} for _ in request.lengths]
         ends = np.cumsum(request.lengths).tolist()
-        for (name, column), (at, size) in zip(self.schema.items(), request.columns, strict=True):
-            part = data[at : at + size]
-            values: Any
-            if column.dtype in NUMPY_DTYPES:
-                values = part.view(NUMPY_DTYPES[column.dtype]).reshape(-1, *column.shape)
-            else:
-                values = torch.from_numpy(part).view(column.dtype).reshape(-1, *column.shape)
+        for (name, column), (at, size) in zip(self.schema.added.items(), request.columns, strict=True):
+            values = column.values_of(data[at : at + size].reshape(-1, column.step_bytes))
             if column.trajectory:
                 for trajectory, value in zip(trajectories, values, strict=True):
                     trajectory[name] = np.asarray(value) if isinstance(values, np.ndarray) else value
@@ -162,18 +184,16 @@ class AttachedTable:
             for trajectory, end in zip(trajectories, ends, strict=True):
                 trajectory[name] = values[begin:end]
                 begin = end
-        ids = request.ids
-        unset = priorities == UNSET
-        if not (ids >= 0).any() and not request.finals.any() and (unset.all() or not unset.any()):
-            return self.table.extend(trajectories, priority=None if unset.all() else priorities)
-        given: Array | None = check_ids(ids, len(trajectories))
+        if not trajectories:
+            return np.empty(0, dtype=np.int64)
+        given: Array | None = check_ids(request.ids, len(trajectories))
         given = given if given is not None and (given >= 0).any() else None
         # Clients make up ids that no other trajectory has; one that is stored again may be there.
         unique = (
             given is not None and not request.again and bool((given & LARGEST_ORIGIN == CLIENT_ORIGIN).all())
         )
         finals = request.finals if request.finals.any() else None
-        return self.table.store(trajectories, priorities, given, finals, unique=unique)
+        return self.table.store(trajectories, priorities, given, finals, unique=unique, index=index)
 
 
 def _attach(name: str, path: str, timeout: float) -> tuple[Table, Key]:
@@ -255,6 +275,12 @@ class TableCache:
             if attempt is None:
                 attempt = self._attempts[name] = Future()
         return attempt.result() if others else self._attach(name, attempt)
+
+    def attached(self, name: str) -> AttachedTable | None:
+        """The attached table, without waiting; None if it is to be attached first."""
+        with self._guard:
+            found = self._attached.get(name)
+        return found if found is not None and found.is_current else None
 
     def _attach(self, name: str, attempt: Future[AttachedTable]) -> AttachedTable:
         try:

@@ -1,28 +1,38 @@
-"""Addresses of tables on servers: ``gear://<host>:<port>/<table>``."""
+"""Addresses of tables on servers: ``gear://<host>:<port>/<table>``, or ``gears://`` with TLS."""
 
 from __future__ import annotations
 
 import urllib.parse
+from typing import NamedTuple
 
 from gear_loader.errors import TransportError
 from gear_loader.transport.channel import Address
 
-__all__ = ["split_url", "url_of"]
+__all__ = ["Place", "split_url", "url_of"]
 
-_SCHEMES = {"gear": "socket", "gear+ucx": "ucx"}
+_SCHEMES = {"gear": "socket", "gear+ucx": "ucx", "gears": "socket"}
+_TLS = "gears"
 _URL = "expected gear://<host>:<port>/<table>, such as gear://10.0.0.1:5555/replay"
 
 
-def url_of(address: str, table: str) -> str:
+class Place(NamedTuple):
+    """A table on a server: the server's address, for `Peer`; the table's name; whether connections use TLS."""
+
+    address: str
+    table: str
+    tls: bool
+
+
+def url_of(address: str, table: str, *, tls: bool = False) -> str:
     """The address of a table on a server with the address `address`, such as ``socket://127.0.0.1:5555``."""
     parts = urllib.parse.urlsplit(address)
-    scheme = next(scheme for scheme, carrier in _SCHEMES.items() if carrier == parts.scheme)
+    scheme = _TLS if tls else next(name for name, carrier in _SCHEMES.items() if carrier == parts.scheme)
     query = f"?{parts.query}" if parts.query else ""
     return f"{scheme}://{parts.netloc}/{urllib.parse.quote(table, safe='')}{query}"
 
 
-def split_url(url: str) -> tuple[str, str]:
-    """The address of the server, for `Peer`, and the name of the table in ``gear://<host>:<port>/<table>``.
+def split_url(url: str) -> Place:
+    """The table of ``gear://<host>:<port>/<table>``.
 
     Raises:
         TransportError: invalid.
@@ -39,4 +49,4 @@ def split_url(url: str) -> tuple[str, str]:
         Address.parse(address)
     except TransportError as error:
         raise TransportError(f"Address {url!r} was received ({error}); {_URL}.") from None
-    return address, table
+    return Place(address, table, parts.scheme == _TLS)

@@ -66,6 +66,7 @@ from gear_loader.utils.arrays import Array
 __all__ = [
     "CODES",
     "HEADER",
+    "MAGIC",
     "MAX_TEXT",
     "NONCE",
     "VERSION",
@@ -92,7 +93,8 @@ HEADER = 64
 NONCE = 32
 MAX_TEXT = 4096
 """Most bytes of a text."""
-_MAGIC = b"GEARWIRE"
+MAGIC = b"GEARWIRE"
+"""The first bytes of every message."""
 _LAYOUT = struct.Struct("<8sHHIQIIQ20sI")
 _ZEROS = bytes(20)
 assert _LAYOUT.size == HEADER
@@ -203,8 +205,8 @@ class Header(NamedTuple):
             VersionError: another protocol version. ProtocolError: invalid header.
         """
         magic, version, kind, zero, request, small, zero2, bulk, zeros, crc = _LAYOUT.unpack(as_bytes(data))
-        if magic != _MAGIC:
-            raise ProtocolError(f"A message begins with {magic!r}; expected {_MAGIC!r}. Is that Gear Loader?")
+        if magic != MAGIC:
+            raise ProtocolError(f"A message begins with {magic!r}; expected {MAGIC!r}. Is that Gear Loader?")
         if version != VERSION:
             raise VersionError(f"protocol version {version}; this side speaks version {VERSION}")
         if zlib.crc32(as_bytes(data)[: HEADER - 4]) != crc:
@@ -219,7 +221,7 @@ class Header(NamedTuple):
 
     def pack(self, *, version: int = VERSION) -> bytes:
         """Serialize to 64 bytes."""
-        head = _LAYOUT.pack(_MAGIC, version, self.kind, 0, self.request, self.small, 0, self.bulk, _ZEROS, 0)[
+        head = _LAYOUT.pack(MAGIC, version, self.kind, 0, self.request, self.small, 0, self.bulk, _ZEROS, 0)[
             :-4
         ]
         return head + zlib.crc32(head).to_bytes(4, "little")

@@ -7,9 +7,9 @@ import ctypes
 from typing import Any
 
 import numpy as np
-import torch
 
 from gear_loader.errors import SchemaError
+from gear_loader.utils.lazy_torch import is_tensor, torch
 
 __all__ = [
     "Array",
@@ -71,7 +71,7 @@ def shown(value: Any) -> str:
     """A value for an error message. (torch cannot print tensors whose elements cannot be read.)"""
     if isinstance(value, (list, tuple)):
         for item in value:
-            kind = unreadable(item) if isinstance(item, torch.Tensor) else None
+            kind = unreadable(item) if is_tensor(item) else None
             if kind is not None:
                 return f"a {type(value).__name__} that holds a {kind}"
     return repr(value)
@@ -86,7 +86,7 @@ def as_array(value: Any, name: str) -> Any:
     Raises:
         SchemaError: the elements of the tensor cannot be read.
     """
-    if isinstance(value, torch.Tensor):
+    if is_tensor(value):
         kind = unreadable(value)
         if kind is not None:
             raise SchemaError(f"{name} is a {kind}; expected a strided tensor with its data, or an array.")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from gear_loader.errors import SchemaError
 
-__all__ = ["at_least", "check_device", "device_of", "integer"]
+__all__ = ["at_least", "byte_count", "integer"]
+
+_UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 
 
 def integer(name: str, value: Any) -> int:
@@ -30,31 +31,19 @@ def at_least(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
     return int(value)
 
 
-def check_device(device: str | torch.device) -> None:
-    """Raise SchemaError if this is not a device name. Does not initialize CUDA."""
-    _named_device(device)
-
-
-def _named_device(device: str | torch.device) -> torch.device:
-    try:
-        chosen = torch.device("cpu" if device == "auto" else device)
-    except (RuntimeError, TypeError):
-        chosen = None
-    if chosen is None or chosen.type not in ("cpu", "cuda"):
-        raise SchemaError(f"device is {device!r}; expected 'auto', 'cpu' or a CUDA device.")
-    return chosen
-
-
-def device_of(device: str | torch.device) -> torch.device:
-    """Resolve ``"auto"``, a name or a torch device to a device; SchemaError if it does not exist."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = _named_device(device)
-    if chosen.type == "cuda":
-        if not torch.cuda.is_available():
-            raise SchemaError(
-                f"device is {device!r}, but torch sees no CUDA device; use device='cpu' or 'auto'."
-            )
-        if chosen.index is None:
-            chosen = torch.device("cuda", torch.cuda.current_device())
-    return chosen
+def byte_count(name: str, value: Any) -> int:
+    """Return a number of bytes, an integer or a text such as ``"1.5GiB"``, as an int of at least 1; or SchemaError."""
+    if isinstance(value, str):
+        text = value.strip()
+        unit = next((unit for unit in reversed(_UNITS) if text.endswith(unit)), None)
+        number = text[: len(text) - len(unit or "")].strip().replace(".", "", 1)
+        if unit is not None and number.isascii() and number.isdigit():
+            found = int(float(text[: -len(unit)]) * (1 << _UNITS[unit]))
+            if 1 <= found < 2**62:
+                return found
+    elif not isinstance(value, bool) and isinstance(value, (int, np.integer)) and 1 <= value < 2**62:
+        return int(value)
+    raise SchemaError(
+        f"{name} is {value!r}; expected a number of bytes, at least 1, or a text with a unit ({', '.join(_UNITS)}), "
+        "such as '20GiB'."
+    )

@@ -142,6 +142,7 @@ def test_collectives_are_counted_however_they_are_called(monkeypatch: pytest.Mon
     assert calls[1] == (("out", "given", [7, 2], [4, 3]), {"group": "group", "async_op": True})
 
 
+@pytest.mark.long
 def test_what_was_done_is_undone_though_the_process_is_killed(tmp_path: Path) -> None:
     for name in ("first", "second"):
         (tmp_path / name).touch()

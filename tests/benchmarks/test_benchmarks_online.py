@@ -38,6 +38,7 @@ def table() -> Iterator[gear.Table]:
         gear_peer._tables.popitem()[1].close()
 
 
+@pytest.mark.long
 def test_tables_are_gone_when_the_benchmark_is_killed() -> None:
     code = (
         "import os, signal\n"

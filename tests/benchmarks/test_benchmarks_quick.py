@@ -77,6 +77,15 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
         },
         "seconds until it returns",
     ),
+    "exhaustion": (
+        "--threads 1 --trajectories 200 --shares 25 --batches 1 --folder HERE",
+        {
+            "fill": {"write", "ours"},
+            "uniform": {"fits", "ours", "preadv"},
+            "prioritized": {"fits", "ours", "preadv"},
+        },
+        "filled to 4 times its memory",
+    ),
     "memory": (
         "--payload 4 --peers PEERS",
         {"uniform 1-512": {"ours", "ours, named", "fixed rows", "list of tensors", "cpprb"}},
@@ -101,6 +110,15 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
         "--threads 1 --columns 1,2",
         {f"{n} columns": {"plain torch", "plain torch, cat", "pad_sequence", "ours"} for n in (1, 2)},
         "2 columns, 16,384 tokens",
+    ),
+    "graph": (
+        "--threads 1 --nodes 500 --seconds 0.1",
+        {
+            "sampling": {"plain torch", "ours"},
+            "serving": {"plain torch", "ours"},
+            "cache": {"by access probability", "by degree", "oracle", "LRU", "no cache"},
+        },
+        "p99 at half of that rate",
     ),
     "train": (
         "--threads 1 --episodes 12",

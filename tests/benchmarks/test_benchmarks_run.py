@@ -26,10 +26,12 @@ NAMES = (
     "online",
     "remote-write",
     "checkpoint",
+    "exhaustion",
     "memory",
     "overlap",
     "transitions",
     "packed",
+    "graph",
     "learn",
     "train",
 )

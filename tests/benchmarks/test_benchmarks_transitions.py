@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmarks_common import call, check_row, reasons_of, rows_of
+from cases import mostly_long
 
 from benchmarks.experiments import learn as learning
 from benchmarks.peers import learn, transitions
@@ -112,7 +113,7 @@ def test_a_store_with_a_defect_is_not_timed(name: str, data: Any) -> None:
         made.build(SPEC, mode, 256)
 
 
-@pytest.mark.parametrize("mode", [UNIFORM, PRIORITIZED])
+@pytest.mark.parametrize("mode", mostly_long([UNIFORM, PRIORITIZED], PRIORITIZED))
 def test_the_fastest_setting_is_taken_and_starts_with_the_usual_priorities(mode: str, data: Any) -> None:
     class Slow(Transitions):
         settings = ({"wait": 2000}, {"wait": 0})

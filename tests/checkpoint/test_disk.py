@@ -408,6 +408,7 @@ table.add({"x": torch.arange(5)})
 """
 
 
+@pytest.mark.long
 def test_the_end_of_a_program_writes_the_rest(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=120

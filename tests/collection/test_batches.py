@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import mostly_long
 from dataset_common import drawn, equal, make_table, named_table
 from lightning_ddp import IGNORED, quiet
 from torch.utils import _pytree as pytree
@@ -72,7 +73,7 @@ class Rows(Wrapped):
         return iter(rows)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", mostly_long([0, 2], 0))
 def test_a_data_loader_that_would_stack_batches_is_refused(workers: int) -> None:
     with named_table("test-batches") as table:
         dataset = gear.ReplayDataset(table, **OPTIONS, batches_per_epoch=4)

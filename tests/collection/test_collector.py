@@ -17,12 +17,12 @@ from table_common import forked, forks
 from gear_loader import Column, Table, Window
 from gear_loader.collection.collector import Batch, Buffers, Collector
 from gear_loader.native import copying, threads
+from gear_loader.storage.dtypes import torch_dtypes
 from gear_loader.storage.rows import SelectedRows
-from gear_loader.storage.schema import DTYPES
 
 CPU = torch.device("cpu")
 SCHEMA = {name: Column(dtype, shape) for (name, dtype), shape in zip(
-    DTYPES.items(), [(), (5,), (3,), (), (2, 2), (), (3,), (), (11,), (4,)], strict=True)}  # fmt: skip
+    torch_dtypes().items(), [(), (5,), (3,), (), (2, 2), (), (3,), (), (11,), (4,)], strict=True)}  # fmt: skip
 
 
 def tensor(dtype: torch.dtype, shape: tuple[int, ...], random: np.random.Generator) -> torch.Tensor:

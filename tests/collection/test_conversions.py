@@ -13,8 +13,9 @@ from dataset_common import snapshot
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
-from gear_loader.storage.schema import DTYPES
+from gear_loader.storage.dtypes import torch_dtypes
 
+DTYPES = torch_dtypes()
 LENGTHS = (5, 1, 40, 8, 3)
 SCHEMA = {
     **{name: gear.Column(dtype, (3,)) for name, dtype in DTYPES.items()},

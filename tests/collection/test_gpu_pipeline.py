@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from cuda_common import WAIT, FakeCuda, OnCpu
 
 import gear_loader as gear
@@ -100,7 +101,7 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert torch.equal(found[key], value), key
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("prefetch", mostly_long([0, 2], 2))
 def test_copies_are_made_on_the_gpu_without_waiting(
     cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table, prefetch: int
 ) -> None:

@@ -17,7 +17,7 @@ import aot_common
 import numpy as np
 import torch
 
-from gear_loader.kernels import gather, items, place, priority, split
+from gear_loader.kernels import gather, items, neighbors, place, priority, split
 from gear_loader.kernels.plan import GatherPlan, PlacePlan
 from gear_loader.kernels.split_plan import SplitPlan
 from gear_loader.storage.region import Region
@@ -28,7 +28,7 @@ from .ptx import parse
 from .timing import Latencies
 
 ARCH = 90
-_MODULES = (gather, items, place, priority, split)
+_MODULES = (gather, items, neighbors, place, priority, split)
 
 LAUNCHES: collections.Counter[str] = collections.Counter()
 """How often each variant ran."""

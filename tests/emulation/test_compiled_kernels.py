@@ -39,6 +39,7 @@ KERNELS = [
     "tests/kernels/test_place.py",
     "tests/kernels/test_split.py",
     "tests/kernels/test_priority_kernels.py",
+    "tests/kernels/test_neighbors.py",
 ]
 DEVICE = "tests/selection/test_device_priorities.py"
 
@@ -154,11 +155,13 @@ def test_lines_of_the_next_tile_are_requested_before_a_tile_is_stored(
     assert tiles // 2 < len(set(requested)) < tiles
 
 
+@pytest.mark.long
 def test_a_tile_waits_for_memory_once_at_most() -> None:
     """The loads that lead to a tile's lines are issued while tiles before it are on their way."""
     assert a_tile(ROUND_TRIPS) <= 1
 
 
+@pytest.mark.long
 def test_the_time_of_a_tile_is_that_of_the_model() -> None:
     """Of two tiles under way, each waits for the bus: what `benchmarks predict` takes a tile to cost."""
     expected = predict.a_tile(predict.BUSES["Gen5"], 16)
@@ -282,7 +285,9 @@ NOT_BY_TESTS = ("items_locate", "items_weigh_table")
 @pytest.mark.parametrize("version", aot_common.VERSIONS)
 @pytest.mark.parametrize("tests", [KERNELS, [DEVICE]], ids=["kernels", "selection"])
 def test_the_tests_of_the_kernels_pass_on_compiled_code(tests: list[str], version: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "not long", "--timeout=900"]
+    # The short tests of selection draw with some of the variants; the long ones, a second each, with the others.
+    marks = "not exhaustive" if tests == [DEVICE] else "not long"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", marks, "--timeout=900"]
     done = subprocess.run(
         [*command, "--emulated", version, *tests],
         cwd=ROOT,

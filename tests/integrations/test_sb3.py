@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError, TableEmptyError
@@ -151,11 +152,10 @@ def test_what_it_refuses() -> None:
         ReplayBuffer(100, spaces.Box(0, 9, (2,), np.uint16), spaces.Discrete(3))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("algorithm", "env", "n_envs"),
-    [("DQN", "CartPole-v1", 2), ("SAC", "Pendulum-v1", 1), ("TD3", "Pendulum-v1", 2)],
-)
+TRAININGS = [("DQN", "CartPole-v1", 2), ("SAC", "Pendulum-v1", 1), ("TD3", "Pendulum-v1", 2)]
+
+
+@pytest.mark.parametrize(("algorithm", "env", "n_envs"), mostly_long(TRAININGS, TRAININGS[0]))
 def test_training_is_the_same_to_the_bit(tmp_path: Path, algorithm: str, env: str, n_envs: int) -> None:
     """And goes on after save_replay_buffer and load_replay_buffer."""
     from stable_baselines3.common.env_util import make_vec_env

@@ -24,6 +24,7 @@ NAMES = {
     ),
     *(f"items_locate{steps}{check}" for steps in ("", "_steps") for check in ("", "_generations")),
     *("items_weigh_batch", "items_weigh_table"),
+    *(f"neighbors_{width}" for width in (8, 32, 128)),
 }
 
 

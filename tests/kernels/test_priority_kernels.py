@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from priority_common import (
     LARGEST_UNIFORM,
     PHILOX,
@@ -425,7 +426,7 @@ def check_draw(tree: SumTree, count: int, key: int, step: int, *, distinct: bool
 
 
 @DRAWS
-@pytest.mark.parametrize("capacity", [1, 33, 1025])
+@pytest.mark.parametrize("capacity", mostly_long([1, 33, 1025], 1, 33))
 def test_draws(capacity: int, distinct: bool) -> None:
     leaves = priorities(capacity, seed=capacity, orders=60 if capacity == 1025 else 12)
     leaves[capacity // 2] = 1  # a tree of one item is not empty

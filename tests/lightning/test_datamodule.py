@@ -116,7 +116,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of the da
 
 
 @pytest.mark.parametrize(
-    "case", mostly_long(CASES, *set(CASES) - {"trajectories once", "no validation", "endless"})
+    "case", mostly_long(CASES, "limited", "accumulated", "validation within", "packed, workers")
 )
 @points(6)
 def test_resuming_from_the_checkpoint_of_every_step(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from cuda_common import FakeCuda, FakeEvent
 
 import gear_loader as gear
@@ -118,16 +119,16 @@ SELECTORS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "unit", "anchor", "complete"),
-    [
-        ("prioritized", "step", "uniform", None),
-        ("prioritized", "step", "uniform", COMPLETE),
-        ("distinct", "trajectory", "first", COMPLETE),
-        ("top", "trajectory", "last", None),
-        ("bottom", "trajectory", "uniform", COMPLETE),
-    ],
-)
+DRAWN = [
+    ("prioritized", "step", "uniform", None),
+    ("prioritized", "step", "uniform", COMPLETE),
+    ("distinct", "trajectory", "first", COMPLETE),
+    ("top", "trajectory", "last", None),
+    ("bottom", "trajectory", "uniform", COMPLETE),
+]
+
+
+@pytest.mark.parametrize(("name", "unit", "anchor", "complete"), mostly_long(DRAWN, DRAWN[1], DRAWN[3]))
 def test_batches_are_those_of_the_cpu_while_the_table_changes(
     table: gear.Table, name: str, unit: Any, anchor: Anchor, complete: CompleteAnchors | None
 ) -> None:

@@ -290,6 +290,7 @@ def test_environments_policies_and_options_that_do_not_fit() -> None:
             collect(env, **options)
 
 
+@pytest.mark.long
 def test_a_missing_package_is_named() -> None:
     code = """
 import sys

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from cuda_common import WAIT, FakeCuda, OnCpu
 
 import gear_loader as gear
@@ -258,7 +259,10 @@ timer.start()
 
 
 @pytest.mark.parametrize(
-    ("end", "code"), [("pass", 0), ("raise KeyboardInterrupt", -signal.SIGINT), ("table.close()", 0)]
+    ("end", "code"),
+    mostly_long(
+        [("pass", 0), ("raise KeyboardInterrupt", -signal.SIGINT), ("table.close()", 0)], ("pass", 0)
+    ),
 )
 def test_the_process_ends_while_it_runs(end: str, code: int) -> None:
     """It waits for the running call, and unregisters what was registered."""

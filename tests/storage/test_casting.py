@@ -11,8 +11,10 @@ import torch
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
-from gear_loader.storage.schema import DTYPES, Schema
+from gear_loader.storage.dtypes import torch_dtypes
+from gear_loader.storage.schema import Schema
 
+DTYPES = torch_dtypes()
 NUMPY = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 NUMPY += ("float16", "float32", "float64", ">f8")
 

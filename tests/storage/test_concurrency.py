@@ -677,7 +677,7 @@ def _kill_consumers(voice: Voice, name: str, lives: int) -> tuple[int, int]:
 def test_consumers_are_killed(lives: int) -> None:
     with named(max_times_sampled=1, max_steps=10_000, max_trajectories=1000) as table:
         drawn, added = Child(_kill_consumers, table.name, lives).result(2 * PATIENCE)
-        assert drawn > lives * 4
+        assert drawn >= lives * 4  # each is killed after its first batch
         assert table.stats().num_expired == added - len(table)
         nothing_is_left(table)
 

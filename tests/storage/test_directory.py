@@ -49,6 +49,7 @@ def test_without_the_variable_tables_lie_in_shared_memory() -> None:
     assert program("-c", code, GEAR_LOADER_DIR="").stdout == "/dev/shm/gear-loader.x\n"
 
 
+@pytest.mark.long
 def test_the_variable_says_where_tables_lie(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with gear.Table.create(COLUMNS, **SIZES, name="here") as table:
         table.add({"x": torch.arange(3)})

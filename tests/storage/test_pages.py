@@ -61,6 +61,7 @@ def test_regions_begin_on_a_huge_page_in_every_mapping(name: str | None) -> None
             table.unlink()
 
 
+@pytest.mark.long
 @needs_collapse
 def test_a_named_table_of_huge_pages_shows_them_in_every_process() -> None:
     with made(name="huge", huge_pages=True) as table:

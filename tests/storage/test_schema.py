@@ -19,7 +19,7 @@ from table_common import DTYPES, bits, random_values
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
-from gear_loader.storage import schema as schema_module
+from gear_loader.storage.dtypes import torch_dtypes
 from gear_loader.storage.schema import BATCH_KEYS, Schema
 
 # Window ----------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_stored_columns_that_make_no_sense(rows: Any, message: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_columns(dtype: torch.dtype) -> None:
-    assert set(schema_module.DTYPES.values()) == set(DTYPES)
+    assert set(torch_dtypes().values()) == set(DTYPES)
     given: Any
     for given, shape in [
         *(((), ()), ((1,), (1,)), ((3, 5), (3, 5)), ([3, 5], (3, 5)), (torch.Size((3, 5)), (3, 5))),

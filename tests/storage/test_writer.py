@@ -36,6 +36,7 @@ from gear_loader.errors import (
     TableClosedError,
     TableFullError,
 )
+from gear_loader.storage import operations
 from gear_loader.storage.operations import FREE, WRITING
 
 SCALAR = {"x": gear.Column(torch.int64)}
@@ -218,6 +219,22 @@ def test_what_does_not_fit_is_refused_and_the_writer_goes_on(table: gear.Table) 
                     other.append(x=bad)
         other.append(x=1)
         assert len(full) == 1
+
+
+def test_a_writer_grows_in_a_table_that_is_tight_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first such table of a process the light version of the operation gives up before the full one is tried."""
+    fresh = operations._rows_on_demand(operations._reserve_rows_light, operations._reserve_rows)
+    monkeypatch.setattr(operations.COMPILED, "reserve_rows", fresh)
+    with make(max_steps=200) as table, table.writer() as writer:
+        writer.append(x=np.arange(4))  # a block
+        ticket = table.reader().begin_read()
+        table.remove(table.add({"x": np.arange(4)}))  # its block cannot be reclaimed yet
+        for value in range(4, 10):
+            writer.append(x=value)
+        ticket.end()
+        slot = writer.commit()
+        assert table[slot]["x"].tolist() == list(range(10))
+        table.check_valid()
 
 
 def test_priorities_that_do_not_fit_leave_what_was_appended(table: gear.Table) -> None:

@@ -58,8 +58,13 @@ def check_all(seeds: range, mode: str = "") -> None:
                 ) from error
 
 
+def test_batches_are_those_of_the_cpu_in_any_order_of_work() -> None:
+    check_all(range(FIRST, FIRST + 4))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(4))
-def test_batches_are_those_of_the_cpu_in_any_order_of_work(part: int) -> None:
+def test_batches_are_those_of_the_cpu_in_a_hundred_schedules(part: int) -> None:
     check_all(range(FIRST + 8 * part, FIRST + 8 * part + 8))
 
 
@@ -81,7 +86,12 @@ def check_shards(seeds: range) -> None:
 
 
 def test_batches_over_shards_in_any_order_of_work() -> None:
-    check_shards(range(FIRST, FIRST + 12))
+    check_shards(range(FIRST, FIRST + 3))
+
+
+@pytest.mark.long
+def test_batches_over_shards_in_tens_of_schedules() -> None:
+    check_shards(range(FIRST + 3, FIRST + 15))
 
 
 @pytest.mark.exhaustive
@@ -91,21 +101,22 @@ def test_batches_over_shards_in_thousands_of_schedules(part: int) -> None:
     check_shards(range(FIRST + 1000 + 100 * part, FIRST + 1000 + 100 * part + 100))
 
 
-def test_batches_while_the_table_is_being_pinned() -> None:
+@pytest.mark.parametrize("seeds", [3, pytest.param(12, marks=pytest.mark.long)])
+def test_batches_while_the_table_is_being_pinned(seeds: int) -> None:
     """They are gathered on the host until then, and read by the device afterwards, in the same iteration."""
     changed = 0
-    for seed in range(FIRST, FIRST + 10):
+    for seed in range(FIRST, FIRST + seeds):
         for policy in POLICIES:
             scenario = dataclasses.replace(Scenario.of(seed), pinning=True, pinned=True)
             run = Run(scenario, seed, policy)
             run.run()
             changed += len(run.kinds) == 2
-    assert changed > 5, "a scenario that shows both kinds of batches is missing"
+    assert changed > seeds / 2, "a scenario that shows both kinds of batches is missing"
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_of_torch_change_nothing(mode: str) -> None:
-    check_all(range(FIRST, FIRST + 6), mode)
+    check_all(range(FIRST, FIRST + 1), mode)
 
 
 @pytest.mark.long
@@ -168,9 +179,9 @@ def test_a_fork_between_two_batches(prefetch: int) -> None:
 # ---------------------------------------------------------------- what the stand-in finds
 
 
-def first_found(name: str, policy: Policy, most: int) -> tuple[int, Exception] | None:
-    """The first seed whose run fails with a defect put back."""
-    for seed in range(most):
+def first_found(name: str, policy: Policy, most: int, start: int = 0) -> tuple[int, Exception] | None:
+    """The first seed from `start` on, or else of all, whose run fails with a defect put back."""
+    for seed in (*range(start, most), *range(start)):
         with put_back(name):
             try:
                 if name in DEFECTS:
@@ -182,9 +193,21 @@ def first_found(name: str, policy: Policy, most: int) -> tuple[int, Exception] |
     return None
 
 
+LATE = {
+    "a batch that is still referred to is filled again": 6,
+    "buffers are filled again one request early": 26,
+    "a copy is delivered before it is complete": 8,
+    "pinned buffers end with their batch": 16,
+    "the tree is freed under the stream that draws": 15,
+    "row numbers are freed under the stream that gathers": 19,
+    "staging memory is used again while rows are placed out of it": 26,
+}
+"""The first seeds that find those that many do not: where the search begins, to save time."""
+
+
 @pytest.mark.parametrize("name", [*DEFECTS, *SHARD_DEFECTS])
 def test_a_defect_put_back_is_found(name: str) -> None:
-    assert first_found(name, "random", 100) is not None
+    assert first_found(name, "random", 100, LATE.get(name, 0)) is not None
 
 
 def test_threads_that_may_disturb_a_capture_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,26 +257,40 @@ def test_priorities_of_the_servers_table_are_set() -> None:
         assert table.region.array("priority").tolist() == [0.0, 1.0, 3.0, 2.0]
 
 
-def test_a_client_loads_no_compiler_and_no_kernels() -> None:
-    """A process that only writes: no numba, no Triton, and CUDA is not touched."""
+def test_a_client_loads_no_torch_no_compiler_and_no_kernels() -> None:
+    """A process that adds arrays and numbers starts without torch, numba and Triton."""
     program = (
-        "import os, sys\n"
+        "import sys\n"
         "import numpy as np\n"
         "import gear_loader\n"
         "with gear_loader.connect(sys.argv[1]) as remote:\n"
-        "    remote.add({'number': np.arange(3)}, priority=2.0)\n"
+        "    rows = {'number': np.arange(3), 'real': [1, 2, 3], 'goal': 7}\n"
+        "    remote.add(rows, priority=2.0, final={'real': 4})\n"
+        "    rows = {'number': np.full((1, 2), 4), 'real': np.ones((1, 2)), 'goal': np.ones(1, 'f4')}\n"
+        "    remote.extend(rows, lengths=[2])\n"
         "    remote.update_priority([0], [1.0])\n"
         "    with remote.writer() as writer:\n"
-        "        writer.append(number=4)\n"
+        "        try:\n"
+        "            writer.append(number=0.5, real=0.5)\n"
+        "        except gear_loader.errors.SchemaError as error:\n"
+        "            assert 'expected an array or a tensor of torch.int64' in str(error), error\n"
+        "        writer.append(number=5, real=0.5)\n"
+        "        writer.commit(final={'real': 1.0}, trajectory={'goal': 1.0})\n"
         "    with remote.writers(2) as vector:\n"
-        "        vector.append(number=np.array([5, 6]))\n"
+        "        vector.trajectory = {'goal': np.ones(2, np.float32)}\n"
+        "        vector.append(number=np.array([6, 7]), real=np.ones(2))\n"
         "    remote.flush()\n"
-        "    assert len(remote) == 4\n"
-        "import torch\n"
-        "assert not torch.cuda.is_initialized()\n"
-        "print(*sorted({name.partition('.')[0] for name in sys.modules} & {'llvmlite', 'numba', 'triton'}))\n"
+        "    assert len(remote) == 5\n"
+        "loaded = {name.partition('.')[0] for name in sys.modules}\n"
+        "print(*sorted(loaded & {'llvmlite', 'numba', 'torch', 'triton'}))\n"
+        "assert str(remote.schema['number'].dtype) == 'torch.int64' and 'torch' in sys.modules\n"
     )
-    with named(NUMBERS, max_steps=40, max_trajectories=8) as table, serving(str(table.name)) as server:
+    columns = {
+        **NUMBERS,
+        "real": gear.Column(torch.float32, final=True, cast=True),
+        "goal": gear.Column(torch.float32, per="trajectory"),
+    }
+    with named(columns, max_steps=40, max_trajectories=8) as table, serving(str(table.name)) as server:
         done = subprocess.run(
             [sys.executable, "-c", program, url_of(server.address, table)],
             env={**os.environ, "GEAR_LOADER_SECRET": SECRET.decode()},
@@ -286,7 +300,8 @@ def test_a_client_loads_no_compiler_and_no_kernels() -> None:
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == []
-        assert numbers_in(table) == [0, 4, 5, 6]
+        assert numbers_in(table) == [0, 4, 5, 6, 7]
+        assert table[0]["real"].tolist() == [1.0, 2.0, 3.0]
 
 
 # ---------------------------------------------------------------- exactly once

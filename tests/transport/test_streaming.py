@@ -221,6 +221,7 @@ def _write_and_wait(server: Serving, table: gear.Table) -> None:
     threading.Event().wait(60)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
 def test_a_server_that_is_killed_loses_no_part_of_long_trajectories(table: gear.Table) -> None:
     server = start_server([str(table.name)], secret=SECRET)

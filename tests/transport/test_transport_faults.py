@@ -237,6 +237,7 @@ def test_where_the_secret_is_and_where_a_server_listens(process: ServerProcess) 
     assert not is_loopback("host")
 
 
+@pytest.mark.long
 def test_stopping_ends_a_server_that_stands_still(process: ServerProcess) -> None:
     os.kill(process.pid, signal.SIGSTOP)
     process.stop()

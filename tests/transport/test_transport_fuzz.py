@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import runpy
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from table_common import COLUMNS, named, numbers_of, rows
+from table_common import COLUMNS, named, number_of, numbers_of, rows
 from transport_common import (
     HELLO,
+    SECRET,
     WINDOWS,
     Raw,
     Serving,
@@ -29,17 +33,19 @@ from transport_common import (
 )
 
 import gear_loader as gear
+from gear_loader.errors import TableFullError
 from gear_loader.storage.operations import UNSET
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
-from gear_loader.transport import Limits, Peer, WindowSpec
+from gear_loader.transport import Limits, Peer, WindowSpec, start_server
 from gear_loader.transport.part_message import Part
 from gear_loader.transport.store_message import Store, step_places
 from gear_loader.transport.update_message import Update
-from gear_loader.transport.wire import Header, Kind, pack_text
+from gear_loader.transport.wire import Header, Kind, pack_error, pack_text
 
 FUZZ = Path(__file__).parents[1] / "fuzz" / "fuzz_wire.py"
 fuzz = runpy.run_path(str(FUZZ))
+FIRST = 10**12 + 7  # number of the first trajectory beside the nonsense
 one_input, TARGETS = fuzz["one_input"], fuzz["TARGETS"]
 
 
@@ -100,6 +106,103 @@ def test_parsers(data: st.DataObject, noise: bytes) -> None:
     piece = data.draw(st.binary(max_size=9))
     target = bytes([data.draw(st.integers(0, len(TARGETS) - 1))])
     one_input(target + whole[:at] + piece + whole[at + data.draw(st.integers(0, 9)) :])
+
+
+def mutated(chance: random.Random, data: bytes) -> bytes:
+    """A few bytes changed, removed, repeated or inserted; numbers often become those at the ends of their range."""
+    changed = bytearray(data)
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(len(changed) + 1)
+        how = chance.randrange(5)
+        if how == 0:
+            changed[at : at + 1] = chance.randbytes(1)
+        elif how == 1:
+            del changed[at : at + chance.randint(1, 9)]
+        elif how == 2:
+            changed[at:at] = changed[at : at + chance.randint(1, 32)]
+        elif how == 3:
+            changed[at:at] = chance.randbytes(chance.randint(1, 9))
+        else:
+            size = chance.choice((1, 2, 4, 8))
+            number = chance.choice((0, 1, 2**7, 2**15, 2**31, 2**63 - 1, 2**64 - 1))
+            changed[at : at + size] = (number % 256**size).to_bytes(size, "little")
+    return bytes(changed)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_million_messages_that_are_nearly_right() -> None:
+    """Requests of writers and the texts of servers, for the parsers alone."""
+    seed = int.from_bytes(os.urandom(4), "little")
+    chance = random.Random(seed)
+    schema = Schema({"number": gear.Column(torch.int64), "goal": gear.Column(torch.int8, per="trajectory")})
+    one, two = np.full(1, 5), np.array([3, 1])
+    some = np.zeros(2, dtype=np.float32)
+    stores = [
+        Store("replay", schema, two, two, some, np.array([1, 0]), again=True),
+        Store("replay", schema, one + 4, one, some[:1], one * 0, parts=2, before=4),
+    ]
+    updates = PriorityUpdates(two, two * 0, two, some)
+    samples = {
+        "parse_store": [store.bulk_bytes.to_bytes(3, "little") + store.pack() for store in stores],
+        "parse_update": [Update("replay", updates, True).pack()],
+        "parse_part": [(640).to_bytes(3, "little") + Part(5, 1, 40).pack()],
+        "parse_error": [pack_error(TableFullError("The table is full.")), pack_error(OSError("lost"))],
+    }
+    targets = {target.__name__: i for i, target in enumerate(TARGETS)}
+    whole = [(bytes([targets[name]]), each) for name, some_ in samples.items() for each in some_]
+    for number in range(1_000_000):
+        target, sample = chance.choice(whole)
+        data = target + mutated(chance, sample)
+        try:
+            one_input(data)
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}, input {number}: {data!r}") from error
+
+
+@pytest.mark.long
+def test_a_server_that_is_killed_while_it_is_sent_nonsense() -> None:
+    """What is stored by a correct client in between is there once, and the table is whole."""
+    seed = int.from_bytes(os.urandom(4), "little")
+    chance = random.Random(seed)
+    with named(max_steps=20_000, max_trajectories=4000) as table, contextlib.ExitStack() as stack:
+        name = str(table.name)
+        server = stack.enter_context(start_server([name], secret=SECRET))
+        address = server.addresses["socket"]
+        port = int(address.rpartition(":")[2])
+        url = f"gear{address.removeprefix('socket')}/{name}"
+        remote = stack.enter_context(gear.connect(url, secret=SECRET, timeout=120.0))
+        writer, whole, count = remote.writer(), requests_of(name), 0
+        for turn in range(6):
+            for _ in range(40):
+                with contextlib.suppress(OSError), Raw(address) as raw:
+                    raw.introduce(SECRET)
+                    for _ in range(chance.randint(1, 4)):
+                        sent = chance.choice(whole)
+                        head, rest = (sent[:64], mutated(chance, sent[64:] or b"-"))
+                        header = Header.parse(memoryview(head))
+                        small = min(len(rest), header.small)
+                        right = header._replace(small=small, bulk=len(rest) - small).pack()
+                        raw.socket.sendall((head if chance.random() < 0.3 else right) + rest)
+                for values in rows_of(FIRST + count):
+                    writer.append(values)
+                writer.commit()
+                count += 1
+            if turn < 5:
+                os.kill(server.pid, signal.SIGKILL)
+                server.stop()
+                server = stack.enter_context(start_server([name], port=port, secret=SECRET))
+        remote.flush()
+        trajectories = [table[int(index)] for index in table.indices()]
+        correct = [each for each in trajectories if FIRST <= int(each["number"][0]) < FIRST + count]
+        assert [number_of(each) for each in correct] == list(range(FIRST, FIRST + count)), f"seed {seed}"
+        table.check_valid()
+
+
+def rows_of(number: int) -> Iterator[dict[str, np.ndarray]]:
+    """The steps of a trajectory of three, one by one."""
+    values = {name: np.asarray(each) for name, each in rows(number, 3).items()}
+    return ({name: each[step] for name, each in values.items()} for step in range(3))
 
 
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))

@@ -48,6 +48,7 @@ print(ucxx.get_ucx_version(), sorted(path.rpartition("/")[2] for path in librari
 """
 
 
+@pytest.mark.long
 @BOTH
 def test_ucxx_and_nixl_share_a_ucx_with_verbs(tmp_path: Path) -> None:
     folder = tmp_path / "links"

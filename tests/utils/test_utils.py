@@ -8,7 +8,7 @@ import torch
 
 from gear_loader.errors import SchemaError
 from gear_loader.utils.arrays import data_address
-from gear_loader.utils.checks import device_of
+from gear_loader.utils.devices import device_of
 
 
 def test_the_current_gpu_is_named_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,132 @@
+"""A skewed random graph, and ways to sample it: ours, plain torch, PyTorch Geometric's NeighborLoader."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+import gear_loader as gear
+from benchmarks.harness import Incorrect
+
+Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # nodes, edge_index, features
+Way = Callable[[np.ndarray], Sampled]
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """edge_index: int64 [2, E]. x: float32 [N, F]."""
+
+    edge_index: torch.Tensor
+    x: torch.Tensor
+
+    @classmethod
+    def of(cls, nodes: int, degree: int, features: int, seed: int) -> Data:
+        """Targets are uniform, sources in proportion to (rank + 1) ** -0.8: a few hubs are everybody's neighbours."""
+        random = np.random.default_rng(seed)
+        weights = np.cumsum(np.arange(1, nodes + 1) ** -0.8)
+        drawn = np.searchsorted(weights, random.random(nodes * degree) * weights[-1])
+        sources = random.permutation(nodes)[np.minimum(drawn, nodes - 1)]
+        edges = np.stack([sources, random.integers(0, nodes, nodes * degree)])
+        x = random.standard_normal((nodes, features), dtype=np.float32)
+        return cls(torch.from_numpy(edges), torch.from_numpy(x))
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.x)
+
+
+def ours(data: Data, table: gear.Table, fanouts: list[int], threads: int) -> Way:
+    """`NeighborSampler` and `Features`."""
+    graph = gear.graph.Graph.from_edge_index(data.edge_index, num_nodes=data.num_nodes)
+    sampler, features = gear.graph.NeighborSampler(graph, fanouts, threads=threads), gear.Features(table, "x")
+    steps = iter(range(1 << 62))
+
+    def sample(seeds: np.ndarray) -> Sampled:
+        found = sampler.sample(seeds, step=next(steps))
+        return found.n_id, found.edge_index, features[found.n_id]
+
+    return sample
+
+
+def plain(data: Data, fanouts: list[int]) -> Way:
+    """What one writes in torch: all edges of a hop with a random key, sorted by target and key, the first few kept."""
+    graph = gear.graph.Graph.from_edge_index(data.edge_index, num_nodes=data.num_nodes)
+    indptr, indices = graph.indptr, graph.indices.long()
+    places = torch.full((data.num_nodes,), -1)
+
+    def sample(seeds: np.ndarray) -> Sampled:
+        nodes, begin = torch.from_numpy(seeds), 0
+        places[nodes] = torch.arange(len(nodes))
+        sources, targets = [], []
+        for fanout in fanouts:
+            frontier = nodes[begin:]
+            first, degree = indptr[frontier], indptr[frontier + 1] - indptr[frontier]
+            row = torch.repeat_interleave(torch.arange(len(frontier)), degree)
+            inside = torch.arange(len(row)) - torch.repeat_interleave(degree.cumsum(0) - degree, degree)
+            edge = first[row] + inside
+            order = (row + torch.rand(len(row), dtype=torch.float64)).argsort()
+            kept = inside < fanout  # a row's ranks are as many as its edges, in the same places
+            found, row = indices[edge[order[kept]]], row[kept]
+            fresh = found[places[found] < 0].unique()
+            targets.append(row + begin)
+            begin = len(nodes)
+            places[fresh] = torch.arange(begin, begin + len(fresh))
+            nodes = torch.cat((nodes, fresh))
+            sources.append(places[found])
+        places[nodes] = -1
+        return nodes, torch.stack((torch.cat(sources), torch.cat(targets))), data.x.index_select(0, nodes)
+
+    return sample
+
+
+def pyg(data: Data, fanouts: list[int]) -> Way:
+    """`NeighborLoader` of PyTorch Geometric, called for given seeds; ImportError where it or its sampler is missing."""
+    from torch_geometric.data import Data as PygData
+    from torch_geometric.loader import NeighborLoader
+
+    loader: Any = NeighborLoader(PygData(x=data.x, edge_index=data.edge_index), fanouts, batch_size=1)
+
+    def sample(seeds: np.ndarray) -> Sampled:
+        found = loader(torch.from_numpy(seeds))
+        return found.n_id, found.edge_index, found.x
+
+    return sample
+
+
+def lru_hits(reads: list[np.ndarray], capacity: int) -> int:
+    """How many reads a cache of so many rows serves that drops the row that was not read for longest."""
+    cached: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for nodes in reads:
+        for node in nodes.tolist():
+            if node in cached:
+                hits += 1
+                cached.move_to_end(node)
+            else:
+                cached[node] = None
+                if len(cached) > capacity:
+                    cached.popitem(last=False)
+    return hits
+
+
+def check(data: Data, way: Way, fanouts: list[int], seeds: np.ndarray) -> None:
+    """Raise Incorrect unless a result is a sampled neighbourhood of the seeds, with its features."""
+    nodes, edges, x = way(seeds)
+    if not np.array_equal(nodes[: len(seeds)].numpy(), seeds) or len(nodes.unique()) < len(nodes):
+        raise Incorrect("the nodes are not the seeds and others, each once")
+    if not torch.equal(x, data.x[nodes]):
+        raise Incorrect("the features are not those of the nodes")
+    size = data.num_nodes
+    known = np.unique((data.edge_index[0] * size + data.edge_index[1]).numpy())
+    drawn = (nodes[edges[0]] * size + nodes[edges[1]]).numpy()
+    if not np.isin(drawn, known).all():
+        raise Incorrect("an edge is not one of the graph")
+    degrees = torch.bincount(data.edge_index[1], minlength=size)[nodes[: len(seeds)]]
+    counts = torch.bincount(edges[1], minlength=len(nodes))[: len(seeds)]
+    if not torch.equal(counts, degrees.clamp(max=fanouts[0])):
+        raise Incorrect("a seed has not as many neighbours as the fan-out asks for")

@@ -1,0 +1,62 @@
+"""Bringing trajectories that lie on disk only back into memory."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from gear_loader.checkpoint.places import column_places
+from gear_loader.errors import StaleIndexError
+from gear_loader.native.copying import copy_rows
+from gear_loader.storage.disk import LostRowsError
+from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import Array, data_address
+
+__all__ = ["LARGEST_BYTES", "promote"]
+
+LARGEST_BYTES = 8 << 20
+"""Bytes of the largest trajectory that is brought back: it is copied under the table's lock, in about a millisecond."""
+
+
+def promote(table: Table, slots: Array) -> int:
+    """Bring trajectories back into memory as far as blocks are free; return how many. They stay on disk too.
+
+    Args:
+        table: with a disk tier.
+        slots: int64 [n], distinct. Those that are gone, in memory, or larger than `LARGEST_BYTES` are skipped.
+    """
+    arrays, schema = table.index.arrays, table.schema
+    generations, extent = arrays.generation[slots], arrays.extent[slots]
+    rows = extent[:, 0] + extent[:, 2]
+    chosen = (extent[:, 1] < 0) & (rows * schema.step_bytes + schema.trajectory_bytes <= LARGEST_BYTES)
+    slots, generations, rows = slots[chosen], generations[chosen], rows[chosen]
+    if not len(slots):
+        return 0
+    ends = np.cumsum(rows)
+    outs = {}
+    for name, column in schema.items():
+        begins = np.arange(len(slots)) if column.trajectory else ends - rows
+        count = len(slots) if column.trajectory else int(ends[-1])
+        outs[name] = np.empty(count * column.step_bytes, dtype=np.uint8), begins * column.step_bytes
+    try:
+        table.tier_reader().read(slots, generations, np.zeros_like(rows), rows, outs)
+    except LostRowsError as error:
+        table.remove_lost(error)
+        return 0
+    except StaleIndexError:
+        return 0
+    places = {name: column_places(table, name) for name in schema}
+
+    def write(i: int, ids: Array) -> None:
+        zero = np.zeros(1, dtype=np.int64)
+        for name, (out, offsets) in outs.items():
+            count = 1 if schema[name].trajectory else int(rows[i])
+            size = count * schema[name].step_bytes
+            address = data_address(out) + int(offsets[i])
+            copy_rows(address, 0, size, zero, np.array([count]), zero, ids, places[name], True)
+
+    return sum(
+        table.index.promote(slot, generation, functools.partial(write, i))
+        for i, (slot, generation) in enumerate(zip(slots.tolist(), generations.tolist(), strict=True))
+    )

@@ -1,0 +1,244 @@
+"""Moving trajectories of a full table to disk: those that are there already give their blocks back.
+
+The owner's thread (`gear_loader.checkpoint.behind`) writes trajectories as it does for every table with a disk, and
+notes in the index where each of them lies (`stored`). Spilling takes the blocks of such trajectories, those first that
+`Disk.keep` values least, until a part of the blocks is free. So writers seldom wait.
+
+Priorities change, and the oldest trajectories are consumed. So the thread also exchanges trajectories, a limited number
+of bytes a second: those that have become hot come back into memory, and cold ones leave it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+
+import numpy as np
+
+from gear_loader.checkpoint.index import Entries
+from gear_loader.checkpoint.promoting import promote
+from gear_loader.checkpoint.snapshot import Snapshot
+from gear_loader.storage.counters import (
+    DISK_FULL,
+    NUM_FREE_BLOCKS,
+    NUM_SPILLED,
+    RETIRED_BLOCKS,
+    SPILLER,
+    SPILLER_START,
+    WANTED_BLOCKS,
+)
+from gear_loader.storage.disk import Keep
+from gear_loader.storage.index import Index
+from gear_loader.storage.layout import Layout
+from gear_loader.storage.lock import process_start
+from gear_loader.storage.operations import READY, UNSET
+from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import Array
+
+__all__ = ["Spiller", "coldness", "exchange", "hottest", "note_places"]
+
+LOW, HIGH = 8, 4
+"""Spilling begins when fewer than one eighth of the blocks is free, and goes on until a quarter is."""
+BAND = 16
+"""Hysteresis: a trajectory comes back when it belongs to the hottest that fill 15/16 of what the memory keeps, and
+leaves when it does not belong to the hottest that fill all of it."""
+EXCHANGE_BYTES = 64 << 20
+"""Bytes that come back into memory in one exchange."""
+EXCHANGE_SECONDS = 1.0
+"""Seconds between two exchanges, or 20 times the duration of the last look for trajectories to exchange."""
+_SEQUENCE, _SEGMENT, _FIRST, _PLACE = range(4)  # columns of `stored`
+
+
+def coldness(keep: Keep, sequences: Array, priorities: Array) -> Array:
+    """The order in which trajectories leave the memory, int64 [n]: positions, the coldest first.
+
+    Args:
+        keep: see `gear_loader.Disk`.
+        sequences: int64 [n], order of commitment. priorities: float32 [n], -1 for one without.
+    """
+    if keep == "priority":
+        given = np.where(priorities == UNSET, np.float32(np.inf), priorities)
+        return np.lexsort((sequences, given))
+    return np.argsort(sequences if keep == "newest" else -sequences, kind="stable")
+
+
+def exchange(order: Array, inside: Array, sizes: Array, capacity: int, budget: int) -> tuple[Array, Array]:
+    """Which trajectories to bring into memory, and which to take out for them.
+
+    Args:
+        order: int64 [n], positions, the coldest first; see `coldness`.
+        inside: bool [n], which are in memory. sizes: int64 [n], of each.
+        capacity: sum of the sizes in memory. budget: most of them that change places.
+
+    Returns:
+        Positions to bring in, the hottest first, and to take out, the coldest first; int64 each.
+    """
+    hot = order[::-1]
+    before = np.cumsum(sizes[hot])
+    come = hot[(before <= capacity - capacity // BAND) & ~inside[hot]]
+    come = come[np.cumsum(sizes[come]) <= budget]
+    cold = order[::-1][before > capacity][::-1]
+    cold = cold[inside[cold]]
+    free = capacity - int(sizes[inside].sum())
+    ends = np.cumsum(sizes[cold])
+    needed = int(sizes[come].sum()) - free
+    leave = cold[: int(np.searchsorted(ends, needed)) + 1] if needed > 0 else cold[:0]
+    # What does not find room stays where it is.
+    come = come[np.cumsum(sizes[come]) <= max(0, free) + int(sizes[leave].sum())]
+    return come, leave if len(come) else leave[:0]
+
+
+def hottest(layout: Layout, entries: Entries, keep: Keep) -> Array:
+    """Which trajectories of a recovered table are read into memory, bool [n]; a part of it stays free."""
+    order = coldness(keep, entries.sequence, entries.priority)[::-1]
+    blocks = -(-entries.rows[order] // layout.block_steps)
+    inside = np.zeros(len(order), dtype=bool)
+    inside[order] = np.cumsum(blocks) <= layout.num_blocks - layout.num_blocks // HIGH
+    return inside
+
+
+def note_places(index: Index, slots: Array, entries: Entries) -> None:
+    """Note where trajectories, which are not committed yet, are on disk."""
+    index.arrays.stored[slots] = _places(entries)
+
+
+def _places(entries: Entries) -> Array:
+    """Rows of `stored`, int64 [n, 4]."""
+    return np.stack((entries.sequence + 1, entries.segment, entries.first, entries.place), axis=1)
+
+
+class Spiller:
+    """Keeps blocks of one table free.
+
+    Args:
+        index: of the table. keep: which trajectories stay in memory.
+    """
+
+    def __init__(self, index: Index, keep: Keep) -> None:
+        self._index, self._keep = index, keep
+        self._arrays = index.arrays
+        self._next = 0.0  # time of the next exchange
+
+    def announce(self, present: bool) -> None:
+        """Tell writers of all processes whether this process spills."""
+        pid = os.getpid() if present else 0
+
+        def write() -> None:
+            self._arrays.counters[SPILLER] = pid
+            self._arrays.counters[SPILLER_START] = process_start(pid) if present else 0
+            self._arrays.counters[DISK_FULL] = 0
+
+        self._index.recovery.locked(write)
+
+    def set_full(self, full: bool) -> None:
+        """Tell writers whether the disk is full."""
+        self._arrays.counters[DISK_FULL] = int(full)
+
+    def missing(self) -> int:
+        """Number of blocks to take from trajectories; 0 while enough are free. Takes no lock."""
+        counters, blocks = self._arrays.counters, self._arrays.num_blocks
+        free = int(counters[NUM_FREE_BLOCKS] + counters[RETIRED_BLOCKS])
+        wanted = int(counters[WANTED_BLOCKS])
+        if free >= max(blocks // LOW, wanted):
+            return 0
+        return max(blocks // HIGH, min(blocks, wanted + blocks // LOW)) - free
+
+    def note(self, snapshot: Snapshot, entries: Entries) -> None:
+        """Note where trajectories are on disk, after a write.
+
+        Args:
+            snapshot: trajectories of the write. entries: the same ones, on disk.
+        """
+        arrays, slots = self._arrays, snapshot.slots
+        new = _places(entries)
+        changed = np.flatnonzero((arrays.stored[slots] != new).any(axis=1))
+
+        def write() -> None:
+            live = changed[snapshot.take(changed).live(self._index)]
+            arrays.stored[slots[live]] = new[live]
+
+        self._index.recovery.locked(write)
+
+    def lost(self, segments: Collection[int]) -> tuple[Array, Array]:
+        """Slots and generations, int64 [n] each, of trajectories whose only segment a write has dropped.
+
+        It could not read them, to write them again.
+
+        Args:
+            segments: numbers of those that the manifest names.
+        """
+        arrays = self._arrays
+        generations = arrays.generation.copy()
+        spilled = (arrays.state == READY) & (arrays.extent[:, 1] < 0)
+        slots = np.flatnonzero(spilled & ~np.isin(arrays.stored[:, _SEGMENT], list(segments)))
+        return slots, generations[slots]
+
+    def is_due(self) -> bool:
+        """Whether `move` may have something to do. Takes no lock."""
+        return self.missing() > 0 or self._exchange_is_due()
+
+    def _exchange_is_due(self) -> bool:
+        # The newest stay the newest: what is added makes the others colder.
+        spilled = self._arrays.counters[NUM_SPILLED] > 0
+        return self._keep != "newest" and bool(spilled) and time.monotonic() >= self._next
+
+    def move(self, table: Table) -> int:
+        """`spill`, or exchange trajectories if no blocks are missing and it is time to.
+
+        Args:
+            table: the table, to read from.
+
+        Returns:
+            As `spill`.
+        """
+        missing = self.spill()
+        if not missing and self._exchange_is_due():
+            self._exchange(table)
+        return missing
+
+    def _exchange(self, table: Table) -> int:
+        """Bring the hottest trajectories on disk back into memory, if it keeps colder ones; return how many."""
+        arrays, now = self._arrays, time.monotonic()
+        generations, sequences = arrays.generation.copy(), arrays.sequence.copy()
+        slots = np.flatnonzero((arrays.state == READY) & (arrays.stored[:, _SEQUENCE] == sequences + 1))
+        order = coldness(self._keep, sequences[slots], arrays.priority[slots])
+        extent = arrays.extent[slots]
+        blocks = arrays.blocks_of(extent[:, 0] + extent[:, 2])
+        block_bytes = table.region.layout.block_bytes
+        total = arrays.num_blocks - arrays.num_blocks // HIGH
+        budget = max(1, EXCHANGE_BYTES // block_bytes)
+        come, leave = exchange(order, extent[:, 1] >= 0, blocks, total, budget)
+        self._next = time.monotonic() + max(EXCHANGE_SECONDS, 20 * (time.monotonic() - now))
+        if len(leave) and self._index.spill(slots[leave], generations[slots[leave]]) < 0:
+            return 0
+        return promote(table, slots[come])
+
+    def spill(self) -> int:
+        """Take the blocks of the coldest trajectories that are on disk, as many as are missing.
+
+        Returns:
+            Number of blocks that are missing still; -1 if readers hold those that were taken before.
+        """
+        missing = self.missing()
+        if not missing:
+            self._arrays.counters[WANTED_BLOCKS] = 0
+            return 0
+        arrays = self._arrays
+        generations = (
+            arrays.generation.copy()
+        )  # before the states: a slot that is reused meanwhile is skipped
+        sequences = arrays.sequence.copy()
+        inside = (arrays.state == READY) & (arrays.extent[:, 1] >= 0)
+        slots = np.flatnonzero(inside & (arrays.stored[:, _SEQUENCE] == sequences + 1))
+        slots = slots[coldness(self._keep, sequences[slots], arrays.priority[slots])]
+        count = int(np.searchsorted(np.cumsum(arrays.blocks_at(slots)), missing)) + 1
+        slots = slots[:count]
+        if not len(slots):
+            return missing
+        if self._index.spill(slots, generations[slots]) < 0:
+            return -1
+        missing = self.missing()
+        if not missing:
+            arrays.counters[WANTED_BLOCKS] = 0
+        return missing

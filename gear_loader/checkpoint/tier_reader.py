@@ -1,0 +1,356 @@
+"""Reading trajectories that lie on disk only, out of the segments of a table with a disk tier.
+
+Where a trajectory lies is in the index (`stored`), so any process of the machine that can open the files reads it. The
+reads of a batch are sorted by their place and shared by several threads. The first time that a chunk of a file is
+touched it is read whole and compared with its checksum; after that only the wanted bytes are read.
+
+The owner may rewrite a segment at any time and remove the old one two writes later. A reader that does not find a file
+looks the trajectory up again.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import errno
+import os
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from gear_loader.checkpoint.directory import Directory
+from gear_loader.checkpoint.disk_place import previous_of
+from gear_loader.checkpoint.files import read_piece
+from gear_loader.checkpoint.json_file import FileRecord
+from gear_loader.checkpoint.manifest import Manifest, Segment, read_manifest
+from gear_loader.checkpoint.names import MANIFEST_NAME, column_file, npy_header, segment_folder
+from gear_loader.errors import CheckpointError, StaleIndexError
+from gear_loader.storage.disk import LostRowsError
+from gear_loader.utils.arrays import Array
+
+if TYPE_CHECKING:
+    from gear_loader.storage.schema import Schema
+    from gear_loader.storage.table import Table
+
+__all__ = ["FileReader"]
+
+THREADS = 8
+"""Reads under way at once."""
+_ATTEMPTS = 10
+_DAMAGE = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG)
+
+
+class _File:
+    """One column of a segment.
+
+    Attributes:
+        fd: of the open file. header: bytes before the first row.
+        verified: bool [chunks], the chunks whose checksums have been compared.
+    """
+
+    def __init__(
+        self, folder: Directory, name: str, record: FileRecord, chunk_bytes: int, header: bytes
+    ) -> None:
+        self.path = folder.at(name)
+        self.record, self.chunk_bytes, self.header = record, chunk_bytes, header
+        with folder.opened(name) as (fd, info):
+            if info.st_size != record.bytes:
+                raise CheckpointError(
+                    f"{self.path} has {info.st_size:,} bytes; expected {record.bytes:,}: it was cut or changed."
+                )
+            self.fd = os.dup(fd)
+        os.set_inheritable(self.fd, False)
+        weakref.finalize(self, os.close, self.fd).atexit = False
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
+        self.verified = np.zeros(-(-record.bytes // chunk_bytes), dtype=bool)
+
+    def read(self, view: memoryview, begin: int) -> None:
+        """Fill a buffer with the bytes from `begin` on, and verify the chunks that were not verified before.
+
+        Raises:
+            CheckpointError: a chunk is damaged. OSError: it cannot be read.
+        """
+        size, end = self.chunk_bytes, begin + len(view)
+        first, last = begin // size, (end - 1) // size
+        if self.verified[first : last + 1].all():
+            read_piece(self.fd, self.path, view, begin)
+            return
+        for chunk in range(first, last + 1):
+            low, high = max(begin, chunk * size), min(end, (chunk + 1) * size)
+            if self.verified[chunk]:
+                read_piece(self.fd, self.path, view[low - begin : high - begin], low)
+            else:
+                data = self._verify(chunk)
+                view[low - begin : high - begin] = data[low - chunk * size : high - chunk * size]
+
+    def _verify(self, chunk: int) -> memoryview:
+        start = chunk * self.chunk_bytes
+        data = memoryview(bytearray(min(self.chunk_bytes, self.record.bytes - start)))
+        read_piece(self.fd, self.path, data, start)
+        found, expected = xxhash.xxh3_64_hexdigest(data), self.record.chunks[16 * chunk : 16 * chunk + 16]
+        if found != expected:
+            raise CheckpointError(
+                f"{self.path} is damaged: the checksum of the {len(data):,} bytes from {start:,} on is {found}, "
+                f"expected {expected}."
+            )
+        if (
+            start < len(self.header)
+            and data[: len(self.header) - start] != self.header[start : start + len(data)]
+        ):
+            raise CheckpointError(f"{self.path} has another header than {self.header.strip()!r}.")
+        self.verified[chunk] = True
+        return data
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """An open segment: its columns' files, opened when they are first read."""
+
+    segment: Segment
+    files: dict[str, _File] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """Rows of one trajectory in one column: the file's bytes from `begin` on go to `view`."""
+
+    place: int  # position in the request
+    file: _File
+    begin: int
+    view: memoryview
+
+
+class FileReader:
+    """Reads rows of a table's trajectories from its segments; see `gear_loader.storage.disk.TierReader`.
+
+    Several threads may use it. A forked child opens the files by itself.
+
+    Args:
+        table: with a disk tier.
+    """
+
+    def __init__(self, table: Table) -> None:
+        assert table.region.layout.tier is not None
+        self._table = weakref.ref(table)
+        self._schema: Schema = table.schema
+        self._path = table.region.layout.tier.path
+        self._mutex = threading.Lock()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._manifest: tuple[int, int] = (0, 0)  # inode and time of the one that was read
+        self._segments: dict[int, _Opened] = {}
+        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+
+    def read(
+        self,
+        slots: Array,
+        generations: Array,
+        first: Array,
+        counts: Array,
+        outs: Mapping[str, tuple[Array, Array]],
+    ) -> None:
+        """See `gear_loader.storage.disk.TierReader.read`."""
+        if self._pid != os.getpid():
+            self._mutex = threading.Lock()  # the parent's may be held
+            self._reset()
+        places, same = self._look_up(slots, generations), False
+        for _ in range(_ATTEMPTS):
+            try:
+                reads, failed = self._plan(places, first, counts, outs, missing_ok=same)
+                break
+            except FileNotFoundError:
+                before, places = places, self._look_up(slots, generations)
+                same = bool((before == places).all())
+        else:
+            raise CheckpointError(
+                f"{self._path} was rewritten during each of {_ATTEMPTS} attempts to read from it."
+            )
+        failed.update(self._run(reads))
+        if failed:
+            cause = failed[min(failed)]
+            raise self._lost(failed, slots, generations) from cause
+
+    # ---------------------------------------------------------------- where the rows are
+
+    def _look_up(self, slots: Array, generations: Array) -> Array:
+        """Segment, first row, and position in the segment of each trajectory, int64 [n, 3].
+
+        Raises:
+            StaleIndexError: a trajectory was evicted or removed, and its index reused.
+        """
+        table = self._table()
+        assert table is not None
+        index, arrays = table.index, table.index.arrays
+
+        def look() -> Array:
+            found = arrays.stored[slots]
+            gone = (arrays.generation[slots] != generations) | (found[:, 0] != arrays.sequence[slots] + 1)
+            if gone.any():
+                raise StaleIndexError(
+                    f"{int(gone.sum())} of {len(slots)} trajectories were evicted or removed before they were read "
+                    f"from {self._path}; the first is index {slots[gone][0]}."
+                )
+            places: Array = found[:, 1:]
+            return places
+
+        return index.recovery.locked(look)
+
+    def _opened(self, numbers: Array) -> dict[int, _Opened]:
+        """The segments with some numbers, of those that the manifests name. The caller holds the mutex.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        with self._directory() as directory:
+            info = directory.info(MANIFEST_NAME)
+            if self._manifest != (info.st_ino, info.st_mtime_ns):
+                named: dict[int, Segment] = {}
+                manifests: list[Manifest | None] = [previous_of(directory), read_manifest(directory)]
+                for manifest in manifests:
+                    if manifest is not None and manifest.schema.to_json() == self._schema.to_json():
+                        named.update((segment.number, segment) for segment in manifest.segments)
+                kept = self._segments
+                self._segments = {
+                    number: kept[number]
+                    if number in kept and kept[number].segment == segment
+                    else _Opened(segment)
+                    for number, segment in named.items()
+                }
+                self._manifest = info.st_ino, info.st_mtime_ns
+        return {number: self._segments[number] for number in numbers.tolist() if number in self._segments}
+
+    def _directory(self) -> Directory:
+        """Open the directory. Raises CheckpointError."""
+        try:
+            return Directory.open(self._path)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._path} cannot be opened: {error}. Trajectories of the table lie there only; this process must "
+                "be able to read them."
+            ) from error
+
+    def _file(self, opened: _Opened, name: str) -> _File:
+        """The open file of a column. The caller holds the mutex."""
+        if name not in opened.files:
+            segment, column = opened.segment, self._schema[name]
+            header = npy_header(column.dtype_name, segment.rows(column), column.shape)
+            with self._directory() as directory, directory.child(segment_folder(segment.number)) as folder:
+                opened.files[name] = _File(
+                    folder, column_file(name), segment.files[name], segment.chunk_bytes, header
+                )
+        return opened.files[name]
+
+    def _plan(
+        self,
+        places: Array,
+        first: Array,
+        counts: Array,
+        outs: Mapping[str, tuple[Array, Array]],
+        *,
+        missing_ok: bool,
+    ) -> tuple[list[_Read], dict[int, Exception]]:
+        """The reads of a request in order of their places, and errors of files by position in the request.
+
+        Args:
+            missing_ok: whether files that do not exist are such errors, and not raised.
+
+        Raises:
+            FileNotFoundError: a file does not exist. CheckpointError: files cannot be opened.
+        """
+        reads: list[_Read] = []
+        failed: dict[int, Exception] = {}
+        numbers = np.unique(places[:, 0])
+        files: dict[tuple[int, str], _File | Exception] = {}
+        with self._mutex:
+            opened = self._opened(numbers)
+            for number in numbers.tolist():
+                for name in outs:
+                    try:
+                        if number not in opened:
+                            raise FileNotFoundError(f"the manifest of {self._path} names no segment {number}")
+                        files[number, name] = self._file(opened[number], name)
+                    except (CheckpointError, OSError) as error:
+                        missing = isinstance(error, FileNotFoundError)
+                        if missing and not missing_ok:
+                            raise
+                        if not missing:
+                            _check_damage(error)
+                        files[number, name] = error
+        for name, (out, offsets) in outs.items():
+            column = self._schema[name]
+            size, view = column.step_bytes, out.data
+            rows = places[:, 2] if column.trajectory else places[:, 1] + first
+            taken = np.ones_like(counts) if column.trajectory else counts
+            for i, (number, row, count, offset) in enumerate(
+                zip(places[:, 0].tolist(), rows.tolist(), taken.tolist(), offsets.tolist(), strict=True)
+            ):
+                file = files[number, name]
+                if isinstance(file, Exception):
+                    failed[i] = file
+                elif count:
+                    begin = len(file.header) + row * size
+                    reads.append(_Read(i, file, begin, view[offset : offset + count * size]))
+        reads.sort(key=lambda read: (read.file.path, read.begin))
+        return reads, failed
+
+    # ---------------------------------------------------------------- reading
+
+    def _run(self, reads: list[_Read]) -> dict[int, Exception]:
+        """Make the reads; return errors by position in the request."""
+        if len(reads) < 2:
+            return _read_all(reads)
+        with self._mutex:
+            if self._pool is None:
+                self._pool = concurrent.futures.ThreadPoolExecutor(
+                    THREADS, thread_name_prefix="gear-loader-tier"
+                )
+            pool = self._pool
+        # Every eighth read in order: neighbours in a file are read at about the same time, and a large column by all.
+        futures = [pool.submit(_read_all, reads[i::THREADS]) for i in range(min(THREADS, len(reads)))]
+        concurrent.futures.wait(
+            futures
+        )  # also of those whose error is raised first: they write into the buffers
+        failed: dict[int, Exception] = {}
+        for future in futures:
+            failed.update(future.result())
+        return failed
+
+    def _lost(self, failed: Mapping[int, Exception], slots: Array, generations: Array) -> LostRowsError:
+        table = self._table()
+        assert table is not None
+        which = np.array(sorted(failed), dtype=np.int64)
+        trajectory = int(table.ids(slots[which[:1]])[0])
+        return LostRowsError(
+            f"Trajectory {trajectory} cannot be read: {failed[int(which[0])]}",
+            slots[which],
+            generations[which],
+        )
+
+
+def _read_all(reads: list[_Read]) -> dict[int, Exception]:
+    """Make reads one after another; return errors by position in the request."""
+    failed: dict[int, Exception] = {}
+    for read in reads:
+        try:
+            read.file.read(read.view, read.begin)
+        except (CheckpointError, OSError) as error:
+            _check_damage(error)
+            failed[read.place] = error
+    return failed
+
+
+def _check_damage(error: Exception) -> None:
+    """Raise CheckpointError unless an error says that data are lost: others, such as missing rights, may pass."""
+    if isinstance(error, CheckpointError) and not isinstance(error.__cause__, OSError):
+        return
+    if isinstance(error, OSError) and error.errno in _DAMAGE:
+        return
+    raise CheckpointError(f"{error}. Trajectories of the table lie there only, and stay in it.") from error

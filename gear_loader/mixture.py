@@ -1,0 +1,348 @@
+"""`Mixture`: batches whose rows come from several datasets in given shares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from gear_loader.collection.batches import Batch, loader_error, refuse
+from gear_loader.dataset import ReplayDataset
+from gear_loader.errors import SchemaError
+from gear_loader.iteration import Position
+from gear_loader.selection.random import uniforms
+from gear_loader.utils.arrays import Array
+from gear_loader.utils.checks import at_least, integer
+
+__all__ = ["Mixture"]
+
+_ROWS = 0x6D697874  # random number stream of the sources of rows
+Schedule = Callable[[int], Mapping[str, float]]
+
+
+class Mixture(IterableDataset[Batch]):
+    """Batches with rows of several datasets, in given shares: offline data and online data, say.
+
+    ``Mixture({"offline": (a, 0.5), "online": (b, 0.5)}, batch_size=256)``. Each dataset draws its rows by its own
+    selector. A batch has their rows one after another, in the order of the mapping, in new memory, and ``source``,
+    int64 ``[B]``: the number of each row's dataset. ``index`` and ``generation`` are of the row's table;
+    ``priority_weight`` is 1 in rows of a selector that does not weigh.
+
+    Iterate it, or use ``DataLoader(mixture, batch_size=None)``. Batch number, seed and options determine the shares and
+    all draws, whatever the number of workers. Rows are drawn by `ReplayDataset.sample`, so `prefetch` of the datasets
+    has no effect; other calls of their `sample` would change the order.
+
+    Args:
+        sources: name -> (dataset, share). Shares are positive, or 0, and are divided by their sum. The datasets have
+            the same windows, layout and device, and a `batch_size`, which only `ReplayDataset.sample` uses.
+        batch_size: rows of a batch, on each rank.
+        batches_per_epoch: batches of an epoch on each rank, and all its workers together.
+        shares: ``"exact"``: every batch has each share of its rows, to less than one row, and over all batches so far
+            too. ``"expected"``: the dataset of each row is random, with the shares as probabilities.
+        schedule: function of the number of batches so far (over all epochs) that returns name -> share, for every
+            source; in place of the shares in `sources`.
+        seed: seed of ``"expected"``.
+
+    Raises:
+        SchemaError: invalid options, or datasets that do not fit together.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, tuple[ReplayDataset, float]],
+        *,
+        batch_size: int,
+        batches_per_epoch: int,
+        shares: Literal["exact", "expected"] = "exact",
+        schedule: Schedule | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.sources = _checked_sources(sources)
+        self.batch_size = at_least("batch_size", batch_size)
+        self.batches_per_epoch = at_least("batches_per_epoch", batches_per_epoch)
+        if shares not in ("exact", "expected"):
+            raise SchemaError(f"shares is {shares!r}; expected 'exact' or 'expected'.")
+        if schedule is not None and not callable(schedule):
+            raise SchemaError(
+                f"schedule is {schedule!r}; expected a function of the number of batches, or None."
+            )
+        self.shares: Literal["exact", "expected"] = shares
+        self.schedule = schedule
+        self.seed = integer("seed", seed)
+        self._fixed = _normalized({name: share for name, (_, share) in sources.items()}, list(sources))
+        self._position = Position()
+        # Number of the next batch, rows that each source has given before, and the sum of its exact shares until then.
+        self._counted = 0, np.zeros(len(sources), dtype=np.int64), np.zeros(len(sources))
+
+    # ---------------------------------------------------------------- shares
+
+    def counts(self, number: int) -> dict[str, int]:
+        """Rows of each source in batch `number`, over all epochs.
+
+        Raises:
+            SchemaError: the schedule returned other names, or invalid shares.
+        """
+        self._count_until(number)
+        return dict(zip(self.sources, self._rows(number).tolist(), strict=True))
+
+    def _count_until(self, number: int) -> None:
+        """Count the rows of the batches before `number`."""
+        if number < self._counted[0]:
+            self._counted = 0, np.zeros(len(self.sources), dtype=np.int64), np.zeros(len(self.sources))
+        while self._counted[0] < number:
+            rows = self._rows(self._counted[0])
+            before, given, due = self._counted
+            self._counted = before + 1, given + rows, due + self._shares_at(before) * self.batch_size
+
+    def _rows(self, number: int) -> Array:
+        """Rows of each source in the batch after those that are counted, int64 [sources]."""
+        shares, size = self._shares_at(number), self.batch_size
+        if self.shares == "expected":
+            drawn = uniforms(size, seed=self.seed, stream=_ROWS, epoch=0, step=number)
+            which = np.minimum(np.searchsorted(np.cumsum(shares), drawn, side="right"), len(shares) - 1)
+            rows: Array = np.bincount(which, minlength=len(shares)).astype(np.int64)
+            return rows
+        _, given, due = self._counted
+        wanted = np.maximum(due + shares * size - given, 0)
+        wanted[shares == 0] = 0
+        return _rounded(wanted, size)
+
+    def _shares_at(self, number: int) -> Array:
+        if self.schedule is None:
+            return self._fixed
+        return _normalized(self.schedule(number), list(self.sources))
+
+    # ---------------------------------------------------------------- iteration
+
+    def __len__(self) -> int:
+        """Batches of an epoch on this rank."""
+        return self.batches_per_epoch
+
+    def __iter__(self) -> Iterator[Batch]:
+        info = get_worker_info()
+        number, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        for dataset in self.sources.values():
+            dataset.check_worker(number, info is not None)
+        error = loader_error(self, tensordicts=False)
+        if error is not None:
+            return refuse(error)
+        self._position.current = self._position.next()
+        return self._iterate(number, workers, in_worker=info is not None)
+
+    def _iterate(self, number: int, workers: int, *, in_worker: bool) -> Iterator[Batch]:
+        lock = next(iter(self.sources.values())).table.region.lock
+        epoch, before, step = self._position.begin(lock.run)
+        while (place := before + number + workers * step) < self.batches_per_epoch:
+            batch = self._batch(epoch * self.batches_per_epoch + place)
+            step += 1
+            self._position.delivered(epoch, before, step)
+            yield batch
+        if not in_worker:
+            self._position.end(epoch)
+
+    def _batch(self, number: int) -> Batch:
+        """Batch `number` over all epochs."""
+        self._count_until(number)
+        rows, given = self._rows(number), self._counted[1]
+        parts, which = [], []
+        for place, dataset in enumerate(self.sources.values()):
+            count = int(rows[place])
+            if count:
+                dataset.seek_sample(number, int(given[place]))
+                parts.append(_drawn(dataset, count))
+                which.append(torch.full((count,), place, dtype=torch.int64, device="cpu"))
+        batch = joined(parts)
+        if any(dataset.selector.weighs for dataset in self.sources.values()):
+            batch.setdefault("priority_weight", torch.ones_like(batch["index"], dtype=torch.float32))
+        batch["source"] = torch.cat(which).to(batch["index"].device)
+        return batch
+
+    # ---------------------------------------------------------------- priorities and state
+
+    def update_priority(self, batch: Mapping[str, Any], priority: Any) -> None:
+        """Set the priorities of a batch's rows in the datasets that draw by priority; others are left out.
+
+        Args:
+            batch: from this mixture. priority: numbers [B], as for `ReplayDataset.update_priority`.
+
+        Raises:
+            As `ReplayDataset.update_priority`, for each dataset in turn.
+        """
+        values = torch.as_tensor(priority, device=None if torch.is_tensor(priority) else "cpu").detach()
+        if "source" not in batch or values.shape != batch["source"].shape:
+            raise SchemaError(
+                f"priority has shape {list(values.shape)}; expected one number for each row of a batch of this "
+                "mixture. Nothing was changed."
+            )
+        for place, dataset in enumerate(self.sources.values()):
+            if not dataset.draws_by_priority:
+                continue
+            rows = (batch["source"] == place).to(values.device)
+            if bool(rows.any()):
+                here = rows.to(batch["index"].device)
+                names = {"generation": batch["generation"][here]}
+                if dataset.selector.unit == "step":
+                    names["anchor"] = batch["anchor"][here]
+                dataset.update_priority(batch["index"][here], values[rows], **names)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of iteration, and the states of the datasets, with their priorities."""
+        return {
+            **self._position.state_dict(),
+            "config": self._config(),
+            "sources": {name: dataset.state_dict() for name, dataset in self.sources.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from `state`: the next iteration yields the batch after the last one delivered before it was taken.
+
+        Raises:
+            SchemaError: an invalid state, or one of a mixture with other options or datasets.
+        """
+        if not isinstance(state, Mapping) or not isinstance(state.get("sources"), Mapping):
+            raise SchemaError(f"The state is {state!r}; expected a state_dict() of a Mixture.")
+        if state.get("config") != self._config():
+            raise SchemaError(
+                f"The state belongs to a mixture with the options {state.get('config')}; these are {self._config()}. "
+                "Batches would not continue; make the mixture with the saved options."
+            )
+        values = Position.check_state(state)
+        for name, dataset in self.sources.items():
+            dataset.load_state_dict(state["sources"][name])
+        self._position.load_state_dict(values)
+
+    def _config(self) -> dict[str, Any]:
+        schedule = self.schedule
+        return {
+            "sources": list(self.sources),
+            "fixed": self._fixed.tolist(),
+            "batch_size": self.batch_size,
+            "batches_per_epoch": self.batches_per_epoch,
+            "shares": self.shares,
+            "schedule": None
+            if schedule is None
+            else getattr(schedule, "__qualname__", type(schedule).__qualname__),
+            "seed": self.seed,
+        }
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_counted"):
+            return "<Mixture, not opened>"
+        shares = ", ".join(
+            f"{name}: {share:g}" for name, share in zip(self.sources, self._fixed, strict=True)
+        )
+        when = "" if self.schedule is None else " at first, then by a schedule"
+        return f"<Mixture of {self.batch_size:,} rows, {self.shares} shares {shares}{when}>"
+
+
+def _checked_sources(sources: Any) -> dict[str, ReplayDataset]:
+    """Name -> dataset, of valid sources."""
+    fits = isinstance(sources, Mapping) and len(sources) > 0
+    fits = fits and all(
+        isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], ReplayDataset)
+        for each in sources.values()
+    )
+    if not fits:
+        raise SchemaError(f"sources is {sources!r}; expected a mapping of name to (ReplayDataset, share).")
+    datasets = {str(name): dataset for name, (dataset, _) in sources.items()}
+    first_name, first = next(iter(datasets.items()))
+    for name, dataset in datasets.items():
+        if dataset.batch_size == 0 or dataset.shards is not None or dataset.output != "dict":
+            raise SchemaError(
+                f"Source {name!r} has max_steps, Shards or output='tensordict'; expected a ReplayDataset of a Table "
+                "with batch_size that yields dicts."
+            )
+        if dataset.layout == "jagged" or dataset.groups is not None:
+            raise SchemaError(
+                f"Source {name!r} has layout='jagged' or groups; expected layout='padded' or 'packed' and single rows."
+            )
+        for what in ("layout", "device", "windows"):
+            mine, other = getattr(dataset, what), getattr(first, what)
+            if mine != other:
+                raise SchemaError(
+                    f"Sources {first_name!r} and {name!r} have {what} {other!r} and {mine!r}; expected the same."
+                )
+        for window, (one, other) in _dtypes(first, dataset).items():
+            if one != other:
+                raise SchemaError(
+                    f"Sources {first_name!r} and {name!r} have column {window!r} of {one} and {other}; expected "
+                    "the same."
+                )
+    if len({id(dataset) for dataset in datasets.values()}) != len(datasets):
+        raise SchemaError("A dataset is two sources; expected distinct ones.")
+    return datasets
+
+
+def _dtypes(one: ReplayDataset, other: ReplayDataset) -> dict[str, tuple[Any, Any]]:
+    """Dtype and shape of the column of each window in two datasets."""
+    found = {}
+    for name, window in one.windows.items():
+        column = getattr(window, "column", None) or name
+        each = [dataset.table.schema.get(column) for dataset in (one, other)]
+        found[name] = tuple(None if part is None else (part.dtype, part.shape) for part in each)
+    return found  # type: ignore[return-value]
+
+
+def _normalized(shares: Any, names: list[str]) -> Array:
+    """Shares in the order of `names`, float64 [n], with the sum 1."""
+    if not isinstance(shares, Mapping) or set(shares) != set(names):
+        raise SchemaError(f"The shares are {shares!r}; expected a number for each of {names}.")
+    for name in names:
+        share = shares[name]
+        fits = isinstance(share, (int, float, np.integer, np.floating)) and not isinstance(share, bool)
+        if not fits or not math.isfinite(share) or share < 0:
+            raise SchemaError(f"The share of {name!r} is {share!r}; expected a finite number of at least 0.")
+    values = np.array([float(shares[name]) for name in names])
+    if values.sum() <= 0:
+        raise SchemaError(f"The shares are {dict(shares)}; expected at least one above 0.")
+    normalized: Array = values / values.sum()
+    return normalized
+
+
+def _rounded(wanted: Array, total: int) -> Array:
+    """Integers with the sum `total`, from numbers whose sum is about that, by largest remainders; ties by order."""
+    scaled = wanted * (total / wanted.sum())
+    # A share such as 1/3 is not exact: what is a whole number but for that stays one.
+    rows = np.floor(scaled + 1e-9)
+    rest = int(total - rows.sum())
+    rows[np.argsort(-(scaled - rows), kind="stable")[:rest]] += 1
+    result: Array = rows.astype(np.int64)
+    return result
+
+
+def _drawn(dataset: ReplayDataset, count: int) -> Batch:
+    """A batch of `count` rows; a pass over all items may end inside."""
+    parts: list[Batch] = []
+    have = 0
+    while have < count:
+        batch = dataset.sample(count - have)
+        have += len(batch["index"])
+        parts.append(batch)
+    return joined(parts) if len(parts) > 1 else parts[0]
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> Batch:
+    """The rows of several batches, one after another, in new memory; padded ones, or packed ones."""
+    keys = dict.fromkeys(key for part in parts for key in part)
+    batch = Batch()
+    for key in keys:
+        if key == "max_seqlen":
+            batch[key] = max(part[key] for part in parts)
+        elif key == "cu_seqlens":
+            sizes = torch.cat([part[key].diff() for part in parts])
+            batch[key] = torch.cat((sizes.new_zeros(1), sizes.cumsum(0, dtype=sizes.dtype)))
+        elif key == "priority_weight":
+            batch[key] = torch.cat(
+                [
+                    part[key] if key in part else torch.ones_like(part["index"], dtype=torch.float32)
+                    for part in parts
+                ]
+            )
+        else:
+            values = [part[key] for part in parts]
+            batch[key] = dict(joined(values)) if isinstance(values[0], Mapping) else torch.cat(values)
+    return batch

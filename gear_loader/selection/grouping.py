@@ -1,0 +1,158 @@
+"""Groups of trajectories that are drawn together: the answers to one prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from gear_loader.errors import SchemaError
+from gear_loader.storage.reader import Snapshot
+from gear_loader.storage.schema import Schema
+from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import Array
+from gear_loader.utils.checks import at_least
+
+__all__ = ["GroupPriority", "Grouping", "Groups", "expired_members", "form_groups"]
+
+GroupPriority = Literal["max", "mean"]
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouping:
+    """The options of groups.
+
+    Attributes:
+        column: integer column per trajectory; trajectories with the same value are a group.
+        size: trajectories of a complete group.
+        priority: of a group, from those of its members.
+        varies: column per trajectory; groups in which all members have the same value are left out. None for no such.
+        max_age: seconds after which an incomplete group is removed from the table. None for no limit.
+    """
+
+    column: str
+    size: int
+    priority: GroupPriority = "max"
+    varies: str | None = None
+    max_age: float | None = None
+
+    @classmethod
+    def of(
+        cls, schema: Schema, column: Any, size: Any, priority: Any, varies: Any, max_age: float | None
+    ) -> Grouping:
+        """Check the options against the columns of a table.
+
+        Raises:
+            SchemaError: an option is invalid.
+        """
+        at_least("group_size", size)
+        if priority not in ("max", "mean"):
+            raise SchemaError(f"group_priority is {priority!r}; expected 'max' or 'mean'.")
+        fits = column in schema.per_trajectory and schema[column].dtype in _INTEGERS
+        if not fits or schema[column].shape != () or schema[column].late:
+            raise SchemaError(
+                f"group is {column!r}; expected the name of an integer column with per='trajectory', shape () and "
+                f"without late; the table has {dict(schema.per_trajectory)}."
+            )
+        if varies is not None and varies not in schema.per_trajectory:
+            raise SchemaError(
+                f"group_varies is {varies!r}; expected the name of a column with per='trajectory': "
+                f"{list(schema.per_trajectory)}."
+            )
+        return cls(column, int(size), priority, varies, max_age)
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """The complete groups among some trajectories, in order of their last members.
+
+    Attributes:
+        version: of the index.
+        slots, lengths, generations: int64 [G, size], members in order of commitment.
+        leaders: the first members, for selectors.
+        constant: number of complete groups that were left out, because their members do not vary.
+        incomplete: int64 [m], positions of the trajectories that are in no complete group.
+    """
+
+    version: int
+    slots: Array
+    lengths: Array
+    generations: Array
+    leaders: Snapshot
+    constant: int
+    incomplete: Array
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all members."""
+        return int(self.lengths.sum())
+
+
+def trajectory_values(table: Table, name: str, slots: Array) -> torch.Tensor:
+    """Values of a column per trajectory, ``[n, *shape]``, of slots (int64 [n]), under a read ticket."""
+    column, arrays = table.schema[name], table.index.arrays
+    blocks = arrays.ids_at(arrays.extent[slots, 1])
+    data = np.ascontiguousarray(table.region.column(name)[blocks, 0])
+    return torch.from_numpy(data.reshape(-1)).view(column.dtype).reshape(len(slots), *column.shape)
+
+
+def form_groups(table: Table, view: Snapshot, grouping: Grouping) -> Groups:
+    """The complete groups among the trajectories of a snapshot, under a read ticket.
+
+    Raises:
+        SchemaError: more trajectories than `size` have the same value.
+    """
+    size = grouping.size
+    values = trajectory_values(table, grouping.column, view.slots).numpy()
+    names, counts = np.unique(values, return_counts=True)
+    if len(counts) and counts.max() > size:
+        worst = int(counts.argmax())
+        raise SchemaError(
+            f"{counts[worst]} trajectories have {grouping.column!r} {names[worst]}; expected at most {size}. "
+            "Give each group a number of its own, also if a prompt comes again."
+        )
+    order = np.argsort(values, kind="stable")  # by group, members in order of commitment
+    starts = np.cumsum(counts) - counts
+    complete = counts == size
+    members = order[starts[complete][:, None] + np.arange(size)]
+    incomplete = order[np.repeat(~complete, counts)]
+    constant = 0
+    if grouping.varies is not None and len(members):
+        found = trajectory_values(table, grouping.varies, view.slots[members.reshape(-1)])
+        found = found.reshape(len(members), size, -1)
+        varies = (found != found[:, :1]).flatten(1).any(1).numpy()
+        constant = int((~varies).sum())
+        members = members[varies]
+    members = members[np.argsort(members[:, -1], kind="stable")]
+    return Groups(
+        view.version,
+        view.slots[members],
+        view.lengths[members],
+        view.generations[members],
+        view.take(members[:, 0]),
+        constant,
+        incomplete,
+    )
+
+
+def expired_members(table: Table, everything: Snapshot, grouping: Grouping, max_age: float) -> Array:
+    """Slots, int64 [n], of the trajectories of incomplete groups whose newest is older than `max_age` seconds.
+
+    Args:
+        everything: all trajectories of the table, under a read ticket. What is not filled is a member too.
+    """
+    alone = dataclasses.replace(grouping, varies=None)
+    places = form_groups(table, everything, alone).incomplete
+    slots = everything.slots[places]
+    _, which = np.unique(trajectory_values(table, grouping.column, slots).numpy(), return_inverse=True)
+    ages = table.reader().ages(slots, everything.sequences[places])[1] / 1e9
+    youngest = np.full(len(slots), np.inf)
+    np.minimum.at(youngest, which, ages)
+    expired: Array = slots[youngest[which] > max_age]
+    return expired

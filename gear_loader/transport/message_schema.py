@@ -1,0 +1,69 @@
+"""Schemas in messages, and how their data are aligned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gear_loader.errors import SchemaError, TransportError
+from gear_loader.storage.schema import Schema
+
+__all__ = [
+    "ALIGNMENT",
+    "MAX_COLUMNS",
+    "MAX_ROW_BYTES",
+    "MAX_SPEC_BYTES",
+    "kind_of",
+    "read_schema",
+    "round_up",
+    "shown",
+]
+
+ALIGNMENT = 128
+"""Bytes to which pieces are aligned: a cache line of a GPU."""
+MAX_SPEC_BYTES = 1 << 20
+"""Most bytes of a spec, or of a schema, as JSON."""
+MAX_COLUMNS = 4096
+MAX_ROW_BYTES = 1 << 40
+_MAX_NAME = 1024  # characters of a column's name
+
+
+def round_up(count: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def read_schema(rows: Any) -> Schema:
+    """Validate the JSON of a schema from an untrusted source.
+
+    Raises:
+        TransportError: invalid schema; the message names the column.
+    """
+    if not isinstance(rows, list) or not 1 <= len(rows) <= MAX_COLUMNS:
+        raise TransportError(
+            f"A schema has {kind_of(rows)} as columns; expected a list of 1 to {MAX_COLUMNS:,}."
+        )
+    try:
+        schema = Schema.from_json(rows)
+    except SchemaError as error:
+        raise TransportError(f"A schema's columns: {shown(str(error))}") from None
+    for name, column in schema.items():
+        if len(name) > _MAX_NAME or column.step_bytes >= MAX_ROW_BYTES:
+            raise TransportError(
+                f"A schema has the column {shown(name)} with {column.step_bytes:,} bytes a step; expected a name of "
+                f"at most {_MAX_NAME:,} characters and less than {MAX_ROW_BYTES:,} bytes."
+            )
+    return schema
+
+
+def kind_of(value: Any) -> str:
+    """A value from an untrusted source in an error: its type and size, or itself."""
+    if isinstance(value, (list, dict)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return shown(value)
+
+
+def shown(value: Any) -> str:
+    """A value from an untrusted source in an error: printable, and not too long."""
+    text = value if isinstance(value, str) else repr(value)
+    text = ascii(text)[1:-1] if not text.isprintable() or not text.isascii() else text
+    return text if len(text) <= 200 else text[:197] + "..."

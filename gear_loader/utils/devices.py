@@ -1,0 +1,39 @@
+"""Checks of the option `device`."""
+
+from __future__ import annotations
+
+import torch
+
+from gear_loader.errors import SchemaError
+
+__all__ = ["check_device", "device_of"]
+
+
+def check_device(device: str | torch.device) -> None:
+    """Raise SchemaError if this is not a device name. Does not initialize CUDA."""
+    _named_device(device)
+
+
+def _named_device(device: str | torch.device) -> torch.device:
+    try:
+        chosen = torch.device("cpu" if device == "auto" else device)
+    except (RuntimeError, TypeError):
+        chosen = None
+    if chosen is None or chosen.type not in ("cpu", "cuda"):
+        raise SchemaError(f"device is {device!r}; expected 'auto', 'cpu' or a CUDA device.")
+    return chosen
+
+
+def device_of(device: str | torch.device) -> torch.device:
+    """Resolve ``"auto"``, a name or a torch device to a device; SchemaError if it does not exist."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = _named_device(device)
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise SchemaError(
+                f"device is {device!r}, but torch sees no CUDA device; use device='cpu' or 'auto'."
+            )
+        if chosen.index is None:
+            chosen = torch.device("cuda", torch.cuda.current_device())
+    return chosen

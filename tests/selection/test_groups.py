@@ -1,0 +1,255 @@
+"""Groups that are drawn whole, against a plain dict of what is complete."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dataset_common import chi_square, chi_square_limit
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gear_loader as gear
+from gear_loader.errors import SchemaError, TableEmptyError
+
+COLUMNS = {
+    "token": gear.Column(torch.int32),
+    "prompt": gear.Column(torch.int64, per="trajectory"),
+    "number": gear.Column(torch.int32, per="trajectory"),
+    "reward": gear.Column(torch.float32, per="trajectory", late=True),
+}
+SIZE = 3
+ONCE = gear.Uniform(replacement=False)
+
+
+def make(**options: Any) -> gear.Table:
+    sizes = {"max_steps": 600, "max_trajectories": 60, "block_steps": 4, "timeout": 0.01}
+    return gear.Table.create(COLUMNS, **{**sizes, **options})
+
+
+def add(table: gear.Table, prompt: int, number: int, length: int = 4, **options: Any) -> int:
+    steps = {"token": torch.full((length,), number, dtype=torch.int32), "prompt": prompt, "number": number}
+    return table.add(steps, **options)
+
+
+def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
+    given: dict[str, Any] = {
+        "windows": {"token": gear.Window(2), "prompt": None, "number": None},
+        "batch_size": 2 * SIZE,
+        "device": "cpu",
+        "prefetch": 0,
+        "group": "prompt",
+        "group_size": SIZE,
+        **options,
+    }
+    return gear.ReplayDataset(table, **given)
+
+
+def groups_of(batches: Iterable[Any]) -> list[tuple[int, tuple[int, ...]]]:
+    """Prompt and numbers of each group, whose rows lie one after another."""
+    found = []
+    for batch in batches:
+        prompts, numbers = batch["prompt"].reshape(-1, SIZE), batch["number"].reshape(-1, SIZE)
+        assert (prompts == prompts[:, :1]).all()
+        found += list(zip(prompts[:, 0].tolist(), map(tuple, numbers.tolist()), strict=True))
+    return found
+
+
+SELECTORS = [gear.Uniform(), ONCE, gear.Fifo(), gear.Lifo(), gear.Prioritized(), gear.TopK()]
+
+
+@given(
+    acts=st.lists(st.tuples(st.sampled_from("aaaafr"), st.integers(0, 9)), max_size=60),
+    selector=st.sampled_from(SELECTORS),
+    reads=st.booleans(),
+    varies=st.booleans(),
+    whole=st.booleans(),
+)
+def test_only_complete_groups_are_drawn_and_whole(
+    acts: list[tuple[str, int]], selector: Any, reads: bool, varies: bool, whole: bool
+) -> None:
+    twin: dict[int, tuple[int, int, float | None]] = {}  # slot -> prompt, number, reward
+    with make(max_trajectories=20, on_full="evict_oldest") as table:
+        options: dict[str, Any] = {"selector": selector, "group_varies": "reward" if varies else None}
+        if reads:
+            options["windows"] = {"token": gear.Window(2), **dict.fromkeys(("prompt", "number", "reward"))}
+        if whole:
+            options |= {
+                "layout": "packed",
+                "windows": {**options.get("windows", {"prompt": None, "number": None})},
+            }
+            options["windows"]["token"] = gear.Whole()
+        data = dataset(table, **options)
+        for number, (act, place) in enumerate(acts):
+            slots = list(twin)
+            if act == "a" or not slots:
+                if sum(prompt == place for prompt, _, _ in twin.values()) < SIZE:
+                    slot = add(table, place, number)
+                    twin.pop(slot, None)
+                    for other in set(twin) - set(table.indices().tolist()):
+                        del twin[other]
+                    twin[slot] = place, number, None
+                continue
+            slot = slots[place % len(slots)]
+            if act == "r":
+                table.remove(slot)
+                del twin[slot]
+            elif twin[slot][2] is None:
+                reward = float(number % 2)
+                table.fill(slot, reward=reward)
+                twin[slot] = (*twin[slot][:2], reward)
+        members: dict[int, list[tuple[int, float | None]]] = {}
+        for prompt, number, reward in twin.values():
+            if reward is not None or not (reads or varies):
+                members.setdefault(prompt, []).append((number, reward))
+        complete = {prompt: sorted(each) for prompt, each in members.items() if len(each) == SIZE}
+        constant = [prompt for prompt, each in complete.items() if len({reward for _, reward in each}) == 1]
+        expected = {
+            (prompt, tuple(number for number, _ in each))
+            for prompt, each in complete.items()
+            if not varies or prompt not in constant
+        }
+        if not expected:
+            with pytest.raises(TableEmptyError, match="complete groups of 3 by 'prompt'"):
+                data.sample()
+            return
+        for _ in range(3):
+            assert set(groups_of([data.sample()])) <= expected
+        stats = data.stats()
+        assert stats["groups_complete"] == len(expected)
+        assert stats["groups_constant"] == (len(constant) if varies else 0)
+        assert stats["groups_incomplete"] == sum(len(each) for each in members.values() if len(each) < SIZE)
+        if selector.passes:
+            assert sorted(groups_of(data)) == sorted(expected)
+
+
+def fill_table(table: gear.Table, prompts: int = 12) -> None:
+    for number, (member, prompt) in enumerate(itertools.product(range(SIZE), range(prompts))):
+        add(table, prompt, number, 1 + (number * 7) % 5, priority=1.0 + prompt + member)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("options", [{}, {"prefetch": 2}], ids=["", "prefetch"])
+def test_groups_resume(selector: Any, options: dict[str, Any]) -> None:
+    with make() as table:
+        fill_table(table)
+        made = {"selector": selector, "batches_per_epoch": 30, **options}
+        for stop in (0, 1, 7):
+            data = dataset(table, **made)
+            batches = iter(data)
+            for _ in range(stop):
+                batch = next(batches)
+                if data.draws_by_priority:
+                    data.update_priority(batch, batch["number"] % 5 + 0.5)
+            again = dataset(table, **made)
+            again.load_state_dict(data.state_dict())
+            assert groups_of(itertools.islice(again, 6)) == groups_of(itertools.islice(batches, 6))
+
+
+@pytest.mark.parametrize("how", ["max", "mean"])
+def test_a_group_is_drawn_in_proportion_to_its_priority(how: Any) -> None:
+    with make() as table:
+        fill_table(table, 4)
+        data = dataset(table, selector=gear.Prioritized(alpha=2.0), batch_size=9000, group_priority=how)
+        powers = (1.0 + np.arange(4)[:, None] + np.arange(SIZE)) ** 2
+        for _ in range(2):
+            weights = powers.max(1) if how == "max" else powers.mean(1)
+            drawn = groups_of([data.sample()])
+            observed = np.bincount([prompt for prompt, _ in drawn], minlength=4)
+            some = weights > 0
+            assert (observed[~some] == 0).all()
+            expected = weights[some] / weights.sum() * 3000
+            assert chi_square(observed[some], expected) < chi_square_limit(int(some.sum()) - 1)
+            # New priorities: prompt 0 gets none, prompt 1 that of one member alone.
+            slots = table.indices().reshape(SIZE, 4).T
+            data.update_priority(slots[:2].reshape(-1), np.array([0.0] * 4 + [3.0, 0.0]))
+            powers[:2] = np.array([[0, 0, 0], [0, 9, 0]])
+
+
+def test_weights_are_those_of_the_groups() -> None:
+    with make() as table:
+        fill_table(table, 4)
+        data = dataset(
+            table, selector=gear.Prioritized(alpha=1.0, beta=1.0, normalize="table"), batch_size=300
+        )
+        batch = data.sample()
+        prompts = batch["prompt"].double()
+        assert torch.allclose(batch["priority_weight"].double(), 3.0 / (3.0 + prompts), rtol=1e-5)
+
+
+def test_budgets_deliver_every_group_once_and_in_a_row() -> None:
+    with make() as table:
+        fill_table(table)
+        data = dataset(
+            table, batch_size=None, max_steps=25, selector=ONCE, layout="packed",
+            windows={"token": gear.Whole(), "prompt": None, "number": None}, prefetch=1,
+        )  # fmt: skip
+        batches = list(data)
+        assert max(int(batch["cu_seqlens"][-1]) for batch in batches) <= 25
+        joined = {name: torch.cat([batch[name] for batch in batches]) for name in ("prompt", "number")}
+        assert sorted(prompt for prompt, _ in groups_of([joined])) == list(range(12))
+        state = dataset(table, selector=ONCE).state_dict()
+        assert state["config"]["group"]["size"] == SIZE
+
+
+def test_an_incomplete_group_expires_as_a_whole() -> None:
+    with make() as table:
+        fill_table(table, 2)
+        late = [add(table, 7, 70), add(table, 7, 71)]
+        new = add(table, 8, 80)
+        created = table.region.array("created")
+        created[:] -= 10**10
+        created[late[1]] += 10**10  # added now: the group is waited for
+        created[new] += 10**10
+        data = dataset(table, group_max_age=5.0)
+        data.sample()
+        assert data.stats()["groups_expired"] == 0
+        created[late[1]] -= 10**10
+        data._selected().former._looked = -math.inf  # type: ignore[attr-defined]
+        data.sample()
+        assert data.stats()["groups_expired"] == 2
+        assert len(table) == 2 * SIZE + 1
+        table.check_valid()
+
+
+def test_a_draw_waits_for_a_complete_group() -> None:
+    with make(timeout=0.3) as table:
+        for number in range(SIZE - 1):
+            add(table, 0, number)
+        began = time.monotonic()
+        with pytest.raises(TableEmptyError, match="Timed out: the table holds 2"):
+            dataset(table).sample()
+        assert time.monotonic() - began >= 0.3
+
+
+def test_a_value_that_more_trajectories_have_is_an_error() -> None:
+    with make() as table:
+        for number in range(SIZE + 1):
+            add(table, 5, number)
+        with pytest.raises(SchemaError, match="4 trajectories have 'prompt' 5; expected at most 3"):
+            dataset(table).sample()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group": None}, "without group"),
+        ({"group_size": None}, "without group_size"),
+        ({"group": "token"}, "expected the name of an integer column"),
+        ({"group": "reward"}, "expected the name of an integer column"),
+        ({"group_varies": "token"}, "group_varies"),
+        ({"group_priority": "sum"}, "group_priority"),
+        ({"group_max_age": 0}, "group_max_age"),
+        ({"batch_size": 7}, "multiple"),
+        ({"selector": gear.Uniform(unit="step")}, "unit='trajectory'"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with make() as table, pytest.raises(SchemaError, match=message):
+        dataset(table, **options)

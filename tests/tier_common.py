@@ -1,0 +1,93 @@
+"""What the tests of disk tiers share: a table with a small memory, its twin that fits, and rows with numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from table_common import bits
+
+import gear_loader as gear
+
+COLUMNS = {
+    "number": gear.Column(torch.int64),
+    "value": gear.Column(torch.float32, (3,), final=True),
+    "flag": gear.Column(torch.bool),
+    "wide": gear.Column(torch.float64, (17,)),
+    "task": gear.Column(torch.int16, (2,), per="trajectory"),
+}
+"""Narrow columns, which lie in records, a wide one, one with final steps and one per trajectory."""
+SIZES: dict[str, Any] = {"max_steps": 2000, "max_trajectories": 60, "block_steps": 4}
+NEVER = 1e6
+"""Seconds between two writes of a table that writes only when it is told to, or when memory is short."""
+WINDOWS = {
+    "number": gear.Window(1, squeeze=True),
+    "value": gear.Window(5, -2),
+    "flag": gear.Window(3, 1, pad="head"),
+    "wide": gear.Window(4, -1, pad="edge"),
+}
+
+
+def rows(number: int, length: int) -> dict[str, np.ndarray]:
+    """The trajectory `number` of `length` steps; every value is another one."""
+    step = np.arange(length)
+    return {
+        "number": np.full(length, number),
+        "value": (1000 * number + step[:, None] + np.array([0.0, 0.25, 0.5])).astype(np.float32),
+        "flag": (step + number) % 3 == 0,
+        "wide": 1e6 * number + step[:, None] * 17.0 + np.arange(17),
+        "task": np.array([number, -number], dtype=np.int16),
+    }
+
+
+def final(number: int, length: int) -> dict[str, np.ndarray]:
+    """The final step of trajectory `number`."""
+    return {"value": rows(number, length + 1)["value"][-1]}
+
+
+def fitting(**options: Any) -> gear.Table:
+    """A private table that is all in memory."""
+    return gear.Table.create(COLUMNS, **{**SIZES, **options})
+
+
+def tiered(
+    path: Path, *, blocks: int = 24, size: int | str = "1GiB", keep: Any = "newest", **options: Any
+) -> gear.Table:
+    """A private table with a memory of some blocks, beyond which trajectories lie on disk."""
+    disk = gear.Disk(path, sync_seconds=NEVER, size=size, keep=keep)
+    return gear.Table.create(
+        COLUMNS, **{**SIZES, "max_blocks": blocks, "timeout": 30.0, **options}, disk=disk
+    )
+
+
+def spill(table: gear.Table, slots: Any) -> int:
+    """Move trajectories to disk now, those that are there already and whose blocks are not shared; return how many."""
+    slots = np.asarray(slots, dtype=np.int64)
+    arrays = table.index.arrays
+    slots = slots[arrays.stored[slots, 0] == arrays.sequence[slots] + 1]
+    return table.index.spill(slots, arrays.generation[slots])
+
+
+def everything(table: gear.Table) -> list[Any]:
+    """Slot and all bits of each trajectory, oldest first."""
+    table.check_valid()
+    found: list[Any] = []
+    for slot in table.indices().tolist():
+        end = table.final(slot)
+        found.append(
+            (
+                slot,
+                {name: bits(value) for name, value in table[slot].items()},
+                None if end is None else bits(end["value"]),
+            )
+        )
+    return found
+
+
+def batch_bits(batch: gear.Batch) -> dict[str, Any]:
+    """All bits of a batch."""
+    return {
+        name: batch_bits(value) if isinstance(value, dict) else bits(value) for name, value in batch.items()
+    }
