@@ -23,6 +23,7 @@ __all__ = [
     "Carrier",
     "Channel",
     "Listener",
+    "always",
     "as_bytes",
     "carrier",
     "family",
@@ -124,6 +125,10 @@ class Listener(abc.ABC):
         """Accept no more connections; idempotent. Existing connections stay open."""
 
 
+async def always() -> None:
+    """Connections are accepted at any time."""
+
+
 class Carrier(abc.ABC):
     """A transport. The constructor loads its library; the methods run in the event loop.
 
@@ -145,12 +150,19 @@ class Carrier(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def listen(self, host: str, port: int, serve: Callable[[Channel], Awaitable[None]]) -> Listener:
+    async def listen(
+        self,
+        host: str,
+        port: int,
+        serve: Callable[[Channel], Awaitable[None]],
+        room: Callable[[], Awaitable[None]] = always,
+    ) -> Listener:
         """Accept connections and serve each in a task of its own.
 
         Args:
             host: address or name of this machine. port: port number, or 0 for a free port.
             serve: called with each channel; closes it and raises no exception.
+            room: awaited before each connection is accepted.
 
         Raises:
             OSError: it cannot listen at this address.

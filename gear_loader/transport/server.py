@@ -21,6 +21,7 @@ from gear_loader.transport.open_query import warm_up
 from gear_loader.transport.part_message import HeldBytes
 from gear_loader.transport.table_cache import TableCache
 from gear_loader.transport.table_report import table_report
+from gear_loader.transport.unauthenticated import Unauthenticated
 from gear_loader.transport.wire import Limits, ProtocolError, printable
 
 __all__ = ["Server", "Threads"]
@@ -110,9 +111,9 @@ class Server:
         self._writers = {name: Threads(_WRITERS, "gear-loader-store") for name in tables}
         self._listeners: list[Listener] = []
         self._tasks: dict[Channel, asyncio.Task[None] | None] = {}  # of all connections
-        self._unproven: dict[Channel, None] = {}  # oldest first
+        self._unproven = Unauthenticated(self.limits.unproven, self.limits.handshake)
         self._proven: dict[Channel, Connection | None] = {}  # None until the handshake is over
-        self._lines = self._displaced = 0  # since the last sweep
+        self._lines = 0  # since the last sweep
         self._sweeper: asyncio.Task[None] | None = None
 
     @property
@@ -154,7 +155,7 @@ class Server:
             await self.gatherers.run(warm_up)
             self._sweeper = asyncio.ensure_future(self._sweep())
         listener = await carrier(name, self._tls).listen(
-            host, port, lambda channel: self.serve(channel, name)
+            host, port, lambda channel: self.serve(channel, name), self._unproven.room
         )
         self._listeners.append(listener)
         return listener.address
@@ -162,9 +163,8 @@ class Server:
     async def serve(self, channel: Channel, name: str) -> None:
         """Serve one connection of the carrier `name` until it ends, and close its channel. Raises no exception."""
         connection: Connection | None = None
-        self._make_place()
         self._tasks[channel] = asyncio.current_task()
-        self._unproven[channel] = None
+        self._unproven.add(channel)
         try:
             proof = answer(channel, self._secret, name, self.limits, lambda: self._admit(channel))
             await asyncio.wait_for(proof, self.limits.handshake)
@@ -188,27 +188,17 @@ class Server:
         except Exception as error:  # an error of one connection must not affect others
             self.log.error("%s: %s", channel.peer, error, exc_info=error)
         finally:
-            self._unproven.pop(channel, None)
+            self._unproven.remove(channel)
             self._proven.pop(channel, None)
             self._tasks.pop(channel, None)
             with contextlib.suppress(Exception):
                 await channel.close()
 
-    def _make_place(self) -> None:
-        """Close the oldest unauthenticated connections above the limit."""
-        while len(self._unproven) >= self.limits.unproven:
-            oldest = next(iter(self._unproven))
-            del self._unproven[oldest]
-            self._displaced += 1
-            task = self._tasks[oldest]
-            if task is not None:
-                task.cancel()
-
     def _admit(self, channel: Channel) -> str:
         """Count a connection as authenticated and return "", or return why the server is busy."""
         if len(self._proven) >= self.limits.connections:
             return f"it serves {self.limits.connections} connections, the most it accepts at a time."
-        self._unproven.pop(channel, None)
+        self._unproven.authenticated(channel)
         self._proven[channel] = None
         return ""
 
@@ -226,6 +216,7 @@ class Server:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_SWEEP)
+            self._unproven.trim()
             self._sum_up()
             for channel, connection in list(self._proven.items()):
                 if connection is None:
@@ -239,15 +230,16 @@ class Server:
 
     def _sum_up(self) -> None:
         """Log the number of connections that were not logged individually."""
-        if self._displaced:
+        displaced, self._unproven.displaced = self._unproven.displaced, 0
+        if displaced:
             self.log.warning(
                 "closed %d connections: more than %d at a time were not authenticated",
-                self._displaced,
+                displaced,
                 self.limits.unproven,
             )
         if self._lines > _LINES:
             self.log.warning("refused or closed %d more connections", self._lines - _LINES)
-        self._lines = self._displaced = 0
+        self._lines = 0
 
     async def close(self) -> None:
         """Accept no more connections and close all open ones; idempotent."""

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from gear_loader.errors import TransportError
-from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, as_bytes
+from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, always, as_bytes
 from gear_loader.transport.tcp_listener import TcpListener, listening_sockets
 
 __all__ = ["AHEAD", "GONE", "MOST_PARTS", "SocketCarrier", "SocketChannel", "set_options"]
@@ -216,7 +216,13 @@ class SocketCarrier(Carrier):
         """The channel of a connected socket; `host` is the server's for a client, None for a server."""
         return SocketChannel(connection)
 
-    async def listen(self, host: str, port: int, serve: Callable[[Channel], Awaitable[None]]) -> TcpListener:
+    async def listen(
+        self,
+        host: str,
+        port: int,
+        serve: Callable[[Channel], Awaitable[None]],
+        room: Callable[[], Awaitable[None]] = always,
+    ) -> TcpListener:
         async def begin(connection: socket.socket) -> None:
             try:
                 channel = await self._channel(connection, None)
@@ -227,4 +233,4 @@ class SocketCarrier(Carrier):
 
         sockets = await listening_sockets(host, port)
         name, number = sockets[0].getsockname()[:2]
-        return TcpListener(sockets, str(Address(self.name, name, number)), begin)
+        return TcpListener(sockets, str(Address(self.name, name, number)), begin, room)

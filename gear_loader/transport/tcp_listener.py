@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 from collections.abc import Awaitable, Callable
 
@@ -11,7 +12,8 @@ from gear_loader.transport.channel import Listener
 
 __all__ = ["TcpListener", "listening_sockets"]
 
-_BACKLOG = 1024  # connections that the kernel queues until they are accepted
+_BACKLOG = 4096  # connections that the kernel queues until they are accepted, if net.core.somaxconn allows
+_IN_A_ROW = 8  # accepted connections before other tasks of the event loop take their turn
 
 
 async def listening_sockets(
@@ -50,12 +52,13 @@ async def listening_sockets(
 class TcpListener(Listener):
     """Accepts the connections of listening sockets.
 
-    It yields to the event loop after each connection, so a flood of connections does not delay accepted ones.
+    It yields to the event loop after a few connections, so a flood of connections does not delay accepted ones.
 
     Args:
         sockets: from `listening_sockets`; closed with the listener.
         address: for `Carrier.connect`.
         serve: called with each accepted socket in a task of its own; closes it and raises no exception.
+        room: awaited before each is accepted; meanwhile connections wait in the kernel's queue.
     """
 
     def __init__(
@@ -63,16 +66,19 @@ class TcpListener(Listener):
         sockets: list[socket.socket],
         address: str,
         serve: Callable[[socket.socket], Awaitable[None]],
+        room: Callable[[], Awaitable[None]],
     ) -> None:
         self.address = address
         self._sockets = sockets
         self._serve = serve
+        self._room = room
         self._tasks = [asyncio.ensure_future(self._accept(each)) for each in sockets]
         self._served: set[asyncio.Future[None]] = set()
 
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        while True:
+        for number in itertools.count():
+            await self._room()
             try:
                 connection, _ = await loop.sock_accept(listening)
             except OSError:  # too many open files, or a connection that was closed already
@@ -81,7 +87,8 @@ class TcpListener(Listener):
             task = asyncio.ensure_future(self._serve(connection))
             self._served.add(task)
             task.add_done_callback(self._served.discard)
-            await asyncio.sleep(0)  # `sock_accept` does not yield while connections are queued
+            if number % _IN_A_ROW == 0:
+                await asyncio.sleep(0)  # `sock_accept` does not yield while connections are queued
 
     async def close(self) -> None:
         for task in self._tasks:

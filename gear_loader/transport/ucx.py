@@ -31,7 +31,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from gear_loader.errors import HandshakeError, TransportError
-from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, family, is_loopback
+from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, always, family, is_loopback
 from gear_loader.transport.tcp_listener import TcpListener, listening_sockets
 from gear_loader.transport.ucx_library import Library, available, library_in_loop
 
@@ -271,7 +271,13 @@ class UcxCarrier(Carrier):
             streams[1].close()
             raise
 
-    async def listen(self, host: str, port: int, serve: Callable[[Channel], Awaitable[None]]) -> TcpListener:
+    async def listen(
+        self,
+        host: str,
+        port: int,
+        serve: Callable[[Channel], Awaitable[None]],
+        room: Callable[[], Awaitable[None]] = always,
+    ) -> TcpListener:
         """Accept connections.
 
         UCX's sockets are kept to the loopback device if all addresses of `host` are; otherwise UCX opens one on every
@@ -300,7 +306,9 @@ class UcxCarrier(Carrier):
             for each in sockets:
                 each.close()
             raise
-        return TcpListener(sockets, str(Address(self.name, names[0][0], names[0][1], self.library)), begin)
+        return TcpListener(
+            sockets, str(Address(self.name, names[0][0], names[0][1], self.library)), begin, room
+        )
 
 
 def _bytes_of(part: Bytes) -> int:

@@ -149,7 +149,8 @@ class Limits:
         store_bytes: most bytes of the trajectories in one STORE request.
         specs: most specs that a connection can have open.
         connections: most authenticated connections; further ones receive BUSY.
-        unproven: most connections before authentication; for a further one the oldest is closed.
+        unproven: most connections before authentication; a further one waits until the oldest is authenticated, or has
+            had several times as long as handshakes take and is closed.
         handshake: seconds for the handshake.
         patience: seconds for the transfer of one message, in either direction.
         open_bytes, open_trajectories: most bytes and trajectories of PART messages that a connection has open.
