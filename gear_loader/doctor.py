@@ -121,8 +121,8 @@ def report(*, deadline: float = _DEADLINE) -> dict[str, Any]:
           ``infiniband``: ``possible``, and ``reason`` with the remedy;
         - ``infiniband``: ``adapters`` and ``device_files``;
         - ``memory``: ``locked_limit`` in bytes (None: no limit), ``shm_bytes`` and ``shm_free``; ``huge_private``, and
-          ``huge_named`` as the mount option ``huge=``; NUMA ``nodes`` with memory, ``gpu_nodes`` by PCI address, and
-          ``table_nodes``: table -> node -> sampled pages;
+          ``huge_named`` as the mount option ``huge=``, or ``"hugetlb"``; NUMA ``nodes`` with memory, ``gpu_nodes`` by
+          PCI address, and ``table_nodes``: table -> node -> sampled pages;
         - ``cuda``, ``triton``, ``numba``;
         - ``environment``: variables UCX_*, NIXL_* and RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY that are set;
         - ``slow``: for each slow path ``what``, ``why`` and ``remedy``, without full stops at their ends.
@@ -233,8 +233,7 @@ def _memory() -> dict[str, Any]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found: dict[str, Any] = {"locked_limit": None if soft == resource.RLIM_INFINITY else soft}
     try:
-        info = os.statvfs(shared_memory.DIRECTORY)
-        found["shm_bytes"], found["shm_free"] = info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize
+        found["shm_bytes"], found["shm_free"] = pages.space_of_files()
     except OSError as error:
         found["shm_bytes"] = found["shm_free"] = 0
         found["shm_problem"] = str(error)

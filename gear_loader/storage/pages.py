@@ -3,7 +3,8 @@
 Huge pages are of 2 MiB, the system's transparent ones. A private region has them where the system allows MADV_HUGEPAGE.
 Those of a named one belong to its file: a tmpfs mounted with ``huge=within_size`` or ``huge=always`` allocates them
 itself, one with ``huge=advise`` where memory is first touched through an advised mapping. On any other tmpfs, Linux 6.1
-and newer turns existing pages into huge ones (MADV_COLLAPSE), which copies them.
+and newer turns existing pages into huge ones (MADV_COLLAPSE), which copies them. Files on a hugetlbfs consist of huge
+pages that the system has set aside.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = [
     "address_of",
     "check_huge_pages",
     "collapse",
+    "file_bytes",
     "huge_pages_of_files",
     "huge_pages_of_memory",
     "map_file",
@@ -36,6 +38,7 @@ __all__ = [
     "populate",
     "prepare_file",
     "prepare_private",
+    "space_of_files",
 ]
 
 HugePages = bool | Literal["auto"]
@@ -49,6 +52,7 @@ _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _PER_THREAD = 1 << 27  # bytes; fewer are not worth a thread
 _MOST_THREADS = 8
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
+_RESERVED = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -118,13 +122,51 @@ def huge_pages_of_files() -> str:
 
     Returns:
         The mount option ``huge=`` of a tmpfs: ``"never"``, ``"advise"``, ``"within_size"`` or ``"always"``;
-        ``"deny"`` or ``"force"`` if the system's ``shmem_enabled`` overrules it; ``"never"`` for other file systems.
+        ``"deny"`` or ``"force"`` if the system's ``shmem_enabled`` overrules it; ``"hugetlb"`` on a hugetlbfs;
+        ``"never"`` for other file systems.
     """
+    if shared_memory.filesystem() == "hugetlbfs":
+        return "hugetlb"
     overruled = _chosen("shmem_enabled")
     if overruled in ("deny", "force"):
         return overruled
     options = shared_memory.mount_options() if shared_memory.filesystem() == "tmpfs" else []
     return next((each[5:] for each in options if each.startswith("huge=")), "never")
+
+
+def file_bytes(count: int) -> int:
+    """Size of the file of a named region of `count` bytes: whole pages of its file system.
+
+    Raises:
+        RegionError: the directory is on a hugetlbfs of pages other than 2 MiB.
+    """
+    if shared_memory.filesystem() != "hugetlbfs":
+        return count
+    page = os.statvfs(shared_memory.DIRECTORY).f_bsize
+    if page != HUGE_PAGE:
+        raise RegionError(
+            f"GEAR_LOADER_DIR is {shared_memory.DIRECTORY!r}, a hugetlbfs with pages of {size(page)}; expected pages "
+            "of 2 MiB: mount -t hugetlbfs -o pagesize=2M none <directory>, as root."
+        )
+    return round_up(count, page)
+
+
+def space_of_files() -> tuple[int, int]:
+    """Bytes of the file system of named tables, and those that new files may take.
+
+    Raises:
+        OSError: the directory is not there.
+    """
+    info = os.statvfs(shared_memory.DIRECTORY)
+    total, free = info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize
+    if shared_memory.filesystem() != "hugetlbfs":
+        return total, free
+    there, unused, reserved = (
+        int((_RESERVED / name).read_text()) * HUGE_PAGE
+        for name in ("nr_hugepages", "free_hugepages", "resv_hugepages")
+    )
+    # Mounted without size= it shows 0.
+    return (min(total, there), min(free, unused - reserved)) if total else (there, unused - reserved)
 
 
 def _chosen(setting: str) -> str:
@@ -166,6 +208,9 @@ def prepare_file(fd: int, memory: mmap.mmap, offset: int, count: int, huge: Huge
     """
     start = address_of(memory) + offset
     mode = huge_pages_of_files()
+    if mode == "hugetlb":
+        os.posix_fallocate(fd, 0, count)
+        return
     if huge and count >= HUGE_PAGE:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE, offset, round_up(count, mmap.PAGESIZE))

@@ -29,12 +29,18 @@ from gear_loader.utils.notices import notice
 __all__ = ["Region", "region_path"]
 
 _WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # MADV_WIPEONFORK and MADV_KEEPONFORK, missing in `mmap`
-_MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
+_MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 _ATTACH_TIMEOUT = 10.0  # seconds; removing or inspecting a region takes milliseconds
 
 
 def _size(count: int) -> str:
     return f"{count:,} bytes ({count / 2**30:.2f} GiB)"
+
+
+def _write_header(memory: mmap.mmap, offset: int, layout: Layout) -> None:
+    """Write the header of a new region that begins at `offset` of mapped memory."""
+    header = layout.preamble().ljust(64, b"\0") + layout.header[64:]
+    memory[offset : offset + len(header)] = header
 
 
 class _Mapping:
@@ -71,7 +77,7 @@ class _Mapping:
     @classmethod
     def make(cls, path: str, name: str, layout: Layout, huge: pages.HugePages, node: int | None) -> _Mapping:
         """Create a file of zeros with its header, and link it to its name when complete: no partial file remains."""
-        memory, count = None, layout.region_bytes
+        memory, count = None, pages.file_bytes(layout.region_bytes)
         fd = os.open(shared_memory.DIRECTORY, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, count)  # so that a tmpfs allocates huge pages within the file's size
@@ -79,7 +85,7 @@ class _Mapping:
             if node is not None:
                 numa.prefer(node, pages.address_of(memory) + offset, count)
             pages.prepare_file(fd, memory, offset, count, huge)
-            os.pwrite(fd, layout.preamble().ljust(64, b"\0") + layout.header[64:], 0)
+            _write_header(memory, offset, layout)  # not by write(), which a hugetlbfs lacks
             fcntl.flock(fd, fcntl.LOCK_SH)  # marks it as used, see `gear_loader.storage.shared_memory`
             info = os.fstat(fd)
             mapping = cls(memory, offset, name, fd, (info.st_dev, info.st_ino))
@@ -321,16 +327,13 @@ class Region:
             pages.prepare_private(memory, huge_pages)
             if node is not None:
                 numa.prefer(node, pages.address_of(memory) + offset, layout.region_bytes)
-            memory[offset : offset + len(layout.header)] = (
-                layout.preamble().ljust(64, b"\0") + layout.header[64:]
-            )
+            _write_header(memory, offset, layout)
             return cls(_Mapping(memory, offset, "a private table", None, None), layout, None)
 
         path = region_path(name)
         if os.path.lexists(path):
             raise RegionError(_exists(name))
-        free = os.statvfs(shared_memory.DIRECTORY)
-        if layout.region_bytes > free.f_bavail * free.f_frsize:
+        if layout.region_bytes > pages.space_of_files()[1]:
             raise RegionError(_too_large(layout.region_bytes))
         try:
             mapping = _Mapping.make(path, f"Table {name!r} ({path})", layout, huge_pages, node)
@@ -524,11 +527,12 @@ def _exists(name: str) -> str:
 
 
 def _too_large(count: int) -> str:
-    free = os.statvfs(shared_memory.DIRECTORY)
+    enlarge = f"(in Docker: --shm-size; else: mount -o remount,size=... {shared_memory.DIRECTORY})"
+    if pages.huge_pages_of_files() == "hugetlb":
+        enlarge = "(sysctl vm.nr_hugepages=..., as root)"
     return (
         f"A named table of {_size(count)} does not fit into {shared_memory.DIRECTORY}, which has "
-        f"{_size(free.f_bavail * free.f_frsize)} free. Lower max_steps, max_trajectories or max_blocks, remove "
-        "tables that are no longer used (`gear-loader ls` and `gear-loader rm`), or enlarge it (in Docker: "
-        f"--shm-size; else: mount -o remount,size=... {shared_memory.DIRECTORY}), or let GEAR_LOADER_DIR name a "
-        "directory on a larger tmpfs."
+        f"{_size(pages.space_of_files()[1])} free. Lower max_steps, max_trajectories or max_blocks, remove tables that "
+        f"are no longer used (`gear-loader ls` and `gear-loader rm`), or enlarge it {enlarge}, or let GEAR_LOADER_DIR "
+        "name a directory on a larger tmpfs."
     )

@@ -225,6 +225,7 @@ class Table:
                 mounted with ``huge=advise``, ``within_size`` or ``always``. True makes them on any tmpfs (Linux 6.1),
                 which copies each page of the new table once, and is an error where they cannot be had. False does
                 not ask for them. A private table with them takes up to 2 MiB more for each column that is written.
+                If ``$GEAR_LOADER_DIR`` is on a hugetlbfs of 2 MiB, named tables have no other pages.
             numa: NUMA node whose memory is used first; when it is full, the system uses others. ``"auto"`` takes that
                 of the current GPU if CUDA is initialised, else that of all GPUs of the machine if it is the same. None
                 leaves it to the system: the node of the thread that allocates a page, which is this one for a named

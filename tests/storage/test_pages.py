@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,69 @@ def test_pages_are_populated_without_a_change(monkeypatch: pytest.MonkeyPatch) -
             pytest.skip("this system cannot populate")
         assert mapped(table, "Rss") >= count
         assert (table[0]["value"] == 7).all()
+
+
+RESERVED = Path("/proc/sys/vm/nr_hugepages")
+
+
+@pytest.fixture
+def hugetlbfs(tmp_path: Path) -> Iterator[Path]:
+    """A directory on a hugetlbfs, for which 8 pages are set aside."""
+    if os.geteuid() or not RESERVED.exists():
+        pytest.skip("setting huge pages aside needs root")
+    before = int(RESERVED.read_text())
+    try:
+        RESERVED.write_text(str(before + 8))
+        if int(RESERVED.read_text()) < before + 8:
+            pytest.skip("this machine's memory is too fragmented for huge pages")
+        if subprocess.run(
+            ["mount", "-t", "hugetlbfs", "-o", "pagesize=2M,size=16M", "none", tmp_path]
+        ).returncode:
+            pytest.skip("a hugetlbfs cannot be mounted here")
+        try:
+            folder = tmp_path / "tables"
+            folder.mkdir(0o700)
+            yield folder
+        finally:
+            subprocess.run(["umount", tmp_path], check=True)
+    except OSError as error:
+        pytest.skip(f"huge pages cannot be set aside here: {error}")
+    finally:
+        with contextlib.suppress(OSError):
+            RESERVED.write_text(str(before))
+
+
+@pytest.mark.long
+def test_named_tables_lie_on_a_hugetlbfs(hugetlbfs: Path) -> None:
+    attach = """
+import torch, gear_loader as gear
+with gear.Table.attach("reserved") as table:
+    assert (table[0]["value"] == 1).all()
+    table.add({"value": torch.full((300, 64), 2.0)})
+"""
+    program = f"""
+import subprocess, sys
+import pytest, torch, gear_loader as gear
+from gear_loader.errors import RegionError
+from test_pages import HUGE, SCHEMA, made, mapped
+with made(12_000, name="reserved") as table:
+    assert mapped(table, "KernelPageSize") == HUGE
+    table.add({{"value": torch.ones(300, 64)}})
+    subprocess.run([sys.executable, "-c", {attach!r}], check=True)
+    batch = gear.ReplayDataset(table, batch_size=2, windows=gear.Window(4), selector=gear.Fifo(), prefetch=0).sample()
+    assert batch["value"][:, 0, 0].tolist() == [1, 2]
+    table.check_valid()
+    with pytest.raises(RegionError, match="does not fit .* enlarge it .sysctl vm.nr_hugepages"):
+        made(900_000, name="larger")
+names = [sys.executable, "-m", "gear_loader"]
+assert "reserved" in subprocess.run([*names, "ls"], check=True, capture_output=True, text=True).stdout
+subprocess.run([*names, "rm", "reserved"], check=True, stdin=subprocess.DEVNULL)
+with pytest.raises(RegionError, match="no table named"):
+    gear.Table.attach("reserved")
+"""
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths, "GEAR_LOADER_DIR": str(hugetlbfs)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
 
 
 # ---------------------------------------------------------------- NUMA
