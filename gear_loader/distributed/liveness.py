@@ -257,4 +257,4 @@ def default_store() -> Any:
 
 def back_off(turn: int) -> None:
     """Sleep between two reads of the store: longer with each turn, up to 0.1 s."""
-    time.sleep(min(0.001 * 1.5**turn, 0.1))
+    time.sleep(min(0.001 * 1.5 ** min(turn, 12), 0.1))

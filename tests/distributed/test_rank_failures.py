@@ -20,7 +20,7 @@ from distributed_common import filled, run_ranks
 from test_global_selection import COUNTS, shards_of
 
 import gear_loader as gear
-from gear_loader.distributed import Shards
+from gear_loader.distributed import Shards, liveness
 from gear_loader.distributed.exchange import Exchange
 from gear_loader.distributed.failures import attempt, collect, describe, run_on_all
 from gear_loader.errors import RankError, SchemaError
@@ -358,3 +358,13 @@ def test_attempts_and_descriptions() -> None:
     assert value == 5
     assert isinstance(error, ZeroDivisionError)
     assert (describe(SchemaError("wrong")), describe(KeyError("x"))) == ("wrong", "KeyError: 'x'")
+
+
+def test_waits_back_off_to_a_tenth_of_a_second_however_long_they_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(liveness.time, "sleep", slept.append)
+    for turn in range(20_000):  # a wait of half an hour
+        liveness.back_off(turn)
+    assert slept == sorted(slept)
+    assert slept[0] == 0.001
+    assert slept[-1] == 0.1

@@ -209,8 +209,8 @@ def start(
             *(
                 "-accel",
                 os.environ.get("RDMA_CHECK_ACCEL", "tcg,thread=multi"),
-                "-cpu",
-                os.environ.get("RDMA_CHECK_CPU", "max"),
+                "-cpu",  # QEMU 7.2 translates AVX2 wrongly: numpy then sorts wrongly
+                os.environ.get("RDMA_CHECK_CPU", "max,-avx2"),
             ),
             *("-m", str(memory), "-smp", "2", "-nographic", "-no-reboot", *network),
             *("-kernel", str(kernel), "-initrd", str(disk)),
