@@ -159,7 +159,7 @@ def join(shards: Shards, columns: Sequence[str], nodes: Any) -> tuple[list[Table
     Raises:
         SchemaError: several stages, or nodes that are not ids of this rank's rows. RankError: another rank has failed.
     """
-    own = [TableRows(table, columns) for table in shards.own.values()]
+    own: list[TableRows] = []
     given: Array | None = None
     mine: list[Array] = []
 
@@ -169,6 +169,7 @@ def join(shards: Shards, columns: Sequence[str], nodes: Any) -> tuple[list[Table
             raise SchemaError(
                 f"Shards have {shards.num_stages} pipeline stages; expected one for gear_loader.Features."
             )
+        own.extend(TableRows(table, columns) for table in shards.own.values())
         if nodes is not None:
             if len(own) != 1:
                 raise SchemaError(

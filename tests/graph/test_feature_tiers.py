@@ -161,7 +161,7 @@ def test_the_most_read_trajectories_stay_in_memory(tmp_path: Path) -> None:
             check(features[ids], ids)
             if features.reads.disk == before_reads:
                 break
-            assert time.monotonic() < end, features.reads
+            assert time.monotonic() < end, (features.reads, table.stats())
             time.sleep(0.1)
         everything = np.arange(300)
         check(features[everything], everything)
@@ -195,8 +195,8 @@ def plan() -> tuple[np.ndarray, Any]:
     """Rank 0 reads the even nodes, rank 1 the odd ones, all the same few most of all."""
     size = WORLD * PER_RANK - 10
     chance = np.random.default_rng(0).random((WORLD, size)) / 100 + 0.1
-    chance[0, 1::2] /= 50
-    chance[1, 0::2] /= 50
+    chance[0, 1::2] /= 5
+    chance[1, 0::2] /= 5
     chance[:, :10] = 3.0
     return chance, place(chance, capacity=PER_RANK, replicated=10)
 
@@ -210,7 +210,7 @@ def rank_with_features(rank: int, world: int, transport: str) -> dict[str, Any]:
     try:
         for part in np.array_split(nodes, 3):
             table.add(of_nodes(part))
-        with Shards(table, node=f"node-{rank}", transport=transport, timeout=60) as shards:
+        with Shards(table, node=f"node-{rank}", transport=transport, timeout=90) as shards:
             features = gear.Features(shards, nodes=nodes)
             size = chance.shape[1]
             assert len(features) == size
@@ -245,7 +245,8 @@ def rank_with_features(rank: int, world: int, transport: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("transport", ["socket", pytest.param("nixl", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["socket", "nixl"])
 def test_rows_of_other_nodes(transport: str) -> None:
     if transport == "nixl":
         pytest.importorskip("nixl_cu12")
@@ -259,9 +260,6 @@ def test_rows_of_other_nodes(transport: str) -> None:
         assert sum(reads.values()) == 2000
         assert reads["replica"] > 0
         assert reads["replica"] + reads["remote"] == found["far"]
-        assert (
-            "1 trajectories of shard 1 were removed; expected a table from which none was."
-            in found["refused"]
-        )
+        assert "The table holds 2 of the trajectories 0 to 2: others have been removed" in found["refused"]
         # The plan has each rank's own reads near: a random half would leave about half of the rest far.
-        assert found["far"] < 0.1 * 2000
+        assert found["far"] < 0.2 * 2000
