@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,7 +99,22 @@ def pyg(data: Data, fanouts: list[int]) -> Way:
         found = loader(torch.from_numpy(seeds))
         return found.n_id, found.edge_index, found.x
 
+    sample(np.zeros(1, dtype=np.int64))  # the loader looks for its sampler only now
     return sample
+
+
+def use_sampler_of_peer(folder: Path | None) -> None:
+    """Run the same command by the interpreter of the peer `pyg`, if it is there and this one has no sampler of PyG.
+
+    Does not return then.
+    """
+    if any(importlib.util.find_spec(name) for name in ("pyg_lib", "torch_sparse")) or folder is None:
+        return
+    place = folder / "pyg"
+    if (place / "ready").exists():
+        python = str(place / "bin" / "python")
+        print(f"By {python}, which has PyTorch Geometric and a sampler of it.", flush=True)
+        os.execv(python, [python, "-m", "benchmarks", *sys.argv[1:]])
 
 
 def lru_hits(reads: list[np.ndarray], capacity: int) -> int:

@@ -10,8 +10,9 @@ Serving: requests for one node each come at random times in this process, and ar
 gathered and classified, by the same model for all ways. The rate is raised until the 99th percentile of the latency,
 counted from when a request was due, passes 50 ms; the latency is that at half of the highest rate that kept it.
 
-Caches: the reads of single requests, by (rank + 1) ** -0.9, that a cache of a tenth of the rows serves, if these are
-chosen by access probability, by out-degree, by what is read (an oracle), or change by LRU.
+Caches: the reads of single requests, by (rank + 1) ** -0.9, that a cache of a tenth of the rows serves, and the bytes
+that a request reads past it, if its rows are chosen by access probability, by out-degree, by what is read (an oracle),
+or change by LRU.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def command(
     seconds: Annotated[float, typer.Option(min=0.1, help="Of load at each rate.")] = 2.0,
 ) -> None:
     """Neighbour sampling with features, and serving, beside PyG and plain torch."""
+    graphs.use_sampler_of_peer(session.peers)
     size, degree, width = nodes or (3000 if session.quick else 117_000), 7, 64
     session.configure(nodes=size, degree=degree, features=width, fanouts=FANOUTS)
     data = Data.of(size, degree, width, seed=1)
@@ -133,10 +135,14 @@ def _caching(session: Session, data: Data) -> None:
         for name, scores in found.items()
     }
     shares |= {"LRU": graphs.lru_hits(reads, rows) / counts.sum(), "no cache": 0.0}
+    row_bytes = data.x.shape[1] * data.x.element_size()
+    each = counts.sum() / len(drawn) * row_bytes / 1024
     told = ("graph", "cache", "reads served by a cache of a tenth of the rows")
-    session.show_amounts(
-        [session.record(Amount(*told, name, [100 * share], "%")) for name, share in shares.items()]
-    )
+    past = ("graph", "cache bytes", f"read past a cache of {rows * row_bytes / 2**20:.1f} MiB for a request")
+    hits = [Amount(*told, name, [100 * share], "%") for name, share in shares.items()]
+    missed = [Amount(*past, name, [each * (1 - share)], "KiB") for name, share in shares.items()]
+    for amounts in (hits, missed):
+        session.show_amounts([session.record(amount) for amount in amounts])
 
 
 # ---------------------------------------------------------------- serving

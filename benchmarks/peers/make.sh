@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Environments with the libraries that the benchmarks compare with, one each: Reverb, TorchRL, cpprb, Tianshou, SB3.
+# Environments with the libraries that the benchmarks compare with, one each: Reverb, TorchRL, cpprb, Tianshou, SB3, PyG.
 #
-#     bash benchmarks/peers/make.sh [FOLDER [NAME...]]        NAME: reverb torchrl cpprb tianshou sb3; all by default
+#     bash benchmarks/peers/make.sh [FOLDER [NAME...]]        NAME: reverb torchrl cpprb tianshou sb3 pyg; all by default
 #
 # FOLDER is .peers of this project by default, which the benchmarks look into by themselves; another one is named to
 # them by --peers FOLDER. What is there already is kept. One that cannot be made does not keep the others away: the
@@ -10,7 +10,8 @@
 #
 # They are separate from .venv and from each other, because Reverb 0.14 wants TensorFlow 2.15, which wants numpy 1 and
 # Python 3.9 to 3.11, and because TorchRL's C++ extension loads only beside the torch that it was built for: for
-# torchrl 0.14 that is torch 2.14. PYTHON names the interpreter (default: python3.11 if there is one, else python3),
+# torchrl 0.14 that is torch 2.14. PyG's NeighborLoader needs torch-sparse, which PyPI has as sources only: it is compiled
+# with g++, in about 20 minutes on two cores. PYTHON names the interpreter (default: python3.11 if there is one, else python3),
 # TORCH the torch of the others (default: the version of constraints.txt), TORCHRL_TORCH that of TorchRL.
 set -uo pipefail
 
@@ -18,20 +19,25 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd) || exit 2
 folder=${1:-$root/.peers}
 (($#)) && shift
 names=("$@")
-((${#names[@]})) || names=(reverb torchrl cpprb tianshou sb3)
+((${#names[@]})) || names=(reverb torchrl cpprb tianshou sb3 pyg)
 torch=${TORCH:-$(sed -n 's/^torch==//p' "$root/constraints.txt")}
 python=${PYTHON:-$(command -v python3.11 || echo python3)}
 status=0
 
 for name in "${names[@]}"; do
+    sources=() # packages without wheels, which compile against the torch of the environment
     case $name in
         reverb) packages=("numpy<2" tensorflow-cpu==2.15.1 dm-reverb==0.14.0 "torch==$torch") module=reverb ;;
         torchrl) packages=("torch==${TORCHRL_TORCH:-2.14.1}" torchrl==0.14.1) module=torchrl.data ;;
         cpprb) packages=(cpprb==11.0.0) module=cpprb ;;
         tianshou) packages=("torch==$torch" tianshou==2.0.1) module=tianshou.data ;;
         sb3) packages=("torch==$torch" stable-baselines3==2.9.2 -e "$root") module=gear_loader.integrations.sb3 ;;
+        pyg)
+            packages=("torch==$torch" torch_geometric==2.8.1 setuptools wheel -e "$root[bench]") module=torch_sparse
+            sources=(torch-scatter==2.1.2 torch-sparse==0.6.18)
+            ;;
         *)
-            echo "make.sh: no peer is called $name; expected some of: reverb torchrl cpprb tianshou sb3" >&2
+            echo "make.sh: no peer is called $name; expected some of: reverb torchrl cpprb tianshou sb3 pyg" >&2
             exit 2
             ;;
     esac
@@ -45,6 +51,8 @@ for name in "${names[@]}"; do
     if {
         rm -rf "$place" && mkdir -p "$folder" && "$python" -m venv "$place" &&
             "$place/bin/python" -m pip install --disable-pip-version-check --quiet "${packages[@]}" &&
+            { ((!${#sources[@]})) || "$place/bin/python" -m pip install --disable-pip-version-check --quiet \
+                --no-build-isolation "${sources[@]}"; } &&
             "$place/bin/python" -c "import $module"
     } >"$log" 2>&1; then
         touch "$place/ready"

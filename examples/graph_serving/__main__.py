@@ -1,4 +1,4 @@
-"""Train a small GraphSAGE on the call graph of the installed Python sources, then serve it.
+"""Train a small GraphSAGE of PyTorch Geometric on the call graph of the installed Python sources, then serve it.
 
 It learns from which package a function comes, by its name and by the functions that it calls and that call it. Then a
 server answers requests by HTTP, a client sends them at random times and rising rates, most of them for popular nodes,
@@ -34,6 +34,7 @@ import gear_loader as gear
 
 try:
     import aiohttp  # noqa: F401 - the server and the client do
+    import torch_geometric  # noqa: F401 - the model does
 except ImportError as error:
     sys.exit(f"{error}. This example needs pip install '.[graph]', in a clone of Gear Loader.")
 

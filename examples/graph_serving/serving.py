@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from aiohttp import web
 from callgraph import CLASSES, FEATURES
-from model import Sage
 
 import gear_loader as gear
 from gear_loader.errors import GearError, OverloadError, UnknownNodeError
@@ -31,7 +30,7 @@ FANOUTS = [8, 8]
 class Predictor:
     """Scores of nodes: sampled by the sampler that is faster for so many, with features out of the table."""
 
-    def __init__(self, graph: gear.graph.Graph, features: gear.Features, model: Sage) -> None:
+    def __init__(self, graph: gear.graph.Graph, features: gear.Features, model: torch.nn.Module) -> None:
         self.features, self.model = features, model.eval()
         self.router = gear.graph.Router(
             gear.graph.NeighborSampler(graph, FANOUTS).sample,
@@ -66,6 +65,7 @@ def application(batcher: gear.graph.RequestBatcher, predictor: Predictor) -> web
         router = predictor.router
         threshold = router.threshold if math.isfinite(router.threshold) else None
         shown = {"requests": vars(batcher.stats), "routed": router.routed, "threshold": threshold}
+        shown["router"] = str(router)
         return web.json_response(shown)
 
     app = web.Application()
@@ -90,6 +90,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="graph.pt and model.pt, which __main__.py writes")
     parser.add_argument("--table", required=True, help="name of the table with the features")
     arguments = parser.parse_args()
+    from model import Sage  # PyTorch Geometric takes seconds to import
+
     # Of so small a model, on cores that others use too: a thread that waits for another one costs more than it does.
     torch.set_num_threads(1)
     indptr, indices = torch.load(arguments.folder / "graph.pt", mmap=True)

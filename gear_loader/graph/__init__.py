@@ -19,6 +19,7 @@ from gear_loader.utils.lazy import loader
 if TYPE_CHECKING:
     from gear_loader.graph.csr import Graph
     from gear_loader.graph.device_sampler import DeviceSampler
+    from gear_loader.graph.features import FeatureReads, FeatureTiers
     from gear_loader.graph.loader import NeighborLoader
     from gear_loader.graph.placement import Placement, place
     from gear_loader.graph.requests import RequestBatcher
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeviceSampler",
+    "FeatureReads",
+    "FeatureTiers",
     "Graph",
     "NeighborLoader",
     "NeighborSampler",
@@ -42,6 +45,8 @@ __all__ = [
 
 _MODULES = {
     "DeviceSampler": "device_sampler",
+    "FeatureReads": "features",
+    "FeatureTiers": "features",
     "Graph": "csr",
     "NeighborLoader": "loader",
     "NeighborSampler": "sampler",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader.errors import SchemaError, UnknownNodeError
+from gear_loader.errors import RegionError, SchemaError, UnknownNodeError
 from gear_loader.native import neighbors
 from gear_loader.utils.arrays import Array, as_array
 from gear_loader.utils.checks import at_least
@@ -64,6 +64,7 @@ class Graph:
 
         Raises:
             SchemaError: not of this form, or an edge with an end that is not from 0 to N - 1. The message names it.
+            RegionError: the graph does not fit into the memory that is available; nothing was allocated.
         """
         edges = np.asarray(as_array(edge_index, "edge_index"))
         if edges.ndim != 2 or edges.shape[0] != 2 or edges.dtype.kind not in "iu":
@@ -73,6 +74,9 @@ class Graph:
         num_nodes = at_least("num_nodes", num_nodes, 0)
         if num_nodes > _LARGEST:
             raise SchemaError(f"num_nodes is {num_nodes:,}; expected at most {_LARGEST:,}.")
+        size = edges.shape[1]
+        copies = sum(edges.dtype != np.int64 or not part.flags.c_contiguous for part in edges)
+        _check_room(8 * (2 * num_nodes + 1) + 4 * size + 8 * size * copies, num_nodes, size)
         sources, targets = (np.ascontiguousarray(part, dtype=np.int64) for part in edges)
         indptr, indices = np.empty(num_nodes + 1, dtype=np.int64), np.empty(len(sources), dtype=np.int32)
         wrong = neighbors.compress(sources, targets, indptr, indices)
@@ -124,6 +128,26 @@ class Graph:
 
     def __repr__(self) -> str:
         return f"Graph({self.num_nodes:,} nodes, {self.num_edges:,} edges)"
+
+
+def _check_room(count: int, num_nodes: int, num_edges: int) -> None:
+    """Raise RegionError if so many bytes, for a graph of this size, are more than the machine has available."""
+    available = _available_bytes()
+    if available is not None and count > available:
+        raise RegionError(
+            f"A graph of {num_nodes:,} nodes and {num_edges:,} edges takes {count / 2**30:,.1f} GiB to make, and "
+            f"{available / 2**30:,.1f} GiB of memory are available. Give edge_index as contiguous int64, which is not "
+            "copied, leave nodes or edges out, or use a machine with more memory."
+        )
+
+
+def _available_bytes() -> int | None:
+    """Memory that can be allocated without swapping, by Linux; None if it does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
 
 
 def checked_nodes(name: str, nodes: Any, num_nodes: int | None = None) -> Array:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gear_loader.errors import SchemaError
+from gear_loader.errors import RegionError, SchemaError
 from gear_loader.graph.csr import Graph, check_distinct, checked_nodes
 from gear_loader.graph.sampler import Subgraph, checked_fanouts, key_of
 from gear_loader.selection.random import signed
@@ -34,7 +34,7 @@ class DeviceSampler:
         draw: draws a hop, see `gear_loader.kernels.neighbors.draw`; by default that kernel, or its twin on the CPU.
 
     Raises:
-        SchemaError: invalid options, or a device that does not exist.
+        SchemaError: invalid options, or a device that does not exist. RegionError: too little memory on the device.
     """
 
     def __init__(
@@ -54,6 +54,13 @@ class DeviceSampler:
             )
         self.device = device_of(device)
         self.seed = integer("seed", seed)
+        if self.device.type == "cuda":
+            free, needed = torch.cuda.mem_get_info(self.device)[0], 8 * graph.num_nodes
+            if needed > free:
+                raise RegionError(
+                    f"Sampling of {graph.num_nodes:,} nodes takes {needed:,} bytes on {self.device}, which has "
+                    f"{free:,} free; use NeighborSampler, or another device."
+                )
         pinned = self.device.type != "cuda" or graph.indptr.is_pinned()
         self.graph = graph if pinned else graph.pin_memory()
         if draw is None and self.device.type == "cuda":

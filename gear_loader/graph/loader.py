@@ -30,7 +30,7 @@ class NeighborLoader:
         graph: the graph. fanouts, seed, threads: as of `NeighborSampler`.
         batch_size: seeds of a batch.
         seeds: distinct node ids, integers [n]; all nodes by default.
-        features: features of the nodes, which become the batches' `x`.
+        features: features of the nodes, which become the batches' `x`; the batches are on their device.
         shuffle: draw a new order of the seeds each epoch; else they come in theirs.
         drop_last: leave away a last batch of fewer seeds.
         prefetch: batches prepared ahead; 0 for none.
@@ -91,6 +91,9 @@ class NeighborLoader:
         found = self.sampler.sample(self.seeds[places], step=(epoch << 32) + number)
         if self.features is not None:
             found.x = self.features[found.n_id]
+            if self.features.device.type == "cuda":
+                found.n_id = found.n_id.to(self.features.device)
+                found.edge_index = found.edge_index.to(self.features.device)
         return found
 
     def __iter__(self) -> Iterator[Subgraph]:

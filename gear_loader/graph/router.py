@@ -179,6 +179,19 @@ class Router(Generic[_T]):
         ratio = statistics.median(ratios)
         return ratio > self._drift or ratio < 1 / self._drift
 
+    def __str__(self) -> str:
+        """What goes where, and by which measurements."""
+        last = self.measurements[-1]
+        measured = f"measured {self.calibrations} times, up to {last.size:,.0f} expected nodes"
+        if self.threshold == float("inf"):
+            return f"All requests go to the low-latency sampler: the batched one was not faster ({measured})."
+        if self.threshold == 0:
+            return f"All requests go to the batched sampler: the low-latency one was not faster ({measured})."
+        return (
+            f"Requests of {self.threshold:,.0f} expected nodes or more go to the batched sampler, smaller ones to the "
+            f"low-latency one ({measured})."
+        )
+
     def __repr__(self) -> str:
         return (
             f"Router(threshold={self.threshold:.6g} nodes, {self.calibrations} calibrations, {self.routed})"

@@ -16,6 +16,7 @@ __all__ = [
     "OUTSIDE",
     "REPEATED",
     "accesses",
+    "cached_rows",
     "clear",
     "compress",
     "draw",
@@ -303,3 +304,28 @@ def locate_rows(nodes, ends, slots, out_slots, out_steps):  # type: ignore[no-un
         out_steps[i] = node - (ends[last - 1] if last > 0 else 0)
         unknown += slots[last] < 0
     return unknown
+
+
+@compiled
+def cached_rows(nodes, places, found, where, missed):  # type: ignore[no-untyped-def]
+    """Divide nodes into those that a cache has and the others.
+
+    Args:
+        nodes: int64 [n]. places: int32 [N], row of each node in the cache, -1 for none; nodes beyond it have none.
+        found, where: int64 [n], outputs: positions in `nodes` of those that it has, and their rows in the cache.
+        missed: int64 [n], output: positions of the others.
+
+    Returns:
+        How many the cache has.
+    """
+    hits, others = 0, 0
+    for i in range(len(nodes)):
+        node = nodes[i]
+        if node >= 0 and node < len(places) and places[node] >= 0:
+            found[hits] = i
+            where[hits] = places[node]
+            hits += 1
+        else:
+            missed[others] = i
+            others += 1
+    return hits

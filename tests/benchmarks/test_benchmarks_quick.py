@@ -116,7 +116,8 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
         {
             "sampling": {"plain torch", "ours"},
             "serving": {"plain torch", "ours"},
-            "cache": {"by access probability", "by degree", "oracle", "LRU", "no cache"},
+            "cache": (cached := {"by access probability", "by degree", "oracle", "LRU", "no cache"}),
+            "cache bytes": cached,
         },
         "p99 at half of that rate",
     ),

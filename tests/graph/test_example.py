@@ -31,23 +31,26 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
-def test_the_layer_by_its_definition(example: Any) -> None:
-    layer = example("model").SageLayer(3, 2)
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    edges = torch.tensor([[1, 2, 2, 0], [0, 0, 3, 3]])
-    means = torch.stack([(x[1] + x[2]) / 2, torch.zeros(3), torch.zeros(3), (x[2] + x[0]) / 2])
-    expected = means @ layer.lin_l.weight.T + layer.lin_l.bias + x @ layer.lin_r.weight.T
-    torch.testing.assert_close(layer(x, edges), expected)
-
-
-def test_the_layer_is_that_of_pytorch_geometric(example: Any) -> None:
-    nn = pytest.importorskip("torch_geometric.nn")
-    layer = example("model").SageLayer(5, 3)
-    other = nn.SAGEConv(5, 3)
-    other.load_state_dict(layer.state_dict())
-    found = NeighborSampler(random_graph(50, 400, 0), [4, 3]).sample([3, 1])
-    x = torch.randn(len(found.n_id), 5, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(layer(x, found.edge_index), other(x, found.edge_index))
+@pytest.mark.long  # to import PyTorch Geometric takes seconds
+@pytest.mark.filterwarnings("ignore")  # of PyTorch Geometric, about torch
+def test_a_prediction_is_that_of_the_node_alone(example: Any) -> None:
+    """PyTorch Geometric's layers on our subgraphs: in a batch, alone, and by the definition of the mean."""
+    pytest.importorskip("torch_geometric")
+    model = example("model").Sage(5, 4, 3).eval()
+    graph = random_graph(50, 400, 0)
+    sampler = NeighborSampler(graph, [4, 4])
+    x = torch.randn(50, 5, generator=torch.Generator().manual_seed(1))
+    together = sampler.sample([3, 1, 8])
+    with torch.inference_mode():
+        batch = model(x[together.n_id], together.edge_index)[:3]
+        for row, node in enumerate([3, 1, 8]):
+            alone = sampler.sample([node])
+            torch.testing.assert_close(model(x[alone.n_id], alone.edge_index)[0], batch[row])
+        layer, (sources, targets) = model.first, together.edge_index
+        values = x[together.n_id]
+        mean = torch.stack([values[sources[targets == i]].mean(0) for i in range(3)])
+        expected = layer.lin_l(mean) + layer.lin_r(values[:3])
+        torch.testing.assert_close(layer(values, together.edge_index)[:3], expected)
 
 
 def test_calls_between_files(example: Any, tmp_path: Path) -> None:

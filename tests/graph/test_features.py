@@ -190,5 +190,7 @@ def test_columns_that_are_not_of_steps(given: Any) -> None:
 
 
 def test_no_table() -> None:
-    with pytest.raises(SchemaError, match=r"^table is a dict; expected a gear_loader.Table of this machine"):
+    with pytest.raises(
+        SchemaError, match=r"^table is a dict; expected a gear_loader.Table of this machine, or Shards"
+    ):
         gear.Features({})  # type: ignore[arg-type]

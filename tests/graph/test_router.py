@@ -115,3 +115,15 @@ def test_unknown_nodes_and_options() -> None:
             machine.router(**options)
     with pytest.raises(SchemaError, match=r"^sizes is \[0\]"):
         Machine(np.empty(0), (1, 1), (1, 1)).router()
+
+
+def test_it_says_what_it_chose() -> None:
+    crossing = str(Machine(SIZES, (1.0, 0.002), (3.0, 0.001)).router())
+    assert crossing.startswith(
+        "Requests of 2,000 expected nodes or more go to the batched sampler, smaller ones to"
+    )
+    measured = "(measured 1 times, up to 10,240 expected nodes)."
+    low = str(Machine(SIZES, (1.0, 0.001), (2.0, 0.002)).router())
+    assert low == f"All requests go to the low-latency sampler: the batched one was not faster {measured}"
+    batched = str(Machine(SIZES, (2.0, 0.002), (1.0, 0.001)).router())
+    assert batched == f"All requests go to the batched sampler: the low-latency one was not faster {measured}"
