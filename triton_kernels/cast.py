@@ -26,7 +26,7 @@ SIZE = tl.constexpr(_plan.CAST_SIZE)
 SCALE = tl.constexpr(_plan.CAST_SCALE)
 WIDTH = tl.constexpr(_plan.CAST_WIDTH)
 
-LAUNCH: dict[str, Any] = {"TILE": 2048, "num_warps": 4}
+LAUNCH: dict[str, Any] = {"TILE": 2048, "num_warps": 8}
 """Values of a tile and launch options."""
 
 
@@ -48,29 +48,29 @@ def _widened(bits):
 def _read(address, o_value, m_value, KIND: tl.constexpr):
     """Values of a dtype: 16-bit floating-point numbers as float32, integers and bool as int64 [TILE]."""
     if KIND == "float64":
-        return tl.load(tl.multiple_of(address.to(tl.pointer_type(tl.float64)), 16) + o_value, mask=m_value, other=0)
+        return tl.load(tl.multiple_of(address.to(tl.pointer_type(tl.float64)), 16) + o_value, mask=m_value)
     elif KIND == "float32":
-        return tl.load(tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16) + o_value, mask=m_value, other=0)
+        return tl.load(tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16) + o_value, mask=m_value)
     elif KIND == "float16":
         p_value = tl.multiple_of(address.to(tl.pointer_type(tl.float16)), 16) + o_value
-        return tl.load(p_value, mask=m_value, other=0).to(tl.float32)
+        return tl.load(p_value, mask=m_value).to(tl.float32)
     elif KIND == "bfloat16":
         p_bits = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16) + o_value
-        return _widened(tl.load(p_bits, mask=m_value, other=0))
+        return _widened(tl.load(p_bits, mask=m_value))
     elif KIND == "int64":
-        return tl.load(tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16) + o_value, mask=m_value, other=0)
+        return tl.load(tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16) + o_value, mask=m_value)
     elif KIND == "int32":
         p_int = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16) + o_value
-        return tl.load(p_int, mask=m_value, other=0).to(tl.int64)
+        return tl.load(p_int, mask=m_value).to(tl.int64)
     elif KIND == "int16":
         p_short = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16) + o_value
-        return tl.load(p_short, mask=m_value, other=0).to(tl.int64)
+        return tl.load(p_short, mask=m_value).to(tl.int64)
     elif KIND == "int8":
         p_signed = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), 16) + o_value
-        return tl.load(p_signed, mask=m_value, other=0).to(tl.int64)
+        return tl.load(p_signed, mask=m_value).to(tl.int64)
     else:
         p_byte = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16) + o_value
-        return tl.load(p_byte, mask=m_value, other=0).to(tl.int64)
+        return tl.load(p_byte, mask=m_value).to(tl.int64)
 
 
 @triton.jit
@@ -116,6 +116,17 @@ def _product(x, scale, KIND: tl.constexpr):
         return y
 
 
+@triton.jit
+def _convert(
+    p_column, o_value, m_value, GIVEN: tl.constexpr, TARGET: tl.constexpr, PRODUCT: tl.constexpr
+):
+    """Convert a tile of a column."""
+    x = _read(tl.load(p_column + SOURCE), o_value, m_value, GIVEN)
+    if PRODUCT != "":
+        x = _product(x, tl.load(p_column + SCALE).to(tl.float64, bitcast=True), PRODUCT)
+    _write(tl.load(p_column + OUT), o_value, m_value, x, TARGET)
+
+
 # Nothing is specialised on values, see `gather_kernel`.
 @triton.jit(do_not_specialize=["p_columns", "num_columns", "count", "num_tiles"])
 def cast_kernel(
@@ -139,12 +150,14 @@ def cast_kernel(
             i_first = tl.where(m_here, o_tile, i_first)
             o_tile += ((count * tl.load(p_columns + i * WIDTH + SIZE) + TILE - 1) // TILE).to(tl.int32)
         p_column = p_columns + i_column * WIDTH
-        o_value = tl.cast(i_tile - i_first, tl.int64) * TILE + tl.arange(0, TILE)
-        m_value = o_value < count * tl.load(p_column + SIZE)
-        x = _read(tl.load(p_column + SOURCE), o_value, m_value, GIVEN)
-        if PRODUCT != "":
-            x = _product(x, tl.load(p_column + SCALE).to(tl.float64, bitcast=True), PRODUCT)
-        _write(tl.load(p_column + OUT), o_value, m_value, x, TARGET)
+        o_first = tl.cast(i_tile - i_first, tl.int64) * TILE
+        o_value = o_first + tl.arange(0, TILE)
+        values = count * tl.load(p_column + SIZE)
+        # A mask whose bound may be any number would make every access a single value.
+        if o_first + TILE <= values:
+            _convert(p_column, o_value, None, GIVEN, TARGET, PRODUCT)
+        else:
+            _convert(p_column, o_value, o_value < values, GIVEN, TARGET, PRODUCT)
 
 
 def cast(plan: CastPlan, count: int, *, programs: int | None = None) -> None:
@@ -153,7 +166,7 @@ def cast(plan: CastPlan, count: int, *, programs: int | None = None) -> None:
     Args:
         plan: the columns; sources and outputs begin at multiples of 16 bytes, as tensors that torch allocates do.
         count: number of rows, at most those of the outputs.
-        programs: programs of the grid; by default one per multiprocessor.
+        programs: programs of the grid; by default four per multiprocessor, which the GPU's own memory needs.
 
     Does not wait for the GPU. Other rows of the outputs do not change.
 
@@ -168,7 +181,7 @@ def cast(plan: CastPlan, count: int, *, programs: int | None = None) -> None:
             raise ValueError("A source or an output begins at no multiple of 16 bytes; expected what torch allocates.")
     cuda = plan.device.type == "cuda"
     if programs is None:
-        programs = torch.cuda.get_device_properties(plan.device).multi_processor_count if cuda else 4
+        programs = 4 * torch.cuda.get_device_properties(plan.device).multi_processor_count if cuda else 4
     with torch.cuda.device(plan.device) if cuda else contextlib.nullcontext():
         for (given, target, product), table, device_table in plan.launches:
             tiles = plan.tiles(table, count, LAUNCH["TILE"])

@@ -60,10 +60,10 @@ def _group(p_groups, tile, TILE: tl.constexpr):
 
 
 @triton.jit
-def _piece(p_pieces, i_piece):
+def _piece(p_parts, i_piece):
     """Block, first step, number of steps and place in the batch of pieces: int32 [TILE] each."""
-    p_piece = p_pieces + i_piece.to(tl.int64) * PIECE
-    return tl.load(p_piece + BLOCK), tl.load(p_piece + FIRST), tl.load(p_piece + STEPS), tl.load(p_piece + PLACE)
+    p_part = p_parts + i_piece.to(tl.int64) * PIECE
+    return tl.load(p_part + BLOCK), tl.load(p_part + FIRST), tl.load(p_part + STEPS), tl.load(p_part + PLACE)
 
 
 @triton.jit
@@ -101,10 +101,10 @@ def _store(b_line, a_out, b_range, WORD: tl.constexpr):
 
 
 @triton.jit
-def _store_numbers(p_position, p_pieces, i_piece, i_line):
+def _store_numbers(p_position, p_parts, i_piece, i_line):
     """Write the numbers of a tile's steps, 32 a line."""
-    p_piece = p_pieces + i_piece.to(tl.int64) * PIECE
-    steps, place, number = tl.load(p_piece + STEPS), tl.load(p_piece + PLACE), tl.load(p_piece + NUMBER)
+    p_part = p_parts + i_piece.to(tl.int64) * PIECE
+    steps, place, number = tl.load(p_part + STEPS), tl.load(p_part + PLACE), tl.load(p_part + NUMBER)
     o_step = i_line[:, None] * 32 + tl.arange(0, 32)[None, :]  # [TILE, 32]
     b_number = (number[:, None] + o_step).to(tl.int32)
     tl.store(p_position + place[:, None] + o_step, b_number, mask=o_step < steps[:, None])
@@ -113,7 +113,7 @@ def _store_numbers(p_position, p_pieces, i_piece, i_line):
 # Nothing is specialised on values, see `gather_kernel`.
 @triton.jit(
     do_not_specialize=[
-        *("p_columns", "p_tiles", "p_groups", "p_pieces", "p_position"),
+        *("p_columns", "p_tiles", "p_groups", "p_parts", "p_position"),
         *("end_16", "end_4", "line_tiles", "num_tiles"),
     ]
 )
@@ -121,7 +121,7 @@ def packed_kernel(
     p_columns,  # int64 [C, WIDTH]
     p_tiles,  # int64 [T]
     p_groups,  # int64 [G]
-    p_pieces,  # int32 [P, PIECE]
+    p_parts,  # int32 [P, PIECE]
     p_position,  # int32 [steps]
     end_16,  # tiles up to here are written in words of 16 bytes,
     end_4,  # up to here in words of 4, the other columns by bytes
@@ -134,7 +134,7 @@ def packed_kernel(
     last = line_tiles - 1  # a tile after the last one is that one once more, which is not used
     tile = tl.load(p_tiles + tl.minimum(program, last))
     i_piece, i_line = _group(p_groups, tile, TILE)
-    block, first, steps, place = _piece(p_pieces, i_piece)
+    block, first, steps, place = _piece(p_parts, i_piece)
     base, stride, step_bytes, out = _column(p_columns, tile)
     y_tile = tl.load(p_tiles + tl.minimum(program + programs, last))
     y_piece, y_line = _group(p_groups, y_tile, TILE)
@@ -147,7 +147,7 @@ def packed_kernel(
                 base, stride, step_bytes, out, block.to(tl.int64), first.to(tl.int64), steps.to(tl.int64),
                 place.to(tl.int64), i_line,
             )  # fmt: skip
-            block, first, steps, place = _piece(p_pieces, y_piece)
+            block, first, steps, place = _piece(p_parts, y_piece)
             base, stride, step_bytes, out = _column(p_columns, y_tile)
             i_line, y_tile = y_line, z_tile
             y_piece, y_line = _group(p_groups, z_tile, TILE)
@@ -177,7 +177,7 @@ def packed_kernel(
     begin = line_tiles + (program + programs - line_tiles % programs) % programs
     for i_tile in range(begin, num_tiles, programs):
         i_piece, i_line = _group(p_groups, tl.load(p_tiles + i_tile), TILE)
-        _store_numbers(p_position, p_pieces, i_piece, i_line)
+        _store_numbers(p_position, p_parts, i_piece, i_line)
 
 
 def gather_packed(plan: PackedPlan, work: PackedWork, *, programs: int | None = None) -> None:

@@ -69,6 +69,7 @@ class CudaPackedBuffers(PackedBuffers):
         filled, released = torch.cuda.Event(blocking=True), torch.cuda.Event()
         self.gpu: GpuSide = GpuSide(None, None, None, staging, filled, released)
         self._list_bytes = 0
+        self._lists: tuple[torch.Tensor, ...] = ()
         self._plans: _Plans | None = None
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -77,19 +78,29 @@ class CudaPackedBuffers(PackedBuffers):
     def reserve(self, num_rows: int, num_steps: int, list_bytes: int = 0) -> None:
         """Make room for a batch; what grows is allocated on the current stream, and holds no batch any longer."""
         before = self._num_rows, self._num_steps, self._list_bytes
-        if list_bytes > self._list_bytes or num_rows > self._num_rows:
-            self._list_bytes = grown(max(list_bytes, self._list_bytes, _LIST_BYTES))
-            self._num_rows, num_rows = -1, max(num_rows, self._num_rows)
         super().reserve(num_rows, num_steps)
-        if before != (self._num_rows, self._num_steps, self._list_bytes):
+        if list_bytes > self._list_bytes:
+            self._list_bytes = grown(list_bytes)
+            self._allocate_names(self._num_rows)
+        if before == (self._num_rows, self._num_steps, self._list_bytes):
+            return
+        if before[:2] != (self._num_rows, self._num_steps):
             self._plans = None
-            self.batch = Batch(
-                steps=self.steps_memory, rows=self.rows_memory, info=self.info_memory, position=self.position,
-                cu_seqlens=self.starts,
-            )  # fmt: skip
-            self.gpu.consumers.clear()  # the allocator does not know them as users of the new memory
+        self.batch = Batch(
+            steps=self.steps_memory,
+            rows=self.rows_memory,
+            info=self.info_memory,
+            position=self.position,
+            cu_seqlens=self.starts,
+        )
+        self.gpu.consumers.clear()  # the allocator does not know them as users of the new memory
 
     def _allocate_rows(self, count: int) -> None:
+        self._once, self._once_shown, self._row_casts = self._columns(self._collector.once, count)
+        self._allocate_names(count)
+
+    def _allocate_names(self, count: int) -> None:
+        """Allocate what the host writes for `count` rows, and for the lists."""
         collector = self._collector
         self.references = None
         parts: list[Layout] = [((3, count), torch.int64), ((count + 1,), torch.int32)]
@@ -110,8 +121,7 @@ class CudaPackedBuffers(PackedBuffers):
         if collector.informs:
             self.info_arrays = host[-2].numpy(), host[-1].numpy()
             self.info_memory = dict(zip(COUNTS + NUMBERS, (*mirror[-2], *mirror[-1]), strict=True))
-        self._once, shown, self._row_casts = self._columns(collector.once, count)
-        self.rows_memory.update(shown)
+        self.rows_memory.update(self._once_shown)
 
     def _allocate_steps(self, count: int) -> None:
         self.references = None
@@ -123,7 +133,7 @@ class CudaPackedBuffers(PackedBuffers):
     ) -> tuple[list[tuple[str, torch.Tensor]], dict[str, torch.Tensor], list[CastColumn]]:
         """Memory of `count` values: (column, tensor) of what is gathered, name -> tensor of what is delivered, and what
         is converted from the former to the latter. Windows of one column that are converted share what is gathered."""
-        collector = self._collector
+        collector, staged = self._collector, self.gpu.staging is not None
         gathered: list[tuple[str, torch.Tensor]] = []
         shown: dict[str, torch.Tensor] = {}
         casts: list[CastColumn] = []
@@ -133,11 +143,14 @@ class CudaPackedBuffers(PackedBuffers):
         }
         for name in sorted(columns, key=lambda name: kinds[name] is not None):
             source, column, shape = collector.source_of(name), collector.column_of(name), columns[name]
-            if kinds[name] is None or source not in first:
+            dtype = kinds[name]
+            if staged:  # it is converted on the host
+                shown[name] = self._empty(count, *shape, dtype=dtype or column.dtype)
+                continue
+            if dtype is None or source not in first:
                 values = self._empty(count, *shape, dtype=column.dtype)
                 gathered.append((source, values))
                 first.setdefault(source, values)
-            dtype = kinds[name]
             if dtype is None:
                 shown[name] = values
             else:
@@ -147,16 +160,11 @@ class CudaPackedBuffers(PackedBuffers):
 
     # ---------------------------------------------------------------- plans and lists
 
-    @property
-    def plans(self) -> Any:
+    def packed_plans(self) -> _Plans:
         """The plans for the present memory. Making them waits for the GPU, after memory has grown."""
         if self._plans is None:
             self._plans = self._new_plans()
         return self._plans
-
-    @plans.setter
-    def plans(self, value: Any) -> None:
-        raise AttributeError("the plans are made from the memory")
 
     def _new_plans(self) -> _Plans:
         region = self._collector.table.region
@@ -184,17 +192,20 @@ class CudaPackedBuffers(PackedBuffers):
             Casts(self._row_casts) if self._row_casts else None,
         )
 
-    def write_lists(self, parts: tuple[Array, ...]) -> tuple[list[torch.Tensor], int]:
-        """Write a batch's lists behind its rows; returns where their copies will be, and bytes to copy in all."""
-        host = self._host[self._lists_at :]
-        layouts: list[Layout] = [(part.shape, torch.from_numpy(part).dtype) for part in parts]
-        for place, part in zip(packed_views(host, layouts), parts, strict=True):
+    def write_lists(self, tiles: Array, groups: Array, pieces: Array) -> int:
+        """Write a batch's lists behind its rows; returns the bytes of both."""
+        layouts = _layouts(tiles, groups, pieces)
+        host = packed_views(self._host[self._lists_at :], layouts)
+        for place, part in zip(host, (tiles, groups, pieces), strict=True):
             place.numpy()[...] = part
-        return [*packed_views(self._mirror[self._lists_at :], layouts)], self._lists_at + packed_bytes(layouts)
+        self._lists = packed_views(self._mirror[self._lists_at :], layouts)
+        return self._lists_at + packed_bytes(layouts)
 
-    def copy_rows(self, size: int) -> None:
-        """Queue the copy of the first bytes of what the host has written."""
+    def copy_rows(self, size: int) -> tuple[torch.Tensor, ...]:
+        """Queue the copy of the first bytes of what the host has written; returns tiles, groups and pieces there."""
         self._mirror[:size].copy_(self._host[:size], non_blocking=True)
+        lists, self._lists = self._lists, ()
+        return lists
 
 
 class CudaPackedCollector(PackedCollector):
@@ -262,25 +273,20 @@ class CudaPackedCollector(PackedCollector):
         _copy(buffers.rows(count), staging.rows(count))
 
     def _gather_zero_copy(self, buffers: CudaPackedBuffers, rows: SelectedRows) -> None:
-        count, (spans, bad) = len(rows), self.spans_of(rows)
-        total, longest = self.sizes_of(spans)
+        count, (spans, total, bad) = len(rows), self.measure(rows)
         starts = np.zeros(count + 1, dtype=np.int32)
         np.cumsum(spans[1], out=starts[1:])
         num_pieces, pieces, more = self._pieces(rows, spans, starts)
         self.table.reader().check_gathered(bad + more)
-        # Bytes of the lists are bounded before their groups are counted, for which the memory has to exist: which words
-        # an output is written in depends on its address.
-        buffers.reserve(count, total)
-        plans: _Plans = buffers.plans
+        buffers.reserve(count, total, _LIST_BYTES)
+        plans = buffers.packed_plans()
         kinds = plans.gather.kinds.numpy()
         classes = np.zeros((len(kinds) + 1, 4), dtype=np.int64)
         groups, tiles = (np.empty(n, dtype=np.int64) for n in count_lists(pieces, num_pieces, kinds, classes))
         ends = np.zeros(4, dtype=np.int64)
         list_lines(pieces, num_pieces, kinds, classes, groups, tiles, ends)
-        lists = tiles, groups, pieces
-        buffers.reserve(count, total, packed_bytes([(part.shape, torch.from_numpy(part).dtype) for part in lists]))
-        plans = buffers.plans
-        buffers.total, buffers.longest = total, longest
+        buffers.reserve(count, total, packed_bytes(_layouts(tiles, groups, pieces)))
+        buffers.total, buffers.longest = total, int(spans[1].max(initial=0))
         buffers.starts_array[: count + 1] = starts
         for place, values in zip(buffers.names, (rows.slots, rows.anchors, rows.generations), strict=True):
             place[:count] = values
@@ -289,13 +295,12 @@ class CudaPackedCollector(PackedCollector):
         if rows.counts is not None and rows.numbers is not None and buffers.info_arrays is not None:
             buffers.info_arrays[0][:, :count] = rows.counts
             buffers.info_arrays[1][:, :count] = rows.numbers
-        places, size = buffers.write_lists(lists)
+        size = buffers.write_lists(tiles, groups, pieces)
         torch.cuda.current_stream().wait_event(buffers.gpu.released)
-        buffers.copy_rows(size)
+        there = buffers.copy_rows(size)
         end_16, end_4, end_1, end = ends.tolist()
-        work = PackedWork(
-            places[2], places[1], places[0], (end_16, end_4, end_1, end), (num_pieces, len(pieces) - num_pieces)
-        )
+        numbers = num_pieces, len(pieces) - num_pieces
+        work = PackedWork(there[2], there[1], there[0], (end_16, end_4, end_1, end), numbers)
         self._launch_packed(plans, work, count, total)
 
     def _pieces(self, rows: SelectedRows, spans: Array, starts: Array) -> tuple[int, Array, int]:
@@ -324,9 +329,14 @@ class CudaPackedCollector(PackedCollector):
         if plans.split is not None:
             split.split(plans.split, total, programs=self.programs)
         if plans.steps is not None:
-            plans.steps.convert(total, programs=self.programs)
+            plans.steps.convert(total)
         if plans.rows is not None:
-            plans.rows.convert(count, programs=self.programs)
+            plans.rows.convert(count)
+
+
+def _layouts(tiles: Array, groups: Array, pieces: Array) -> list[Layout]:
+    """Shapes and dtypes of a batch's lists."""
+    return [(tiles.shape, torch.int64), (groups.shape, torch.int64), (pieces.shape, torch.int32)]
 
 
 def _copy(target: Mapping[str, Any], source: Mapping[str, Any]) -> None:

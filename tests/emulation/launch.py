@@ -17,7 +17,8 @@ import aot_common
 import numpy as np
 import torch
 
-from gear_loader.kernels import gather, items, neighbors, place, priority, split
+from gear_loader.kernels import gather, items, neighbors, packed, place, priority, split
+from gear_loader.kernels.packed_plan import PackedPlan
 from gear_loader.kernels.plan import GatherPlan, PlacePlan
 from gear_loader.kernels.split_plan import SplitPlan
 from gear_loader.storage.region import Region
@@ -28,7 +29,7 @@ from .ptx import parse
 from .timing import Latencies
 
 ARCH = 90
-_MODULES = (gather, items, neighbors, place, priority, split)
+_MODULES = (gather, items, neighbors, packed, place, priority, split)
 
 LAUNCHES: collections.Counter[str] = collections.Counter()
 """How often each variant ran."""
@@ -144,6 +145,7 @@ def install(version: str = aot_common.INSTALLED, kernels: tuple[str, ...] = ()) 
     _remember(GatherPlan, PLANS)
     _remember(PlacePlan, PLANS)
     _remember(SplitPlan, PLANS)
+    _remember(PackedPlan, PLANS)
     _remember(Region, _regions)
 
 

@@ -46,10 +46,10 @@ def shrunk(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
         scenario = simpler
 
 
-def check_all(seeds: range, mode: str = "") -> None:
+def check_all(seeds: range, mode: str = "", *, of: Callable[[int], Scenario] | None = None) -> None:
     for seed in seeds:
         for policy in POLICIES:
-            scenario = Scenario.of(seed, mode)
+            scenario = Scenario.of(seed, mode) if of is None else of(seed)
             error = play(scenario, seed, policy)
             if error is not None:
                 small = shrunk(scenario, lambda each: play(each, seed, policy) is not None)  # noqa: B023
@@ -60,6 +60,17 @@ def check_all(seeds: range, mode: str = "") -> None:
 
 def test_batches_are_those_of_the_cpu_in_any_order_of_work() -> None:
     check_all(range(FIRST, FIRST + 4))
+
+
+def test_packed_and_converted_batches_in_any_order_of_work() -> None:
+    """Rows of different lengths, budgets of steps, other dtypes; buffers that grow while batches are held."""
+    check_all(range(FIRST, FIRST + 4), of=Scenario.flat)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(4))
+def test_packed_and_converted_batches_in_a_hundred_schedules(part: int) -> None:
+    check_all(range(FIRST + 8 * part, FIRST + 8 * part + 8), of=Scenario.flat)
 
 
 @pytest.mark.long
