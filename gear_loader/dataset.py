@@ -159,7 +159,7 @@ class ReplayDataset(IterableDataset[Batch]):
             ``collate_fn=dataset.collate``.
         layout: ``"padded"``: columns of steps are ``[B, L, *shape]``. ``"packed"``: rows lie one after another without
             padding, see below. ``"jagged"``: so they do, and are shown as `torch.nested` tensors of layout
-            `torch.jagged`, without a copy. The latter two need a `Table` and ``device="cpu"``.
+            `torch.jagged`, without a copy. The latter two need a `Table`.
         max_steps: in place of `batch_size`, most steps of a batch: it has the drawn trajectories in order until one
             does not fit, which begins the next batch. An epoch delivers every drawn trajectory exactly once, unless it
             was removed from the table meanwhile: as many as there are items, or with `batches_per_epoch` so many
@@ -196,7 +196,9 @@ class ReplayDataset(IterableDataset[Batch]):
     ============== ==================================================================================
 
     beside columns per trajectory, ``index``, ``anchor``, ``generation`` and the others by row. A row has the steps of
-    its window that exist, a final step (`Column.final`) not among them; the windows of all columns are the same.
+    its window that exist, a final step (`Column.final`) not among them; the windows of all columns are the same. On a
+    GPU the host draws them, also by priority, because it lists their pieces; it does not wait for the GPU, except that
+    memory grows to the longest batch so far.
 
     **Forked children:** an iterator belongs to the process that made it and raises `GearError` in a forked child.
     `sample` and new iterators work there, except over `Shards`, and for priorities that the parent was changing during

@@ -50,13 +50,17 @@ class PackedBatch:
         self.total = int(self.spans[1].sum())
         starts = np.zeros(count + 1, dtype=np.int32)
         starts[1:] = np.cumsum(self.spans[1])
-        adjoin = all(each.stride(0) == store.block_steps * each_rows[0].shape[1] for each, each_rows in zip(store.sources, store.rows, strict=True))  # fmt: skip
+        pairs = list(zip(store.sources, store.rows, strict=True))
+        adjoin = all(each.stride(0) == store.block_steps * rows_of[0].shape[1] for each, rows_of in pairs)
 
         random = np.random.default_rng(count)
         self.guarded: list[tuple[torch.Tensor, np.ndarray[Any, Any]]] = []
         columns = []
         for source, values in zip(store.sources, store.rows, strict=True):
-            parts = [values[slot][low : low + n] for slot, (low, n) in zip(rows, self.spans.T.tolist(), strict=True)]
+            parts = [
+                values[slot][low : low + n]
+                for slot, (low, n) in zip(rows, self.spans.T.tolist(), strict=True)
+            ]
             content = np.concatenate([part.reshape(-1) for part in parts]) if parts else np.empty(0, np.uint8)
             out = self._output(self.total + spare, values[0].shape[1], content, shift, device)
             columns.append(PackedColumn(source, out))
@@ -65,9 +69,14 @@ class PackedBatch:
             source = memory(store.num_blocks * stride).view(store.num_blocks, stride)
             source.copy_(torch.from_numpy(random.integers(0, 256, source.shape, dtype=np.uint8)))
             content = source.numpy()[[ids[extent[slot, 1]] for slot in rows], :size].reshape(-1)
-            columns.append(PackedColumn(source, self._output(count + spare, size, content, shift, device), once=True))
-        numbers = np.concatenate([np.arange(low, low + n, dtype=np.int32) for low, n in self.spans.T.tolist()] or [np.empty(0, np.int32)])  # fmt: skip
-        position = self._output(self.total + spare, 4, numbers.view(np.uint8), 0, device).view(-1).view(torch.int32)
+            columns.append(
+                PackedColumn(source, self._output(count + spare, size, content, shift, device), once=True)
+            )
+        spans = self.spans.T.tolist()
+        numbers = np.array([step for low, n in spans for step in range(low, low + n)], dtype=np.int32)
+        position = (
+            self._output(self.total + spare, 4, numbers.view(np.uint8), 0, device).view(-1).view(torch.int32)
+        )
         self.plan = PackedPlan(columns, position)
         self.work = self._listed(slots, starts, adjoin, bool(once), device)
 

@@ -2,8 +2,9 @@
 
 Steps cross the bus as they are stored, mostly in fewer bytes than they are used in; a gather cannot round on the way,
 because it moves words and not values. The results are those of ``(values * scale).to(dtype)`` in PyTorch to the bit:
-16-bit floating-point numbers are computed in float32, products are rounded to their own dtype first, and float64 becomes
-a 16-bit number by way of float32. A NaN is a NaN of any bits; numbers that an integer cannot hold are undefined, as there.
+16-bit floating-point numbers are computed in float32, products are rounded to their own dtype first, and float64
+becomes a 16-bit number by way of float32. A NaN is a NaN of any bits; numbers that an integer cannot hold are
+undefined, as there.
 """
 
 from __future__ import annotations
@@ -77,9 +78,17 @@ def _read(address, o_value, m_value, KIND: tl.constexpr):
 def _write(address, o_value, m_value, x, KIND: tl.constexpr):
     """Store values of a dtype, converted from int64, float32 or float64."""
     if KIND == "float64":
-        tl.store(tl.multiple_of(address.to(tl.pointer_type(tl.float64)), 16) + o_value, x.to(tl.float64), mask=m_value)
+        tl.store(
+            tl.multiple_of(address.to(tl.pointer_type(tl.float64)), 16) + o_value,
+            x.to(tl.float64),
+            mask=m_value,
+        )
     elif KIND == "float32":
-        tl.store(tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16) + o_value, x.to(tl.float32), mask=m_value)
+        tl.store(
+            tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16) + o_value,
+            x.to(tl.float32),
+            mask=m_value,
+        )
     elif KIND == "float16":
         p_half = tl.multiple_of(address.to(tl.pointer_type(tl.float16)), 16) + o_value
         tl.store(p_half, x.to(tl.float32).to(tl.float16), mask=m_value)
@@ -87,7 +96,9 @@ def _write(address, o_value, m_value, x, KIND: tl.constexpr):
         p_bits = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16) + o_value
         tl.store(p_bits, _bfloat16(x.to(tl.float32)), mask=m_value)
     elif KIND == "int64":
-        tl.store(tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16) + o_value, x.to(tl.int64), mask=m_value)
+        tl.store(
+            tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16) + o_value, x.to(tl.int64), mask=m_value
+        )
     elif KIND == "int32":
         p_int = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16) + o_value
         tl.store(p_int, x.to(tl.int64).to(tl.int32), mask=m_value)
@@ -117,9 +128,7 @@ def _product(x, scale, KIND: tl.constexpr):
 
 
 @triton.jit
-def _convert(
-    p_column, o_value, m_value, GIVEN: tl.constexpr, TARGET: tl.constexpr, PRODUCT: tl.constexpr
-):
+def _convert(p_column, o_value, m_value, GIVEN: tl.constexpr, TARGET: tl.constexpr, PRODUCT: tl.constexpr):
     """Convert a tile of a column."""
     x = _read(tl.load(p_column + SOURCE), o_value, m_value, GIVEN)
     if PRODUCT != "":
@@ -178,7 +187,9 @@ def cast(plan: CastPlan, count: int, *, programs: int | None = None) -> None:
         raise ValueError(f"programs is {programs}; expected at least 1.")
     for _, table, _ in plan.launches:
         if (table[:, [_plan.CAST_SOURCE, _plan.CAST_OUT]] % 16).any():
-            raise ValueError("A source or an output begins at no multiple of 16 bytes; expected what torch allocates.")
+            raise ValueError(
+                "A source or an output begins at no multiple of 16 bytes; expected what torch allocates."
+            )
     cuda = plan.device.type == "cuda"
     if programs is None:
         programs = 4 * torch.cuda.get_device_properties(plan.device).multi_processor_count if cuda else 4

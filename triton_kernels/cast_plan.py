@@ -9,7 +9,16 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["CAST_DTYPES", "CAST_OUT", "CAST_SCALE", "CAST_SIZE", "CAST_SOURCE", "CAST_WIDTH", "CastColumn", "CastPlan"]
+__all__ = [
+    "CAST_DTYPES",
+    "CAST_OUT",
+    "CAST_SCALE",
+    "CAST_SIZE",
+    "CAST_SOURCE",
+    "CAST_WIDTH",
+    "CastColumn",
+    "CastPlan",
+]
 
 # One row of a table: int64 [CAST_WIDTH].
 CAST_SOURCE = 0  # address of the values
@@ -20,7 +29,18 @@ CAST_WIDTH = 4
 
 CAST_DTYPES = {
     getattr(torch, name): name
-    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+    for name in (
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+    )
 }
 """Dtypes of values, and their names in the kernel."""
 
@@ -52,7 +72,9 @@ class CastColumn:
                 f"{self.out.device}; expected the same."
             )
         if self.scale is not None and not self.out.is_floating_point():
-            raise TypeError(f"out is {self.out.dtype} with scale={self.scale}; expected a floating-point dtype.")
+            raise TypeError(
+                f"out is {self.out.dtype} with scale={self.scale}; expected a floating-point dtype."
+            )
 
     @property
     def kind(self) -> tuple[str, str, str]:
@@ -98,7 +120,9 @@ class CastPlan:
         row = [0] * CAST_WIDTH
         row[CAST_SOURCE], row[CAST_OUT] = column.source.data_ptr(), column.out.data_ptr()
         row[CAST_SIZE] = math.prod(column.out.shape[1:])
-        (row[CAST_SCALE],) = struct.unpack("<q", struct.pack("<d", 1.0 if column.scale is None else column.scale))
+        (row[CAST_SCALE],) = struct.unpack(
+            "<q", struct.pack("<d", 1.0 if column.scale is None else column.scale)
+        )
         return row
 
     def tiles(self, table: torch.Tensor, count: int, size: int) -> int:

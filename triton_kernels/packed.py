@@ -70,7 +70,12 @@ def _piece(p_parts, i_piece):
 def _column(p_columns, tile):
     """Address, bytes from block to block, bytes of a step and output of a tile's column."""
     p_column = p_columns + (tile & 0xFFFF) * WIDTH
-    return tl.load(p_column + BASE), tl.load(p_column + STRIDE), tl.load(p_column + STEP_BYTES), tl.load(p_column + OUT)
+    return (
+        tl.load(p_column + BASE),
+        tl.load(p_column + STRIDE),
+        tl.load(p_column + STEP_BYTES),
+        tl.load(p_column + OUT),
+    )
 
 
 @triton.jit

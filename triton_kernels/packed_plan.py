@@ -40,7 +40,9 @@ PACKED_WIDTH = 4
 # One piece: int32 [PIECE_WIDTH]. Steps that lie one after another in host memory and in the batch.
 PIECE_BLOCK = 0  # block of its first step
 PIECE_FIRST = 1  # its first step, counted from the start of that block
-PIECE_STEPS = 2  # number of steps; more than a block holds only if all columns fill their blocks without padding
+PIECE_STEPS = (
+    2  # number of steps; more than a block holds only if all columns fill their blocks without padding
+)
 PIECE_OUT = 3  # its first step in the batch, or the row of a column per trajectory
 PIECE_NUMBER = 4  # number of its first step in the trajectory
 PIECE_WIDTH = 5
@@ -163,7 +165,11 @@ class PackedWork:
 
     def check(self, device: torch.device) -> None:
         """Raise TypeError or ValueError unless the kernel can read it. Values are not checked."""
-        for name, dtype, dims in (("pieces", torch.int32, 2), ("groups", torch.int64, 1), ("tiles", torch.int64, 1)):
+        for name, dtype, dims in (
+            ("pieces", torch.int32, 2),
+            ("groups", torch.int64, 1),
+            ("tiles", torch.int64, 1),
+        ):
             tensor = getattr(self, name)
             if tensor.dtype != dtype or tensor.ndim != dims or not tensor.is_contiguous():
                 raise TypeError(
@@ -173,7 +179,9 @@ class PackedWork:
             if tensor.device != device:
                 raise ValueError(f"{name} is on {tensor.device}; expected {device}, where the outputs are.")
         if list(self.ends) != sorted(self.ends) or self.ends[-1] != len(self.tiles):
-            raise ValueError(f"ends is {self.ends} for {len(self.tiles)} tiles; expected that they end there, in order.")
+            raise ValueError(
+                f"ends is {self.ends} for {len(self.tiles)} tiles; expected that the last is as many."
+            )
         if self.pieces.shape != (sum(self.num_pieces), PIECE_WIDTH):
             raise ValueError(
                 f"pieces is {list(self.pieces.shape)}; expected [{sum(self.num_pieces)}, {PIECE_WIDTH}]."

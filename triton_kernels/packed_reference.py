@@ -31,5 +31,7 @@ def gather_packed(plan: PackedPlan, work: PackedWork, *, programs: int | None = 
             column.out[piece[PIECE_OUT] : piece[PIECE_OUT] + len(steps)] = steps
     for piece in pieces[: work.num_pieces[0]]:
         begin, count = piece[PIECE_OUT], piece[PIECE_STEPS]
-        numbers = torch.arange(piece[PIECE_NUMBER], piece[PIECE_NUMBER] + count, dtype=torch.int32, device=plan.device)
+        numbers = torch.arange(
+            piece[PIECE_NUMBER], piece[PIECE_NUMBER] + count, dtype=torch.int32, device=plan.device
+        )
         plan.position[begin : begin + count] = numbers

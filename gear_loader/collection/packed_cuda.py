@@ -139,7 +139,8 @@ class CudaPackedBuffers(PackedBuffers):
         casts: list[CastColumn] = []
         first: dict[str, torch.Tensor] = {}
         kinds = {
-            name: converted_dtype(name, collector.windows[name], collector.column_of(name)) for name in columns
+            name: converted_dtype(name, collector.windows[name], collector.column_of(name))
+            for name in columns
         }
         for name in sorted(columns, key=lambda name: kinds[name] is not None):
             source, column, shape = collector.source_of(name), collector.column_of(name), columns[name]
@@ -211,8 +212,8 @@ class CudaPackedBuffers(PackedBuffers):
 class CudaPackedCollector(PackedCollector):
     """Gathers packed batches of one table for a GPU, as `PackedCollector` does on the CPU.
 
-    Rows are drawn on the host, which so knows their lengths. What it writes for a batch crosses the bus in one copy; one
-    launch gathers all columns, one splits the records of a packed table, and one for each pair of dtypes converts.
+    Rows are drawn on the host, which so knows their lengths. What it writes for a batch crosses the bus in one copy;
+    one launch gathers all columns, one splits the records of a packed table, one for each pair of dtypes converts.
     """
 
     def __init__(
@@ -230,7 +231,10 @@ class CudaPackedCollector(PackedCollector):
         strides = {}
         for name in self.steps:
             place = layout.columns[self.source_of(name)]
-            strides[self.source_of(name)] = table.region.blocks(self.source_of(name)).strides[0], place.step_stride
+            strides[self.source_of(name)] = (
+                table.region.blocks(self.source_of(name)).strides[0],
+                place.step_stride,
+            )
         self._adjoin = all(stride == self._block_steps * step for stride, step in strides.values())
 
     def buffers(self, *, shared: bool = False) -> Buffers:
@@ -259,7 +263,7 @@ class CudaPackedCollector(PackedCollector):
             if gpu.staging is not None:
                 self._gather_staged(buffers, gpu.staging, rows)
             else:
-                self._gather_zero_copy(buffers, rows)
+                self._gather_listed(buffers, rows)
         finally:
             gpu.filled.record()
 
@@ -272,7 +276,7 @@ class CudaPackedCollector(PackedCollector):
         torch.cuda.current_stream().wait_event(buffers.gpu.released)
         _copy(buffers.rows(count), staging.rows(count))
 
-    def _gather_zero_copy(self, buffers: CudaPackedBuffers, rows: SelectedRows) -> None:
+    def _gather_listed(self, buffers: CudaPackedBuffers, rows: SelectedRows) -> None:
         count, (spans, total, bad) = len(rows), self.measure(rows)
         starts = np.zeros(count + 1, dtype=np.int32)
         np.cumsum(spans[1], out=starts[1:])

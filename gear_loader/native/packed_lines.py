@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from numba import int64, njit
 
-from gear_loader.kernels import packed_plan
+from gear_loader.kernels import packed_plan, plan
 from gear_loader.native.compile import compiled
 from gear_loader.native.copying import extent_of
 
@@ -17,7 +17,7 @@ __all__ = ["count_lists", "list_lines", "list_pieces"]
 _LINE = 128
 _TILE = 128
 _BLOCK, _FIRST, _STEPS, _OUT, _NUMBER = 0, 1, 2, 3, 4
-assert (_LINE, _TILE) == (packed_plan.LINE, packed_plan.TILE_LINES)
+assert (_LINE, _TILE) == (plan.LINE, packed_plan.TILE_LINES)
 assert (_BLOCK, _FIRST, _STEPS, _OUT, _NUMBER) == (
     packed_plan.PIECE_BLOCK,
     packed_plan.PIECE_FIRST,

@@ -46,9 +46,9 @@ def made_table(*, packed: bool) -> gear.Table:
     for number, length in enumerate(LENGTHS):
         generator = torch.Generator().manual_seed(number)
         rows = {
-            name: torch.randint(0, 2 if name == "flag" else 250, (length, *column.shape), generator=generator).to(
-                column.dtype
-            )
+            name: torch.randint(
+                0, 2 if name == "flag" else 250, (length, *column.shape), generator=generator
+            ).to(column.dtype)
             for name, column in SCHEMA.items()
             if name != "reward"
         }
@@ -63,7 +63,9 @@ def batches(table: gear.Table, device: Any, **options: Any) -> list[Any]:
 
 
 def plain(batch: Any) -> dict[str, Any]:
-    flat = {name: value.values() if getattr(value, "is_nested", False) else value for name, value in batch.items()}
+    flat = {
+        name: value.values() if getattr(value, "is_nested", False) else value for name, value in batch.items()
+    }
     longest = flat.pop("max_seqlen", None)
     return {**snapshot(flat), "max_seqlen": torch.tensor(-1 if longest is None else longest)}
 
@@ -127,7 +129,13 @@ def test_batches_are_those_of_the_cpu(
 def test_a_held_batch_stays_as_it_is_while_others_grow(on_cpu: OnCpu) -> None:
     with made_table(packed=False) as table:
         data = gear.ReplayDataset(
-            table, batch_size=None, max_steps=220, windows=gear.Whole(), layout="packed", device=DEVICE, prefetch=1
+            table,
+            batch_size=None,
+            max_steps=220,
+            windows=gear.Whole(),
+            layout="packed",
+            device=DEVICE,
+            prefetch=1,
         )
         held = [(batch, plain(batch)) for batch in itertools.islice(data, 8)]
         assert len({len(batch["token"]) for batch, _ in held}) > 2

@@ -108,6 +108,11 @@ def _add_plan(memory: Memory, table: Any) -> None:
         tables = [each[-1] for each in plan.launches] if isinstance(plan, GatherPlan) else [plan.device_table]
         if all(each is not table for each in tables):
             continue
+        if isinstance(plan, PackedPlan):
+            for one in plan.columns:
+                memory.add_tensor(one.source, "a source", host=True)
+                memory.add_tensor(one.out, "an output")
+            continue
         if isinstance(plan, SplitPlan):
             for part in plan.columns:
                 memory.add_tensor(part.records, "records")

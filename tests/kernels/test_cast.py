@@ -38,7 +38,9 @@ def values(dtype: torch.dtype, *, integers: bool = False) -> torch.Tensor:
     if not dtype.is_floating_point:
         limits = torch.iinfo(dtype)
         spread = (bits * 0x9E3779B97F4A7C15 - (1 << 62)) >> (64 - limits.bits)
-        spread[:4] = torch.tensor([limits.min, limits.max, limits.max // 2 + 1, (1 << min(25, limits.bits - 2)) + 1])
+        spread[:4] = torch.tensor(
+            [limits.min, limits.max, limits.max // 2 + 1, (1 << min(25, limits.bits - 2)) + 1]
+        )
         return spread.to(dtype).view(ROWS, 5)
     if integers:
         return ((bits - 300) * 0.37).to(dtype).view(ROWS, 5)
@@ -52,7 +54,9 @@ def values(dtype: torch.dtype, *, integers: bool = False) -> torch.Tensor:
     return numbers.to(dtype).view(ROWS, 5)
 
 
-def check(run: Cast, sources: list[torch.Tensor], targets: list[torch.dtype], scale: float | None, count: int) -> None:
+def check(
+    run: Cast, sources: list[torch.Tensor], targets: list[torch.dtype], scale: float | None, count: int
+) -> None:
     """Convert columns together; compare with PyTorch, but for the bits of NaN, and what must not change."""
     columns = []
     for source, dtype in zip(sources, targets, strict=True):
@@ -89,13 +93,22 @@ def test_columns_of_several_sizes_and_dtypes(run: Cast) -> None:
     for count in (500, 63, 1, 0):
         check(run, sources, targets, 1 / 255, count)
     plan = CastPlan([CastColumn(each, each.to(to)) for each, to in zip(sources, targets, strict=True)])
-    assert sorted(kind for kind, _, _ in plan.launches) == [("uint8", "bfloat16", ""), ("uint8", "float32", "")]
+    assert sorted(kind for kind, _, _ in plan.launches) == [
+        ("uint8", "bfloat16", ""),
+        ("uint8", "float32", ""),
+    ]
 
 
 def test_the_default_dtype_decides_about_products_of_integers() -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        check(cast if not torch.cuda.is_available() else cast_reference.cast, [values(torch.int64)], [torch.float64], 1 / 3, ROWS)
+        check(
+            cast if not torch.cuda.is_available() else cast_reference.cast,
+            [values(torch.int64)],
+            [torch.float64],
+            1 / 3,
+            ROWS,
+        )
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -104,7 +117,11 @@ def test_the_default_dtype_decides_about_products_of_integers() -> None:
     ("column", "error", "message"),
     [
         ((torch.zeros(2, 3), torch.zeros(3, 2)), ValueError, r"source is \[2, 3\] on cpu, out \[3, 2\]"),
-        ((torch.zeros(2, dtype=torch.complex64), torch.zeros(2)), TypeError, r"source is torch.complex64 \[2\]"),
+        (
+            (torch.zeros(2, dtype=torch.complex64), torch.zeros(2)),
+            TypeError,
+            r"source is torch.complex64 \[2\]",
+        ),
         ((torch.zeros(2), torch.zeros(2).int(), 0.5), TypeError, "out is torch.int32 with scale=0.5"),
         ((torch.zeros(3), torch.zeros(3)), ValueError, "differ in rows or device"),
     ],

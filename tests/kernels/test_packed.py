@@ -29,7 +29,11 @@ ALL = pytest.mark.parametrize(
     ],
     ids=["kernel", "twin"],
 )
-EVERY = (packed_reference.gather_packed,) if torch.cuda.is_available() else (gather_packed, packed_reference.gather_packed)
+EVERY = (
+    (packed_reference.gather_packed,)
+    if torch.cuda.is_available()
+    else (gather_packed, packed_reference.gather_packed)
+)
 
 
 @ALL
@@ -72,11 +76,15 @@ def test_no_steps_at_all(run: Gather) -> None:
 @pytest.mark.parametrize("columns", [1, pytest.param(32, marks=pytest.mark.long)])
 def test_columns_of_one_size_share_their_lists(run: Gather, columns: int) -> None:
     store = Store([4] * columns, [63, 500, 128], 128, finals=False)
-    one, batch = PackedBatch(Store([4], [63, 500, 128], 128, finals=False), [1, 0]), PackedBatch(store, [1, 0])
+    one, batch = (
+        PackedBatch(Store([4], [63, 500, 128], 128, finals=False), [1, 0]),
+        PackedBatch(store, [1, 0]),
+    )
     assert len(batch.work.groups) == len(one.work.groups)
     batch.run(run)
 
 
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(
     sizes=st.lists(st.sampled_from(STEP_BYTES), min_size=1, max_size=4),
     once=st.lists(st.sampled_from(STEP_BYTES), max_size=2),
@@ -85,7 +93,14 @@ def test_columns_of_one_size_share_their_lists(run: Gather, columns: int) -> Non
     window=st.one_of(st.just(WHOLE), st.tuples(st.integers(-30, 30), st.integers(1, 50))),
     data=st.data(),
 )
-def test_random_shapes(sizes: list, once: list, lengths: list, block_steps: int, window: tuple, data: st.DataObject) -> None:  # fmt: skip
+def test_random_shapes(
+    sizes: list[int],
+    once: list[int],
+    lengths: list[int],
+    block_steps: int,
+    window: tuple[int, int],
+    data: st.DataObject,
+) -> None:
     rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=7))
     anchors = [0 if window == WHOLE else data.draw(st.integers(0, lengths[row] - 1)) for row in rows]
     store = Store(sizes, lengths, block_steps, spare_lines=data.draw(st.integers(0, 1)))
@@ -112,14 +127,16 @@ def test_what_is_refused(run: Gather) -> None:
 
 def test_columns_that_are_refused() -> None:
     source, position = torch.zeros(3, 128, dtype=torch.uint8), torch.zeros(5, dtype=torch.int32)
-    column = PackedColumn(PackedBatch(Store([4], [20], 8), [0]).plan.columns[0].source, torch.zeros(5, 4, dtype=torch.uint8))
+    column = PackedColumn(
+        PackedBatch(Store([4], [20], 8), [0]).plan.columns[0].source, torch.zeros(5, 4, dtype=torch.uint8)
+    )
     with pytest.raises(ValueError, match="No columns were given"):
         PackedPlan([], position)
     with pytest.raises(TypeError, match=r"out is torch.float32 \[5, 4\]; expected uint8 with 2"):
         PackedPlan([dataclasses.replace(column, out=torch.zeros(5, 4))], position)
     with pytest.raises(ValueError, match=r"A step of 200 bytes does not fit into blocks of 128"):
         PackedPlan([dataclasses.replace(column, out=torch.zeros(5, 200, dtype=torch.uint8))], position)
-    with pytest.raises(ValueError, match="stride 100 and address .*; expected multiples of 128"):
+    with pytest.raises(ValueError, match=r"stride 100 and address .*; expected multiples of 128"):
         PackedPlan([dataclasses.replace(column, source=source.view(-1)[:300].view(3, 100))], position)
     with pytest.raises(ValueError, match="differ in capacity or device"):
         PackedPlan([column], position[:4])

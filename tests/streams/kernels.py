@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from gear_loader.kernels import cast as casting
-from gear_loader.kernels import cast_reference, packed_reference
+from gear_loader.kernels import cast_reference, packed_reference, priority, priority_reference, reference
 from gear_loader.kernels import gather as gathering
 from gear_loader.kernels import items as items_kernels
 from gear_loader.kernels import packed as packing
 from gear_loader.kernels import place as placing
-from gear_loader.kernels import priority, priority_reference, reference
 from gear_loader.kernels import split as splitting
 from gear_loader.kernels.cast_plan import CastPlan
 from gear_loader.kernels.packed_plan import PackedPlan, PackedWork

@@ -97,6 +97,7 @@ class Scenario:
             layout=choose.choice(["packed", "packed", "packed", "padded"]),
             budget=budget,
             samples=0 if budget else scenario.samples,
+            batches=2 * scenario.batches,  # so that buffers that were delivered grow
             converts=choose.random() < 0.5,
             complete=False,
             grows=False,
@@ -260,9 +261,9 @@ class Run:
         }
         sizes: dict[str, Any] = {"batch_size": BATCH, "layout": scenario.layout}
         if scenario.layout != "padded":
-            windows["value"] = windows["number"] = gear.Window(3, -1)
+            windows["value"] = windows["number"] = gear.Window(20, -10)
             if scenario.budget:
-                sizes |= {"batch_size": None, "max_steps": 20, "lookahead": 2}
+                sizes |= {"batch_size": None, "max_steps": 40, "lookahead": 2}
         if scenario.converts:
             windows["half"] = gear.Window(
                 windows["value"].length, windows["value"].offset, column="value", dtype=torch.bfloat16, scale=1 / 3
@@ -462,7 +463,11 @@ def compare(key: Any, found: Any, expected: Any) -> None:
         elif name == "priority_weight":
             if not torch.allclose(found[name], value, rtol=1e-5):
                 raise Mismatch(f"batch {key}: {name} is {found[name]}; expected {value}")
-        elif found[name] != value if not isinstance(value, torch.Tensor) else not torch.equal(found[name], value):
+        elif (
+            found[name] != value
+            if not isinstance(value, torch.Tensor)
+            else not torch.equal(found[name], value)
+        ):
             raise Mismatch(f"batch {key}: {name} is {found[name]}; expected {value}")
 
 

@@ -16,7 +16,7 @@ import gear_loader as gear
 from gear_loader.collection import prefetch
 
 from .cuda import Cuda
-from .defects import DEFECTS, SHARD_DEFECTS, put_back
+from .defects import DEFECTS, PACKED_DEFECTS, SHARD_DEFECTS, put_back
 from .machine import Policy
 from .scenarios import Run, Scenario, cloned, compare, made_table, on_host
 from .shard_scenarios import ShardScenario, run_shards
@@ -197,6 +197,8 @@ def first_found(name: str, policy: Policy, most: int, start: int = 0) -> tuple[i
             try:
                 if name in DEFECTS:
                     Run(Scenario.of(seed), seed, policy).run()
+                elif name in PACKED_DEFECTS:
+                    Run(Scenario.flat(seed), seed, policy).run()
                 else:
                     run_shards(ShardScenario.of(seed), seed, policy)
             except Exception as error:
@@ -216,7 +218,7 @@ LATE = {
 """The first seeds that find those that many do not: where the search begins, to save time."""
 
 
-@pytest.mark.parametrize("name", [*DEFECTS, *SHARD_DEFECTS])
+@pytest.mark.parametrize("name", [*DEFECTS, *SHARD_DEFECTS, *PACKED_DEFECTS])
 def test_a_defect_put_back_is_found(name: str) -> None:
     assert first_found(name, "random", 100, LATE.get(name, 0)) is not None
 
