@@ -14,7 +14,7 @@ from dataset_common import snapshot
 import gear_loader as gear
 from gear_loader.utils import captures
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_packed_gpu.py uses CUDA itself")
+played = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 SCHEMA = {
     "token": gear.Column(torch.int32),
     "pixels": gear.Column(torch.uint8, (3, 5)),
@@ -67,6 +67,7 @@ def plain(batch: Any) -> dict[str, Any]:
         name: value.values() if getattr(value, "is_nested", False) else value for name, value in batch.items()
     }
     longest = flat.pop("max_seqlen", None)
+    flat = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in flat.items()}
     return {**snapshot(flat), "max_seqlen": torch.tensor(-1 if longest is None else longest)}
 
 
@@ -106,6 +107,7 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
 }
 
 
+@played
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("staged", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -126,6 +128,7 @@ def test_batches_are_those_of_the_cpu(
             same(one, two)
 
 
+@played
 def test_a_held_batch_stays_as_it_is_while_others_grow(on_cpu: OnCpu) -> None:
     with made_table(packed=False) as table:
         data = gear.ReplayDataset(
@@ -143,6 +146,7 @@ def test_a_held_batch_stays_as_it_is_while_others_grow(on_cpu: OnCpu) -> None:
             same(plain(batch), before)
 
 
+@played
 def test_jagged_batches_share_their_memory(on_cpu: OnCpu) -> None:
     with made_table(packed=True) as table:
         data = gear.ReplayDataset(table, batch_size=3, windows=gear.Whole(), layout="jagged", device=DEVICE)
@@ -150,3 +154,17 @@ def test_jagged_batches_share_their_memory(on_cpu: OnCpu) -> None:
         assert batch["wide"].is_nested
         assert batch["wide"].shape[0] == 3
         assert batch["wide"].offsets().data_ptr() == batch["cu_seqlens"].data_ptr()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_batches_on_a_gpu_are_those_of_the_cpu(name: str) -> None:
+    packed, options = CASES[name]
+    with made_table(packed=packed) as table:
+        expected = batches(table, "cpu", **options)
+        found = batches(table, "cuda", **{**options, "batches_per_epoch": 4})
+        assert len(found) == 4
+        for one, two in zip(found, expected, strict=True):
+            if "priority_weight" in two:  # the host draws packed batches on both
+                assert torch.allclose(one.pop("priority_weight"), two.pop("priority_weight"))
+            same(one, two)

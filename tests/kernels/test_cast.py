@@ -145,8 +145,7 @@ def test_arguments_that_are_refused(run: Cast) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("given", list(CAST_DTYPES), ids=list(CAST_DTYPES.values()))
 def test_values_on_a_gpu_are_those_of_torch_there(given: torch.dtype) -> None:
-    for target in CAST_DTYPES:
+    for target in (torch.float16, torch.bfloat16, torch.int32):  # each is compiled
         whole = given.is_floating_point and not target.is_floating_point
         check(cast, [values(given, integers=whole).cuda()], [target], None, 140)
-    for target, scale in itertools.product(FLOATS, SCALES):
-        check(cast, [values(given).cuda()], [target], scale, ROWS)
+    check(cast, [values(given).cuda()], [torch.bfloat16], 1 / 255, ROWS)

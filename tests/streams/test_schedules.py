@@ -214,6 +214,8 @@ LATE = {
     "the tree is freed under the stream that draws": 15,
     "row numbers are freed under the stream that gathers": 19,
     "staging memory is used again while rows are placed out of it": 26,
+    "the tickets of a planned batch are given back when the gather is queued": 26,
+    "the allocator is not told that the consumer uses memory that has grown": 6,
 }
 """The first seeds that find those that many do not: where the search begins, to save time."""
 
