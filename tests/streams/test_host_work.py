@@ -93,6 +93,21 @@ def test_a_packed_batch(options: dict[str, Any], copies: float, kernels: dict[st
     check(of_table(gear.Uniform(), False, **options), (copies, 0), kernels)
 
 
+def test_lightning_leaves_a_packed_batch_where_it_is() -> None:
+    utilities = pytest.importorskip("lightning.fabric.utilities")
+    cuda = Cuda(0, "eager")
+    with cuda.installed(), made_table() as table:
+        data = gear.ReplayDataset(table, batch_size=4, device="cuda:1", windows=gear.Whole(), layout="packed")
+        batch = next(iter(data))
+        before = collections.Counter(cuda.machine.counts)
+        moved = utilities.move_data_to_device(batch, torch.device("cuda:1"))
+        assert cuda.machine.counts == before
+        assert all(moved[name] is batch[name] for name in batch)
+        del data, batch, moved
+        gc.collect()
+    cuda.check()
+
+
 def test_a_converted_batch_is_one_launch_more_for_each_pair_of_dtypes() -> None:
     windows = {**WINDOWS, "half": gear.Window(2, column="value", dtype=torch.float16)}
     windows["other"] = gear.Window(1, column="value", dtype=torch.float16)
