@@ -114,13 +114,14 @@ tests() {
         --junitxml="$out/$name-tests.xml" "$@"
 }
 
-tests gather 60 tests/kernels/test_gather_gpu.py
+tests gather 50 tests/kernels/test_gather_gpu.py
 tests priority 40 tests/kernels/test_priority_gpu.py
 tests place 20 tests/kernels/test_place.py tests/kernels/test_split.py
+tests packed 40 tests/kernels/test_packed.py tests/kernels/test_cast.py tests/collection/test_packed_cuda.py
 tests shards 25 tests/distributed/test_shard_collector.py
 # Only files that hold GPU tests: others may import packages that are not here.
 mapfile -t files < <(grep -lE '\bmark\.gpu\b' tests/test_*.py tests/*/test_*.py |
-    grep -vE '/test_(gather_gpu|priority_gpu|place|split|shard_collector|benchmarks.*)\.py$')
+    grep -vE '/test_(gather_gpu|priority_gpu|place|split|packed|cast|packed_cuda|shard_collector|benchmarks.*)\.py$')
 ((${#files[@]})) && tests other 10 "${files[@]}"
 
 # benchmark NAME SECONDS
@@ -130,13 +131,14 @@ benchmark() {
 }
 
 if missing=$("$python" -c 'import rich, typer' 2>&1); then
-    benchmark single-server 75
-    benchmark collect 85
+    benchmark single-server 65
+    benchmark collect 75
     stage predicted 10 predicted.log "$python" -m benchmarks predict --beside "$out/collect-cuda.jsonl"
-    benchmark select 65
-    benchmark overlap 65
-    benchmark batch-size 40
-    benchmark train 40
+    benchmark select 55
+    benchmark overlap 55
+    benchmark batch-size 30
+    benchmark train 30
+    benchmark packed 30
 else
     status=1
     note benchmarks SKIPPED 0 "$(tail -n 1 <<<"$missing")"

@@ -23,6 +23,7 @@ from gear_loader.collection.buffer_pools import BufferPools
 from gear_loader.collection.collector import Buffers, Collector
 from gear_loader.collection.output import as_jagged, as_tensordict, check_nesting
 from gear_loader.collection.packed import PackedCollector
+from gear_loader.collection.packed_cuda import CudaPackedCollector
 from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.collection.windows import (
     Whole,
@@ -158,7 +159,7 @@ class ReplayDataset(IterableDataset[Batch]):
             ``collate_fn=dataset.collate``.
         layout: ``"padded"``: columns of steps are ``[B, L, *shape]``. ``"packed"``: rows lie one after another without
             padding, see below. ``"jagged"``: so they do, and are shown as `torch.nested` tensors of layout
-            `torch.jagged`, without a copy. The latter two need a `Table` and ``device="cpu"``.
+            `torch.jagged`, without a copy. The latter two need a `Table`.
         max_steps: in place of `batch_size`, most steps of a batch: it has the drawn trajectories in order until one
             does not fit, which begins the next batch. An epoch delivers every drawn trajectory exactly once, unless it
             was removed from the table meanwhile: as many as there are items, or with `batches_per_epoch` so many
@@ -195,7 +196,9 @@ class ReplayDataset(IterableDataset[Batch]):
     ============== ==================================================================================
 
     beside columns per trajectory, ``index``, ``anchor``, ``generation`` and the others by row. A row has the steps of
-    its window that exist, a final step (`Column.final`) not among them; the windows of all columns are the same.
+    its window that exist, a final step (`Column.final`) not among them; the windows of all columns are the same. On a
+    GPU the host draws them, also by priority, because it lists their pieces; it does not wait for the GPU, except that
+    memory grows to the longest batch so far.
 
     **Forked children:** an iterator belongs to the process that made it and raises `GearError` in a forked child.
     `sample` and new iterators work there, except over `Shards`, and for priorities that the parent was changing during
@@ -321,7 +324,6 @@ class ReplayDataset(IterableDataset[Batch]):
         self.subset = subset
         self.sample_info = sample_info
         self.rate_limited = rate_limited
-        self._check_conversions()
         self._check_rate(self._num_drawn)
         self.programs = None if programs is None else int(programs)
         self.stream_priority = int(stream_priority)
@@ -418,11 +420,6 @@ class ReplayDataset(IterableDataset[Batch]):
             raise SchemaError(
                 f"layout={self.layout!r} was given with Shards; expected a Table: rows of other ranks are padded."
             )
-        if self.device.type == "cuda":
-            raise SchemaError(
-                f"layout={self.layout!r} was given with device={str(self.device)!r}; expected device='cpu', which is "
-                "the only one that packs for now. Move the batch by .to(), or have Lightning do so."
-            )
         if max_steps is None:
             return None
         if self.table.rules.max_times_sampled is not None:
@@ -435,16 +432,6 @@ class ReplayDataset(IterableDataset[Batch]):
                 "drop_last was given with max_steps, whose batches are seldom full; leave it out."
             )
         return StepBudget(int(max_steps), int(lookahead), too_long, offset, length)
-
-    def _check_conversions(self) -> None:
-        """Raise SchemaError if a window is converted on a GPU."""
-        windows = expand(self.table.schema, self.windows)[0].items()
-        converted = [name for name, window in windows if window.dtype is not None or window.scale is not None]
-        if converted and self.device.type == "cuda":
-            raise SchemaError(
-                f"The windows {converted} have dtype or scale, with device={str(self.device)!r}; expected "
-                "device='cpu', which is the only one that converts for now. Leave them out, and convert the batch."
-            )
 
     @property
     def _num_drawn(self) -> int:
@@ -799,11 +786,13 @@ class ReplayDataset(IterableDataset[Batch]):
         """Gather a planned batch into `buffers`; return its number of rows."""
         try:
             prefetcher.collector.gather(buffers, plan.rows)
-            plan.end()
+            while plan.tickets:  # what is taken from here ends when a GPU has read its rows
+                prefetcher.release(buffers, plan.tickets.pop())
             return len(plan.rows)
         except BaseException:
-            for ticket in plan.tickets:
-                self._selected().undo(ticket)
+            while plan.tickets:
+                ticket = plan.tickets.pop()
+                prefetcher.abandon(buffers, functools.partial(self._selected().undo, ticket), ticket)
             raise
 
     def _selected(self) -> Selection:
@@ -835,7 +824,8 @@ class ReplayDataset(IterableDataset[Batch]):
                 SelectionContext(*options),
                 # A state may precede the prefetched batches and one that a trainer fetched ahead.
                 history=_ALL_DRAWS if self._budget is not None else self.prefetch + self.keep + 2,
-                device=self.device,
+                # A packed batch is drawn on the host, which lists its rows' blocks.
+                device=self.device if self.layout == "padded" else torch.device("cpu"),
                 windows=expand(self.table.schema, self.windows)[0],
                 shards=self.shards,
                 exchange=self._exchange if self._is_global else None,
@@ -1130,9 +1120,14 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _collector(self, size: int) -> Collector:
         if self.layout != "padded":
-            return PackedCollector(
-                self.table, self.windows, weighs=self.selector.weighs, informs=self.sample_info
+            packed: dict[str, Any] = {"weighs": self.selector.weighs, "informs": self.sample_info}
+            if self.device.type != "cuda":
+                return PackedCollector(self.table, self.windows, **packed)
+            on_gpu = CudaPackedCollector(
+                self.table, self.windows, device=self.device, programs=self.programs, **packed
             )
+            on_gpu.stream_priority = self.stream_priority
+            return on_gpu
         options: dict[str, Any] = {
             "batch_size": size,
             "device": self.device,

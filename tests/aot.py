@@ -36,7 +36,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gear_loader.kernels import gather, items, neighbors, place, priority, split
+from gear_loader.kernels import cast, gather, items, neighbors, packed, place, priority, split
 
 ARCHITECTURES = (80, 90, 100)
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -44,13 +44,13 @@ TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump
 # Type -> arguments. All kernels that have an argument of this name mean the same by it.
 _NAMES = {
     "*i64": "columns slots anchors extent pieces items levels status random drawn index anchor generation place "
-    "first addresses rows indptr nodes neighbors",
-    "*i32": "block_ids staging known steps owner number ids indices",
+    "first addresses rows indptr nodes neighbors tiles groups",
+    "*i32": "block_ids staging known steps owner number ids indices parts position",
     "*fp64": "sums",
     "*fp32": "values leaves mins maxs maximum drawn_leaves weights",
     "i32": "num_columns num_masks lines batch line_tiles num_tiles block_steps shift num_pieces count depth first_row "
     "first_phase last_phase num_slots num_blocks num_ids size width first last offset anchor_first ahead ahead_final "
-    "once fanout",
+    "once fanout end_16 end_4",
     "i64": "magic",
     "fp32": "floor alpha eps beta",
 }
@@ -71,6 +71,19 @@ class Variant:
     launch: dict[str, Any]
 
 
+CASTS = [
+    ("uint8", "bfloat16", "float32"),
+    ("uint8", "float32", "float32"),
+    ("float32", "bfloat16", ""),
+    ("float32", "float16", ""),
+    ("bfloat16", "float32", "bfloat16"),
+    ("float64", "bfloat16", "float64"),
+    ("int64", "float32", ""),
+    ("float32", "int32", ""),
+    ("int32", "bool", ""),
+]
+"""Dtypes of values, outputs and products: some of all that a `cast` may compile."""
+
 VARIANTS = [
     *(
         Variant(
@@ -85,6 +98,16 @@ VARIANTS = [
     *(
         Variant(f"split{'_rows' * chosen}", split.split_kernel, {"CHOSEN": chosen}, split.LAUNCH)
         for chosen in (False, True)
+    ),
+    Variant("packed", packed.packed_kernel, {}, packed.LAUNCH),
+    *(
+        Variant(
+            f"cast_{given}_{target}{'_scaled' * bool(product)}",
+            cast.cast_kernel,
+            {"GIVEN": given, "TARGET": target, "PRODUCT": product},
+            cast.LAUNCH,
+        )
+        for given, target, product in CASTS
     ),
     Variant("priority_draw", priority.draw_kernel, {}, priority.DRAW),
     *(

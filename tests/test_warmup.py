@@ -30,6 +30,7 @@ print(len(stages), *sorted({compile._name(loop) for loop in compile.loops} - cal
 """
 # For a GPU, for repairs, and parts that the others contain (compiled with them, or called when those are not cached).
 INNER = {"copying.resolve", "copying.work", "operations.reclaim"}
+INNER |= {"packed_lines.list_pieces", "packed_lines.count_lists", "packed_lines.list_lines"}
 INNER |= {"copying.look_up", "copying.put_steps"}  # for integrations
 INNER |= {"operations.lengthen", "operations.publish_steps"}
 INNER |= {f"sum_tree.{name}" for name in ("words", "uniforms", "descend", "refresh", "draw")}

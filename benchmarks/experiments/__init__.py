@@ -53,7 +53,7 @@ overlap | cpu, cuda | |
     how much the loader beside it slows down a training step
 transitions | cpu | SB3, TorchRL, cpprb, Tianshou |
     drawing single transitions and appending steps, uniformly and by priority
-packed | cpu | |
+packed | cpu, cuda | |
     packed batches of sequences of uneven length, by a budget of tokens
 graph | cpu | |
     neighbour sampling with features, and serving a GraphSAGE, beside PyG and plain torch

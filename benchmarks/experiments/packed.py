@@ -1,10 +1,11 @@
-"""``python -m benchmarks packed``: batches of 16,384 tokens, of sequences of uneven length, on the CPU.
+"""``python -m benchmarks packed``: batches of 16,384 tokens, of sequences of uneven length, on the CPU or for a GPU.
 
 Lengths are log-normal, 100 to 8,000 with a median of 600. Plain torch, the yardstick, has every column in one tensor,
 sequence after sequence: it draws sequences until the next does not fit, makes one index of all steps, and calls
 `index_select` for each column (`cat`: concatenates slices instead). `pad_sequence` pads the same sequences to the
 longest of the batch. Ours is a dataset with ``max_steps``. Every figure is the time of as many tokens that are no
-padding.
+padding. For a GPU plain torch gathers into pinned memory and copies it, and a measurement ends when all batches are
+there; padding is left out.
 """
 
 from __future__ import annotations
@@ -88,17 +89,22 @@ class Sequences:
 def _measured(session: Session, data: Sequences, count: int) -> None:
     """Compare the ways at one number of columns."""
     with data.table() as table:
+        device = torch.device(session.device)
         options: dict[str, Any] = {
-            "windows": gear.Whole(), "layout": "packed", "max_steps": TOKENS, "device": "cpu", "seed": SEED,
-            "selector": gear.Uniform(replacement=False), "batches_per_epoch": math.inf, "prefetch": 0,
+            "windows": gear.Whole(), "layout": "packed", "max_steps": TOKENS, "device": device, "seed": SEED,
+            "selector": gear.Uniform(replacement=False), "batches_per_epoch": math.inf,
+            "prefetch": 2 if session.cuda else 0,
         }  # fmt: skip
         kept = gear.ReplayDataset(table, lookahead=LOOKAHEAD, **options)
         recycled = gear.ReplayDataset(table, lookahead=LOOKAHEAD, copy=False, **options)
         targets = {"plain torch": 0.9}
-        variants = [
-            _variant("plain torch", _selected(data), data, count),
+        on_cpu = [
             _variant("plain torch, cat", _joined(data), data, count),
             _variant("pad_sequence", _padded(data), data, count, check=_check_padded),
+        ]
+        variants = [
+            _variant("plain torch", _selected(data, device), data, count),
+            *([] if session.cuda else on_cpu),
             _variant("ours", iter(kept), data, count, targets=targets, fill=lambda: kept.batch_fill),
             _variant("ours, copy=False", iter(recycled), data, count, fill=lambda: recycled.batch_fill),
         ]
@@ -122,12 +128,20 @@ def _variant(
     def measure() -> float:
         tokens, started = 0, time.perf_counter()
         for batch in itertools.islice(batches, count):
-            tokens += int(batch["cu_seqlens"][-1])
+            if "position" in batch:
+                tokens += len(batch["position"])
+            else:
+                tokens += int(batch["cu_seqlens"][-1])
+        if batch["cu_seqlens"].is_cuda:
+            torch.cuda.synchronize()
         return (time.perf_counter() - started) * count * TOKENS / tokens
 
     def checked() -> None:
         for batch in itertools.islice(batches, 5):
-            (check or _check_packed)(batch, data)
+            there = {
+                name: part.cpu() if isinstance(part, torch.Tensor) else part for name, part in batch.items()
+            }
+            (check or _check_packed)(there, data)
 
     extras = (lambda: {"fill": fill() or 0.0}) if fill is not None else None
     return Variant(name, measure, checked, TOKENS, count, targets=targets or {}, extras=extras)
@@ -139,19 +153,33 @@ def _cumulative(data: Sequences, chosen: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(starts)
 
 
-def _selected(data: Sequences) -> Iterator[dict[str, Any]]:
-    """Batches by one index of all steps."""
-    out = {name: torch.empty(TOKENS, dtype=torch.int32) for name in data.flat}
+def _selected(data: Sequences, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Batches by one index of all steps; for a GPU by way of two sets of pinned memory."""
+    cuda = device.type == "cuda"
+    memory = itertools.cycle(
+        [
+            ({name: torch.empty(TOKENS, dtype=torch.int32, pin_memory=cuda) for name in data.flat}, [])
+            for _ in range(2)
+        ]
+    )
     for chosen in data.batches():
         lengths, starts = data.lengths[chosen], _cumulative(data, chosen)
         total = int(starts[-1])
         position = np.arange(total) - np.repeat(starts[:-1].numpy(), lengths)
         index = torch.from_numpy(position + np.repeat(data.starts[chosen], lengths))
+        out, copied = next(memory)
+        while copied:
+            copied.pop().synchronize()
         batch: dict[str, Any] = {
             name: torch.index_select(values, 0, index, out=out[name][:total])
             for name, values in data.flat.items()
         }
-        yield {**batch, "cu_seqlens": starts, "position": torch.from_numpy(position.astype(np.int32))}
+        batch |= {"cu_seqlens": starts, "position": torch.from_numpy(position.astype(np.int32))}
+        if cuda:
+            batch = {name: part.to(device, non_blocking=True) for name, part in batch.items()}
+            copied.append(torch.cuda.Event())
+            copied[0].record()
+        yield batch
 
 
 def _joined(data: Sequences) -> Iterator[dict[str, Any]]:

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from gear_loader.collection.batches import Batch
-from gear_loader.collection.conversions import Conversion, converted_dtype
+from gear_loader.collection.conversions import Casts, Conversion, converted_dtype
 from gear_loader.collection.n_step import NStep, Returns
 from gear_loader.collection.plans import Output, Plans, Staging, plans_of
 from gear_loader.collection.references import Arena, BatchReferences
 from gear_loader.collection.tier_rows import TierRows
 from gear_loader.collection.windows import Whole, expand, mask_of, reach_of, source_of, steps_only
+from gear_loader.kernels.cast_plan import CastColumn
 from gear_loader.kernels.plan import WIDTH, GatherPlan
 from gear_loader.native import copying, threads
 from gear_loader.storage.inline import INLINE_BATCH_BYTES, InlineBatch
@@ -92,7 +93,7 @@ class Buffers:
     names: Array = dataclasses.field(default_factory=lambda: np.empty((3, 0), dtype=np.int64))
     columns: Array = dataclasses.field(default_factory=lambda: np.empty((0, WIDTH), dtype=np.int64))
     weights: Array = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.float32))
-    computed: tuple[Returns | Conversion, ...] = ()
+    computed: tuple[Returns | Conversion | Casts, ...] = ()
     inline: InlineBatch | None = None
     references: BatchReferences | None = None
 
@@ -300,7 +301,11 @@ class Collector:
             batch["sample_info"] = _named(counts, empty(2, size, dtype=torch.float32))
         staging: Staging | None = {} if self.zero_copy else None
         plans = plans_of(self.table, outputs, staging)
-        made = Buffers(batch, plans, tuple(outputs), staging, computed=(*returns, *conversions))
+        computed: tuple[Returns | Conversion | Casts, ...] = (*returns, *conversions)
+        if device.type == "cuda" and conversions:
+            casts = [CastColumn(each.source, each.out, each.scale) for each in conversions]
+            computed = (*returns, Casts(casts)) if self.zero_copy else returns
+        made = Buffers(batch, plans, tuple(outputs), staging, computed=computed)
         if device.type == "cpu":
             made.names, made.columns = names.numpy(), made.plan.table.numpy()
             if "priority_weight" in batch:
@@ -543,6 +548,8 @@ def clone_batch(batch: Batch) -> Batch:
     def clone(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: clone(part) for key, part in value.items()}
+        if not isinstance(value, torch.Tensor):  # `max_seqlen`
+            return value
         if id(value) not in clones:
             clones[id(value)] = value.clone()
         return clones[id(value)]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
 from gear_loader.errors import SchemaError
+from gear_loader.kernels.cast_plan import CastColumn, CastPlan
 from gear_loader.storage.schema import Column, Window
 
-__all__ = ["Conversion", "converted_dtype"]
+__all__ = ["Casts", "Conversion", "converted_dtype"]
 
 
 def converted_dtype(name: str, window: Window, column: Column) -> torch.dtype | None:
@@ -50,3 +52,24 @@ class Conversion:
             self.out[:count].copy_(self.source[:count])
         else:
             torch.mul(self.source[:count], self.scale, out=self.out[:count])
+
+
+class Casts:
+    """The windows of a batch on a GPU that are converted, by one launch for each pair of dtypes.
+
+    Args:
+        columns: what is gathered, and what is delivered.
+    """
+
+    def __init__(self, columns: Sequence[CastColumn]) -> None:
+        self._plan = CastPlan(columns)
+
+    def compute(self, anchors: torch.Tensor) -> None:
+        """Convert as many rows as there are anchors. Does not wait for the GPU."""
+        self.convert(len(anchors))
+
+    def convert(self, count: int) -> None:
+        """Convert the first `count` values along the first dimension, as `Conversion` does."""
+        from gear_loader.kernels import cast
+
+        cast.cast(self._plan, count)

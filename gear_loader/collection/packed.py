@@ -32,7 +32,7 @@ from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["PackedBuffers", "PackedCollector"]
+__all__ = ["PackedBuffers", "PackedCollector", "grown"]
 
 
 class PackedBuffers(Buffers):
@@ -60,11 +60,11 @@ class PackedBuffers(Buffers):
     def reserve(self, num_rows: int, num_steps: int) -> None:
         """Make room for a batch of so many rows and steps; the tensors hold no batch any longer if they grow."""
         if num_rows > self._num_rows:
-            count = num_rows if self._shared else _grown(num_rows)
+            count = num_rows if self._shared else grown(num_rows)
             self._allocate_rows(count)
             self._num_rows = count
         if num_steps > self._num_steps:
-            count = num_steps if self._shared else _grown(num_steps)
+            count = num_steps if self._shared else grown(num_steps)
             self._allocate_steps(count)
             self._num_steps = count
 
@@ -160,6 +160,7 @@ class PackedCollector(Collector):
         table: table to read.
         windows: name in the batch -> window; those of steps are all the same.
         weighs, informs: as for `Collector`.
+        device, programs: for a subclass that gathers for a GPU, as for `Collector`.
 
     Attributes:
         steps, once: name in the batch -> shape of a value, of columns of steps and per trajectory.
@@ -175,15 +176,22 @@ class PackedCollector(Collector):
         *,
         weighs: bool = False,
         informs: bool = False,
+        device: torch.device | None = None,
+        programs: int | None = None,
     ) -> None:
-        cpu = torch.device("cpu")
-        super().__init__(table, windows, batch_size=1, device=cpu, weighs=weighs, informs=informs)
+        options: dict[str, Any] = {"programs": programs, "weighs": weighs, "informs": informs}
+        device = torch.device("cpu") if device is None else device
+        super().__init__(table, windows, batch_size=1, device=device, **options)
         self._offset, self._length = packed_span(table.schema, windows)
         self._sources = {name: source_of(name, window) for name, window in self.windows.items()}
         shapes = {name: self.column_of(name).shape for name in self.windows}
         self.steps = {name: shapes[name] for name in steps_only(table.schema, self.windows)}
         self.once = {name: shape for name, shape in shapes.items() if name not in self.steps}
         self._step_bytes = sum(self.column_of(name).step_bytes for name in self.steps)
+
+    def source_of(self, name: str) -> str:
+        """The name of the column that a window reads."""
+        return self._sources[name]
 
     def column_of(self, name: str) -> Column:
         """The column that a window reads."""
@@ -205,6 +213,24 @@ class PackedCollector(Collector):
             row[PACKED_OUT] = memory[name].data_ptr()
         return table
 
+    def measure(self, rows: SelectedRows) -> tuple[Array, int, int]:
+        """The rows' first steps and numbers of steps, int64 [2, n], all steps, and the number of invalid slots.
+
+        Raises:
+            SchemaError: the batch would have 2**31 steps or more.
+        """
+        spans, bad = rows.spans, 0
+        if spans is None:
+            spans = np.empty((2, len(rows)), dtype=np.int64)
+            bad = measure(rows.slots, rows.anchors, self._extent, self._offset, self._length, spans)
+        total = int(spans[1].sum())
+        if total >= 2**31:
+            raise SchemaError(
+                f"A packed batch would have {total:,} steps, more than its cu_seqlens (int32) count; expected less "
+                "than 2**31. Use a smaller batch_size, or max_steps."
+            )
+        return spans, total, bad
+
     def gather(self, buffers: Buffers, rows: Any) -> None:
         """Fill `buffers` with these rows, which are complete when this returns.
 
@@ -217,16 +243,7 @@ class PackedCollector(Collector):
         """
         assert isinstance(buffers, PackedBuffers)
         assert isinstance(rows, SelectedRows)
-        count, spans, bad = len(rows), rows.spans, 0
-        if spans is None:
-            spans = np.empty((2, count), dtype=np.int64)
-            bad = measure(rows.slots, rows.anchors, self._extent, self._offset, self._length, spans)
-        total = int(spans[1].sum())
-        if total >= 2**31:
-            raise SchemaError(
-                f"A packed batch would have {total:,} steps, more than its cu_seqlens (int32) count; expected less "
-                "than 2**31. Use a smaller batch_size, or max_steps."
-            )
+        count, (spans, total, bad) = len(rows), self.measure(rows)
         buffers.reserve(count, total)
         buffers.total, buffers.longest = total, int(spans[1].max(initial=0))
         buffers.starts_array[0] = 0
@@ -254,6 +271,6 @@ class PackedCollector(Collector):
         buffers.convert(count, total)
 
 
-def _grown(count: int) -> int:
+def grown(count: int) -> int:
     """The next power of two, so that memory grows seldom."""
     return 1 << max(count - 1, 0).bit_length()

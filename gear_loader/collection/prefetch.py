@@ -464,5 +464,5 @@ def _record(batch: dict[str, Any], stream: torch.cuda.Stream) -> None:
     for value in batch.values():
         if isinstance(value, dict):
             _record(value, stream)
-        else:
+        elif isinstance(value, torch.Tensor):
             value.record_stream(stream)

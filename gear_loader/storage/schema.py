@@ -175,7 +175,7 @@ class Window:
         squeeze: of a window of one step, leave out the dimension of the steps: ``[B, *shape]``, and a mask ``[B]``.
         dtype: dtype in the batch, by default the column's: values are converted as by ``Tensor.to``.
         scale: factor of the values: ``(column * scale).to(dtype)``, as PyTorch computes it: the product of integers is
-            float32. Images: ``Window(1, dtype=torch.bfloat16, scale=1 / 255)``. Both only with ``device="cpu"``.
+            float32. Images: ``Window(1, dtype=torch.bfloat16, scale=1 / 255)``.
 
     Example: a trajectory of 3 steps a b c, anchor 0, ``Window(length=4, offset=-1)``, is ``. a b c``; with
     anchor 1 and ``offset=-3`` it is ``. . a b``, which ``pad="tail"`` turns into ``a b . .`` and ``pad="edge"`` into

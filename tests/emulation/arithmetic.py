@@ -18,6 +18,7 @@ TYPES = {
         for kind, code in (("b", "u"), ("u", "u"), ("s", "i"))
         for bits in (8, 16, 32, 64)
     },
+    "f16": np.dtype(np.float16),
     "f32": np.dtype(np.float32),
     "f64": np.dtype(np.float64),
     "pred": np.dtype(np.bool_),
@@ -146,6 +147,8 @@ def _division(x: Array, y: Array) -> tuple[Array, Array]:
 
 
 def _comparison(order: str) -> Operation:
+    if order == "num":
+        return lambda x, y: ~(np.isnan(x) | np.isnan(y))
     if order == "nan":
         return lambda x, y: np.isnan(x) | np.isnan(y)
     if order in _ORDER:
@@ -226,6 +229,10 @@ def _multiplication(name: str, mode: str, kind: str) -> tuple[Operation, list[st
 
 def _conversion(parts: tuple[str, ...]) -> tuple[Operation, list[str], str]:
     to, source = parts[-2], parts[-1]
+    if to == "f16x2":  # two at once, the first in the upper half
+        _only(set(parts[1:-2]) - {"rn"}, source == "f32")
+        halves: Operation = lambda x: x.astype(np.float16).view(np.uint16).astype(np.uint32)  # noqa: E731
+        return (lambda x, y: halves(x) << np.uint32(16) | halves(y)), ["f32", "f32"], "u32"
     flags, target = set(parts[1:-2]), TYPES[to]
     if TYPES[source].kind == "f" and target.kind != "f":
         _only(flags - {"rzi"}, flags == {"rzi"} and to in ("s32", "s64"))

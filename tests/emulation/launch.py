@@ -17,7 +17,8 @@ import aot_common
 import numpy as np
 import torch
 
-from gear_loader.kernels import gather, items, neighbors, place, priority, split
+from gear_loader.kernels import gather, items, neighbors, packed, place, priority, split
+from gear_loader.kernels.packed_plan import PackedPlan
 from gear_loader.kernels.plan import GatherPlan, PlacePlan
 from gear_loader.kernels.split_plan import SplitPlan
 from gear_loader.storage.region import Region
@@ -28,7 +29,7 @@ from .ptx import parse
 from .timing import Latencies
 
 ARCH = 90
-_MODULES = (gather, items, neighbors, place, priority, split)
+_MODULES = (gather, items, neighbors, packed, place, priority, split)
 
 LAUNCHES: collections.Counter[str] = collections.Counter()
 """How often each variant ran."""
@@ -107,6 +108,11 @@ def _add_plan(memory: Memory, table: Any) -> None:
         tables = [each[-1] for each in plan.launches] if isinstance(plan, GatherPlan) else [plan.device_table]
         if all(each is not table for each in tables):
             continue
+        if isinstance(plan, PackedPlan):
+            for one in plan.columns:
+                memory.add_tensor(one.source, "a source", host=True)
+                memory.add_tensor(one.out, "an output")
+            continue
         if isinstance(plan, SplitPlan):
             for part in plan.columns:
                 memory.add_tensor(part.records, "records")
@@ -144,6 +150,7 @@ def install(version: str = aot_common.INSTALLED, kernels: tuple[str, ...] = ()) 
     _remember(GatherPlan, PLANS)
     _remember(PlacePlan, PLANS)
     _remember(SplitPlan, PLANS)
+    _remember(PackedPlan, PLANS)
     _remember(Region, _regions)
 
 

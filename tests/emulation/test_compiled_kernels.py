@@ -17,6 +17,7 @@ import aot_common
 import numpy as np
 import torch
 from gather_common import Outputs, Spec, Store, check_gather
+from packed_common import PackedBatch
 from records_common import CARTPOLE, HOPPER, Records
 
 from benchmarks.experiments import predict
@@ -24,7 +25,9 @@ from emulation import launch
 from emulation.machine import Counts, Machine
 from emulation.memory import InvalidAccessError, Memory
 from emulation.timing import NANOSECONDS, ROUND_TRIPS, Latencies
-from gear_loader.kernels import gather, items, place, split
+from gear_loader.kernels import cast, gather, items, place, split
+from gear_loader.kernels.cast_plan import CAST_DTYPES, CastColumn, CastPlan
+from gear_loader.kernels.packed_plan import PackedPlan, PackedWork
 from gear_loader.kernels.plan import LINES, GatherPlan
 from gear_loader.kernels.priority import DRAW
 from gear_loader.kernels.priority_reference import draw, update
@@ -38,6 +41,7 @@ KERNELS = [
     "tests/kernels/test_gather.py",
     "tests/kernels/test_place.py",
     "tests/kernels/test_split.py",
+    "tests/kernels/test_packed.py",
     "tests/kernels/test_priority_kernels.py",
     "tests/kernels/test_neighbors.py",
 ]
@@ -122,6 +126,108 @@ def test_records_are_split_as_by_the_twin(chosen: bool) -> None:
 
     Records(32, 7, CARTPOLE, 40, 33, chosen=chosen).run(run)
     Records(64, 20, HOPPER, 40, 33, chosen=chosen, shift=4).run(run)
+
+
+def run_packed(plan: PackedPlan, work: PackedWork, *, programs: int | None = None) -> Counts:
+    """A packed gather on the emulator."""
+    memory = Memory()
+    for column in plan.columns:
+        memory.add_tensor(column.source, "a source", host=True)
+        memory.add_tensor(column.out, "an output")
+    runner = launch.machine("packed", aot_common.INSTALLED, aot_common.SAMPLE)
+    tensors = (plan.device_table, work.tiles, work.groups, work.pieces, plan.position)
+    end_16, end_4, lines, tiles = work.ends
+    return launch.launch(
+        runner, "packed", min(programs or 2, tiles), (*tensors, end_16, end_4, lines, tiles), memory
+    )
+
+
+def test_packed_batches_are_those_of_the_naive_account() -> None:
+    """All words in one launch, columns per trajectory, rows of one step and of none, in one program and in several."""
+    store = Store([4, 1, 48, 400], [63, 500, 1, 7, 129], 32)
+    batch = PackedBatch(store, [1, 2, 0, 4, 3, 2, 1], once=[4, 16, 3])
+    for programs in (1, 3):
+        batch.run(run_packed, programs)
+    PackedBatch(store, [0, 1, 3], anchors=[70, 5, 2], window=(-2, 9), shift=3).run(run_packed)
+
+
+# Bytes of a step, lengths of rows; the least share of what is read that is wanted, and most instructions for 4 KiB.
+@pytest.mark.parametrize(
+    ("sizes", "block_steps", "least", "most"),
+    [
+        ([1024], 32, 0.99, 600),
+        ([4], 128, 0.9, 1600),
+        pytest.param([4] * 8, 128, 0.9, 1300, marks=pytest.mark.long),
+        pytest.param([1], 128, 0.9, 6000, marks=pytest.mark.long),
+        pytest.param([44], 32, 0.9, 1000, marks=pytest.mark.long),
+        pytest.param([16], 128, 0.9, 900, marks=pytest.mark.long),
+        pytest.param([128], 128, 0.99, 600, marks=pytest.mark.long),
+    ],
+    ids=lambda value: "+".join(map(str, value)) if isinstance(value, list) else None,
+)
+def test_what_a_packed_gather_reads_over_the_bus(
+    sizes: list, block_steps: int, least: float, most: float
+) -> None:
+    """Whole lines; what is read beside the steps are the ends of rows, and of blocks that hold no whole line."""
+    lengths = [600, 100, 900, 2000, 410] if sum(sizes) < 1000 else [60, 10, 90, 200, 41]
+    if sizes == [1]:
+        lengths = [10 * length for length in lengths]
+    batch = PackedBatch(Store(sizes, lengths, block_steps, finals=False), range(5))
+    counts = run_packed(batch.plan, batch.work, programs=1)
+    useful = batch.total * sum(sizes)
+    assert set(counts.host_requests) == {128}
+    assert useful / counts.host_bytes >= least
+    each = sum(counts.instructions.values()) / counts.host_bytes * 4096
+    print(
+        f"steps of {sizes}: {each:.0f} instructions of warps for 4 KiB, {useful / counts.host_bytes:.3f} useful"
+    )
+    assert each <= most
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ("uint8", "bfloat16", "float32"),
+        *(
+            pytest.param(kind, marks=pytest.mark.long)
+            for kind in (
+                ("uint8", "float32", "float32"),
+                ("float32", "bfloat16", ""),
+                ("float32", "float16", ""),
+                ("bfloat16", "float32", "bfloat16"),
+                ("float64", "bfloat16", "float64"),
+                ("int64", "float32", ""),
+                ("int32", "bool", ""),
+            )
+        ),
+    ],
+    ids="-".join,
+)
+def test_casts_are_those_of_torch(kind: tuple[str, str, str]) -> None:
+    """To the bit, but for NaN: random bits, a full tile and a part of one."""
+    given, target, product = kind
+    dtypes = {name: dtype for dtype, name in CAST_DTYPES.items()}
+    bits = torch.from_numpy(np.random.default_rng(5).integers(0, 256, 3000 * 8, dtype=np.uint8))
+    source = bits.view(dtypes[given])[:3000].clone()
+    column = CastColumn(source, torch.zeros(3000, dtype=dtypes[target]), 1 / 255 if product else None)
+    plan = CastPlan([column])
+    memory = Memory()
+    memory.add_tensor(column.source, "values")
+    memory.add_tensor(column.out, "an output")
+    name = f"cast_{given}_{target}{'_scaled' * bool(product)}"
+    kernels = aot_common.SAMPLE if kind[:2] == ("uint8", "bfloat16") else ()
+    ((_, table, device_table),) = plan.launches
+    arguments = (device_table, 1, 2990, plan.tiles(table, 2990, cast.LAUNCH["TILE"]))
+    launch.launch(launch.machine(name, aot_common.INSTALLED, kernels), name, 2, arguments, memory)
+    values = source[:2990] * column.scale if column.scale else source[:2990]
+    expected = torch.zeros_like(column.out)
+    expected[:2990] = values.to(column.out.dtype)
+    if expected.dtype.is_floating_point:
+        assert torch.equal(column.out.isnan(), expected.isnan())
+        expected, found = expected.nan_to_num(0.0), column.out.nan_to_num(0.0)
+    else:
+        found = column.out
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 # The last is what 44, 12, 4 and 4 bytes take in a packed table.
@@ -301,7 +407,7 @@ def test_the_tests_of_the_kernels_pass_on_compiled_code(tests: list[str], versio
         pytest.skip(f"Triton {version} could not be fetched")
     assert done.returncode == 0, done.stdout[-4000:]
     ran = set(re.findall(r"(\w+) \d+(?:,|$)", done.stdout.split("Emulated launches: ")[1].splitlines()[0]))
-    prefix = "items" if tests == [DEVICE] else ("gather", "place", "priority", "split")
+    prefix = "items" if tests == [DEVICE] else ("gather", "packed", "place", "priority", "split")
     names = {name for name in aot_common.reports((version, launch.ARCH, ())) if name.startswith(prefix)}
     assert {name for name in names - ran if not name.startswith(NOT_BY_TESTS)} == set(), (
         "code that no test ran"

@@ -15,7 +15,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NAMES = {
     *(f"gather_{word}{rows}" for word in (16, 4, 1) for rows in ("", "_rows")),
-    *("place", "split", "split_rows", "priority_draw", "priority_distinct"),
+    *("place", "split", "split_rows", "packed", "priority_draw", "priority_distinct"),
+    *(
+        "cast_uint8_bfloat16_scaled",
+        "cast_uint8_float32_scaled",
+        "cast_float32_bfloat16",
+        "cast_float32_float16",
+    ),
+    *(
+        "cast_bfloat16_float32_scaled",
+        "cast_float64_bfloat16_scaled",
+        "cast_int64_float32",
+        "cast_float32_int32",
+    ),
+    "cast_int32_bool",
     *(
         f"priority_{name}{unset}{alpha}"
         for name in ("update", "alone")
@@ -56,10 +69,9 @@ def test_what_holds_for_every_kernel(reports: Reports) -> None:
         assert unknown == set(), name
         # Pointers that are not aligned are compiled for once more at most; of gathers and places, none is.
         numbers = [part for part in report["specialised"] if not part.startswith("p_")]
-        assert (report["specialised"] if name.startswith(("gather", "place", "split")) else numbers) == [], (
-            name
-        )
-        if name.startswith(("gather", "place", "split")):
+        copies = name.startswith(("gather", "place", "split", "packed", "cast"))
+        assert (report["specialised"] if copies else numbers) == [], name
+        if copies:
             threads = int(re.findall(r"\.reqntid (\d+)", report["ptx"])[0])
             assert 16 * threads <= report["registers"] * threads <= 65536 * 2 / 3, (
                 name
@@ -85,6 +97,23 @@ def test_gathers_load_lines_in_the_widest_words(reports: Reports) -> None:
         if not name.endswith("_rows"):  # no look-up of rows that are not chosen
             loads = (each["instructions"]["LDG.E.64"] for each in (report, reports[f"{name}_rows"]))
             assert next(loads) < next(loads)
+
+
+def test_a_packed_gather_does_the_same_for_all_words(reports: Reports) -> None:
+    # Copies as of `gather`; a tile is stored in the words of its column: 16 bytes, 4, or 1, and numbers of steps.
+    report = reports["packed"]
+    assert memory(report, "LDGSTS") == {"LDGSTS.E.BYPASS.128": 3 * 8}
+    assert report["side_by_side"] == 128
+    assert memory(report, "STG").keys() == {"STG.E.128", "STG.E", "STG.E.U8"}
+    assert memory(report, "LDG.").keys() == {"LDG.E", "LDG.E.64"}
+
+
+def test_casts_of_full_tiles_have_no_mask(reports: Reports) -> None:
+    # 2,048 values over 256 threads, eight each: stored in words of 16 bytes, and of 8 where those are all.
+    stores = {"cast_int32_bool": {"STG.E.64": 1}, "cast_uint8_float32_scaled": {"STG.E.128": 2}}
+    stores["cast_float32_bfloat16"] = stores["cast_uint8_bfloat16_scaled"] = {"STG.E.128": 1}
+    for name in reports.keys() & stores.keys():
+        assert memory(reports[name], "STG.E.128", "STG.E.64") == stores[name], name
 
 
 def test_a_place_copies_whole_lines(reports: Reports) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -12,9 +13,11 @@ import pytest
 
 from gear_loader.collection import prefetch
 from gear_loader.collection.collector import Collector
+from gear_loader.collection.packed_cuda import CudaPackedBuffers, CudaPackedCollector
 from gear_loader.collection.references import BatchReferences
 from gear_loader.distributed.collector_cuda import CudaShardCollector
 from gear_loader.selection import prioritized_cuda
+from gear_loader.selection.budget_planner import PlannedBatch
 
 from .machine import Event, Stream
 from .tensors import DeviceTensor
@@ -149,9 +152,49 @@ SHARD_DEFECTS: dict[str, Defect] = {
 """The same for batches over shards."""
 
 
+def _early_plan(patch: pytest.MonkeyPatch) -> None:
+    gather = CudaPackedCollector.gather
+
+    def end_too(self: Any, buffers: Any, rows: Any) -> None:
+        gather(self, buffers, rows)
+        for plan in gc.get_objects():
+            if type(plan) is PlannedBatch and plan.rows is rows:
+                for ticket in plan.tickets:
+                    ticket.end()
+
+    patch.setattr(CudaPackedCollector, "gather", end_too)
+
+
+def _unknown_memory(patch: pytest.MonkeyPatch) -> None:
+    reserve = CudaPackedBuffers.reserve
+
+    def grow(self: Any, *args: Any) -> None:
+        consumers = set(self.gpu.consumers)
+        reserve(self, *args)
+        self.gpu.consumers |= consumers
+
+    patch.setattr(CudaPackedBuffers, "reserve", grow)
+
+
+PACKED_DEFECTS: dict[str, Defect] = {
+    "a packed batch is delivered without waiting for the stream that fills it": _left_out(
+        Stream, "wait_event", "_deliver"
+    ),
+    "packed buffers are filled again without waiting for the consumer": _left_out(
+        Stream, "wait_event", "_gather_listed", "_gather_staged"
+    ),
+    "the tickets of a planned batch are given back when the gather is queued": _early_plan,
+    "the allocator is not told that the consumer uses memory that has grown": _unknown_memory,
+    "the host writes the lists of a packed batch that a copy still reads": _left_out(
+        Event, "synchronize", "gather"
+    ),
+}
+"""The same for packed batches."""
+
+
 @contextlib.contextmanager
 def put_back(name: str) -> Iterator[None]:
     """Put a defect back until the end of the block."""
     with pytest.MonkeyPatch.context() as patch:
-        (DEFECTS | SHARD_DEFECTS)[name](patch)
+        (DEFECTS | SHARD_DEFECTS | PACKED_DEFECTS)[name](patch)
         yield

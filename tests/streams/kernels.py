@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from gear_loader.kernels import cast as casting
+from gear_loader.kernels import cast_reference, packed_reference, priority, priority_reference, reference
 from gear_loader.kernels import gather as gathering
 from gear_loader.kernels import items as items_kernels
+from gear_loader.kernels import packed as packing
 from gear_loader.kernels import place as placing
-from gear_loader.kernels import priority, priority_reference, reference
 from gear_loader.kernels import split as splitting
+from gear_loader.kernels.cast_plan import CastPlan
+from gear_loader.kernels.packed_plan import PackedPlan, PackedWork
 from gear_loader.kernels.plan import GatherPlan, PlacePlan, with_lines
 from gear_loader.kernels.split_plan import SplitPlan
 from gear_loader.kernels.sum_tree import STALE, SumTree
@@ -76,6 +80,7 @@ class Launchers:
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
         self._gather, self._place, self._split = gathering.gather, placing.place, splitting.split
+        self._gather_packed, self._cast = packing.gather_packed, casting.cast
         self._update, self._build = priority.update, priority.build
         self._draw, self._draw_distinct = priority.draw, priority.draw_distinct
         self._locate, self._resolve, self._weigh = (
@@ -193,6 +198,54 @@ class Launchers:
             ]
             played: Any = types.SimpleNamespace(columns=parts, check_rows=lambda *_: count)
             reference.split(played, count, rows=None if chosen is None else chosen.tensor())
+
+        launch.queue(run)
+
+    # ---------------------------------------------------------------- packed batches, conversions
+
+    def gather_packed(self, plan: PackedPlan, work: PackedWork, *, programs: int | None = None) -> None:
+        self._gather_packed(plan, work, programs=programs)
+        if work.ends[2] == 0:
+            return
+        launch = self._launch(plan.device, "gather packed")
+        table, expected = launch.read(plan.device_table), plan.table
+        lists = {name: launch.read(getattr(work, name)) for name in ("pieces", "groups", "tiles")}
+        columns = [(each, launch.read(each.source), launch.write(each.out)) for each in plan.columns]
+        position = launch.write(plan.position)
+
+        def run() -> None:
+            _same(table, expected)
+            columns_then = [
+                dataclasses.replace(each, source=source.tensor(), out=out.tensor())
+                for each, source, out in columns
+            ]
+            played: Any = types.SimpleNamespace(
+                columns=columns_then, position=position.tensor(), device=torch.device("cpu")
+            )
+            now = {name: view.tensor() for name, view in lists.items()}
+            packed_reference.gather_packed(played, dataclasses.replace(work, **now))
+
+        launch.queue(run)
+
+    def cast(self, plan: CastPlan, count: int, *, programs: int | None = None) -> None:
+        self._cast(plan, count, programs=programs)
+        if count == 0:
+            return
+        launch = self._launch(plan.device, "cast")
+        tables = [(launch.read(device_table), table) for _, table, device_table in plan.launches]
+        columns = [
+            (each, launch.read(each.source[:count]), launch.write(each.out[:count])) for each in plan.columns
+        ]
+
+        def run() -> None:
+            for view, expected in tables:
+                _same(view, expected)
+            parts = [
+                dataclasses.replace(each, source=source.tensor(), out=out.tensor())
+                for each, source, out in columns
+            ]
+            played: Any = types.SimpleNamespace(columns=parts, check_count=lambda count: count)
+            cast_reference.cast(played, count)
 
         launch.queue(run)
 
@@ -448,6 +501,8 @@ def install(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
         (gathering, ("gather",)),
         (placing, ("place",)),
         (splitting, ("split",)),
+        (packing, ("gather_packed",)),
+        (casting, ("cast",)),
         (priority, ("update", "build", "draw", "draw_distinct")),
         (items_kernels, ("locate", "resolve", "weigh")),
     ):

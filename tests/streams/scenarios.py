@@ -14,6 +14,7 @@ import torch
 
 import gear_loader as gear
 from gear_loader.collection.collector import Collector
+from gear_loader.collection.packed import PackedCollector
 from gear_loader.collection.windows import expand
 from gear_loader.distributed.selection_for import selection_for
 from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
@@ -59,6 +60,8 @@ class Scenario:
         mode: what else torch is told: ``"inference"`` mode, another ``"default device"`` or current ``"device"``, or
             the ``"capture"`` of a graph while other threads go on.
         packed: whether the columns share a record.
+        layout: of the batches; all but ``"padded"`` have a number of steps instead of rows if `budget`.
+        budget: see `layout`. converts: whether some windows have another dtype.
     """
 
     selector: str = "uniform"
@@ -80,6 +83,25 @@ class Scenario:
     looks: bool = False
     mode: str = ""
     packed: bool = False
+    layout: str = "padded"
+    budget: bool = False
+    converts: bool = False
+
+    @classmethod
+    def flat(cls, seed: int) -> Scenario:
+        """The scenario of a seed with packed batches, with conversions or without."""
+        scenario, choose = cls.of(seed), random.Random(f"layout {seed}")
+        budget = choose.random() < 0.5 and scenario.selector in ("uniform", "pass")
+        return dataclasses.replace(
+            scenario,
+            layout=choose.choice(["packed", "packed", "packed", "padded"]),
+            budget=budget,
+            samples=0 if budget else scenario.samples,
+            batches=2 * scenario.batches,  # so that buffers that were delivered grow
+            converts=choose.random() < 0.5,
+            complete=False,
+            grows=False,
+        )
 
     @classmethod
     def of(cls, seed: int, mode: str = "") -> Scenario:
@@ -232,14 +254,23 @@ class Run:
 
     def _consume(self, table: gear.Table) -> None:
         scenario = self.scenario
-        windows = {
+        windows: dict[str, Any] = {
             "value": gear.Window(3, 0 if scenario.complete else -2),
             "number": gear.Window(2),
             "task": None,
         }
+        sizes: dict[str, Any] = {"batch_size": BATCH, "layout": scenario.layout}
+        if scenario.layout != "padded":
+            windows["value"] = windows["number"] = gear.Window(20, -10)
+            if scenario.budget:
+                sizes |= {"batch_size": None, "max_steps": 40, "lookahead": 2}
+        if scenario.converts:
+            windows["half"] = gear.Window(
+                windows["value"].length, windows["value"].offset, column="value", dtype=torch.bfloat16, scale=1 / 3
+            )  # fmt: skip
         data = gear.ReplayDataset(
             table,
-            batch_size=BATCH,
+            **sizes,
             windows=windows,
             selector=SELECTORS[scenario.selector](),
             prefetch=scenario.prefetch,
@@ -296,7 +327,7 @@ class Run:
                 read.append((old, cloned(kept)))
         if scenario.updates and self.choose.random() < 0.8:
             number = len(self._updates) + self._updated
-            priority = priorities(batch, number, scenario.grows)
+            priority = priorities(batch, number, self._by_index)
             if scenario.updates == "host":
                 priority = priority.cpu()
             self._updates.append((self.expected[key], number))
@@ -332,15 +363,43 @@ class Run:
 
     # ---------------------------------------------------------------- what is expected
 
+    @property
+    def _by_index(self) -> bool:
+        """Whether the values of a row are not at one place, or not known at the draw."""
+        return self.scenario.grows or self.scenario.layout != "padded"
+
+    def _watch_plans(self, data: gear.ReplayDataset) -> None:
+        """At each gather of a batch of so many steps, gather the same rows on the CPU."""
+        collector = PackedCollector(data.table, data.windows, weighs=data.selector.weighs)
+        plans_here, fill_here, epochs = data._plans, data._fill_planned, [0]
+
+        def plans(budget: Any, epoch: int, *args: Any) -> Any:
+            epochs[0] = epoch
+            return plans_here(budget, epoch, *args)
+
+        def fill(prefetcher: Any, buffers: Any, plan: Any) -> int:
+            own = collector.buffers()
+            collector.gather(own, plan.rows)
+            self.expected[epochs[0], plan.state.number - 1] = cloned(own.rows(len(plan.rows)))
+            return fill_here(prefetcher, buffers, plan)
+
+        data._plans, data._fill_planned = plans, fill  # type: ignore[method-assign]
+
     def _watch(self, data: gear.ReplayDataset) -> None:
         """At each draw and each update, let a CPU selection of the same table do the same."""
+        if self.scenario.layout != "padded" and self.scenario.budget:
+            self._watch_plans(data)
+            return
         selection = data._selected()
         twin = selection_for(
             selection.context, history=9, device=torch.device("cpu"), windows={}, shards=None, exchange=None
         )
         windows = expand(data.table.schema, data.windows)[0]
-        collector = Collector(
-            data.table, windows, batch_size=BATCH, device=torch.device("cpu"), weighs=data.selector.weighs
+        weighs: dict[str, Any] = {"weighs": data.selector.weighs}
+        collector = (
+            Collector(data.table, windows, batch_size=BATCH, device=torch.device("cpu"), **weighs)
+            if self.scenario.layout == "padded"
+            else PackedCollector(data.table, data.windows, **weighs)
         )
         draw_here = selection.draw
 
@@ -366,7 +425,7 @@ class Run:
             self._updated += 1
             twin.update_priority(  # type: ignore[attr-defined]
                 batch["index"],
-                priorities(batch, number, self.scenario.grows),
+                priorities(batch, number, self._by_index),
                 generation=batch["generation"],
                 anchor=batch["anchor"] if selection.context.selector.unit == "step" else None,
                 stale="ignore",
@@ -377,9 +436,9 @@ class Run:
         setattr(selection, name, update)
 
 
-def priorities(batch: Any, number: int, grows: bool) -> torch.Tensor:
-    """New priorities of a batch, float32 [n]; of its values, so that they are wrong if it is, unless these grow."""
-    if grows:
+def priorities(batch: Any, number: int, by_index: bool) -> torch.Tensor:
+    """New priorities of a batch, float32 [n]; of its values, so that they are wrong if it is, or of its indices."""
+    if by_index:
         return ((batch["index"] * 7 + number) % 11 + 1).float()
     return ((batch["number"][:, 0] * 7 + batch["anchor"] * 3 + number) % 11 + 1).float()
 
@@ -387,13 +446,13 @@ def priorities(batch: Any, number: int, grows: bool) -> torch.Tensor:
 def cloned(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: cloned(part) for name, part in value.items()}
-    return value.clone()
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def on_host(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: on_host(part) for name, part in value.items()}
-    return value.cpu()
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def compare(key: Any, found: Any, expected: Any) -> None:
@@ -404,7 +463,11 @@ def compare(key: Any, found: Any, expected: Any) -> None:
         elif name == "priority_weight":
             if not torch.allclose(found[name], value, rtol=1e-5):
                 raise Mismatch(f"batch {key}: {name} is {found[name]}; expected {value}")
-        elif not torch.equal(found[name], value):
+        elif (
+            found[name] != value
+            if not isinstance(value, torch.Tensor)
+            else not torch.equal(found[name], value)
+        ):
             raise Mismatch(f"batch {key}: {name} is {found[name]}; expected {value}")
 
 

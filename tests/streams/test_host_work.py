@@ -75,6 +75,45 @@ def test_a_batch_drawn_by_the_host(options: dict[str, Any], copies: float, kerne
     check(of_table(gear.Uniform(), False, **options), (copies, 0), kernels)
 
 
+@pytest.mark.parametrize(
+    ("options", "copies", "kernels"),
+    [
+        ({}, 1, {"gather packed": 1, "split": 0, "cast": 0}),
+        ({"packed": True, "windows": {"value": gear.Whole(), "number": gear.Whole(), "task": None}},
+         1, {"gather packed": 1, "split": 1}),
+        ({"windows": {"value": gear.Whole(dtype=torch.float16, scale=0.5), "number": gear.Whole()}},
+         1, {"gather packed": 1, "cast": 1}),
+        ({"staged": True}, 7, {"gather packed": 0}),  # a copy of each tensor of the batch
+    ],
+    ids=["columns", "records", "converted", "staged"],
+)  # fmt: skip
+def test_a_packed_batch(options: dict[str, Any], copies: float, kernels: dict[str, float]) -> None:
+    """One copy, and one launch for all columns, those per trajectory among them."""
+    options = {"windows": dict.fromkeys(WINDOWS, gear.Whole()), "layout": "packed", **options}
+    check(of_table(gear.Uniform(), False, **options), (copies, 0), kernels)
+
+
+def test_lightning_leaves_a_packed_batch_where_it_is() -> None:
+    utilities = pytest.importorskip("lightning.fabric.utilities")
+    cuda = Cuda(0, "eager")
+    with cuda.installed(), made_table() as table:
+        data = gear.ReplayDataset(table, batch_size=4, device="cuda:1", windows=gear.Whole(), layout="packed")
+        batch = next(iter(data))
+        before = collections.Counter(cuda.machine.counts)
+        moved = utilities.move_data_to_device(batch, torch.device("cuda:1"))
+        assert cuda.machine.counts == before
+        assert all(moved[name] is batch[name] for name in batch)
+        del data, batch, moved
+        gc.collect()
+    cuda.check()
+
+
+def test_a_converted_batch_is_one_launch_more_for_each_pair_of_dtypes() -> None:
+    windows = {**WINDOWS, "half": gear.Window(2, column="value", dtype=torch.float16)}
+    windows["other"] = gear.Window(1, column="value", dtype=torch.float16)
+    check(of_table(gear.Uniform(), False, windows=windows), (1, 0), {"gather": 1, "cast": 1})
+
+
 @pytest.mark.parametrize("unit", ["trajectory", "step"])
 @pytest.mark.parametrize("updates", [False, True])
 def test_a_batch_drawn_by_priority_on_the_gpu(unit: Any, updates: bool) -> None:

@@ -1,0 +1,170 @@
+"""Packed and converted batches for a GPU: end to end on a stand-in for CUDA, with the kernels interpreted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cuda_common import FakeCuda, OnCpu
+from dataset_common import snapshot
+
+import gear_loader as gear
+from gear_loader.utils import captures
+
+played = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
+SCHEMA = {
+    "token": gear.Column(torch.int32),
+    "pixels": gear.Column(torch.uint8, (3, 5)),
+    "wide": gear.Column(torch.float32, (64,)),
+    "flag": gear.Column(torch.bool),
+    "reward": gear.Column(torch.float64, (2,), per="trajectory"),
+}
+LENGTHS = (63, 1, 12, 200, 3, 20, 33, 7, 90, 4, 16, 6)
+DEVICE = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnCpu]:
+    FakeCuda(monkeypatch)
+    monkeypatch.setattr(captures.ctypes, "CDLL", lambda name: Driver())
+    with OnCpu() as mode:
+        yield mode
+
+
+class Driver:
+    """Stands for libcuda."""
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        return 0
+
+
+def made_table(*, packed: bool) -> gear.Table:
+    table = gear.Table.create(SCHEMA, max_steps=1000, max_trajectories=20, block_steps=32, packed=packed)
+    for number, length in enumerate(LENGTHS):
+        generator = torch.Generator().manual_seed(number)
+        rows = {
+            name: torch.randint(
+                0, 2 if name == "flag" else 250, (length, *column.shape), generator=generator
+            ).to(column.dtype)
+            for name, column in SCHEMA.items()
+            if name != "reward"
+        }
+        table.add({**rows, "reward": torch.rand(2, generator=generator).double()})
+    return table
+
+
+def batches(table: gear.Table, device: Any, **options: Any) -> list[Any]:
+    given = {"batch_size": 4, "windows": gear.Whole(), "layout": "packed", "seed": 3, "batches_per_epoch": 4}
+    data = gear.ReplayDataset(table, device=device, **{**given, **options})
+    return [plain(batch) for batch in data]
+
+
+def plain(batch: Any) -> dict[str, Any]:
+    flat = {
+        name: value.values() if getattr(value, "is_nested", False) else value for name, value in batch.items()
+    }
+    longest = flat.pop("max_seqlen", None)
+    flat = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in flat.items()}
+    return {**snapshot(flat), "max_seqlen": torch.tensor(-1 if longest is None else longest)}
+
+
+def same(one: Any, other: Any) -> None:
+    assert one.keys() == other.keys()
+    for name, value in other.items():
+        if isinstance(value, dict) and name != "sample_info":
+            same(one[name], value)
+        elif isinstance(value, dict):  # times differ, and numbers of draws
+            assert all(torch.equal(one[name][part], value[part]) for part in ("age", "probability"))
+            assert (one[name]["times_sampled"] >= value["times_sampled"]).all()
+        else:
+            assert torch.equal(one[name], value), name
+
+
+CONVERTED = {
+    "token": gear.Whole(),
+    "long": gear.Whole("token", torch.int64),
+    "pixels": gear.Whole(dtype=torch.bfloat16, scale=1 / 255),
+    "half": gear.Whole("pixels", torch.float16, 1 / 255),
+    "reward": gear.Window(1, dtype=torch.float32, scale=0.5),
+}
+
+
+PADDED = {
+    "pixels": gear.Window(3, -1, dtype=torch.float32, scale=1 / 255),
+    "token": gear.Window(2),
+    "flag": gear.Window(2, pad="head", dtype=torch.float32),
+    "reward": gear.Window(1, dtype=torch.bfloat16),
+}
+CASES: dict[str, tuple[bool, dict[str, Any]]] = {
+    "priorities": (True, {"sample_info": True, "selector": gear.Prioritized()}),
+    "budget": (False, {"batch_size": None, "max_steps": 300, "lookahead": 2, "prefetch": 0}),
+    "jagged": (False, {"windows": gear.Window(9, -4), "layout": "jagged", "copy": True}),
+    "converted": (True, {"windows": CONVERTED}),
+    "padded": (True, {"windows": PADDED, "layout": "padded"}),
+}
+
+
+@played
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("staged", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_batches_are_those_of_the_cpu(
+    on_cpu: OnCpu, name: str, other: bool, staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without records, and where the GPU cannot read the table."""
+    packed, options = CASES[name]
+    packed ^= other
+    with made_table(packed=packed) as table:
+        expected = batches(table, "cpu", **options)
+        if staged:
+            monkeypatch.setattr(type(table.region), "pin", lambda *_, **__: False)
+            options = {**options, "prefetch": 0}  # the stand-in is not in other threads
+        found = batches(table, DEVICE, **options)
+        assert len(found) == len(expected) == 4
+        for one, two in zip(found, expected, strict=True):
+            same(one, two)
+
+
+@played
+def test_a_held_batch_stays_as_it_is_while_others_grow(on_cpu: OnCpu) -> None:
+    with made_table(packed=False) as table:
+        data = gear.ReplayDataset(
+            table,
+            batch_size=None,
+            max_steps=220,
+            windows=gear.Whole(),
+            layout="packed",
+            device=DEVICE,
+            prefetch=1,
+        )
+        held = [(batch, plain(batch)) for batch in itertools.islice(data, 8)]
+        assert len({len(batch["token"]) for batch, _ in held}) > 2
+        for batch, before in held:
+            same(plain(batch), before)
+
+
+@played
+def test_jagged_batches_share_their_memory(on_cpu: OnCpu) -> None:
+    with made_table(packed=True) as table:
+        data = gear.ReplayDataset(table, batch_size=3, windows=gear.Whole(), layout="jagged", device=DEVICE)
+        batch = next(iter(data))
+        assert batch["wide"].is_nested
+        assert batch["wide"].shape[0] == 3
+        assert batch["wide"].offsets().data_ptr() == batch["cu_seqlens"].data_ptr()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_batches_on_a_gpu_are_those_of_the_cpu(name: str) -> None:
+    packed, options = CASES[name]
+    with made_table(packed=packed) as table:
+        expected = batches(table, "cpu", **options)
+        found = batches(table, "cuda", **{**options, "batches_per_epoch": 4})
+        assert len(found) == 4
+        for one, two in zip(found, expected, strict=True):
+            if "priority_weight" in two:  # the host draws packed batches on both
+                assert torch.allclose(one.pop("priority_weight"), two.pop("priority_weight"))
+            same(one, two)
