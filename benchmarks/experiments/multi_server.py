@@ -9,8 +9,9 @@ collect measures batches of rows that the benchmark chooses, so many of them of 
 `ShardCollector` (a selection over all shards gives a rank 1 / nodes of its rows from its own node on average, whatever
 the priorities are; other shares on all ranks at once can only be had past it); batches the same by `ReplayDataset`, by
 priority over all shards, without and with a cache for rows of other nodes (its hit rate, and the bytes that it saves
-a batch, are figures of the row); transport `fetch` into staging memory alone: one rank asks one other node, 1 or 4 requests
-under way; select batches of rows of 4 bytes: what it costs to draw over 1 to 8 shards, and the bytes of the exchange.
+a batch, are figures of the row); transport `fetch` into staging memory alone: one rank asks one other node, 1 or 4
+requests under way; select batches of rows of 4 bytes: what it costs to draw over 1 to 8 shards, and the bytes of the
+exchange.
 
 The yardstick of the first three (``bare``) moves the same bytes over the same carrier in as many pieces, and nothing
 else: `benchmarks.nodes.bare`. Rows of the rank's own node are one copy there. That of selection is the

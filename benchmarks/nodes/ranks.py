@@ -411,6 +411,8 @@ class Fetch(Subject):
         self._random = np.random.default_rng([13, rank.rank])
         self._staging = [np.zeros(self._spec.reply_bytes(rows), dtype=np.uint8) for _ in range(in_flight)]
         self._rows = rows
+        under_way = in_flight * self._spec.reply_bytes(rows)
+        self._options = {"here": self._source.receives_here(under_way)}
         self.figures = {"wire_bytes": requests * self._spec.reply_bytes(rows)}
 
     def draw(self) -> list[Any]:
@@ -419,7 +421,9 @@ class Fetch(Subject):
         for each in places:
             part = self._records[each]
             names = [np.ascontiguousarray(part[field]) for field in ("slot", "step", "generation")]
-            drawn.append((names, self._source._places(part) if self._source.one_sided else {}, each))
+            drawn.append(
+                (names, self._source._places(part) if self._source.one_sided else self._options, each)
+            )
         return drawn
 
     def work(self, inputs: list[Any]) -> None:
