@@ -32,7 +32,7 @@ def serve(  # type: ignore[no-untyped-def]
     n = len(slots)
     for b in range(n):
         if anchors[b] < -most or anchors[b] > most:
-            return int64(-1 - b)
+            return int64(-1 - b)  # type: ignore[no-any-return]
     gone = 0
     for b in range(n):
         slot = slots[b]
@@ -44,7 +44,7 @@ def serve(  # type: ignore[no-untyped-def]
         for i in range(len(gaps)):
             out[gaps[i, 0] : gaps[i, 1]] = 0
         bad = _gather_rows(columns, slots, anchors, extent, block_ids, block_steps, 0, n, slots, False)
-        return int64(bad)
+        return int64(bad)  # type: ignore[no-any-return]
     out[:status] = 0
     out[status + n :] = 0
     some, at, where = slots[gone:].copy(), anchors[gone:].copy(), anchors[gone:].copy()
@@ -56,4 +56,4 @@ def serve(  # type: ignore[no-untyped-def]
     bad = 0
     if count:
         bad = _gather_rows(columns, some, at, extent, block_ids, block_steps, 0, count, where, True)
-    return int64(bad)
+    return int64(bad)  # type: ignore[no-any-return]

@@ -179,7 +179,8 @@ class Connection:
         if header.small != _FETCH.size + 24 * n or n > self._limits.rows or not isinstance(opened, OpenQuery):
             return None
         attached, size = opened.attached, opened.spec.reply_bytes(n)
-        if attached is None or attached.is_dirty or size >= min(_OVERLAPPED, self._limits.reply_bytes):
+        most = min(_IN_LOOP if self._in_thread else _OVERLAPPED, self._limits.reply_bytes)
+        if attached is None or attached.is_dirty or size > most:
             return None
         if refusal(self._server.allow, header.kind) is not None:
             return None
@@ -193,7 +194,7 @@ class Connection:
         except GearError:  # the lock is held, or the answer is an error
             return None
         self._channel.skip(end)
-        return self._channel.send_some(Header(Kind.REPLY, header.request, 0, size).pack(), out)
+        return self._channel.send_some(memoryview(Header(Kind.REPLY, header.request, 0, size).pack()), out)
 
     # ---------------------------------------------------------------- in a thread
 
@@ -374,19 +375,24 @@ class Connection:
                 raise opened
             out = await self._gather(opened, rows)
         except Exception as error:
+            await self._earlier_reply()
             await self._fail(request, error, "a fetch")
             return
-        if len(out) >= _OVERLAPPED:
+        await self._earlier_reply()
+        if len(out) > _IN_LOOP:
             self._end_thread()
-        else:
+        if len(out) <= _OVERLAPPED:
             await self._send(Kind.REPLY, request, b"", out)
             return
-        if self._reply is not None:
-            await self._reply
         self._reply, self._reply_turn = (
             asyncio.ensure_future(self._send(Kind.REPLY, request, b"", out)),
             self._turn,
         )
+
+    async def _earlier_reply(self) -> None:
+        """Wait until the reply before has been sent: requesters receive them in the order of their requests."""
+        if self._reply is not None:
+            await self._reply
 
     async def _gather(self, opened: OpenQuery, rows: Array) -> Array:
         """Gather a reply into the next buffer and return it."""

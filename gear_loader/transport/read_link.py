@@ -131,7 +131,7 @@ class ReadLink:
                 self._receive()
             small[:4].view("<u4")[0] = number
             self._number += 1
-            read = _Read(self, self._number, memoryview(data), status, len(small), what)
+            read = _Read(self, self._number, data.data, status, len(small), what)
             self._send(Header(Kind.FETCH, read.number, len(small), 0).pack() + small.data)
             self._pending.append(read)
             self._unanswered += read.size
