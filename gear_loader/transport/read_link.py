@@ -165,8 +165,11 @@ class ReadLink:
         if time.monotonic() < self._not_before:
             return False
         self._not_before = time.monotonic() + _PAUSE
-        address = self._address if isinstance(self._address, str) else self._address()
-        parts = Address.parse(address)
+        try:
+            address = self._address if isinstance(self._address, str) else self._address()
+            parts = Address.parse(address)
+        except Exception:  # reported by whoever makes the request in the other way
+            return False
         if parts.carrier != "socket":
             self._closed = True
             return False
