@@ -162,10 +162,13 @@ class Connection:
                 await self._describe(header.request, small)
         return True
 
-    def _answer_ahead(self) -> list[memoryview] | None:
+    def _answer_ahead(self, *, waits: bool = False) -> list[memoryview] | None:
         """Answer a FETCH that was received ahead as a whole, in one go, and return what is left of the answer to send.
 
         None, having done nothing, for other messages, and where something has to be waited for or reported.
+
+        Args:
+            waits: whether to wait for the table's lock.
         """
         ahead = self._channel.ahead()
         if len(ahead) < HEADER + _FETCH.size or self._sending.locked():
@@ -190,7 +193,7 @@ class Connection:
         small.data[:] = ahead[HEADER:end]
         out = self._next_buffer(size)
         try:
-            opened.read(attached, small[_FETCH.size :].view(np.int64).reshape(3, n), out, at_once=True)
+            opened.read(attached, small[_FETCH.size :].view(np.int64).reshape(3, n), out, at_once=not waits)
         except GearError:  # the lock is held, or the answer is an error
             return None
         self._channel.skip(end)
@@ -245,7 +248,7 @@ class Connection:
 
     def _answer_in_thread(self) -> None:
         while True:
-            rest = self._answer_ahead()
+            rest = self._answer_ahead(waits=True)
             if rest is None:
                 if not self._is_partial or not self._channel.receive_more():
                     return

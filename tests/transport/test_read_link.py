@@ -177,9 +177,9 @@ def test_a_server_that_does_not_answer(shelf: Shelf, monkeypatch: pytest.MonkeyP
     spec, go = spec_of(table), threading.Event()
     real = Connection._answer_ahead
 
-    def slow(self: Any) -> Any:
+    def slow(self: Any, **options: Any) -> Any:
         go.wait(PATIENCE)
-        return real(self)
+        return real(self, **options)
 
     peer = server.peer(timeout=0.5)
     check(table, asked(peer, table, spec, [1], [0]))
