@@ -29,6 +29,7 @@ from gear_loader.storage.index import EVICT_OLDEST
 from gear_loader.storage.limiters import MinSize
 from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
+from gear_loader.transport import open_query
 
 __all__ = ["warm_up"]
 
@@ -179,6 +180,7 @@ def _sharding() -> None:
             _draw(shards, selector)
     copying.place(np.empty((0, 3), dtype=np.int64), np.empty(0, dtype=np.int64))  # for rows of other nodes
     _caching()
+    open_query.warm_up()
 
 
 def _caching() -> None:

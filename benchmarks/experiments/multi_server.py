@@ -231,7 +231,7 @@ def _batch(
         what += f", cache of {cache:.0%} of other nodes' rows"
     label = f"{name}, batch {batch}, {count} node{through}, {what}"
     told = {"part": part, "nodes": count, "carrier": carrier or "none", "batch": batch}
-    told |= {"cache_fraction": cache} if cache else {}
+    told |= {"part": "cached", "cache_fraction": cache} if cache else {}
     told |= {"local_fraction": share, **{key: ours[key] for key in ours if key == "selector"}}
     kinds = {"bare": ("bare exchange", options), "ours": (part, ours)}
     rig.compare(name, label, WORKLOADS[name].row_bytes * batch, told, kinds)
