@@ -16,6 +16,7 @@ from gear_loader.transport.channel import Channel, as_bytes
 from gear_loader.transport.message_schema import ALIGNMENT, MAX_SPEC_BYTES
 from gear_loader.transport.open_query import OpenQuery
 from gear_loader.transport.part_message import MOST_PART, OpenParts, Part
+from gear_loader.transport.socket import AHEAD_LENT
 from gear_loader.transport.spec import WindowSpec
 from gear_loader.transport.store_message import Store
 from gear_loader.transport.update_message import Update
@@ -382,7 +383,7 @@ class Connection:
             await self._fail(request, error, "a fetch")
             return
         await self._earlier_reply()
-        if len(out) > _IN_LOOP:
+        if len(out) > _IN_LOOP or HEADER + len(small) > AHEAD_LENT:
             self._end_thread()
         if len(out) <= _OVERLAPPED:
             await self._send(Kind.REPLY, request, b"", out)

@@ -13,10 +13,12 @@ from gear_loader.errors import TransportError
 from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, always, as_bytes
 from gear_loader.transport.tcp_listener import TcpListener, listening_sockets
 
-__all__ = ["AHEAD", "GONE", "MOST_PARTS", "SocketCarrier", "SocketChannel", "set_options"]
+__all__ = ["AHEAD", "AHEAD_LENT", "GONE", "MOST_PARTS", "SocketCarrier", "SocketChannel", "set_options"]
 
 AHEAD = 1 << 12
 """Bytes of the read-ahead buffer for small messages."""
+AHEAD_LENT = 1 << 16
+"""Bytes of that buffer once the channel has been lent: larger requests for rows do not fit."""
 _CALLS_IN_A_ROW = 64  # calls without waiting, after which the channel yields to the event loop
 MOST_PARTS = 64
 """Most parts of one `sendmsg`."""
@@ -104,6 +106,10 @@ class SocketChannel(Channel):
         if self._watched:
             self._watched = False
             self._loop.remove_reader(self._fd)
+        if len(self._ahead) < AHEAD_LENT:
+            rest, self._ahead = self.ahead(), memoryview(bytearray(AHEAD_LENT))
+            self._ahead[: len(rest)] = rest
+            self._begin, self._end = 0, len(rest)
         self._lent = self._loop.create_future()
         try:
             yield
