@@ -14,6 +14,7 @@ from gear_loader.checkpoint.promoting import promote
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.windows import Whole
 from gear_loader.dataset import ReplayDataset
+from gear_loader.distributed.row_cache import CacheBudget, RowCache
 from gear_loader.distributed.shards import Shards
 from gear_loader.graph.csr import Graph
 from gear_loader.graph.features import Features
@@ -21,12 +22,14 @@ from gear_loader.graph.sampler import NeighborSampler
 from gear_loader.graph.workload import access_probability, sampled_size
 from gear_loader.native import compile as native
 from gear_loader.native import copying
+from gear_loader.native.row_cache import KEY
 from gear_loader.selection.selectors import Fifo, Lifo, Prioritized, Selector, TopK, Uniform
 from gear_loader.storage.disk import Disk
 from gear_loader.storage.index import EVICT_OLDEST
 from gear_loader.storage.limiters import MinSize
 from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
+from gear_loader.transport import open_query
 
 __all__ = ["warm_up"]
 
@@ -176,6 +179,18 @@ def _sharding() -> None:
         with _filled() as one, _filled() as two, Shards([one, two]) as shards:
             _draw(shards, selector)
     copying.place(np.empty((0, 3), dtype=np.int64), np.empty(0, dtype=np.int64))  # for rows of other nodes
+    _caching()
+    open_query.warm_up()
+
+
+def _caching() -> None:
+    source, rows = np.zeros((4, 16), dtype=np.uint8), np.arange(4)
+    cache, keys = RowCache(CacheBudget(200), (16,)), np.zeros((4, KEY), dtype=np.int64)
+    keys[:, 0] = rows
+    place = np.array([source.ctypes.data])
+    cache.keep(keys, None, place, rows)
+    found = cache.find(keys, None)
+    cache.load(found[found >= 0], place, rows[found >= 0])
 
 
 def _saving() -> None:

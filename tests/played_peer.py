@@ -23,7 +23,7 @@ class PlayedPeer:
         self.table, self.gone, self.error = table, gone, error
         self.asked = 0
 
-    def fetch(self, spec: Any, slots: Any, anchors: Any, generations: Any, out: Any) -> Any:
+    def fetch(self, spec: Any, slots: Any, anchors: Any, generations: Any, out: Any, *, here: bool) -> Any:
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self.asked += len(slots)
         if self.error is not None:

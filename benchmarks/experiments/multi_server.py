@@ -8,8 +8,10 @@ everything at the same time; rates are those of one rank, times the mean of all.
 collect measures batches of rows that the benchmark chooses, so many of them of the rank's own node, by
 `ShardCollector` (a selection over all shards gives a rank 1 / nodes of its rows from its own node on average, whatever
 the priorities are; other shares on all ranks at once can only be had past it); batches the same by `ReplayDataset`, by
-priority over all shards; transport `fetch` into staging memory alone: one rank asks one other node, 1 or 4 requests
-under way; select batches of rows of 4 bytes: what it costs to draw over 1 to 8 shards, and the bytes of the exchange.
+priority over all shards, without and with a cache for rows of other nodes (its hit rate, and the bytes that it saves
+a batch, are figures of the row); transport `fetch` into staging memory alone: one rank asks one other node, 1 or 4
+requests under way; select batches of rows of 4 bytes: what it costs to draw over 1 to 8 shards, and the bytes of the
+exchange.
 
 The yardstick of the first three (``bare``) moves the same bytes over the same carrier in as many pieces, and nothing
 else: `benchmarks.nodes.bare`. Rows of the rank's own node are one copy there. That of selection is the
@@ -52,14 +54,15 @@ class Setting:
     """What is measured, and how long.
 
     trajectories: of a shard. batches: rows of a batch of one rank. fractions: of them of its own node. worlds: ranks
-    where selection is measured. window: seconds of a measurement. environment: variables of all processes. parameters:
-    what all rows say.
+    where selection is measured. caches: bytes of a rank's cache, as shares of the other nodes' rows. window: seconds of
+    a measurement. environment: variables of all processes. parameters: what all rows say.
     """
 
     trajectories: int
     batches: Sequence[int]
     fractions: Sequence[float]
     worlds: Sequence[int]
+    caches: Sequence[float]
     window: float
     environment: Mapping[str, str]
     parameters: Mapping[str, Any]
@@ -83,6 +86,9 @@ def command(
     batches: Annotated[str | None, described("Rows of a rank's batch: 32,256 by default.")] = None,
     local: Annotated[str | None, described("Shares of own rows: 1,0.75,0.5,0.25,0 by default.")] = None,
     worlds: Annotated[str | None, described("Ranks that draw: 1,2,4,8 by default.")] = None,
+    caches: Annotated[
+        str | None, described("Caches, as shares of the other nodes' rows: 0.1,0.5 by default.")
+    ] = None,
     trajectories: Annotated[int | None, described("Of a node: 2,000 by default.", min=64)] = None,
     seconds: Annotated[float | None, described("Of a measurement: 0.2 by default.", min=0.01)] = None,
     ucx_tls: Annotated[
@@ -104,6 +110,7 @@ def command(
         numbers(batches, "--batches", 1, 4096) or ((32,) if quick else (32, 256)),
         fractions or ((0.5, 0.0) if quick else (1.0, 0.75, 0.5, 0.25, 0.0)),
         numbers(worlds, "--worlds", 1, 64) or ((1, 2) if quick else (1, 2, 4, 8)),
+        numbers(caches, "--caches", 0.001, 10, float) or ((0.5,) if quick else (0.1, 0.5)),
         seconds or (0.03 if quick else 0.2),
         {} if ucx_tls == "all" else {"UCX_TLS": ucx_tls},
         parameters,
@@ -198,15 +205,33 @@ def exchanging(
                     _batch(rig, "batches", name, ours, options)
             if "transport" in parts:
                 _transport(rig, name)
+            if "batches" in parts and count > 1:
+                _cached(rig, name)
 
 
-def _batch(rig: _Rig, part: str, name: str, ours: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+def _cached(rig: _Rig, name: str) -> None:
+    """Batches of a dataset whose ranks cache some of the other nodes' rows."""
+    job, setting = rig.job, rig.setting
+    others = (len(job.nodes) - 1) * setting.trajectories * WORKLOADS[name].row_bytes
+    for share in setting.caches:
+        job.fill(name, setting.trajectories, SEED, round(share * others))
+        for batch in setting.batches:
+            options = {"batch": batch, "local": round(batch / len(job.nodes))}
+            _batch(rig, "batches", name, {"batch": batch, "selector": "prioritized"}, options, share)
+
+
+def _batch(
+    rig: _Rig, part: str, name: str, ours: Mapping[str, Any], options: Mapping[str, Any], cache: float = 0.0
+) -> None:
     carrier, count, batch = rig.job.carrier, len(rig.job.nodes), options["batch"]
     share = options["local"] / batch
     what = f"{share:.0%} of own node" if part == "collect" else "drawn by a dataset"
     through = f"s over {carrier}" if count > 1 else ""
+    if cache:
+        what += f", cache of {cache:.0%} of other nodes' rows"
     label = f"{name}, batch {batch}, {count} node{through}, {what}"
     told = {"part": part, "nodes": count, "carrier": carrier or "none", "batch": batch}
+    told |= {"part": "cached", "cache_fraction": cache} if cache else {}
     told |= {"local_fraction": share, **{key: ours[key] for key in ours if key == "selector"}}
     kinds = {"bare": ("bare exchange", options), "ours": (part, ours)}
     rig.compare(name, label, WORKLOADS[name].row_bytes * batch, told, kinds)

@@ -222,7 +222,7 @@ def work(selector: str, world: int, batch: int, *, trajectories: int = 10_000, b
         places = [Place(rank, 0) for rank in range(world)]
         told: dict[str, Any] = {"num_shards": world, "num_slices": world, "num_stages": 1, "block_steps": {}}
         told |= {"leads": list(range(world)), "places": places, "place": places[0], "own": {0: table}}
-        shards: Any = types.SimpleNamespace(**told, lost=list, exchange=played)
+        shards: Any = types.SimpleNamespace(**told, lost=list, exchange=played, cache=None)
         context = SelectionContext(table, chosen, "last", None)
         selection = GlobalSelection(context, shards, played, history=4, reach=None)
         taken = []

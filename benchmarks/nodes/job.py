@@ -127,12 +127,13 @@ class Job:
     ) -> None:
         self.nodes, self.carrier, self.ranks, self._mark = nodes, carrier, ranks, mark
 
-    def fill(self, workload: str, trajectories: int, seed: int) -> None:
-        """Give every rank a shard."""
+    def fill(self, workload: str, trajectories: int, seed: int, cache: int | None = None) -> None:
+        """Give every rank a shard, and so many bytes to cache rows of others in."""
         options = [
             {"transport": self.carrier, "node": node.name, "host": node.host} if self.carrier else {}
             for node in self.nodes
         ]
+        options = [{**each, "cache": cache} if cache else each for each in options]
         told = {"workload": workload, "trajectories": trajectories, "seed": seed, "table": self._mark}
         self.each("fill", [{"options": own} for own in options], **told)
 

@@ -314,7 +314,10 @@ class BareExchange(Subject):
 
 
 class Batches(Subject):
-    """`ReplayDataset` over all shards: drawn, told to each other, fetched and put in place."""
+    """`ReplayDataset` over all shards: drawn, told to each other, fetched and put in place.
+
+    With a cache enough batches come first to fill it, unmeasured.
+    """
 
     def __init__(self, rank: Rank, batch: int, selector: str) -> None:
         super().__init__(rank)
@@ -350,6 +353,8 @@ class Batches(Subject):
             "exchanges": traffic.calls / count,
             "local_fraction": float(np.mean(shares)),
         }
+        if self.rank.shards.cache is not None:
+            self.figures |= self._cached()
         for batch in found:
             self.rank.expect(batch)
             names = batch["shard"] * self.rank.workload.trajectories + batch["index"]
@@ -357,6 +362,23 @@ class Batches(Subject):
                 raise Incorrect("rows come more than once")
             if self._selector == "top":
                 self._expect_top(batch)
+
+    def _cached(self) -> dict[str, float]:
+        """Fill the cache; return its hit rate over batches after that, and the bytes that it holds and saves."""
+        shards, count = self.rank.shards, 20
+        most = 4 * self.rank.workload.trajectories * self.rank.world // self._data.batch_size
+        for _ in range(most):
+            next(self._batches)
+        before = shards.cache_stats()
+        for _ in range(count):
+            self.rank.expect(next(self._batches))
+        after = shards.cache_stats()
+        hits, misses = after.num_hits - before.num_hits, after.num_misses - before.num_misses
+        return {
+            "cache_hit_rate": hits / max(1, hits + misses),
+            "cache_resident_bytes": after.resident_bytes,
+            "cache_saved_bytes": (after.saved_bytes - before.saved_bytes) / count,
+        }
 
     def _expect_top(self, batch: Mapping[str, Any]) -> None:
         """All shards have the same priorities, so the highest of all are the highest ones of each."""
@@ -389,6 +411,8 @@ class Fetch(Subject):
         self._random = np.random.default_rng([13, rank.rank])
         self._staging = [np.zeros(self._spec.reply_bytes(rows), dtype=np.uint8) for _ in range(in_flight)]
         self._rows = rows
+        under_way = in_flight * self._spec.reply_bytes(rows)
+        self._options = {"here": self._source.receives_here(under_way)}
         self.figures = {"wire_bytes": requests * self._spec.reply_bytes(rows)}
 
     def draw(self) -> list[Any]:
@@ -397,7 +421,9 @@ class Fetch(Subject):
         for each in places:
             part = self._records[each]
             names = [np.ascontiguousarray(part[field]) for field in ("slot", "step", "generation")]
-            drawn.append((names, self._source._places(part) if self._source.one_sided else {}, each))
+            drawn.append(
+                (names, self._source._places(part) if self._source.one_sided else self._options, each)
+            )
         return drawn
 
     def work(self, inputs: list[Any]) -> None:

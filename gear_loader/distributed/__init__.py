@@ -9,10 +9,17 @@ from gear_loader.utils.lazy import loader
 if TYPE_CHECKING:
     from gear_loader.distributed.checkpoint import load, save
     from gear_loader.distributed.placement import Placement
+    from gear_loader.distributed.row_cache import CacheStats
     from gear_loader.distributed.shards import Shards
 
-__all__ = ["Placement", "Shards", "load", "save"]
+__all__ = ["CacheStats", "Placement", "Shards", "load", "save"]
 
-_MODULES = {"Placement": "placement", "Shards": "shards", "load": "checkpoint", "save": "checkpoint"}
+_MODULES = {
+    "CacheStats": "row_cache",
+    "Placement": "placement",
+    "Shards": "shards",
+    "load": "checkpoint",
+    "save": "checkpoint",
+}
 
 __getattr__ = loader(__name__, _MODULES)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from gear_loader.collection.n_step import NStep
 from gear_loader.collection.plans import Plans, plans_of
 from gear_loader.collection.windows import Whole
 from gear_loader.distributed.remote import Part, RemoteShard, Staging
+from gear_loader.distributed.row_cache import RowCache
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import (
     HandshakeError,
@@ -25,8 +27,9 @@ from gear_loader.errors import (
     TableEmptyError,
     TransportError,
 )
-from gear_loader.kernels.plan import PlacePlan
+from gear_loader.kernels.plan import PLACE_OUT, PlacePlan
 from gear_loader.native import copying, threads
+from gear_loader.native.row_cache import ABSENT
 from gear_loader.storage.operations import READY
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Window
@@ -64,6 +67,7 @@ class ShardRows:
         keys: slots and generations of the rows in stage 0, by which batches identify them; `SLOT_KEY` [n]. None in
             stage 0.
         tickets: read tickets that the collector takes.
+        rates: expected draws of each row in a batch of this rank, float64 [n]; None if they are not known.
     """
 
     shards: Array
@@ -72,6 +76,7 @@ class ShardRows:
     spare: Callable[[int, int], tuple[Array, int]] | None
     keys: Array | None = None
     tickets: ReadTickets = dataclasses.field(default_factory=ReadTickets)
+    rates: Array | None = None
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -88,6 +93,18 @@ class ShardBuffers(Buffers):
 
     shard_plans: dict[int, Plans] = dataclasses.field(default_factory=dict)
     place: PlacePlan | None = None
+
+
+class _Cached(NamedTuple):
+    """Rows of a batch in the cache.
+
+    Attributes:
+        entries: entry of each row, or ABSENT, int64 [n]. keys: their keys, int64 [n, KEY]. rates: as in `ShardRows`.
+    """
+
+    entries: Array
+    keys: Array
+    rates: Array | None
 
 
 class ShardCollector(Collector):
@@ -123,6 +140,9 @@ class ShardCollector(Collector):
         self.num_gone = 0
         self.num_lost = 0
         self._staging = Staging(pinned=device.type == "cuda")
+        self._cache: RowCache | None = None
+        if shards.cache is not None and shards.remote:
+            self._cache = RowCache(shards.cache, [piece.row_bytes for piece in self._pieces()])
 
     def buffers(self, *, shared: bool = False) -> ShardBuffers:
         """See `Collector.buffers`."""
@@ -174,7 +194,8 @@ class ShardCollector(Collector):
         parts: list[tuple[int, Part]] = []
         local, missing = [], []
         lost = self.shards.lost() if self.shards.on_failure == "redraw" else []
-        for shard, which in self._by_shard(rows, np.arange(len(rows))):
+        cached = self._find_cached(rows)
+        for shard, which in self._by_shard(rows, np.flatnonzero(cached.entries < 0)):
             source = self.shards.source(shard)
             if not isinstance(source, RemoteShard):
                 local.append(which)
@@ -184,9 +205,11 @@ class ShardCollector(Collector):
             else:
                 started = source.start(self.windows, which, rows.records[which], self._staging)
                 parts += [(shard, part) for part in started]
-        # Rows of this node, while those of other nodes are on their way.
+        # Rows of this node and of the cache, while those of other nodes are on their way.
+        if len(hits := np.flatnonzero(cached.entries >= 0)):
+            self._place_cached(buffers, hits, cached.entries[hits])
         self._gather_local(buffers, rows, self._read_or_replace(rows, _concatenated(local), tickets))
-        left = _concatenated([*missing, self._place(buffers, parts)])
+        left = _concatenated([*missing, self._place(buffers, parts, cached)])
         if len(left):
             self._gather_local(buffers, rows, self._replace(rows, left, tickets))
         self._write_keys(buffers, rows)
@@ -276,7 +299,34 @@ class ShardCollector(Collector):
 
     # ---------------------------------------------------------------- rows of other nodes
 
-    def _place(self, buffers: ShardBuffers, parts: list[tuple[int, Part]]) -> Array:
+    def _find_cached(self, rows: ShardRows) -> _Cached:
+        """Find the rows of other nodes that the cache has."""
+        entries: Array = np.full(len(rows), ABSENT, dtype=np.int64)
+        if self._cache is None:
+            return _Cached(entries, entries, None)
+        keys = RowCache.keys_of(rows.shards, rows.records)
+        far = np.flatnonzero(~np.isin(rows.shards, self.shards.local_shards()))
+        entries[far] = self._cache.find(keys[far], None if rows.rates is None else rows.rates[far])
+        return _Cached(entries, keys, rows.rates)
+
+    def _place_cached(self, buffers: ShardBuffers, which: Array, entries: Array) -> None:
+        """Copy entries of the cache to rows of the batch."""
+        assert self._cache is not None
+        outs = self._place_plan(buffers).table[:, PLACE_OUT].numpy()
+        self._cache.load(entries, outs, which)
+
+    def _keep(self, part: Part, status: Array, cached: _Cached) -> None:
+        """Keep rows of a part in the cache."""
+        if self._cache is None:
+            return
+        served = np.flatnonzero(status == 0)
+        which = part.rows[served]
+        first = part.memory.data_ptr()
+        sources = np.array([first + piece.offset for piece in self._pieces(len(part.rows))], dtype=np.int64)
+        rates = None if cached.rates is None else cached.rates[which]
+        self._cache.keep(cached.keys[which], rates, sources, served)
+
+    def _place(self, buffers: ShardBuffers, parts: list[tuple[int, Part]], cached: _Cached) -> Array:
         """Place the parts that arrive in time into the batch; return the rows of missing ones, int64 [n]."""
         missing = []
         failure: TransportError | None = None
@@ -291,7 +341,8 @@ class ShardCollector(Collector):
                 self.num_lost += len(part.rows)
                 continue
             gone = np.flatnonzero(status)
-            self._place_part(buffers, part)
+            self._keep(part, status, cached)
+            self._place_part(buffers, part.memory, part.rows)
             if len(gone):
                 self.num_gone += len(gone)
                 missing.append(part.rows[gone])
@@ -299,11 +350,11 @@ class ShardCollector(Collector):
             raise failure
         return _concatenated(missing)
 
-    def _place_part(self, buffers: ShardBuffers, part: Part) -> None:
-        """Place a part into the batch, and give its memory back."""
+    def _place_part(self, buffers: ShardBuffers, memory: torch.Tensor, rows: Array) -> None:
+        """Place staging memory into rows of the batch, and give it back."""
         plan = self._place_plan(buffers)
-        copying.place(plan.pieces(part.memory, len(part.rows)).numpy(), part.rows)
-        self._staging.give(part.memory)
+        copying.place(plan.pieces(memory, len(rows)).numpy(), rows)
+        self._staging.give(memory)
 
     def _place_plan(self, buffers: ShardBuffers) -> PlacePlan:
         """Return the plan that places the pieces of a part, which are in the order of `WindowSpec.pieces`."""
@@ -314,8 +365,13 @@ class ShardCollector(Collector):
             buffers.references = None
         return buffers.place
 
-    def _pieces(self) -> tuple[Piece, ...]:
-        return WindowSpec("", self.table.schema, self.windows).pieces(1)
+    def _pieces(self, count: int = 1) -> tuple[Piece, ...]:
+        return self._spec.pieces(count)
+
+    @functools.cached_property
+    def _spec(self) -> WindowSpec:
+        """The layout of rows of other nodes, whatever their table."""
+        return WindowSpec("", self.table.schema, self.windows)
 
     @staticmethod
     def _out(batch: Batch, name: str, kind: str) -> torch.Tensor:

@@ -13,7 +13,6 @@ import torch
 from gear_loader.collection.collector import Buffers, GpuSide, resolve
 from gear_loader.distributed.collector import ROW_KEYS, ShardBuffers, ShardCollector, ShardRows
 from gear_loader.distributed.records import max_window_blocks
-from gear_loader.distributed.remote import Part
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.packing import Layout, packed_bytes, packed_views
 
@@ -79,13 +78,13 @@ class DeviceBuffers(ShardBuffers):
         host: arguments of the kernels in pinned memory.
         mirror: their copy on the device.
         used: number of rows of `anchors` and of `places` that the running batch has used.
-        parts: parts whose staging memory the GPU may still read.
+        parts: staging memory that the GPU may still read.
     """
 
     host: DeviceRows | None = None
     mirror: DeviceRows | None = None
     used: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
-    parts: list[Part] = dataclasses.field(default_factory=list)
+    parts: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
 
 class CudaShardCollector(ShardCollector):
@@ -129,7 +128,7 @@ class CudaShardCollector(ShardCollector):
         # The host memory of the last batch in these buffers is about to be written again.
         gpu.filled.synchronize()
         while buffers.parts:
-            self._staging.give(buffers.parts.pop().memory)
+            self._staging.give(buffers.parts.pop())
         buffers.used = [0, 0]
         torch.cuda.current_stream().wait_event(gpu.released)
         try:
@@ -175,16 +174,25 @@ class CudaShardCollector(ShardCollector):
             if plans.once is not None:
                 self._gather_once(plans.once, mirror.block_ids[part], count, mirror.rows[part])
 
-    def _place_part(self, buffers: ShardBuffers, part: Part) -> None:
+    def _place_part(self, buffers: ShardBuffers, memory: torch.Tensor, rows: Array) -> None:
         from gear_loader.kernels import place
 
         assert isinstance(buffers, DeviceBuffers)
         host, mirror = _sides(buffers)
-        claimed = self._claim(buffers, 1, len(part.rows))
-        host.places[claimed].numpy()[:] = part.rows
+        claimed = self._claim(buffers, 1, len(rows))
+        host.places[claimed].numpy()[:] = rows
         mirror.places[claimed].copy_(host.places[claimed], non_blocking=True)
-        place.place(self._place_plan(buffers), part.memory, mirror.places[claimed], programs=self.programs)
-        buffers.parts.append(part)  # its memory is given back when the kernel has run
+        place.place(self._place_plan(buffers), memory, mirror.places[claimed], programs=self.programs)
+        buffers.parts.append(memory)  # it is given back when the kernel has run
+
+    def _place_cached(self, buffers: ShardBuffers, which: Array, entries: Array) -> None:
+        # Through staging memory: the cache need not be pinned, and may change while the GPU still reads.
+        assert self._cache is not None
+        plan = self._place_plan(buffers)
+        memory = self._staging.take(plan.size(len(which)))
+        outs = memory.data_ptr() + np.array(plan.offsets(len(which)), dtype=np.int64)
+        self._cache.load(entries, outs, np.arange(len(which)))
+        self._place_part(buffers, memory, which)
 
     @staticmethod
     def _claim(buffers: ShardBuffers, kind: int, count: int) -> slice:

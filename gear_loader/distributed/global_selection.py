@@ -165,7 +165,19 @@ class GlobalSelection(Selection):
             weights = None if weigh is None else weigh(records["leaf"])
             self._history.remember(draw, records, weights)
         spare = None if self.shards.num_stages > 1 else self._spare(draw)
-        return ShardRows(shards, records, weigh, spare, self._stage_rows.keys, ticket)
+        rates = self._rates(records, summaries)
+        return ShardRows(shards, records, weigh, spare, self._stage_rows.keys, ticket, rates)
+
+    def _rates(self, records: Array, summaries: Array) -> Array | None:
+        """Return how often each row is drawn in a batch of this rank on average, float64 [n]; None if not by priority.
+
+        Args:
+            records: rows of the batch. summaries: of the shards from which it was drawn.
+        """
+        if self.shards.cache is None or not isinstance(self.context.selector, Prioritized):
+            return None
+        rates: Array = records["leaf"] * (len(records) / max(float(summaries["mass"].sum()), 1e-300))
+        return rates
 
     def _drawn(self, draw: Draw, view: PassView | None, summaries: Array) -> tuple[Rows, Weigh | None]:
         """Draw the rows of a batch; return them, and the function from leaves to importance weights."""

@@ -20,6 +20,10 @@ __all__ = ["Part", "RemoteShard", "Staging"]
 
 PART_BYTES = 1 << 20
 """Bytes of a request: while the server sends one part it gathers the next one, and the client places the last."""
+_HERE = 1 << 24
+"""Most bytes that are asked for at a time and received by the thread that waits for them. It gathers the rows of this
+node first; meanwhile the buffers of the sockets fill (by default up to 6 MiB on Linux). More is received by the thread
+of the event loop as it arrives."""
 
 
 class Staging:
@@ -109,14 +113,19 @@ class RemoteShard:
         spec = self.spec(windows)
         size = max(1, PART_BYTES // spec.row_bytes)
         ends = range(0, len(rows), size)
-        return [self._ask(spec, rows[i : i + size], records[i : i + size], staging) for i in ends]
+        here = self.receives_here(spec.row_bytes * len(rows))
+        return [self._ask(spec, rows[i : i + size], records[i : i + size], staging, here) for i in ends]
 
-    def _ask(self, spec: WindowSpec, rows: Array, records: Array, staging: Staging) -> Part:
+    def receives_here(self, size: int) -> bool:
+        """Whether so many bytes are received by the thread that waits for them; see `Peer.fetch`."""
+        return not self.one_sided and size <= _HERE
+
+    def _ask(self, spec: WindowSpec, rows: Array, records: Array, staging: Staging, here: bool) -> Part:
         memory = staging.take(spec.reply_bytes(len(rows)))
         keys = (np.ascontiguousarray(records[field]) for field in ("slot", "step", "generation"))
-        options = self._places(records) if self.one_sided else {}
+        options: dict[str, Any] = self._places(records) if self.one_sided else {"here": here}
         future = self.peer.fetch(spec, *keys, memory.numpy(), **options)
-        return Part(rows, memory, future, lambda: self._ask(spec, rows, records, staging))
+        return Part(rows, memory, future, lambda: self._ask(spec, rows, records, staging, here))
 
     @staticmethod
     def _places(records: Array) -> dict[str, Array]:

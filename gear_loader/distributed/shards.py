@@ -18,6 +18,7 @@ import torch.distributed as dist
 from gear_loader.distributed.exchange import Exchange, SingleProcess
 from gear_loader.distributed.failures import run_on_all
 from gear_loader.distributed.remote import RemoteShard
+from gear_loader.distributed.row_cache import CacheBudget, CacheStats
 from gear_loader.distributed.servers import NodeServers
 from gear_loader.distributed.stage_tables import StageTable
 from gear_loader.distributed.topology import Member, Place, check_members, member, places_of
@@ -25,6 +26,7 @@ from gear_loader.errors import PrivateTableError, SchemaError, TransportError
 from gear_loader.storage.rules import check_seconds
 from gear_loader.storage.table import Table
 from gear_loader.transport.handshake import check_secret
+from gear_loader.utils.checks import byte_count
 
 __all__ = ["LocalShard", "Shards"]
 
@@ -72,11 +74,15 @@ class Shards:
         secret: at least 16 bytes, by which servers and ranks authenticate each other; by default the first rank makes
             one, and shares it through torch.distributed.
         servers: node -> address, of servers that were started by hand (``gear-loader serve``); these need `secret`.
+        cache: bytes of this rank's host memory for rows of other nodes that are likely to be drawn again, an int or a
+            text such as ``"4GiB"``; None for none. The same on all ranks. Batches are the same as without it: the
+            owner of a row, which draws it, tells with every row which version of the trajectory it has drawn.
 
     Attributes:
         table: this rank's table.
         own: shard -> table, of the shards whose rows this process draws.
         num_shards, num_slices: numbers of shards and of slices; there are as many slices as data coordinates.
+        cache: the budget of `cache`, or None.
 
     Raises:
         SchemaError: options or tables that do not fit together.
@@ -97,7 +103,9 @@ class Shards:
         node: str | None = None,
         secret: bytes | None = None,
         servers: Mapping[str, str] | None = None,
+        cache: int | str | None = None,
     ) -> None:
+        self.cache = None if cache is None else CacheBudget(byte_count("cache", cache))
         if transport not in _TRANSPORTS:
             raise SchemaError(f"transport is {transport!r}; expected one of {', '.join(_TRANSPORTS)}.")
         if on_failure not in ("raise", "redraw"):
@@ -218,6 +226,7 @@ class Shards:
         return {
             "on_failure": self.on_failure,
             "timeout": self.timeout,
+            "cache": None if self.cache is None else self.cache.total,
             "transport": self.transport,
             "secret (start of its SHA-256)": secret,
             "servers": self._by_hand,
@@ -321,6 +330,16 @@ class Shards:
             table.region.pin(device) for table in tables
         ]  # all of them, also if the first one cannot be pinned
         return all(pinned)
+
+    def cache_stats(self) -> CacheStats:
+        """Return bytes, rows, hits and misses of this rank's cache.
+
+        Raises:
+            SchemaError: these shards have none.
+        """
+        if self.cache is None:
+            raise SchemaError("These shards have no cache; make them with Shards(cache='4GiB').")
+        return self.cache.stats()
 
     def mark_lost(self, shard: int, error: TransportError) -> None:
         """Mark a shard as unreachable for some seconds, because a request has failed with an error."""

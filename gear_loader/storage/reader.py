@@ -150,6 +150,14 @@ class TableReader:
         self._recovery.locked(lambda: ticket.begin(self._readers))
         return ticket
 
+    def under_lock(self, section: Callable[[], _T]) -> _T:
+        """Call a short function that reads trajectories: no block is reused before it has returned.
+
+        Raises:
+            LockTimeoutError: timed out waiting for the lock.
+        """
+        return self._recovery.locked(section)
+
     def begin_snapshot(self, samples: int = 0, ticket: Ticket | None = None) -> tuple[Ticket, Snapshot]:
         """`begin_read`, and a snapshot at the same moment.
 

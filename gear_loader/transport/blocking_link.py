@@ -23,7 +23,7 @@ from gear_loader.transport.session import os_error_text
 from gear_loader.transport.socket import AHEAD, GONE, MOST_PARTS, set_options
 from gear_loader.transport.wire import HEADER, Header, Kind, Limits, ProtocolError, send
 
-__all__ = ["BlockingLink"]
+__all__ = ["BlockingLink", "connected"]
 
 _T = TypeVar("_T")
 _PAUSE = 1.0  # seconds between two attempts to connect
@@ -150,6 +150,26 @@ class BlockingLink:
             channel.interrupt()
 
 
+def connected(address: Address, secret: bytes, deadline: float, *, peer: str) -> tuple[socket.socket, Limits]:
+    """Connect to a server over the carrier "socket" in the calling thread.
+
+    Args:
+        address, secret: of the server. deadline: by `time.monotonic`. peer: the server in errors.
+
+    Returns:
+        The connected socket, after the handshake, with some timeout; and the server's limits.
+
+    Raises:
+        OSError: it cannot be connected; HandshakeError: one side refused the other.
+    """
+    channel = _BlockingChannel(address, None, deadline)
+    try:
+        return channel.detach(), _run(introduce(channel, secret, address, peer=peer))
+    except BaseException:
+        channel.end()
+        raise
+
+
 def _run(work: Coroutine[Any, Any, _T]) -> _T:
     """Run a coroutine that waits for blocking calls only."""
     try:
@@ -226,6 +246,10 @@ class _BlockingChannel(Channel):
         """Make the call of another thread fail."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def detach(self) -> socket.socket:
+        """Return the socket."""
+        return self._socket
 
     def end(self) -> None:
         """Close the socket."""

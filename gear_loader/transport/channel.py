@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import importlib
 import ipaddress
 import re
 import ssl
 import urllib.parse
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,9 @@ _ADDRESS = "expected <carrier>://<host>:<port>, such as socket://127.0.0.1:5555"
 _LIBRARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 
 
+_NOTHING = memoryview(b"")
+
+
 class Channel(abc.ABC):
     """One end of a connection. All methods run in the thread of the event loop.
 
@@ -92,6 +96,58 @@ class Channel(abc.ABC):
         Raises:
             ConnectionError: the connection is closed; a part of the buffer may have been written.
         """
+
+    async def fill(self) -> None:  # noqa: B027 - most carriers read nothing ahead
+        """Wait until there are bytes in `ahead`, where a carrier reads ahead at all.
+
+        Raises:
+            ConnectionError: the connection is closed.
+        """
+
+    def ahead(self) -> memoryview:
+        """Bytes that were received ahead, and not taken yet; empty where a carrier reads nothing ahead."""
+        return _NOTHING
+
+    def skip(self, count: int) -> None:  # noqa: B027 - as `fill`
+        """Take the first bytes of `ahead`."""
+
+    @property
+    def can_lend(self) -> bool:
+        """Whether `lend` can be used."""
+        return False
+
+    @contextlib.asynccontextmanager
+    async def lend(self) -> AsyncIterator[None]:
+        """Let another thread alone use `receive_more`, `ahead`, `skip`, `send_some` and `wait_to_send` meanwhile.
+
+        `close` makes its calls fail, and waits until the channel is back.
+        """
+        raise NotImplementedError
+        yield
+
+    def receive_more(self) -> bool:
+        """Wait for more bytes behind those of `ahead`; False if there is no room for them.
+
+        Raises:
+            ConnectionError: the connection is closed.
+        """
+        raise NotImplementedError
+
+    def wait_to_send(self) -> None:
+        """Wait until `send_some` can send something."""
+        raise NotImplementedError
+
+    def interrupt(self) -> None:
+        """Make the calls of the other thread fail."""
+        raise NotImplementedError
+
+    def send_some(self, *parts: Bytes) -> list[memoryview]:
+        """Send what can be sent without waiting; returns what is left, for `send`.
+
+        Raises:
+            ConnectionError: the connection is closed.
+        """
+        return [as_bytes(part) for part in parts]
 
     async def linger(  # noqa: B027 - for carriers whose `close` can lose the last messages
         self, seconds: float, most: float = float("inf")

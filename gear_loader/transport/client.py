@@ -19,6 +19,7 @@ from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.link import Link
 from gear_loader.transport.loop import EventLoop, event_loop
 from gear_loader.transport.part_message import Part
+from gear_loader.transport.read_link import ReadLink
 from gear_loader.transport.request import Request
 from gear_loader.transport.store_message import Store, step_places
 from gear_loader.transport.update_message import Update
@@ -95,6 +96,7 @@ class Peer:
         self._loop: EventLoop | None = None
         self._link: Link | None = None
         self._closed = False
+        self._reading = None if tls is not None else ReadLink(name, address, self._secret, self._timeout)
         self._blocking: BlockingLink | None = None
         if isinstance(address, str) and Address.parse(address).carrier == "socket":
             self._blocking = BlockingLink(name, address, secret, tls)
@@ -102,7 +104,14 @@ class Peer:
     # ---------------------------------------------------------------- requests
 
     def fetch(
-        self, spec: WindowSpec, slots: Array, anchors: Array, generations: Array, out: Array
+        self,
+        spec: WindowSpec,
+        slots: Array,
+        anchors: Array,
+        generations: Array,
+        out: Array,
+        *,
+        here: bool = False,
     ) -> Future[Array]:
         """Fetch windows of rows.
 
@@ -112,6 +121,9 @@ class Peer:
             out: buffer of the reply, uint8 [reply_bytes(n) or more], contiguous; may be pinned memory. Do not use it
                 before the future has its result. After an error the carrier may still write into it, so it must not be
                 reused; the peer keeps a reference until the connection is closed.
+            here: whether the thread that asks the future for its result may receive the answer itself, which is faster;
+                until then the answer waits in the buffers of the sockets, so all that is asked for before should fit
+                there. Such a future must be asked, and its deadline begins then.
 
         Returns:
             A future of the status, uint8 [n], a view of `out`; see `WindowSpec`.
@@ -143,6 +155,14 @@ class Peer:
         rows = small[8:].view(np.int64)
         rows[:n], rows[n : 2 * n], rows[2 * n :] = slots, anchors, generations
 
+        what = f"{n:,} rows ({size:,} bytes) of table {spec.table!r}"
+        if here and self._reading is not None:
+            with self._guard:
+                self._check()
+            future = self._reading.fetch(spec, small, data, data[status : status + n], what)
+            if future is not None:
+                return future
+
         def check(limits: Limits) -> str | None:
             if n > limits.rows or size > limits.reply_bytes:
                 return (
@@ -157,7 +177,7 @@ class Peer:
                 small=small,
                 answer=Kind.REPLY,
                 finish=lambda _: data[status : status + n],
-                what=f"{n:,} rows ({size:,} bytes) of table {spec.table!r}",
+                what=what,
                 spec=spec,
                 out=data,
                 check=check,
@@ -398,6 +418,8 @@ class Peer:
             link, loop, self._link = self._link, self._loop, None
         if self._blocking is not None:
             self._blocking.close()
+        if self._reading is not None:
+            self._reading.close()
         if link is not None and loop is not None:
             loop.run(link.close())
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +16,7 @@ from gear_loader.transport.channel import Channel, as_bytes
 from gear_loader.transport.message_schema import ALIGNMENT, MAX_SPEC_BYTES
 from gear_loader.transport.open_query import OpenQuery
 from gear_loader.transport.part_message import MOST_PART, OpenParts, Part
+from gear_loader.transport.socket import AHEAD_LENT
 from gear_loader.transport.spec import WindowSpec
 from gear_loader.transport.store_message import Store
 from gear_loader.transport.update_message import Update
@@ -29,6 +32,8 @@ __all__ = ["Connection"]
 _IN_LOOP = 1 << 21  # largest reply that is gathered in the event loop; a hand-over to a thread takes longer
 _STORED_IN_LOOP = 1 << 18  # largest bulk part that is stored in the event loop
 _OVERLAPPED = 1 << 18  # smallest reply that is sent while the next one is gathered
+_IN_A_ROW = 8  # requests that are answered until other connections take their turn
+_THREADS = 32  # connections of a server that are served in threads
 _STORES = 2  # concurrent stores of one connection
 _MOST_NAME = 128
 _FETCH = struct.Struct("<II")
@@ -54,6 +59,8 @@ class Connection:
         self._small = np.empty(1 << 12, dtype=np.uint8)
         self._staging = [_buffer(0), _buffer(0)]
         self._turn = 0
+        self._in_thread = False
+        self._answered = 0  # requests, without waiting for the next one
         self._sending = asyncio.Lock()
         self._reply: asyncio.Task[None] | None = None  # a large reply that is being sent
         self._reply_turn = 0  # index of its buffer
@@ -80,12 +87,15 @@ class Connection:
         """
         try:
             while await self._serve_one():
-                pass
+                if self._in_thread and not self._is_busy:
+                    await self._serve_in_thread()
             if self._reply is not None:
                 await self._reply
             if self._stores:
                 await asyncio.wait(self._stores)
         finally:
+            if self._in_thread:
+                self._server.reading_threads -= 1
             await self._clean_up()
 
     async def _clean_up(self) -> None:
@@ -118,6 +128,11 @@ class Connection:
 
     async def _serve_one(self) -> bool:
         channel = self._channel
+        await channel.fill()
+        rest = self._answer_ahead()
+        if rest is not None:
+            await self._finish(rest)
+            return True
         await channel.recv_into(self._head)
         header = Header.parse(self._head)
         check(header, self._allowed, "after the handshake")
@@ -148,6 +163,124 @@ class Connection:
                 await self._describe(header.request, small)
         return True
 
+    def _answer_ahead(self, *, waits: bool = False) -> list[memoryview] | None:
+        """Answer a FETCH that was received ahead as a whole, in one go, and return what is left of the answer to send.
+
+        None, having done nothing, for other messages, and where something has to be waited for or reported.
+
+        Args:
+            waits: whether to wait for the table's lock.
+        """
+        ahead = self._channel.ahead()
+        if len(ahead) < HEADER + _FETCH.size or self._sending.locked():
+            return None
+        header = Header.parse(ahead[:HEADER])
+        end = HEADER + header.small
+        if header.kind is not Kind.FETCH or header.bulk or header.small < _FETCH.size or len(ahead) < end:
+            return None
+        number, n = _FETCH.unpack_from(ahead, HEADER)
+        opened = self._queries.get(number)
+        if header.small != _FETCH.size + 24 * n or n > self._limits.rows or not isinstance(opened, OpenQuery):
+            return None
+        attached, size = opened.attached, opened.spec.reply_bytes(n)
+        most = min(_IN_LOOP if self._in_thread else _OVERLAPPED, self._limits.reply_bytes)
+        if attached is None or attached.is_dirty or size > most:
+            return None
+        if refusal(self._server.allow, header.kind) is not None:
+            return None
+        if self._reply is not None and not self._reply.done():
+            return None
+        small = self._small_buffer(header.small)
+        small.data[:] = ahead[HEADER:end]
+        out = self._next_buffer(size)
+        try:
+            opened.read(attached, small[_FETCH.size :].view(np.int64).reshape(3, n), out, at_once=not waits)
+        except GearError:  # the lock is held, or the answer is an error
+            return None
+        self._channel.skip(end)
+        return self._channel.send_some(memoryview(Header(Kind.REPLY, header.request, 0, size).pack()), out)
+
+    # ---------------------------------------------------------------- in a thread
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether an answer is still to be sent."""
+        return bool(self._stores) or not (self._reply is None or self._reply.done())
+
+    def _begin_thread(self) -> None:
+        """Answer small requests in a thread from now on, which takes less time than the event loop, if there is one."""
+        if self._channel.can_lend and not self._in_thread and self._server.reading_threads < _THREADS:
+            self._server.reading_threads += 1
+            self._in_thread = True
+
+    def _end_thread(self) -> None:
+        if self._in_thread:
+            self._server.reading_threads -= 1
+            self._in_thread = False
+
+    async def _serve_in_thread(self) -> None:
+        """Let a thread answer requests until there is one that the event loop has to answer."""
+        done = self._loop.create_future()
+
+        def end(error: BaseException | None) -> None:
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        def work() -> None:
+            error: BaseException | None = None
+            try:
+                self._answer_in_thread()
+            except BaseException as wrong:
+                error = wrong
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(end, error)
+
+        async with self._channel.lend():
+            threading.Thread(target=work, name="gear-loader-rows", daemon=True).start()
+            try:
+                await asyncio.shield(done)
+            except asyncio.CancelledError:
+                self._channel.interrupt()  # the thread then comes back
+                await asyncio.wait([done])
+                done.exception()
+                raise
+
+    def _answer_in_thread(self) -> None:
+        while True:
+            rest = self._answer_ahead(waits=True)
+            if rest is None:
+                if not self._is_partial or not self._channel.receive_more():
+                    return
+                continue
+            if rest:
+                self.sending_since = self._loop.time()
+                while rest:
+                    self._channel.wait_to_send()
+                    rest = self._channel.send_some(*rest)
+                self.sending_since = None
+
+    @property
+    def _is_partial(self) -> bool:
+        """Whether a FETCH, or the header of a message, has not been received as a whole."""
+        ahead = self._channel.ahead()
+        if len(ahead) < HEADER:
+            return True
+        header = Header.parse(ahead[:HEADER])
+        return header.kind is Kind.FETCH and len(ahead) < HEADER + header.small
+
+    async def _finish(self, rest: list[memoryview]) -> None:
+        """Send what is left of an answer."""
+        if rest:
+            async with self._sending:
+                self.sending_since = self._loop.time()
+                await self._channel.send(*rest)
+                self.sending_since = None
+        self._answered += 1
+        if self._answered % _IN_A_ROW == 0:
+            await asyncio.sleep(0)  # other connections take their turn
+
     def _small_buffer(self, size: int) -> Array:
         """Buffer for the small part of a message; the next message reuses it."""
         if size > len(self._small):
@@ -169,6 +302,7 @@ class Connection:
             await self._send(Kind.ERROR, request, pack_error(error))
             return
         self._queries[number] = opened
+        self._begin_thread()
         await self._send(Kind.OPENED, request, number.to_bytes(4, "little"))
 
     async def _describe(self, request: int, small: Array) -> None:
@@ -245,22 +379,28 @@ class Connection:
                 raise opened
             out = await self._gather(opened, rows)
         except Exception as error:
+            await self._earlier_reply()
             await self._fail(request, error, "a fetch")
             return
-        if len(out) < _OVERLAPPED:
+        await self._earlier_reply()
+        if len(out) > _IN_LOOP or HEADER + len(small) > AHEAD_LENT:
+            self._end_thread()
+        if len(out) <= _OVERLAPPED:
             await self._send(Kind.REPLY, request, b"", out)
             return
-        if self._reply is not None:
-            await self._reply
         self._reply, self._reply_turn = (
             asyncio.ensure_future(self._send(Kind.REPLY, request, b"", out)),
             self._turn,
         )
 
+    async def _earlier_reply(self) -> None:
+        """Wait until the reply before has been sent: requesters receive them in the order of their requests."""
+        if self._reply is not None:
+            await self._reply
+
     async def _gather(self, opened: OpenQuery, rows: Array) -> Array:
         """Gather a reply into the next buffer and return it."""
-        slots, anchors, generations = rows
-        n = len(slots)
+        n = rows.shape[1]
         size = opened.spec.reply_bytes(n)
         if size > self._limits.reply_bytes:
             raise TransportError(
@@ -272,7 +412,7 @@ class Connection:
         attached = opened.table() if opened.is_attached else await waiters.run(opened.table)
 
         def read(*, at_once: bool) -> None:
-            opened.read(attached, slots, anchors, generations, out, at_once=at_once)
+            opened.read(attached, rows, out, at_once=at_once)
 
         if not attached.is_dirty:
             try:
@@ -290,6 +430,14 @@ class Connection:
         self._turn = 1 - self._turn
         if self._reply is not None and self._turn == self._reply_turn:
             await self._reply
+        return self._this_buffer(size)
+
+    def _next_buffer(self, size: int) -> Array:
+        """As `_buffer`, while no reply is being sent."""
+        self._turn = 1 - self._turn
+        return self._this_buffer(size)
+
+    def _this_buffer(self, size: int) -> Array:
         buffer = self._staging[self._turn]
         if size > len(buffer):
             buffer = self._staging[self._turn] = _buffer(

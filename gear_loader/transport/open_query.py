@@ -25,8 +25,9 @@ from gear_loader.kernels.plan import (
     STRIDE,
     WIDTH,
 )
-from gear_loader.native import copying
-from gear_loader.transport.spec import Piece, WindowSpec
+from gear_loader.native.serving import serve
+from gear_loader.storage.operations import READY
+from gear_loader.transport.spec import WindowSpec
 from gear_loader.transport.table_cache import AttachedTable, TableCache
 from gear_loader.utils.arrays import Array
 
@@ -41,14 +42,14 @@ class _Layout(NamedTuple):
     """Layout of a reply with n rows in one buffer.
 
     Attributes:
-        table: the column table of the gather, with addresses of the buffer. pieces: columns and masks.
-        status: offset of the status. gaps: begin and end of unused ranges between and after the pieces.
+        table: the column table of the gather, with addresses of the buffer.
+        status: offset of the status.
+        gaps: int64 [G, 2], begin and end of unused ranges between and after the pieces.
     """
 
     table: Array
-    pieces: tuple[Piece, ...]
     status: int
-    gaps: list[tuple[int, int]]
+    gaps: Array
 
 
 class OpenQuery:
@@ -95,6 +96,12 @@ class OpenQuery:
         """Whether `table` returns without attaching, and so without waiting for a lock."""
         return self._attached is not None
 
+    @property
+    def attached(self) -> AttachedTable | None:
+        """The attached table if its name still refers to it; else None, and `table` knows what to do."""
+        found = self._attached
+        return found if found is not None and found.is_current else None
+
     def release(self) -> None:
         """Detach the table if its name was removed or replaced; the next request attaches again."""
         if self._attached is not None and not self._attached.is_current:
@@ -117,56 +124,27 @@ class OpenQuery:
             )
         return attached
 
-    def read(
-        self,
-        attached: AttachedTable,
-        slots: Array,
-        anchors: Array,
-        generations: Array,
-        out: Array,
-        *,
-        at_once: bool,
-    ) -> None:
+    def read(self, attached: AttachedTable, rows: Array, out: Array, *, at_once: bool) -> None:
         """Fill the data and status of a reply.
 
         Args:
             attached: the result of `table`.
-            slots, anchors, generations: int64 [n], contiguous, not validated.
+            rows: int64 [3, n]: slots, anchors and generations, contiguous, not validated.
             out: uint8 [reply_bytes(n)], aligned to 128 bytes; fully overwritten.
             at_once: do not wait for the table's lock.
 
         Raises:
             TransportError: an anchor out of bounds. LockTimeoutError: the lock is held.
         """
-        n = len(slots)
-        if n and (anchors.min() < -_MOST_ANCHOR or anchors.max() > _MOST_ANCHOR):
-            bad = int(np.flatnonzero((anchors < -_MOST_ANCHOR) | (anchors > _MOST_ANCHOR))[0])
-            raise TransportError(f"anchors[{bad}] is {anchors[bad]}; expected a step, at most 2**40 from 0.")
-        layout = self._layout(n, out)
-        with attached.reading(at_once=at_once):
-            served = attached.live(slots, generations)
-            rows = None if served.all() else np.flatnonzero(served)
-            if rows is not None:
-                out[:] = 0
-                slots, anchors = slots[rows], anchors[rows]
-            if len(slots):
-                bad = copying.gather(
-                    layout.table,
-                    slots,
-                    anchors,
-                    attached.extent,
-                    attached.block_ids,
-                    attached.block_steps,
-                    0,
-                    len(slots),
-                    rows,
-                )
-                attached.table.reader().check_gathered(bad)
-        status = layout.status
-        np.logical_not(served, out=out[status : status + n].view(np.bool_))
-        if rows is None:  # do not send old contents of the buffer
-            for begin, end in layout.gaps:
-                out[begin:end] = 0
+        layout = self._layout(rows.shape[1], out)
+        bad = attached.serve(
+            layout.table, rows, _MOST_ANCHOR, out, layout.status, layout.gaps, at_once=at_once
+        )
+        if bad < 0:
+            raise TransportError(
+                f"anchors[{-1 - bad}] is {rows[1, -1 - bad]}; expected a step, at most 2**40 from 0."
+            )
+        attached.table.reader().check_gathered(bad)
 
     def _layout(self, n: int, out: Array) -> _Layout:
         """Layout of a reply with n rows in `out`, cached."""
@@ -187,12 +165,18 @@ class OpenQuery:
         begins = [piece.offset + n * piece.row_bytes for piece in pieces] + [status + n]
         ends = [piece.offset for piece in pieces[1:]] + [status, self.spec.reply_bytes(n)]
         gaps = [(begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]
-        return _Layout(table, pieces, status, gaps)
+        return _Layout(table, status, np.array(gaps, dtype=np.int64).reshape(-1, 2))
 
 
 def warm_up() -> None:
-    """Load the compiled gather, which may take seconds the first time on a machine."""
-    empty = np.empty(0, dtype=np.int64)
-    table, extent = np.zeros((1, WIDTH), dtype=np.int64), np.zeros((1, 3), dtype=np.int64)
-    for rows in (None, empty):
-        copying.gather(table, empty, empty, extent, np.zeros(1, dtype=np.int32), 1, 0, 0, rows)
+    """Load the compiled loop, which may take seconds the first time on a machine."""
+    names, extent = np.empty((3, 0), dtype=np.int64), np.zeros((1, 3), dtype=np.int64)
+    state, generation = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.int64)
+    ids, out, gaps = (
+        np.zeros(1, dtype=np.int32),
+        np.zeros(0, dtype=np.uint8),
+        np.zeros((0, 2), dtype=np.int64),
+    )
+    serve(
+        np.zeros((1, WIDTH), dtype=np.int64), names, 0, state, READY, generation, extent, ids, 1, out, 0, gaps
+    )

@@ -73,6 +73,7 @@ class Server:
         tls: context of a server, to encrypt all connections; with the carrier "socket" only.
 
     Attributes:
+        reading_threads: number of connections that threads serve.
         tables: the attached tables. allow: as given. budget: for the memory of requests. open_parts: that of
             PART messages.
         metadata: functions by name, called in a thread with a table's name, that return bytes for authenticated
@@ -109,6 +110,7 @@ class Server:
         self.gatherers = Threads(threads or min(8, os.cpu_count() or 1), "gear-loader-gather")
         self._waiters = {name: Threads(_WAITERS, "gear-loader-wait") for name in tables}
         self._writers = {name: Threads(_WRITERS, "gear-loader-store") for name in tables}
+        self.reading_threads = 0
         self._listeners: list[Listener] = []
         self._tasks: dict[Channel, asyncio.Task[None] | None] = {}  # of all connections
         self._unproven = Unauthenticated(self.limits.unproven, self.limits.handshake)

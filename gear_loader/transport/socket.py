@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import select
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from gear_loader.errors import TransportError
 from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, always, as_bytes
 from gear_loader.transport.tcp_listener import TcpListener, listening_sockets
 
-__all__ = ["AHEAD", "GONE", "MOST_PARTS", "SocketCarrier", "SocketChannel", "set_options"]
+__all__ = ["AHEAD", "AHEAD_LENT", "GONE", "MOST_PARTS", "SocketCarrier", "SocketChannel", "set_options"]
 
 AHEAD = 1 << 12
 """Bytes of the read-ahead buffer for small messages."""
+AHEAD_LENT = 1 << 16
+"""Bytes of that buffer once the channel has been lent: larger requests for rows do not fit."""
 _CALLS_IN_A_ROW = 64  # calls without waiting, after which the channel yields to the event loop
 MOST_PARTS = 64
 """Most parts of one `sendmsg`."""
@@ -43,6 +46,7 @@ class SocketChannel(Channel):
         self._fd = connection.fileno()
         self._reading: asyncio.Future[None] | None = None
         self._writing: asyncio.Future[None] | None = None
+        self._lent: asyncio.Future[None] | None = None
         self._watched = False  # whether the loop watches the socket for data
         self._ahead = memoryview(bytearray(AHEAD))  # read-ahead buffer
         self._begin = self._end = 0
@@ -68,6 +72,83 @@ class SocketChannel(Channel):
             if sent:
                 views[0] = views[0][sent:]
             await self._yield()
+
+    def send_some(self, *parts: Bytes) -> list[memoryview]:
+        views = [as_bytes(part) for part in parts]
+        while views:
+            try:
+                sent = self._send_some(views)
+            except (BlockingIOError, InterruptedError):
+                break
+            while views and sent >= len(views[0]):
+                sent -= len(views.pop(0))
+            if sent:
+                views[0] = views[0][sent:]
+        return views
+
+    async def fill(self) -> None:
+        if self._begin == self._end:
+            self._begin, self._end = 0, await self._receive(self._ahead)
+
+    def ahead(self) -> memoryview:
+        return self._ahead[self._begin : self._end]
+
+    def skip(self, count: int) -> None:
+        self._begin += count
+
+    @property
+    def can_lend(self) -> bool:
+        return True
+
+    @contextlib.asynccontextmanager
+    async def lend(self) -> AsyncIterator[None]:
+        self._live()
+        if self._watched:
+            self._watched = False
+            self._loop.remove_reader(self._fd)
+        if len(self._ahead) < AHEAD_LENT:
+            rest, self._ahead = self.ahead(), memoryview(bytearray(AHEAD_LENT))
+            self._ahead[: len(rest)] = rest
+            self._begin, self._end = 0, len(rest)
+        self._lent = self._loop.create_future()
+        try:
+            yield
+        finally:
+            self._lent.set_result(None)
+            self._lent = None
+
+    def receive_more(self) -> bool:
+        if self._begin == self._end:
+            self._begin = self._end = 0
+        elif self._end == len(self._ahead):
+            rest = bytes(self.ahead())
+            self._ahead[: len(rest)] = rest
+            self._begin, self._end = 0, len(rest)
+        if self._end == len(self._ahead):
+            return False
+        while True:
+            try:
+                count = self._receive_some(self._ahead[self._end :])
+            except (BlockingIOError, InterruptedError):
+                self._poll(select.POLLIN)
+                continue
+            if count == 0:
+                raise ConnectionResetError(errno.ECONNRESET, GONE)
+            self._end += count
+            return True
+
+    def wait_to_send(self) -> None:
+        self._poll(select.POLLOUT)
+
+    def interrupt(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _poll(self, event: int) -> None:
+        waiter = select.poll()
+        waiter.register(self._live(), event)
+        waiter.poll()
 
     def _send_some(self, views: list[memoryview]) -> int:
         """Send at least one byte; returns the number. Raises BlockingIOError if it would have to wait."""
@@ -122,6 +203,12 @@ class SocketChannel(Channel):
         connection, self._socket = self._socket, None
         if connection is None:
             return
+        if self._lent is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(
+                    socket.SHUT_RDWR
+                )  # a thread that waits goes on, and finds the connection closed
+            await asyncio.wait([self._lent])
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
         for waiter in (self._reading, self._writing):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,6 +18,7 @@ from gear_loader.errors import (
     SchemaError,
     TableFullError,
 )
+from gear_loader.native.serving import serve
 from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.ids import CLIENT_ORIGIN, LARGEST_ORIGIN, check_ids
 from gear_loader.storage.index import Index
@@ -39,6 +39,7 @@ __all__ = ["AttachedTable", "TableCache"]
 
 
 _LOCK_TIMEOUT = 10.0  # seconds; a change takes far less than a millisecond
+_UNDER_LOCK = 1 << 17  # largest reply that is gathered while the lock is held
 
 
 class AttachedTable:
@@ -80,9 +81,13 @@ class AttachedTable:
         """Whether the name still refers to this table."""
         return _key(self._path) == self._key
 
-    @contextlib.contextmanager
-    def reading(self, *, at_once: bool) -> Iterator[None]:
-        """Hold a read ticket: trajectories that are live now or later are not overwritten inside the block.
+    def serve(
+        self, columns: Array, rows: Array, most: int, out: Array, status: int, gaps: Array, *, at_once: bool
+    ) -> int:
+        """Fill a reply by `gear_loader.native.serving.serve`, which has the same arguments, and return its result.
+
+        Small replies are gathered under the lock; else a read ticket keeps trajectories that are live from being
+        overwritten.
 
         Args:
             at_once: do not wait for the lock.
@@ -91,20 +96,15 @@ class AttachedTable:
             LockTimeoutError: the lock is held.
         """
         reader = self._trying if at_once else self._waiting
+        index = self._state, READY, self._generation, self.extent, self.block_ids, self.block_steps
+        if len(out) <= _UNDER_LOCK:
+            return reader.under_lock(lambda: int(serve(columns, rows, most, *index, out, status, gaps)))
         ticket = Ticket()
         try:
             reader.begin_read(ticket)
-            yield
+            return int(serve(columns, rows, most, *index, out, status, gaps))
         finally:
             ticket.end()
-
-    def live(self, slots: Array, generations: Array) -> Array:
-        """Whether each slot holds a live trajectory of its generation; bool [n]. To be called inside `reading`."""
-        served: Array = slots.view(np.uint64) < len(self._state)
-        # In this order: a slot that is READY under a read ticket keeps its blocks and generation.
-        served &= self._state.take(slots, mode="clip") == READY
-        served &= self._generation.take(slots, mode="clip") == generations
-        return served
 
     def check_schema(self, schema: Schema, *, added: bool = False) -> None:
         """Check that the requester expects the schema of the table.

@@ -152,6 +152,10 @@ class TlsChannel(SocketChannel):
             self._live().send(Header(Kind.REFUSE, 0, len(text), 0).pack() + text)  # into an empty buffer
             raise HandshakeError("The requester does not use TLS.")
 
+    @property
+    def can_lend(self) -> bool:
+        return False
+
     async def send(self, *parts: Bytes) -> None:
         await self.begin()
         await super().send(*parts)

@@ -45,7 +45,8 @@ separate message of the channel. All integers are little-endian::
     UPDATED            small: number u64 of rows of removed trajectories, which were skipped
 
 HELLO, CHALLENGE, PROOF and WELCOME come first, in this order. Then the requester may send any number of requests
-without waiting; answers may arrive in any order. There is no pickle; sizes are checked before memory is allocated.
+without waiting; answers may arrive in any order, but those to FETCH and OPEN come in the order of these requests. There
+is no pickle; sizes are checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ __all__ = [
 ]
 
 
-VERSION = 2
+VERSION = 3
 HEADER = 64
 NONCE = 32
 MAX_TEXT = 4096

@@ -132,9 +132,9 @@ DEFECTS: dict[str, Defect] = {
 def _staging_early(patch: pytest.MonkeyPatch) -> None:
     place = CudaShardCollector._place_part
 
-    def early(self: Any, buffers: Any, part: Any) -> None:
-        place(self, buffers, part)
-        self._staging.give(buffers.parts.pop().memory)
+    def early(self: Any, buffers: Any, memory: Any, rows: Any) -> None:
+        place(self, buffers, memory, rows)
+        self._staging.give(buffers.parts.pop())
 
     patch.setattr(CudaShardCollector, "_place_part", early)
 

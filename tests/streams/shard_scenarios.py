@@ -40,6 +40,7 @@ class ShardScenario:
         side: whether the consumer works on a stream of its own.
         writes: whether another thread adds trajectories meanwhile; they evict others.
         drops: whether the dataset is dropped while the device still works.
+        cache: bytes of the cache for rows of other nodes.
     """
 
     selector: str = "uniform"
@@ -50,6 +51,7 @@ class ShardScenario:
     side: bool = False
     writes: bool = False
     drops: bool = False
+    cache: int | None = None
 
     @classmethod
     def of(cls, seed: int) -> ShardScenario:
@@ -62,6 +64,7 @@ class ShardScenario:
             choose.choice([(), (1,), (1, 2)]),
             choose.random() < 0.75,
             *(choose.random() < 0.5 for _ in range(3)),
+            choose.choice([None, 4_000, 1 << 20]),
         )
 
 
@@ -81,7 +84,8 @@ def _batches(
     cuda: Cuda | None = None,
     owners: dict[tuple[int, int, int], int] | None = None,
 ) -> list[dict[str, Any]]:
-    shards = Shards(tables)
+    shards = Shards(tables, cache=scenario.cache)
+    shards.remote = bool(scenario.remote)
     for shard in scenario.remote:
         peer: Any = PlayedPeer(tables[shard], set())
         shards._sources[shard] = RemoteShard(peer, "played", tables[0].schema)

@@ -1,0 +1,238 @@
+"""Rows that are received by the thread that waits for them: every byte, errors between answers, lost connections."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from table_common import named, rows
+from transport_common import (
+    PATIENCE,
+    WINDOWS,
+    Serving,
+    check_fetch,
+    expected,
+    fetch_message,
+    generations_of,
+    open_message,
+    pieces_of,
+    poisoned,
+    serving,
+    spec_of,
+)
+
+import gear_loader as gear
+from gear_loader.errors import PeerTimeoutError, SchemaError, TransportError
+from gear_loader.storage.schema import Window
+from gear_loader.transport import Limits, Peer
+from gear_loader.transport.connection import Connection
+from gear_loader.transport.wire import HEADER, Header, Kind
+
+LENGTHS = (1, 7, 4, 13, 2, 8, 30, 5)
+Shelf = tuple[gear.Table, Serving]
+
+
+@pytest.fixture(scope="module")
+def shelf() -> Iterator[Shelf]:
+    with named() as table, serving(str(table.name)) as server:
+        for i, length in enumerate(LENGTHS):
+            table.add(rows(i, length))
+        yield table, server
+
+
+def asked(peer: Peer, table: gear.Table, spec: Any, slots: Any, anchors: Any) -> tuple[Any, ...]:
+    """A request, and what is compared with its answer."""
+    slots, anchors = np.asarray(slots, dtype=np.int64), np.asarray(anchors, dtype=np.int64)
+    generations = generations_of(table, np.clip(slots, 0, len(LENGTHS) - 1))
+    out = poisoned(spec, len(slots))
+    future = peer.fetch(spec, slots, anchors, generations, out, here=True)
+    return future, spec, out, slots, anchors, generations
+
+
+def check(table: gear.Table, request: tuple[Any, ...]) -> None:
+    future, spec, out, slots, anchors, generations = request
+    gone = np.flatnonzero(slots >= len(LENGTHS)).tolist()
+    wanted, states = expected(table, spec.windows, slots, anchors, generations, gone)
+    assert future.result(PATIENCE).tolist() == states
+    assert pieces_of(spec, out, len(slots)) == wanted
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_answers_of_any_sizes_are_asked_for_in_any_order(shelf: Shelf, seed: int) -> None:
+    table, server = shelf
+    random = np.random.default_rng(seed)
+    peer = server.peer()
+    specs = [spec_of(table), spec_of(table, {"value": Window(4)}), spec_of(table, {"step": Window(300)})]
+    under_way: list[Any] = []
+    for turn in range(30):
+        n = int(random.choice([0, 1, 3, 40, 600, 3000]))
+        slots = random.integers(len(LENGTHS) + (turn % 3 == 0), size=n)
+        under_way.append(asked(peer, table, specs[random.integers(3)], slots, random.integers(8, size=n)))
+        if turn % 7 == 3:  # another way in between
+            assert peer.metadata("capacity", str(table.name)).result(PATIENCE)
+            check_fetch(peer, table, specs[0], [1], [2])
+        while len(under_way) > random.integers(8):
+            check(table, under_way.pop(int(random.integers(len(under_way)))))
+    for request in under_way:
+        check(table, request)
+    assert peer._reading._number >= 30, "they did not come this way"
+    assert server.server.reading_threads > 0
+    peer.close()
+
+
+def test_several_threads_ask_one_peer(shelf: Shelf) -> None:
+    table, server = shelf
+    peer, spec = server.peer(), spec_of(table)
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        try:
+            for _ in range(40):
+                requests = [
+                    asked(peer, table, spec, random.integers(8, size=5), np.zeros(5)) for _ in range(3)
+                ]
+                for request in requests:
+                    check(table, request)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not failures
+
+
+def test_an_error_between_answers(shelf: Shelf) -> None:
+    table, server = shelf
+    peer, spec = server.peer(), spec_of(table)
+    check(table, asked(peer, table, spec, [1], [0]))
+    link = peer._reading._socket
+    requests = [asked(peer, table, spec, [1, 2], [0, 1]) for _ in range(3)]
+    wrong = asked(peer, table, spec, [1] * 50, [0] * 49 + [1 << 41])
+    requests += [asked(peer, table, spec, [3, 4, 5], [0, 1, 2]) for _ in range(3)]
+    with pytest.raises(TransportError, match=r"asked for 50 rows .* anchors\[49\] is 2199023255552"):
+        wrong[0].result(PATIENCE)
+    for request in requests:
+        check(table, request)
+    assert peer._reading._socket is link, "the connection goes on"
+
+
+def test_what_the_server_refuses_is_the_same_error(shelf: Shelf) -> None:
+    table, server = shelf
+    for here in (True, False):
+        peer = server.peer()
+        unknown = spec_of(table)
+        unknown.table = "nowhere"
+        out = poisoned(unknown, 1)
+        one = np.zeros(1, dtype=np.int64)
+        with pytest.raises(TransportError, match="Table 'nowhere' is not served here"):
+            peer.fetch(unknown, one, one, one, out, here=here).result(PATIENCE)
+        with pytest.raises(SchemaError, match="slots is"):
+            peer.fetch(unknown, one.astype(np.int32), one, one, out, here=here)
+        check(table, asked(peer, table, spec_of(table), [1], [0]))
+    with serving(str(table.name), limits=Limits(rows=4)) as small:
+        peer = small.peer()
+        with pytest.raises(TransportError, match="sends at most 4 rows"):
+            asked(peer, table, spec_of(table), [1] * 5, [0] * 5)[0].result(PATIENCE)
+        check(table, asked(peer, table, spec_of(table), [1] * 4, [0] * 4))
+
+
+def test_a_server_that_is_replaced(shelf: Shelf) -> None:
+    table, _ = shelf
+    first, second = Serving(str(table.name)), Serving(str(table.name))
+    addresses = [first.address]
+    peer = first.peer(address=lambda: addresses[-1])
+    spec = spec_of(table)
+    check(table, asked(peer, table, spec, [1], [0]))
+    requests = [asked(peer, table, spec, [2, 3], [0, 0]) for _ in range(3)]
+    first.loop.run(first.server.close(), PATIENCE)
+    addresses.append(second.address)
+    for request in requests:  # answers that were sent before are still there
+        error = request[0].exception()
+        if error is None:
+            check(table, request)
+        else:
+            assert "then the connection was lost" in str(error)
+    for _ in range(3):
+        if asked(peer, table, spec, [4], [1])[0].exception() is None:
+            break
+    check(table, asked(peer, table, spec, [4], [1]))
+    peer.close()
+    with pytest.raises(TransportError, match="has been closed"):
+        asked(peer, table, spec, [4], [1])
+    second.close()
+
+
+def test_a_server_that_does_not_answer(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, server = shelf
+    spec, go = spec_of(table), threading.Event()
+    real = Connection._answer_ahead
+
+    def slow(self: Any, **options: Any) -> Any:
+        go.wait(PATIENCE)
+        return real(self, **options)
+
+    peer = server.peer(timeout=0.5)
+    check(table, asked(peer, table, spec, [1], [0]))
+    monkeypatch.setattr(Connection, "_answer_ahead", slow)
+    check_threads = server.server.reading_threads
+    assert check_threads > 0
+    # The thread waits in a call of the real one for the next request; the one after that is not answered.
+    requests = [asked(peer, table, spec, [1], [0]) for _ in range(3)]
+    answered = 0
+    for request in requests:
+        error = request[0].exception()
+        answered += error is None
+        if error is not None:
+            assert isinstance(error, PeerTimeoutError)
+            assert "did not answer within 0.5 s" in str(error)
+    go.set()
+    assert answered < 3
+    monkeypatch.undo()
+    check(table, asked(server.peer(), table, spec, [2], [1]))
+
+
+def test_requests_in_pieces_and_of_strangers(shelf: Shelf) -> None:
+    """In the thread: a request that comes byte by byte, several at once, and one that breaks the rules."""
+    table, server = shelf
+    spec = spec_of(table)
+    message = fetch_message([[1, 2], [0, 0], generations_of(table, [1, 2])])
+    one = Header(Kind.FETCH, 7, len(message), 0).pack() + message
+    with server.proven() as raw:
+        raw.send(Kind.OPEN, open_message(spec))
+        assert raw.receive()[0].kind is Kind.OPENED
+        for i in range(len(one)):
+            raw.socket.sendall(one[i : i + 1])
+        first = raw.receive()
+        assert first[0][1:] == (7, 0, spec.reply_bytes(2))
+        raw.socket.sendall(one * 60 + one[: HEADER + 5])  # more than is read ahead
+        for _ in range(60):
+            assert raw.receive() == first
+        raw.socket.sendall(one[HEADER + 5 :])
+        assert raw.receive() == first
+        raw.send(Kind.FETCH, message[:-8])
+        assert "A message FETCH of 48 bytes has n 2" in raw.text()
+
+
+def test_closing_while_threads_wait() -> None:
+    with named() as table:
+        table.add(rows(0, 5))
+        with serving(str(table.name)) as server:
+            raws = [server.proven() for _ in range(40)]
+            for raw in raws:
+                raw.send(Kind.OPEN, open_message(spec_of(table, WINDOWS)))
+                assert raw.receive()[0].kind is Kind.OPENED
+            assert server.server.reading_threads == 32
+        assert all(raw.is_closed() for raw in raws)
+        assert server.server.reading_threads == 0
+        for raw in raws:
+            raw.close()
