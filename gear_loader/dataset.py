@@ -361,11 +361,6 @@ class ReplayDataset(IterableDataset[Batch]):
             given = f"group={group!r}", "a dataset without groups"
         elif self.layout != "padded":
             given = f"layout={self.layout!r}", "layout='padded'"
-        elif self.device.type == "cuda":
-            given = (
-                f"device={str(self.device)!r}",
-                "device='cpu' (move the batch by .to(), or have Lightning do so)",
-            )
         elif self.selector.unit == "step" and needs_priorities(self.selector):
             given = (
                 f"selector={self.selector!r}",

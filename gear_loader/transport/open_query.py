@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from gear_loader.errors import SchemaError, StaleIndexError, TransportError
+from gear_loader.collection.windows import reach_of
+from gear_loader.errors import LockTimeoutError, StaleIndexError, TransportError
 from gear_loader.kernels.plan import (
     BASE,
     BLOCKS,
@@ -26,9 +27,13 @@ from gear_loader.kernels.plan import (
     WIDTH,
 )
 from gear_loader.native import copying
+from gear_loader.storage.disk import LostRowsError
 from gear_loader.transport.spec import Piece, WindowSpec
 from gear_loader.transport.table_cache import AttachedTable, TableCache
 from gear_loader.utils.arrays import Array
+
+if TYPE_CHECKING:
+    from gear_loader.collection.tier_rows import TierRows
 
 __all__ = ["OpenQuery", "warm_up"]
 
@@ -70,11 +75,6 @@ class OpenQuery:
     def _attach(self) -> AttachedTable:
         attached = self._tables.get(self.spec.table)
         attached.check_schema(self.spec.schema)
-        if attached.table.has_tier:
-            raise SchemaError(
-                f"Table {self.spec.table!r} has a disk tier (Disk(size=)), of which a server sends no rows for now. "
-                "Read it on its own machine, or create it with memory for all of its trajectories."
-            )
         region = attached.table.region
         layout = region.layout
         base = attached.table.column_addresses()
@@ -87,6 +87,13 @@ class OpenQuery:
             row[LENGTH], row[OFFSET], row[PAD] = window.length, window.offset, _PADS[window.pad]
             row[FINAL] = layout.schema[self.spec.sources[name]].final
         names = list(self.spec.windows)
+        self._tier: TierRows | None = None
+        if attached.table.has_tier:
+            from gear_loader.collection.tier_rows import TierRows
+
+            self._tier = TierRows(
+                attached.table, reach_of(layout.schema, self.spec.windows), self.spec.row_bytes
+            )
         self._masked = [names.index(piece.name) for piece in self.spec.pieces(1) if piece.kind == "mask"]
         return attached
 
@@ -133,10 +140,10 @@ class OpenQuery:
             attached: the result of `table`.
             slots, anchors, generations: int64 [n], contiguous, not validated.
             out: uint8 [reply_bytes(n)], aligned to 128 bytes; fully overwritten.
-            at_once: do not wait for the table's lock.
+            at_once: do not wait for the table's lock, or its disk.
 
         Raises:
-            TransportError: an anchor out of bounds. LockTimeoutError: the lock is held.
+            TransportError: an anchor out of bounds. LockTimeoutError: the lock is held, or rows lie on disk only.
         """
         n = len(slots)
         if n and (anchors.min() < -_MOST_ANCHOR or anchors.max() > _MOST_ANCHOR):
@@ -148,8 +155,16 @@ class OpenQuery:
             rows = None if served.all() else np.flatnonzero(served)
             if rows is not None:
                 out[:] = 0
-                slots, anchors = slots[rows], anchors[rows]
-            if len(slots):
+                slots, anchors, generations = slots[rows], anchors[rows], generations[rows]
+            if self._tier is not None:
+                if at_once and self._tier.outside(slots).any():
+                    raise LockTimeoutError("Rows lie on disk only, so that this takes a while.")
+                kept = np.arange(n) if rows is None else rows
+                lost = self._read_tiers(self._tier, layout.table, slots, anchors, generations, kept)
+                served[lost] = False
+                for piece in layout.pieces if len(lost) else ():
+                    out[piece.offset : piece.offset + n * piece.row_bytes].reshape(n, -1)[lost] = 0
+            elif len(slots):
                 bad = copying.gather(
                     layout.table,
                     slots,
@@ -167,6 +182,24 @@ class OpenQuery:
         if rows is None:  # do not send old contents of the buffer
             for begin, end in layout.gaps:
                 out[begin:end] = 0
+
+    def _read_tiers(
+        self, tier: TierRows, columns: Array, slots: Array, anchors: Array, generations: Array, rows: Array
+    ) -> Array:
+        """Gather rows of which some lie on disk only; return those that cannot be read, int64 [n]."""
+        lost: list[Array] = [rows[:0]]
+        while len(rows):
+            try:
+                tier.gather(columns, list(self.spec.sources.values()), slots, anchors, generations, rows)
+                break
+            except LostRowsError as error:
+                tier.table.remove_lost(error)
+                kept = ~np.isin(slots, error.slots)
+                lost.append(rows[~kept])
+                slots, anchors, generations, rows = (
+                    part[kept] for part in (slots, anchors, generations, rows)
+                )
+        return np.concatenate(lost)
 
     def _layout(self, n: int, out: Array) -> _Layout:
         """Layout of a reply with n rows in `out`, cached."""

@@ -33,7 +33,8 @@ from tier_common import (
 
 import gear_loader as gear
 from gear_loader.checkpoint import promoting, spilling, stored
-from gear_loader.errors import SchemaError, TableFullError
+from gear_loader.collection.windows import expand, windows_of
+from gear_loader.errors import LockTimeoutError, SchemaError, TableFullError
 from gear_loader.storage.disk import Tier
 from gear_loader.transport.open_query import OpenQuery
 from gear_loader.transport.spec import WindowSpec
@@ -414,6 +415,97 @@ def test_shared_blocks_wait_for_all_readers(tmp_path: Path) -> None:
         assert everything(table) == before
 
 
+# Shards and servers ----------------------------------------------------------------------------------
+
+
+def test_a_server_sends_rows_of_it(tmp_path: Path) -> None:
+    """Replies equal those of a table that fits, and are not made in the event loop if rows lie on disk."""
+    names = [fresh_name(), fresh_name()]
+    with (
+        tiered(tmp_path, name=names[0]) as table,
+        fitting(name=names[1]) as whole,
+        contextlib.closing(TableCache(names, 1.0)) as tables,
+    ):
+        try:
+            for number in range(30):
+                assert add(table, number, 1 + number * 7 % 23) == add(whole, number, 1 + number * 7 % 23)
+            slots = table.indices()
+            generations = table.index.arrays.generation[slots].copy()
+            generations[3] += 1
+            replies = []
+            for name in names:
+                opened = OpenQuery(
+                    WindowSpec(name, table.schema, {**WINDOWS, "task": task_window(table)}), tables
+                )
+                attached = opened.table()
+                out = np.full(opened.spec.reply_bytes(30) + 128, 7, dtype=np.uint8)
+                out = out[-out.ctypes.data % 128 :][: opened.spec.reply_bytes(30)]
+                given = attached, slots, np.arange(30) % 3, generations, out
+                if name == names[0]:
+                    with pytest.raises(LockTimeoutError, match="Rows lie on disk only"):
+                        opened.read(*given, at_once=True)
+                opened.read(*given, at_once=False)
+                replies.append(out.tobytes())
+            assert replies[0] == replies[1]
+            for file in tmp_path.glob("segments/*/wide.npy"):
+                os.truncate(file, 100)
+            again = OpenQuery(
+                WindowSpec(names[0], table.schema, {"wide": gear.Window(2)}), TableCache(names, 1.0)
+            )
+            out = np.full(again.spec.reply_bytes(30) + 128, 7, dtype=np.uint8)
+            out = out[-out.ctypes.data % 128 :][: again.spec.reply_bytes(30)]
+            outside = table.region.array("extent")[slots, 1] < 0
+            generations[3] -= 1
+            again.read(again.table(), slots, np.zeros(30, dtype=np.int64), generations, out, at_once=False)
+            begin = again.spec.data_bytes(30)
+            assert (out[begin : begin + 30] == outside).all(), "those that cannot be read are gone"
+            assert not out[: 30 * 2 * 136].reshape(30, -1)[outside].any(), "old contents of the buffer"
+            assert len(table) == 30 - outside.sum()
+        finally:
+            table.unlink()
+            whole.unlink()
+
+
+def task_window(table: gear.Table) -> gear.Window:
+    window = expand(table.schema, windows_of(table.schema, {"task": None, "number": gear.Window(1)}, None))[
+        0
+    ]["task"]
+    assert isinstance(window, gear.Window)
+    return window
+
+
+def test_shards_of_it_equal_those_that_fit(tmp_path: Path) -> None:
+    drawn: list[list[Any]] = []
+    for kind in ("whole", "tiered"):
+        tables = [fitting() if kind == "whole" else tiered(tmp_path / str(i)) for i in range(2)]
+        with contextlib.ExitStack() as stack:
+            for i, table in enumerate(tables):
+                stack.enter_context(table)
+                for number in range(30):
+                    add(table, 100 * i + number, 1 + number * 7 % 23)
+            data = dataset(gear.distributed.Shards(tables), selector=gear.Prioritized(), batches_per_epoch=6)  # type: ignore[arg-type]
+            drawn.append([])
+            for batch in data:
+                drawn[-1].append(batch_bits(batch))
+                data.update_priority(batch, batch["anchor"] + 1.0)
+            if kind == "tiered":
+                assert all(table.num_spilled > 10 for table in tables)
+                lost = _lose(tables[0], tmp_path / "0")
+                for batch in data:
+                    assert not set(batch["index"][batch["shard"] == 0].tolist()) & set(lost)
+    assert drawn[0] == drawn[1]
+
+
+def _lose(table: gear.Table, path: Path) -> list[int]:
+    """Damage the files of a table; return the trajectories that lie there only."""
+    table._tier_reader = None
+    for file in path.glob("segments/*/wide.npy"):
+        os.truncate(file, 100)
+    slots = table.indices()
+    found: list[int] = slots[table.region.array("extent")[slots, 1] < 0].tolist()
+    return found
+
+
 # Refused ---------------------------------------------------------------------------------------------
 
 
@@ -426,19 +518,10 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
             dataset(table, layout="packed", windows=gear.Whole())
         with pytest.raises(SchemaError, match="a selector with unit='trajectory'"):
             dataset(table, selector=gear.Prioritized(unit="step"))
-        with pytest.raises(SchemaError, match="has a disk tier"):
-            gear.distributed.Shards(table)
-
-
-def test_a_server_sends_no_rows_of_it(tmp_path: Path) -> None:
-    name = fresh_name()
-    with tiered(tmp_path, name=name) as table, contextlib.closing(TableCache([name], 1.0)) as tables:
-        try:
-            spec = WindowSpec(name, table.schema, {"number": gear.Window(1)})
-            with pytest.raises(SchemaError, match="a server sends no rows for now"):
-                OpenQuery(spec, tables)
-        finally:
-            table.unlink()
+        with pytest.raises(
+            SchemaError, match="with transport='nixl', which reads only the memory of other nodes"
+        ):
+            gear.distributed.Shards(table, transport="nixl")
 
 
 @pytest.mark.parametrize(
