@@ -826,6 +826,9 @@ class ReplayDataset(IterableDataset[Batch]):
         )
         if self._selection is None or options != self._selected_for:
             self._selected_for = options
+            for table in self.shards.own.values() if self.shards is not None else (self.table,):
+                if table.has_tier:
+                    table.prefer_in_memory(self.selector.keeps)
             self._selection = selection_for(
                 SelectionContext(*options),
                 # A state may precede the prefetched batches and one that a trainer fetched ahead.

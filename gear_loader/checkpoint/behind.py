@@ -134,7 +134,9 @@ class WriteBehind:
         self._error: str | None = None
         self._failed_at = 0.0
         self._abandoned = False
-        self._spiller = Spiller(self._table.index, place.disk.keep) if table.has_tier else None
+        self._spiller = (
+            Spiller(self._table.index, table.region.layout, place.disk.keep) if table.has_tier else None
+        )
         self._finalizer = weakref.finalize(table, self._abandon)
         self._finalizer.atexit = False
         _writers.add(self)

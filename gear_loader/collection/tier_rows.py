@@ -93,7 +93,8 @@ class TierRows:
                 rows=which if rows is None else rows[which],
             )
 
-        _, which = self._split(slots, inside)
+        hits, which = self._split(slots, inside)
+        self.table.tier_reader().count_hits(len(hits))
         if len(which):
             self.read(
                 columns,
@@ -132,7 +133,9 @@ class TierRows:
             )
             return bad
 
-        return self._split(slots, inside)
+        hits, outside = self._split(slots, inside)
+        self.table.tier_reader().count_hits(len(hits))
+        return hits, outside
 
     def _split(self, slots: Array, inside: Callable[[Array], int]) -> tuple[Array, Array]:
         """Call a function with the entries in memory, again if some of them were moved to disk meanwhile.
@@ -186,7 +189,7 @@ class TierRows:
             if name not in memory or len(memory[name]) < needed:
                 memory[name] = np.empty(needed, dtype=np.uint8)
             outs[name] = memory[name], (np.arange(len(chosen)) if once else begins * size) * step
-        self.table.tier_reader().read(chosen, generations[some], first, counts, outs)
+        self.table.tier_reader().read(chosen, generations[some], first, counts, outs, drawn=len(slots))
         # The blocks of each trajectory from `low` on, one trajectory after another; columns per trajectory have one
         # block of each.
         staged, bad = extent.copy(), 0

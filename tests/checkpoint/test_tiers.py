@@ -32,10 +32,12 @@ from tier_common import (
 )
 
 import gear_loader as gear
-from gear_loader.checkpoint import promoting, spilling, stored
+from gear_loader import cli, doctor, top
+from gear_loader.checkpoint import promoting, spilling, stored, tier_reader
 from gear_loader.collection.windows import expand, windows_of
 from gear_loader.errors import LockTimeoutError, SchemaError, TableFullError
 from gear_loader.storage.disk import Tier
+from gear_loader.storage.shared_memory import region_path
 from gear_loader.transport.open_query import OpenQuery
 from gear_loader.transport.spec import WindowSpec
 from gear_loader.transport.table_cache import TableCache
@@ -207,19 +209,22 @@ def promote(table: gear.Table, slot: int) -> None:
     promoting.promote(table, np.array([slot]))
 
 
+@pytest.mark.parametrize(("keep", "by"), [("priority", "table"), ("auto", "dataset")])
 def test_hot_trajectories_change_places_with_cold_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: str, by: str
 ) -> None:
+    """By the priorities that the table knows, and by those of a dataset, which the table does not take over."""
     monkeypatch.setattr(spilling, "EXCHANGE_SECONDS", 0.01)
-    with fitting() as whole, tiered(tmp_path, keep="priority", blocks=32) as table:
+    with fitting() as whole, tiered(tmp_path, keep=keep, blocks=32) as table:
         for number in range(40):
             for one in (table, whole):
                 one.add(rows(number, 8), priority=float(40 - number))
         table.save(tmp_path)
+        sets = [dataset(one, selector=gear.Prioritized()) for one in (table, whole)]
         for shift in (0, 13, 29):
             slots = table.indices()
             priorities = np.arange(40.0)[(np.arange(40) + shift) % 40]
-            for one in (table, whole):
+            for one in (table, whole) if by == "table" else sets:
                 one.update_priority(slots, priorities)
             hottest = slots[np.argsort(priorities)[-8:]]
             deadline = time.monotonic() + PATIENCE
@@ -228,8 +233,65 @@ def test_hot_trajectories_change_places_with_cold_ones(
                 time.sleep(0.005)
             assert 20 < table.num_spilled < 40
             assert everything(table) == everything(whole)
-            pair = [dataset(one, selector=gear.Prioritized()) for one in (table, whole)]
-            assert batch_bits(pair[0].sample()) == batch_bits(pair[1].sample())
+            for pair in (sets, [dataset(one, selector=gear.Prioritized()) for one in (table, whole)]):
+                assert batch_bits(pair[0].sample()) == batch_bits(pair[1].sample())
+
+
+def test_what_stays_in_memory_follows_the_selector(tmp_path: Path) -> None:
+    with tiered(tmp_path, keep="auto") as table:
+        add(table, 1, 4)
+        spiller = spilling.Spiller(table.index, table.region.layout, "auto")
+        assert spiller._keep == "auto"  # as "newest"
+        expected = [(gear.Fifo(), "oldest"), (gear.TopK(), "priority"), (gear.Lifo(), "newest")]
+        for selector, keep in [*expected, (gear.Prioritized(), "priority"), (gear.Uniform(), "newest")]:
+            dataset(table, selector=selector).sample()
+            assert spiller._keep == keep
+        assert spilling.Spiller(table.index, table.region.layout, "oldest")._keep == "oldest"
+
+
+def test_rows_are_counted_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = fresh_name()
+    with tiered(tmp_path, name=name) as table:
+        try:
+            for number in range(40):
+                add(table, number, 10)
+            table.save(tmp_path)
+            spiller = spilling.Spiller(table.index, table.region.layout, "newest")
+            deadline = time.monotonic() + PATIENCE
+            while spiller.missing():
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            before = top.read_file(region_path(name))
+            data, misses = dataset(table), 0
+            outside = table.region.array("extent")[:, 1] < 0
+            for _ in range(20):
+                misses += int(outside[data.sample()["index"]].sum())
+            stats = table.stats()
+            assert (stats.num_hits, stats.num_misses) == (160 - misses, misses)
+            assert 0 < misses < 160
+            assert stats.miss_bytes > misses * 17 * 8
+            assert stats.miss_seconds > 0
+            assert stats.spilled_bytes == stats.num_spilled * (10 * table.schema.step_bytes + 4)
+            assert f"{misses:>16,} rows of 160" in str(stats)
+            (entry,) = (entry for entry in cli._entries() if entry.name == name)
+            assert entry.disk is not None
+            assert (entry.disk["misses"], entry.disk["spilled"]) == (misses, table.num_spilled)
+            line = f"{table.num_spilled} trajectories in {tmp_path} only, {1 - misses / 160:.0%} of the rows"
+            assert line in entry.disk["summary"]
+            assert line in doctor._table_disks()[name]
+            cells = top._disk_cells(top.read_file(region_path(name)), before)
+            assert cells[:2] == (str(table.num_spilled), f"{1 - misses / 160:.0%}")
+
+            said: list[str] = []
+            monkeypatch.setattr(tier_reader, "notice", lambda key, message: said.append(message))
+            monkeypatch.setattr(tier_reader, "_WINDOW_SECONDS", 0.0)
+            data.sample()
+            assert not said, "most of the time went elsewhere"
+            monkeypatch.setattr(tier_reader, "_SLOW_SHARE", 0.0)
+            data.sample()
+            assert f"Batches of table {name!r} wait for the disk: " in said[0]
+        finally:
+            table.unlink()
 
 
 def test_it_comes_back(tmp_path: Path) -> None:
@@ -559,7 +621,9 @@ def test_memory_is_a_limit_of_the_region() -> None:
 def test_options_of_disks(tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match="size is '5 loaves'; expected a number of bytes"):
         gear.Disk(tmp_path, size="5 loaves")
-    with pytest.raises(SchemaError, match="keep is 'best'; expected one of 'newest', 'oldest', 'priority'"):
+    with pytest.raises(
+        SchemaError, match="keep is 'best'; expected one of 'auto', 'newest', 'oldest', 'priority'"
+    ):
         gear.Disk(tmp_path, keep="best")  # type: ignore[arg-type]
     with pytest.raises(SchemaError, match="neither memory nor max_blocks was given"):
         gear.Table.create(COLUMNS, **SIZES, disk=gear.Disk(tmp_path, size=10**6))
