@@ -47,6 +47,8 @@ __all__ = ["FileReader"]
 THREADS = 8
 """Reads under way at once."""
 _ATTEMPTS = 10
+_LOOK_SECONDS = 1.0
+"""Seconds after which the manifest is looked at again although all segments are known."""
 _WINDOW_SECONDS = 10.0
 """Seconds over which the share of the time that batches read from disk is taken."""
 _SLOW_SHARE = 0.7
@@ -230,6 +232,7 @@ class FileReader:
         self._pid = os.getpid()
         self._manifest: tuple[int, int] = (0, 0)  # inode and time of the one that was read
         self._segments: dict[int, _Opened] = {}
+        self._next_look = 0.0
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         table = self._table()
         self._counts = _Counts(self._path, "" if table is None or table.name is None else table.name)
@@ -306,11 +309,18 @@ class FileReader:
         return index.recovery.locked(look)
 
     def _opened(self, numbers: Array) -> dict[int, _Opened]:
-        """The segments with some numbers, of those that the manifests name. The caller holds the mutex.
+        """The segments by number, of those that the manifests name, those with some numbers among them if they are.
+
+        The caller holds the mutex.
 
         Raises:
             CheckpointError: they cannot be read.
         """
+        # A number is never used again. Files that are gone are to be closed, so it looks for them now and then.
+        now = time.monotonic()
+        if now < self._next_look and all(number in self._segments for number in numbers.tolist()):
+            return self._segments
+        self._next_look = now + _LOOK_SECONDS
         with self._directory() as directory:
             info = directory.info(MANIFEST_NAME)
             if self._manifest != (info.st_ino, info.st_mtime_ns):
@@ -327,7 +337,7 @@ class FileReader:
                     for number, segment in named.items()
                 }
                 self._manifest = info.st_ino, info.st_mtime_ns
-        return {number: self._segments[number] for number in numbers.tolist() if number in self._segments}
+        return self._segments
 
     def _directory(self) -> Directory:
         """Open the directory. Raises CheckpointError."""
