@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from table_common import fresh_name
+from table_common import Died, bury, fresh_name, mortal
 from tier_common import (
     COLUMNS,
     NEVER,
@@ -147,6 +147,7 @@ _ACTIONS = st.lists(
         st.tuples(st.just("write"), st.just(0), st.just(0)),
         st.tuples(st.just("spill"), st.integers(0, 3), st.integers(1, 3)),
         st.tuples(st.just("promote"), st.integers(0, 59), st.just(0)),
+        st.tuples(st.just("die"), st.integers(0, 30), st.integers(1, 3)),
         st.tuples(st.just("remove"), st.integers(0, 59), st.just(0)),
         st.tuples(st.just("revise"), st.integers(0, 59), st.integers(0, 9)),
         st.tuples(st.just("draw"), st.integers(0, 6), st.integers(1, 9)),
@@ -182,6 +183,8 @@ def test_any_history_equals_that_of_a_table_that_fits(
                 table.save(path)
             elif action == "spill" and len(table):
                 spill(table, table.indices()[first::second])
+            elif action == "die" and len(table):
+                die_while_spilling(table, first, table.indices()[::second])
             elif action == "promote" and len(table):
                 promote(table, int(table.indices()[first % len(table)]))
             elif action == "remove" and len(table):
@@ -202,6 +205,15 @@ def test_any_history_equals_that_of_a_table_that_fits(
             assert table.indices().tolist() == whole.indices().tolist()
         assert everything(table) == everything(whole)
         assert table.lengths().tolist() == whole.lengths().tolist()
+
+
+def die_while_spilling(table: gear.Table, stores: int, slots: Any) -> None:
+    """The owner is killed after some stores of moving trajectories to disk, and another process repairs the index."""
+    arrays = table.index.arrays
+    slots = slots[(arrays.stored[slots, 0] == arrays.sequence[slots] + 1) & (arrays.extent[slots, 1] >= 0)]
+    with mortal(table, stores) as index, contextlib.suppress(Died):
+        index.spill(slots, arrays.generation[slots].copy())
+    bury(table)
 
 
 def promote(table: gear.Table, slot: int) -> None:
