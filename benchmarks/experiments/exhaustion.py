@@ -42,7 +42,7 @@ from benchmarks.harness import Incorrect, Medians, Session, Variant
 from benchmarks.limits import MemoryGroup, Unlimited, memory_limited, swap_file
 from benchmarks.options import command as as_command
 from benchmarks.options import described, numbers
-from benchmarks.peers import limited
+from benchmarks.peers import limited as limited_script
 from benchmarks.peers.process import PeerFailed
 from benchmarks.workloads import W1, Data, Workload, expect
 from gear_loader.checkpoint.tier_reader import THREADS
@@ -71,6 +71,9 @@ def command(
         float | None,
         described('Bytes that the table of "fill" gets: those of the trajectories by default.', min=1e6),
     ] = None,
+    limited: Annotated[
+        bool, typer.Option(help="Also numpy.memmap, swapping and TorchRL with as little memory; as root.")
+    ] = True,
     folder: Annotated[
         Path | None, described("On the disk to measure; the system's temporary one by default.")
     ] = None,
@@ -96,7 +99,7 @@ def command(
     for share in held:
         if not session.late(f"{share}% in memory"):
             with tempfile.TemporaryDirectory(prefix="gear-loader-bench-", dir=folder) as place:
-                _draw(session, data, Path(place), share, count)
+                _draw(session, data, Path(place), share, count, limited=limited)
 
 
 def _table(workload: Workload, share: int, path: Path | None) -> gear.Table:
@@ -259,7 +262,7 @@ def _add(table: gear.Table, data: Data) -> None:
 # Reading ---------------------------------------------------------------------------------------------
 
 
-def _draw(session: Session, data: Data, place: Path, share: int, count: int) -> None:
+def _draw(session: Session, data: Data, place: Path, share: int, count: int, *, limited: bool) -> None:
     workload = data.workload
     with _table(workload, 100, None) as fits, _table(workload, share, place / "table") as table:
         for one in (fits, table):
@@ -272,7 +275,9 @@ def _draw(session: Session, data: Data, place: Path, share: int, count: int) -> 
         for kind in ("uniform", "prioritized"):
             with (
                 _variants(data, place, fits, table, kind, count) as (variants, misses),
-                _limited(session, data.workload, place / "flat", share, kind, count) as others,
+                _limited(
+                    session, data.workload, place / "flat", share if limited else 100, kind, count
+                ) as others,
             ):
                 parameters = {"share": share, "batch": BATCH, "misses": misses}
                 label = f"{workload.name}, {kind}, {share}% in memory"
@@ -412,14 +417,18 @@ class _LimitedProcess:
     def __init__(
         self, python: Path, kind: str, group: MemoryGroup, allowed: int, options: dict[str, Any]
     ) -> None:
-        script = Path(limited.__file__)
+        script = Path(limited_script.__file__)
         command = [str(python), "-I", str(script), kind]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        resident = self.ask({**options, "procs": str(group.procs)})
-        group.allow(int(resident) + allowed + (8 << 20))
-        self.ask("open")
+        try:
+            resident = self.ask({**options, "procs": str(group.procs)})
+            group.allow(int(resident) + allowed + (8 << 20))
+            self.ask("open")
+        except BaseException:
+            self.close()
+            raise
 
     def ask(self, request: Any) -> Any:
         """The answer to a request. Raises PeerFailed if there is none."""
