@@ -167,7 +167,7 @@ def made_table(*, packed: bool = False, tier: str | None = None) -> gear.Table:
     }
     sizes: dict[str, Any] = {"max_steps": 80, "max_trajectories": 30, "block_steps": 4}
     if tier is not None:  # with room for all, so that nothing moves by itself
-        sizes.update(max_blocks=200, disk=gear.Disk(tier, sync_seconds=1e6, size="1GiB"))
+        sizes.update(max_blocks=200, disk=gear.Disk(tier, sync_seconds=1e6, size="1GiB", keep="newest"))
     table = gear.Table.create(schema, **sizes, packed=packed, on_full="evict_oldest")
     for number in range(FIRST):
         table.add(rows_of(number), priority=1.0 + number % 3)

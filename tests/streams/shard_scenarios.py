@@ -82,7 +82,7 @@ def _tables(scenario: ShardScenario, folder: str = "") -> list[gear.Table]:
 def _with_tier(scenario: ShardScenario, name: str, shard: int, folder: str) -> gear.Table:
     path = f"{folder}/{shard}"
     options: dict[str, Any] = {"max_steps": 120, "on_full": "evict_oldest"} if scenario.writes else {}
-    disk = gear.Disk(path, sync_seconds=1e6, size="1GiB")
+    disk = gear.Disk(path, sync_seconds=1e6, size="1GiB", keep="newest")
     table = filled(name, shard, COUNTS, packed=shard != 1, **options, max_blocks=400, disk=disk)
     spill_some(table, path)
     return table
