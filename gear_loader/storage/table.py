@@ -244,8 +244,8 @@ class Table:
                 `Disk.size`, `on_full` decides: the evicting policies evict from the whole table, ``"error"`` raises. A
                 file system without space is an error with every policy but ``"wait"``, until it has. A trajectory
                 that cannot be read back is removed, logged and counted, and its batch is drawn once more. Batches are
-                made on the CPU and padded; trajectories do not grow (`commit_every_step`), are not drawn by priorities
-                of single steps, and are not read over `Shards` or by clients of `serve`: each of these is refused.
+                padded; trajectories do not grow (`commit_every_step`), and are not drawn by priorities of single steps,
+                in groups, or over `Shards` with NIXL: each of these is refused. See docs/tiers.md.
 
         Raises:
             SchemaError: invalid sizes, columns or options, a NUMA node that does not exist, or the existing table
