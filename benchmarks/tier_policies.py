@@ -1,22 +1,31 @@
-"""Which trajectories to keep in memory, simulated: hit rates of policies on priorities that drift.
+"""Which trajectories to keep in memory: hit rates of policies on priorities that drift.
 
     python -m benchmarks.tier_policies
 
-A trace has the priorities of n trajectories in each of several rounds; trajectories are drawn by them. A policy decides
-before each round, from the priorities of the round before, what lies in memory.
+A trace has the priorities of n trajectories in each of several rounds; trajectories are drawn by them. `hit_rates`
+simulates: a policy decides before each round, from the priorities of the round before, what lies in memory.
+`table_hit_rates` draws from a table with a disk tier, whose owner's thread moves trajectories as it always does, and
+gives the other policies the same draws.
 """
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import numpy as np
+import torch
 
+import gear_loader as gear
+from gear_loader.checkpoint import spilling
 from gear_loader.checkpoint.spilling import coldness, exchange
 from gear_loader.utils.arrays import Array
 
-__all__ = ["TRACES", "drifting", "hit_rates"]
+__all__ = ["TRACES", "drifting", "hit_rates", "table_hit_rates"]
 
 
 def zipf(count: int, generator: np.random.Generator) -> Array:
@@ -61,15 +70,8 @@ def hit_rates(trace: Array, *, capacity: int, draws: int, budget: int, seed: int
     generator = np.random.default_rng(seed)
     rounds, count = trace.shape
     shares = trace / trace.sum(axis=1, keepdims=True)
-    best = np.zeros(count, dtype=bool)
-    best[np.argsort(shares.sum(axis=0))[count - capacity :]] = True
-    random = np.zeros(count, dtype=bool)
-    random[generator.permutation(count)[:capacity]] = True
-    ours = random.copy()
-    cached: dict[str, OrderedDict[int, None]] = {
-        name: OrderedDict.fromkeys(np.flatnonzero(random).tolist()) for name in ("lru", "fifo")
-    }
-    hits = dict.fromkeys(("priority", "oracle", "lru", "fifo", "random"), 0)
+    others = _Others(trace, capacity, generator)
+    ours, found = others.random.copy(), 0
     sizes, sequences = np.ones(count, dtype=np.int64), np.arange(count)
     for i in range(rounds):
         if i:
@@ -77,18 +79,126 @@ def hit_rates(trace: Array, *, capacity: int, draws: int, budget: int, seed: int
             come, leave = exchange(order, ours, sizes, capacity, budget)
             ours[leave], ours[come] = False, True
         drawn = generator.choice(count, size=draws, p=shares[i])
-        for name, inside in (("priority", ours), ("oracle", best), ("random", random)):
-            hits[name] += int(inside[drawn].sum())
-        for name, known in cached.items():
+        found += int(ours[drawn].sum())
+        others.draw(drawn)
+    return {"priority": found / (rounds * draws), **others.rates()}
+
+
+class _Others:
+    """The policies that ours is compared with, for the same draws.
+
+    random: bool [n], what a choice at random keeps.
+    """
+
+    def __init__(self, trace: Array, capacity: int, generator: np.random.Generator) -> None:
+        shares = trace / trace.sum(axis=1, keepdims=True)
+        count = trace.shape[1]
+        self._best = np.zeros(count, dtype=bool)
+        self._best[np.argsort(shares.sum(axis=0))[count - capacity :]] = True
+        self.random = np.zeros(count, dtype=bool)
+        self.random[generator.permutation(count)[:capacity]] = True
+        kept = np.flatnonzero(self.random).tolist()
+        self._known: dict[str, OrderedDict[int, None]] = {
+            name: OrderedDict.fromkeys(kept) for name in ("lru", "fifo")
+        }
+        self._hits = dict.fromkeys(("oracle", "lru", "fifo", "random"), 0)
+        self._drawn = 0
+
+    def draw(self, drawn: Array) -> None:
+        """Count the hits of draws, int64 [n]."""
+        self._drawn += len(drawn)
+        self._hits["oracle"] += int(self._best[drawn].sum())
+        self._hits["random"] += int(self.random[drawn].sum())
+        for name, known in self._known.items():
             for item in drawn.tolist():
                 if item in known:
-                    hits[name] += 1
+                    self._hits[name] += 1
                     if name == "lru":
                         known.move_to_end(item)
                 else:
                     known.popitem(last=False)
                     known[item] = None
-    return {name: found / (rounds * draws) for name, found in hits.items()}
+
+    def rates(self) -> dict[str, float]:
+        """Share of the draws that were hits, by policy."""
+        return {name: found / self._drawn for name, found in self._hits.items()}
+
+
+def table_hit_rates(
+    trace: Array, *, capacity: int, batches: int = 4, budget: int, seconds: float = 0.05, seed: int = 1
+) -> dict[str, float]:
+    """Share of the rows drawn from a table with a disk tier that were in memory; and of other policies, as `hit_rates`.
+
+    Args:
+        trace: float64 [rounds, n], priorities, which the dataset gets by `update_priority` in each round.
+        capacity: trajectories in memory. batches: of 256 rows, of each round.
+        budget: trajectories that come into memory in one exchange, every hundredth of a second.
+        seconds: between two rounds.
+    """
+    count = trace.shape[1]
+    others = _Others(trace, capacity, np.random.default_rng(seed))
+    # Of the table's blocks as many stay free as it takes for `capacity` to be in use.
+    blocks = next(n for n in range(capacity, 2 * capacity) if n - n // 4 >= capacity)
+    with _table(count, blocks, budget) as table:
+        slots = table.indices()
+        dataset = gear.ReplayDataset(
+            table,
+            batch_size=256,
+            windows=gear.Window(1),
+            selector=gear.Prioritized(alpha=1.0),
+            device="cpu",
+            prefetch=0,
+            seed=seed,
+        )
+        number = np.empty(int(slots.max()) + 1, dtype=np.int64)
+        number[slots] = np.arange(count)
+        dataset.update_priority(slots, trace[0])
+        _settle(table)
+        before = table.stats()
+        for priorities in trace:
+            dataset.update_priority(slots, priorities)
+            for _ in range(batches):
+                others.draw(number[dataset.sample()["index"].numpy()])
+            time.sleep(seconds)
+        stats = table.stats()
+    hits, misses = stats.num_hits - before.num_hits, stats.num_misses - before.num_misses
+    return {"table": hits / (hits + misses), **others.rates()}
+
+
+@contextlib.contextmanager
+def _table(count: int, blocks: int, budget: int) -> Iterator[gear.Table]:
+    """A table of `count` trajectories of one step, whose memory has so many blocks."""
+    schema = {"number": gear.Column(torch.int64), "value": gear.Column(torch.float32, (254,))}
+    with (
+        tempfile.TemporaryDirectory(prefix="gear-loader-bench-", ignore_cleanup_errors=True) as folder,
+        mock.patch.object(spilling, "EXCHANGE_SECONDS", 0.01),
+        mock.patch.object(spilling, "EXCHANGE_BYTES", budget * 1024),
+        gear.Table.create(
+            schema,
+            max_steps=count,
+            max_trajectories=count,
+            block_steps=1,
+            max_blocks=blocks,
+            timeout=60.0,
+            disk=gear.Disk(folder, size="1GiB"),
+        ) as table,
+    ):
+        value = np.zeros((1, 254), dtype=np.float32)
+        for number in range(count):
+            table.add({"number": np.array([number]), "value": value})
+        table.save(folder)
+        yield table
+
+
+def _settle(table: gear.Table) -> None:
+    """Wait until nothing has come into memory for a while."""
+    before = -1
+    for _ in range(100):
+        now = table.stats().promoted_bytes
+        if now == before:
+            return
+        before = now
+        time.sleep(0.2)
 
 
 def main() -> None:
@@ -99,6 +209,12 @@ def main() -> None:
             rates = hit_rates(trace, capacity=int(share * 10_000), draws=1_000, budget=500)
             print(
                 f"{name:<12} {share:>5.0%} in memory  " + "  ".join(f"{k} {v:.3f}" for k, v in rates.items())
+            )
+        trace = drifting(kind, count=4_000, rounds=50, drift=0.01)
+        for share in (0.75, 0.5, 0.25, 0.1):
+            rates = table_hit_rates(trace, capacity=int(share * 4_000), budget=200)
+            print(
+                f"{name:<12} {share:>5.0%} a table    " + "  ".join(f"{k} {v:.3f}" for k, v in rates.items())
             )
 
 

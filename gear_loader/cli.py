@@ -71,6 +71,7 @@ class _Entry:
     max_trajectories: int | None = None
     max_steps: int | None = None
     columns: dict[str, dict[str, Any]] | None = None
+    disk: dict[str, Any] | None = None
 
 
 @app.command("ls")
@@ -128,8 +129,12 @@ def _describe(entry: _Entry, file: shared_memory.OpenFile) -> None:
     # Imported here because they load torch. A table is called damaged exactly if it cannot be attached.
     from gear_loader.storage.counters import NUM_READY, NUM_STEPS
     from gear_loader.storage.layout import read_counters
+    from gear_loader.storage.tier_state import TierState
 
     layout, counters = read_counters(file.fd, file.info.st_size)
+    tier = TierState.read(file.fd, layout, counters)
+    if tier is not None:
+        entry.disk = {**dataclasses.asdict(tier), "summary": str(tier)}
     entry.trajectories, entry.steps = counters[NUM_READY], counters[NUM_STEPS]
     entry.max_trajectories, entry.max_steps = layout.max_trajectories, layout.max_steps
     entry.columns = {
@@ -164,6 +169,9 @@ def _print(entries: list[_Entry]) -> None:
         console = Console(width=10_000)  # one line for each table in a file or a pipe
     console.print(table)
     for entry in entries:
+        if entry.disk is not None:
+            line = f"{_shown(entry.name)}: {printable(entry.disk['summary'], _MOST_OF_A_PROBLEM)}"
+            console.print(Text(line), soft_wrap=True)
         if entry.problem is not None:
             problem = printable(entry.problem, _MOST_OF_A_PROBLEM)
             console.print(Text(f"{_shown(entry.name)}: {problem}"), soft_wrap=True)
@@ -529,4 +537,5 @@ def _findings(found: dict[str, Any]) -> list[str]:
         f"Triton: {found['triton'].get('version') or found['triton']['problem']}; "
         f"numba: {found['numba'].get('version') or found['numba']['problem']}",
     ]
+    lines += [f"Disk of table {name}: {tier}" for name, tier in memory["disks"].items()]
     return lines + [f"Set: {key}={value}" for key, value in found["environment"].items()]

@@ -363,11 +363,6 @@ class ReplayDataset(IterableDataset[Batch]):
             given = f"group={group!r}", "a dataset without groups"
         elif self.layout != "padded":
             given = f"layout={self.layout!r}", "layout='padded'"
-        elif self.device.type == "cuda":
-            given = (
-                f"device={str(self.device)!r}",
-                "device='cpu' (move the batch by .to(), or have Lightning do so)",
-            )
         elif self.selector.unit == "step" and needs_priorities(self.selector):
             given = (
                 f"selector={self.selector!r}",
@@ -820,6 +815,9 @@ class ReplayDataset(IterableDataset[Batch]):
         )
         if self._selection is None or options != self._selected_for:
             self._selected_for = options
+            for table in self.shards.own.values() if self.shards is not None else (self.table,):
+                if table.has_tier:
+                    table.prefer_in_memory(self.selector.keeps)
             self._selection = selection_for(
                 SelectionContext(*options),
                 # A state may precede the prefetched batches and one that a trainer fetched ahead.

@@ -18,6 +18,8 @@ from typing import Any
 
 from gear_loader.errors import RegionError
 from gear_loader.storage import numa, pages, shared_memory
+from gear_loader.storage.layout import read_counters
+from gear_loader.storage.tier_state import TierState
 from gear_loader.transport.child_process import child_command
 
 __all__ = ["report"]
@@ -122,7 +124,8 @@ def report(*, deadline: float = _DEADLINE) -> dict[str, Any]:
         - ``infiniband``: ``adapters`` and ``device_files``;
         - ``memory``: ``locked_limit`` in bytes (None: no limit), ``shm_bytes`` and ``shm_free``; ``huge_private``, and
           ``huge_named`` as the mount option ``huge=``, or ``"hugetlb"``; NUMA ``nodes`` with memory, ``gpu_nodes`` by
-          PCI address, and ``table_nodes``: table -> node -> sampled pages;
+          PCI address, and ``table_nodes``: table -> node -> sampled pages; ``disks``: table with a disk tier -> its
+          state;
         - ``cuda``, ``triton``, ``numba``;
         - ``environment``: variables UCX_*, NIXL_* and RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY that are set;
         - ``slow``: for each slow path ``what``, ``why`` and ``remedy``, without full stops at their ends.
@@ -241,6 +244,23 @@ def _memory() -> dict[str, Any]:
     found["huge_named"] = "never" if "shm_problem" in found else pages.huge_pages_of_files()
     found["nodes"], found["gpu_nodes"] = numa.nodes_with_memory(), numa.gpu_nodes()
     found["table_nodes"] = {} if "shm_problem" in found else _table_nodes()
+    found["disks"] = {} if "shm_problem" in found else _table_disks()
+    return found
+
+
+def _table_disks() -> dict[str, str]:
+    """Name of a table with a disk tier -> what lies there, and what was read from it."""
+    found = {}
+    for name in shared_memory.region_names():
+        with (
+            contextlib.suppress(OSError, RegionError),
+            shared_memory.opened(shared_memory.region_path(name)) as file,
+        ):
+            shared_memory.check_own(file.info, name)
+            layout, counters = read_counters(file.fd, file.info.st_size)
+            tier = TierState.read(file.fd, layout, counters)
+            if tier is not None:
+                found[name] = str(tier)
     return found
 
 

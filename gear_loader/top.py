@@ -16,6 +16,7 @@ from gear_loader.errors import GearError
 from gear_loader.storage import counters as at
 from gear_loader.storage import shared_memory
 from gear_loader.storage.layout import read_counters
+from gear_loader.storage.tier_state import TierState
 from gear_loader.transport.remote_table import RemoteTable, connect
 from gear_loader.utils.formatting import printable
 
@@ -34,6 +35,8 @@ class Reading:
         inserted, sampled, removed: trajectories added, rows drawn, and trajectories evicted or expired, so far.
         writing: trajectories being written.
         insert_wait, sample_wait: seconds that writers and readers of all processes have waited so far.
+        disk: trajectories on disk only, rows of batches in memory and read from disk, and bytes read, so far; None
+            without a disk tier.
     """
 
     time: float
@@ -46,6 +49,7 @@ class Reading:
     writing: int
     insert_wait: float
     sample_wait: float
+    disk: tuple[int, int, int, int] | None = None
 
 
 def read_file(path: str) -> Reading:
@@ -56,6 +60,7 @@ def read_file(path: str) -> Reading:
     """
     with shared_memory.opened(path) as file:
         layout, values = read_counters(file.fd, file.info.st_size)
+        tier = TierState.read(file.fd, layout, values)
     return Reading(
         time.monotonic(),
         values[at.NUM_READY],
@@ -67,6 +72,7 @@ def read_file(path: str) -> Reading:
         values[at.NUM_WRITING],
         values[at.INSERT_WAIT] / 1e9,
         values[at.SAMPLE_WAIT] / 1e9,
+        None if tier is None else (tier.spilled, tier.hits, tier.misses, tier.read_bytes),
     )
 
 
@@ -83,6 +89,9 @@ def _read_remote(table: RemoteTable) -> Reading:
         found.num_writing,
         found.insert_wait,
         found.sample_wait,
+        (found.num_spilled, found.num_hits, found.num_misses, found.miss_bytes)
+        if found.num_spilled or found.num_misses
+        else None,
     )
 
 
@@ -154,11 +163,13 @@ def _display(now: dict[str, Reading], before: dict[str, Reading], problems: dict
     """A line for each table, of which a narrow terminal folds the name, and one for each problem."""
     grid = Grid(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     grid.add_column("TABLE", overflow="fold", min_width=8)
-    titles = ("TRAJECT.", "STEPS", "FULL", "ADDED/s", "DRAWN/s", "GONE/s", "WRITING", "WAITING")
-    for title in titles:
+    titles = ["TRAJECT.", "STEPS", "FULL", "ADDED/s", "DRAWN/s", "GONE/s", "WRITING", "WAITING"]
+    disks = any(reading.disk is not None for reading in now.values())
+    for title in titles + (["ON DISK", "HITS", "READ B/s"] if disks else []):
         grid.add_column(title, justify="right", no_wrap=True)
     for name, reading in now.items():
-        grid.add_row(Text(printable(name)), *map(Text, _cells(reading, before.get(name))))
+        cells = _cells(reading, before.get(name)) + (_disk_cells(reading, before.get(name)) if disks else ())
+        grid.add_row(Text(printable(name)), *map(Text, cells))
     if not now and not problems:
         grid.add_row(Text("no tables"))
     lines = (f"{printable(name)}: {printable(problem, 500)}" for name, problem in problems.items())
@@ -179,6 +190,18 @@ def _cells(now: Reading, before: Reading | None) -> tuple[str, ...]:
     # Seconds waited a second: how many wait at the same time, on average.
     waiting = f"{rate('insert_wait'):.1f}+{rate('sample_wait'):.1f}"
     return (*counts, *rates, str(now.writing), waiting)
+
+
+def _disk_cells(now: Reading, before: Reading | None) -> tuple[str, str, str]:
+    """Trajectories on disk only, share of the rows that were in memory, and bytes read a second."""
+    if now.disk is None:
+        return "", "", ""
+    spilled, hits, misses, size = now.disk
+    if before is None or before.disk is None or size < before.disk[3] or now.time <= before.time:
+        return _short(spilled), "-", "-"
+    hits, misses, size = hits - before.disk[1], misses - before.disk[2], size - before.disk[3]
+    rate = f"{hits / (hits + misses):.0%}" if hits + misses else "-"
+    return _short(spilled), rate, _short(size / (now.time - before.time))
 
 
 def _short(value: float) -> str:

@@ -170,7 +170,7 @@ def test_ls(shelf: Path) -> None:
     columns = {n: {"dtype": c.dtype_name, "shape": list(c.shape)} for n, c in COLUMNS.items()}
     use = {"bytes": path.stat().st_size, "in_use": False, "processes": [], "problem": None}
     sizes = {"trajectories": 3, "steps": 15, "max_trajectories": 16, "max_steps": 200}
-    told = {"name": "left", "path": str(path), "owner": left["owner"], "columns": columns}
+    told = {"name": "left", "path": str(path), "owner": left["owner"], "columns": columns, "disk": None}
     assert left == {**told, **use, **sizes}
     used = found["used"]
     assert (used["in_use"], used["processes"]) == (True, [os.getpid()])

@@ -13,7 +13,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = {"docs/from-sb3.md": ["stable_baselines3"], "docs/from-torchrl.md": ["torchrl", "tensordict"]}
-PAGES = ["README.md", "docs/from-reverb.md", "docs/graph-serving.md", "docs/sequences.md", *NEEDS]
+PAGES = [
+    "README.md",
+    "docs/from-reverb.md",
+    "docs/graph-serving.md",
+    "docs/sequences.md",
+    "docs/tiers.md",
+    *NEEDS,
+]
 
 
 @pytest.mark.long

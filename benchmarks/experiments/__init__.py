@@ -45,7 +45,7 @@ remote-write | cpu | Reverb |
     adding to a table of another process over loopback, against a bare socket
 checkpoint | cpu | Reverb, TorchRL, cpprb |
     saving and loading a table, against writing and reading as many bytes
-exhaustion | cpu | |
+exhaustion | cpu | TorchRL |
     filling and reading tables larger than their memory, on a disk
 memory | cpu | Reverb, TorchRL, cpprb |
     bytes resident for each byte of payload, with trajectories of uneven length

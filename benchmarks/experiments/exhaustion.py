@@ -1,8 +1,9 @@
 """``python -m benchmarks exhaustion``: tables larger than their memory, the rest of which lies on a disk.
 
 W1: whole trajectories of 42,000 bytes. "fill": a table whose memory holds a quarter of them is filled, until all of it
-is on the disk; the yardstick writes as many bytes to one file, with `fsync`. Row extras: seconds of the longest
-addition, and bytes of the region, which is all the memory that the table takes, over those of the steps.
+is on the disk, and then drawn from; the yardstick writes as many bytes to one file, with `fsync`. Row extras: seconds
+of the longest addition, the memory that the process has taken over the budget of the table (its buffers for writing
+included), and seconds of a batch of 32 afterwards. ``--fill-bytes 30e9`` fills more than `trajectories` are.
 
 "uniform" and "prioritized": batches of 32 of tables whose memory holds all, three quarters, half, a quarter and a tenth
 of them; the priorities are a Zipf distribution's, and the hottest stay in memory (`Disk(keep="priority")`). Before each
@@ -10,14 +11,22 @@ measurement nothing of the files is in the page cache; every trajectory has been
 chunks of the files are verified. The yardsticks: "fits", the same table without a disk, and
 "preadv", which reads as many trajectories as were not in memory, column by column, by as many threads as ours, from
 random places of files of the same sizes, and does nothing with them.
+
+Beside them, each in a process of its own whose memory, page cache included, is limited to the same share by a control
+group (`benchmarks/limits.py`; this needs root): "memmap", `numpy.memmap` of the columns' files; "swap", arrays of which
+the kernel swaps out the rest; "TorchRL", its `LazyMemmapStorage` with its samplers, if its environment is there.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
+import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -29,9 +38,12 @@ import torch
 import typer
 
 import gear_loader as gear
-from benchmarks.harness import Medians, Session, Variant
+from benchmarks.harness import Incorrect, Medians, Session, Variant
+from benchmarks.limits import MemoryGroup, Unlimited, memory_limited, swap_file
 from benchmarks.options import command as as_command
 from benchmarks.options import described, numbers
+from benchmarks.peers import limited as limited_script
+from benchmarks.peers.process import PeerFailed
 from benchmarks.workloads import W1, Data, Workload, expect
 from gear_loader.checkpoint.tier_reader import THREADS
 
@@ -39,6 +51,7 @@ BATCH = 32
 BLOCK_STEPS = 100
 SHARES = (100, 75, 50, 25, 10)
 FILL_SHARE = 25
+DISTINCT = 2000  # trajectories whose steps differ, when a table is filled
 TARGET = 0.8
 SEED = 23
 TRAJECTORIES = 20_000
@@ -54,6 +67,13 @@ def command(
         str | None, described("Percentages that memory holds: 100,75,50,25,10 by default.")
     ] = None,
     batches: Annotated[int | None, described("Of a measurement: 20 by default.", min=1)] = None,
+    fill_bytes: Annotated[
+        float | None,
+        described('Bytes that the table of "fill" gets: those of the trajectories by default.', min=1e6),
+    ] = None,
+    limited: Annotated[
+        bool, typer.Option(help="Also numpy.memmap, swapping and TorchRL with as little memory; as root.")
+    ] = True,
     folder: Annotated[
         Path | None, described("On the disk to measure; the system's temporary one by default.")
     ] = None,
@@ -64,15 +84,22 @@ def command(
     workload = W1.of(trajectories or (400 if session.quick else TRAJECTORIES))
     held = numbers(shares, "--shares", 1, 100) or ((100, 25) if session.quick else SHARES)
     count = batches or (2 if session.quick else 20)
-    session.configure(trajectories=workload.trajectories, shares=held, batches=count, seed=SEED)
-    data = Data(workload, seed=SEED)
+    filled = W1.of(int((fill_bytes or workload.table_bytes) // W1.row_bytes))
+    session.configure(
+        trajectories=workload.trajectories,
+        fill_bytes=filled.table_bytes,
+        shares=held,
+        batches=count,
+        seed=SEED,
+    )
     if not session.late("fill"):
         with tempfile.TemporaryDirectory(prefix="gear-loader-bench-", dir=folder) as place:
-            _fill(session, data, Path(place))
+            _fill(session, filled, Path(place), count)
+    data = Data(workload, seed=SEED)
     for share in held:
         if not session.late(f"{share}% in memory"):
             with tempfile.TemporaryDirectory(prefix="gear-loader-bench-", dir=folder) as place:
-                _draw(session, data, Path(place), share, count)
+                _draw(session, data, Path(place), share, count, limited=limited)
 
 
 def _table(workload: Workload, share: int, path: Path | None) -> gear.Table:
@@ -99,74 +126,172 @@ def _zipf(count: int) -> np.ndarray:
 # Filling ---------------------------------------------------------------------------------------------
 
 
-def _fill(session: Session, data: Data, place: Path) -> None:
-    workload, medians = data.workload, Medians()
-    turns = iter(range(1_000_000))
+class _Numbered:
+    """Any number of trajectories in little memory: their steps are those of a few, their rewards their number."""
 
-    def ours() -> float:
-        path = place / f"table{next(turns)}"
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self._base = Data(workload.of(min(workload.trajectories, DISTINCT)), seed=SEED)
+        self._stacked = {name: values.numpy() for name, values in self._base.stacked.items()}
+
+    def __getitem__(self, number: int) -> dict[str, np.ndarray]:
+        """The trajectory with this number; its rewards are in memory that is used again."""
+        rows = {name: values[number % len(values)] for name, values in self._stacked.items()}
+        rows["reward"] = np.full(self.workload.steps, number, dtype=np.float32)
+        return rows
+
+    def check(self, batch: Any) -> None:
+        """Compare a batch of whole trajectories."""
+        numbers = batch["reward"][:, 0].to(torch.int64)
+        base = numbers % self._base.workload.trajectories
+        wanted = {name: values[base] for name, values in self._base.stacked.items()}
+        wanted["reward"] = numbers.to(torch.float32)[:, None].expand(-1, self.workload.steps)
+        expect(batch, wanted)
+
+    def write(self, file: Any) -> None:
+        """Write as many bytes to a file as all of them have."""
+        piece = memoryview(self._base.arena.numpy().view(np.uint8).reshape(-1))[
+            : self._base.workload.table_bytes
+        ]
+        left = self.workload.table_bytes
+        while left:
+            for first in range(0, min(left, len(piece)), 8 << 20):
+                part = piece[first : min(first + (8 << 20), left, len(piece))]
+                file.write(part)
+            left -= min(left, len(piece))
+        os.fsync(file.fileno())
+
+
+def _fill(session: Session, workload: Workload, place: Path, count: int) -> None:
+    medians, source = Medians(), _Numbered(workload)
+    turns = iter(range(1_000_000))
+    budget = workload.table_bytes * FILL_SHARE // 100
+    small = _Numbered(workload.of(min(workload.trajectories, 2000)))
+
+    def filled(source: _Numbered, path: Path, *, measured: bool) -> float:
+        before = _resident()
         began = time.perf_counter()
-        with _table(workload, FILL_SHARE, path) as table:
-            longest = _add(table, data)
+        with _sized_table(source.workload, path) as table:
+            longest, most = _add_all(table, source)
             table.save(path)
             seconds = time.perf_counter() - began
-            stats = table.stats()
-            medians.note(longest_wait=longest, region_share=stats.reserved_bytes / stats.payload_bytes)
+            found: dict[str, float] = {}
+            for kind in ("uniform", "prioritized"):
+                data = _dataset(table, kind)
+                source.check(data.sample())
+                began = time.perf_counter()
+                for _ in range(count):
+                    batch = data.sample()
+                found[f"{kind}_batch"] = (time.perf_counter() - began) / count
+                source.check(batch)
+            if measured:
+                most = max(most, _resident())
+                medians.note(longest_wait=longest, memory_of_budget=(most - before) / budget, **found)
         shutil.rmtree(path)
         return seconds
 
     def bare() -> float:
-        data_bytes = memoryview(data.arena.numpy().view(np.uint8).reshape(-1))[: workload.table_bytes]
         began = time.perf_counter()
         with open(place / "bare", "wb", buffering=0) as file:
-            for first in range(0, len(data_bytes), 8 << 20):
-                file.write(data_bytes[first : first + (8 << 20)])
-            os.fsync(file.fileno())
-        return time.perf_counter() - began
+            source.write(file)
+        seconds = time.perf_counter() - began
+        (place / "bare").unlink()
+        return seconds
 
     def check() -> None:
-        with _table(workload, FILL_SHARE, place / "checked") as table:
-            _add(table, data)
-            for number in range(0, workload.trajectories, max(1, workload.trajectories // 50)):
-                expect(table[number], {name: values[number] for name, values in data.stacked.items()})
+        filled(small, place / "checked", measured=False)
 
     variants = [
         Variant("write", bare, lambda: None, workload.table_bytes, 1),
-        Variant("ours", ours, check, workload.table_bytes, 1, targets={"write": 0.7}, extras=medians),
+        Variant(
+            "ours",
+            lambda: filled(source, place / f"table{next(turns)}", measured=True),
+            check,
+            workload.table_bytes,
+            1,
+            targets={"write": 0.7},
+            extras=medians,
+        ),
     ]
     parameters = {"bytes": workload.table_bytes, "share": FILL_SHARE}
     session.compare("fill", f"{workload.name}, filled to 4 times its memory", variants, "write", parameters)
 
 
-def _add(table: gear.Table, data: Data) -> float:
-    """Add all trajectories one by one; return the seconds of the longest addition."""
-    longest, priorities = 0.0, _zipf(data.workload.trajectories)
+def _sized_table(workload: Workload, path: Path) -> gear.Table:
+    """An empty table whose memory is a quarter of the bytes of the trajectories."""
+    count, size = workload.trajectories, workload.table_bytes
+    return gear.Table.create(
+        workload.schema,
+        max_steps=count * workload.steps,
+        max_trajectories=count,
+        block_steps=BLOCK_STEPS,
+        memory=max(size * FILL_SHARE // 100, 1 << 20),
+        timeout=300.0,
+        disk=gear.Disk(path, size=2 * size),
+    )
+
+
+def _resident() -> int:
+    """Bytes of this process in memory, without those of files."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(lines[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+
+
+def _add_all(table: gear.Table, source: _Numbered) -> tuple[float, int]:
+    """Add all trajectories one by one; return the seconds of the longest addition, and the most memory seen."""
+    longest, most, count = 0.0, 0, source.workload.trajectories
+    priorities = _zipf(count)
+    for number in range(count):
+        rows = source[number]
+        began = time.perf_counter()
+        table.add(rows, priority=priorities[number])
+        longest = max(longest, time.perf_counter() - began)
+        if number % 500 == 0:
+            most = max(most, _resident())
+    return longest, most
+
+
+def _add(table: gear.Table, data: Data) -> None:
+    """Add all trajectories one by one."""
+    priorities = _zipf(data.workload.trajectories)
     stacked = {name: values.numpy() for name, values in data.stacked.items()}
     for number in range(data.workload.trajectories):
-        began = time.perf_counter()
         table.add({name: values[number] for name, values in stacked.items()}, priority=priorities[number])
-        longest = max(longest, time.perf_counter() - began)
-    return longest
 
 
 # Reading ---------------------------------------------------------------------------------------------
 
 
-def _draw(session: Session, data: Data, place: Path, share: int, count: int) -> None:
+def _draw(session: Session, data: Data, place: Path, share: int, count: int, *, limited: bool) -> None:
     workload = data.workload
     with _table(workload, 100, None) as fits, _table(workload, share, place / "table") as table:
         for one in (fits, table):
             _add(one, data)
         table.save(place / "table")
         _settle(table)
+        _write_flat(data, place / "flat")
         for number in range(workload.trajectories):
             expect(table[number], {name: values[number] for name, values in data.stacked.items()})
         for kind in ("uniform", "prioritized"):
-            with _variants(data, place, fits, table, kind, count) as (variants, misses):
+            with (
+                _variants(data, place, fits, table, kind, count) as (variants, misses),
+                _limited(
+                    session, data.workload, place / "flat", share if limited else 100, kind, count
+                ) as others,
+            ):
                 parameters = {"share": share, "batch": BATCH, "misses": misses}
                 label = f"{workload.name}, {kind}, {share}% in memory"
                 beside = ["preadv"] if len(variants) > 2 else []
-                session.compare(kind, label, variants, "fits", parameters, beside)
+                session.compare(kind, label, [*variants, *others], "fits", parameters, beside)
+
+
+def _write_flat(data: Data, place: Path) -> None:
+    """Write a file of each column, without a header."""
+    place.mkdir()
+    for name, values in data.flat.items():
+        values.numpy().tofile(place / f"{name}.npy")
+        with open(place / f"{name}.npy", "rb") as written:
+            os.fsync(written.fileno())
 
 
 def _settle(table: gear.Table) -> None:
@@ -256,16 +381,11 @@ def _forget(place: Path) -> None:
 def _bare(data: Data, place: Path, missed: int, count: int) -> Iterator[Any]:
     """A function that reads the columns of `missed` trajectories, `count` times, from random places; its seconds."""
     workload, generator = data.workload, np.random.default_rng(SEED)
-    place.mkdir(exist_ok=True)
     sizes = {name: workload.steps * column.step_bytes for name, column in workload.schema.items()}
     with contextlib.ExitStack() as stack:
         files = {}
-        for name, values in data.flat.items():
+        for name in data.flat:
             path = place / f"{name}.npy"
-            if not path.exists():
-                torch.as_tensor(values).numpy().tofile(path)
-            with open(path, "rb") as written:
-                os.fsync(written.fileno())
             files[name] = stack.enter_context(open(path, "rb", buffering=0)).fileno()
             os.posix_fadvise(files[name], 0, 0, os.POSIX_FADV_RANDOM)
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(THREADS))
@@ -286,3 +406,94 @@ def _bare(data: Data, place: Path, missed: int, count: int) -> Iterator[Any]:
             return time.perf_counter() - began
 
         yield measure
+
+
+# The same share of memory otherwise -------------------------------------------------------------------
+
+
+class _LimitedProcess:
+    """A process of `benchmarks/peers/limited.py` in a control group, whose memory is limited when it has started."""
+
+    def __init__(
+        self, python: Path, kind: str, group: MemoryGroup, allowed: int, options: dict[str, Any]
+    ) -> None:
+        script = Path(limited_script.__file__)
+        command = [str(python), "-I", str(script), kind]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            resident = self.ask({**options, "procs": str(group.procs)})
+            group.allow(int(resident) + allowed + (8 << 20))
+            self.ask("open")
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, request: Any) -> Any:
+        """The answer to a request. Raises PeerFailed if there is none."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+        except (OSError, ValueError):
+            lines = process.stderr.read().strip().splitlines()
+            raise PeerFailed(lines[-1] if lines else "its process has ended") from None
+
+    def check(self) -> None:
+        """Raise Incorrect if a batch is wrong."""
+        if not self.ask("check"):
+            raise Incorrect("a batch has other values than the files")
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextlib.contextmanager
+def _limited(
+    session: Session, workload: Workload, folder: Path, share: int, kind: str, count: int
+) -> Iterator[list[Variant]]:
+    """Variants that have the same share of memory; those that cannot be had here are left out."""
+    options = {
+        "folder": str(folder),
+        "columns": {name: workload.steps * column.step_bytes for name, column in workload.schema.items()},
+        "trajectories": workload.trajectories,
+        "batch": BATCH,
+        "batches": count,
+        "draw": kind,
+        "seed": SEED,
+    }
+    allowed, variants = workload.table_bytes * share // 100, []
+    with contextlib.ExitStack() as stack:
+        for name, library in {"memmap": "", "swap": "", "TorchRL": "torchrl"}.items() if share < 100 else ():
+            try:
+                python = Path(sys.executable)
+                if library:
+                    python = (session.peers or Path()) / library / "bin" / "python"
+                    if session.peers is None or not python.exists():
+                        raise PeerFailed("there is no environment torchrl (benchmarks/peers/make.sh)")
+                if name == "swap":
+                    stack.enter_context(swap_file(folder / "swap", workload.table_bytes + (64 << 20)))
+                group = stack.enter_context(memory_limited())
+                process = _LimitedProcess(python, library or name, group, allowed, options)
+                stack.callback(process.close)
+            except (Unlimited, PeerFailed) as error:
+                session.leave(f"{name}, {kind}, {share}% in memory", str(error))
+                continue
+            variants.append(
+                Variant(
+                    name,
+                    functools.partial(process.ask, "measure"),
+                    process.check,
+                    BATCH * workload.row_bytes,
+                    count,
+                    required=False,
+                )
+            )
+        yield variants

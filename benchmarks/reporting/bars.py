@@ -91,11 +91,6 @@ def draw_remote_write(found: Sequence[Comparison]) -> bytes | None:
     return _panels([c for c in found if c.experiment == "remote-write" and c.timed])
 
 
-def draw_exhaustion(found: Sequence[Comparison]) -> bytes | None:
-    """Filling and reading tables larger than their memory, by the share in memory."""
-    return _panels([c for c in found if c.experiment == "exhaustion" and c.timed])
-
-
 def draw_memory(found: Sequence[Comparison]) -> bytes | None:
     """Bytes resident for each byte of payload: a panel for each distribution of lengths."""
     return _amounts([c for c in found if c.experiment == "memory"])

@@ -58,6 +58,25 @@ def _by_batch(found: Sequence[Comparison], wanted: Callable[[Row], bool]) -> byt
     return picture(panels, 9.5 if wide else 5.6, 4.1, more=0.9, legend=3 if wide else 4)
 
 
+def draw_exhaustion(found: Sequence[Comparison]) -> bytes | None:
+    """Reading tables larger than their memory against the share in memory, a panel for each way of drawing."""
+    chosen = [c for c in found if c.experiment == "exhaustion" and c.workload in ("uniform", "prioritized")]
+    kinds = grouped(chosen, lambda c: c.workload)
+    looks = styles((name for c in chosen for name in c.rows), ["preadv"])
+
+    def panel(axes: Any, title: str, kind: Sequence[Comparison]) -> None:
+        series: dict[str, list[Value]] = {name: [] for name in looks}
+        for c in kind:
+            for name, row in c.rows.items():
+                series[name].append((float(c.parameters["share"]), *rates(row)))
+        shares = sorted({float(c.parameters["share"]) for c in kind})
+        labels = {"title": title, "xlabel": "share in memory, %", "ylabel": "GB/s"}
+        lines(axes, series, looks, ticks=shares, logarithmic="y", **labels)
+
+    panels = [partial(panel, title=title, kind=kind) for title, kind in kinds.items()]
+    return picture(panels, 5.6, 4.4, more=0.9, legend=4) if panels else None
+
+
 def draw_rows(found: Sequence[Comparison]) -> bytes | None:
     """Sweeps of the kernel: share of the copy engine's rate against bytes of a row, and against programs."""
     chosen = [c for c in found if c.experiment == "collect" and c.workload == "rows" and c.limit is not None]

@@ -73,8 +73,8 @@ _PICTURES: dict[
         "Saving and loading; whiskers from p10 to p90; the dashed line is a plain write or read of as many bytes.",
     ),
     "exhaustion": (
-        bars.draw_exhaustion,
-        "Tables larger than their memory, by the share in memory; whiskers from p10 to p90.",
+        lines.draw_exhaustion,
+        "Batches of 32 of tables larger than their memory, by the share in memory; bands from p10 to p90.",
     ),
     "memory": (
         bars.draw_memory,

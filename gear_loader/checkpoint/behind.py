@@ -23,6 +23,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gear_loader.checkpoint.disk_place import Place, holder_of, occupied, open_new
+from gear_loader.checkpoint.files import Arena
 from gear_loader.checkpoint.housekeeping import LockedError, convert_errors, is_full
 from gear_loader.checkpoint.identity import identity
 from gear_loader.checkpoint.saving import DiskFullError, Save
@@ -126,6 +127,7 @@ class WriteBehind:
         self._mutex = threading.Lock()  # of a write
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gear-loader-disk", daemon=True)
+        self._arena = Arena()
         self._version = -1
         # Under the mutex written, and read at any time:
         self._following = 0 if place.manifest is None else place.manifest.next_sequence
@@ -134,7 +136,9 @@ class WriteBehind:
         self._error: str | None = None
         self._failed_at = 0.0
         self._abandoned = False
-        self._spiller = Spiller(self._table.index, place.disk.keep) if table.has_tier else None
+        self._spiller = (
+            Spiller(self._table.index, table.region.layout, place.disk.keep) if table.has_tier else None
+        )
         self._finalizer = weakref.finalize(table, self._abandon)
         self._finalizer.atexit = False
         _writers.add(self)
@@ -318,7 +322,7 @@ class WriteBehind:
         while True:
             save = Save(table, place.directory, place.manifest, place.entries)
             try:
-                save.run_behind(place.previous)
+                save.run_behind(place.previous, self._arena)
                 return save
             except DiskFullError as error:
                 evict, _ = table.policy

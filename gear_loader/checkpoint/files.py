@@ -13,7 +13,7 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from gear_loader.errors import CheckpointError
 from gear_loader.utils.arrays import Array
 
 __all__ = [
+    "Arena",
     "Pipeline",
     "check_size",
     "read_piece",
@@ -136,6 +137,22 @@ class _Checksum:
         return self._whole.hexdigest(), "".join(self._chunks)
 
 
+class Arena:
+    """Memory in whole pages that is used again by each write, so that its pages are allocated once."""
+
+    def __init__(self) -> None:
+        self._memory: Array = np.empty(0, dtype=np.uint8)
+
+    def take(self, sizes: Sequence[int]) -> list[Array]:
+        """Arrays uint8 of these numbers of bytes, each from a multiple of 4096 on; the ones taken before end."""
+        rounded = [-(-size // _SECTOR) * _SECTOR for size in sizes]
+        if len(self._memory) < sum(rounded):
+            self._memory = np.empty(0, dtype=np.uint8)  # before more is allocated
+            self._memory = np.frombuffer(mmap.mmap(-1, sum(rounded)), dtype=np.uint8)
+        starts = np.cumsum([0, *rounded]).tolist()
+        return [self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+
 class Pipeline:
     """A ring of buffers and a thread that writes one while the caller fills another.
 
@@ -170,6 +187,7 @@ class Pipeline:
         fill: Callable[[Array, int, int], None],
         *,
         chunk_bytes: int,
+        ready: Array | None = None,
     ) -> FileRecord:
         """Write a column's file and sync it.
 
@@ -180,6 +198,7 @@ class Pipeline:
             fill: called with an array uint8 ``[(end - begin) * step_bytes]``, `begin` and `end`; writes the steps
                 `begin` to `end` - 1 into the array.
             chunk_bytes: bytes of a chunk with a checksum of its own.
+            ready: all steps, uint8, if they are in memory of an `Arena` already; `fill` is not called then.
 
         Returns:
             Size and checksums.
@@ -189,6 +208,9 @@ class Pipeline:
         path = directory.at(name)
         fd = _open_new(directory, name)
         try:
+            if ready is not None:
+                self._write_ready(fd, path, header, ready, checksum, work)
+                steps = 0
             held, done, turn = header, 0, 0
             while done < steps:
                 buffer = self._arrays[turn]
@@ -204,7 +226,7 @@ class Pipeline:
                 held = buffer[whole:filled].tobytes()
                 self._advance(count * step_bytes)
                 turn = (turn + 1) % BUFFERS
-            for turn in range(BUFFERS):
+            for turn in range(len(work)):
                 _wait(work, turn)
             with named(path):
                 os.fsync(fd)
@@ -213,7 +235,27 @@ class Pipeline:
                 [future for future in work if future]
             )  # the thread uses the descriptor until then
             os.close(fd)
-        return FileRecord(len(header) + steps * step_bytes, *checksum.digests())
+        written = steps * step_bytes if ready is None else len(ready)
+        return FileRecord(len(header) + written, *checksum.digests())
+
+    def _write_ready(
+        self,
+        fd: int,
+        path: str,
+        header: bytes,
+        ready: Array,
+        checksum: _Checksum,
+        work: list[concurrent.futures.Future[None] | None],
+    ) -> None:
+        """Write a header and bytes in memory, whose checksum is computed meanwhile. `work`: of the pieces."""
+        self._arrays[0][: len(header)] = np.frombuffer(header, dtype=np.uint8)
+        views = [self._views[0][: len(header)]]
+        data = ready.data
+        views += [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
+        work[:] = [self._thread.submit(_write_piece, fd, path, view) for view in views]
+        for view in views:
+            checksum.update(view)
+            self._advance(len(view))
 
 
 def _wait(work: list[concurrent.futures.Future[None] | None], turn: int) -> None:

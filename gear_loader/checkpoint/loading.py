@@ -15,7 +15,7 @@ from gear_loader.checkpoint.identity import set_parent
 from gear_loader.checkpoint.index import Entries, read_entries
 from gear_loader.checkpoint.manifest import Manifest, Segment, open_checkpoint, read_manifest
 from gear_loader.checkpoint.names import MANIFEST_NAME, column_file, npy_header, segment_folder
-from gear_loader.checkpoint.places import column_places
+from gear_loader.checkpoint.places import column_memory, column_places
 from gear_loader.checkpoint.reading import ColumnRead, bytes_of, read_columns
 from gear_loader.checkpoint.spilling import hottest, note_places
 from gear_loader.errors import CheckpointError
@@ -338,6 +338,7 @@ def _reads(table: Table, part: Part, segment: Segment, first_ids: Array) -> list
                 ends=end,
                 places=places,
                 column=column_places(table, name),
+                memory=column_memory(table, name),
             )
         )
     return reads

@@ -11,6 +11,7 @@ from gear_loader.errors import StaleIndexError
 from gear_loader.native.copying import copy_rows
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.table import Table
+from gear_loader.storage.tier_counts import PROMOTED_BYTES
 from gear_loader.utils.arrays import Array, data_address
 
 __all__ = ["LARGEST_BYTES", "promote"]
@@ -56,7 +57,9 @@ def promote(table: Table, slots: Array) -> int:
             address = data_address(out) + int(offsets[i])
             copy_rows(address, 0, size, zero, np.array([count]), zero, ids, places[name], True)
 
-    return sum(
+    done = [
         table.index.promote(slot, generation, functools.partial(write, i))
         for i, (slot, generation) in enumerate(zip(slots.tolist(), generations.tolist(), strict=True))
-    )
+    ]
+    arrays.tier_counts[PROMOTED_BYTES] += int(rows[done].sum()) * schema.step_bytes  # of the owner alone
+    return sum(done)

@@ -1,8 +1,8 @@
 """Reading column files by several threads, straight into a table's blocks.
 
-A thread takes some chunks of a file, reads them in pieces that stay in its core's cache, and copies each piece into
-the blocks while its checksum is computed. A chunk that holds none of the wanted rows is not read. The checksums of the
-chunks cover every byte that is read.
+A thread takes some chunks of a file and reads them in pieces that stay in its core's cache: straight into the blocks if
+these hold the column's steps side by side, else into a buffer, from which each piece is copied. A chunk that holds none
+of the wanted rows is not read. The checksums of the chunks cover every byte that is read.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from gear_loader.checkpoint.files import check_size, read_piece, read_through
 from gear_loader.checkpoint.json_file import FileRecord
 from gear_loader.errors import CheckpointError
 from gear_loader.native.copying import copy_rows
+from gear_loader.native.file_reads import ranges_of
 from gear_loader.utils.arrays import Array
 
 __all__ = ["ColumnRead", "read_columns"]
@@ -30,6 +31,8 @@ PIECE_BYTES = 1 << 20
 TASK_BYTES = 16 << 20
 """Bytes that a thread takes at a time."""
 MAX_THREADS = 8
+_RANGES = 64
+"""Most places in the blocks that a piece is read to at once."""
 _PER_THREAD = 4 << 20
 """Fewest bytes for a thread."""
 
@@ -45,6 +48,7 @@ class ColumnRead:
         first, ends: int64 [n], ascending: first row of each wanted trajectory, and the row after its last.
         places: int64 [n], where the blocks of each begin in the list of blocks.
         column: int64 [5], as for `copy_rows`.
+        memory: uint8 [bytes] from the column's first byte on, if its steps lie side by side in a block; else None.
     """
 
     folder: str
@@ -56,6 +60,7 @@ class ColumnRead:
     ends: Array
     places: Array
     column: Array
+    memory: Array | None = None
 
     def chunks(self) -> Array:
         """Numbers of the chunks that hold wanted rows, int64 [n], ascending."""
@@ -161,6 +166,24 @@ class _Reader:
                     raise
                 raise CheckpointError(f"{path} cannot be read: {error}. {REMEDY}") from error
 
+    def _read_straight(
+        self, read: ColumnRead, fd: int, path: str, begin: int, size: int, checksum: xxhash.xxh3_64
+    ) -> bool:
+        """Read bytes of a file into the blocks; return whether that was possible. `checksum` is updated."""
+        if read.memory is None:
+            return False
+        low = begin - len(read.header)
+        ranges: Array = np.empty((_RANGES, 2), dtype=np.int64)
+        count = ranges_of(low, low + size, read.first, read.ends, read.places, self._ids, read.column, ranges)
+        if count < 0:
+            return False
+        memory = read.memory.data
+        for start, length in ranges[:count].tolist():
+            view = memory[start : start + length]
+            begin += read_piece(fd, path, view, begin)
+            checksum.update(view)
+        return True
+
     def _buffer(self) -> tuple[memoryview, int]:
         """The buffer of this thread, and its address."""
         if not hasattr(self._local, "buffer"):
@@ -177,7 +200,10 @@ class _Reader:
         for begin in range(start, stop, PIECE_BYTES):
             if self.stop.is_set():
                 return
-            view = buffer[: min(PIECE_BYTES, stop - begin)]
+            size = min(PIECE_BYTES, stop - begin)
+            if begin >= before and self._read_straight(read, fd, path, begin, size, checksum):
+                continue
+            view = buffer[:size]
             read_piece(fd, path, view, begin)
             checksum.update(view)
             if begin < before:

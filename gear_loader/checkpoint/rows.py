@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from gear_loader.checkpoint.files import Arena
 from gear_loader.checkpoint.snapshot import Snapshot
 from gear_loader.errors import StaleIndexError
 from gear_loader.native.copying import copy_rows
@@ -59,21 +60,30 @@ class TrajectoryRows:
         place = np.arange(len(self.ends))
         return place, place + 1
 
-    def stage(self, most_bytes: int) -> None:
+    def stage(self, most_bytes: int, arena: Arena) -> None:
         """Copy the newest trajectories into memory. The caller holds the ticket of the trajectories meanwhile.
 
         Args:
-            most_bytes: of the copies.
+            most_bytes: of the copies. arena: their memory.
         """
         sizes = self.trajectories.rows * self._schema.step_bytes + self._schema.trajectory_bytes
         self._unstaged = len(sizes) - int(np.searchsorted(np.cumsum(sizes[::-1]), most_bytes, side="right"))
+        bounds = {}
         for name in self._schema:
             first, ends = self.bounds(name)
-            low = int(first[self._unstaged]) if self._unstaged < len(first) else 0
-            high = int(ends[-1]) if self._unstaged < len(first) else 0
-            self._staged[name] = np.empty((high - low) * int(self._places[name][2]), dtype=np.uint8)
+            some = self._unstaged < len(first)
+            bounds[name] = (int(first[self._unstaged]), int(ends[-1])) if some else (0, 0)
+        taken = arena.take(
+            [(high - low) * int(self._places[name][2]) for name, (low, high) in bounds.items()]
+        )
+        for (name, (low, high)), memory in zip(bounds.items(), taken, strict=True):
+            self._staged[name] = memory
             if high > low:
-                self._copy(name, self._staged[name], low, high, held=True)
+                self._copy(name, memory, low, high, held=True)
+
+    def ready(self, name: str) -> Array | None:
+        """All rows of a column, uint8, if all trajectories have been staged; else None."""
+        return self._staged.get(name) if self._unstaged == 0 else None
 
     def filler(self, name: str) -> Callable[[Array, int, int], None]:
         """Return a function that copies rows `begin` to `end` - 1 of a column into a buffer uint8 [bytes]."""

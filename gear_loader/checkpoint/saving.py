@@ -12,7 +12,7 @@ import numpy as np
 
 from gear_loader.checkpoint import manifest as manifest_module
 from gear_loader.checkpoint.directory import Directory
-from gear_loader.checkpoint.files import Pipeline, check_size, write_small
+from gear_loader.checkpoint.files import Arena, Pipeline, check_size, write_small
 from gear_loader.checkpoint.housekeeping import (
     check_owned,
     convert_errors,
@@ -202,7 +202,7 @@ class Save:
         with contextlib.suppress(CheckpointError, OSError):
             sweep(self.directory, read_manifest(self.directory))
 
-    def run_behind(self, previous: Manifest | None) -> None:
+    def run_behind(self, previous: Manifest | None, arena: Arena) -> None:
         """Save the table as it is at one moment, but for trajectories that are evicted before they are copied.
 
         No ticket is held while the disk is written, so no writer waits for it: the newest trajectories are copied to
@@ -210,6 +210,7 @@ class Save:
 
         Args:
             previous: manifest of the checkpoint before the previous one, if it is there.
+            arena: memory of the copies.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._swept(previous))
@@ -219,7 +220,7 @@ class Save:
                 self._stored.keep_most(snapshot, self.schema.step_bytes, self._most_steps())
                 self._check_room(snapshot)
                 rows = self._rows(snapshot.take(~self._stored.contains(snapshot)), under_ticket=False)
-                rows.stage(STAGE_BYTES)
+                rows.stage(STAGE_BYTES, arena)
             finally:
                 ticket.end()
             pipeline, segments = self._open(stack, lambda _: None)
@@ -312,6 +313,7 @@ class Save:
                     column.step_bytes,
                     rows.filler(key),
                     chunk_bytes=chunk_bytes,
+                    ready=rows.ready(key),
                 )
             folder.sync()
         segments.rename(name + PART, name)

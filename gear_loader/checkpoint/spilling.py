@@ -34,12 +34,13 @@ from gear_loader.storage.layout import Layout
 from gear_loader.storage.lock import process_start
 from gear_loader.storage.operations import READY, UNSET
 from gear_loader.storage.table import Table
+from gear_loader.storage.tier_counts import KEEP, KEEPS, heats
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Spiller", "coldness", "exchange", "hottest", "note_places"]
+__all__ = ["Spiller", "coldness", "exchange", "hottest", "kept_free", "note_places"]
 
-LOW, HIGH = 8, 4
-"""Spilling begins when fewer than one eighth of the blocks is free, and goes on until a quarter is."""
+FREE_BYTES = 256 << 20
+"""Bytes of blocks that are kept free, but at least a sixteenth of all blocks and at most a quarter."""
 BAND = 16
 """Hysteresis: a trajectory comes back when it belongs to the hottest that fill 15/16 of what the memory keeps, and
 leaves when it does not belong to the hottest that fill all of it."""
@@ -50,17 +51,23 @@ EXCHANGE_SECONDS = 1.0
 _SEQUENCE, _SEGMENT, _FIRST, _PLACE = range(4)  # columns of `stored`
 
 
+def kept_free(layout: Layout) -> int:
+    """Number of blocks that are free after spilling, which begins when fewer than half of them are."""
+    blocks = layout.num_blocks
+    return min(max(-(-FREE_BYTES // layout.block_bytes), blocks // 16), blocks // 4)
+
+
 def coldness(keep: Keep, sequences: Array, priorities: Array) -> Array:
     """The order in which trajectories leave the memory, int64 [n]: positions, the coldest first.
 
     Args:
-        keep: see `gear_loader.Disk`.
+        keep: see `gear_loader.Disk`; ``"auto"`` is ``"newest"`` here.
         sequences: int64 [n], order of commitment. priorities: float32 [n], -1 for one without.
     """
     if keep == "priority":
         given = np.where(priorities == UNSET, np.float32(np.inf), priorities)
         return np.lexsort((sequences, given))
-    return np.argsort(sequences if keep == "newest" else -sequences, kind="stable")
+    return np.argsort(-sequences if keep == "oldest" else sequences, kind="stable")
 
 
 def exchange(order: Array, inside: Array, sizes: Array, capacity: int, budget: int) -> tuple[Array, Array]:
@@ -94,7 +101,7 @@ def hottest(layout: Layout, entries: Entries, keep: Keep) -> Array:
     order = coldness(keep, entries.sequence, entries.priority)[::-1]
     blocks = -(-entries.rows[order] // layout.block_steps)
     inside = np.zeros(len(order), dtype=bool)
-    inside[order] = np.cumsum(blocks) <= layout.num_blocks - layout.num_blocks // HIGH
+    inside[order] = np.cumsum(blocks) <= layout.num_blocks - kept_free(layout)
     return inside
 
 
@@ -112,13 +119,25 @@ class Spiller:
     """Keeps blocks of one table free.
 
     Args:
-        index: of the table. keep: which trajectories stay in memory.
+        index: of the table. layout: of its region. keep: which trajectories stay in memory.
     """
 
-    def __init__(self, index: Index, keep: Keep) -> None:
-        self._index, self._keep = index, keep
+    def __init__(self, index: Index, layout: Layout, keep: Keep) -> None:
+        self._index, self._given = index, keep
+        self._free = kept_free(layout)
         self._arrays = index.arrays
         self._next = 0.0  # time of the next exchange
+
+    @property
+    def _keep(self) -> Keep:
+        """Which trajectories stay in memory now."""
+        wished = int(self._arrays.tier_counts[KEEP])
+        return KEEPS[wished - 1] if self._given == "auto" and 0 < wished <= len(KEEPS) else self._given
+
+    def _coldness(self, slots: Array, sequences: Array, generations: Array) -> Array:
+        """`coldness` of trajectories, by their latest priorities; of all slots sequences and generations."""
+        priorities = heats(self._arrays.heat[slots], generations[slots], self._arrays.priority[slots])
+        return coldness(self._keep, sequences[slots], priorities)
 
     def announce(self, present: bool) -> None:
         """Tell writers of all processes whether this process spills."""
@@ -140,9 +159,9 @@ class Spiller:
         counters, blocks = self._arrays.counters, self._arrays.num_blocks
         free = int(counters[NUM_FREE_BLOCKS] + counters[RETIRED_BLOCKS])
         wanted = int(counters[WANTED_BLOCKS])
-        if free >= max(blocks // LOW, wanted):
+        if free >= max(self._free // 2, wanted):
             return 0
-        return max(blocks // HIGH, min(blocks, wanted + blocks // LOW)) - free
+        return max(self._free, min(blocks, wanted + self._free // 2)) - free
 
     def note(self, snapshot: Snapshot, entries: Entries) -> None:
         """Note where trajectories are on disk, after a write.
@@ -181,7 +200,7 @@ class Spiller:
     def _exchange_is_due(self) -> bool:
         # The newest stay the newest: what is added makes the others colder.
         spilled = self._arrays.counters[NUM_SPILLED] > 0
-        return self._keep != "newest" and bool(spilled) and time.monotonic() >= self._next
+        return self._keep in ("oldest", "priority") and bool(spilled) and time.monotonic() >= self._next
 
     def move(self, table: Table) -> int:
         """`spill`, or exchange trajectories if no blocks are missing and it is time to.
@@ -202,11 +221,11 @@ class Spiller:
         arrays, now = self._arrays, time.monotonic()
         generations, sequences = arrays.generation.copy(), arrays.sequence.copy()
         slots = np.flatnonzero((arrays.state == READY) & (arrays.stored[:, _SEQUENCE] == sequences + 1))
-        order = coldness(self._keep, sequences[slots], arrays.priority[slots])
+        order = self._coldness(slots, sequences, generations)
         extent = arrays.extent[slots]
         blocks = arrays.blocks_of(extent[:, 0] + extent[:, 2])
         block_bytes = table.region.layout.block_bytes
-        total = arrays.num_blocks - arrays.num_blocks // HIGH
+        total = arrays.num_blocks - self._free
         budget = max(1, EXCHANGE_BYTES // block_bytes)
         come, leave = exchange(order, extent[:, 1] >= 0, blocks, total, budget)
         self._next = time.monotonic() + max(EXCHANGE_SECONDS, 20 * (time.monotonic() - now))
@@ -231,7 +250,7 @@ class Spiller:
         sequences = arrays.sequence.copy()
         inside = (arrays.state == READY) & (arrays.extent[:, 1] >= 0)
         slots = np.flatnonzero(inside & (arrays.stored[:, _SEQUENCE] == sequences + 1))
-        slots = slots[coldness(self._keep, sequences[slots], arrays.priority[slots])]
+        slots = slots[self._coldness(slots, sequences, generations)]
         count = int(np.searchsorted(np.cumsum(arrays.blocks_at(slots)), missing)) + 1
         slots = slots[:count]
         if not len(slots):

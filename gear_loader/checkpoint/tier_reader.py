@@ -16,6 +16,7 @@ import dataclasses
 import errno
 import os
 import threading
+import time
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -30,8 +31,12 @@ from gear_loader.checkpoint.json_file import FileRecord
 from gear_loader.checkpoint.manifest import Manifest, Segment, read_manifest
 from gear_loader.checkpoint.names import MANIFEST_NAME, column_file, npy_header, segment_folder
 from gear_loader.errors import CheckpointError, StaleIndexError
+from gear_loader.native import file_reads
+from gear_loader.native.file_reads import ADDRESS, BEGIN, BYTES, CHUNK, FD, VERIFIED, WIDTH
 from gear_loader.storage.disk import LostRowsError
-from gear_loader.utils.arrays import Array
+from gear_loader.storage.tier_counts import HITS, MISSES, READ_BYTES, READ_NANOSECONDS
+from gear_loader.utils.arrays import Array, data_address
+from gear_loader.utils.notices import notice
 
 if TYPE_CHECKING:
     from gear_loader.storage.schema import Schema
@@ -42,6 +47,12 @@ __all__ = ["FileReader"]
 THREADS = 8
 """Reads under way at once."""
 _ATTEMPTS = 10
+_LOOK_SECONDS = 1.0
+"""Seconds after which the manifest is looked at again although all segments are known."""
+_WINDOW_SECONDS = 10.0
+"""Seconds over which the share of the time that batches read from disk is taken."""
+_SLOW_SHARE = 0.7
+"""Share from which on the loop waits for the disk, whatever else it does."""
 _DAMAGE = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG)
 
 
@@ -69,6 +80,8 @@ class _File:
         with contextlib.suppress(OSError):
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
         self.verified = np.zeros(-(-record.bytes // chunk_bytes), dtype=bool)
+        # Descriptor, bytes of the header, address of `verified`, and bytes of a chunk.
+        self.about = self.fd, len(header), data_address(self.verified), chunk_bytes
 
     def read(self, view: memoryview, begin: int) -> None:
         """Fill a buffer with the bytes from `begin` on, and verify the chunks that were not verified before.
@@ -117,13 +130,85 @@ class _Opened:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Read:
-    """Rows of one trajectory in one column: the file's bytes from `begin` on go to `view`."""
+class _Reads:
+    """Pieces of files, in the order of their places.
 
-    place: int  # position in the request
-    file: _File
-    begin: int
-    view: memoryview
+    Attributes:
+        pieces: int64 [n, WIDTH], see `gear_loader.native.file_reads`.
+        positions: int64 [n], of their trajectories in the request. of: int64 [n], positions in `files`.
+        outs: int64 [n], positions in `memory`. offsets: int64 [n], in the memory.
+        files: open files, None where there was an error. memory: buffers of the request.
+    """
+
+    pieces: Array
+    positions: Array
+    of: Array
+    outs: Array
+    offsets: Array
+    files: list[_File | None]
+    memory: list[memoryview]
+
+    def every(self, first: int, step: int) -> dict[int, Exception]:
+        """Make the reads `first`, first + step, ...; return errors by position in the request."""
+        pieces = np.ascontiguousarray(self.pieces[first::step])
+        done = np.zeros(len(pieces), dtype=bool)
+        file_reads.read_pieces(pieces, done)
+        failed: dict[int, Exception] = {}
+        for i in (first + step * np.flatnonzero(~done)).tolist():
+            offset, size = int(self.offsets[i]), int(self.pieces[i, BYTES])
+            view = self.memory[self.outs[i]][offset : offset + size]
+            file = self.files[self.of[i]]
+            assert file is not None
+            try:
+                file.read(view, int(self.pieces[i, BEGIN]))
+            except (CheckpointError, OSError) as error:
+                _check_damage(error)
+                failed[int(self.positions[i])] = error
+        return failed
+
+
+class _Counts:
+    """Counts of this process that are not in the table yet, and a notice if batches wait for the disk.
+
+    Args:
+        path: of the directory. name: of the table, "" for a private one.
+    """
+
+    def __init__(self, path: str, name: str) -> None:
+        self.hits = self.misses = self.bytes = self.busy = 0
+        self._where = f"table {name!r}" if name else "a private table"
+        self._path = path
+        self._since = time.monotonic_ns()
+        self._window = [0, 0, 0, 0]  # hits, misses, bytes and nanoseconds since then
+
+    def add(self, rows: int, size: int, began: int, ended: int) -> None:
+        """Count a read of a batch's rows."""
+        self.misses, self.bytes, self.busy = self.misses + rows, self.bytes + size, self.busy + ended - began
+
+    def take(self, tier: Array) -> None:
+        """Add the counts to those of the table; under its lock."""
+        counted = self.hits, self.misses, self.bytes, self.busy
+        self.hits = self.misses = self.bytes = self.busy = 0
+        for place, count in zip((HITS, MISSES, READ_BYTES, READ_NANOSECONDS), counted, strict=True):
+            tier[place] += count
+        self._window = [one + other for one, other in zip(self._window, counted, strict=True)]
+        now = time.monotonic_ns()
+        if now - self._since >= _WINDOW_SECONDS * 1e9:
+            self._look(now)
+
+    def _look(self, now: int) -> None:
+        hits, misses, size, busy = self._window
+        seconds = (now - self._since) / 1e9
+        self._since, self._window = now, [0, 0, 0, 0]
+        share = busy / 1e9 / seconds
+        if share < _SLOW_SHARE:
+            return
+        notice(
+            f"slow tier {self._path}",
+            f"Batches of {self._where} wait for the disk: {share:.0%} of the last {seconds:.0f} s was spent reading "
+            f"{self._path}, {size / max(busy, 1):.2f} GB/s, {misses / max(1, hits + misses):.0%} of the rows. Give "
+            "the table more memory, draw by priority, or use a faster disk (docs/tiers.md).",
+        )
 
 
 class FileReader:
@@ -147,7 +232,10 @@ class FileReader:
         self._pid = os.getpid()
         self._manifest: tuple[int, int] = (0, 0)  # inode and time of the one that was read
         self._segments: dict[int, _Opened] = {}
+        self._next_look = 0.0
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        table = self._table()
+        self._counts = _Counts(self._path, "" if table is None or table.name is None else table.name)
 
     def read(
         self,
@@ -156,8 +244,11 @@ class FileReader:
         first: Array,
         counts: Array,
         outs: Mapping[str, tuple[Array, Array]],
+        *,
+        drawn: int = 0,
     ) -> None:
         """See `gear_loader.storage.disk.TierReader.read`."""
+        began = time.monotonic_ns()
         if self._pid != os.getpid():
             self._mutex = threading.Lock()  # the parent's may be held
             self._reset()
@@ -177,6 +268,19 @@ class FileReader:
         if failed:
             cause = failed[min(failed)]
             raise self._lost(failed, slots, generations) from cause
+        if drawn:
+            self._counts.add(drawn, int(reads.pieces[:, BYTES].sum()), began, time.monotonic_ns())
+
+    def count_hits(self, rows: int) -> None:
+        """See `gear_loader.storage.disk.TierReader.count_hits`."""
+        self._counts.hits += rows
+
+    def flush(self) -> None:
+        """See `gear_loader.storage.disk.TierReader.flush`."""
+        table = self._table()
+        if table is not None and self._pid == os.getpid():
+            index = table.index
+            index.recovery.locked(lambda: self._counts.take(index.arrays.tier_counts))
 
     # ---------------------------------------------------------------- where the rows are
 
@@ -198,17 +302,25 @@ class FileReader:
                     f"{int(gone.sum())} of {len(slots)} trajectories were evicted or removed before they were read "
                     f"from {self._path}; the first is index {slots[gone][0]}."
                 )
+            self._counts.take(arrays.tier_counts)
             places: Array = found[:, 1:]
             return places
 
         return index.recovery.locked(look)
 
     def _opened(self, numbers: Array) -> dict[int, _Opened]:
-        """The segments with some numbers, of those that the manifests name. The caller holds the mutex.
+        """The segments by number, of those that the manifests name, those with some numbers among them if they are.
+
+        The caller holds the mutex.
 
         Raises:
             CheckpointError: they cannot be read.
         """
+        # A number is never used again. Files that are gone are to be closed, so it looks for them now and then.
+        now = time.monotonic()
+        if now < self._next_look and all(number in self._segments for number in numbers.tolist()):
+            return self._segments
+        self._next_look = now + _LOOK_SECONDS
         with self._directory() as directory:
             info = directory.info(MANIFEST_NAME)
             if self._manifest != (info.st_ino, info.st_mtime_ns):
@@ -225,7 +337,7 @@ class FileReader:
                     for number, segment in named.items()
                 }
                 self._manifest = info.st_ino, info.st_mtime_ns
-        return {number: self._segments[number] for number in numbers.tolist() if number in self._segments}
+        return self._segments
 
     def _directory(self) -> Directory:
         """Open the directory. Raises CheckpointError."""
@@ -256,7 +368,7 @@ class FileReader:
         outs: Mapping[str, tuple[Array, Array]],
         *,
         missing_ok: bool,
-    ) -> tuple[list[_Read], dict[int, Exception]]:
+    ) -> tuple[_Reads, dict[int, Exception]]:
         """The reads of a request in order of their places, and errors of files by position in the request.
 
         Args:
@@ -265,48 +377,69 @@ class FileReader:
         Raises:
             FileNotFoundError: a file does not exist. CheckpointError: files cannot be opened.
         """
-        reads: list[_Read] = []
-        failed: dict[int, Exception] = {}
-        numbers = np.unique(places[:, 0])
-        files: dict[tuple[int, str], _File | Exception] = {}
+        numbers, inverse = np.unique(places[:, 0], return_inverse=True)
+        files: list[_File | None] = []
+        errors: list[Exception | None] = []
         with self._mutex:
             opened = self._opened(numbers)
             for number in numbers.tolist():
                 for name in outs:
+                    found: _File | None = None
+                    problem: Exception | None = None
                     try:
                         if number not in opened:
                             raise FileNotFoundError(f"the manifest of {self._path} names no segment {number}")
-                        files[number, name] = self._file(opened[number], name)
+                        found = self._file(opened[number], name)
                     except (CheckpointError, OSError) as error:
                         missing = isinstance(error, FileNotFoundError)
                         if missing and not missing_ok:
                             raise
                         if not missing:
                             _check_damage(error)
-                        files[number, name] = error
-        for name, (out, offsets) in outs.items():
+                        problem = error
+                    files.append(found)
+                    errors.append(problem)
+        # Of each file, in the order of their names: descriptor, bytes of the header, flags, bytes of a chunk.
+        about = np.array([(0, 0, 0, 0) if file is None else file.about for file in files], dtype=np.int64)
+        names = ["" if file is None else file.path for file in files]
+        order = sorted(range(len(files)), key=names.__getitem__)
+        rank = np.empty(len(files), dtype=np.int64)
+        rank[order] = np.arange(len(files))
+        failed: dict[int, Exception] = {}
+        parts: list[tuple[Array, ...]] = []
+        for j, (name, (out, offsets)) in enumerate(outs.items()):
             column = self._schema[name]
-            size, view = column.step_bytes, out.data
+            size = column.step_bytes
             rows = places[:, 2] if column.trajectory else places[:, 1] + first
             taken = np.ones_like(counts) if column.trajectory else counts
-            for i, (number, row, count, offset) in enumerate(
-                zip(places[:, 0].tolist(), rows.tolist(), taken.tolist(), offsets.tolist(), strict=True)
-            ):
-                file = files[number, name]
-                if isinstance(file, Exception):
-                    failed[i] = file
-                elif count:
-                    begin = len(file.header) + row * size
-                    reads.append(_Read(i, file, begin, view[offset : offset + count * size]))
-        reads.sort(key=lambda read: (read.file.path, read.begin))
-        return reads, failed
+            of = inverse.reshape(-1) * len(outs) + j
+            there = about[of, 3] > 0
+            for i in np.flatnonzero(~there).tolist():
+                problem = errors[of[i]]
+                assert problem is not None
+                failed[i] = problem
+            which = np.flatnonzero(there & (taken > 0))
+            of = of[which]
+            pieces = np.empty((len(which), WIDTH), dtype=np.int64)
+            pieces[:, FD], pieces[:, VERIFIED], pieces[:, CHUNK] = about[of, 0], about[of, 2], about[of, 3]
+            pieces[:, BEGIN] = about[of, 1] + rows[which] * size
+            pieces[:, BYTES] = taken[which] * size
+            pieces[:, ADDRESS] = data_address(out) + offsets[which]
+            parts.append((pieces, which, of, np.full(len(which), j), offsets[which]))
+        pieces, positions, of, into, offset = (np.concatenate(part) for part in zip(*parts, strict=True))
+        order_of = np.lexsort((pieces[:, BEGIN], rank[of]))
+        pieces, positions, of, into, offset = (
+            part[order_of] for part in (pieces, positions, of, into, offset)
+        )
+        memory = [out.data for out, _ in outs.values()]
+        return _Reads(pieces, positions, of, into, offset, files, memory), failed
 
     # ---------------------------------------------------------------- reading
 
-    def _run(self, reads: list[_Read]) -> dict[int, Exception]:
+    def _run(self, reads: _Reads) -> dict[int, Exception]:
         """Make the reads; return errors by position in the request."""
-        if len(reads) < 2:
-            return _read_all(reads)
+        if len(reads.pieces) < 2:
+            return reads.every(0, 1)
         with self._mutex:
             if self._pool is None:
                 self._pool = concurrent.futures.ThreadPoolExecutor(
@@ -314,10 +447,9 @@ class FileReader:
                 )
             pool = self._pool
         # Every eighth read in order: neighbours in a file are read at about the same time, and a large column by all.
-        futures = [pool.submit(_read_all, reads[i::THREADS]) for i in range(min(THREADS, len(reads)))]
-        concurrent.futures.wait(
-            futures
-        )  # also of those whose error is raised first: they write into the buffers
+        futures = [pool.submit(reads.every, i, THREADS) for i in range(min(THREADS, len(reads.pieces)))]
+        # Also of those whose error is raised first: they write into the buffers.
+        concurrent.futures.wait(futures)
         failed: dict[int, Exception] = {}
         for future in futures:
             failed.update(future.result())
@@ -333,18 +465,6 @@ class FileReader:
             slots[which],
             generations[which],
         )
-
-
-def _read_all(reads: list[_Read]) -> dict[int, Exception]:
-    """Make reads one after another; return errors by position in the request."""
-    failed: dict[int, Exception] = {}
-    for read in reads:
-        try:
-            read.file.read(read.view, read.begin)
-        except (CheckpointError, OSError) as error:
-            _check_damage(error)
-            failed[read.place] = error
-    return failed
 
 
 def _check_damage(error: Exception) -> None:

@@ -14,8 +14,9 @@ from gear_loader.collection.conversions import Casts, Conversion, converted_dtyp
 from gear_loader.collection.n_step import NStep, Returns
 from gear_loader.collection.plans import Output, Plans, Staging, plans_of
 from gear_loader.collection.references import Arena, BatchReferences
-from gear_loader.collection.tier_rows import TierRows
+from gear_loader.collection.tier_rows import TierRows, TierStaging
 from gear_loader.collection.windows import Whole, expand, mask_of, reach_of, source_of, steps_only
+from gear_loader.errors import CorruptTableError
 from gear_loader.kernels.cast_plan import CastColumn
 from gear_loader.kernels.plan import WIDTH, GatherPlan
 from gear_loader.native import copying, threads
@@ -49,6 +50,7 @@ class GpuSide:
         mirror: copies of `host` on the device.
         random: pinned int64 [3]: key, counter and anchor key of a draw on the GPU.
         staging: a batch in pinned memory, gathered on the CPU; None if the GPU can read the region.
+        tier: if the GPU can read the region, memory of rows that lie on disk only; None without a disk tier.
         filled: event recorded when the batch is complete.
         released: event recorded when its last user has finished.
         consumers: streams that have used the batch.
@@ -64,6 +66,7 @@ class GpuSide:
     arguments: tuple[torch.Tensor, torch.Tensor] | None = None
     consumers: set[int] = dataclasses.field(default_factory=set)
     copy: Batch | None = None
+    tier: TierStaging | None = None
 
 
 @dataclasses.dataclass
@@ -221,7 +224,7 @@ class Collector:
             arguments = memory, memory.to(self.device)
             host, mirror = (packed_views(part, parts) for part in arguments)
             if self.informs:
-                buffers.batch["sample_info"] = _named(mirror[-2], mirror[-1])
+                buffers.batch["sample_info"] = _named(*self._info(mirror))
             for i, key in enumerate(ROW_KEYS):
                 buffers.batch[key] = mirror[0][i]
             if self.weighs:
@@ -230,7 +233,12 @@ class Collector:
             staging = self._buffers(torch.device("cpu"), pinned=True)
         # The first is blocking: a waiting thread sleeps instead of spinning.
         filled, released = torch.cuda.Event(blocking=True), torch.cuda.Event()
-        buffers.gpu = GpuSide(host, mirror, random, staging, filled, released, arguments)
+        tier = (
+            TierStaging(self.table.schema, buffers.outputs)
+            if self._tier is not None and staging is None
+            else None
+        )
+        buffers.gpu = GpuSide(host, mirror, random, staging, filled, released, arguments, tier=tier)
         return buffers
 
     def _parts(self) -> list[Layout]:
@@ -241,7 +249,15 @@ class Collector:
             parts.append(((self.batch_size,), torch.float32))
         if self.informs:
             parts += [((2, self.batch_size), dtype) for dtype in (torch.int64, torch.float32)]
+        if self._tier is not None:
+            # Anchors and rows of trajectories in memory, and rows of those on disk; after all others.
+            parts.append(((3, self.batch_size), torch.int64))
         return parts
+
+    def _info(self, parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """The parts of ``sample_info``."""
+        last = len(parts) - (self._tier is not None)
+        return parts[last - 2 : last]
 
     def _buffers(self, device: torch.device, *, shared: bool = False, pinned: bool = False) -> Buffers:
         arena = Arena() if device.type == "cpu" and not shared and not pinned else None
@@ -351,6 +367,7 @@ class Collector:
         torch.cuda.current_stream().wait_event(gpu.released)
         rows.write(gpu.random, gpu.mirror, self.reach)
         self._launch(buffers, gpu.mirror, len(rows))
+        buffers.compute(len(rows))
 
     def use_on(self, stream: torch.cuda.Stream) -> None:
         """Register a stream for gathers, so that the allocator keeps their inputs until they have run."""
@@ -411,30 +428,11 @@ class Collector:
 
     def _gather_tiers(self, tier: TierRows, buffers: Buffers, rows: SelectedRows) -> None:
         """Gather rows of which some lie on disk only."""
-        count, slots, anchors = len(rows), rows.slots, rows.anchors
-        for place, values in zip(buffers.names, (slots, anchors, rows.generations), strict=True):
+        count = len(rows)
+        for place, values in zip(buffers.names, (rows.slots, rows.anchors, rows.generations), strict=True):
             place[:count] = values
-        outside = tier.outside(slots)
-        while len(inside := np.flatnonzero(~outside)):
-            bad = threads.gather(
-                buffers.columns,
-                slots[inside],
-                anchors[inside],
-                self._extent,
-                self._block_ids,
-                self._block_steps,
-                self._row_bytes,
-                rows=inside,
-            )
-            if not bad:
-                break
-            moved = ~outside & tier.outside(slots)  # since they were looked at
-            if not moved.any():
-                self.table.reader().check_gathered(bad)
-            outside |= moved
-        if outside.any():
-            bad = tier.gather(buffers.columns, buffers.outputs, rows, np.flatnonzero(outside))
-            self.table.reader().check_gathered(bad)
+        sources = [output.column for output in buffers.outputs]
+        tier.gather(buffers.columns, sources, rows.slots, rows.anchors, rows.generations)
         buffers.compute(count)
 
     def _gather_zero_copy(
@@ -451,35 +449,96 @@ class Collector:
         rows, ids = host[0].numpy(), host[1].numpy()
         for i, values in enumerate((drawn.slots, drawn.anchors, drawn.generations)):
             rows[i, :count] = values
-        resolve(self.table, drawn.slots, drawn.anchors, self.reach, rows[3:].reshape(-1, 3)[:count], ids)
+        extent, disk = rows[3:].reshape(-1, 3), np.empty(0, dtype=np.int64)
+        if self._tier is not None and self.table.num_spilled:
+            disk = self._resolve_tiers(self._tier, gpu, host, drawn)
+        else:
+            try:
+                resolve(self.table, drawn.slots, drawn.anchors, self.reach, extent[:count], ids)
+            except CorruptTableError:  # or a trajectory was moved to disk meanwhile
+                if self._tier is None or not self._tier.outside(drawn.slots).any():
+                    raise
+                disk = self._resolve_tiers(self._tier, gpu, host, drawn)
         if drawn.weights is not None:
             host[2].numpy()[:count] = drawn.weights
         if drawn.counts is not None and drawn.numbers is not None:
-            host[-2].numpy()[:, :count] = drawn.counts
-            host[-1].numpy()[:, :count] = drawn.numbers
+            for part, values in zip(self._info(host), (drawn.counts, drawn.numbers), strict=True):
+                part.numpy()[:, :count] = values
         torch.cuda.current_stream().wait_event(gpu.released)
         assert gpu.arguments is not None
         source, target = gpu.arguments
         target.copy_(source, non_blocking=True)
-        self._launch(buffers, mirror, count)
+        if len(disk):
+            self._launch_tiers(buffers, gpu, mirror, count, len(disk))
+        else:
+            self._launch(buffers, mirror, count)
+        buffers.compute(count)
 
-    def _launch(self, buffers: Buffers, mirror: tuple[torch.Tensor, ...], count: int) -> None:
-        """Gather `count` rows with the anchors, extents and block ids in `mirror`."""
+    def _resolve_tiers(
+        self, tier: TierRows, gpu: GpuSide, host: tuple[torch.Tensor, ...], drawn: SelectedRows
+    ) -> Array:
+        """Write the index entries of rows in memory, and read the others; return these, int64 [n].
+
+        Raises:
+            LostRowsError: trajectories cannot be read.
+        """
+        extent, ids = host[0].numpy()[3:].reshape(-1, 3), host[1].numpy()
+        inside, outside = tier.resolve(drawn.slots, drawn.anchors, extent, ids)
+        anchors, rows, places = host[-1].numpy()
+        anchors[: len(inside)], rows[: len(inside)] = drawn.anchors[inside], inside
+        places[: len(outside)] = outside
+        if len(outside):
+            assert gpu.tier is not None
+            slots, steps, generations = (
+                drawn.slots[outside],
+                drawn.anchors[outside],
+                drawn.generations[outside],
+            )
+            gpu.tier.read(tier, slots, steps, generations, gpu.tier.room(len(outside)))
+        return outside
+
+    def _launch_tiers(
+        self, buffers: Buffers, gpu: GpuSide, mirror: tuple[torch.Tensor, ...], count: int, outside: int
+    ) -> None:
+        """Gather the rows in memory, and place the `outside` others out of pinned memory."""
+        from gear_loader.kernels import place
+
+        assert gpu.tier is not None
+        anchors, rows, places = mirror[-1]
+        inside = count - outside
+        if inside:
+            self._launch(buffers, mirror, inside, anchors[:inside], rows[:inside])
+        place.place(gpu.tier.place, gpu.tier.memory, places[:outside], programs=self.programs)
+
+    def _launch(
+        self,
+        buffers: Buffers,
+        mirror: tuple[torch.Tensor, ...],
+        count: int,
+        anchors: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        """Gather `count` rows with the extents and block ids in `mirror`.
+
+        Args:
+            anchors: int64 [count] on the device; by default those of the batch.
+            rows: int64 [count] on the device, rows of the batch; by default the first ones.
+        """
         from gear_loader.kernels import gather, split
 
         gather.gather(
             buffers.plan,
             self._numbers[:count],
-            mirror[0][1, :count],
+            mirror[0][1, :count] if anchors is None else anchors,
             mirror[0][3:].view(-1, 3),
             mirror[1].view(-1),
+            rows=rows,
             programs=self.programs,
         )
         if buffers.plans.split is not None:
-            split.split(buffers.plans.split, count, programs=self.programs)
+            split.split(buffers.plans.split, count, rows=rows, programs=self.programs)
         if buffers.plans.once is not None:
-            self._gather_once(buffers.plans.once, mirror[1], count)
-        buffers.compute(count)
+            self._gather_once(buffers.plans.once, mirror[1], count, rows)
 
     def _gather_once(
         self, plan: GatherPlan, block_ids: torch.Tensor, count: int, rows: torch.Tensor | None = None

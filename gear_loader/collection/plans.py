@@ -20,9 +20,9 @@ from gear_loader.kernels.split_plan import SplitColumn, SplitPlan
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
 
-__all__ = ["Output", "Plans", "Staging", "plans_of"]
+__all__ = ["PADS", "Output", "Plans", "Staging", "plans_of"]
 
-_PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL, "edge": PAD_EDGE}
+PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL, "edge": PAD_EDGE}
 
 Staging = dict[tuple[int, int, str, bool, int], torch.Tensor]
 """Length, offset, padding, final step and bytes of gathered records -> their memory, uint8 [B, length, bytes]. It
@@ -78,7 +78,7 @@ def plans_of(table: Table, outputs: Sequence[Output], staging: Staging | None = 
             source=torch.from_numpy(region.blocks(output.column)),
             out=output.out,
             offset=output.window.offset,
-            pad=_PADS[output.window.pad],
+            pad=PADS[output.window.pad],
             mask=output.mask,
             final=column.final,
             once=column.trajectory,
@@ -106,12 +106,12 @@ def plans_of(table: Table, outputs: Sequence[Output], staging: Staging | None = 
         if key not in staging:
             staging[key] = out.new_empty(len(out), length, layout.record.bytes)
         source = torch.from_numpy(region.blocks(group[0].column))
-        columns.append(GatherColumn(source, staging[key], offset, _PADS[pad], final=final))
+        columns.append(GatherColumn(source, staging[key], offset, PADS[pad], final=final))
         for output in group:
             inside, first = layout.columns[output.column].inside, output.window.offset - offset
             split.append(SplitColumn(staging[key], output.out, first, inside))
             if output.mask is not None:
-                own = output.window.offset, _PADS[output.window.pad], schema[output.column].final
+                own = output.window.offset, PADS[output.window.pad], schema[output.column].final
                 masks.append(GatherMask(output.mask, *own))
     return Plans(
         GatherPlan(columns, layout.block_steps, masks),

@@ -1,61 +1,180 @@
-"""Rows of a batch whose trajectories lie on disk only: read into staging memory and gathered from there on the CPU.
+"""Rows of a batch of which some lie on disk only: those are read into staging memory and gathered from there.
 
 The staging memory holds, of each such trajectory, the blocks that the batch's windows touch, column by column. It is
-gathered by the same loop as a table's blocks, so windows, padding, masks and final steps are the same.
+gathered by the same loop as a table's blocks, so windows, padding, masks and final steps are the same. For a GPU they
+are gathered into pinned memory, from which `gear_loader.kernels.place` puts them into the batch.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable, Sequence
 
-from gear_loader.collection.plans import Output
-from gear_loader.kernels.plan import BASE, BLOCKS, STEP_STRIDE, STRIDE
-from gear_loader.native import threads
-from gear_loader.storage.rows import Reach, SelectedRows
+import numpy as np
+import torch
+
+from gear_loader.collection.plans import PADS, Output
+from gear_loader.kernels.plan import (
+    BASE,
+    BLOCKS,
+    FINAL,
+    LENGTH,
+    LINE,
+    MASK,
+    OFFSET,
+    OUT,
+    PAD,
+    STEP_BYTES,
+    STEP_STRIDE,
+    STRIDE,
+    WIDTH,
+    PlacePlan,
+)
+from gear_loader.native import copying, threads
+from gear_loader.storage.rows import Reach
+from gear_loader.storage.schema import Schema
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, data_address
 
-__all__ = ["TierRows"]
+__all__ = ["TierRows", "TierStaging"]
 
 _LONGEST_BLOCK = 64
 """Most steps of a block in staging memory: fewer steps beside a window are read."""
 
 
 class TierRows:
-    """Gathers rows whose trajectories lie on disk only.
+    """Gathers rows of a table with a disk tier. The caller holds their read ticket.
 
     Args:
         table: with a disk tier. reach: of the windows. row_bytes: bytes of a row of a batch.
     """
 
     def __init__(self, table: Table, reach: Reach, row_bytes: int) -> None:
-        self._table, self._reach, self._row_bytes = table, reach, row_bytes
+        self.table, self._reach, self._row_bytes = table, reach, row_bytes
         self._block_steps = min(table.region.layout.block_steps, _LONGEST_BLOCK)
         # Memory of gathers that have ended, column -> uint8 [bytes]; several threads may gather at once.
         self._spare: list[dict[str, Array]] = []
 
     def outside(self, slots: Array) -> Array:
         """Which trajectories lie on disk only now, bool [n]."""
-        found: Array = self._table.index.arrays.extent[slots, 1] < 0
+        found: Array = self.table.index.arrays.extent[slots, 1] < 0
         return found
 
-    def gather(self, columns: Array, outputs: tuple[Output, ...], rows: SelectedRows, which: Array) -> int:
-        """Read the trajectories of some rows, and gather these rows into the batch.
+    def gather(
+        self,
+        columns: Array,
+        sources: Sequence[str],
+        slots: Array,
+        anchors: Array,
+        generations: Array,
+        rows: Array | None = None,
+    ) -> int:
+        """Fill rows of a batch in host memory.
 
         Args:
-            columns: int64 [C, WIDTH], the plan of the batch. outputs: what each column of it fills.
-            rows: of the batch, under a read ticket. which: int64 [n], those whose trajectories lie on disk.
+            columns: int64 [C, WIDTH], the plan of the batch. sources: the table's column that each of its rows reads.
+            slots, anchors, generations: int64 [n]. rows: int64 [n], distinct: row of the batch for each entry; None:
+                row b for entry b.
 
         Returns:
-            As `gear_loader.native.copying.gather`.
+            Number of rows that were read from disk.
 
         Raises:
-            LostRowsError: trajectories cannot be read.
+            LostRowsError: trajectories cannot be read. CorruptTableError: see `TableReader.check_gathered`.
         """
-        schema, size = self._table.schema, self._block_steps
-        slots, anchors = rows.slots[which], rows.anchors[which]
+        extent, block_ids = self.table.reader().index_arrays()
+        steps = self.table.region.layout.block_steps
+
+        def inside(which: Array) -> int:
+            return threads.gather(
+                columns,
+                slots[which],
+                anchors[which],
+                extent,
+                block_ids,
+                steps,
+                self._row_bytes,
+                rows=which if rows is None else rows[which],
+            )
+
+        hits, which = self._split(slots, inside)
+        self.table.tier_reader().count_hits(len(hits))
+        if len(which):
+            self.read(
+                columns,
+                sources,
+                slots[which],
+                anchors[which],
+                generations[which],
+                which if rows is None else rows[which],
+            )
+        return len(which)
+
+    def resolve(self, slots: Array, anchors: Array, extent: Array, ids: Array) -> tuple[Array, Array]:
+        """Copy the index entries of the windows of trajectories in memory; see `gear_loader.native.copying.resolve`.
+
+        Args:
+            slots, anchors: int64 [n]. extent: int64 [n, 3]. ids: int32 [n, K].
+
+        Returns:
+            Entries in memory, int64 [m], whose index entries are the first m of `extent` and `ids`; and the others.
+        """
+        lengths, block_ids = self.table.reader().index_arrays()
+        layout = self.table.region.layout
+
+        def inside(which: Array) -> int:
+            bad: int = copying.resolve(
+                slots[which],
+                anchors[which],
+                lengths,
+                block_ids,
+                layout.block_steps,
+                self._reach.first,
+                self._reach.last,
+                extent,
+                ids,
+                layout.num_blocks,
+                self._reach.once,
+            )
+            return bad
+
+        hits, outside = self._split(slots, inside)
+        self.table.tier_reader().count_hits(len(hits))
+        return hits, outside
+
+    def _split(self, slots: Array, inside: Callable[[Array], int]) -> tuple[Array, Array]:
+        """Call a function with the entries in memory, again if some of them were moved to disk meanwhile.
+
+        Args:
+            inside: takes int64 [m] and returns the number of invalid windows.
+
+        Returns:
+            Entries in memory and on disk only, int64 each.
+        """
+        outside = self.outside(slots)
+        while len(which := np.flatnonzero(~outside)):
+            bad = inside(which)
+            if not bad:
+                break
+            moved = ~outside & self.outside(slots)  # since they were looked at
+            if not moved.any():
+                self.table.reader().check_gathered(bad)
+            outside |= moved
+        return which, np.flatnonzero(outside)
+
+    def read(
+        self,
+        columns: Array,
+        sources: Sequence[str],
+        slots: Array,
+        anchors: Array,
+        generations: Array,
+        rows: Array | None,
+    ) -> None:
+        """Read trajectories that lie on disk only, and gather their windows. Arguments and errors as of `gather`."""
+        schema, size = self.table.schema, self._block_steps
         chosen, some, place = np.unique(slots, return_index=True, return_inverse=True)
-        extent = self._table.index.arrays.extent[chosen]
+        place = np.ascontiguousarray(place.reshape(-1), dtype=np.int64)
+        extent = self.table.index.arrays.extent[chosen]
         totals = extent[:, 0] + extent[:, 2]
         low, high = totals - 1, np.zeros_like(totals)
         np.minimum.at(low, place, np.clip(anchors + self._reach.first, 0, extent[place, 0] - 1))
@@ -67,39 +186,76 @@ class TierRows:
         counts = np.minimum(totals, (low + blocks) * size) - first
         memory = self._spare.pop() if self._spare else {}
         outs: dict[str, tuple[Array, Array]] = {}
-        for name in {output.column for output in outputs}:
+        for name in set(sources):
             step = schema[name].step_bytes
             once = schema[name].trajectory
             needed = (len(chosen) if once else int(blocks.sum()) * size) * step
             if name not in memory or len(memory[name]) < needed:
                 memory[name] = np.empty(needed, dtype=np.uint8)
             outs[name] = memory[name], (np.arange(len(chosen)) if once else begins * size) * step
-        self._table.tier_reader().read(chosen, rows.generations[which][some], first, counts, outs)
+        self.table.tier_reader().read(chosen, generations[some], first, counts, outs, drawn=len(slots))
         # The blocks of each trajectory from `low` on, one trajectory after another; columns per trajectory have one
         # block of each.
         staged, bad = extent.copy(), 0
         for once in (False, True):
-            part = [i for i, output in enumerate(outputs) if schema[output.column].trajectory is once]
+            part = [i for i, name in enumerate(sources) if schema[name].trajectory is once]
             if not part:
                 continue
             plan = columns[part]
             for row, i in zip(plan, part, strict=True):
-                step = schema[outputs[i].column].step_bytes
-                row[BASE] = data_address(memory[outputs[i].column])
+                step = schema[sources[i]].step_bytes
+                row[BASE] = data_address(memory[sources[i]])
                 row[STRIDE] = step if once else size * step
                 row[STEP_STRIDE] = step
                 row[BLOCKS] = len(chosen) if once else int(blocks.sum())
             staged[:, 1] = np.arange(len(chosen)) if once else begins - low
             ids = np.arange(len(chosen) if once else int(blocks.sum()), dtype=np.int32)
-            bad += threads.gather(
-                plan,
-                np.ascontiguousarray(place.reshape(-1), dtype=np.int64),
-                anchors,
-                staged,
-                ids,
-                size,
-                self._row_bytes,
-                rows=which,
-            )
+            bad += threads.gather(plan, place, anchors, staged, ids, size, self._row_bytes, rows=rows)
         self._spare.append(memory)
-        return bad
+        self.table.reader().check_gathered(bad)
+
+
+class TierStaging:
+    """Places the rows of a batch that lie on disk only on a GPU, out of pinned memory.
+
+    Args:
+        schema: of the table. outputs: of the batch, on the GPU.
+
+    Attributes:
+        place: plan of `gear_loader.kernels.place`.
+        memory: uint8, pinned: of the last call of `room`.
+    """
+
+    def __init__(self, schema: Schema, outputs: Sequence[Output]) -> None:
+        self._columns = np.zeros((len(outputs), WIDTH), dtype=np.int64)
+        for row, output in zip(self._columns, outputs, strict=True):
+            row[LENGTH], row[STEP_BYTES] = output.out.shape[1:]
+            row[OFFSET], row[PAD] = output.window.offset, PADS[output.window.pad]
+            row[FINAL] = schema[output.column].final
+        self._sources = [output.column for output in outputs]
+        self._masked = [i for i, output in enumerate(outputs) if output.mask is not None]
+        outs = [output.out for output in outputs]
+        outs += [output.mask.view(torch.uint8) for output in outputs if output.mask is not None]
+        self.place = PlacePlan([out.view(len(out), -1) for out in outs])
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def room(self, count: int) -> torch.Tensor:
+        """The memory, with room for so many rows. The GPU does not read it any more."""
+        size = self.place.size(count)
+        if len(self.memory) < size:
+            size = min(2 * size, self.place.size(self.place.batch_size))
+            memory = torch.empty(size + LINE, dtype=torch.uint8, device="cpu", pin_memory=True)
+            first = -memory.data_ptr() % LINE
+            self.memory = memory[first : first + size]
+        return self.memory
+
+    def read(
+        self, tier: TierRows, slots: Array, anchors: Array, generations: Array, memory: torch.Tensor
+    ) -> None:
+        """Read rows into pinned memory of ``place.size(n)`` bytes; else as `TierRows.read`."""
+        base, outputs = memory.data_ptr(), len(self._sources)
+        places = [base + offset for offset in self.place.offsets(len(slots))]
+        columns = self._columns
+        columns[:, OUT] = places[:outputs]
+        columns[self._masked, MASK] = places[outputs:]
+        tier.read(columns, self._sources, slots, anchors, generations, None)

@@ -16,6 +16,7 @@ from gear_loader.collection.batches import Batch
 from gear_loader.collection.collector import Buffers, Collector, copy_batch
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.plans import Plans, plans_of
+from gear_loader.collection.tier_rows import TierRows
 from gear_loader.collection.windows import Whole
 from gear_loader.distributed.remote import Part, RemoteShard, Staging
 from gear_loader.distributed.row_cache import RowCache
@@ -30,6 +31,7 @@ from gear_loader.errors import (
 from gear_loader.kernels.plan import PLACE_OUT, PlacePlan
 from gear_loader.native import copying, threads
 from gear_loader.native.row_cache import ABSENT
+from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.operations import READY
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Window
@@ -143,6 +145,7 @@ class ShardCollector(Collector):
         self._cache: RowCache | None = None
         if shards.cache is not None and shards.remote:
             self._cache = RowCache(shards.cache, [piece.row_bytes for piece in self._pieces()])
+        self._tiers: dict[int, TierRows] = {}
 
     def buffers(self, *, shared: bool = False) -> ShardBuffers:
         """See `Collector.buffers`."""
@@ -208,12 +211,20 @@ class ShardCollector(Collector):
         # Rows of this node and of the cache, while those of other nodes are on their way.
         if len(hits := np.flatnonzero(cached.entries >= 0)):
             self._place_cached(buffers, hits, cached.entries[hits])
-        self._gather_local(buffers, rows, self._read_or_replace(rows, _concatenated(local), tickets))
+        self._gather_or_replace(buffers, rows, self._read_or_replace(rows, _concatenated(local), tickets))
         left = _concatenated([*missing, self._place(buffers, parts, cached)])
         if len(left):
-            self._gather_local(buffers, rows, self._replace(rows, left, tickets))
+            self._gather_or_replace(buffers, rows, self._replace(rows, left, tickets))
         self._write_keys(buffers, rows)
         buffers.compute(len(rows))
+
+    def _gather_or_replace(self, buffers: ShardBuffers, rows: ShardRows, which: Array) -> None:
+        """Gather rows of this node's shards, and replace those that cannot be read from disk."""
+        while len(which):
+            which = self._gather_local(buffers, rows, which)
+            if len(which):
+                self.num_gone += len(which)
+                self._replace(rows, which, rows.tickets)
 
     def _read_or_replace(self, rows: ShardRows, which: Array, tickets: ReadTickets) -> Array:
         """Take read tickets for rows of this node's shards, and replace rows that are gone; return `which`."""
@@ -272,10 +283,17 @@ class ShardCollector(Collector):
         for shard in np.unique(rows.shards[which]).tolist():
             yield shard, which[rows.shards[which] == shard]
 
-    def _gather_local(self, buffers: ShardBuffers, rows: ShardRows, which: Array) -> None:
+    def _gather_local(self, buffers: ShardBuffers, rows: ShardRows, which: Array) -> Array:
+        """Gather rows of this node's shards; return those that cannot be read from disk, int64 [n]."""
+        lost: list[Array] = []
         for shard, shard_rows in self._by_shard(rows, which):
-            records = rows.records[shard_rows]
             table, plan = self._table(shard), self._plans(buffers, shard).steps
+            if table.has_tier:
+                sources = [output.column for output in buffers.outputs]
+                gather = functools.partial(self._tier_of(shard).gather, plan.table.numpy(), sources)
+                lost.append(self._unless_lost(shard, rows, shard_rows, gather)[1])
+                continue
+            records = rows.records[shard_rows]
             slots, anchors = (np.ascontiguousarray(records[name]) for name in ("slot", "step"))
             extent, block_ids = table.reader().index_arrays()
             bad = threads.gather(
@@ -289,6 +307,40 @@ class ShardCollector(Collector):
                 rows=shard_rows,
             )
             table.reader().check_gathered(bad)
+        return _concatenated(lost)
+
+    def _tier_of(self, shard: int) -> TierRows:
+        """What gathers rows of a shard with a disk tier."""
+        if shard not in self._tiers:
+            self._tiers[shard] = TierRows(self._table(shard), self.reach, self._row_bytes)
+        return self._tiers[shard]
+
+    def _unless_lost(
+        self, shard: int, rows: ShardRows, which: Array, read: Callable[[Array, Array, Array, Array], None]
+    ) -> tuple[Array, Array]:
+        """Read rows of a shard, without those that cannot be read from disk, which are removed from its table.
+
+        Args:
+            which: int64 [n], rows of the batch. read: takes slots, anchors, generations and rows of the batch.
+
+        Returns:
+            Rows that were read, and the others, int64 each.
+        """
+        lost: list[Array] = []
+        while len(which):
+            records = rows.records[which]
+            slots, anchors, generations = (
+                np.ascontiguousarray(records[name]) for name in ("slot", "step", "generation")
+            )
+            try:
+                read(slots, anchors, generations, which)
+                break
+            except LostRowsError as error:
+                self._table(shard).remove_lost(error)
+                bad = np.isin(records["slot"], error.slots)
+                lost.append(which[bad])
+                which = which[~bad]
+        return which, _concatenated(lost)
 
     def _plans(self, buffers: ShardBuffers, shard: int) -> Plans:
         """The plans of a shard of this node; packing and blocks of tables may differ."""

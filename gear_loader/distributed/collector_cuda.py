@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from gear_loader.collection.collector import Buffers, GpuSide, resolve
+from gear_loader.collection.tier_rows import TierStaging
 from gear_loader.distributed.collector import ROW_KEYS, ShardBuffers, ShardCollector, ShardRows
 from gear_loader.distributed.records import max_window_blocks
 from gear_loader.utils.arrays import Array
@@ -30,7 +31,8 @@ class DeviceRows:
         anchors, rows: of rows of this node: step and row of the batch, int64 [B].
         extent: int64 [B, 3], from `gear_loader.collection.collector.resolve`.
         block_ids: int32 [B, K], from the same function.
-        places: of rows of other nodes: row of the batch, int64 [B].
+        places: of rows of other nodes, and of those that lie on disk only: row of the batch, int64 [2 B]. Rows of other
+            nodes that were gone may be replaced by rows on disk.
         weights: importance weights, float32 [B].
         memory: the memory of all, uint8. ends: ends of keys and weights, and of the arguments of this node's rows.
     """
@@ -53,7 +55,7 @@ class DeviceRows:
         one: Layout = ((batch_size,), torch.int64)
         keys: list[Layout] = [((4, batch_size), torch.int64), ((batch_size,), torch.float32)]
         local: list[Layout] = [one, one, ((batch_size, 3), torch.int64), ((batch_size, blocks), torch.int32)]
-        parts = [*keys, *local, one]
+        parts = [*keys, *local, ((2 * batch_size,), torch.int64)]
         memory = torch.zeros(packed_bytes(parts), dtype=torch.uint8, device=device, pin_memory=pin_memory)
         ends = packed_bytes(keys), packed_bytes([*keys, *local])
         names, weights, anchors, rows, extent, block_ids, places = packed_views(memory, parts)
@@ -78,13 +80,16 @@ class DeviceBuffers(ShardBuffers):
         host: arguments of the kernels in pinned memory.
         mirror: their copy on the device.
         used: number of rows of `anchors` and of `places` that the running batch has used.
-        parts: staging memory that the GPU may still read.
+        parts: staging memory of rows of other nodes that the GPU may still read.
+        tier: places rows that lie on disk only, made on first use. staged: their memory, which the GPU may still read.
     """
 
     host: DeviceRows | None = None
     mirror: DeviceRows | None = None
     used: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
     parts: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    tier: TierStaging | None = None
+    staged: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
 
 class CudaShardCollector(ShardCollector):
@@ -129,6 +134,8 @@ class CudaShardCollector(ShardCollector):
         gpu.filled.synchronize()
         while buffers.parts:
             self._staging.give(buffers.parts.pop())
+        while buffers.staged:
+            self._staging.give(buffers.staged.pop())
         buffers.used = [0, 0]
         torch.cuda.current_stream().wait_event(gpu.released)
         try:
@@ -136,12 +143,17 @@ class CudaShardCollector(ShardCollector):
         finally:
             gpu.filled.record()  # also after a failed batch: the GPU reads it from the same memory
 
-    def _gather_local(self, buffers: ShardBuffers, rows: ShardRows, which: Array) -> None:
+    def _gather_local(self, buffers: ShardBuffers, rows: ShardRows, which: Array) -> Array:
         from gear_loader.kernels import gather, split
 
+        assert isinstance(buffers, DeviceBuffers)
         host, mirror = _sides(buffers)
         claims: list[tuple[int, slice]] = []
+        lost: list[Array] = []
         for shard, shard_rows in self._by_shard(rows, which):
+            if self._table(shard).has_tier:
+                lost.append(self._gather_tiers_of(shard, buffers, rows, shard_rows, claims))
+                continue
             records = rows.records[shard_rows]
             part = self._claim(buffers, 0, len(shard_rows))
             claims.append((shard, part))
@@ -173,6 +185,60 @@ class CudaShardCollector(ShardCollector):
                 split.split(plans.split, count, rows=mirror.rows[part], programs=self.programs)
             if plans.once is not None:
                 self._gather_once(plans.once, mirror.block_ids[part], count, mirror.rows[part])
+        found: Array = np.concatenate([which[:0], *lost])
+        return found
+
+    def _gather_tiers_of(
+        self,
+        shard: int,
+        buffers: DeviceBuffers,
+        rows: ShardRows,
+        which: Array,
+        claims: list[tuple[int, slice]],
+    ) -> Array:
+        """Write the arguments of rows in memory, add their claim, and place those on disk; return lost rows."""
+        from gear_loader.kernels import place
+
+        host, mirror = _sides(buffers)
+        tier = self._tier_of(shard)
+        if buffers.tier is None:
+            buffers.tier = TierStaging(self.table.schema, buffers.outputs)
+            buffers.references = None  # the plan refers to the batch's memory
+        staging = buffers.tier
+        extent = np.empty((len(which), 3), dtype=np.int64)
+        ids = np.zeros((len(which), host.block_ids.shape[1]), dtype=np.int32)
+        found: list[Any] = []
+
+        def read(slots: Array, anchors: Array, generations: Array, part: Array) -> None:
+            inside, outside = tier.resolve(slots, anchors, extent, ids)
+            memory = None
+            if len(outside):
+                memory = self._staging.take(staging.place.size(len(outside)))
+                try:
+                    staging.read(tier, slots[outside], anchors[outside], generations[outside], memory)
+                except BaseException:
+                    self._staging.give(memory)
+                    raise
+            found[:] = anchors[inside], part[inside], part[outside], memory
+
+        _, lost = self._unless_lost(shard, rows, which, read)
+        if not found:
+            return lost
+        anchors, inside, outside, memory = found
+        if len(inside):
+            claimed = self._claim(buffers, 0, len(inside))
+            claims.append((shard, claimed))
+            host.anchors[claimed].numpy()[:] = anchors
+            host.rows[claimed].numpy()[:] = inside
+            host.extent[claimed].numpy()[:] = extent[: len(inside)]
+            host.block_ids[claimed].numpy()[:] = ids[: len(inside)]
+        if memory is not None:
+            claimed = self._claim(buffers, 1, len(outside))
+            host.places[claimed].numpy()[:] = outside
+            mirror.places[claimed].copy_(host.places[claimed], non_blocking=True)
+            place.place(staging.place, memory, mirror.places[claimed], programs=self.programs)
+            buffers.staged.append(memory)  # given back when the kernel has run
+        return lost
 
     def _place_part(self, buffers: ShardBuffers, memory: torch.Tensor, rows: Array) -> None:
         from gear_loader.kernels import place

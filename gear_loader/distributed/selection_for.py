@@ -63,12 +63,12 @@ def selection_for(
 def _host_draws(context: SelectionContext) -> bool:
     """Whether the host has to know, batch by batch, what was drawn or updated."""
     needs = context.counts or context.waits or getattr(context.selector, "freshness", 1.0) < 1
-    if not needs and context.table.rules.on_full != "evict_lowest_priority":
+    if not needs and context.table.rules.on_full != "evict_lowest_priority" and not context.table.has_tier:
         return False
     notice(
         "host-draws",
         f"{context.selector!r} is drawn on the host, because sample_info, max_times_sampled, late columns, "
-        "max_lag, freshness or on_full='evict_lowest_priority' need to know what is drawn or updated: the GPU only "
-        "gathers.",
+        "max_lag, freshness, on_full='evict_lowest_priority' or a disk tier need to know what is drawn or updated: the "
+        "GPU only gathers.",
     )
     return True

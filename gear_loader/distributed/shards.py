@@ -131,7 +131,7 @@ class Shards:
         self.transport = _chosen(transport)
         tables = [table] if isinstance(table, Table) else list(table)
         for each in tables:
-            _check_table(each)
+            _check_table(each, self.transport)
         if dist.is_available() and dist.is_initialized():
             try:
                 self._join(tables, mesh, node)
@@ -408,7 +408,7 @@ def _chosen(transport: Transport) -> str:
     return "ucx" if find_spec("ucxx") is not None or find_spec("ucp") is not None else "socket"
 
 
-def _check_table(table: Any) -> None:
+def _check_table(table: Any, transport: str) -> None:
     if not isinstance(table, Table):
         raise SchemaError(
             f"A {type(table).__name__} was given; expected a gear_loader.Table, this rank's shard."
@@ -419,10 +419,10 @@ def _check_table(table: Any) -> None:
             f"The table {table.name or '(private)'} has a rate limiter or max_times_sampled, which do not count "
             "the draws of other ranks. Create the tables of Shards without them."
         )
-    if table.has_tier:
+    if table.has_tier and transport == "nixl":
         raise SchemaError(
-            f"The table {table.name or '(private)'} has a disk tier (Disk(size=)), which Shards do not read for now. "
-            "Create the tables of Shards with memory for all of their trajectories."
+            f"The table {table.name or '(private)'} has a disk tier (Disk(size=)), with transport='nixl', which reads "
+            "only the memory of other nodes. Use transport='socket' or 'ucx', whose servers read their disks."
         )
     if table.schema.late or rules.max_lag is not None:
         raise SchemaError(

@@ -17,7 +17,7 @@ from gear_loader.graph.csr import named
 from gear_loader.kernels.plan import OUT
 from gear_loader.native import neighbors, threads
 from gear_loader.storage.reader import Snapshot, Ticket
-from gear_loader.storage.rows import Reach, SelectedRows
+from gear_loader.storage.rows import Reach
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
@@ -153,28 +153,11 @@ class TableRows:
         self, tier: TierRows, plan: Array, rows: Rows, slots: Array, steps: Array, into: Array | None
     ) -> int:
         """Gather rows of which some may lie on disk only."""
-        into = np.arange(len(slots)) if into is None else into
-        outside = tier.outside(slots)
-        while len(inside := np.flatnonzero(~outside)):
-            bad = self._gather(plan, slots[inside], steps[inside], into[inside])
-            if not bad:
-                break
-            moved = ~outside & tier.outside(slots)  # since they were looked at
-            if not moved.any():
-                self.table.reader().check_gathered(bad)
-            outside |= moved
-        which = np.flatnonzero(outside)
-        if len(which):
-            generations = np.zeros(int(rows.slots.max()) + 1, dtype=np.int64)
-            live = rows.slots >= 0
-            generations[rows.slots[live]] = rows.generations[live]
-            # The positions of `which` are rows of the outputs, so all arguments are in their order.
-            size = int(into[which].max()) + 1
-            spread = np.zeros((3, size), dtype=np.int64)
-            spread[:, into[which]] = slots[which], steps[which], generations[slots[which]]
-            bad = tier.gather(plan, self._outputs, SelectedRows(*spread), np.ascontiguousarray(into[which]))
-            self.table.reader().check_gathered(bad)
-        return len(which)
+        generations = np.zeros(int(rows.slots.max()) + 1, dtype=np.int64)
+        live = rows.slots >= 0
+        generations[rows.slots[live]] = rows.generations[live]
+        sources = [output.column for output in self._outputs]
+        return tier.gather(plan, sources, slots, steps, generations[slots], into)
 
     def on_disk(self, numbers: Array) -> Array:
         """Which rows lie on disk only now, bool [n]; those that are unknown do not."""

@@ -28,6 +28,11 @@ _COUNTS = (  # of `TableStats`
     "num_expired",
     "insert_wait",
     "sample_wait",
+    "num_spilled",
+    "num_hits",
+    "num_misses",
+    "miss_bytes",
+    "miss_seconds",
 )
 _LIMITS = ("max_trajectories", "max_steps")  # of `Layout`
 _DRAWN = ("age", "age_seconds", "times_sampled")  # of a batch's sample_info
@@ -52,6 +57,10 @@ class ReplayMonitor(Callback):
     ``insert_wait``               seconds per second that writers waited: 1 is one writer that only waited, or two that
                                   waited half of the time. A wait counts when it has ended.
     ``sample_wait``               seconds per second that samplers waited for the rate limiter
+    ``disk_trajectories``         of a table with a disk tier: trajectories that lie on disk only
+    ``disk_hits``                 share of the rows that were in memory; omitted if none was drawn
+    ``disk_read_bytes``           bytes read from disk per second
+    ``disk_wait``                 seconds per second during which batches were read from disk
     ``age_mean``, ``age_max``     number of trajectories added after a drawn one
     ``age_seconds_mean``,         seconds since a drawn trajectory was added
     ``age_seconds_max``
@@ -197,6 +206,13 @@ class ReplayMonitor(Callback):
         }
         if dataset.batch_fill is not None:
             metrics["fill_batches"] = dataset.batch_fill
+        own = [dataset.table] if dataset.shards is None else dataset.shards.own.values()
+        if any(table.has_tier for table in own):
+            metrics["disk_trajectories"] = totals["num_spilled"]
+            metrics["disk_read_bytes"] = since["miss_bytes"] / seconds
+            metrics["disk_wait"] = since["miss_seconds"] / seconds
+            if rows := since["num_hits"] + since["num_misses"]:
+                metrics["disk_hits"] = since["num_hits"] / rows
         if inserted:
             metrics["samples_per_insert"] = sampled / inserted
         metrics.update(self._drawn.read())

@@ -29,6 +29,7 @@ from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.reader import Changes, Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import CudaRows, SelectedRows
+from gear_loader.storage.tier_counts import pack_heat
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import new_mutex, uninterrupted
 
@@ -500,6 +501,8 @@ class PrioritizedSelection(Selection):
         with self._mutex:
             self._keep_up()  # so that it can update trajectories added before this call
             items = self._items(request)
+            if self.context.table.has_tier and not self._map.steps:
+                self._tell_tier(items, request.priorities)
             count, largest = known_items(items, request.priorities, weighed)
             self._num_stale += len(items) - count
             self._maximum = max(self._maximum, largest)
@@ -511,6 +514,13 @@ class PrioritizedSelection(Selection):
                 if generations is None:
                     generations = np.full(len(request.slots), -1)
                 self.context.table.reader().set_priorities(request.slots, generations, request.priorities)
+
+    def _tell_tier(self, slots: Array, priorities: Array) -> None:
+        """Tell the table's owner priorities (float32 [n]) of trajectories, -1 for stale rows."""
+        arrays = self.context.table.index.arrays
+        known = slots >= 0
+        slots = slots[known]
+        arrays.heat[slots] = pack_heat(arrays.generation[slots], priorities[known])
 
     def _items(self, request: PriorityUpdates) -> Array:
         """Items of a request, int64 [n]; -1 for a stale row."""

@@ -70,12 +70,14 @@ class Selector:
         replacement: whether an item may be drawn again.
         passes: whether an epoch is a pass over all items present at its start.
         weighs: whether batches carry `priority_weight`.
+        keeps: which trajectories of a table with a disk tier are drawn most; see ``Disk(keep="auto")``.
     """
 
     unit: Unit
     replacement: bool
     passes: bool
     weighs = False
+    keeps: Literal["newest", "oldest", "priority"] = "newest"
 
     def __init__(self, *, replacement: Any, unit: Any, passes: bool) -> None:
         if not isinstance(replacement, bool):
@@ -144,6 +146,7 @@ class Fifo(SnapshotSelector):
     """
 
     newest = False
+    keeps: Literal["newest", "oldest", "priority"] = "oldest"
 
     def items(self, size: int, draw: Draw) -> Array:
         """See `SnapshotSelector.items`."""
@@ -155,6 +158,7 @@ class Lifo(Fifo):
     """Newest first; with ``unit="step"`` also the last step of a trajectory first. Options as for `Fifo`."""
 
     newest = True
+    keeps = "newest"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +214,8 @@ class Prioritized(Selector):
     Raises:
         SchemaError: invalid option.
     """
+
+    keeps = "priority"
 
     weighs = True
 
@@ -295,6 +301,8 @@ class TopK(Selector):
     Raises:
         SchemaError: invalid option.
     """
+
+    keeps = "priority"
 
     def __init__(self, largest: bool = True, *, unit: Unit = "trajectory") -> None:
         super().__init__(replacement=True, unit=unit, passes=False)

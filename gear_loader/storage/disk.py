@@ -15,8 +15,8 @@ from gear_loader.utils.checks import byte_count
 __all__ = ["Disk", "DiskStats", "DiskWriter", "Keep", "LostRowsError", "Tier", "TierReader", "checked_path"]
 
 _MANIFEST_NAME = "manifest.json"
-Keep = Literal["newest", "oldest", "priority"]
-_KEEPS = ("newest", "oldest", "priority")
+Keep = Literal["auto", "newest", "oldest", "priority"]
+_KEEPS = ("auto", "newest", "oldest", "priority")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +36,11 @@ class Disk:
             steps in its files take at most so many bytes, an int or a text such as ``"500GiB"``. A write needs room
             beside them: the files of the two writes before stay until it is complete. None: the disk has a copy, and
             all is in memory.
-        keep: with `size`, which trajectories stay in memory. ``"newest"``, ``"oldest"`` (for `Fifo` and `Queue`), or
-            those with the highest ``"priority"`` that was given to `Table.add` or `Table.update_priority` (those
-            without one are the highest). Draws that are uniform over all steps gain from no choice.
+        keep: with `size`, which trajectories stay in memory: the ``"newest"``, the ``"oldest"``, or those of the
+            highest ``"priority"``, the latest that was given to a dataset's or the table's `update_priority`, or else
+            to `Table.add` (those without one are the highest). ``"auto"`` takes what the selector of the last dataset,
+            of any process, draws most: the highest priorities for `Prioritized` and `TopK`, the oldest for `Fifo`, else
+            the newest. Draws that are uniform gain from no choice.
 
     Raises:
         CheckpointError: an invalid path. SchemaError: other invalid values.
@@ -47,7 +49,7 @@ class Disk:
     path: str | os.PathLike[str]
     sync_seconds: float = 1.0
     size: int | str | None = None
-    keep: Keep = "newest"
+    keep: Keep = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", os.path.abspath(checked_path(self.path)))
@@ -121,6 +123,8 @@ class TierReader(Protocol):
         first: Array,
         counts: Array,
         outs: Mapping[str, tuple[Array, Array]],
+        *,
+        drawn: int = 0,
     ) -> None:
         """Read rows of trajectories, by several threads.
 
@@ -129,10 +133,17 @@ class TierReader(Protocol):
             first, counts: int64 [n], first row of each and number of rows; a final step is the row after the last step.
             outs: column -> a contiguous uint8 [bytes], and int64 [n]: where each trajectory's rows go in it. Of a
                 column per trajectory its one value.
+            drawn: rows of a batch that this is for, to be counted as misses.
 
         Raises:
             LostRowsError: trajectories cannot be read. StaleIndexError: one has been evicted or removed.
         """
+
+    def count_hits(self, rows: int) -> None:
+        """Count rows of a batch that were in memory."""
+
+    def flush(self) -> None:
+        """Add what this process has counted to the counts of the table."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,6 +66,8 @@ class IndexArrays:
         self.lowest: Array = region.array("lowest")
         self.parked: Array = region.array("parked")
         self.stored: Array = region.array("stored")
+        self.heat: Array = region.array("heat")
+        self.tier_counts: Array = region.array("tier_counts")
         self.group = layout.group
         rules = layout.rules
         self._versions: tuple[Array, np.dtype[Any]] | None = None

@@ -35,6 +35,9 @@
                     stored               int64 [T, 4]     where a trajectory is on disk: 1 + its sequence number,
                                                           segment, first row, position in the segment; [1, 4] of a
                                                           table without a disk tier
+                    heat                 int64 [T]        [0] without a disk tier. Lower half of the generation, and
+                                                          latest priority that a dataset has given (float32)
+                    tier_counts          int64 [16]       of the disk tier, see `tier_counts.py`; [0] without one
     next page       record     [N blocks, block_stride B] of a packed table: block_steps records, then padding to a
                                                           multiple of 128 B. A record is one step of all narrow columns
                     column 0   [N blocks, block_stride B] of each other column: block_steps steps, then such padding; of
@@ -73,6 +76,7 @@ from gear_loader.storage.disk import Tier
 from gear_loader.storage.rules import Rules
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.shared_memory import MAGIC
+from gear_loader.storage.tier_counts import COUNTS
 
 __all__ = [
     "FORMAT_VERSION",
@@ -85,6 +89,7 @@ __all__ = [
     "Layout",
     "Record",
     "read_counters",
+    "read_tier",
     "round_up",
 ]
 
@@ -229,6 +234,8 @@ class Layout:
             ("lowest", np.float32, (-(-slots // self.group),)),
             ("parked", np.int32, (1 if tier is None else blocks,)),
             ("stored", np.int64, (1 if tier is None else slots, 4)),
+            ("heat", np.int64, (0 if tier is None else slots,)),
+            ("tier_counts", np.int64, (0 if tier is None else COUNTS,)),
         ]
         offset = round_up(len(self.header), LINE)
         self.arrays: dict[str, tuple[int, np.dtype[Any], tuple[int, ...]]] = {}
@@ -256,7 +263,7 @@ class Layout:
     @property
     def slot_bytes(self) -> int:
         """Bytes of the index that belong to one slot."""
-        other = ["counters", "readers", "block_ids", "free_blocks", "uses", "lowest", "parked"]
+        other = ["counters", "readers", "block_ids", "free_blocks", "uses", "lowest", "parked", "tier_counts"]
         other += ["stored"] if self.tier is None else []
         arrays = [array for name, array in self.arrays.items() if name not in other and array[2][0]]
         return sum(dtype.itemsize * int(np.prod(shape[1:])) for _, dtype, shape in arrays)
@@ -372,8 +379,17 @@ def read_counters(fd: int, size: int) -> tuple[Layout, tuple[int, ...]]:
         RegionError: the file is no table that can be attached, or became shorter meanwhile. OSError: it cannot be read.
     """
     layout = Layout.read(os.pread(fd, HEADER_LIMIT, 0), size, "It")
-    offset, dtype, (count,) = layout.arrays["counters"]
+    return layout, _numbers(fd, layout, "counters")
+
+
+def read_tier(fd: int, layout: Layout) -> tuple[int, ...]:
+    """The counts of the disk tier in a table's file; empty without one. Raises as `read_counters`."""
+    return _numbers(fd, layout, "tier_counts")
+
+
+def _numbers(fd: int, layout: Layout, name: str) -> tuple[int, ...]:
+    offset, dtype, (count,) = layout.arrays[name]
     data = os.pread(fd, count * dtype.itemsize, offset)
     if len(data) < count * dtype.itemsize:
         raise RegionError("It was truncated while it was read.")
-    return layout, struct.unpack(f"={count}q", data)
+    return struct.unpack(f"={count}q", data)

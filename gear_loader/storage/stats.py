@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gear_loader.storage.counters import (
     FIRST_SEQUENCE,
@@ -22,6 +22,8 @@ from gear_loader.storage.counters import (
     SAMPLE_WAIT,
 )
 from gear_loader.storage.disk import DiskStats
+from gear_loader.storage.states import READY
+from gear_loader.storage.tier_counts import TierCounts
 
 if TYPE_CHECKING:
     from gear_loader.storage.index import Index
@@ -55,6 +57,11 @@ class TableStats:
         disk: state of the copy on disk, of the table that this process created with `disk`; else None.
         num_spilled: live trajectories that lie on disk only; see `Disk.size`.
         num_lost: trajectories removed because they could not be read from disk.
+        spilled_bytes: bytes of the steps of those that lie on disk only.
+        num_hits, num_misses: with a disk tier, rows of batches that were in memory, while some were on disk only, and
+            that were read from disk.
+        miss_bytes, miss_seconds: bytes read for them, and the seconds it took.
+        promoted_bytes: bytes of trajectories that were brought back into memory.
     """
 
     num_trajectories: int
@@ -77,11 +84,23 @@ class TableStats:
     disk: DiskStats | None = None
     num_spilled: int = 0
     num_lost: int = 0
+    spilled_bytes: int = 0
+    num_hits: int = 0
+    num_misses: int = 0
+    miss_bytes: int = 0
+    miss_seconds: float = 0.0
+    promoted_bytes: int = 0
 
     @property
     def mean_length(self) -> float:
         """Steps of a live trajectory on average; NaN for an empty table."""
         return self.num_steps / self.num_trajectories if self.num_trajectories else math.nan
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the rows of batches that were in memory, while some were on disk only; NaN before the first."""
+        rows = self.num_hits + self.num_misses
+        return self.num_hits / rows if rows else math.nan
 
     @property
     def overhead(self) -> float:
@@ -120,7 +139,16 @@ class TableStats:
     def _disk_lines(self) -> list[str]:
         lines = [] if self.disk is None else [f"{'disk':<14}{self.disk}"]
         if self.num_spilled or self.num_lost:
-            lines.append(f"{'on disk only':<14}{self.num_spilled:>16,} trajectories, lost {self.num_lost:,}")
+            lines.append(
+                f"{'on disk only':<14}{self.num_spilled:>16,} trajectories, {self.spilled_bytes:,} B, "
+                f"lost {self.num_lost:,}"
+            )
+        if self.num_hits or self.num_misses:
+            rate = self.miss_bytes / self.miss_seconds / 1e9 if self.miss_seconds else 0.0
+            lines.append(
+                f"{'read from disk':<14}{self.num_misses:>16,} rows of {self.num_hits + self.num_misses:,} "
+                f"({self.hit_rate:.1%} in memory), {self.miss_bytes:,} B at {rate:.2f} GB/s"
+            )
         return lines
 
 
@@ -154,4 +182,21 @@ def stats_of(index: Index, layout: Layout) -> TableStats:
         num_spilled=int(counters[NUM_SPILLED]),
         num_lost=int(counters[NUM_LOST]),
         num_outdated=int(counters[NUM_OUTDATED]),
+        **({} if layout.tier is None else _tier(index, layout)),
     )
+
+
+def _tier(index: Index, layout: Layout) -> dict[str, Any]:
+    """The statistics of a disk tier."""
+    arrays = index.arrays
+    spilled = (arrays.state == READY) & (arrays.extent[:, 1] < 0)
+    counts = TierCounts.of(arrays.tier_counts)
+    step_bytes, once = layout.schema.step_bytes, layout.schema.trajectory_bytes
+    return {
+        "spilled_bytes": int(arrays.extent[spilled, 0].sum()) * step_bytes + int(spilled.sum()) * once,
+        "num_hits": counts.hits,
+        "num_misses": counts.misses,
+        "miss_bytes": counts.read_bytes,
+        "miss_seconds": counts.read_seconds,
+        "promoted_bytes": counts.promoted_bytes,
+    }

@@ -64,6 +64,7 @@ from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import region_path
 from gear_loader.storage.stats import TableStats, stats_of
 from gear_loader.storage.step_writer import StepWriter
+from gear_loader.storage.tier_counts import KEEP, KEEPS, pack_heat
 from gear_loader.storage.vector_writer import VectorWriter
 from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array
@@ -244,8 +245,8 @@ class Table:
                 `Disk.size`, `on_full` decides: the evicting policies evict from the whole table, ``"error"`` raises. A
                 file system without space is an error with every policy but ``"wait"``, until it has. A trajectory
                 that cannot be read back is removed, logged and counted, and its batch is drawn once more. Batches are
-                made on the CPU and padded; trajectories do not grow (`commit_every_step`), are not drawn by priorities
-                of single steps, and are not read over `Shards` or by clients of `serve`: each of these is refused.
+                padded; trajectories do not grow (`commit_every_step`), and are not drawn by priorities of single steps,
+                in groups, or over `Shards` with NIXL: each of these is refused. See docs/tiers.md.
 
         Raises:
             SchemaError: invalid sizes, columns or options, a NUMA node that does not exist, or the existing table
@@ -1179,6 +1180,8 @@ class Table:
         Logs once if more than a quarter of the resident bytes hold no steps (of tables with 1 MiB of steps or more), as
         `ReplayDataset` does when an epoch begins.
         """
+        if self._tier_reader is not None:
+            self._tier_reader.flush()
         stats = stats_of(self.index, self._region.layout)
         if self._disk is not None:
             stats = dataclasses.replace(stats, disk=self._disk.stats())
@@ -1233,7 +1236,16 @@ class Table:
             SchemaError: other shapes or dtypes. Nothing was changed.
         """
         updates = request(index, priority, generation=generation, anchor=None, unit="trajectory")
-        return self.reader().revise(updates, strict=is_strict(stale))
+        skipped = self.reader().revise(updates, strict=is_strict(stale))
+        if self.has_tier:
+            arrays = self.index.arrays
+            current = arrays.generation[updates.slots]
+            known = (
+                np.ones(len(current), dtype=bool) if generation is None else current == updates.generations
+            )
+            slots = updates.slots[known]
+            arrays.heat[slots] = pack_heat(current[known], updates.priorities[known])
+        return skipped
 
     # ---------------------------------------------------------------- for selections, collectors and transports
 
@@ -1257,6 +1269,10 @@ class Table:
             self._tier_reader = _checkpoint("tier_reader").FileReader(self)
         reader: TierReader = self._tier_reader
         return reader
+
+    def prefer_in_memory(self, keep: Literal["newest", "oldest", "priority"]) -> None:
+        """Tell the owner of a table with a disk tier what is drawn most, for ``Disk(keep="auto")``."""
+        self.index.arrays.tier_counts[KEEP] = 1 + KEEPS.index(keep)
 
     def remove_lost(self, error: LostRowsError) -> int:
         """Remove trajectories that cannot be read from disk, log the error and count them; return how many.

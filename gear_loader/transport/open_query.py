@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from gear_loader.errors import SchemaError, StaleIndexError, TransportError
+from gear_loader.collection.windows import reach_of
+from gear_loader.errors import LockTimeoutError, StaleIndexError, TransportError
 from gear_loader.kernels.plan import (
     BASE,
     BLOCKS,
@@ -26,10 +27,14 @@ from gear_loader.kernels.plan import (
     WIDTH,
 )
 from gear_loader.native.serving import serve
+from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.operations import READY
 from gear_loader.transport.spec import WindowSpec
 from gear_loader.transport.table_cache import AttachedTable, TableCache
 from gear_loader.utils.arrays import Array
+
+if TYPE_CHECKING:
+    from gear_loader.collection.tier_rows import TierRows
 
 __all__ = ["OpenQuery", "warm_up"]
 
@@ -71,11 +76,6 @@ class OpenQuery:
     def _attach(self) -> AttachedTable:
         attached = self._tables.get(self.spec.table)
         attached.check_schema(self.spec.schema)
-        if attached.table.has_tier:
-            raise SchemaError(
-                f"Table {self.spec.table!r} has a disk tier (Disk(size=)), of which a server sends no rows for now. "
-                "Read it on its own machine, or create it with memory for all of its trajectories."
-            )
         region = attached.table.region
         layout = region.layout
         base = attached.table.column_addresses()
@@ -88,6 +88,13 @@ class OpenQuery:
             row[LENGTH], row[OFFSET], row[PAD] = window.length, window.offset, _PADS[window.pad]
             row[FINAL] = layout.schema[self.spec.sources[name]].final
         names = list(self.spec.windows)
+        self._tier: TierRows | None = None
+        if attached.table.has_tier:
+            from gear_loader.collection.tier_rows import TierRows
+
+            self._tier = TierRows(
+                attached.table, reach_of(layout.schema, self.spec.windows), self.spec.row_bytes
+            )
         self._masked = [names.index(piece.name) for piece in self.spec.pieces(1) if piece.kind == "mask"]
         return attached
 
@@ -131,20 +138,71 @@ class OpenQuery:
             attached: the result of `table`.
             rows: int64 [3, n]: slots, anchors and generations, contiguous, not validated.
             out: uint8 [reply_bytes(n)], aligned to 128 bytes; fully overwritten.
-            at_once: do not wait for the table's lock.
+            at_once: do not wait for the table's lock, or its disk.
 
         Raises:
-            TransportError: an anchor out of bounds. LockTimeoutError: the lock is held.
+            TransportError: an anchor out of bounds. LockTimeoutError: the lock is held, or rows lie on disk only.
         """
         layout = self._layout(rows.shape[1], out)
+        if self._tier is not None:
+            self._gather_tiered(self._tier, attached, rows, out, layout, at_once=at_once)
+            return
         bad = attached.serve(
             layout.table, rows, _MOST_ANCHOR, out, layout.status, layout.gaps, at_once=at_once
         )
         if bad < 0:
-            raise TransportError(
-                f"anchors[{-1 - bad}] is {rows[1, -1 - bad]}; expected a step, at most 2**40 from 0."
-            )
+            raise _invalid_anchor(-1 - bad, rows[1, -1 - bad])
         attached.table.reader().check_gathered(bad)
+
+    def _gather_tiered(
+        self,
+        tier: TierRows,
+        attached: AttachedTable,
+        names: Array,
+        out: Array,
+        layout: _Layout,
+        *,
+        at_once: bool,
+    ) -> None:
+        """`gather` of a table of which some trajectories lie on disk only."""
+        slots, anchors, generations = names
+        n = len(slots)
+        if n and (anchors.min() < -_MOST_ANCHOR or anchors.max() > _MOST_ANCHOR):
+            bad = int(np.flatnonzero((anchors < -_MOST_ANCHOR) | (anchors > _MOST_ANCHOR))[0])
+            raise _invalid_anchor(bad, anchors[bad])
+        with attached.reading(at_once=at_once):
+            served = attached.live(slots, generations)
+            rows = np.flatnonzero(served)
+            if len(rows) < n:
+                out[:] = 0
+                slots, anchors, generations = slots[rows], anchors[rows], generations[rows]
+            if at_once and tier.outside(slots).any():
+                raise LockTimeoutError("Rows lie on disk only, so that this takes a while.")
+            lost = self._read_tiers(tier, layout.table, slots, anchors, generations, rows)
+        served[lost] = False
+        for piece in self.spec.pieces(n) if len(lost) else ():
+            out[piece.offset : piece.offset + n * piece.row_bytes].reshape(n, -1)[lost] = 0
+        np.logical_not(served, out=out[layout.status : layout.status + n].view(np.bool_))
+        for begin, end in layout.gaps:  # do not send old contents of the buffer
+            out[begin:end] = 0
+
+    def _read_tiers(
+        self, tier: TierRows, columns: Array, slots: Array, anchors: Array, generations: Array, rows: Array
+    ) -> Array:
+        """Gather rows of which some lie on disk only; return those that cannot be read, int64 [n]."""
+        lost: list[Array] = [rows[:0]]
+        while len(rows):
+            try:
+                tier.gather(columns, list(self.spec.sources.values()), slots, anchors, generations, rows)
+                break
+            except LostRowsError as error:
+                tier.table.remove_lost(error)
+                kept = ~np.isin(slots, error.slots)
+                lost.append(rows[~kept])
+                slots, anchors, generations, rows = (
+                    part[kept] for part in (slots, anchors, generations, rows)
+                )
+        return np.concatenate(lost)
 
     def _layout(self, n: int, out: Array) -> _Layout:
         """Layout of a reply with n rows in `out`, cached."""
@@ -166,6 +224,10 @@ class OpenQuery:
         ends = [piece.offset for piece in pieces[1:]] + [status, self.spec.reply_bytes(n)]
         gaps = [(begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]
         return _Layout(table, status, np.array(gaps, dtype=np.int64).reshape(-1, 2))
+
+
+def _invalid_anchor(row: int, anchor: int) -> TransportError:
+    return TransportError(f"anchors[{row}] is {anchor}; expected a step, at most 2**40 from 0.")
 
 
 def warm_up() -> None:

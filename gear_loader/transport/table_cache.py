@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -105,6 +106,32 @@ class AttachedTable:
             return int(serve(columns, rows, most, *index, out, status, gaps))
         finally:
             ticket.end()
+
+    @contextlib.contextmanager
+    def reading(self, *, at_once: bool) -> Iterator[None]:
+        """Hold a read ticket: trajectories that are live now or later are not overwritten inside the block.
+
+        Args:
+            at_once: do not wait for the lock.
+
+        Raises:
+            LockTimeoutError: the lock is held.
+        """
+        reader = self._trying if at_once else self._waiting
+        ticket = Ticket()
+        try:
+            reader.begin_read(ticket)
+            yield
+        finally:
+            ticket.end()
+
+    def live(self, slots: Array, generations: Array) -> Array:
+        """Whether each slot holds a live trajectory of its generation; bool [n]. To be called inside `reading`."""
+        served: Array = slots.view(np.uint64) < len(self._state)
+        # In this order: a slot that is READY under a read ticket keeps its blocks and generation.
+        served &= self._state.take(slots, mode="clip") == READY
+        served &= self._generation.take(slots, mode="clip") == generations
+        return served
 
     def check_schema(self, schema: Schema, *, added: bool = False) -> None:
         """Check that the requester expects the schema of the table.

@@ -78,7 +78,7 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
         "seconds until it returns",
     ),
     "exhaustion": (
-        "--threads 1 --trajectories 200 --shares 25 --batches 1 --folder HERE",
+        "--threads 1 --trajectories 200 --shares 25 --batches 1 --no-limited --folder HERE",
         {
             "fill": {"write", "ours"},
             "uniform": {"fits", "ours", "preadv"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.tier_policies import TRACES, drifting, hit_rates
+from benchmarks.tier_policies import TRACES, drifting, hit_rates, table_hit_rates
 from gear_loader.checkpoint.spilling import BAND, coldness, exchange
 
 
@@ -16,6 +16,15 @@ def test_the_hit_rate_is_near_that_of_the_best_static_choice(name: str, share: f
     rates = hit_rates(trace, capacity=int(share * 2_000), draws=500, budget=200)
     assert rates["priority"] >= 0.95 * rates["oracle"], rates
     assert rates["priority"] > max(rates["lru"], rates["fifo"], rates["random"]), rates
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in TRACES])
+def test_a_table_keeps_what_is_drawn_most(name: str) -> None:
+    """Priorities drift, and the owner's thread follows those that the dataset is given."""
+    trace = drifting(TRACES[name], count=1_000, rounds=20, drift=0.02)
+    rates = table_hit_rates(trace, capacity=250, budget=100)
+    assert rates["table"] >= 0.95 * rates["oracle"], rates
+    assert rates["table"] > max(rates["lru"], rates["fifo"], rates["random"]), rates
 
 
 def test_what_changes_places() -> None:

@@ -189,6 +189,7 @@ def test_a_disk_that_fails(tmp_path: Path, damage: str, monkeypatch: pytest.Monk
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
 
             monkeypatch.setattr(tier_reader, "read_piece", fail)
+            monkeypatch.setattr(tier_reader.file_reads, "read_pieces", lambda reads, done: None)
         else:
             for folder in (tmp_path / "segments").iterdir():
                 shutil.rmtree(folder)
@@ -200,6 +201,7 @@ def test_a_disk_that_fails(tmp_path: Path, damage: str, monkeypatch: pytest.Monk
 
 
 def test_errors_that_may_pass_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_reader, "_LOOK_SECONDS", 0.0)
     with _full(tmp_path) as table:
         before = everything(table)
 
@@ -208,6 +210,7 @@ def test_errors_that_may_pass_lose_nothing(tmp_path: Path, monkeypatch: pytest.M
 
         with monkeypatch.context() as patch:
             patch.setattr(tier_reader, "read_piece", fail)
+            patch.setattr(tier_reader.file_reads, "read_pieces", lambda reads, done: None)
             with pytest.raises(CheckpointError, match=r"Too many open files.*stay in it"):
                 list(dataset(table, batches_per_epoch=20))
         assert everything(table) == before

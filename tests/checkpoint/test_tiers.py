@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from table_common import fresh_name
+from table_common import Died, bury, fresh_name, mortal
 from tier_common import (
     COLUMNS,
     NEVER,
@@ -32,9 +32,12 @@ from tier_common import (
 )
 
 import gear_loader as gear
-from gear_loader.checkpoint import promoting, spilling, stored
-from gear_loader.errors import SchemaError, TableFullError
+from gear_loader import cli, doctor, top
+from gear_loader.checkpoint import promoting, spilling, stored, tier_reader
+from gear_loader.collection.windows import expand, windows_of
+from gear_loader.errors import LockTimeoutError, SchemaError, TableFullError
 from gear_loader.storage.disk import Tier
+from gear_loader.storage.shared_memory import region_path
 from gear_loader.transport.open_query import OpenQuery
 from gear_loader.transport.spec import WindowSpec
 from gear_loader.transport.table_cache import TableCache
@@ -144,6 +147,7 @@ _ACTIONS = st.lists(
         st.tuples(st.just("write"), st.just(0), st.just(0)),
         st.tuples(st.just("spill"), st.integers(0, 3), st.integers(1, 3)),
         st.tuples(st.just("promote"), st.integers(0, 59), st.just(0)),
+        st.tuples(st.just("die"), st.integers(0, 30), st.integers(1, 3)),
         st.tuples(st.just("remove"), st.integers(0, 59), st.just(0)),
         st.tuples(st.just("revise"), st.integers(0, 59), st.integers(0, 9)),
         st.tuples(st.just("draw"), st.integers(0, 6), st.integers(1, 9)),
@@ -179,6 +183,8 @@ def test_any_history_equals_that_of_a_table_that_fits(
                 table.save(path)
             elif action == "spill" and len(table):
                 spill(table, table.indices()[first::second])
+            elif action == "die" and len(table):
+                die_while_spilling(table, first, table.indices()[::second])
             elif action == "promote" and len(table):
                 promote(table, int(table.indices()[first % len(table)]))
             elif action == "remove" and len(table):
@@ -201,24 +207,36 @@ def test_any_history_equals_that_of_a_table_that_fits(
         assert table.lengths().tolist() == whole.lengths().tolist()
 
 
+def die_while_spilling(table: gear.Table, stores: int, slots: Any) -> None:
+    """The owner is killed after some stores of moving trajectories to disk, and another process repairs the index."""
+    arrays = table.index.arrays
+    slots = slots[(arrays.stored[slots, 0] == arrays.sequence[slots] + 1) & (arrays.extent[slots, 1] >= 0)]
+    with mortal(table, stores) as index, contextlib.suppress(Died):
+        index.spill(slots, arrays.generation[slots].copy())
+    bury(table)
+
+
 def promote(table: gear.Table, slot: int) -> None:
     """Bring a trajectory back into memory, if it lies on disk only and there are blocks."""
     promoting.promote(table, np.array([slot]))
 
 
+@pytest.mark.parametrize(("keep", "by"), [("priority", "table"), ("auto", "dataset")])
 def test_hot_trajectories_change_places_with_cold_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: str, by: str
 ) -> None:
+    """By the priorities that the table knows, and by those of a dataset, which the table does not take over."""
     monkeypatch.setattr(spilling, "EXCHANGE_SECONDS", 0.01)
-    with fitting() as whole, tiered(tmp_path, keep="priority", blocks=32) as table:
+    with fitting() as whole, tiered(tmp_path, keep=keep, blocks=32) as table:
         for number in range(40):
             for one in (table, whole):
                 one.add(rows(number, 8), priority=float(40 - number))
         table.save(tmp_path)
+        sets = [dataset(one, selector=gear.Prioritized()) for one in (table, whole)]
         for shift in (0, 13, 29):
             slots = table.indices()
             priorities = np.arange(40.0)[(np.arange(40) + shift) % 40]
-            for one in (table, whole):
+            for one in (table, whole) if by == "table" else sets:
                 one.update_priority(slots, priorities)
             hottest = slots[np.argsort(priorities)[-8:]]
             deadline = time.monotonic() + PATIENCE
@@ -227,8 +245,65 @@ def test_hot_trajectories_change_places_with_cold_ones(
                 time.sleep(0.005)
             assert 20 < table.num_spilled < 40
             assert everything(table) == everything(whole)
-            pair = [dataset(one, selector=gear.Prioritized()) for one in (table, whole)]
-            assert batch_bits(pair[0].sample()) == batch_bits(pair[1].sample())
+            for pair in (sets, [dataset(one, selector=gear.Prioritized()) for one in (table, whole)]):
+                assert batch_bits(pair[0].sample()) == batch_bits(pair[1].sample())
+
+
+def test_what_stays_in_memory_follows_the_selector(tmp_path: Path) -> None:
+    with tiered(tmp_path, keep="auto") as table:
+        add(table, 1, 4)
+        spiller = spilling.Spiller(table.index, table.region.layout, "auto")
+        assert spiller._keep == "auto"  # as "newest"
+        expected = [(gear.Fifo(), "oldest"), (gear.TopK(), "priority"), (gear.Lifo(), "newest")]
+        for selector, keep in [*expected, (gear.Prioritized(), "priority"), (gear.Uniform(), "newest")]:
+            dataset(table, selector=selector).sample()
+            assert spiller._keep == keep
+        assert spilling.Spiller(table.index, table.region.layout, "oldest")._keep == "oldest"
+
+
+def test_rows_are_counted_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = fresh_name()
+    with tiered(tmp_path, name=name) as table:
+        try:
+            for number in range(40):
+                add(table, number, 10)
+            table.save(tmp_path)
+            spiller = spilling.Spiller(table.index, table.region.layout, "newest")
+            deadline = time.monotonic() + PATIENCE
+            while spiller.missing():
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            before = top.read_file(region_path(name))
+            data, misses = dataset(table), 0
+            outside = table.region.array("extent")[:, 1] < 0
+            for _ in range(20):
+                misses += int(outside[data.sample()["index"]].sum())
+            stats = table.stats()
+            assert (stats.num_hits, stats.num_misses) == (160 - misses, misses)
+            assert 0 < misses < 160
+            assert stats.miss_bytes > misses * 17 * 8
+            assert stats.miss_seconds > 0
+            assert stats.spilled_bytes == stats.num_spilled * (10 * table.schema.step_bytes + 4)
+            assert f"{misses:>16,} rows of 160" in str(stats)
+            (entry,) = (entry for entry in cli._entries() if entry.name == name)
+            assert entry.disk is not None
+            assert (entry.disk["misses"], entry.disk["spilled"]) == (misses, table.num_spilled)
+            line = f"{table.num_spilled} trajectories in {tmp_path} only, {1 - misses / 160:.0%} of the rows"
+            assert line in entry.disk["summary"]
+            assert line in doctor._table_disks()[name]
+            cells = top._disk_cells(top.read_file(region_path(name)), before)
+            assert cells[:2] == (str(table.num_spilled), f"{1 - misses / 160:.0%}")
+
+            said: list[str] = []
+            monkeypatch.setattr(tier_reader, "notice", lambda key, message: said.append(message))
+            monkeypatch.setattr(tier_reader, "_WINDOW_SECONDS", 0.0)
+            data.sample()
+            assert not said, "most of the time went elsewhere"
+            monkeypatch.setattr(tier_reader, "_SLOW_SHARE", 0.0)
+            data.sample()
+            assert f"Batches of table {name!r} wait for the disk: " in said[0]
+        finally:
+            table.unlink()
 
 
 def test_it_comes_back(tmp_path: Path) -> None:
@@ -414,6 +489,97 @@ def test_shared_blocks_wait_for_all_readers(tmp_path: Path) -> None:
         assert everything(table) == before
 
 
+# Shards and servers ----------------------------------------------------------------------------------
+
+
+def test_a_server_sends_rows_of_it(tmp_path: Path) -> None:
+    """Replies equal those of a table that fits, and are not made in the event loop if rows lie on disk."""
+    names = [fresh_name(), fresh_name()]
+    with (
+        tiered(tmp_path, name=names[0]) as table,
+        fitting(name=names[1]) as whole,
+        contextlib.closing(TableCache(names, 1.0)) as tables,
+    ):
+        try:
+            for number in range(30):
+                assert add(table, number, 1 + number * 7 % 23) == add(whole, number, 1 + number * 7 % 23)
+            slots = table.indices()
+            generations = table.index.arrays.generation[slots].copy()
+            generations[3] += 1
+            replies = []
+            for name in names:
+                opened = OpenQuery(
+                    WindowSpec(name, table.schema, {**WINDOWS, "task": task_window(table)}), tables
+                )
+                attached = opened.table()
+                out = np.full(opened.spec.reply_bytes(30) + 128, 7, dtype=np.uint8)
+                out = out[-out.ctypes.data % 128 :][: opened.spec.reply_bytes(30)]
+                given = attached, slots, np.arange(30) % 3, generations, out
+                if name == names[0]:
+                    with pytest.raises(LockTimeoutError, match="Rows lie on disk only"):
+                        opened.read(*given, at_once=True)
+                opened.read(*given, at_once=False)
+                replies.append(out.tobytes())
+            assert replies[0] == replies[1]
+            for file in tmp_path.glob("segments/*/wide.npy"):
+                os.truncate(file, 100)
+            again = OpenQuery(
+                WindowSpec(names[0], table.schema, {"wide": gear.Window(2)}), TableCache(names, 1.0)
+            )
+            out = np.full(again.spec.reply_bytes(30) + 128, 7, dtype=np.uint8)
+            out = out[-out.ctypes.data % 128 :][: again.spec.reply_bytes(30)]
+            outside = table.region.array("extent")[slots, 1] < 0
+            generations[3] -= 1
+            again.read(again.table(), slots, np.zeros(30, dtype=np.int64), generations, out, at_once=False)
+            begin = again.spec.data_bytes(30)
+            assert (out[begin : begin + 30] == outside).all(), "those that cannot be read are gone"
+            assert not out[: 30 * 2 * 136].reshape(30, -1)[outside].any(), "old contents of the buffer"
+            assert len(table) == 30 - outside.sum()
+        finally:
+            table.unlink()
+            whole.unlink()
+
+
+def task_window(table: gear.Table) -> gear.Window:
+    window = expand(table.schema, windows_of(table.schema, {"task": None, "number": gear.Window(1)}, None))[
+        0
+    ]["task"]
+    assert isinstance(window, gear.Window)
+    return window
+
+
+def test_shards_of_it_equal_those_that_fit(tmp_path: Path) -> None:
+    drawn: list[list[Any]] = []
+    for kind in ("whole", "tiered"):
+        tables = [fitting() if kind == "whole" else tiered(tmp_path / str(i)) for i in range(2)]
+        with contextlib.ExitStack() as stack:
+            for i, table in enumerate(tables):
+                stack.enter_context(table)
+                for number in range(30):
+                    add(table, 100 * i + number, 1 + number * 7 % 23)
+            data = dataset(gear.distributed.Shards(tables), selector=gear.Prioritized(), batches_per_epoch=6)  # type: ignore[arg-type]
+            drawn.append([])
+            for batch in data:
+                drawn[-1].append(batch_bits(batch))
+                data.update_priority(batch, batch["anchor"] + 1.0)
+            if kind == "tiered":
+                assert all(table.num_spilled > 10 for table in tables)
+                lost = _lose(tables[0], tmp_path / "0")
+                for batch in data:
+                    assert not set(batch["index"][batch["shard"] == 0].tolist()) & set(lost)
+    assert drawn[0] == drawn[1]
+
+
+def _lose(table: gear.Table, path: Path) -> list[int]:
+    """Damage the files of a table; return the trajectories that lie there only."""
+    table._tier_reader = None
+    for file in path.glob("segments/*/wide.npy"):
+        os.truncate(file, 100)
+    slots = table.indices()
+    found: list[int] = slots[table.region.array("extent")[slots, 1] < 0].tolist()
+    return found
+
+
 # Refused ---------------------------------------------------------------------------------------------
 
 
@@ -426,19 +592,10 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
             dataset(table, layout="packed", windows=gear.Whole())
         with pytest.raises(SchemaError, match="a selector with unit='trajectory'"):
             dataset(table, selector=gear.Prioritized(unit="step"))
-        with pytest.raises(SchemaError, match="has a disk tier"):
-            gear.distributed.Shards(table)
-
-
-def test_a_server_sends_no_rows_of_it(tmp_path: Path) -> None:
-    name = fresh_name()
-    with tiered(tmp_path, name=name) as table, contextlib.closing(TableCache([name], 1.0)) as tables:
-        try:
-            spec = WindowSpec(name, table.schema, {"number": gear.Window(1)})
-            with pytest.raises(SchemaError, match="a server sends no rows for now"):
-                OpenQuery(spec, tables)
-        finally:
-            table.unlink()
+        with pytest.raises(
+            SchemaError, match="with transport='nixl', which reads only the memory of other nodes"
+        ):
+            gear.distributed.Shards(table, transport="nixl")
 
 
 @pytest.mark.parametrize(
@@ -476,7 +633,9 @@ def test_memory_is_a_limit_of_the_region() -> None:
 def test_options_of_disks(tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match="size is '5 loaves'; expected a number of bytes"):
         gear.Disk(tmp_path, size="5 loaves")
-    with pytest.raises(SchemaError, match="keep is 'best'; expected one of 'newest', 'oldest', 'priority'"):
+    with pytest.raises(
+        SchemaError, match="keep is 'best'; expected one of 'auto', 'newest', 'oldest', 'priority'"
+    ):
         gear.Disk(tmp_path, keep="best")  # type: ignore[arg-type]
     with pytest.raises(SchemaError, match="neither memory nor max_blocks was given"):
         gear.Table.create(COLUMNS, **SIZES, disk=gear.Disk(tmp_path, size=10**6))

@@ -360,7 +360,9 @@ def test_attempts_and_descriptions() -> None:
     assert (describe(SchemaError("wrong")), describe(KeyError("x"))) == ("wrong", "KeyError: 'x'")
 
 
-def test_waits_back_off_to_a_tenth_of_a_second_however_long_they_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_back_off_to_a_tenth_of_a_second_however_long_they_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     slept: list[float] = []
     monkeypatch.setattr(liveness.time, "sleep", slept.append)
     for turn in range(20_000):  # a wait of half an hour

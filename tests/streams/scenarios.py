@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import random
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +63,7 @@ class Scenario:
         packed: whether the columns share a record.
         layout: of the batches; all but ``"padded"`` have a number of steps instead of rows if `budget`.
         budget: see `layout`. converts: whether some windows have another dtype.
+        tier: whether some trajectories lie on a disk only.
     """
 
     selector: str = "uniform"
@@ -83,6 +85,7 @@ class Scenario:
     looks: bool = False
     mode: str = ""
     packed: bool = False
+    tier: bool = False
     layout: str = "padded"
     budget: bool = False
     converts: bool = False
@@ -177,18 +180,29 @@ def rows_of(number: int) -> dict[str, Any]:
     }
 
 
-def made_table(*, packed: bool = False) -> gear.Table:
+def made_table(*, packed: bool = False, tier: str | None = None) -> gear.Table:
+    """A table of some trajectories; with the path of a disk tier, every second of them lies there only."""
     schema = {
         "value": gear.Column(torch.float32, (5,)),
         "number": gear.Column(torch.int64),
         "task": gear.Column(torch.int64, (2,), per="trajectory"),
     }
-    table = gear.Table.create(
-        schema, max_steps=80, max_trajectories=30, block_steps=4, packed=packed, on_full="evict_oldest"
-    )
+    sizes: dict[str, Any] = {"max_steps": 80, "max_trajectories": 30, "block_steps": 4}
+    if tier is not None:  # with room for all, so that nothing moves by itself
+        sizes.update(max_blocks=200, disk=gear.Disk(tier, sync_seconds=1e6, size="1GiB", keep="newest"))
+    table = gear.Table.create(schema, **sizes, packed=packed, on_full="evict_oldest")
     for number in range(FIRST):
         table.add(rows_of(number), priority=1.0 + number % 3)
+    if tier is not None:
+        spill_some(table, tier)
     return table
+
+
+def spill_some(table: gear.Table, tier: str) -> None:
+    """Move every second trajectory to disk only, as far as nobody reads those that were moved before."""
+    table.save(tier)
+    slots = table.indices()[::2]
+    table.index.spill(slots, table.index.arrays.generation[slots].copy())
 
 
 class Run:
@@ -217,9 +231,11 @@ class Run:
     def run(self) -> None:
         """Raise an error if anything goes wrong."""
         self.cuda.refuse_pinning = not self.scenario.pinned
-        with collected_on_request():
+        with contextlib.ExitStack() as stack, collected_on_request():
+            tier = stack.enter_context(tempfile.TemporaryDirectory()) if self.scenario.tier else None
             with self.cuda.installed(), self._mode():
-                table = made_table(packed=self.scenario.packed)
+                table = made_table(packed=self.scenario.packed, tier=tier)
+                self.tier = tier
                 try:
                     if self.scenario.pinning:
                         waits = needs_priorities(SELECTORS[self.scenario.selector]())
@@ -349,6 +365,8 @@ class Run:
                 self._grow(table, rows, priority)
             else:
                 table.add(rows, priority=priority)
+                if self.tier is not None and number % 4 == 0:
+                    spill_some(table, self.tier)
             self.cuda.threads.switch()
 
     def _grow(self, table: gear.Table, rows: dict[str, Any], priority: float) -> None:

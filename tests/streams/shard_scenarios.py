@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import random
+import tempfile
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from gear_loader.distributed.shards import Shards
 
 from .cuda import Cuda
 from .machine import Policy
-from .scenarios import Mismatch, cloned, collected_on_request, on_host
+from .scenarios import Mismatch, cloned, collected_on_request, on_host, spill_some
 
 BATCH = 12
 COUNTS = [20, 15, 10]
@@ -41,6 +42,7 @@ class ShardScenario:
         writes: whether another thread adds trajectories meanwhile; they evict others.
         drops: whether the dataset is dropped while the device still works.
         cache: bytes of the cache for rows of other nodes.
+        tier: whether half of the trajectories lie on a disk only.
     """
 
     selector: str = "uniform"
@@ -52,6 +54,7 @@ class ShardScenario:
     writes: bool = False
     drops: bool = False
     cache: int | None = None
+    tier: bool = False
 
     @classmethod
     def of(cls, seed: int) -> ShardScenario:
@@ -68,13 +71,24 @@ class ShardScenario:
         )
 
 
-def _tables(scenario: ShardScenario) -> list[gear.Table]:
+def _tables(scenario: ShardScenario, folder: str = "") -> list[gear.Table]:
     number = next(_names)
+    if scenario.tier:
+        return [_with_tier(scenario, f"streams-{number}-{shard}", shard, folder) for shard in range(3)]
     options: dict[str, Any] = {"max_steps": 120, "on_full": "evict_oldest"} if scenario.writes else {}
     # Packed and not: a batch is gathered from both.
     return [
         filled(f"streams-{number}-{shard}", shard, COUNTS, packed=shard != 1, **options) for shard in range(3)
     ]
+
+
+def _with_tier(scenario: ShardScenario, name: str, shard: int, folder: str) -> gear.Table:
+    path = f"{folder}/{shard}"
+    options: dict[str, Any] = {"max_steps": 120, "on_full": "evict_oldest"} if scenario.writes else {}
+    disk = gear.Disk(path, sync_seconds=1e6, size="1GiB", keep="newest")
+    table = filled(name, shard, COUNTS, packed=shard != 1, **options, max_blocks=400, disk=disk)
+    spill_some(table, path)
+    return table
 
 
 def _batches(
@@ -153,8 +167,8 @@ def run_shards(scenario: ShardScenario, seed: int, policy: Policy) -> Cuda:
     expected = None if scenario.writes else _expected(scenario.selector, scenario.prefetch)
     cuda = Cuda(seed, policy)
     cuda.refuse_pinning = not scenario.pinned
-    with collected_on_request(), cuda.installed():
-        tables = _tables(scenario)
+    with tempfile.TemporaryDirectory() as folder, collected_on_request(), cuda.installed():
+        tables = _tables(scenario, folder)
         try:
             owners = _owners(tables)
             found = _batches(scenario, "cuda:1", tables, cuda, owners)

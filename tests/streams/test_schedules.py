@@ -112,6 +112,26 @@ def test_batches_over_shards_in_thousands_of_schedules(part: int) -> None:
     check_shards(range(FIRST + 1000 + 100 * part, FIRST + 1000 + 100 * part + 100))
 
 
+def with_tier(seed: int) -> Scenario:
+    scenario = dataclasses.replace(Scenario.of(seed), tier=True, grows=False)
+    steps = scenario.selector == "prioritized steps"  # which tables with a disk tier refuse
+    return dataclasses.replace(scenario, selector="prioritized") if steps else scenario
+
+
+@pytest.mark.parametrize("seeds", [1, pytest.param(30, marks=pytest.mark.long)])
+def test_rows_of_a_disk_tier_in_any_order_of_work(seeds: int) -> None:
+    """They are read by the host into pinned memory, and placed by the device."""
+    placed = 0
+    for seed in range(FIRST, FIRST + seeds):
+        for policy in POLICIES:
+            run = Run(with_tier(seed), seed, policy)
+            run.run()
+            placed += run.cuda.machine.counts["place"]
+            shard_scenario = dataclasses.replace(ShardScenario.of(seed), tier=True)
+            placed += run_shards(shard_scenario, seed, policy).machine.counts["place"]
+    assert placed > 10 * seeds
+
+
 @pytest.mark.parametrize("seeds", [3, pytest.param(12, marks=pytest.mark.long)])
 def test_batches_while_the_table_is_being_pinned(seeds: int) -> None:
     """They are gathered on the host until then, and read by the device afterwards, in the same iteration."""
@@ -223,6 +243,21 @@ LATE = {
 @pytest.mark.parametrize("name", [*DEFECTS, *SHARD_DEFECTS, *PACKED_DEFECTS])
 def test_a_defect_put_back_is_found(name: str) -> None:
     assert first_found(name, "random", 100, LATE.get(name, 0)) is not None
+
+
+def test_rows_of_a_disk_tier_read_too_early_are_found() -> None:
+    """Pinned memory that the device still places rows out of is written by the host."""
+    name = "the host writes pinned buffers that a copy still reads"
+    with put_back(name):
+        errors = []
+        for seed in range(30):
+            scenario = dataclasses.replace(with_tier(seed), pinned=True, batches=8)
+            try:
+                Run(scenario, seed, "latest").run()
+            except Exception as error:
+                errors.append(error)
+                break
+    assert errors
 
 
 def test_threads_that_may_disturb_a_capture_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

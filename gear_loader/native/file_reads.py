@@ -1,0 +1,79 @@
+"""Reads of pieces of files: many of them without the GIL, and where their bytes belong in a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, int64, types
+
+from gear_loader.native.compile import compiled
+from gear_loader.native.copying import pointer
+
+__all__ = ["ADDRESS", "BEGIN", "BYTES", "CHUNK", "FD", "VERIFIED", "WIDTH", "ranges_of", "read_pieces"]
+
+FD, BEGIN, BYTES, ADDRESS, VERIFIED, CHUNK = range(6)
+"""Columns of `reads`: descriptor, first byte in the file, bytes, address that they go to, address of the flags of the
+file's chunks (bool; True where it was compared with its checksum), and bytes of a chunk."""
+WIDTH = 6
+_pread: Any = types.ExternalFunction(
+    "pread64", types.int64(types.int32, types.int64, types.uint64, types.int64)
+)
+
+
+@compiled
+def read_pieces(reads, done) -> None:  # type: ignore[no-untyped-def]
+    """Read pieces of files whose chunks are all verified.
+
+    Args:
+        reads: int64 [n, WIDTH]. done: bool [n], output: which pieces were read; not those that touch other chunks, and
+            those that could not be read whole.
+    """
+    for i in range(len(reads)):
+        chunk, begin, left, address = reads[i, CHUNK], reads[i, BEGIN], reads[i, BYTES], reads[i, ADDRESS]
+        first, last = begin // chunk, (begin + left - 1) // chunk
+        flags = carray(pointer(reads[i, VERIFIED] + first), (last - first + 1,), np.uint8)
+        whole = True
+        for flag in flags:
+            whole &= flag != 0
+        while whole and left > 0:
+            count = _pread(np.int32(reads[i, FD]), address, types.uint64(left), int64(begin))
+            if count <= 0:
+                break
+            address, begin, left = address + count, begin + count, left - count
+        done[i] = whole and left == 0
+
+
+@compiled
+def ranges_of(low, high, first, ends, places, ids, column, out):  # type: ignore[no-untyped-def]
+    """Where the bytes `low` to `high` - 1 of a file's rows belong in a column whose steps lie side by side in a block.
+
+    Args:
+        first, ends, places, ids, column: as for `gear_loader.native.copying.copy_rows`.
+        out: int64 [n, 2], output: first byte of each range, from the column's first one on, and its bytes.
+
+    Returns:
+        Number of ranges; -1 if some of the bytes belong nowhere, or there are more ranges than n.
+    """
+    stride, size, block_steps = column[1], column[2], column[4]
+    i = np.searchsorted(ends, low // size, side="right")
+    at, count = low, 0
+    while at < high:
+        if i >= len(first) or first[i] * size > at or places[i] < 0:
+            return -1
+        stop = min(high, ends[i] * size)
+        while at < stop:
+            step = at // size - first[i]
+            block = step // block_steps
+            limit = min(stop, (first[i] + (block + 1) * block_steps) * size)
+            begin = int64(ids[places[i] + block]) * stride + at - (first[i] + block * block_steps) * size
+            if count > 0 and out[count - 1, 0] + out[count - 1, 1] == begin:
+                out[count - 1, 1] += limit - at
+            elif count == len(out):
+                return -1
+            else:
+                out[count, 0], out[count, 1] = begin, limit - at
+                count += 1
+            at = limit
+        i += 1
+    return count

@@ -1,0 +1,73 @@
+"""What processes know of each other about a table's disk tier: priorities of trajectories, and counts of rows.
+
+`heat` of the index has, for each slot, the generation of a trajectory (its lower 32 bits) and a priority (float32) in
+one int64, so that both are read and written together without a lock. `tier_counts` has the counts below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from gear_loader.utils.arrays import Array
+
+__all__ = ["COUNTS", "KEEPS", "TierCounts", "heats", "pack_heat"]
+
+(
+    KEEP,  # 1 + position in `KEEPS`, of the last dataset that was made; 0: none was
+    HITS,  # rows that were in memory, of batches while some trajectories were on disk only
+    MISSES,  # rows that were read from disk
+    READ_BYTES,
+    READ_NANOSECONDS,  # during which batches were read
+    PROMOTED_BYTES,  # brought back into memory
+) = range(6)
+COUNTS = 16
+"""Entries of `tier_counts`."""
+KEEPS: tuple[Literal["newest", "oldest", "priority"], ...] = ("newest", "oldest", "priority")
+"""Which trajectories stay in memory."""
+
+
+def pack_heat(generations: Array, priorities: Array) -> Array:
+    """Entries of `heat`, int64 [n], of generations (int64 [n]) and priorities (float32 [n])."""
+    bits = priorities.astype(np.float32).view(np.uint32).astype(np.int64)
+    packed: Array = (generations << 32) | bits
+    return packed
+
+
+def heats(entries: Array, generations: Array, otherwise: Array) -> Array:
+    """Priorities in `heat`, float32 [n]; of trajectories without one those in `otherwise`, float32 [n]."""
+    known = (entries >> 32) == ((generations << 32) >> 32)
+    found = (entries & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
+    mixed: Array = np.where(known & (entries != 0), found, otherwise)
+    return mixed
+
+
+@dataclasses.dataclass(frozen=True)
+class TierCounts:
+    """Counts of a disk tier since its table was created or recovered, over all processes.
+
+    Attributes:
+        hits: rows of batches that were in memory, while some trajectories were on disk only.
+        misses: rows that were read from disk. read_bytes: their bytes. read_seconds: during which they were read.
+        promoted_bytes: bytes of trajectories that were brought back into memory.
+    """
+
+    hits: int
+    misses: int
+    read_bytes: int
+    read_seconds: float
+    promoted_bytes: int
+
+    @classmethod
+    def of(cls, tier: Sequence[int] | Array) -> TierCounts:
+        """The counts in `tier_counts`, int64 [COUNTS]."""
+        return cls(
+            int(tier[HITS]),
+            int(tier[MISSES]),
+            int(tier[READ_BYTES]),
+            int(tier[READ_NANOSECONDS]) / 1e9,
+            int(tier[PROMOTED_BYTES]),
+        )
