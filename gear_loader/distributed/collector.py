@@ -316,7 +316,7 @@ class ShardCollector(Collector):
         return self._tiers[shard]
 
     def _unless_lost(
-        self, shard: int, rows: ShardRows, which: Array, read: Callable[[Array, Array, Array, Array], None]
+        self, shard: int, rows: ShardRows, which: Array, read: Callable[[Array, Array, Array, Array], object]
     ) -> tuple[Array, Array]:
         """Read rows of a shard, without those that cannot be read from disk, which are removed from its table.
 

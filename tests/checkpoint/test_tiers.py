@@ -514,7 +514,7 @@ def test_a_server_sends_rows_of_it(tmp_path: Path) -> None:
                 attached = opened.table()
                 out = np.full(opened.spec.reply_bytes(30) + 128, 7, dtype=np.uint8)
                 out = out[-out.ctypes.data % 128 :][: opened.spec.reply_bytes(30)]
-                given = attached, slots, np.arange(30) % 3, generations, out
+                given = attached, np.stack((slots, np.arange(30) % 3, generations)), out
                 if name == names[0]:
                     with pytest.raises(LockTimeoutError, match="Rows lie on disk only"):
                         opened.read(*given, at_once=True)
@@ -530,7 +530,8 @@ def test_a_server_sends_rows_of_it(tmp_path: Path) -> None:
             out = out[-out.ctypes.data % 128 :][: again.spec.reply_bytes(30)]
             outside = table.region.array("extent")[slots, 1] < 0
             generations[3] -= 1
-            again.read(again.table(), slots, np.zeros(30, dtype=np.int64), generations, out, at_once=False)
+            names = np.stack((slots, np.zeros(30, dtype=np.int64), generations))
+            again.read(again.table(), names, out, at_once=False)
             begin = again.spec.data_bytes(30)
             assert (out[begin : begin + 30] == outside).all(), "those that cannot be read are gone"
             assert not out[: 30 * 2 * 136].reshape(30, -1)[outside].any(), "old contents of the buffer"
