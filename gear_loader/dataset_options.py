@@ -48,6 +48,8 @@ def check_options(
     group_priority: Any,
     group_varies: Any,
     group_max_age: Any,
+    balance: Any,
+    micro_batches: Any,
     **_: Any,
 ) -> None:
     """Raise SchemaError for an option of `ReplayDataset` that is invalid with any table."""
@@ -90,6 +92,9 @@ def check_options(
         )
     if scope not in ("global", "local"):
         raise SchemaError(f"scope is {scope!r}; expected 'global' or 'local'.")
+    if balance not in (None, "steps", "squares"):
+        raise SchemaError(f"balance is {balance!r}; expected 'steps' or 'squares'.")
+    at_least("micro_batches", micro_batches)
     check_output(output)
     _check_sizes(batch_size, layout, max_steps, lookahead, too_long, selector)
     _check_packed(layout, windows, anchor, selector, output, complete)

@@ -55,6 +55,9 @@ class GlobalSelection(Selection):
         history: number of batches whose rows are remembered for `state_dict`.
         reach: of the windows, where rows are read one-sidedly: records
             then carry the blocks of their windows. None elsewhere.
+        packed: whether batches are packed: records then tell the lengths of their trajectories.
+        deal: function from the records of all rows of a batch to the numbers of this rank's, int64 [m]; every rank then
+            gets all records. None: each rank has its slice.
 
     Attributes:
         shards, exchange, context: as given.
@@ -69,14 +72,17 @@ class GlobalSelection(Selection):
         *,
         history: int,
         reach: Reach | None,
+        packed: bool = False,
+        deal: Callable[[Array], Array] | None = None,
     ) -> None:
         super().__init__(context)
         self.shards = shards
         self.exchange = exchange
-        self.samplers = Samplers(context, shards, reach)
+        self.samplers = Samplers(context, shards, reach, extents=packed)
+        self._deal = deal
         self._history = BatchHistory(history)
         self._updates = UpdateRouter(shards, self.samplers.own, exchange)
-        self._batches = BatchExchange(shards, exchange, self.samplers, self._updates)
+        self._batches = BatchExchange(shards, exchange, self.samplers, self._updates, whole=deal is not None)
         kind: type[RowDrawing] = CandidateDrawing if needs_candidates(context.selector) else RowAssignment
         self._drawing = kind(context.selector, self.samplers, self._batches, self._empty_error)
         self._stage_rows = StageRows(shards, exchange, self._batches, self.samplers)
@@ -161,10 +167,16 @@ class GlobalSelection(Selection):
         drawn, weigh = self._restored(draw) or self._drawn(draw, frozen, summaries)
         own = self._batches.slice_of(len(drawn.shards))
         shards, records = drawn.shards[own], drawn.records[np.searchsorted(drawn.rows, own)]
+        weights = None
         if self.samplers.by_priority and draw.epoch < SAMPLE_EPOCH:
             weights = None if weigh is None else weigh(records["leaf"])
             self._history.remember(draw, records, weights)
         spare = None if self.shards.num_stages > 1 else self._spare(draw)
+        if self._deal is not None:
+            mine = self._deal(records)
+            if weigh is not None:
+                weigh = _taken(weigh(records["leaf"]) if weights is None else weights, mine)
+            shards, records = shards[mine], records[mine]
         return ShardRows(shards, records, weigh, spare, self._stage_rows.keys, ticket)
 
     def _drawn(self, draw: Draw, view: PassView | None, summaries: Array) -> tuple[Rows, Weigh | None]:
@@ -274,7 +286,9 @@ class GlobalSelection(Selection):
         self._begin()
         self._updates.flush()
         saved = state.save_samplers(self.samplers.own, self._updates.received, self._updates.draws)
-        recent = self._history.drawn() if self.shards.place.stage == 0 else []
+        # Where every rank has all rows, the first one saves them.
+        saves = self.shards.place.stage == 0 and (self._deal is None or self.exchange.rank == 0)
+        recent = self._history.drawn() if saves else []
         recent += self._history.restored() if self.exchange.rank == 0 else []
         return state.join_states(self.exchange, saved, recent)
 
@@ -296,6 +310,10 @@ class GlobalSelection(Selection):
         self._history.restore(restored.recent)
         self._batches.summaries = None
 
+    def forget_before(self, epoch: int, step: int) -> None:
+        """Forget the rows of draws before this one, to which no state goes back."""
+        self._history.forget_before(epoch, step)
+
     def forget_pending(self) -> None:
         """Draw the batches of a loaded state by new random choices instead of repeating them."""
         self._history.forget_restored()
@@ -316,3 +334,9 @@ class GlobalSelection(Selection):
             return np.full(len(shares), np.nan)
         found: Array = samplers[0].quantiles(shares)
         return found
+
+
+def _taken(weights: Array, which: Array) -> Weigh:
+    """The function that returns these of the weights that are known already."""
+    mine = weights[which]
+    return lambda _: mine

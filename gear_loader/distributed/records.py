@@ -64,11 +64,12 @@ MOVE = np.dtype(
 
 
 @functools.cache
-def record_dtype(blocks: int) -> np.dtype[np.void]:
+def record_dtype(blocks: int, *, extents: bool = False) -> np.dtype[np.void]:
     """Return the type of a row record: a row of a batch as its owner describes it.
 
     Args:
         blocks: most blocks that a window touches, where rows are read one-sidedly; else 0.
+        extents: whether records tell the extents of their trajectories without blocks, too.
     """
     fields: list[tuple[str, str] | tuple[str, str, tuple[int, ...]]] = [
         ("slot", "<i8"),
@@ -78,13 +79,10 @@ def record_dtype(blocks: int) -> np.dtype[np.void]:
         ("leaf", "<f8"),
         ("time", "<f8"),  # of candidates: simulated time of the draw, by which shards are merged
     ]
+    if blocks or extents:
+        fields += [("steps", "<i8"), ("final", "<i8")]
     if blocks:
-        fields += [
-            ("steps", "<i8"),
-            ("low", "<i8"),
-            ("final", "<i8"),
-            ("blocks", "<i4", (blocks + blocks % 2,)),
-        ]
+        fields += [("low", "<i8"), ("blocks", "<i4", (blocks + blocks % 2,))]
     return np.dtype(fields)
 
 

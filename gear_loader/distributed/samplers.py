@@ -31,6 +31,7 @@ class Samplers:
         shards: the sharded table.
         reach: of the windows, where rows are read one-sidedly: records
             then carry the blocks of their windows. None elsewhere.
+        extents: whether records tell the extents of their trajectories without blocks, too.
 
     Attributes:
         own: shard -> shard sampler, of this rank's shards.
@@ -38,7 +39,9 @@ class Samplers:
         by_priority: whether rows are drawn by priority.
     """
 
-    def __init__(self, context: SelectionContext, shards: Shards, reach: Reach | None) -> None:
+    def __init__(
+        self, context: SelectionContext, shards: Shards, reach: Reach | None, *, extents: bool = False
+    ) -> None:
         self._context = context
         self._shards = shards
         self._reach = reach
@@ -46,8 +49,10 @@ class Samplers:
         self.own: dict[int, Any] = {shard: self._new(shard, table) for shard, table in shards.own.items()}
         self._nearby: dict[int, Any] = {}  # samplers of other processes' shards, for spare rows
         self._maps: dict[int, IdMap] = {}
+        self._extents = extents
         self.dtype = record_dtype(
-            0 if reach is None else max_window_blocks(reach, shards.block_steps.values())
+            0 if reach is None else max_window_blocks(reach, shards.block_steps.values()),
+            extents=self._extents,
         )
 
     def _new(self, shard: int, table: Table) -> Any:
@@ -71,12 +76,17 @@ class Samplers:
         return self._maps[shard].slots(ids)
 
     def with_blocks(self, table: Table, records: Array) -> Array:
-        """Add the blocks of the windows to records of a table, where rows are read one-sidedly."""
-        if self._reach is None:
+        """Add to records of a table the extents of trajectories, where they are needed, and the blocks of the windows,
+        where they are read one-sidedly."""
+        if self._reach is None and not self._extents:
             return records
         full: Array = np.zeros(len(records), dtype=self.dtype)
         for name in records.dtype.names or ():
             full[name] = records[name]
+        if self._reach is None:
+            extents = table.reader().index_arrays()[0][full["slot"]]
+            full["steps"], full["final"] = extents[:, 0], extents[:, 2]
+            return full
         width = full["blocks"].shape[1]
         extent, ids = np.empty((len(full), 3), dtype=np.int64), np.zeros((len(full), width), dtype=np.int32)
         resolve(table, full["slot"].copy(), full["step"].copy(), self._reach, extent, ids)

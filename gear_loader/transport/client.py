@@ -26,6 +26,7 @@ from gear_loader.transport.wire import Fields, Kind, Limits, pack_text
 from gear_loader.utils.arrays import Array
 
 if TYPE_CHECKING:
+    from gear_loader.transport.packed_spec import PackedSpec
     from gear_loader.transport.spec import WindowSpec
 
 __all__ = ["Peer", "Rows"]
@@ -120,11 +121,35 @@ class Peer:
             SchemaError: arrays of other dtypes or sizes. TransportError: the peer is closed, or was created before a
                 fork.
         """
+        rows = {"slots": slots, "anchors": anchors, "generations": generations}
         n = len(slots)
-        for name, values in (("slots", slots), ("anchors", anchors), ("generations", generations)):
+        return self._fetch(spec, rows, spec.reply_bytes(n), spec.data_bytes(n), out)
+
+    def fetch_spans(
+        self, spec: PackedSpec, slots: Array, firsts: Array, generations: Array, counts: Array, out: Array
+    ) -> Future[Array]:
+        """Fetch steps of trajectories, one after another.
+
+        Args:
+            spec: table and columns, as for `fetch`.
+            slots, firsts, generations, counts: int64 [n] each: trajectory, first step, generation, number of steps.
+            out: buffer of the reply, uint8 [reply_bytes(n, total) or more]; as for `fetch`.
+
+        Returns, raises:
+            As `fetch`.
+        """
+        rows = {"slots": slots, "firsts": firsts, "generations": generations, "counts": counts}
+        n, total = len(slots), int(counts.sum())
+        return self._fetch(spec, rows, spec.reply_bytes(n, total), spec.data_bytes(n, total), out)
+
+    def _fetch(
+        self, spec: WindowSpec | PackedSpec, rows: Mapping[str, Array], size: int, status: int, out: Array
+    ) -> Future[Array]:
+        """Fetch a reply of `size` bytes, whose status begins at byte `status`."""
+        n = len(rows["slots"])
+        for name, values in rows.items():
             if not isinstance(values, np.ndarray) or values.dtype != np.int64 or values.shape != (n,):
                 raise SchemaError(f"{name} is {_shape(values)}; expected int64 [{n}].")
-        size, status = spec.reply_bytes(n), spec.data_bytes(n)
         if (
             not isinstance(out, np.ndarray)
             or out.dtype != np.uint8
@@ -138,10 +163,9 @@ class Peer:
                 f"{size:,} writable ones for {n:,} rows."
             )
         data = out[:size]
-        small = np.empty(8 + 24 * n, dtype=np.uint8)
+        small = np.empty(8 + 8 * len(rows) * n, dtype=np.uint8)
         small[:8].view(np.uint32)[:] = 0, n
-        rows = small[8:].view(np.int64)
-        rows[:n], rows[n : 2 * n], rows[2 * n :] = slots, anchors, generations
+        small[8:].view(np.int64).reshape(len(rows), n)[:] = list(rows.values())
 
         def check(limits: Limits) -> str | None:
             if n > limits.rows or size > limits.reply_bytes:

@@ -12,7 +12,9 @@ from gear_loader.errors import GearError, LockTimeoutError, TransportError
 from gear_loader.transport.access import refusal
 from gear_loader.transport.channel import Channel, as_bytes
 from gear_loader.transport.message_schema import ALIGNMENT, MAX_SPEC_BYTES
+from gear_loader.transport.open_packed import OpenPacked
 from gear_loader.transport.open_query import OpenQuery
+from gear_loader.transport.packed_spec import PackedSpec, read_spec
 from gear_loader.transport.part_message import MOST_PART, OpenParts, Part
 from gear_loader.transport.spec import WindowSpec
 from gear_loader.transport.store_message import Store
@@ -49,7 +51,7 @@ class Connection:
         self._server = server
         self._limits: Limits = server.limits
         self._loop = asyncio.get_running_loop()
-        self._queries: dict[int, OpenQuery | GearError] = {}
+        self._queries: dict[int, OpenQuery | OpenPacked | GearError] = {}
         self._head = memoryview(bytearray(HEADER))
         self._small = np.empty(1 << 12, dtype=np.uint8)
         self._staging = [_buffer(0), _buffer(0)]
@@ -64,7 +66,7 @@ class Connection:
         limits = self._limits
         self._allowed = {
             Kind.OPEN: (4 + MAX_SPEC_BYTES, 0),
-            Kind.FETCH: (8 + 24 * limits.rows, 0),
+            Kind.FETCH: (8 + 8 * PackedSpec.FIELDS * limits.rows, 0),
             Kind.STORE: (Store.most(limits), limits.store_bytes),
             Kind.METADATA: (4 + 2 * _MOST_NAME, 0),
             Kind.UPDATE: (Update.most(limits), 0),
@@ -101,7 +103,7 @@ class Connection:
         """Detach tables whose names were removed or replaced, and forget open trajectories that do not go on."""
         self._parts.expire()
         for opened in self._queries.values():
-            if isinstance(opened, OpenQuery):
+            if not isinstance(opened, GearError):
                 opened.release()
 
     def is_stalled(self, now: float) -> bool:
@@ -162,8 +164,13 @@ class Connection:
                 f"number of a message OPEN is {number}; expected less than {self._limits.specs}."
             )
         try:
-            spec = WindowSpec.from_bytes(bytes(fields.rest()))
-            opened = await self._server.waiters(spec.table).run(lambda: OpenQuery(spec, self._server.tables))
+            spec = read_spec(bytes(fields.rest()))
+            tables = self._server.tables
+
+            def attach() -> OpenQuery | OpenPacked:
+                return OpenPacked(spec, tables) if isinstance(spec, PackedSpec) else OpenQuery(spec, tables)
+
+            opened = await self._server.waiters(spec.table).run(attach)
         except (GearError, OSError) as error:
             self._queries[number] = error if isinstance(error, GearError) else TransportError(str(error))
             await self._send(Kind.ERROR, request, pack_error(error))
@@ -231,18 +238,22 @@ class Connection:
         if len(small) < _FETCH.size:
             raise ProtocolError(f"A message FETCH has {len(small)} bytes; expected at least {_FETCH.size}.")
         number, n = _FETCH.unpack_from(as_bytes(small))
-        if n > self._limits.rows or len(small) != _FETCH.size + 24 * n:
-            raise ProtocolError(
-                f"A message FETCH of {len(small):,} bytes has n {n:,}; expected at most {self._limits.rows:,}, and "
-                f"{_FETCH.size} + 24 n bytes."
-            )
         opened = self._queries.get(number)
         if opened is None:
             raise ProtocolError(f"A message FETCH asks for the spec {number}, which was not opened.")
-        rows = small[_FETCH.size :].view(np.int64).reshape(3, n)
+        # A spec that was refused may have been of either kind.
+        widths = (WindowSpec.FIELDS, PackedSpec.FIELDS)
+        if not isinstance(opened, GearError):
+            widths = (opened.spec.FIELDS,) * 2
+        if n > self._limits.rows or len(small) not in [_FETCH.size + 8 * width * n for width in widths]:
+            raise ProtocolError(
+                f"A message FETCH of {len(small):,} bytes has n {n:,}; expected at most {self._limits.rows:,}, and "
+                f"{_FETCH.size} + {8 * widths[0]} n bytes."
+            )
         try:
             if isinstance(opened, GearError):
                 raise opened
+            rows = small[_FETCH.size :].view(np.int64).reshape(opened.spec.FIELDS, n)
             out = await self._gather(opened, rows)
         except Exception as error:
             await self._fail(request, error, "a fetch")
@@ -257,14 +268,12 @@ class Connection:
             self._turn,
         )
 
-    async def _gather(self, opened: OpenQuery, rows: Array) -> Array:
+    async def _gather(self, opened: OpenQuery | OpenPacked, rows: Array) -> Array:
         """Gather a reply into the next buffer and return it."""
-        slots, anchors, generations = rows
-        n = len(slots)
-        size = opened.spec.reply_bytes(n)
+        size = opened.reply_bytes(rows)
         if size > self._limits.reply_bytes:
             raise TransportError(
-                f"{n:,} rows of {opened.spec.row_bytes:,} bytes make a reply of {size:,}; this server sends at most "
+                f"{rows.shape[1]:,} rows make a reply of {size:,} bytes; this server sends at most "
                 f"{self._limits.reply_bytes:,} at a time. Ask for fewer rows."
             )
         out = await self._buffer(size)
@@ -272,7 +281,7 @@ class Connection:
         attached = opened.table() if opened.is_attached else await waiters.run(opened.table)
 
         def read(*, at_once: bool) -> None:
-            opened.read(attached, slots, anchors, generations, out, at_once=at_once)
+            opened.read(attached, rows, out, at_once=at_once)
 
         if not attached.is_dirty:
             try:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gear_loader.errors import SchemaError, StaleIndexError, TransportError
+from gear_loader.errors import SchemaError, TransportError
 from gear_loader.kernels.plan import (
     BASE,
     BLOCKS,
@@ -26,6 +26,7 @@ from gear_loader.kernels.plan import (
     WIDTH,
 )
 from gear_loader.native import copying
+from gear_loader.transport.open_table import OpenTable
 from gear_loader.transport.spec import Piece, WindowSpec
 from gear_loader.transport.table_cache import AttachedTable, TableCache
 from gear_loader.utils.arrays import Array
@@ -51,7 +52,7 @@ class _Layout(NamedTuple):
     gaps: list[tuple[int, int]]
 
 
-class OpenQuery:
+class OpenQuery(OpenTable):
     """Gathers the windows of one spec.
 
     Args:
@@ -63,9 +64,8 @@ class OpenQuery:
 
     def __init__(self, spec: WindowSpec, tables: TableCache) -> None:
         self.spec = spec
-        self._tables = tables
         self._layouts: dict[tuple[int, int], _Layout] = {}
-        self._attached: AttachedTable | None = self._attach()
+        super().__init__(spec.table, tables)
 
     def _attach(self) -> AttachedTable:
         attached = self._tables.get(self.spec.table)
@@ -90,54 +90,23 @@ class OpenQuery:
         self._masked = [names.index(piece.name) for piece in self.spec.pieces(1) if piece.kind == "mask"]
         return attached
 
-    @property
-    def is_attached(self) -> bool:
-        """Whether `table` returns without attaching, and so without waiting for a lock."""
-        return self._attached is not None
+    def reply_bytes(self, rows: Array) -> int:
+        """Bytes of the reply to a request, int64 [3, n]."""
+        return self.spec.reply_bytes(rows.shape[1])
 
-    def release(self) -> None:
-        """Detach the table if its name was removed or replaced; the next request attaches again."""
-        if self._attached is not None and not self._attached.is_current:
-            self._attached = None
-
-    def table(self) -> AttachedTable:
-        """Return the attached table; attach it if necessary, which may wait for its lock (see `is_attached`).
-
-        Raises:
-            StaleIndexError: the table was removed or replaced. The next call attaches the table of that name.
-        """
-        attached = self._attached
-        if attached is None:
-            attached = self._attached = self._attach()
-        elif not attached.is_current:
-            self._attached = None
-            raise StaleIndexError(
-                f"Table {self.spec.table!r} has been removed since the first request; slots and generations drawn "
-                "before are invalid. Draw again: the next request attaches to the table that has the name then."
-            )
-        return attached
-
-    def read(
-        self,
-        attached: AttachedTable,
-        slots: Array,
-        anchors: Array,
-        generations: Array,
-        out: Array,
-        *,
-        at_once: bool,
-    ) -> None:
+    def read(self, attached: AttachedTable, rows: Array, out: Array, *, at_once: bool) -> None:
         """Fill the data and status of a reply.
 
         Args:
             attached: the result of `table`.
-            slots, anchors, generations: int64 [n], contiguous, not validated.
-            out: uint8 [reply_bytes(n)], aligned to 128 bytes; fully overwritten.
+            rows: int64 [3, n], slots, anchors and generations, contiguous, not validated.
+            out: uint8 [reply_bytes(rows)], aligned to 128 bytes; fully overwritten.
             at_once: do not wait for the table's lock.
 
         Raises:
             TransportError: an anchor out of bounds. LockTimeoutError: the lock is held.
         """
+        slots, anchors, generations = rows
         n = len(slots)
         if n and (anchors.min() < -_MOST_ANCHOR or anchors.max() > _MOST_ANCHOR):
             bad = int(np.flatnonzero((anchors < -_MOST_ANCHOR) | (anchors > _MOST_ANCHOR))[0])
@@ -145,10 +114,10 @@ class OpenQuery:
         layout = self._layout(n, out)
         with attached.reading(at_once=at_once):
             served = attached.live(slots, generations)
-            rows = None if served.all() else np.flatnonzero(served)
-            if rows is not None:
+            which = None if served.all() else np.flatnonzero(served)
+            if which is not None:
                 out[:] = 0
-                slots, anchors = slots[rows], anchors[rows]
+                slots, anchors = slots[which], anchors[which]
             if len(slots):
                 bad = copying.gather(
                     layout.table,
@@ -159,12 +128,12 @@ class OpenQuery:
                     attached.block_steps,
                     0,
                     len(slots),
-                    rows,
+                    which,
                 )
                 attached.table.reader().check_gathered(bad)
         status = layout.status
         np.logical_not(served, out=out[status : status + n].view(np.bool_))
-        if rows is None:  # do not send old contents of the buffer
+        if which is None:  # do not send old contents of the buffer
             for begin, end in layout.gaps:
                 out[begin:end] = 0
 

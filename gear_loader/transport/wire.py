@@ -20,10 +20,11 @@ separate message of the channel. All integers are little-endian::
     PROOF              small: HMAC 32                                   requester
     WELCOME            small: HMAC 32, limits u64 x 4                   server
     REFUSE             small: text; the sender closes                   either
-    OPEN               small: number u32, a `WindowSpec` as JSON        requester; replaces a spec of the same number
+    OPEN               small: number u32, a `WindowSpec` or `PackedSpec` as JSON; replaces a spec of the same number
     OPENED             small: number u32                                server
-    FETCH              small: number u32, n u32, slots, anchors, generations, each int64 [n]
-    REPLY              bulk: pieces and status, as `WindowSpec` lays them out
+    FETCH              small: number u32, n u32, slots, anchors, generations, each int64 [n]; of a `PackedSpec`: slots,
+                       first steps, generations, numbers of steps
+    REPLY              bulk: pieces and status, as `WindowSpec` or `PackedSpec` lays them out
     STORE              small: n u32, flags u32, lengths int64 [n], ids int64 [n], priorities float32 [n],
                        finals int64 [n] if bit 0 of the flags is set, table text, schema as JSON; bit 1: the request is
                        sent again, with the ids of the first time, because its answer did not arrive
@@ -88,7 +89,7 @@ __all__ = [
 ]
 
 
-VERSION = 2
+VERSION = 3
 HEADER = 64
 NONCE = 32
 MAX_TEXT = 4096
