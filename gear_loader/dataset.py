@@ -189,7 +189,8 @@ class ReplayDataset(IterableDataset[Batch]):
             with `max_steps` as ``"steps"``.
         micro_batches: with `max_steps` over all `Shards`: batches of each rank that are one training step. They are
             planned together, and dealt so that the ranks' work in the step is about equal: see `balance`. An epoch's
-            last step has fewer if there are not as many; batches are split so that all ranks have the same number.
+            last step has fewer if there are not as many; batches are split so that all ranks have the same number,
+            or if they cannot be, because each has one row, the shortest repeat.
 
     **Late columns** (`Column.late`): a dataset draws only trajectories whose late columns are filled, of those that it
     reads. If there are none, or no complete groups, or no recent trajectories of a table with `max_lag`, a draw waits

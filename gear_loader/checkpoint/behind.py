@@ -134,7 +134,8 @@ class WriteBehind:
         self._error: str | None = None
         self._failed_at = 0.0
         self._abandoned = False
-        self._spiller = Spiller(self._table.index, place.disk.keep) if table.has_tier else None
+        late = table.schema.late_bits(table.schema.late)
+        self._spiller = Spiller(self._table.index, place.disk.keep, late) if table.has_tier else None
         self._finalizer = weakref.finalize(table, self._abandon)
         self._finalizer.atexit = False
         _writers.add(self)

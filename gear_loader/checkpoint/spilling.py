@@ -30,6 +30,7 @@ from gear_loader.storage.counters import (
 )
 from gear_loader.storage.disk import Keep
 from gear_loader.storage.index import Index
+from gear_loader.storage.late import filled_bits
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.lock import process_start
 from gear_loader.storage.operations import READY, UNSET
@@ -112,12 +113,13 @@ class Spiller:
     """Keeps blocks of one table free.
 
     Args:
-        index: of the table. keep: which trajectories stay in memory.
+        index: of the table. keep: which trajectories stay in memory. late: bits of its late columns.
     """
 
-    def __init__(self, index: Index, keep: Keep) -> None:
+    def __init__(self, index: Index, keep: Keep, late: int = 0) -> None:
         self._index, self._keep = index, keep
         self._arrays = index.arrays
+        self._late = late
         self._next = 0.0  # time of the next exchange
 
     def announce(self, present: bool) -> None:
@@ -156,6 +158,8 @@ class Spiller:
 
         def write() -> None:
             live = changed[snapshot.take(changed).live(self._index)]
+            # Not those of which a late column was filled after the snapshot: it is not on disk.
+            live = live[filled_bits(arrays, slots[live]) == snapshot.filled[live]]
             arrays.stored[slots[live]] = new[live]
 
         self._index.recovery.locked(write)
@@ -232,6 +236,9 @@ class Spiller:
         inside = (arrays.state == READY) & (arrays.extent[:, 1] >= 0)
         slots = np.flatnonzero(inside & (arrays.stored[:, _SEQUENCE] == sequences + 1))
         slots = slots[coldness(self._keep, sequences[slots], arrays.priority[slots])]
+        if self._late:  # those of which a column is filled later last: it is filled in memory
+            waiting = (filled_bits(arrays, slots) & self._late) != self._late
+            slots = slots[np.argsort(waiting, kind="stable")]
         count = int(np.searchsorted(np.cumsum(arrays.blocks_at(slots)), missing)) + 1
         slots = slots[:count]
         if not len(slots):

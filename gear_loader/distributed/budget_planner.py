@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from typing import Any
 
 import numpy as np
@@ -156,15 +157,16 @@ class ShardBudgetPlanner(BudgetPlanner):
 def as_many(parts: list[PackedShardRows], ranks: int) -> list[PackedShardRows]:
     """Batches whose number is a multiple of `ranks`: those of most rows are split, about in the middle of their steps.
 
-    If there are fewer rows than ranks, some of them repeat.
+    Where none can be split, because each has one row, the shortest are repeated: fewer than `ranks`.
     """
     parts = list(parts)
     while len(parts) % ranks:
         largest = max(range(len(parts)), key=lambda i: len(parts[i]))
         whole = parts[largest]
         if len(whole) < 2:
-            parts += [part.copy() for part in parts[: ranks - len(parts) % ranks]]
-            continue
+            shortest = sorted(parts, key=lambda part: int(part.spans[1].sum()))
+            missing = itertools.islice(itertools.cycle(shortest), ranks - len(parts) % ranks)
+            return parts + [part.copy() for part in missing]
         ends = np.cumsum(whole.spans[1])
         middle = int(np.clip(np.searchsorted(ends, ends[-1] / 2), 1, len(whole) - 1))
         first = np.arange(len(whole)) < middle

@@ -82,7 +82,12 @@ class PlannedBatch:
             return
         other.counts.gone += self.counts.gone
         other.counts.skipped += self.counts.skipped
-        self.rows, self.state, self.tickets, self.counts = other.rows, other.state, other.tickets, other.counts
+        self.rows, self.state, self.tickets, self.counts = (
+            other.rows,
+            other.state,
+            other.tickets,
+            other.counts,
+        )
 
     def gathered(self) -> int:
         """Count what was left out when the batch was gathered; return its number of rows."""

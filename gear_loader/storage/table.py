@@ -968,7 +968,8 @@ class Table:
 
         ``table.fill(index, generation=..., reward=rewards)``, or with the rows of a batch
         ``table.fill(batch, advantage=advantage)``. From then on datasets that read the column draw the trajectory, in
-        every process. All values are written or none. The lock is held while they are copied.
+        every process. All values are written or none. Large values are copied without the table's lock; calls of
+        all processes follow one another. Trajectories that lie on disk only are brought back into memory first.
 
         Args:
             index: index of a trajectory; int [n], indices of several; or a whole batch, which supplies generations too.
@@ -986,6 +987,7 @@ class Table:
             FilledError: a trajectory has the column already, or is given twice. Nothing was changed.
             SchemaError: a column that is not late, or values that do not fit. Nothing was changed.
             StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
+            TableFullError: of a table with a disk tier: timed out waiting for room in memory. Nothing was changed.
             LockTimeoutError: timed out waiting for the lock.
         """
         self.check_open()
@@ -1256,6 +1258,15 @@ class Table:
             self._tier_reader = _checkpoint("tier_reader").FileReader(self)
         reader: TierReader = self._tier_reader
         return reader
+
+    def bring_back(self, slots: Array) -> int:
+        """Bring trajectories that lie on disk only back into memory, as far as blocks are free; return how many.
+
+        Args:
+            slots: int64 [n], distinct.
+        """
+        count: int = _checkpoint("promoting").promote(self, slots, most_bytes=None)
+        return count
 
     def remove_lost(self, error: LostRowsError) -> int:
         """Remove trajectories that cannot be read from disk, log the error and count them; return how many.
