@@ -359,7 +359,8 @@ class _Request:
             return total - before
         begin_change(arrays.view)
         if arrays.tier is not None:
-            arrays.stored[chosen, 0] = 0  # what is on disk does not have the values
+            # What is on disk does not have the values, but those of the columns that were filled before.
+            arrays.stored[chosen, 0] = -np.abs(arrays.stored[chosen, 0])
         set_filled(arrays, chosen, self.bits)
         first = int(arrays.counters[NUM_TOUCHED])
         arrays.touched[np.arange(first, first + len(chosen)) % arrays.num_slots] = chosen
