@@ -13,16 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from gear_loader.errors import FilledError, SchemaError, TableFullError
 from gear_loader.native.copying import copy_rows
 from gear_loader.storage.counters import NUM_TOUCHED, VERSION, WANTED_BLOCKS
 from gear_loader.storage.index_arrays import IndexArrays
+from gear_loader.storage.late_values import LateValues, check_late, checked_fill
 from gear_loader.storage.operations import READY, begin_change, end_change
-from gear_loader.storage.priority_updates import checked_rows
 from gear_loader.storage.readers import Ticket
-from gear_loader.storage.schema import Column, Schema, as_mapping
+from gear_loader.storage.schema import Schema
 from gear_loader.utils.arrays import Array
 
 if TYPE_CHECKING:
@@ -60,27 +59,11 @@ def set_filled(arrays: IndexArrays, slots: Array, bits: Array | int) -> None:
 def unfilled(table: Table, columns: Sequence[str]) -> tuple[Array, Array]:
     """See `Table.unfilled`."""
     names = list(columns) or list(table.schema.late)
-    _check_late(table.schema, names)
+    check_late(table.schema, names)
     snapshot = table.reader().snapshot()
     wanted = table.schema.late_bits(names)
     missing = (filled_bits(table.index.arrays, snapshot.slots) & wanted) != wanted
     return snapshot.slots[missing], snapshot.generations[missing]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Values:
-    """Values of one column for n trajectories.
-
-    Attributes:
-        name, column: of the table.
-        data: uint8 [rows, step_bytes].
-        lengths: int64 [n], rows of each trajectory in `data`.
-    """
-
-    name: str
-    column: Column
-    data: Array
-    lengths: Array
 
 
 def fill_columns(
@@ -97,80 +80,12 @@ def fill_columns(
     Args:
         again: whether the call may have been executed before: rows that have these very values are done.
     """
-    _check_late(table.schema, list(columns))
-    starts: Any = None
-    single = isinstance(index, (int, np.integer)) or (isinstance(index, torch.Tensor) and index.ndim == 0)
-    batch = as_mapping(index)
-    if isinstance(batch, Mapping):
-        if generation is not None or "index" not in batch or "generation" not in batch:
-            raise SchemaError(
-                f"A mapping with the keys {list(batch)} was received as index; expected a whole batch alone, or "
-                "batch['index'] with generation. Nothing was changed."
-            )
-        index, generation, starts = batch["index"], batch["generation"], batch.get("cu_seqlens")
-    elif single:
-        index = [int(index)]
-        generation = None if generation is None else np.asarray(generation).reshape(-1)
-        columns = {
-            name: value if table.schema[name].trajectory else [value] for name, value in columns.items()
-        }
-    slots, generations = checked_rows(index, generation)
-    values = [
-        _values(name, table.schema[name], value, len(slots), starts, single)
-        for name, value in columns.items()
-    ]
+    slots, generations, values = checked_fill(table.schema, index, generation, columns)
     bits = table.schema.late_bits(columns)
     if not len(slots):
         return 0
     request = _Request(table, slots, generations, values, bits, strict, again)
     return table.region.fill_lock.run(request.run)
-
-
-def _check_late(schema: Schema, names: list[str]) -> None:
-    wrong = [name for name in names if name not in schema.late]
-    if wrong or not names:
-        raise SchemaError(
-            f"The columns {names} were received; expected one or more of those with Column(late=True): "
-            f"{list(schema.late)}. Nothing was changed."
-        )
-
-
-def _values(name: str, column: Column, value: Any, count: int, starts: Any, single: bool) -> _Values:
-    """Check the values of one column."""
-    plain = Schema({name: Column(column.dtype, column.shape, cast=column.cast)})
-    if column.trajectory:
-        if single:
-            whole = Schema({"step": Column(torch.bool), name: dataclasses.replace(column, late=False)})
-            data = whole.validate_once({name: value}, what="the values")[name]
-        else:
-            data = plain.validate({name: value}, what="the values")[1][name]
-        if len(data) != count:
-            raise SchemaError(
-                f"Column {name!r} has {len(data)} values for {count} trajectories; expected one for each, as it is per "
-                "trajectory. Nothing was changed."
-            )
-        return _Values(name, column, data, np.ones(count, dtype=np.int64))
-    if isinstance(value, (list, tuple)) and len(value) == count:
-        parts = [
-            plain.validate({name: each}, what=f"the values of trajectory {i}")[1][name]
-            for i, each in enumerate(value)
-        ]
-        lengths = np.array([len(part) for part in parts], dtype=np.int64)
-        return _Values(name, column, parts[0] if count == 1 else np.concatenate(parts), lengths)
-    if starts is None:
-        raise SchemaError(
-            f"Column {name!r} is {type(value).__name__}; expected a list of {count} arrays [T, ...], one for each "
-            "trajectory; or [total, ...] with a packed batch as index. Nothing was changed."
-        )
-    data = plain.validate({name: value}, what="the values")[1][name]
-    bounds: Array = np.asarray(starts).astype(np.int64)
-    lengths = bounds[1:] - bounds[:-1]
-    if len(lengths) != count or lengths.sum() != len(data):
-        raise SchemaError(
-            f"Column {name!r} has {len(data):,} steps; expected {lengths.sum():,}, as the batch has. Nothing was "
-            "changed."
-        )
-    return _Values(name, column, data, lengths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +114,7 @@ class _Request:
     table: Table
     slots: Array
     generations: Array
-    values: list[_Values]
+    values: list[LateValues]
     bits: int
     strict: bool
     again: bool
@@ -293,7 +208,7 @@ class _Request:
             found[each.name] = arrays.ids_at(starts + np.arange(len(starts)))
         return found
 
-    def _counts(self, values: _Values, rows: Array) -> Array:
+    def _counts(self, values: LateValues, rows: Array) -> Array:
         """Blocks of each row in a column, int64 [m]."""
         if values.column.trajectory:
             return np.ones(len(rows), dtype=np.int64)

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from gear_loader.errors import SchemaError, TransportError
+from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.blocking_link import BlockingLink
 from gear_loader.transport.channel import Address
+from gear_loader.transport.fill_message import Fill, Unfilled
 from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.link import Link
 from gear_loader.transport.loop import EventLoop, event_loop
@@ -22,7 +24,7 @@ from gear_loader.transport.part_message import Part
 from gear_loader.transport.request import Request
 from gear_loader.transport.store_message import Store, step_places
 from gear_loader.transport.update_message import Update
-from gear_loader.transport.wire import Fields, Kind, Limits, pack_text
+from gear_loader.transport.wire import Fields, Kind, Limits, ProtocolError, pack_text
 from gear_loader.utils.arrays import Array
 
 if TYPE_CHECKING:
@@ -354,6 +356,69 @@ class Peer:
                 what=f"{n:,} priorities to be set in table {update.table!r}",
                 small_bytes=8,
                 check=check,
+                seconds=seconds,
+            )
+        )
+
+    def fill(self, fill: Fill, values: Sequence[LateValues], *, seconds: float | None = None) -> Future[int]:
+        """Write late columns of trajectories, all or none.
+
+        Args:
+            fill: the table, its rows and columns. values: of these columns. seconds: until the deadline; by default
+                the peer's timeout.
+
+        Returns:
+            A future of the number of rows of removed trajectories, which were skipped.
+        """
+        n, data = len(fill.slots), fill.bulk(values)
+
+        def check(limits: Limits) -> str | None:
+            if n > limits.rows or len(data) > limits.store_bytes:
+                return (
+                    f"the server takes at most {limits.rows:,} rows and {limits.store_bytes:,} bytes at a time: fill "
+                    "fewer at once"
+                )
+            return None
+
+        def finish(small: memoryview) -> int:
+            fields = Fields(small, Kind.FILLED.name)
+            stale = fields.number(8, "stale")
+            fields.end()
+            return stale
+
+        return self._submit(
+            Request(
+                kind=Kind.FILL,
+                small=fill.pack(),
+                answer=Kind.FILLED,
+                finish=finish,
+                what=f"{n:,} rows ({len(data):,} bytes) to be filled in table {fill.table!r}",
+                bulk=data,
+                small_bytes=8,
+                check=check,
+                seconds=seconds,
+            )
+        )
+
+    def unfilled(self, request: Unfilled, *, seconds: float | None = None) -> Future[Array]:
+        """Request which trajectories wait for late columns.
+
+        Returns:
+            A future of their slots and generations, int64 [2, m].
+        """
+
+        def finish(data: memoryview) -> Array:
+            if len(data) % 16:
+                raise ProtocolError(f"The answer to UNFILLED has {len(data):,} bytes; expected int64 [2, m].")
+            return np.frombuffer(data, dtype="<i8").astype(np.int64).reshape(2, -1)
+
+        return self._submit(
+            Request(
+                kind=Kind.UNFILLED,
+                small=request.pack(),
+                answer=Kind.DESCRIBED,
+                finish=finish,
+                what=f"unfilled trajectories of table {request.table!r}",
                 seconds=seconds,
             )
         )

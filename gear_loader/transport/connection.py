@@ -11,6 +11,7 @@ import numpy as np
 from gear_loader.errors import GearError, LockTimeoutError, TransportError
 from gear_loader.transport.access import refusal
 from gear_loader.transport.channel import Channel, as_bytes
+from gear_loader.transport.fill_message import Fill, Unfilled
 from gear_loader.transport.message_schema import ALIGNMENT, MAX_SPEC_BYTES
 from gear_loader.transport.open_packed import OpenPacked
 from gear_loader.transport.open_query import OpenQuery
@@ -70,6 +71,8 @@ class Connection:
             Kind.STORE: (Store.most(limits), limits.store_bytes),
             Kind.METADATA: (4 + 2 * _MOST_NAME, 0),
             Kind.UPDATE: (Update.most(limits), 0),
+            Kind.FILL: (Fill.most(limits), limits.store_bytes),
+            Kind.UNFILLED: (Unfilled.most(), 0),
             Kind.PART: (Part.most(), MOST_PART),
             Kind.BYE: (0, 0),
         }
@@ -138,6 +141,8 @@ class Connection:
             await self._begin_store(header, small)
         elif header.kind is Kind.PART:
             await self._keep_part(header, small)
+        elif header.kind is Kind.FILL:
+            await self._fill(header, small)
         else:
             self.receiving_since = None
             if header.kind is Kind.BYE:
@@ -146,6 +151,8 @@ class Connection:
                 await self._open(header.request, small)
             elif header.kind is Kind.UPDATE:
                 await self._update(header.request, small)
+            elif header.kind is Kind.UNFILLED:
+                await self._list_unfilled(header.request, small)
             else:
                 await self._describe(header.request, small)
         return True
@@ -210,6 +217,37 @@ class Connection:
             await self._fail(request, error, f"setting priorities in {update.table!r}")
             return
         await self._send(Kind.UPDATED, request, stale.to_bytes(8, "little"))
+
+    async def _fill(self, header: Header, small: Array) -> None:
+        fill = Fill.parse(small.copy(), header.bulk, self._limits)
+        data = await self._receive_bulk(header.bulk)
+        server = self._server
+
+        def work() -> int:
+            return server.tables.get(fill.table).fill(fill, data)
+
+        try:
+            stale = await server.writers(fill.table).run(work)
+        except Exception as error:
+            await self._fail(header.request, error, f"filling columns of {fill.table!r}")
+            return
+        finally:
+            server.budget.give(header.bulk)
+        await self._send(Kind.FILLED, header.request, stale.to_bytes(8, "little"))
+
+    async def _list_unfilled(self, request: int, small: Array) -> None:
+        asked = Unfilled.parse(small)
+        server = self._server
+
+        def look() -> Array:
+            return np.stack(server.tables.get(asked.table).table.unfilled(*asked.names)).astype("<i8")
+
+        try:
+            found = await server.waiters(asked.table).run(look)
+        except Exception as error:
+            await self._fail(request, error, f"unfilled trajectories of {asked.table!r}")
+            return
+        await self._send(Kind.DESCRIBED, request, b"", found)
 
     async def _fail(self, request: int, error: Exception, what: str) -> None:
         """Send an error to the requester; log it if it is internal."""
