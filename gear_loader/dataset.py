@@ -194,7 +194,8 @@ class ReplayDataset(IterableDataset[Batch]):
 
     **Late columns** (`Column.late`): a dataset draws only trajectories whose late columns are filled, of those that it
     reads. If there are none, or no complete groups, or no recent trajectories of a table with `max_lag`, a draw waits
-    until the table's timeout, then raises TableEmptyError.
+    until the timeout of the table, or of the Shards, then raises TableEmptyError. Over Shards each rank's trainer
+    fills columns of its own table (`Table.fill`), and advances its version.
 
     **Packed batches** have no ``mask``, and
 
@@ -999,8 +1000,8 @@ class ReplayDataset(IterableDataset[Batch]):
             the shards' steps or masses; "leftovers": removed duplicates of an interrupted call. The same on every rank.
 
         Raises:
-            SchemaError: invalid options, a dataset that does not draw over all Shards, or one with a `subset`, which
-                depends on each table's order of insertion.
+            SchemaError: invalid options, a dataset that does not draw over all Shards, one with a `subset`, which
+                depends on each table's order of insertion, or tables with late columns.
             RankError: another rank has failed; nothing was lost.
         """
         if by not in ("steps", "mass"):
@@ -1008,10 +1009,10 @@ class ReplayDataset(IterableDataset[Batch]):
         max_bytes = at_least("max_bytes", max_bytes, least=0)
         if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
             raise SchemaError(f"tolerance is {tolerance!r}; expected a number from 0 to below 1.")
-        if not self._is_global or self.subset is not None:
+        if not self._is_global or self.subset is not None or self.table.schema.late:
             raise SchemaError(
-                "rebalance was called, but this dataset has a subset, or does not draw over all Shards; make one with "
-                "Shards, scope='global' and without subset."
+                "rebalance was called, but this dataset has a subset, does not draw over all Shards, or its tables "
+                "have late columns, which do not migrate; make one with Shards, scope='global' and without these."
             )
         selection = self._selected()
         assert isinstance(selection, GlobalSelection)

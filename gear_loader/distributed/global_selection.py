@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -35,6 +37,8 @@ __all__ = ["GlobalSelection"]
 _logger = logging.getLogger("gear_loader")
 
 _MOST_MIGRATED = 10_000_000  # migrated trajectories up to which the first draw looks for duplicates
+
+_PAUSE = 0.05  # seconds between two exchanges while there is nothing to draw
 
 Weigh = Callable[[Array], Array]
 
@@ -132,6 +136,21 @@ class GlobalSelection(Selection):
         """Return the summaries for the next draw, `SUMMARY` [S]; all ranks call it."""
         return self._batches.known_summaries()
 
+    def await_items(self) -> None:
+        """See `Selection.await_items`; all ranks call it, and wait for the same number of turns."""
+        if self.context.waits:
+            for _ in self._turns():
+                if len(self.look()):
+                    return
+            raise self._empty_error()
+
+    def _turns(self) -> Iterator[None]:
+        """Wait before each turn but the first, until the deadline of the shards; the same number on all ranks."""
+        yield
+        for _ in range(math.ceil(self.shards.timeout / _PAUSE)):
+            time.sleep(_PAUSE)
+            yield
+
     def last_look(self) -> PassView:
         """Return the view of the last `look`."""
         return self.look() if self._view is None else self._view
@@ -189,6 +208,13 @@ class GlobalSelection(Selection):
             self._batches.summaries = None
             summaries = self._batches.known_summaries()
             masses = self._batches.masses()
+        if self.context.waits and not masses.sum() > 0:  # others fill columns, or add newer trajectories
+            for _ in self._turns():
+                self._batches.summaries = None
+                summaries = self._batches.known_summaries()
+                masses = self._batches.masses()
+                if masses.sum() > 0:
+                    break
         if not masses.sum() > 0 or (view is not None and len(view) == 0):
             raise self._empty_error()
         drawn = self._drawing.draw(draw, masses, view)
@@ -206,7 +232,10 @@ class GlobalSelection(Selection):
     def _empty_error(self) -> TableEmptyError | PriorityError:
         """Return the error for a draw without mass in any shard. All ranks call it."""
         self._batches.summaries = None  # the next draw begins with an exchange of summaries
-        return empty_error(self.context.selector, len(self.look()))
+        count = len(self.look())
+        if self.context.waits:
+            return self.context.starved("the shards have none")
+        return empty_error(self.context.selector, count)
 
     def _spare(self, draw: Draw) -> Callable[[int, int], tuple[Array, int]]:
         """Return the function that draws spare rows of a batch; see `ShardRows.spare`."""

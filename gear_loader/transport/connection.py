@@ -277,17 +277,17 @@ class Connection:
             raise ProtocolError(f"A message FETCH has {len(small)} bytes; expected at least {_FETCH.size}.")
         number, n = _FETCH.unpack_from(as_bytes(small))
         opened = self._queries.get(number)
-        if opened is None:
-            raise ProtocolError(f"A message FETCH asks for the spec {number}, which was not opened.")
         # A spec that was refused may have been of either kind.
-        widths = (WindowSpec.FIELDS, PackedSpec.FIELDS)
-        if not isinstance(opened, GearError):
-            widths = (opened.spec.FIELDS,) * 2
+        widths = [WindowSpec.FIELDS, PackedSpec.FIELDS]
+        if opened is not None and not isinstance(opened, GearError):
+            widths = [opened.spec.FIELDS]
         if n > self._limits.rows or len(small) not in [_FETCH.size + 8 * width * n for width in widths]:
             raise ProtocolError(
                 f"A message FETCH of {len(small):,} bytes has n {n:,}; expected at most {self._limits.rows:,}, and "
                 f"{_FETCH.size} + {8 * widths[0]} n bytes."
             )
+        if opened is None:
+            raise ProtocolError(f"A message FETCH asks for the spec {number}, which was not opened.")
         try:
             if isinstance(opened, GearError):
                 raise opened

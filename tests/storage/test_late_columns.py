@@ -408,13 +408,6 @@ def test_bits_of_columns_that_do_not_exist_are_refused(tmp_path: Path) -> None:
         gear.Table.load(tmp_path)
 
 
-def test_shards_are_refused() -> None:
-    import gear_loader.distributed as gd
-
-    with make() as table, pytest.raises(SchemaError, match="late columns"):
-        gd.Shards(table)
-
-
 @pytest.mark.parametrize("stale", ["ignore", "error"])
 def test_large_values_are_copied_without_the_lock(
     table: gear.Table, monkeypatch: pytest.MonkeyPatch, stale: Any
