@@ -21,12 +21,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 from gear_loader.collection.batches import Batch, loader_error, refuse
 from gear_loader.collection.buffer_pools import BufferPools
 from gear_loader.collection.collector import Buffers, Collector
-from gear_loader.collection.output import as_jagged, as_tensordict, check_nesting
+from gear_loader.collection.output import as_jagged, as_padded, as_tensordict, check_nesting
 from gear_loader.collection.packed import PackedCollector
 from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.collection.windows import (
     Whole,
     expand,
+    has_whole,
     packed_span,
     source_of,
     steps_only,
@@ -124,7 +125,7 @@ class ReplayDataset(IterableDataset[Batch]):
             so it needs one for them.
         batch_size: rows of a batch on each rank; None with `max_steps`.
         windows: one `Window` for all columns, or a mapping of column name to window; columns without a window are not
-            read. `Whole` in place of a `Window` with ``layout="packed"`` or ``"jagged"``.
+            read. `Whole` in place of a `Window` for whole trajectories.
         columns: with one window: the columns to read (all by default).
         complete: draw only anchors at which every window lies wholly inside the trajectory, its final step included. A
             trajectory that has none is never drawn; `stats` counts them.
@@ -159,9 +160,10 @@ class ReplayDataset(IterableDataset[Batch]):
         output: ``"dict"``, or ``"tensordict"`` for batches that are a ``tensordict.TensorDict`` of batch size [B] with
             the same entries; a dot in a name is a level of nesting (``("next", "reward")``). `DataLoader` then needs
             ``collate_fn=dataset.collate``.
-        layout: ``"padded"``: columns of steps are ``[B, L, *shape]``. ``"packed"``: rows lie one after another without
-            padding, see below. ``"jagged"``: so they do, and are shown as `torch.nested` tensors of layout
-            `torch.jagged`, without a copy. The latter two need ``device="cpu"``.
+        layout: ``"padded"``: columns of steps are ``[B, L, *shape]``; with `Whole` L is that of the longest row of the
+            batch, which is then copied from a packed one. ``"packed"``: rows lie one after another without padding, see
+            below. ``"jagged"``: so they do, and are shown as `torch.nested` tensors of layout `torch.jagged`, without a
+            copy. The latter two, and `Whole`, need ``device="cpu"``.
         max_steps: in place of `batch_size`, most steps of a batch: it has the drawn trajectories in order until one
             does not fit, which begins the next batch. An epoch delivers every drawn trajectory exactly once, unless it
             was removed from the table meanwhile: as many as there are items, or with `batches_per_epoch` so many
@@ -309,7 +311,7 @@ class ReplayDataset(IterableDataset[Batch]):
         if not isinstance(complete, bool):
             raise SchemaError(f"complete is {complete!r}; expected True or False.")
         self.complete = CompleteAnchors.of(table.schema, self.windows) if complete else None
-        whole = any(isinstance(window, Whole) for window in self.windows.values())
+        whole = has_whole(self.windows)
         self.anchor: Literal["uniform", "first", "last"] = "first" if whole else anchor
         self.seed = int(seed)
         self.device = device_of(device)
@@ -317,6 +319,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self.keep = int(keep)
         self.copy = copy
         self.layout: Literal["padded", "packed", "jagged"] = layout
+        self._packs = whole or layout != "padded"  # rows are gathered one after another
         if self.table.has_tier:
             self._check_tier(group)
         self._late = table.schema.late_bits(
@@ -427,7 +430,7 @@ class ReplayDataset(IterableDataset[Batch]):
     ) -> StepBudget | None:
         """Check what packed batches need; return the options of batches that have a number of steps."""
         dealt = self.balance is not None or self.micro_batches > 1
-        if dealt and (self.layout == "padded" or not self._is_global):
+        if dealt and not (self._packs and self._is_global):
             raise SchemaError(
                 f"balance={self.balance!r} and micro_batches={self.micro_batches} were given; expected both with "
                 "Shards, scope='global' and layout='packed' or 'jagged': they deal the rows of a step to ranks."
@@ -437,7 +440,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 f"micro_batches={self.micro_batches} was given with batch_size; expected max_steps, whose batches are "
                 "planned together, or accumulate gradients over batches."
             )
-        if self.layout == "padded":
+        if not self._packs:
             return None
         offset, length = packed_span(self.table.schema, self.windows)
         if self.shards is not None and self._is_global:
@@ -805,6 +808,8 @@ class ReplayDataset(IterableDataset[Batch]):
         """A batch in the form of `output` and `layout`."""
         if self.layout == "jagged":
             return as_jagged(batch, steps_only(self.table.schema, self.windows))
+        if self._packs and self.layout == "padded":
+            batch = as_padded(batch, list(steps_only(self.table.schema, self.windows)))
         return batch if self.output == "dict" else as_tensordict(batch)
 
     # ---------------------------------------------------------------- one batch
@@ -885,14 +890,14 @@ class ReplayDataset(IterableDataset[Batch]):
                 windows=expand(self.table.schema, self.windows)[0],
                 shards=self.shards,
                 exchange=self._exchange if self._is_global else None,
-                packed=self.layout != "padded",
+                packed=self._packs,
                 deal=self._deal(),
             )
         return self._selection
 
     def _deal(self) -> Callable[[Array], Array] | None:
         """What deals the rows of packed batches over Shards to ranks; None for slices."""
-        if self.shards is None or not self._is_global or self.layout == "padded":
+        if self.shards is None or not self._is_global or not self._packs:
             return None
         if self._budget is not None:
             return deal_all
@@ -1189,9 +1194,9 @@ class ReplayDataset(IterableDataset[Batch]):
         return {"keep": self.keep, "copy": in_worker or self.copy, "complete": complete}
 
     def _collector(self, size: int) -> Collector:
-        if self.layout != "padded" and self.shards is not None and self._is_global:
+        if self._packs and self.shards is not None and self._is_global:
             return ShardPackedCollector(self.shards, self.windows, weighs=self.selector.weighs)
-        if self.layout != "padded":
+        if self._packs:
             return PackedCollector(
                 self.table, self.windows, weighs=self.selector.weighs, informs=self.sample_info
             )
@@ -1358,7 +1363,7 @@ class ReplayDataset(IterableDataset[Batch]):
             **({} if self.complete is None else {"complete": True}),
             **({} if self.groups is None else {"group": dataclasses.asdict(self.groups)}),
             **({} if self._budget is None else dataclasses.asdict(self._budget)),
-            **({} if not self._is_global or self.layout == "padded" else self._dealing()),
+            **(self._dealing() if self._packs and self._is_global else {}),
         }
 
     def _dealing(self) -> dict[str, Any]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from gear_loader.collection.batches import Batch
+from gear_loader.collection.windows import PACKED_KEYS
 from gear_loader.errors import SchemaError
+from gear_loader.native.packed import place_packed
 from gear_loader.storage.schema import BATCH_KEYS
+from gear_loader.utils.arrays import Array
 
-__all__ = ["as_jagged", "as_tensordict", "check_nesting", "check_output"]
+__all__ = ["as_jagged", "as_padded", "as_tensordict", "check_nesting", "check_output"]
 
 
 def check_output(output: Any) -> None:
@@ -61,6 +65,29 @@ def as_tensordict(batch: Mapping[str, Any]) -> Any:
     from tensordict import TensorDict
 
     return TensorDict(_nested(batch), batch_size=[len(batch["index"])])
+
+
+def as_padded(batch: Batch, names: Sequence[str]) -> Batch:
+    """A packed batch as rows of the length of the longest one, zeros after the others, in new memory.
+
+    Args:
+        batch: a packed batch. names: its columns of steps.
+
+    Returns:
+        Columns of steps as ``[B, L, *shape]`` and ``mask``, bool ``[B, L]``, in place of the keys of packed batches.
+    """
+    starts, longest = batch["cu_seqlens"].numpy().astype(np.int64), batch["max_seqlen"]
+    count, counts = len(starts) - 1, np.diff(starts)
+    shown = Batch({key: value for key, value in batch.items() if key not in PACKED_KEYS})
+    pieces: Array = np.zeros((len(names), 3), dtype=np.int64)
+    for piece, name in zip(pieces, names, strict=True):
+        values = batch[name]
+        shown[name] = values.new_zeros(count, longest, *values.shape[1:])
+        step_bytes = values.element_size() * values.shape[1:].numel()
+        piece[:] = values.data_ptr(), shown[name].data_ptr(), step_bytes
+    place_packed(pieces, starts[:-1], np.arange(count) * longest, counts)
+    shown["mask"] = torch.from_numpy(np.arange(longest) < counts[:, None])
+    return shown
 
 
 def as_jagged(batch: Batch, names: Iterable[str]) -> Batch:

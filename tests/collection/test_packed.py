@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -250,6 +251,31 @@ def test_jagged_batches_are_views_of_the_same_memory(table: gear.Table) -> None:
         assert torch.equal(doubled.values(), expected["hidden"] * 2 + expected["hidden"])
 
 
+@pytest.mark.parametrize("output", ["dict", "tensordict"])
+@pytest.mark.parametrize("sizes", [{"batch_size": 5}, {"max_steps": 30, "batch_size": None}])
+def test_whole_trajectories_padded_to_the_longest_of_a_batch(
+    table: gear.Table, sizes: dict[str, Any], output: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"selector": gear.Uniform(replacement=False), "anchor": "first", **sizes}
+    if output == "tensordict":
+        import tensordict_stand_in
+
+        monkeypatch.setitem(sys.modules, "tensordict", tensordict_stand_in)
+    flat = copies_of(dataset(table, **options))
+    data = dataset(table, layout="padded", output=output, **options)
+    for batch, expected in zip(data, flat, strict=True):
+        lengths = expected["cu_seqlens"].diff()
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        assert torch.equal(batch["mask"], mask)
+        for name in ("token", "hidden", "wide", "flag"):
+            assert batch[name].shape[:2] == mask.shape
+            assert torch.equal(batch[name][mask], expected[name])
+            assert not batch[name][~mask].any()
+        for name in ("prompt", "index", "anchor", "generation"):
+            assert torch.equal(batch[name], expected[name])
+        assert not {"cu_seqlens", "max_seqlen", "position"} & set(batch.keys())
+
+
 def copies_of(data: gear.ReplayDataset) -> list[dict[str, Any]]:
     return [snapshot_of(batch) for batch in data]
 
@@ -297,7 +323,6 @@ def test_a_corrupt_block_is_an_error(table: gear.Table) -> None:
     ("options", "message"),
     [
         ({"layout": "flat"}, "layout is 'flat'; expected 'padded', 'packed', 'jagged'"),
-        ({"layout": "padded"}, r"Whole trajectories were asked for with layout='padded'"),
         ({"windows": gear.Window(3, pad="edge")}, r"layout='packed' was given with Window\(length=3"),
         ({"windows": {"token": gear.Whole(), "wide": gear.Window(3)}}, "of a packed batch differ"),
         ({"windows": {"position": gear.Whole(column="token")}}, "name 'position', which is a key of packed"),
