@@ -129,6 +129,9 @@ class ShardBudgetPlanner(BudgetPlanner):
         names[QUEUE_FIRST:] = rows.spans
         self._enqueue(names, [rows.weights, rows.shards, records])
 
+    def _names(self) -> tuple[Array | None, Array | None]:
+        return None, None
+
     def _repeat(self, state: BudgetState) -> None:
         super()._repeat(state)
         self._screen(0)

@@ -137,7 +137,7 @@ class BudgetPlanner:
         self._view = selection.look()
         self._state = state = state or BudgetState()
         self._queue: Array = np.empty((QUEUE_WIDTH, 0), dtype=np.int64)
-        self._more: list[Array | None] | None = None  # weights, counts and numbers of the queued rows
+        self._more: list[Array | None] | None = None  # weights, counts, numbers and ids of the queued rows
         self._draws: dict[int, DrawnPart] = {}
         self._counts = BudgetCounts()
         self._skipped_together = 0
@@ -198,11 +198,19 @@ class BudgetPlanner:
         state = self._state
         oldest = int(waiting[0, 0]) if len(others) else state.draw
         self._draws = {n: drawn for n, drawn in self._draws.items() if n >= oldest}
-        return BudgetState(number, state.draw, state.turn, state.first, tuple(self._draws.values()), waiting)
+        draws = tuple(self._draws.values())
+        return BudgetState(number, state.draw, state.turn, state.first, draws, waiting, *self._names())
+
+    def _names(self) -> tuple[Array | None, Array | None]:
+        """Ids and anchors of the queued rows, int64 [2, n], and their weights; None where draws are repeated."""
+        weights, counted, _, ids = self._more_of(np.arange(self._queue.shape[1]))
+        if ids is None or counted is not None:
+            return None, None
+        return np.stack((ids, self._queue[QUEUE_ANCHOR])), weights
 
     def _planned(self, chosen: Array, others: Array, steps: int, tickets: list[Any]) -> PlannedBatch:
         """The batch of the chosen rows of the queue, where the others stay."""
-        names, (weights, counted, numbers) = self._queue.take(chosen, 1), self._more_of(chosen)
+        names, (weights, counted, numbers, _) = self._queue.take(chosen, 1), self._more_of(chosen)
         self._state = self._waiting(others, self._state.number + 1)
         slots, anchors, generations = names[:QUEUE_DRAW]
         rows = SelectedRows(slots, anchors, generations, weights, counted, numbers, names[QUEUE_FIRST:])
@@ -253,6 +261,8 @@ class BudgetPlanner:
 
     def _repeat(self, state: BudgetState) -> None:
         """Queue the waiting rows of a state."""
+        if state.rows is not None and self._find(state, state.rows):
+            return
         parts: dict[int, Any] = {}
         for drawn in state.draws:
             ticket = self._selection.new_ticket()
@@ -267,12 +277,35 @@ class BudgetPlanner:
             if row < len(rows):
                 self._add(rows.take(np.arange(len(rows)) == row), number, np.array([row]))
 
+    def _find(self, state: BudgetState, rows: Array) -> bool:
+        """Queue the waiting rows of a state by their ids; False if the table has none of them."""
+        ids, inverse = np.unique(rows[0], return_inverse=True)
+        ticket = Ticket()
+        try:
+            self._reader.begin_read(ticket)
+            slots = self._selection.context.table.index.slots_of(ids)[inverse.reshape(-1)]
+            present = np.flatnonzero(slots >= 0)
+            if not len(present):
+                return False
+            names = np.empty((QUEUE_WIDTH, len(present)), dtype=np.int64)
+            names[QUEUE_SLOT], names[QUEUE_ANCHOR] = slots[present], rows[1, present]
+            names[QUEUE_GENERATION] = self._reader.slot_states()[1][slots[present]]
+            names[QUEUE_DRAW : QUEUE_ROW + 1] = state.waiting[:, present]
+            weights = None if state.weights is None else state.weights[present]
+            self._enqueue(names, [weights, None, None, rows[0, present]])
+            self._counts.gone += len(slots) - len(present)
+        finally:
+            ticket.end()
+        self._draws = {drawn[0]: drawn for drawn in state.draws}
+        return True
+
     def _add(self, rows: Any, draw: int, numbers: Array) -> None:
         """Queue rows of a draw; `numbers`: those of the rows in it."""
         names = np.empty((QUEUE_WIDTH, len(rows)), dtype=np.int64)
         names[QUEUE_SLOT], names[QUEUE_ANCHOR] = rows.slots, rows.anchors
         names[QUEUE_GENERATION], names[QUEUE_DRAW], names[QUEUE_ROW] = rows.generations, draw, numbers
-        self._enqueue(names, [rows.weights, rows.counts, rows.numbers])
+        ids = self._selection.context.table.ids(rows.slots)
+        self._enqueue(names, [rows.weights, rows.counts, rows.numbers, ids])
 
     def _enqueue(self, names: Array, parts: list[Array | None]) -> None:
         """Queue rows: int64 [QUEUE_WIDTH, n], and what else belongs to them."""
@@ -288,9 +321,9 @@ class BudgetPlanner:
         ]
 
     def _more_of(self, places: Array) -> list[Array | None]:
-        """Weights, counts and numbers of queued rows, int64 [n]."""
+        """Weights, counts, numbers and ids of queued rows, int64 [n]."""
         if self._more is None:
-            return [None, None, None]
+            return [None] * 4
         return [None if part is None else part.take(places, -1) for part in self._more]
 
     def _keep(self, places: Array) -> None:
