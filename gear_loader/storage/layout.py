@@ -33,8 +33,9 @@
                     parked               int32 [N]        blocks of trajectories that were moved to disk, until nobody
                                                           reads them any more; [1] of a table without a disk tier
                     stored               int64 [T, 4]     where a trajectory is on disk: 1 + its sequence number
-                                                          (negative: without columns filled since), segment, first row, position in the segment; [1, 4] of a
-                                                          table without a disk tier
+                                                          (negative: without columns filled since), segment,
+                                                          first row, position in the segment; [1, 4] of a table without
+                                                          a disk tier
     next page       record     [N blocks, block_stride B] of a packed table: block_steps records, then padding to a
                                                           multiple of 128 B. A record is one step of all narrow columns
                     column 0   [N blocks, block_stride B] of each other column: block_steps steps, then such padding; of
