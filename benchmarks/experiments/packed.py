@@ -3,7 +3,8 @@
 Lengths are log-normal, 100 to 8,000 with a median of 600. Plain torch, the yardstick, has every column in one tensor,
 sequence after sequence: it draws sequences until the next does not fit, makes one index of all steps, and calls
 `index_select` for each column (`cat`: concatenates slices instead). `pad_sequence` pads the same sequences to the
-longest of the batch. Ours is a dataset with ``max_steps``. Every figure is the time of as many tokens that are no
+longest of the batch. TransferQueue returns the same as jagged tensors, from
+its simple storage. Ours is a dataset with ``max_steps``. Every figure is the time of as many tokens that are no
 padding. Then steps of the model of `examples/grpo.py`, forward, backward and AdamW, with packed batches of 2,048 tokens
 and with the same rows padded to the longest.
 """
@@ -26,6 +27,7 @@ import gear_loader as gear
 from benchmarks.harness import Incorrect, Session, Variant
 from benchmarks.options import command as as_command
 from benchmarks.options import numbers, option
+from benchmarks.peers.process import PeerFailed, PeerProcess, start
 
 TOKENS = 16_384
 COLUMNS = (1, 32)
@@ -76,8 +78,8 @@ class Sequences:
             block_steps=128,
             packed=False,
         )
-        for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
-            table.add({name: values[start : start + length] for name, values in self.flat.items()})
+        for first, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
+            table.add({name: values[first : first + length] for name, values in self.flat.items()})
         return table
 
     def batches(self) -> Iterator[np.ndarray]:
@@ -109,9 +111,47 @@ def _measured(session: Session, data: Sequences, count: int) -> None:
             _variant("ours", iter(kept), data, count, targets=targets, fill=lambda: kept.batch_fill),
             _variant("ours, copy=False", iter(recycled), data, count, fill=lambda: recycled.batch_fill),
         ]
+        peer = _transfer_queue(session, data)
+        if peer is not None:
+            variants.append(_of_peer(peer, data, max(2, count // 4)))
         label = f"{len(data.flat)} column{'s' if len(data.flat) > 1 else ''}, {TOKENS:,} tokens"
         told = {"columns": len(data.flat), "sequences": len(data.lengths), "item": "token"}
-        session.compare(f"{len(data.flat)} columns", label, variants, "plain torch", told, unit="rows")
+        try:
+            session.compare(f"{len(data.flat)} columns", label, variants, "plain torch", told, unit="rows")
+        finally:
+            if peer is not None:
+                peer.close()
+
+
+def _transfer_queue(session: Session, data: Sequences) -> PeerProcess | None:
+    """A process in which TransferQueue holds the sequences; None, having said why, if there is none."""
+    try:
+        peer = start(session.peers, "sequences", "transferqueue", "TransferQueue", patience=300.0)
+    except PeerFailed as error:
+        session.console.print(f"TransferQueue: {error}")
+        return None
+    try:
+        peer.ask("build", columns=len(data.flat), lengths=data.lengths.tolist())
+        return peer
+    except PeerFailed as error:
+        session.console.print(f"TransferQueue: {error}")
+        peer.close()
+        return None
+
+
+def _of_peer(peer: PeerProcess, data: Sequences, count: int) -> Variant:
+    """TransferQueue: the same batches as plain torch, in a process of its own."""
+    batches = data.batches()
+
+    def taken(number: int) -> list[list[int]]:
+        return [chosen.tolist() for chosen in itertools.islice(batches, number)]
+
+    def measure() -> float:
+        told = taken(count)
+        tokens = sum(int(data.lengths[chosen].sum()) for chosen in told)
+        return float(peer.ask("measure", batches=told)["seconds"]) * count * TOKENS / tokens
+
+    return Variant("TransferQueue", measure, lambda: peer.ask("check", batches=taken(2)), TOKENS, count)
 
 
 def _variant(
