@@ -182,7 +182,11 @@ def _variant(
 
 def _measure_steps(session: Session, count: int) -> None:
     """Compare training steps of the example's model with packed and with padded batches."""
-    grpo = runpy.run_path(str(EXAMPLE))
+    try:
+        grpo = runpy.run_path(str(EXAMPLE))
+    except SystemExit as missing:
+        session.console.print(str(missing))
+        return
     random = torch.Generator().manual_seed(SEED)
     shortest, longest = grpo["PROMPT"] + 1, grpo["PROMPT"] + grpo["LONGEST"]
     lengths = torch.randint(
