@@ -271,6 +271,7 @@ def evicting(rank: int, world: int) -> Any:
     return rank_of(rank, world, churned, max_steps=900, on_full="evict_oldest")
 
 
+@pytest.mark.long
 def test_rows_are_whole_beside_writers_that_evict() -> None:
     ranks = run_ranks(3, evicting)
     for found in ranks:

@@ -146,6 +146,7 @@ def test_a_request_that_was_executed_by_a_server_that_died_is_recognised(
             check(table, slot, number, 5 + number)
 
 
+@pytest.mark.long
 def test_servers_that_are_killed_fill_once() -> None:
     with named(COLUMNS, **SIZES) as table:
         slots = [add(table, number) for number in range(300)]
