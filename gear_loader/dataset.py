@@ -21,21 +21,24 @@ from torch.utils.data import IterableDataset, get_worker_info
 from gear_loader.collection.batches import Batch, loader_error, refuse
 from gear_loader.collection.buffer_pools import BufferPools
 from gear_loader.collection.collector import Buffers, Collector
-from gear_loader.collection.output import as_jagged, as_tensordict, check_nesting
+from gear_loader.collection.output import as_jagged, as_padded, as_tensordict, check_nesting
 from gear_loader.collection.packed import PackedCollector
 from gear_loader.collection.packed_cuda import CudaPackedCollector
 from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.collection.windows import (
     Whole,
     expand,
+    has_whole,
     packed_span,
     source_of,
     steps_only,
     windows_of,
 )
 from gear_loader.dataset_options import check_options
+from gear_loader.distributed.budget_planner import ShardBudgetPlanner
 from gear_loader.distributed.collector import ShardCollector
 from gear_loader.distributed.collector_cuda import CudaShardCollector
+from gear_loader.distributed.dealing import Balance, RowDealer, deal_all
 from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.local_selection import (
@@ -43,6 +46,7 @@ from gear_loader.distributed.local_selection import (
     gather_states,
     own_state,
 )
+from gear_loader.distributed.packed_collector import ShardPackedCollector, check_packed_shards
 from gear_loader.distributed.selection_for import selection_for
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import GearError, PrivateTableError, RankError, SchemaError
@@ -122,7 +126,7 @@ class ReplayDataset(IterableDataset[Batch]):
             so it needs one for them.
         batch_size: rows of a batch on each rank; None with `max_steps`.
         windows: one `Window` for all columns, or a mapping of column name to window; columns without a window are not
-            read. `Whole` in place of a `Window` with ``layout="packed"`` or ``"jagged"``.
+            read. `Whole` in place of a `Window` for whole trajectories.
         columns: with one window: the columns to read (all by default).
         complete: draw only anchors at which every window lies wholly inside the trajectory, its final step included. A
             trajectory that has none is never drawn; `stats` counts them.
@@ -157,9 +161,10 @@ class ReplayDataset(IterableDataset[Batch]):
         output: ``"dict"``, or ``"tensordict"`` for batches that are a ``tensordict.TensorDict`` of batch size [B] with
             the same entries; a dot in a name is a level of nesting (``("next", "reward")``). `DataLoader` then needs
             ``collate_fn=dataset.collate``.
-        layout: ``"padded"``: columns of steps are ``[B, L, *shape]``. ``"packed"``: rows lie one after another without
-            padding, see below. ``"jagged"``: so they do, and are shown as `torch.nested` tensors of layout
-            `torch.jagged`, without a copy. The latter two need a `Table`.
+        layout: ``"padded"``: columns of steps are ``[B, L, *shape]``; with `Whole` L is that of the longest row of the
+            batch, which is then copied from a packed one. ``"packed"``: rows lie one after another without padding, see
+            below. ``"jagged"``: so they do, and are shown as `torch.nested` tensors of layout `torch.jagged`, without a
+            copy. The latter two, and `Whole`, over `Shards` or a table with a disk tier need ``device="cpu"``.
         max_steps: in place of `batch_size`, most steps of a batch: it has the drawn trajectories in order until one
             does not fit, which begins the next batch. An epoch delivers every drawn trajectory exactly once, unless it
             was removed from the table meanwhile: as many as there are items, or with `batches_per_epoch` so many
@@ -181,10 +186,19 @@ class ReplayDataset(IterableDataset[Batch]):
             counted by `stats`. With rewards: groups that give no advantage.
         group_max_age: seconds after which the trajectories of an incomplete group are removed from the table, counted
             from the last one that was added.
+        balance: with packed batches over all `Shards`: how rows are dealt to ranks. ``"steps"``: all ranks have about
+            as many steps, ``"squares"``: as large sums of the squares of their rows' lengths, as where attention
+            dominates; each rank has `batch_size` rows, or with `max_steps` as many batches. None: slices of the batch;
+            with `max_steps` as ``"steps"``.
+        micro_batches: with `max_steps` over all `Shards`: batches of each rank that are one training step. They are
+            planned together, and dealt so that the ranks' work in the step is about equal: see `balance`. An epoch's
+            last step has fewer if there are not as many; batches are split so that all ranks have the same number,
+            or if they cannot be, because each has one row, the shortest repeat.
 
     **Late columns** (`Column.late`): a dataset draws only trajectories whose late columns are filled, of those that it
     reads. If there are none, or no complete groups, or no recent trajectories of a table with `max_lag`, a draw waits
-    until the table's timeout, then raises TableEmptyError.
+    until the timeout of the table, or of the Shards, then raises TableEmptyError. Over Shards each rank's trainer
+    fills columns of its own table (`Table.fill`), and advances its version.
 
     **Packed batches** have no ``mask``, and
 
@@ -247,6 +261,8 @@ class ReplayDataset(IterableDataset[Batch]):
         group_priority: GroupPriority = "max",
         group_varies: str | None = None,
         group_max_age: float | None = None,
+        balance: Balance | None = None,
+        micro_batches: int = 1,
     ) -> None:
         if not isinstance(table, (Table, Shards)):
             remedy = f" Attach to it by its name: gear_loader.Table.attach({table!r})."
@@ -283,6 +299,8 @@ class ReplayDataset(IterableDataset[Batch]):
             group_priority=group_priority,
             group_varies=group_varies,
             group_max_age=group_max_age,
+            balance=balance,
+            micro_batches=micro_batches,
         )
         self.shards = table if isinstance(table, Shards) else None
         self.table: Table = table.table if isinstance(table, Shards) else table
@@ -296,7 +314,7 @@ class ReplayDataset(IterableDataset[Batch]):
         if not isinstance(complete, bool):
             raise SchemaError(f"complete is {complete!r}; expected True or False.")
         self.complete = CompleteAnchors.of(table.schema, self.windows) if complete else None
-        whole = any(isinstance(window, Whole) for window in self.windows.values())
+        whole = has_whole(self.windows)
         self.anchor: Literal["uniform", "first", "last"] = "first" if whole else anchor
         self.seed = int(seed)
         self.device = device_of(device)
@@ -304,6 +322,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self.keep = int(keep)
         self.copy = copy
         self.layout: Literal["padded", "packed", "jagged"] = layout
+        self._packs = whole or layout != "padded"  # rows are gathered one after another
         if self.table.has_tier:
             self._check_tier(group)
         self._late = table.schema.late_bits(
@@ -316,6 +335,8 @@ class ReplayDataset(IterableDataset[Batch]):
                 "Shards."
             )
         self.groups = self._group_of(group, group_size, group_priority, group_varies, group_max_age)
+        self.scope: Literal["global", "local"] = scope
+        self.balance, self.micro_batches = balance, int(micro_batches)
         self._budget = self._packing(max_steps, lookahead, too_long, drop_last)
         self._progress = BudgetProgress(self.keep)
         endless = batches_per_epoch is None or batches_per_epoch == math.inf
@@ -328,7 +349,6 @@ class ReplayDataset(IterableDataset[Batch]):
         self.programs = None if programs is None else int(programs)
         self.stream_priority = int(stream_priority)
         self._shard = None if rank is None or world_size is None else (rank, world_size)
-        self.scope: Literal["global", "local"] = scope
         self._exchange = self._new_exchange()
         self._position = Position()
         self._buffers = BufferPools()
@@ -361,8 +381,11 @@ class ReplayDataset(IterableDataset[Batch]):
         given = None
         if group is not None:
             given = f"group={group!r}", "a dataset without groups"
-        elif self.layout != "padded":
-            given = f"layout={self.layout!r}", "layout='padded'"
+        elif self._packs and self.device.type == "cuda":
+            given = (
+                f"layout={self.layout!r} or Whole, with device={str(self.device)!r}",
+                "device='cpu' (move the batch by .to(), or have Lightning do so)",
+            )
         elif self.selector.unit == "step" and needs_priorities(self.selector):
             given = (
                 f"selector={self.selector!r}",
@@ -408,12 +431,27 @@ class ReplayDataset(IterableDataset[Batch]):
         self, max_steps: int | None, lookahead: int, too_long: TooLong, drop_last: bool
     ) -> StepBudget | None:
         """Check what packed batches need; return the options of batches that have a number of steps."""
-        if self.layout == "padded":
+        dealt = self.balance is not None or self.micro_batches > 1
+        if dealt and not (self._packs and self._is_global):
+            raise SchemaError(
+                f"balance={self.balance!r} and micro_batches={self.micro_batches} were given; expected both with "
+                "Shards, scope='global' and layout='packed' or 'jagged': they deal the rows of a step to ranks."
+            )
+        if self.micro_batches > 1 and max_steps is None:
+            raise SchemaError(
+                f"micro_batches={self.micro_batches} was given with batch_size; expected max_steps, whose batches are "
+                "planned together, or accumulate gradients over batches."
+            )
+        if not self._packs:
             return None
         offset, length = packed_span(self.table.schema, self.windows)
-        if self.shards is not None:
+        if self.shards is not None and self._is_global:
+            check_packed_shards(self.shards, self.layout)
+        if self.shards is not None and self.device.type == "cuda":
             raise SchemaError(
-                f"layout={self.layout!r} was given with Shards; expected a Table: rows of other ranks are padded."
+                f"layout={self.layout!r} was given with Shards and device={str(self.device)!r}; expected "
+                "device='cpu', which is the only one that packs rows of shards for now. Move the batch by .to(), or "
+                "have Lightning do so."
             )
         if max_steps is None:
             return None
@@ -562,10 +600,12 @@ class ReplayDataset(IterableDataset[Batch]):
         try:
             try:
                 for batch in prefetcher.batches(functools.partial(fill, prefetcher), draws):
+                    done = planned.popleft() if planned else None
+                    if done is not None and not done.counts.batches:
+                        continue  # its trajectories were lost, and the stream has ended
                     step += 1
                     position.delivered(epoch, before, step)
-                    if planned:
-                        done = planned.popleft()
+                    if done is not None:
                         self._progress.delivered(epoch, done.state, done.counts, self._selected())
                     yield self._shown(batch)
                 if not in_worker:
@@ -624,22 +664,29 @@ class ReplayDataset(IterableDataset[Batch]):
         self._check_sharing(every, world)
         if self.rate_limited and self.table.rules.rate_limiter is not None:
             self.table.reader().await_samplable(self._num_drawn)
-        self._selected().await_items()
-        planner = BudgetPlanner(
-            self._selected(),
-            budget,
-            seed=self._draw_seed(),
-            epoch=epoch,
-            past=self._position.past,
-            endless=self.batches_per_epoch is not None,
-            state=self._progress.start(epoch, number * world + rank),
-        )
+        selection = self._selected()
+        selection.await_items()
         most = math.inf if self.batches_per_epoch is None else self.batches_per_epoch
+        if self._exchange is not None and not self._is_global:
+            most = begin_epoch(self._exchange, selection, most, fresh=number == 0)
+        options: dict[str, Any] = {
+            "seed": self._draw_seed(),
+            "epoch": epoch,
+            "past": self._position.past,
+            "endless": self.batches_per_epoch is not None,
+            "state": self._progress.start(epoch, number * world + rank),
+        }
+        planner: BudgetPlanner
+        if isinstance(selection, GlobalSelection):
+            options |= {"micro_batches": self.micro_batches, "kind": self.balance or "steps"}
+            planner = ShardBudgetPlanner(selection, budget, **options)
+        else:
+            planner = BudgetPlanner(selection, budget, **options)
         while number < most:
             mine = planner.number == number * world + rank
             plan = planner.next()
             if plan is None:
-                return
+                break
             try:
                 if mine:
                     planned.append(plan)
@@ -647,6 +694,8 @@ class ReplayDataset(IterableDataset[Batch]):
                     number += every
             finally:
                 plan.end()
+        if self._exchange is not None and self._is_global:
+            self._end_together(self._exchange)
 
     def _check_sharing(self, workers: int, world: int) -> None:
         """Raise SchemaError if workers or ranks cannot share the batches of one stream of draws."""
@@ -654,6 +703,11 @@ class ReplayDataset(IterableDataset[Batch]):
             raise SchemaError(
                 f"max_steps was given with {workers} DataLoader workers and a table with a rate limiter, for which the "
                 "draws of all workers would count. Use num_workers=0, or rate_limited=False."
+            )
+        if self.shards is not None and not self._is_global and self.batches_per_epoch is None:
+            raise SchemaError(
+                "max_steps was given with Shards and scope='local'; expected batches_per_epoch too, so that all ranks "
+                "have as many batches."
             )
         if world > 1 and (self.batches_per_epoch is None or needs_priorities(self.selector)):
             raise SchemaError(
@@ -747,6 +801,8 @@ class ReplayDataset(IterableDataset[Batch]):
         """A batch in the form of `output` and `layout`."""
         if self.layout == "jagged":
             return as_jagged(batch, steps_only(self.table.schema, self.windows))
+        if self._packs and self.layout == "padded":
+            batch = as_padded(batch, list(steps_only(self.table.schema, self.windows)))
         return batch if self.output == "dict" else as_tensordict(batch)
 
     # ---------------------------------------------------------------- one batch
@@ -780,10 +836,16 @@ class ReplayDataset(IterableDataset[Batch]):
     def _fill_planned(self, prefetcher: Prefetcher, buffers: Buffers, plan: PlannedBatch) -> int:
         """Gather a planned batch into `buffers`; return its number of rows."""
         try:
-            prefetcher.collector.gather(buffers, plan.rows)
+            while True:
+                try:
+                    prefetcher.collector.gather(buffers, plan.rows)
+                    break
+                except LostRowsError as error:
+                    self.table.remove_lost(error)
+                    plan.leave_out(error)
             while plan.tickets:  # what is taken from here ends when a GPU has read its rows
                 prefetcher.release(buffers, plan.tickets.pop())
-            return len(plan.rows)
+            return plan.gathered()
         except BaseException:
             while plan.tickets:
                 ticket = plan.tickets.pop()
@@ -827,8 +889,21 @@ class ReplayDataset(IterableDataset[Batch]):
                 windows=expand(self.table.schema, self.windows)[0],
                 shards=self.shards,
                 exchange=self._exchange if self._is_global else None,
+                packed=self._packs,
+                deal=self._deal(),
             )
         return self._selection
+
+    def _deal(self) -> Callable[[Array], Array] | None:
+        """What deals the rows of packed batches over Shards to ranks; None for slices."""
+        if self.shards is None or not self._is_global or not self._packs:
+            return None
+        if self._budget is not None:
+            return deal_all
+        if self.balance is None:
+            return None
+        span = packed_span(self.table.schema, self.windows)
+        return RowDealer(self.shards.num_slices, self.shards.place.data, self.balance, *span)
 
     # ---------------------------------------------------------------- priorities
 
@@ -929,8 +1004,8 @@ class ReplayDataset(IterableDataset[Batch]):
             the shards' steps or masses; "leftovers": removed duplicates of an interrupted call. The same on every rank.
 
         Raises:
-            SchemaError: invalid options, a dataset that does not draw over all Shards, or one with a `subset`, which
-                depends on each table's order of insertion.
+            SchemaError: invalid options, a dataset that does not draw over all Shards, one with a `subset`, which
+                depends on each table's order of insertion, or tables with late columns.
             RankError: another rank has failed; nothing was lost.
         """
         if by not in ("steps", "mass"):
@@ -938,10 +1013,10 @@ class ReplayDataset(IterableDataset[Batch]):
         max_bytes = at_least("max_bytes", max_bytes, least=0)
         if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
             raise SchemaError(f"tolerance is {tolerance!r}; expected a number from 0 to below 1.")
-        if not self._is_global or self.subset is not None:
+        if not self._is_global or self.subset is not None or self.table.schema.late:
             raise SchemaError(
-                "rebalance was called, but this dataset has a subset, or does not draw over all Shards; make one with "
-                "Shards, scope='global' and without subset."
+                "rebalance was called, but this dataset has a subset, does not draw over all Shards, or its tables "
+                "have late columns, which do not migrate; make one with Shards, scope='global' and without these."
             )
         selection = self._selected()
         assert isinstance(selection, GlobalSelection)
@@ -993,8 +1068,9 @@ class ReplayDataset(IterableDataset[Batch]):
         """Rows of `Shards` redrawn so far because they were evicted between draw and read."""
         return sum(c.num_gone for c in self._shard_collectors())
 
-    def _shard_collectors(self) -> list[ShardCollector]:
-        return [collector for collector in self._buffers.collectors if isinstance(collector, ShardCollector)]
+    def _shard_collectors(self) -> list[ShardCollector | ShardPackedCollector]:
+        kinds = ShardCollector, ShardPackedCollector
+        return [collector for collector in self._buffers.collectors if isinstance(collector, kinds)]
 
     def _by_priority(self, method: str) -> PrioritizedSelection | GlobalSelection:
         selection = self._selected()
@@ -1117,7 +1193,9 @@ class ReplayDataset(IterableDataset[Batch]):
         return {"keep": self.keep, "copy": in_worker or self.copy, "complete": complete}
 
     def _collector(self, size: int) -> Collector:
-        if self.layout != "padded":
+        if self._packs and self.shards is not None and self._is_global:
+            return ShardPackedCollector(self.shards, self.windows, weighs=self.selector.weighs)
+        if self._packs:
             packed: dict[str, Any] = {"weighs": self.selector.weighs, "informs": self.sample_info}
             if self.device.type != "cuda":
                 return PackedCollector(self.table, self.windows, **packed)
@@ -1289,7 +1367,13 @@ class ReplayDataset(IterableDataset[Batch]):
             **({} if self.complete is None else {"complete": True}),
             **({} if self.groups is None else {"group": dataclasses.asdict(self.groups)}),
             **({} if self._budget is None else dataclasses.asdict(self._budget)),
+            **(self._dealing() if self._packs and self._is_global else {}),
         }
+
+    def _dealing(self) -> dict[str, Any]:
+        """The options that decide which rank of Shards gets which rows of packed batches."""
+        ranks = {} if self._budget is None and self.balance is None else {"ranks": self._global_size(1)}
+        return {"balance": self.balance, "micro_batches": self.micro_batches, **ranks}
 
 
 _datasets: weakref.WeakSet[ReplayDataset] = weakref.WeakSet()

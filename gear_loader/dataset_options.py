@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from gear_loader.collection.output import check_output
-from gear_loader.collection.windows import Whole, check_layout, check_windows
+from gear_loader.collection.windows import check_layout, check_windows, has_whole
 from gear_loader.errors import SchemaError
 from gear_loader.selection.selectors import Selector
 from gear_loader.selection.step_budget import StepBudget
@@ -48,6 +47,8 @@ def check_options(
     group_priority: Any,
     group_varies: Any,
     group_max_age: Any,
+    balance: Any,
+    micro_batches: Any,
     **_: Any,
 ) -> None:
     """Raise SchemaError for an option of `ReplayDataset` that is invalid with any table."""
@@ -90,14 +91,23 @@ def check_options(
         )
     if scope not in ("global", "local"):
         raise SchemaError(f"scope is {scope!r}; expected 'global' or 'local'.")
+    if balance not in (None, "steps", "squares"):
+        raise SchemaError(f"balance is {balance!r}; expected 'steps' or 'squares'.")
+    at_least("micro_batches", micro_batches)
     check_output(output)
-    _check_sizes(batch_size, layout, max_steps, lookahead, too_long, selector)
+    _check_sizes(batch_size, layout, windows, max_steps, lookahead, too_long, selector)
     _check_packed(layout, windows, anchor, selector, output, complete)
     _check_group(group, group_size, group_priority, group_varies, group_max_age, selector)
 
 
 def _check_sizes(
-    batch_size: Any, layout: Any, max_steps: Any, lookahead: Any, too_long: Any, selector: Any
+    batch_size: Any,
+    layout: Any,
+    windows: Any,
+    max_steps: Any,
+    lookahead: Any,
+    too_long: Any,
+    selector: Any,
 ) -> None:
     """Check the options of batches that have a number of steps instead of rows."""
     if max_steps is None:
@@ -108,22 +118,24 @@ def _check_sizes(
         raise SchemaError(
             f"batch_size={batch_size!r} and max_steps={max_steps!r} were given; expected one of them."
         )
-    if layout == "padded":
-        raise SchemaError("max_steps was given with layout='padded'; expected layout='packed' or 'jagged'.")
+    if layout == "padded" and not has_whole(windows):
+        raise SchemaError(
+            "max_steps was given with windows of one length and layout='padded'; expected layout='packed' or 'jagged', "
+            "or gear_loader.Whole()."
+        )
     StepBudget.check(max_steps, lookahead, too_long, selector)
 
 
 def _check_packed(layout: Any, windows: Any, anchor: Any, selector: Any, output: Any, complete: Any) -> None:
     """Check the options that packed batches do not go with."""
-    if layout == "padded":
+    if layout == "padded" and not has_whole(windows):
         return
-    if output != "dict":
+    if output != "dict" and layout != "padded":
         raise SchemaError(
             f"output={output!r} was given with layout={layout!r}; expected 'dict': the columns of a packed batch "
             "differ in their first dimension."
         )
-    each = windows.values() if isinstance(windows, Mapping) else [windows]
-    if not any(isinstance(window, Whole) for window in each):
+    if not has_whole(windows):
         return
     if complete is True:
         raise SchemaError("complete=True was given with whole trajectories, which always are; leave it out.")

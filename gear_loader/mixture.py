@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from gear_loader.collection.batches import Batch, loader_error, refuse
+from gear_loader.collection.windows import has_whole
 from gear_loader.dataset import ReplayDataset
 from gear_loader.errors import SchemaError
 from gear_loader.iteration import Position
@@ -256,9 +257,11 @@ def _checked_sources(sources: Any) -> dict[str, ReplayDataset]:
                 f"Source {name!r} has max_steps, Shards or output='tensordict'; expected a ReplayDataset of a Table "
                 "with batch_size that yields dicts."
             )
-        if dataset.layout == "jagged" or dataset.groups is not None:
+        padded = dataset.layout == "padded" and has_whole(dataset.windows)
+        if dataset.layout == "jagged" or padded or dataset.groups is not None:
             raise SchemaError(
-                f"Source {name!r} has layout='jagged' or groups; expected layout='padded' or 'packed' and single rows."
+                f"Source {name!r} has layout='jagged', groups, or whole trajectories that are padded; expected "
+                "layout='padded' or 'packed' and single rows."
             )
         for what in ("layout", "device", "windows"):
             mine, other = getattr(dataset, what), getattr(first, what)

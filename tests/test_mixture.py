@@ -201,7 +201,7 @@ def test_options_that_do_not_fit(tables: Any) -> None:
     with pytest.raises(SchemaError, match="windows"):
         gear.Mixture({"a": (one, 1), "b": (dataset(tables[1], windows=gear.Window(3)), 1)}, **sizes)
     jagged = dataset(tables[1], windows=gear.Whole(), layout="jagged")
-    with pytest.raises(SchemaError, match="layout='jagged' or groups"):
+    with pytest.raises(SchemaError, match="layout='jagged', groups, or whole"):
         gear.Mixture({"a": (jagged, 1)}, **sizes)
     for option in (
         {"batch_size": 0},

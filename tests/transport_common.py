@@ -23,6 +23,7 @@ from gear_loader.transport import Limits, Peer, Server, WindowSpec
 from gear_loader.transport.channel import Address
 from gear_loader.transport.handshake import introduce
 from gear_loader.transport.loop import event_loop
+from gear_loader.transport.packed_spec import PackedSpec
 from gear_loader.transport.wire import HEADER, NONCE, Header, Kind, pack_text
 
 SECRET = b"the secret of the tests"
@@ -165,14 +166,15 @@ def spec_of(table: gear.Table, windows: Mapping[str, Window] | None = None) -> W
     return WindowSpec(str(table.name), table.schema, dict(windows or WINDOWS))
 
 
-def open_message(spec: WindowSpec, number: int = 0) -> bytes:
+def open_message(spec: WindowSpec | PackedSpec, number: int = 0) -> bytes:
     """The small part of OPEN."""
     return number.to_bytes(4, "little") + spec.to_bytes()
 
 
 def fetch_message(rows: Any, number: int = 0, n: int | None = None) -> bytes:
-    """The small part of FETCH; rows: int64 [3, n]."""
-    rows = np.asarray(rows, dtype=np.int64).reshape(3, -1)
+    """The small part of FETCH; rows: int64 [3, n], or [4, n] of spans."""
+    rows = np.asarray(rows, dtype=np.int64)
+    rows = rows.reshape(rows.shape[0] if rows.ndim == 2 else 3, -1)
     return struct.pack("<II", number, rows.shape[1] if n is None else n) + rows.tobytes()
 
 

@@ -3,17 +3,21 @@
 Lengths are log-normal, 100 to 8,000 with a median of 600. Plain torch, the yardstick, has every column in one tensor,
 sequence after sequence: it draws sequences until the next does not fit, makes one index of all steps, and calls
 `index_select` for each column (`cat`: concatenates slices instead). `pad_sequence` pads the same sequences to the
-longest of the batch. Ours is a dataset with ``max_steps``. Every figure is the time of as many tokens that are no
-padding. For a GPU plain torch gathers into pinned memory and copies it, and a measurement ends when all batches are
-there; padding is left out.
+longest of the batch. TransferQueue returns the same as jagged tensors, from its simple storage. Ours is a dataset with
+``max_steps``. Every figure is the time of as many tokens that are no padding. For a GPU plain torch gathers into pinned
+memory and copies it, and a measurement ends when all batches are there; padding and TransferQueue are left out. Then
+steps of the model of `examples/grpo.py`, forward, backward and AdamW, with packed batches of 2,048 tokens and with the
+same rows padded to the longest.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import runpy
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +28,7 @@ import gear_loader as gear
 from benchmarks.harness import Incorrect, Session, Variant
 from benchmarks.options import command as as_command
 from benchmarks.options import numbers, option
+from benchmarks.peers.process import PeerFailed, PeerProcess, start
 
 TOKENS = 16_384
 COLUMNS = (1, 32)
@@ -31,6 +36,8 @@ SEQUENCES, QUICK_SEQUENCES = 4000, 60
 MEDIAN, SIGMA, SHORTEST, LONGEST = 600, 1.0, 100, 8000
 LOOKAHEAD = 16
 SEED = 3
+STEP_TOKENS = 2048
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo.py"
 
 Columns = option(str, f"Columns of int32, of one value a step: {','.join(map(str, COLUMNS))} by default.")
 
@@ -43,6 +50,8 @@ def command(session: Session, columns: Columns = None) -> None:
     session.configure(columns=counts, sequences=total, tokens=TOKENS, lookahead=LOOKAHEAD, seed=SEED)
     for count in session.each("packed", counts, lambda count: f"{count} columns"):
         _measured(session, Sequences(count, total), 3 if session.quick else 20)
+    for _ in session.each("step", (1,), lambda _: "training steps of the example"):
+        _measure_steps(session, 2 if session.quick else 10)
 
 
 class Sequences:
@@ -70,8 +79,8 @@ class Sequences:
             block_steps=128,
             packed=False,
         )
-        for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
-            table.add({name: values[start : start + length] for name, values in self.flat.items()})
+        for first, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
+            table.add({name: values[first : first + length] for name, values in self.flat.items()})
         return table
 
     def batches(self) -> Iterator[np.ndarray]:
@@ -108,9 +117,47 @@ def _measured(session: Session, data: Sequences, count: int) -> None:
             _variant("ours", iter(kept), data, count, targets=targets, fill=lambda: kept.batch_fill),
             _variant("ours, copy=False", iter(recycled), data, count, fill=lambda: recycled.batch_fill),
         ]
+        peer = _transfer_queue(session, data)
+        if peer is not None:
+            variants.append(_of_peer(peer, data, max(2, count // 4)))
         label = f"{len(data.flat)} column{'s' if len(data.flat) > 1 else ''}, {TOKENS:,} tokens"
         told = {"columns": len(data.flat), "sequences": len(data.lengths), "item": "token"}
-        session.compare(f"{len(data.flat)} columns", label, variants, "plain torch", told, unit="rows")
+        try:
+            session.compare(f"{len(data.flat)} columns", label, variants, "plain torch", told, unit="rows")
+        finally:
+            if peer is not None:
+                peer.close()
+
+
+def _transfer_queue(session: Session, data: Sequences) -> PeerProcess | None:
+    """A process in which TransferQueue holds the sequences; None, having said why, if there is none."""
+    try:
+        peer = start(session.peers, "sequences", "transferqueue", "TransferQueue", patience=300.0)
+    except PeerFailed as error:
+        session.console.print(f"TransferQueue: {error}")
+        return None
+    try:
+        peer.ask("build", columns=len(data.flat), lengths=data.lengths.tolist())
+        return peer
+    except PeerFailed as error:
+        session.console.print(f"TransferQueue: {error}")
+        peer.close()
+        return None
+
+
+def _of_peer(peer: PeerProcess, data: Sequences, count: int) -> Variant:
+    """TransferQueue: the same batches as plain torch, in a process of its own."""
+    batches = data.batches()
+
+    def taken(number: int) -> list[list[int]]:
+        return [chosen.tolist() for chosen in itertools.islice(batches, number)]
+
+    def measure() -> float:
+        told = taken(count)
+        tokens = sum(int(data.lengths[chosen].sum()) for chosen in told)
+        return float(peer.ask("measure", batches=told)["seconds"]) * count * TOKENS / tokens
+
+    return Variant("TransferQueue", measure, lambda: peer.ask("check", batches=taken(2)), TOKENS, count)
 
 
 def _variant(
@@ -145,6 +192,59 @@ def _variant(
 
     extras = (lambda: {"fill": fill() or 0.0}) if fill is not None else None
     return Variant(name, measure, checked, TOKENS, count, targets=targets or {}, extras=extras)
+
+
+def _measure_steps(session: Session, count: int) -> None:
+    """Compare training steps of the example's model with packed and with padded batches."""
+    try:
+        grpo = runpy.run_path(str(EXAMPLE))
+    except SystemExit as missing:
+        session.console.print(str(missing))
+        return
+    random = torch.Generator().manual_seed(SEED)
+    shortest, longest = grpo["PROMPT"] + 1, grpo["PROMPT"] + grpo["LONGEST"]
+    lengths = torch.randint(
+        shortest, longest + 1, (4 * STEP_TOKENS // (shortest + longest) * 2,), generator=random
+    )
+    lengths = lengths[: int((lengths.cumsum(0) <= STEP_TOKENS).sum())]
+    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    packed = torch.randint(len(grpo["ALPHABET"]), (len(row),), generator=random)
+    starts = torch.cat((torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()))
+    position = torch.arange(len(row)) - starts[row]
+    padded = packed.new_zeros(len(lengths), longest)
+    padded[row, position] = packed
+    ends = torch.arange(len(lengths) + 1, dtype=torch.int32) * longest
+    there = row * longest + position  # the tokens that are no padding
+    inputs = {"padded": (padded.reshape(-1), ends, there), "packed": (packed, starts, torch.arange(len(row)))}
+    variants, losses = [], {}
+    for name, given in inputs.items():
+        torch.manual_seed(SEED)
+        model = grpo["Adder"]()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses[name] = float(_loss(model, *given).detach())
+
+        def measure(model: Any = model, optimizer: Any = optimizer, given: Any = given) -> float:
+            started = time.perf_counter()
+            for _ in range(count):
+                optimizer.zero_grad()
+                _loss(model, *given).backward()
+                optimizer.step()
+            return time.perf_counter() - started
+
+        def check() -> None:
+            if abs(losses["padded"] - losses["packed"]) > 1e-4:
+                raise Incorrect(f"the losses differ: {losses}")
+
+        variants.append(Variant(name, measure, check, len(row), count))
+    label = f"{len(row):,} tokens in {len(lengths)} rows of {shortest} to {longest}"
+    told = {"tokens": len(row), "rows": len(lengths), "longest": longest, "item": "token"}
+    session.compare("training step", label, variants, "padded", told, unit="rows")
+
+
+def _loss(model: Any, token: torch.Tensor, starts: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+    """Mean of the scores' log-sum-exp over the tokens that are no padding."""
+    loss: torch.Tensor = model(token, starts)[there].logsumexp(-1).mean()
+    return loss
 
 
 def _cumulative(data: Sequences, chosen: np.ndarray) -> torch.Tensor:

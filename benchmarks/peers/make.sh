@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Environments with the libraries that the benchmarks compare with, one each: Reverb, TorchRL, cpprb, Tianshou, SB3, PyG.
+# Environments with the libraries that the benchmarks compare with, one each: Reverb, TorchRL, cpprb, Tianshou, SB3,
+# TransferQueue, PyG.
 #
-#     bash benchmarks/peers/make.sh [FOLDER [NAME...]]        NAME: reverb torchrl cpprb tianshou sb3 pyg; all by default
+#     bash benchmarks/peers/make.sh [FOLDER [NAME...]]        NAME: reverb torchrl cpprb tianshou sb3
+#                                                         transferqueue pyg; all by default
 #
 # FOLDER is .peers of this project by default, which the benchmarks look into by themselves; another one is named to
 # them by --peers FOLDER. What is there already is kept. One that cannot be made does not keep the others away: the
@@ -19,7 +21,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd) || exit 2
 folder=${1:-$root/.peers}
 (($#)) && shift
 names=("$@")
-((${#names[@]})) || names=(reverb torchrl cpprb tianshou sb3 pyg)
+((${#names[@]})) || names=(reverb torchrl cpprb tianshou sb3 transferqueue pyg)
 torch=${TORCH:-$(sed -n 's/^torch==//p' "$root/constraints.txt")}
 python=${PYTHON:-$(command -v python3.11 || echo python3)}
 status=0
@@ -32,12 +34,13 @@ for name in "${names[@]}"; do
         cpprb) packages=(cpprb==11.0.0) module=cpprb ;;
         tianshou) packages=("torch==$torch" tianshou==2.0.1) module=tianshou.data ;;
         sb3) packages=("torch==$torch" stable-baselines3==2.9.2 -e "$root") module=gear_loader.integrations.sb3 ;;
+        transferqueue) packages=("torch==$torch" TransferQueue==0.1.11) module=transfer_queue ;;
         pyg)
             packages=("torch==$torch" torch_geometric==2.8.1 setuptools wheel -e "$root[bench]") module=torch_sparse
             sources=(torch-scatter==2.1.2 torch-sparse==0.6.18)
             ;;
         *)
-            echo "make.sh: no peer is called $name; expected some of: reverb torchrl cpprb tianshou sb3 pyg" >&2
+            echo "make.sh: no peer is called $name; expected some of: reverb torchrl cpprb tianshou sb3 transferqueue pyg" >&2
             exit 2
             ;;
     esac

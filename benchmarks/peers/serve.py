@@ -3,7 +3,8 @@
     python -I benchmarks/peers/serve.py TASK LIBRARY VARIANT THREADS
 
 TASK and LIBRARY are modules of this folder: ``batches``, ``checkpoint``, ``learn``, ``memory``, ``online``, ``select``,
-``train`` or ``transitions``; ``reverb``, ``torchrl``, ``cpprb``, ``tianshou``, ``sb3``, or one whose name begins with
+``sequences``, ``train`` or ``transitions``; ``reverb``, ``torchrl``, ``cpprb``, ``tianshou``, ``sb3``,
+``transferqueue``, or one whose name begins with
 ``plain`` (torch and numpy alone) or ``gear`` (this project). Only the last import anything of this project from outside
 of this folder.
 

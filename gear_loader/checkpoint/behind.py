@@ -136,8 +136,9 @@ class WriteBehind:
         self._error: str | None = None
         self._failed_at = 0.0
         self._abandoned = False
+        late = table.schema.late_bits(table.schema.late)
         self._spiller = (
-            Spiller(self._table.index, table.region.layout, place.disk.keep) if table.has_tier else None
+            Spiller(self._table.index, table.region.layout, place.disk.keep, late) if table.has_tier else None
         )
         self._finalizer = weakref.finalize(table, self._abandon)
         self._finalizer.atexit = False

@@ -20,17 +20,20 @@ LARGEST_BYTES = 8 << 20
 """Bytes of the largest trajectory that is brought back: it is copied under the table's lock, in about a millisecond."""
 
 
-def promote(table: Table, slots: Array) -> int:
+def promote(table: Table, slots: Array, *, most_bytes: int | None = LARGEST_BYTES) -> int:
     """Bring trajectories back into memory as far as blocks are free; return how many. They stay on disk too.
 
     Args:
         table: with a disk tier.
-        slots: int64 [n], distinct. Those that are gone, in memory, or larger than `LARGEST_BYTES` are skipped.
+        slots: int64 [n], distinct. Those that are gone, in memory, or larger than `most_bytes` are skipped.
+        most_bytes: of a trajectory; None for any.
     """
     arrays, schema = table.index.arrays, table.schema
     generations, extent = arrays.generation[slots], arrays.extent[slots]
     rows = extent[:, 0] + extent[:, 2]
-    chosen = (extent[:, 1] < 0) & (rows * schema.step_bytes + schema.trajectory_bytes <= LARGEST_BYTES)
+    chosen = extent[:, 1] < 0
+    if most_bytes is not None:
+        chosen &= rows * schema.step_bytes + schema.trajectory_bytes <= most_bytes
     slots, generations, rows = slots[chosen], generations[chosen], rows[chosen]
     if not len(slots):
         return 0

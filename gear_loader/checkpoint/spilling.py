@@ -30,6 +30,7 @@ from gear_loader.storage.counters import (
 )
 from gear_loader.storage.disk import Keep
 from gear_loader.storage.index import Index
+from gear_loader.storage.late import filled_bits
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.lock import process_start
 from gear_loader.storage.operations import READY, UNSET
@@ -120,12 +121,14 @@ class Spiller:
 
     Args:
         index: of the table. layout: of its region. keep: which trajectories stay in memory.
+        late: bits of its late columns.
     """
 
-    def __init__(self, index: Index, layout: Layout, keep: Keep) -> None:
+    def __init__(self, index: Index, layout: Layout, keep: Keep, late: int = 0) -> None:
         self._index, self._given = index, keep
         self._free = kept_free(layout)
         self._arrays = index.arrays
+        self._late = late
         self._next = 0.0  # time of the next exchange
 
     @property
@@ -175,6 +178,8 @@ class Spiller:
 
         def write() -> None:
             live = changed[snapshot.take(changed).live(self._index)]
+            # Not those of which a late column was filled after the snapshot: it is not on disk.
+            live = live[filled_bits(arrays, slots[live]) == snapshot.filled[live]]
             arrays.stored[slots[live]] = new[live]
 
         self._index.recovery.locked(write)
@@ -251,6 +256,9 @@ class Spiller:
         inside = (arrays.state == READY) & (arrays.extent[:, 1] >= 0)
         slots = np.flatnonzero(inside & (arrays.stored[:, _SEQUENCE] == sequences + 1))
         slots = slots[self._coldness(slots, sequences, generations)]
+        if self._late:  # those of which a column is filled later last: it is filled in memory
+            waiting = (filled_bits(arrays, slots) & self._late) != self._late
+            slots = slots[np.argsort(waiting, kind="stable")]
         count = int(np.searchsorted(np.cumsum(arrays.blocks_at(slots)), missing)) + 1
         slots = slots[:count]
         if not len(slots):

@@ -296,7 +296,9 @@ class FileReader:
 
         def look() -> Array:
             found = arrays.stored[slots]
-            gone = (arrays.generation[slots] != generations) | (found[:, 0] != arrays.sequence[slots] + 1)
+            # Negative: a late column that nobody reads yet has been filled in memory since.
+            known = np.abs(found[:, 0]) == arrays.sequence[slots] + 1
+            gone = (arrays.generation[slots] != generations) | ~known
             if gone.any():
                 raise StaleIndexError(
                     f"{int(gone.sum())} of {len(slots)} trajectories were evicted or removed before they were read "

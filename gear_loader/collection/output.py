@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from gear_loader.collection.batches import Batch
+from gear_loader.collection.windows import PACKED_KEYS
 from gear_loader.errors import SchemaError
+from gear_loader.native.packed import place_packed
 from gear_loader.storage.schema import BATCH_KEYS
+from gear_loader.utils.arrays import Array
 
-__all__ = ["as_jagged", "as_tensordict", "check_nesting", "check_output"]
+__all__ = ["as_jagged", "as_padded", "as_tensordict", "check_nesting", "check_output"]
 
 
 def check_output(output: Any) -> None:
@@ -61,6 +65,45 @@ def as_tensordict(batch: Mapping[str, Any]) -> Any:
     from tensordict import TensorDict
 
     return TensorDict(_nested(batch), batch_size=[len(batch["index"])])
+
+
+def as_padded(batch: Batch, names: Sequence[str]) -> Batch:
+    """A packed batch as rows of the length of the longest one, zeros after the others, in new memory.
+
+    Args:
+        batch: a packed batch. names: its columns of steps.
+
+    Returns:
+        Columns of steps as ``[B, L, *shape]`` and ``mask``, bool ``[B, L]``, in place of the keys of packed batches.
+    """
+    starts, longest = batch["cu_seqlens"], batch["max_seqlen"]
+    count, counts = len(starts) - 1, starts.diff()
+    shown = Batch({key: value for key, value in batch.items() if key not in PACKED_KEYS})
+    if starts.is_cuda:
+        _place(batch, names, counts, shown)
+    else:
+        begins = starts[:-1].numpy().astype(np.int64)
+        pieces: Array = np.zeros((len(names), 3), dtype=np.int64)
+        for piece, name in zip(pieces, names, strict=True):
+            values = batch[name]
+            shown[name] = values.new_zeros(count, longest, *values.shape[1:])
+            step_bytes = values.element_size() * values.shape[1:].numel()
+            piece[:] = values.data_ptr(), shown[name].data_ptr(), step_bytes
+        place_packed(pieces, begins, np.arange(count) * longest, counts.numpy().astype(np.int64))
+    shown["mask"] = torch.arange(longest, device=starts.device) < counts[:, None]
+    return shown
+
+
+def _place(batch: Batch, names: Sequence[str], counts: torch.Tensor, shown: Batch) -> None:
+    """Copy columns of steps into padded ones by torch, on their device, for which the host does not wait."""
+    starts, longest, total = batch["cu_seqlens"], batch["max_seqlen"], len(batch["position"])
+    numbers = torch.arange(len(counts), device=starts.device)
+    rows = numbers.repeat_interleave(counts, output_size=total)
+    places = rows * longest + torch.arange(total, device=starts.device) - starts[rows]
+    for name in names:
+        values = batch[name]
+        flat = values.new_zeros(len(counts) * longest, *values.shape[1:])
+        shown[name] = flat.index_copy_(0, places, values).view(len(counts), longest, *values.shape[1:])
 
 
 def as_jagged(batch: Batch, names: Iterable[str]) -> Batch:

@@ -56,6 +56,7 @@ class PackedBuffers(Buffers):
         self._shared = shared
         self._num_rows = self._num_steps = -1  # capacity
         self.total, self.longest = 0, 0
+        self.gathered: dict[str, torch.Tensor] = {}  # name -> values as they are gathered
 
     def reserve(self, num_rows: int, num_steps: int) -> None:
         """Make room for a batch of so many rows and steps; the tensors hold no batch any longer if they grow."""
@@ -75,9 +76,10 @@ class PackedBuffers(Buffers):
     def _allocate_rows(self, count: int) -> None:
         collector = self._collector
         self.references = None
-        names = self._empty(3, count, dtype=torch.int64)
+        names = self._empty(len(collector.row_keys), count, dtype=torch.int64)
         once, converted, self._row_conversions = self._values(collector.once, count)
-        self.rows_memory = {**dict(zip(ROW_KEYS, names, strict=True)), **once, **converted}
+        self.rows_memory = {**dict(zip(collector.row_keys, names, strict=True)), **once, **converted}
+        self.gathered |= once
         if collector.weighs:
             self.rows_memory["priority_weight"] = self._empty(count, dtype=torch.float32)
         self.info_memory = {}
@@ -93,6 +95,7 @@ class PackedBuffers(Buffers):
         self.references = None
         steps, converted, self._step_conversions = self._values(collector.steps, count)
         self.steps_memory = {**steps, **converted}
+        self.gathered |= steps
         self.position = self._empty(count, dtype=torch.int32)
         self.position_array = self.position.numpy()
         self.columns = collector.table_of(steps)
@@ -144,7 +147,7 @@ class PackedBuffers(Buffers):
         batch["cu_seqlens"] = self.starts.narrow(0, 0, count + 1)
         batch["max_seqlen"] = self.longest
         batch["position"] = self.position.narrow(0, 0, total)
-        for name in ROW_KEYS:
+        for name in self._collector.row_keys:
             batch[name] = self.rows_memory[name].narrow(0, 0, count)
         if self._collector.weighs:
             batch["priority_weight"] = self.rows_memory["priority_weight"].narrow(0, 0, count)
@@ -168,6 +171,9 @@ class PackedCollector(Collector):
     Raises:
         SchemaError: windows that differ.
     """
+
+    row_keys: tuple[str, ...] = ROW_KEYS
+    """Keys of a batch that identify its rows."""
 
     def __init__(
         self,
@@ -201,12 +207,16 @@ class PackedCollector(Collector):
         """Buffers for one batch, which get their memory at their first gather; see `Collector.buffers`."""
         return PackedBuffers(self, shared=shared)
 
-    def table_of(self, memory: Mapping[str, torch.Tensor]) -> Array:
-        """Where windows (name -> memory) are copied from and to, int64 [C, PACKED_WIDTH]; see `native.packed`."""
-        region, layout = self.table.region, self.table.region.layout
+    def table_of(self, memory: Mapping[str, torch.Tensor], source: Table | None = None) -> Array:
+        """Where windows (name -> memory) are copied from and to, int64 [C, PACKED_WIDTH]; see `native.packed`.
+
+        Args:
+            source: the table to read; by default the collector's.
+        """
+        region = (source or self.table).region
         table = np.zeros((len(memory), PACKED_WIDTH), dtype=np.int64)
         for row, name in zip(table, memory, strict=True):
-            blocks, place = region.blocks(self._sources[name]), layout.columns[self._sources[name]]
+            blocks, place = region.blocks(self._sources[name]), region.layout.columns[self._sources[name]]
             row[PACKED_BASE] = blocks.ctypes.data + place.inside
             row[PACKED_STRIDE], row[PACKED_BLOCKS] = blocks.strides[0], len(blocks)
             row[PACKED_STEP_BYTES], row[PACKED_STEP_STRIDE] = place.step_bytes, place.step_stride
@@ -223,13 +233,7 @@ class PackedCollector(Collector):
         if spans is None:
             spans = np.empty((2, len(rows)), dtype=np.int64)
             bad = measure(rows.slots, rows.anchors, self._extent, self._offset, self._length, spans)
-        total = int(spans[1].sum())
-        if total >= 2**31:
-            raise SchemaError(
-                f"A packed batch would have {total:,} steps, more than its cu_seqlens (int32) count; expected less "
-                "than 2**31. Use a smaller batch_size, or max_steps."
-            )
-        return spans, total, bad
+        return spans, total_steps(spans), bad
 
     def gather(self, buffers: Buffers, rows: Any) -> None:
         """Fill `buffers` with these rows, which are complete when this returns.
@@ -240,14 +244,12 @@ class PackedCollector(Collector):
 
         Raises:
             SchemaError: the batch would have 2**31 steps or more.
+            LostRowsError: trajectories on disk cannot be read.
         """
         assert isinstance(buffers, PackedBuffers)
         assert isinstance(rows, SelectedRows)
-        count, (spans, total, bad) = len(rows), self.measure(rows)
-        buffers.reserve(count, total)
-        buffers.total, buffers.longest = total, int(spans[1].max(initial=0))
-        buffers.starts_array[0] = 0
-        np.cumsum(spans[1], out=buffers.starts_array[1 : count + 1])
+        count, (spans, _, bad) = len(rows), self.measure(rows)
+        self._begin(buffers, spans)
         for place, values in zip(buffers.names, (rows.slots, rows.anchors, rows.generations), strict=True):
             place[:count] = values
         if rows.weights is not None:
@@ -255,20 +257,124 @@ class PackedCollector(Collector):
         if rows.counts is not None and rows.numbers is not None:
             for key, values in zip(COUNTS + NUMBERS, (*rows.counts, *rows.numbers), strict=True):
                 buffers.info_memory[key].numpy()[:count] = values
-        bad += gather_packed(
-            buffers.columns,
-            buffers.once_columns,
-            rows.slots,
-            spans,
-            buffers.starts_array,
-            self._extent,
-            self._block_ids,
-            self._block_steps,
-            buffers.position_array,
-            total * self._step_bytes >= STREAM_BATCH_BYTES,
-        )
+        columns = buffers.columns, buffers.once_columns
+        bad += self._copy(buffers, self.table, columns, rows.slots, rows.generations, spans, np.arange(count))
         self.table.reader().check_gathered(bad)
-        buffers.convert(count, total)
+        buffers.convert(count, buffers.total)
+
+    def _begin(self, buffers: PackedBuffers, spans: Array) -> None:
+        """Make room for rows of these spans, int64 [2, n], and write where each begins."""
+        count, total = spans.shape[1], total_steps(spans)
+        buffers.reserve(count, total)
+        buffers.total, buffers.longest = total, int(spans[1].max(initial=0))
+        buffers.starts_array[0] = 0
+        np.cumsum(spans[1], out=buffers.starts_array[1 : count + 1])
+
+    def _copy(
+        self,
+        buffers: PackedBuffers,
+        table: Table,
+        columns: tuple[Array, Array],
+        slots: Array,
+        generations: Array,
+        spans: Array,
+        which: Array,
+    ) -> int:
+        """Copy rows of one table into their places.
+
+        Args:
+            columns: of steps, and per trajectory; see `table_of`.
+            slots, generations: int64 [n]. spans: int64 [2, n], of all rows of the batch.
+            which: int64 [m], numbers of the rows of this table.
+
+        Returns:
+            Number of invalid slots and blocks, 0 unless the index is corrupt.
+
+        Raises:
+            LostRowsError: trajectories on disk cannot be read.
+        """
+        extent, block_ids = table.reader().index_arrays()
+        streams = buffers.total * self._step_bytes >= STREAM_BATCH_BYTES
+        inside = which
+        while True:
+            if table.has_tier:
+                inside = which[extent[slots[which], 1] >= 0]
+            bad = gather_packed(
+                *columns,
+                slots,
+                spans,
+                buffers.starts_array,
+                extent,
+                block_ids,
+                table.region.layout.block_steps,
+                buffers.position_array,
+                streams,
+                inside,
+            )
+            if not bad or not table.has_tier or (extent[slots[inside], 1] >= 0).all():
+                break  # else some of them were moved to disk meanwhile
+        if len(inside) < len(which):
+            outside = np.setdiff1d(which, inside, assume_unique=True)
+            self._read(buffers, table, slots[outside], generations[outside], spans[:, outside], outside)
+        return int(bad)
+
+    def _read(
+        self,
+        buffers: PackedBuffers,
+        table: Table,
+        slots: Array,
+        generations: Array,
+        spans: Array,
+        which: Array,
+    ) -> None:
+        """Read trajectories that lie on disk only into their places; `which`: numbers of these rows."""
+        starts = buffers.starts_array[which].astype(np.int64)
+        outs: dict[str, tuple[Array, Array]] = {}
+        again: list[tuple[str, str]] = []  # a column that another window reads too
+        for name, memory in buffers.gathered.items():
+            column = self.column_of(name)
+            source = self._sources[name]
+            if source in outs:
+                again.append((name, source))
+                continue
+            places = which if column.trajectory else starts
+            outs[source] = _bytes_of(memory), places * column.step_bytes
+        table.tier_reader().read(slots, generations, spans[0], spans[1], outs)
+        for name, source in again:
+            size, out = self.column_of(name).step_bytes, _bytes_of(buffers.gathered[name])
+            from_memory, offsets = outs[source]
+            counts = np.ones_like(which) if self.column_of(name).trajectory else spans[1]
+            for offset, count in zip(offsets.tolist(), (counts * size).tolist(), strict=True):
+                out[offset : offset + count] = from_memory[offset : offset + count]
+        self._number(buffers, spans, which)
+
+    @staticmethod
+    def _number(buffers: PackedBuffers, spans: Array, which: Array) -> None:
+        """Write the numbers of the steps of rows `which`, whose spans are int64 [2, m]."""
+        places = zip(buffers.starts_array[which].tolist(), *spans.tolist(), strict=True)
+        for start, low, count in places:
+            buffers.position_array[start : start + count] = np.arange(low, low + count, dtype=np.int32)
+
+
+def _bytes_of(memory: torch.Tensor) -> Array:
+    """The bytes of a contiguous tensor, uint8 [n]."""
+    found: Array = memory.view(torch.uint8).reshape(-1).numpy()
+    return found
+
+
+def total_steps(spans: Array) -> int:
+    """All steps of rows of these spans, int64 [2, n].
+
+    Raises:
+        SchemaError: 2**31 steps or more.
+    """
+    total = int(spans[1].sum())
+    if total >= 2**31:
+        raise SchemaError(
+            f"A packed batch would have {total:,} steps, more than its cu_seqlens (int32) count; expected less than "
+            "2**31. Use a smaller batch_size, or max_steps."
+        )
+    return total
 
 
 def grown(count: int) -> int:

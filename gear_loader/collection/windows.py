@@ -21,6 +21,7 @@ __all__ = [
     "check_layout",
     "check_windows",
     "expand",
+    "has_whole",
     "in_schema_order",
     "mask_of",
     "packed_span",
@@ -44,8 +45,7 @@ _ONCE = Window(1, offset=1 - 2**31, pad="edge", squeeze=True)
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """All steps of a trajectory, from its first to its last; a value of a dataset's `windows` with ``layout="packed"``
-    or ``"jagged"``.
+    """All steps of a trajectory, from its first to its last; a value of a dataset's `windows`.
 
     A final step (see `Column.final`) is not among them.
 
@@ -109,24 +109,25 @@ def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
             )
 
 
+def has_whole(windows: Any) -> bool:
+    """Whether some of a dataset's windows are whole trajectories."""
+    each = windows.values() if isinstance(windows, Mapping) else [windows]
+    return any(isinstance(window, Whole) for window in each)
+
+
 def check_layout(layout: Any, windows: Any) -> None:
     """Raise SchemaError for a layout that is invalid, or that these windows, which are valid, cannot have."""
     if layout not in LAYOUTS:
         raise SchemaError(f"layout is {layout!r}; expected {', '.join(map(repr, LAYOUTS))}.")
     each = windows.values() if isinstance(windows, Mapping) else [windows]
-    if layout == "padded":
-        if any(isinstance(window, Whole) for window in each):
-            raise SchemaError(
-                "Whole trajectories were asked for with layout='padded'; expected layout='packed' or 'jagged'. For "
-                "rows of one length use gear_loader.Window(length), which pads."
-            )
+    if layout == "padded" and not has_whole(windows):
         return
     for window in each:
         padded = isinstance(window, Window) and (window.pad != "keep" or window.squeeze)
         if isinstance(window, NStep) or padded:
             raise SchemaError(
                 f"layout={layout!r} was given with {window!r}; expected gear_loader.Whole(), or a gear_loader.Window "
-                "without pad and squeeze: a packed batch has no padding."
+                "without pad and squeeze: rows that are packed have no padding."
             )
 
 

@@ -26,6 +26,7 @@ class BatchExchange:
         exchange: collective channel private to this selection.
         samplers: shard samplers of this rank; they define the type of the records.
         updates: router of priority updates, which are sent along with the records.
+        whole: whether every rank gets the records of all rows, and not only of its slice.
 
     Attributes:
         summaries: last summary of each shard, `SUMMARY` [S]; None before the first exchange and after a failed one.
@@ -34,12 +35,19 @@ class BatchExchange:
     """
 
     def __init__(
-        self, shards: Shards, exchange: SingleProcess, samplers: Samplers, updates: UpdateRouter
+        self,
+        shards: Shards,
+        exchange: SingleProcess,
+        samplers: Samplers,
+        updates: UpdateRouter,
+        *,
+        whole: bool = False,
     ) -> None:
         self.shards = shards
         self.exchange = exchange
         self.updates = updates
         self.dtype = samplers.dtype
+        self.whole = whole
         self._samplers = samplers
         self._owned: list[list[int]] = [[] for _ in range(exchange.size)]
         for shard, lead in enumerate(shards.leads):
@@ -55,12 +63,14 @@ class BatchExchange:
         return np.empty(0, dtype=self.dtype)
 
     def slice_of(self, count: int, data: int | None = None) -> Array:
-        """Return the rows of a batch in one slice, int64 [m].
+        """Return the rows of a batch whose records a slice gets, int64 [m]: its own, or with `whole` all of them.
 
         Args:
             count: rows of the batch.
             data: data coordinate of the slice; by default this rank's.
         """
+        if self.whole:
+            return np.arange(count)
         data = self.shards.place.data if data is None else data
         return slice_rows(count, self.shards.num_slices, data)
 

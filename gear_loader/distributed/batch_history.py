@@ -34,6 +34,11 @@ class BatchHistory:
         batch = BatchRecord(draw.count, records[["id", "step"]], weights)
         self._drawn.append(((draw.epoch, draw.step), batch))
 
+    def forget_before(self, epoch: int, step: int) -> None:
+        """Forget the batches before this one."""
+        while self._drawn and self._drawn[0][0] < (epoch, step):
+            self._drawn.popleft()
+
     def restore(self, batches: Mapping[tuple[int, int], BatchRecord]) -> None:
         """Forget the drawn batches; repeat these, by epoch and step."""
         self._drawn.clear()

@@ -39,7 +39,7 @@ from gear_loader.storage.table import Table
 from gear_loader.transport.spec import Piece, WindowSpec
 from gear_loader.utils.arrays import Array
 
-__all__ = ["ROW_KEYS", "ReadTickets", "ShardBuffers", "ShardCollector", "ShardRows"]
+__all__ = ["ROW_KEYS", "ReadTickets", "ShardBuffers", "ShardCollector", "ShardRows", "awaited"]
 
 ROW_KEYS = ("index", "anchor", "generation", "shard")
 """Keys of a batch that identify its rows."""
@@ -385,7 +385,7 @@ class ShardCollector(Collector):
         end = time.monotonic() + self.shards.rows_timeout
         for shard, part in parts:
             try:
-                part, status = _awaited(part, end)
+                part, status = awaited(part, end)
             except TransportError as error:
                 failure = failure or error
                 self.shards.mark_lost(shard, error)
@@ -459,7 +459,7 @@ def _concatenated(parts: list[Array]) -> Array:
     return np.concatenate([np.empty(0, dtype=np.int64), *parts])
 
 
-def _awaited(part: Part, end: float) -> tuple[Part, Array]:
+def awaited(part: Any, end: float) -> tuple[Any, Array]:
     """Wait for a part; return it and the status of its rows. Repeat the request after a lost connection: the server
     may have been restarted.
 

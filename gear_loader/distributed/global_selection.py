@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -36,6 +38,8 @@ _logger = logging.getLogger("gear_loader")
 
 _MOST_MIGRATED = 10_000_000  # migrated trajectories up to which the first draw looks for duplicates
 
+_PAUSE = 0.05  # seconds between two exchanges while there is nothing to draw
+
 Weigh = Callable[[Array], Array]
 
 
@@ -55,6 +59,9 @@ class GlobalSelection(Selection):
         history: number of batches whose rows are remembered for `state_dict`.
         reach: of the windows, where rows are read one-sidedly: records
             then carry the blocks of their windows. None elsewhere.
+        packed: whether batches are packed: records then tell the lengths of their trajectories.
+        deal: function from the records of all rows of a batch to the numbers of this rank's, int64 [m]; every rank then
+            gets all records. None: each rank has its slice.
 
     Attributes:
         shards, exchange, context: as given.
@@ -69,14 +76,17 @@ class GlobalSelection(Selection):
         *,
         history: int,
         reach: Reach | None,
+        packed: bool = False,
+        deal: Callable[[Array], Array] | None = None,
     ) -> None:
         super().__init__(context)
         self.shards = shards
         self.exchange = exchange
-        self.samplers = Samplers(context, shards, reach)
+        self.samplers = Samplers(context, shards, reach, extents=packed)
+        self._deal = deal
         self._history = BatchHistory(history)
         self._updates = UpdateRouter(shards, self.samplers.own, exchange)
-        self._batches = BatchExchange(shards, exchange, self.samplers, self._updates)
+        self._batches = BatchExchange(shards, exchange, self.samplers, self._updates, whole=deal is not None)
         kind: type[RowDrawing] = CandidateDrawing if needs_candidates(context.selector) else RowAssignment
         self._drawing = kind(context.selector, self.samplers, self._batches, self._empty_error)
         self._stage_rows = StageRows(shards, exchange, self._batches, self.samplers)
@@ -126,6 +136,21 @@ class GlobalSelection(Selection):
         """Return the summaries for the next draw, `SUMMARY` [S]; all ranks call it."""
         return self._batches.known_summaries()
 
+    def await_items(self) -> None:
+        """See `Selection.await_items`; all ranks call it, and wait for the same number of turns."""
+        if self.context.waits:
+            for _ in self._turns():
+                if len(self.look()):
+                    return
+            raise self._empty_error()
+
+    def _turns(self) -> Iterator[None]:
+        """Wait before each turn but the first, until the deadline of the shards; the same number on all ranks."""
+        yield
+        for _ in range(math.ceil(self.shards.timeout / _PAUSE)):
+            time.sleep(_PAUSE)
+            yield
+
     def last_look(self) -> PassView:
         """Return the view of the last `look`."""
         return self.look() if self._view is None else self._view
@@ -161,11 +186,18 @@ class GlobalSelection(Selection):
         drawn, weigh = self._restored(draw) or self._drawn(draw, frozen, summaries)
         own = self._batches.slice_of(len(drawn.shards))
         shards, records = drawn.shards[own], drawn.records[np.searchsorted(drawn.rows, own)]
+        weights = None
         if self.samplers.by_priority and draw.epoch < SAMPLE_EPOCH:
             weights = None if weigh is None else weigh(records["leaf"])
             self._history.remember(draw, records, weights)
         spare = None if self.shards.num_stages > 1 else self._spare(draw)
         rates = self._rates(records, summaries)
+        if self._deal is not None:
+            mine = self._deal(records)
+            if weigh is not None:
+                weigh = _taken(weigh(records["leaf"]) if weights is None else weights, mine)
+            shards, records = shards[mine], records[mine]
+            rates = None if rates is None else rates[mine]
         return ShardRows(shards, records, weigh, spare, self._stage_rows.keys, ticket, rates)
 
     def _rates(self, records: Array, summaries: Array) -> Array | None:
@@ -189,6 +221,13 @@ class GlobalSelection(Selection):
             self._batches.summaries = None
             summaries = self._batches.known_summaries()
             masses = self._batches.masses()
+        if self.context.waits and not masses.sum() > 0:  # others fill columns, or add newer trajectories
+            for _ in self._turns():
+                self._batches.summaries = None
+                summaries = self._batches.known_summaries()
+                masses = self._batches.masses()
+                if masses.sum() > 0:
+                    break
         if not masses.sum() > 0 or (view is not None and len(view) == 0):
             raise self._empty_error()
         drawn = self._drawing.draw(draw, masses, view)
@@ -206,7 +245,10 @@ class GlobalSelection(Selection):
     def _empty_error(self) -> TableEmptyError | PriorityError:
         """Return the error for a draw without mass in any shard. All ranks call it."""
         self._batches.summaries = None  # the next draw begins with an exchange of summaries
-        return empty_error(self.context.selector, len(self.look()))
+        count = len(self.look())
+        if self.context.waits:
+            return self.context.starved("the shards have none")
+        return empty_error(self.context.selector, count)
 
     def _spare(self, draw: Draw) -> Callable[[int, int], tuple[Array, int]]:
         """Return the function that draws spare rows of a batch; see `ShardRows.spare`."""
@@ -286,7 +328,9 @@ class GlobalSelection(Selection):
         self._begin()
         self._updates.flush()
         saved = state.save_samplers(self.samplers.own, self._updates.received, self._updates.draws)
-        recent = self._history.drawn() if self.shards.place.stage == 0 else []
+        # Where every rank has all rows, the first one saves them.
+        saves = self.shards.place.stage == 0 and (self._deal is None or self.exchange.rank == 0)
+        recent = self._history.drawn() if saves else []
         recent += self._history.restored() if self.exchange.rank == 0 else []
         return state.join_states(self.exchange, saved, recent)
 
@@ -308,6 +352,10 @@ class GlobalSelection(Selection):
         self._history.restore(restored.recent)
         self._batches.summaries = None
 
+    def forget_before(self, epoch: int, step: int) -> None:
+        """Forget the rows of draws before this one, to which no state goes back."""
+        self._history.forget_before(epoch, step)
+
     def forget_pending(self) -> None:
         """Draw the batches of a loaded state by new random choices instead of repeating them."""
         self._history.forget_restored()
@@ -328,3 +376,9 @@ class GlobalSelection(Selection):
             return np.full(len(shares), np.nan)
         found: Array = samplers[0].quantiles(shares)
         return found
+
+
+def _taken(weights: Array, which: Array) -> Weigh:
+    """The function that returns these of the weights that are known already."""
+    mine = weights[which]
+    return lambda _: mine

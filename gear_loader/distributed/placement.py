@@ -79,6 +79,11 @@ class Placement:
         ]
         schemas = [table.schema for table in self._tables[0]]
         self.schema = Schema(all_columns(schemas))
+        if self.schema.late:
+            raise SchemaError(
+                f"The tables have the late columns {list(self.schema.late)}; expected none, as their trajectories are "
+                "not placed for now. Add them to the rank's own table."
+            )
         """Columns of a trajectory, of all stages."""
         if stages is not None:
             check_stages(stages, schemas)

@@ -69,7 +69,8 @@ def record_dtype(blocks: int, *, extents: bool = False) -> np.dtype[np.void]:
 
     Args:
         blocks: most blocks that a window touches, where rows are read one-sidedly; else 0.
-        extents: whether records tell the extents of their trajectories without blocks, too: a cache needs them.
+        extents: whether records tell the extents of their trajectories without blocks, too: a cache and packed batches
+            need them.
     """
     fields: list[tuple[str, str] | tuple[str, str, tuple[int, ...]]] = [
         ("slot", "<i8"),

@@ -31,6 +31,7 @@ class Samplers:
         shards: the sharded table.
         reach: of the windows, where rows are read one-sidedly: records
             then carry the blocks of their windows. None elsewhere.
+        extents: whether records tell the extents of their trajectories without blocks, too.
 
     Attributes:
         own: shard -> shard sampler, of this rank's shards.
@@ -38,7 +39,9 @@ class Samplers:
         by_priority: whether rows are drawn by priority.
     """
 
-    def __init__(self, context: SelectionContext, shards: Shards, reach: Reach | None) -> None:
+    def __init__(
+        self, context: SelectionContext, shards: Shards, reach: Reach | None, *, extents: bool = False
+    ) -> None:
         self._context = context
         self._shards = shards
         self._reach = reach
@@ -46,7 +49,7 @@ class Samplers:
         self.own: dict[int, Any] = {shard: self._new(shard, table) for shard, table in shards.own.items()}
         self._nearby: dict[int, Any] = {}  # samplers of other processes' shards, for spare rows
         self._maps: dict[int, IdMap] = {}
-        self._extents = shards.cache is not None
+        self._extents = extents or shards.cache is not None
         self.dtype = record_dtype(
             0 if reach is None else max_window_blocks(reach, shards.block_steps.values()),
             extents=self._extents,
@@ -73,7 +76,7 @@ class Samplers:
         return self._maps[shard].slots(ids)
 
     def with_blocks(self, table: Table, records: Array) -> Array:
-        """Add to records of a table the extents of trajectories, where rows are cached, and the blocks of the windows,
+        """Add to records of a table the extents of trajectories, where they are needed, and the blocks of the windows,
         where they are read one-sidedly."""
         if self._reach is None and not self._extents:
             return records

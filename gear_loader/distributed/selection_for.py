@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from gear_loader.selection.prioritized import PrioritizedSelection, needs_priori
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.selection.snapshot_selection import SnapshotSelection
 from gear_loader.storage.schema import Window
+from gear_loader.utils.arrays import Array
 from gear_loader.utils.notices import notice
 
 __all__ = ["selection_for"]
@@ -30,6 +32,8 @@ def selection_for(
     windows: Mapping[str, Window],
     shards: Shards | None,
     exchange: SingleProcess | None,
+    packed: bool = False,
+    deal: Callable[[Array], Array] | None = None,
 ) -> Selection:
     """Make the selection of a dataset.
 
@@ -40,13 +44,15 @@ def selection_for(
         windows: column -> window.
         shards: None for a single table.
         exchange: of this dataset, where all shards are drawn from; else None.
+        packed, deal: as for `GlobalSelection`.
     """
     if shards is not None and exchange is not None:
         # Who draws has to know the blocks of the windows where rows are read one-sidedly.
         reach = (
             reach_of(context.table.schema, windows) if shards.transport == "nixl" and shards.remote else None
         )
-        return GlobalSelection(context, shards, exchange, history=history, reach=reach)
+        options: dict[str, Any] = {"history": history, "reach": reach, "packed": packed, "deal": deal}
+        return GlobalSelection(context, shards, exchange, **options)
     if context.grouping is not None:
         if needs_priorities(context.selector):
             return PrioritizedGroupSelection(context, history=history)

@@ -208,6 +208,11 @@ class Shards:
                 "This rank's table is private, so that other processes cannot read it. Create it with a name of its "
                 f"own, Table.create(..., name=f'replay-{rank}')."
             )
+        if self.num_stages > 1 and (self.table.schema.late or self.table.rules.max_lag is not None):
+            raise SchemaError(
+                f"The table {self.table.name!r} has late columns or max_lag, and there are {self.num_stages} pipeline "
+                "stages; expected one stage: the others would not know which trajectories may be drawn."
+            )
         _number(self.table, self.place.data)
         me = member(
             self.table,
@@ -423,11 +428,6 @@ def _check_table(table: Any, transport: str) -> None:
         raise SchemaError(
             f"The table {table.name or '(private)'} has a disk tier (Disk(size=)), with transport='nixl', which reads "
             "only the memory of other nodes. Use transport='socket' or 'ucx', whose servers read their disks."
-        )
-    if table.schema.late or rules.max_lag is not None:
-        raise SchemaError(
-            f"The table {table.name or '(private)'} has late columns or max_lag; expected one without, as Shards do "
-            "not know which trajectories of other ranks may be drawn. Draw from each rank's table alone."
         )
 
 

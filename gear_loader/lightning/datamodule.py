@@ -14,7 +14,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from gear_loader.collection.batches import Batch
-from gear_loader.collection.windows import Whole, windows_of
+from gear_loader.collection.windows import Whole, has_whole, windows_of
 from gear_loader.dataset import ReplayDataset
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError, SourceError
@@ -400,7 +400,7 @@ class ReplayDataModule(LightningDataModule):
         options = dict(self._options)
         if options.get("device", "auto") == "auto" and self.trainer is not None:
             options["device"] = self.trainer.strategy.root_device
-        if options.get("layout", "padded") != "padded":
+        if options.get("layout", "padded") != "padded" or has_whole(options.get("windows")):
             options["device"] = "cpu"  # which packs; Lightning moves the batch
         if isinstance(options.get("device"), torch.device) and options["device"].type not in ("cpu", "cuda"):
             options["device"] = "cpu"  # another kind of accelerator: Lightning moves the batch there

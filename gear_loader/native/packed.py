@@ -39,6 +39,7 @@ __all__ = [
     "choose",
     "gather_packed",
     "measure",
+    "place_packed",
     "screen",
 ]
 
@@ -152,7 +153,7 @@ def choose(queue, max_steps, lookahead, places):  # type: ignore[no-untyped-def]
 
 @compiled
 def gather_packed(  # type: ignore[no-untyped-def]
-    columns, once, slots, spans, starts, extent, block_ids, block_steps, position, streams
+    columns, once, slots, spans, starts, extent, block_ids, block_steps, position, streams, rows
 ) -> int:
     """Copy the steps of rows one after another, and the values of their trajectories.
 
@@ -166,6 +167,7 @@ def gather_packed(  # type: ignore[no-untyped-def]
         extent: int64 [T, 3]. block_ids: int32 [H]. block_steps: steps of a block.
         position: int32 [steps], output: the step's number in its trajectory.
         streams: whether to write past the caches.
+        rows: int64 [m], numbers of the rows to copy.
 
     Returns:
         Number of invalid slots and blocks, 0 unless the index is corrupt. Their steps are zeros.
@@ -176,7 +178,7 @@ def gather_packed(  # type: ignore[no-untyped-def]
     )  # whether the last step of a block lies before the first of the next, in every column
     for c in range(columns.shape[0]):
         adjoin = adjoin and columns[c, PACKED_STRIDE] == block_steps * columns[c, PACKED_STEP_BYTES]
-    for b in range(len(slots)):
+    for b in rows:
         row = int64(-1) << 40  # no place in `block_ids`
         if slots[b] >= 0 and slots[b] < len(extent):
             _, row, _ = extent_of(extent, slots[b])
@@ -228,6 +230,24 @@ def gather_packed(  # type: ignore[no-untyped-def]
     if streams:
         order_stores()
     return bad
+
+
+@compiled
+def place_packed(pieces, source_starts, out_starts, counts) -> None:  # type: ignore[no-untyped-def]
+    """Copy rows that lie one after another to their places in a packed batch.
+
+    Args:
+        pieces: int64 [P, 3], address of the rows, address of the output, bytes of a step.
+        source_starts, out_starts: int64 [n], first step of each row there. counts: int64 [n], steps.
+    """
+    for p in range(pieces.shape[0]):
+        source, out, step_bytes = pieces[p, 0], pieces[p, 1], pieces[p, 2]
+        for i in range(len(counts)):
+            copy_bytes(
+                out + out_starts[i] * step_bytes,
+                source + source_starts[i] * step_bytes,
+                counts[i] * step_bytes,
+            )
 
 
 @njit(inline="always")

@@ -121,7 +121,7 @@ class SelectionContext:
         """The error for a table without a trajectory that can be drawn."""
         count = len(self.table)
         if self.waits:
-            return self._starved(count)
+            return self.starved(f"the table holds {count:,} trajectories")
         explain = getattr(self.subset, "explain_empty", None)  # method of the subsets of `ReplayDataModule`
         if count and explain is not None:
             return TableEmptyError(explain(count))
@@ -136,8 +136,12 @@ class SelectionContext:
             )
         return TableEmptyError("The table is empty: there is nothing to draw from. Add trajectories first.")
 
-    def _starved(self, count: int) -> TableEmptyError:
-        """The error after a wait for something to draw; `count`: trajectories in the table."""
+    def starved(self, found: str) -> TableEmptyError:
+        """The error after a wait for something to draw.
+
+        Args:
+            found: what there is, as a clause.
+        """
         late = [name for i, name in enumerate(self.table.schema.late) if self.late >> i & 1]
         wanted = [] if not late else [f"with the late columns {late} filled"]
         if self.grouping is not None:
@@ -145,8 +149,7 @@ class SelectionContext:
         if self.table.rules.max_lag is not None:
             wanted.append(f"of a policy at most {self.table.rules.max_lag} versions old")
         return TableEmptyError(
-            f"Timed out: the table holds {count:,} trajectories; expected some {', '.join(wanted)}. Check that their "
-            "writers are running."
+            f"Timed out: {found}; expected some {', '.join(wanted)}. Check that their writers are running."
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +27,8 @@ from gear_loader.native.packed import (
 from gear_loader.selection.base import Selection
 from gear_loader.selection.grouping import Grouping
 from gear_loader.selection.selectors import Draw, Prioritized, Selector
-from gear_loader.selection.step_budget import BudgetCounts, BudgetState, StepBudget
+from gear_loader.selection.step_budget import BudgetCounts, BudgetState, DrawnPart, StepBudget
+from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.operations import READY
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import SelectedRows
@@ -46,14 +49,51 @@ class PlannedBatch:
     """The rows of a batch, readable until `end`.
 
     Attributes:
-        rows: with their spans. state: position after the batch. tickets: read tickets.
-        counts: of this batch, and of rows left out since the one before.
+        rows: `SelectedRows` with their spans, or the rows of shards. state: position after the batch.
+        again: plans another batch in place of one whose trajectories are all lost; None at the end of the stream.
+        tickets: read tickets. counts: of this batch, and of rows left out since the one before.
     """
 
-    rows: SelectedRows
+    rows: Any
     state: BudgetState
-    tickets: list[Ticket]
+    tickets: list[Any]
     counts: BudgetCounts
+    again: Callable[[], PlannedBatch | None] = lambda: None
+
+    def leave_out(self, error: LostRowsError) -> None:
+        """Leave out the trajectories that cannot be read, and count them; plan another batch if no others are left."""
+        lost = (self.rows.slots[:, None] == error.slots) & (
+            self.rows.generations[:, None] == error.generations
+        )
+        kept = ~lost.any(1)
+        if kept.all():
+            raise error
+        spans = self.rows.spans
+        assert spans is not None
+        self.counts.steps -= int(spans[1, ~kept].sum())
+        self.counts.gone += int((~kept).sum())
+        self.rows = self.rows.take(kept)
+        if kept.any():
+            return
+        self.end()
+        other = self.again()
+        if other is None:
+            self.counts.batches = 0
+            return
+        other.counts.gone += self.counts.gone
+        other.counts.skipped += self.counts.skipped
+        self.rows, self.state, self.tickets, self.counts = (
+            other.rows,
+            other.state,
+            other.tickets,
+            other.counts,
+        )
+
+    def gathered(self) -> int:
+        """Count what was left out when the batch was gathered; return its number of rows."""
+        self.counts.gone += getattr(self.rows, "gone", 0)
+        self.counts.steps -= getattr(self.rows, "lost_steps", 0)
+        return len(self.rows)
 
     def end(self) -> None:
         """Release the read tickets; idempotent."""
@@ -97,8 +137,8 @@ class BudgetPlanner:
         self._view = selection.look()
         self._state = state = state or BudgetState()
         self._queue: Array = np.empty((QUEUE_WIDTH, 0), dtype=np.int64)
-        self._more: list[Array | None] | None = None  # weights, counts and numbers of the queued rows
-        self._draws: dict[int, tuple[int, int, int, int]] = {}
+        self._more: list[Array | None] | None = None  # weights, counts, numbers and ids of the queued rows
+        self._draws: dict[int, DrawnPart] = {}
         self._counts = BudgetCounts()
         self._skipped_together = 0
         if state.waiting.shape[1]:
@@ -122,19 +162,13 @@ class BudgetPlanner:
             SchemaError: a trajectory is longer than the budget, and `too_long` is ``"error"``.
             TableEmptyError: there is nothing to draw from.
         """
-        tickets: list[Ticket] = []
+        tickets: list[Any] = []
         try:
             if self._queue.shape[1]:
                 tickets.append(Ticket())
                 self._reader.begin_read(tickets[0])
                 self._screen(0)
-            while True:
-                places = np.empty(self._queue.shape[1], dtype=np.int64)
-                rows, steps, more = choose(
-                    self._queue, self._budget.max_steps, self._budget.lookahead, places
-                )
-                if not more or not self._draw(tickets):
-                    break
+            places, rows, steps = self._choose(tickets)
             if rows:
                 return self._planned(places[:rows], places[rows:], steps, tickets)
             for ticket in tickets:
@@ -145,24 +179,51 @@ class BudgetPlanner:
                 self._selection.undo(ticket)
             raise
 
-    def _planned(self, chosen: Array, others: Array, steps: int, tickets: list[Ticket]) -> PlannedBatch:
-        """The batch of the chosen rows of the queue, where the others stay."""
-        names, (weights, counted, numbers) = self._queue.take(chosen, 1), self._more_of(chosen)
+    def _choose(self, tickets: list[Any]) -> tuple[Array, int, int]:
+        """Draw until a batch is full, or the stream ends.
+
+        Returns:
+            Numbers of its rows in the queue, then those of the others, int64 [n]; number of its rows; their steps.
+        """
+        while True:
+            places = np.empty(self._queue.shape[1], dtype=np.int64)
+            rows, steps, more = choose(self._queue, self._budget.max_steps, self._budget.lookahead, places)
+            if not more or not self._draw(tickets):
+                return places, rows, steps
+
+    def _waiting(self, others: Array, number: int) -> BudgetState:
+        """Keep the other rows of the queue; return the position with them, before batch `number`."""
         self._keep(others)
         waiting = self._queue[QUEUE_DRAW : QUEUE_ROW + 1]
-        oldest = int(waiting[0, 0]) if len(others) else self._state.draw
-        self._draws = {number: drawn for number, drawn in self._draws.items() if number >= oldest}
         state = self._state
-        self._state = BudgetState(
-            state.number + 1, state.draw, state.turn, state.first, tuple(self._draws.values()), waiting
-        )
+        oldest = int(waiting[0, 0]) if len(others) else state.draw
+        self._draws = {n: drawn for n, drawn in self._draws.items() if n >= oldest}
+        draws = tuple(self._draws.values())
+        return BudgetState(number, state.draw, state.turn, state.first, draws, waiting, *self._names())
+
+    def _names(self) -> tuple[Array | None, Array | None]:
+        """Ids and anchors of the queued rows, int64 [2, n], and their weights; None where draws are repeated."""
+        weights, counted, _, ids = self._more_of(np.arange(self._queue.shape[1]))
+        if ids is None or counted is not None:
+            return None, None
+        return np.stack((ids, self._queue[QUEUE_ANCHOR])), weights
+
+    def _planned(self, chosen: Array, others: Array, steps: int, tickets: list[Any]) -> PlannedBatch:
+        """The batch of the chosen rows of the queue, where the others stay."""
+        names, (weights, counted, numbers, _) = self._queue.take(chosen, 1), self._more_of(chosen)
+        self._state = self._waiting(others, self._state.number + 1)
         slots, anchors, generations = names[:QUEUE_DRAW]
         rows = SelectedRows(slots, anchors, generations, weights, counted, numbers, names[QUEUE_FIRST:])
         counts, self._counts = self._counts, BudgetCounts()
         counts.batches, counts.steps = 1, steps
-        return PlannedBatch(rows, self._state, tickets, counts)
+        return PlannedBatch(rows, self._state, tickets, counts, self._again)
 
-    def _draw(self, tickets: list[Ticket]) -> bool:
+    def _again(self) -> PlannedBatch | None:
+        """The next batch, with the number of the last one."""
+        self._state = dataclasses.replace(self._state, number=self._state.number - 1)
+        return self.next()
+
+    def _draw(self, tickets: list[Any]) -> bool:
         """Queue the rows of one more draw under a new ticket; False at the end of the stream."""
         state, selector = self._state, self._selector
         count = self._size
@@ -178,8 +239,8 @@ class BudgetPlanner:
             if items == 0:
                 raise self._selection.context.empty()
             count = min(count, items - state.first)
-        drawn = state.draw, state.turn, state.first, count
-        tickets.append(Ticket())
+        drawn = state.draw, state.turn, state.first, count, self._past + state.number
+        tickets.append(self._selection.new_ticket())
         rows = self._rows(drawn, tickets[-1])
         if len(tickets) > 1:
             tickets[-1].end()  # the first one keeps these rows readable too
@@ -192,19 +253,19 @@ class BudgetPlanner:
         self._check_skipped(self._counts.skipped - skipped, len(rows))
         return True
 
-    def _rows(self, drawn: tuple[int, int, int, int], ticket: Ticket) -> SelectedRows:
-        number, turn, first, count = drawn
-        past = self._past + self._state.number
+    def _rows(self, drawn: DrawnPart, ticket: Any) -> Any:
+        """The rows of a draw."""
+        number, turn, first, count, past = drawn
         draw = Draw(self._seed, self._epoch, number, first, count, turn, past)
-        rows = self._selection.draw(draw, ticket, self._view if self._selector.passes else None)
-        assert isinstance(rows, SelectedRows)
-        return rows
+        return self._selection.draw(draw, ticket, self._view if self._selector.passes else None)
 
     def _repeat(self, state: BudgetState) -> None:
         """Queue the waiting rows of a state."""
-        parts: dict[int, SelectedRows] = {}
+        if state.rows is not None and self._find(state, state.rows):
+            return
+        parts: dict[int, Any] = {}
         for drawn in state.draws:
-            ticket = Ticket()
+            ticket = self._selection.new_ticket()
             try:
                 parts[drawn[0]] = self._rows(drawn, ticket)
                 ticket.end()
@@ -216,16 +277,42 @@ class BudgetPlanner:
             if row < len(rows):
                 self._add(rows.take(np.arange(len(rows)) == row), number, np.array([row]))
 
-    def _add(self, rows: SelectedRows, draw: int, numbers: Array) -> None:
+    def _find(self, state: BudgetState, rows: Array) -> bool:
+        """Queue the waiting rows of a state by their ids; False if the table has none of them."""
+        ids, inverse = np.unique(rows[0], return_inverse=True)
+        ticket = Ticket()
+        try:
+            self._reader.begin_read(ticket)
+            slots = self._selection.context.table.index.slots_of(ids)[inverse.reshape(-1)]
+            present = np.flatnonzero(slots >= 0)
+            if not len(present):
+                return False
+            names = np.empty((QUEUE_WIDTH, len(present)), dtype=np.int64)
+            names[QUEUE_SLOT], names[QUEUE_ANCHOR] = slots[present], rows[1, present]
+            names[QUEUE_GENERATION] = self._reader.slot_states()[1][slots[present]]
+            names[QUEUE_DRAW : QUEUE_ROW + 1] = state.waiting[:, present]
+            weights = None if state.weights is None else state.weights[present]
+            self._enqueue(names, [weights, None, None, rows[0, present]])
+            self._counts.gone += len(slots) - len(present)
+        finally:
+            ticket.end()
+        self._draws = {drawn[0]: drawn for drawn in state.draws}
+        return True
+
+    def _add(self, rows: Any, draw: int, numbers: Array) -> None:
         """Queue rows of a draw; `numbers`: those of the rows in it."""
         names = np.empty((QUEUE_WIDTH, len(rows)), dtype=np.int64)
         names[QUEUE_SLOT], names[QUEUE_ANCHOR] = rows.slots, rows.anchors
         names[QUEUE_GENERATION], names[QUEUE_DRAW], names[QUEUE_ROW] = rows.generations, draw, numbers
+        ids = self._selection.context.table.ids(rows.slots)
+        self._enqueue(names, [rows.weights, rows.counts, rows.numbers, ids])
+
+    def _enqueue(self, names: Array, parts: list[Array | None]) -> None:
+        """Queue rows: int64 [QUEUE_WIDTH, n], and what else belongs to them."""
         self._queue = np.concatenate((self._queue, names), 1) if self._queue.shape[1] else names
-        parts = [rows.weights, rows.counts, rows.numbers]
         if all(part is None for part in parts):
             return
-        if self._more is None or self._queue.shape[1] == len(rows):
+        if self._more is None or self._queue.shape[1] == names.shape[1]:
             self._more = parts
             return
         pairs = zip(self._more, parts, strict=True)
@@ -234,9 +321,9 @@ class BudgetPlanner:
         ]
 
     def _more_of(self, places: Array) -> list[Array | None]:
-        """Weights, counts and numbers of queued rows, int64 [n]."""
+        """Weights, counts, numbers and ids of queued rows, int64 [n]."""
         if self._more is None:
-            return [None, None, None]
+            return [None] * 4
         return [None if part is None else part.take(places, -1) for part in self._more]
 
     def _keep(self, places: Array) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.selection.base import Selection
-from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.selectors import Fifo, Prioritized, Selector, TopK
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least
@@ -20,12 +19,15 @@ __all__ = [
     "BudgetCounts",
     "BudgetProgress",
     "BudgetState",
+    "DrawnPart",
     "StepBudget",
     "TooLong",
     "checked_positions",
 ]
 
 TooLong = Literal["error", "truncate", "skip"]
+DrawnPart = tuple[int, int, int, int, int]
+"""Number, turn, first and count of a draw, and the batches before it, for schedules."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,16 +76,20 @@ class BudgetState:
     Attributes:
         number: batches so far.
         draw, turn, first: number of the next draw; its pass, and its first item there.
-        draws: number, turn, first and count of the draws since the oldest of which rows are left.
+        draws: the draws since the oldest of which rows are left.
         waiting: int64 [2, n], number of the draw and row of each drawn trajectory that no batch has had yet, in order.
+        rows: int64 [2, n], id and anchor of each of them; None where only the draws tell.
+        weights: float32 [n], their importance weights; None without.
     """
 
     number: int = 0
     draw: int = 0
     turn: int = 0
     first: int = 0
-    draws: tuple[tuple[int, int, int, int], ...] = ()
+    draws: tuple[DrawnPart, ...] = ()
     waiting: Array = dataclasses.field(default_factory=lambda: np.empty((2, 0), dtype=np.int64))
+    rows: Array | None = None
+    weights: Array | None = None
 
     @property
     def oldest(self) -> int:
@@ -97,6 +103,8 @@ class BudgetState:
             **numbers,
             "draws": [list(drawn) for drawn in self.draws],
             "waiting": self.waiting.T.tolist(),
+            "rows": None if self.rows is None else self.rows.T.tolist(),
+            "weights": None if self.weights is None else self.weights.tolist(),
         }
 
     @classmethod
@@ -113,17 +121,24 @@ class BudgetState:
             draws = tuple(tuple(map(int, part)) for part in state["draws"])
             waiting = tuple(tuple(map(int, part)) for part in state["waiting"])
             known = {part[0] for part in draws}
+            rows, weights = (None if state[name] is None else state[name] for name in ("rows", "weights"))
+            if rows is not None:
+                rows = np.array([tuple(map(int, part)) for part in rows], dtype=np.int64).reshape(-1, 2).T
+            if weights is not None:
+                weights = np.array([float(weight) for weight in weights], dtype=np.float32)
             fits = all(type(value) is int and value >= 0 for value in numbers.values())
-            fits &= all(len(part) == 4 and min(part) >= 0 for part in draws)
+            fits &= all(len(part) == 5 and min(part) >= 0 for part in draws)
             fits &= all(len(part) == 2 and part[0] in known and part[1] >= 0 for part in waiting)
+            fits &= rows is None or (rows.shape[1] == len(waiting) and bool((rows >= 0).all()))
+            fits &= weights is None or (len(weights) == len(waiting) and bool((weights >= 0).all()))
             if not fits:
                 raise ValueError
-        except (TypeError, ValueError, KeyError):
+        except (TypeError, ValueError, KeyError, OverflowError):
             raise SchemaError(
                 f"The state of max_steps is {state!r}; expected that of a state_dict() of a ReplayDataset."
             ) from None
         places = np.array(waiting, dtype=np.int64).reshape(-1, 2).T
-        return cls(**numbers, draws=draws, waiting=places)  # type: ignore[arg-type]
+        return cls(**numbers, draws=draws, waiting=places, rows=rows, weights=weights)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass
@@ -162,8 +177,9 @@ class BudgetProgress:
         mine = self.counts
         mine.batches, mine.steps = mine.batches + counts.batches, mine.steps + counts.steps
         mine.skipped, mine.gone = mine.skipped + counts.skipped, mine.gone + counts.gone
-        if isinstance(selection, PrioritizedSelection) and len(self._recent) == self._recent.maxlen:
-            selection.forget_before(self._recent[0][0], self._recent[0][1].oldest)
+        forget: Any = getattr(selection, "forget_before", None)
+        if forget is not None and len(self._recent) == self._recent.maxlen:
+            forget(self._recent[0][0], self._recent[0][1].oldest)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The last positions, JSON-serialisable."""

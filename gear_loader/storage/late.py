@@ -8,25 +8,30 @@ the generation of the slot, so that those of an earlier trajectory in the slot d
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from gear_loader.errors import FilledError, SchemaError
+from gear_loader.errors import FilledError, SchemaError, TableFullError
 from gear_loader.native.copying import copy_rows
-from gear_loader.storage.counters import NUM_TOUCHED, VERSION
+from gear_loader.storage.counters import NUM_TOUCHED, VERSION, WANTED_BLOCKS
 from gear_loader.storage.index_arrays import IndexArrays
-from gear_loader.storage.operations import begin_change, end_change
-from gear_loader.storage.priority_updates import checked_rows
-from gear_loader.storage.schema import Column, Schema, as_mapping
+from gear_loader.storage.late_values import LateValues, check_late, checked_fill
+from gear_loader.storage.operations import READY, begin_change, end_change
+from gear_loader.storage.readers import Ticket
+from gear_loader.storage.schema import Schema
 from gear_loader.utils.arrays import Array
 
 if TYPE_CHECKING:
     from gear_loader.storage.table import Table
 
 __all__ = ["fill_columns", "filled_bits", "set_filled", "unfilled"]
+
+
+_SMALL = 1 << 17
+"""Bytes up to which values are copied under the lock: it takes less time than a read ticket."""
 
 
 def filled_bits(arrays: IndexArrays, slots: Array) -> Array:
@@ -54,142 +59,239 @@ def set_filled(arrays: IndexArrays, slots: Array, bits: Array | int) -> None:
 def unfilled(table: Table, columns: Sequence[str]) -> tuple[Array, Array]:
     """See `Table.unfilled`."""
     names = list(columns) or list(table.schema.late)
-    _check_late(table.schema, names)
+    check_late(table.schema, names)
     snapshot = table.reader().snapshot()
     wanted = table.schema.late_bits(names)
     missing = (filled_bits(table.index.arrays, snapshot.slots) & wanted) != wanted
     return snapshot.slots[missing], snapshot.generations[missing]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Values:
-    """Values of one column for n trajectories.
-
-    Attributes:
-        name, column: of the table.
-        data: uint8 [rows, step_bytes].
-        lengths: int64 [n], rows of each trajectory in `data`.
-    """
-
-    name: str
-    column: Column
-    data: Array
-    lengths: Array
-
-
 def fill_columns(
-    table: Table, index: Any, generation: Any, columns: Mapping[str, Any], *, strict: bool
+    table: Table,
+    index: Any,
+    generation: Any,
+    columns: Mapping[str, Any],
+    *,
+    strict: bool,
+    again: bool = False,
 ) -> int:
-    """See `Table.fill`."""
-    _check_late(table.schema, list(columns))
-    starts: Any = None
-    single = isinstance(index, (int, np.integer)) or (isinstance(index, torch.Tensor) and index.ndim == 0)
-    batch = as_mapping(index)
-    if isinstance(batch, Mapping):
-        if generation is not None or "index" not in batch or "generation" not in batch:
-            raise SchemaError(
-                f"A mapping with the keys {list(batch)} was received as index; expected a whole batch alone, or "
-                "batch['index'] with generation. Nothing was changed."
-            )
-        index, generation, starts = batch["index"], batch["generation"], batch.get("cu_seqlens")
-    elif single:
-        index = [int(index)]
-        generation = None if generation is None else np.asarray(generation).reshape(-1)
-        columns = {
-            name: value if table.schema[name].trajectory else [value] for name, value in columns.items()
-        }
-    slots, generations = checked_rows(index, generation)
-    values = [
-        _values(name, table.schema[name], value, len(slots), starts, single)
-        for name, value in columns.items()
-    ]
+    """See `Table.fill`.
+
+    Args:
+        again: whether the call may have been executed before: rows that have these very values are done.
+    """
+    slots, generations, values = checked_fill(table.schema, index, generation, columns)
     bits = table.schema.late_bits(columns)
     if not len(slots):
         return 0
-    return table.index.recovery.locked(lambda: _fill(table, slots, generations, values, bits, strict))
+    request = _Request(table, slots, generations, values, bits, strict, again)
+    return table.region.fill_lock.run(request.run)
 
 
-def _check_late(schema: Schema, names: list[str]) -> None:
-    wrong = [name for name in names if name not in schema.late]
-    if wrong or not names:
-        raise SchemaError(
-            f"The columns {names} were received; expected one or more of those with Column(late=True): "
-            f"{list(schema.late)}. Nothing was changed."
-        )
+@dataclasses.dataclass(frozen=True)
+class _Located:
+    """Rows to fill, under a read ticket.
 
-
-def _values(name: str, column: Column, value: Any, count: int, starts: Any, single: bool) -> _Values:
-    """Check the values of one column."""
-    plain = Schema({name: Column(column.dtype, column.shape, cast=column.cast)})
-    if column.trajectory:
-        if single:
-            whole = Schema({"step": Column(torch.bool), name: dataclasses.replace(column, late=False)})
-            data = whole.validate_once({name: value}, what="the values")[name]
-        else:
-            data = plain.validate({name: value}, what="the values")[1][name]
-        if len(data) != count:
-            raise SchemaError(
-                f"Column {name!r} has {len(data)} values for {count} trajectories; expected one for each, as it is per "
-                "trajectory. Nothing was changed."
-            )
-        return _Values(name, column, data, np.ones(count, dtype=np.int64))
-    if isinstance(value, (list, tuple)) and len(value) == count:
-        parts = [
-            plain.validate({name: each}, what=f"the values of trajectory {i}")[1][name]
-            for i, each in enumerate(value)
-        ]
-        lengths = np.array([len(part) for part in parts], dtype=np.int64)
-        return _Values(name, column, parts[0] if count == 1 else np.concatenate(parts), lengths)
-    if starts is None:
-        raise SchemaError(
-            f"Column {name!r} is {type(value).__name__}; expected a list of {count} arrays [T, ...], one for each "
-            "trajectory; or [total, ...] with a packed batch as index. Nothing was changed."
-        )
-    data = plain.validate({name: value}, what="the values")[1][name]
-    bounds: Array = np.asarray(starts).astype(np.int64)
-    lengths = bounds[1:] - bounds[:-1]
-    if len(lengths) != count or lengths.sum() != len(data):
-        raise SchemaError(
-            f"Column {name!r} has {len(data):,} steps; expected {lengths.sum():,}, as the batch has. Nothing was "
-            "changed."
-        )
-    return _Values(name, column, data, lengths)
-
-
-def _fill(
-    table: Table, slots: Array, generations: Array, values: list[_Values], bits: int, strict: bool
-) -> int:
-    """Write values and set the bits, or raise. The caller holds the lock.
-
-    Returns:
-        Number of stale rows.
+    Attributes:
+        rows: int64 [m], of the request. slots, generations: int64 [m], of their trajectories.
+        blocks: column -> block ids, int32 [k], of one row after another.
     """
-    arrays = table.index.arrays
-    rows = np.flatnonzero(arrays.live_rows(slots, generations, strict=strict, what="rows are of"))
-    chosen = slots[rows]
-    _check_unfilled(table.schema, arrays, chosen, bits)
-    for each in values:
-        if each.column.trajectory:
-            continue
-        wrong = np.flatnonzero(each.lengths[rows] != arrays.extent[chosen, 0])
-        if len(wrong):
-            row, slot = rows[wrong[0]], chosen[wrong[0]]
-            raise SchemaError(
-                f"Column {each.name!r} has {each.lengths[row]:,} steps for row {row}; expected "
-                f"{arrays.extent[slot, 0]:,}, as the trajectory of index {slot} has. Nothing was changed."
+
+    rows: Array
+    slots: Array
+    generations: Array
+    blocks: dict[str, Array]
+
+
+@dataclasses.dataclass
+class _Request:
+    """One call of `fill_columns`, which holds the lock of those who fill.
+
+    Large values are copied without the lock of the index, under a read ticket: nobody reads the bytes of a column that
+    is not filled, no other call fills it, and blocks of trajectories that are removed meanwhile are not reused.
+    """
+
+    table: Table
+    slots: Array
+    generations: Array
+    values: list[LateValues]
+    bits: int
+    strict: bool
+    again: bool
+
+    def run(self) -> int:
+        """Fill the rows; return the number of stale ones."""
+        index, backoff = self.table.index, None
+        size = sum(each.data.size for each in self.values)
+        while True:
+            ticket = Ticket()
+            try:
+                located = index.recovery.locked(functools.partial(self._locate, ticket))
+                if isinstance(located, _Located):
+                    if size <= _SMALL:
+                        return index.recovery.locked(functools.partial(self._finish, located, copies=True))
+                    self._copy(located)
+                    done = index.recovery.locked(functools.partial(self._finish, located, copies=False))
+                    if done >= 0:
+                        return done
+                    continue  # trajectories were moved to disk meanwhile
+            finally:
+                ticket.end()
+            self.table.bring_back(located)
+            if self._are_spilled(located):
+                backoff = backoff or self.table.reader().backoff()
+                if not backoff.sleep():
+                    raise TableFullError(
+                        f"Timed out after {backoff.timeout:g} s: {len(located)} trajectories of a fill lie on disk "
+                        "only, and there is no room to bring them into memory. Nothing was changed. Fill fewer at "
+                        "once, or make the memory of the table larger (max_blocks)."
+                    )
+
+    def _are_spilled(self, slots: Array) -> bool:
+        """Whether trajectories lie on disk only still; asks for room for them."""
+        arrays = self.table.index.arrays
+
+        def look() -> bool:
+            live = slots[arrays.state[slots] == READY]
+            left = live[arrays.extent[live, 1] < 0]
+            if len(left):
+                blocks = arrays.blocks_of(arrays.extent[left, 0] + arrays.extent[left, 2]).sum()
+                wanted = min(int(blocks), arrays.num_blocks)
+                arrays.counters[WANTED_BLOCKS] = max(int(arrays.counters[WANTED_BLOCKS]), wanted)
+            return bool(len(left))
+
+        return self.table.index.recovery.locked(look)
+
+    def _locate(self, ticket: Ticket) -> _Located | Array:
+        """Check the rows, or raise; the caller holds the lock.
+
+        Returns:
+            The rows to fill, readable until the ticket ends; or slots of trajectories that lie on disk only.
+        """
+        arrays = self.table.index.arrays
+        rows = np.flatnonzero(
+            arrays.live_rows(self.slots, self.generations, strict=self.strict, what="rows are of")
+        )
+        chosen = self.slots[rows]
+        _check_distinct(chosen)
+        for each in self.values:
+            if each.column.trajectory:
+                continue
+            wrong = np.flatnonzero(each.lengths[rows] != arrays.extent[chosen, 0])
+            if len(wrong):
+                row, slot = rows[wrong[0]], chosen[wrong[0]]
+                raise SchemaError(
+                    f"Column {each.name!r} has {each.lengths[row]:,} steps for row {row}; expected "
+                    f"{arrays.extent[slot, 0]:,}, as the trajectory of index {slot} has. Nothing was changed."
+                )
+        if not self.again:
+            _check_unfilled(self.table.schema, arrays, chosen, self.bits)
+        spilled = arrays.extent[chosen, 1] < 0
+        if spilled.any():
+            outside: Array = chosen[spilled]
+            return outside
+        if self.again:
+            done = (filled_bits(arrays, chosen) & self.bits) == self.bits
+            done[done] = self._have(rows[done], chosen[done])
+            rows, chosen = rows[~done], chosen[~done]
+            _check_unfilled(self.table.schema, arrays, chosen, self.bits)
+        ticket.begin(self.table.index.readers)
+        return _Located(rows, chosen, arrays.generation[chosen], self._blocks(rows, chosen))
+
+    def _blocks(self, rows: Array, slots: Array) -> dict[str, Array]:
+        """Column -> block ids of the rows, int32 [k]; the caller holds the lock."""
+        arrays, found = self.table.index.arrays, {}
+        for each in self.values:
+            counts = self._counts(each, rows)
+            places = np.cumsum(counts) - counts
+            starts = np.repeat(arrays.extent[slots, 1] - places, counts)
+            found[each.name] = arrays.ids_at(starts + np.arange(len(starts)))
+        return found
+
+    def _counts(self, values: LateValues, rows: Array) -> Array:
+        """Blocks of each row in a column, int64 [m]."""
+        if values.column.trajectory:
+            return np.ones(len(rows), dtype=np.int64)
+        counts: Array = -(-values.lengths[rows] // self.table.region.layout.block_steps)
+        return counts
+
+    def _have(self, rows: Array, slots: Array) -> Array:
+        """Whether trajectories have the values of these rows, bool [m]; the caller holds the lock."""
+        same, blocks = np.ones(len(rows), dtype=bool), self._blocks(rows, slots)
+        for each in self.values:
+            ends, counts = np.cumsum(each.lengths), self._counts(each, rows)
+            column, block_ends = self.table.region.column(each.name), np.cumsum(counts)
+            for i, row in enumerate(rows.tolist()):
+                ids = blocks[each.name][block_ends[i] - counts[i] : block_ends[i]]
+                length = int(each.lengths[row])
+                stored = column[ids[:, None], 0] if each.column.trajectory else column[ids]
+                stored = stored.reshape(-1, each.data.shape[-1])[:length]
+                same[i] &= np.array_equal(stored, each.data[ends[row] - length : ends[row]])
+        return same
+
+    def _copy(self, located: _Located) -> None:
+        """Copy the values into the blocks of the rows."""
+        layout, rows = self.table.region.layout, located.rows
+        for each in self.values:
+            place = layout.columns[each.name]
+            column = np.array(
+                [
+                    self.table.region.column(each.name).ctypes.data,
+                    place.block_stride,
+                    place.step_bytes,
+                    place.step_stride,
+                    layout.block_steps,
+                ],
+                dtype=np.int64,
             )
-    if not len(rows):
-        return len(slots) - len(rows)
-    for each in values:
-        _write(table, each, rows, chosen)
-    begin_change(arrays.view)
-    set_filled(arrays, chosen, bits)
-    first = int(arrays.counters[NUM_TOUCHED])
-    arrays.touched[np.arange(first, first + len(chosen)) % arrays.num_slots] = chosen
-    arrays.counters[NUM_TOUCHED] = first + len(chosen)
-    arrays.counters[VERSION] += 1
-    end_change(arrays.view)
-    return len(slots) - len(rows)
+            ends = np.cumsum(each.lengths)
+            first, counts = (ends - each.lengths)[rows], self._counts(each, rows)
+            data = np.ascontiguousarray(each.data)
+            places, ids = np.cumsum(counts) - counts, located.blocks[each.name]
+            copy_rows(data.ctypes.data, 0, data.size, first, ends[rows], places, ids, column, True)
+
+    def _finish(self, located: _Located, *, copies: bool) -> int:
+        """Set the bits of the rows that are still in the table; the caller holds the lock.
+
+        Args:
+            copies: whether to copy the values first, where they are.
+
+        Returns:
+            Number of stale rows; -1 if trajectories were moved, and nothing was changed.
+        """
+        arrays, total = self.table.index.arrays, len(self.slots)
+        live = arrays.live_rows(located.slots, located.generations, strict=self.strict, what="rows are of")
+        rows, chosen = located.rows[live], located.slots[live]
+        if (arrays.extent[chosen, 1] < 0).any():
+            return -1
+        if copies:
+            located = _Located(rows, chosen, located.generations[live], self._blocks(rows, chosen))
+            self._copy(located)
+        elif not self._are_in(located, live):
+            return -1
+        before = int(arrays.live_rows(self.slots, self.generations, strict=False, what="").sum())
+        if not len(chosen):
+            return total - before
+        begin_change(arrays.view)
+        if arrays.tier is not None:
+            # What is on disk does not have the values, but those of the columns that were filled before.
+            arrays.stored[chosen, 0] = -np.abs(arrays.stored[chosen, 0])
+        set_filled(arrays, chosen, self.bits)
+        first = int(arrays.counters[NUM_TOUCHED])
+        arrays.touched[np.arange(first, first + len(chosen)) % arrays.num_slots] = chosen
+        arrays.counters[NUM_TOUCHED] = first + len(chosen)
+        arrays.counters[VERSION] += 1
+        end_change(arrays.view)
+        return total - before
+
+    def _are_in(self, located: _Located, live: Array) -> bool:
+        """Whether the live rows still have the blocks that the values were copied to; the caller holds the lock."""
+        now = self._blocks(located.rows[live], located.slots[live])
+        for each in self.values:
+            kept = np.repeat(live, self._counts(each, located.rows))
+            if not np.array_equal(now[each.name], located.blocks[each.name][kept]):
+                return False
+        return True
 
 
 def _check_unfilled(schema: Schema, arrays: IndexArrays, slots: Array, bits: int) -> None:
@@ -201,36 +303,12 @@ def _check_unfilled(schema: Schema, arrays: IndexArrays, slots: Array, bits: int
             f"The trajectory of index {slots[row]} has {names} already; a late column is filled once. Nothing was "
             "changed."
         )
+
+
+def _check_distinct(slots: Array) -> None:
     different, first = np.unique(slots, return_index=True)
     if len(different) != len(slots):
         row = int(np.setdiff1d(np.arange(len(slots)), first)[0])
         raise FilledError(
             f"Index {slots[row]} was given twice; a late column is filled once. Nothing was changed."
         )
-
-
-def _write(table: Table, values: _Values, rows: Array, slots: Array) -> None:
-    """Copy the values of these rows into the blocks of their trajectories."""
-    arrays, layout = table.index.arrays, table.region.layout
-    place = layout.columns[values.name]
-    column = np.array(
-        [
-            table.region.column(values.name).ctypes.data,
-            place.block_stride,
-            place.step_bytes,
-            place.step_stride,
-            layout.block_steps,
-        ],
-        dtype=np.int64,
-    )
-    ends = np.cumsum(values.lengths)
-    first = (ends - values.lengths)[rows]
-    ends = ends[rows]
-    counts = np.ones(len(rows), dtype=np.int64)
-    if not values.column.trajectory:
-        counts = -(-values.lengths[rows] // layout.block_steps)
-    places = np.cumsum(counts) - counts
-    starts = np.repeat(arrays.extent[slots, 1] - places, counts)
-    ids = arrays.ids_at(starts + np.arange(len(starts)))
-    data = np.ascontiguousarray(values.data)
-    copy_rows(data.ctypes.data, 0, data.size, first, ends, places, ids, column, True)

@@ -32,9 +32,10 @@
                     lowest               float32 [G]      lower bound of the priorities of each group of slots
                     parked               int32 [N]        blocks of trajectories that were moved to disk, until nobody
                                                           reads them any more; [1] of a table without a disk tier
-                    stored               int64 [T, 4]     where a trajectory is on disk: 1 + its sequence number,
-                                                          segment, first row, position in the segment; [1, 4] of a
-                                                          table without a disk tier
+                    stored               int64 [T, 4]     where a trajectory is on disk: 1 + its sequence number
+                                                          (negative: without columns filled since), segment,
+                                                          first row, position in the segment; [1, 4] of a table without
+                                                          a disk tier
                     heat                 int64 [T]        [0] without a disk tier. Lower half of the generation, and
                                                           latest priority that a dataset has given (float32)
                     tier_counts          int64 [16]       of the disk tier, see `tier_counts.py`; [0] without one

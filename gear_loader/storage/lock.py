@@ -51,9 +51,9 @@ def process_start(pid: int) -> int:
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
-def _try(fd: int) -> bool:
+def _try(fd: int, place: int) -> bool:
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             raise
@@ -94,10 +94,14 @@ class IndexLock:
         name: name of the table in errors.
         fd: descriptor of the region's file, or None for a private region (threads of this process only).
         timeout: seconds until a wait for the lock times out.
+        place: byte of the file that is locked; locks of different bytes are independent.
     """
 
-    def __init__(self, name: str, fd: int | None = None, *, timeout: float = LOCK_TIMEOUT) -> None:
+    def __init__(
+        self, name: str, fd: int | None = None, *, timeout: float = LOCK_TIMEOUT, place: int = 0
+    ) -> None:
         self.timeout = timeout
+        self._place = place
         self._name = name
         self._fd = fd
         self._mutex = new_mutex()
@@ -166,7 +170,7 @@ class IndexLock:
         """Release the record lock and the mutex, which the caller owns. May be repeated after an interruption."""
         try:
             if self._fd is not None:
-                fcntl.lockf(self._fd, fcntl.LOCK_UN)
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, self._place)
                 if self._bell is not None and self._bell.waiting.value:
                     self._bell.ring()
         finally:
@@ -179,7 +183,7 @@ class IndexLock:
         )
 
     def _lock_file(self, fd: int) -> None:
-        if _try(fd):
+        if _try(fd, self._place):
             return
         bell = self._bell
         if bell is not None:
@@ -188,7 +192,7 @@ class IndexLock:
             deadline = time.monotonic() + self.timeout
             while True:
                 rung = 0 if bell is None else bell.rung.value
-                if _try(fd):
+                if _try(fd, self._place):
                     return
                 if time.monotonic() > deadline:
                     raise LockTimeoutError(

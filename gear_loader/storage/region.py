@@ -66,6 +66,7 @@ class _Mapping:
             None  # the memory after its last user, while views of it exist
         )
         self.lock = IndexLock(name, fd)
+        self.fill_lock = IndexLock(f"those who fill late columns of {name}", fd, place=1)
         self.pinned: bool | None = None  # False if CUDA refuses
         self.pinning: Pinning | None = None  # in progress; counts as a user, so that its memory stays mapped
         self.registered: list[int] = []
@@ -280,6 +281,7 @@ class Region:
         self.layout = layout
         self.name = name
         self.lock = mapping.lock
+        self.fill_lock = mapping.fill_lock
         assert mapping.memory is not None
         self.bytes: np.ndarray[Any, Any] | None = np.frombuffer(
             mapping.memory, dtype=np.uint8, count=layout.region_bytes, offset=mapping.offset

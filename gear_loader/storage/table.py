@@ -282,11 +282,10 @@ class Table:
                 raise SchemaError(f"{key} is {value!r}; expected an integer from 1 to {2**37 - 1:,}.")
         rules = Rules(on_full, rate_limiter, max_times_sampled, max_age, version, max_lag)
         rules.check_columns(schema)
-        if tier is not None and (schema.late or version is not None):
-            given = f"late columns {list(schema.late)}" if schema.late else f"version={version!r}"
+        if tier is not None and version is not None:
             raise SchemaError(
-                f"{given} and a disk tier (Disk(size=)) were given; expected one of them, as neither is read from disk "
-                "for now. Leave out size, and the disk has a copy of every trajectory in memory."
+                f"version={version!r} and a disk tier (Disk(size=)) were given; expected one of them, as versions are "
+                "not read from disk for now. Leave out size, and the disk has a copy of every trajectory in memory."
             )
         if rate_limiter is not None and rate_limiter.min_size > max_trajectories:
             raise SchemaError(
@@ -970,7 +969,8 @@ class Table:
 
         ``table.fill(index, generation=..., reward=rewards)``, or with the rows of a batch
         ``table.fill(batch, advantage=advantage)``. From then on datasets that read the column draw the trajectory, in
-        every process. All values are written or none. The lock is held while they are copied.
+        every process. All values are written or none. Large values are copied without the table's lock; calls of
+        all processes follow one another. Trajectories that lie on disk only are brought back into memory first.
 
         Args:
             index: index of a trajectory; int [n], indices of several; or a whole batch, which supplies generations too.
@@ -988,6 +988,7 @@ class Table:
             FilledError: a trajectory has the column already, or is given twice. Nothing was changed.
             SchemaError: a column that is not late, or values that do not fit. Nothing was changed.
             StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
+            TableFullError: of a table with a disk tier: timed out waiting for room in memory. Nothing was changed.
             LockTimeoutError: timed out waiting for the lock.
         """
         self.check_open()
@@ -1060,7 +1061,7 @@ class Table:
                     rows = self._read_from_disk(int(index), count)
                 else:
                     ids = live.arrays.row(int(index))
-                    names = self._filled_columns(int(index)) if self.schema.late else self.schema
+                    names = self._filled_columns(int(index))
                     rows = {name: self._read_column(name, ids, count) for name in names}
             ticket.end()
             return rows
@@ -1084,9 +1085,10 @@ class Table:
     def _read_from_disk(self, slot: int, length: int) -> dict[str, torch.Tensor]:
         """The columns of a trajectory that lies on disk only, or did a moment ago; under a read ticket."""
         slots, zero = np.array([slot]), np.zeros(1, dtype=np.int64)
+        columns = {name: self.schema[name] for name in self._filled_columns(slot)}
         outs = {
             name: np.empty(column.step_bytes * (1 if column.trajectory else length), dtype=np.uint8)
-            for name, column in self.schema.items()
+            for name, column in columns.items()
         }
         self.tier_reader().read(
             slots,
@@ -1099,11 +1101,13 @@ class Table:
             name: torch.from_numpy(outs[name])
             .view(column.dtype)
             .reshape(column.shape if column.trajectory else (length, *column.shape))
-            for name, column in self.schema.items()
+            for name, column in columns.items()
         }
 
     def _filled_columns(self, slot: int) -> list[str]:
         """The columns of a trajectory that have values."""
+        if not self.schema.late:
+            return list(self.schema)
         bits = int(filled_bits(self.index.arrays, np.array([slot]))[0])
         late = self.schema.late
         return [name for name in self.schema if name not in late or bits >> late.index(name) & 1]
@@ -1273,6 +1277,15 @@ class Table:
     def prefer_in_memory(self, keep: Literal["newest", "oldest", "priority"]) -> None:
         """Tell the owner of a table with a disk tier what is drawn most, for ``Disk(keep="auto")``."""
         self.index.arrays.tier_counts[KEEP] = 1 + KEEPS.index(keep)
+
+    def bring_back(self, slots: Array) -> int:
+        """Bring trajectories that lie on disk only back into memory, as far as blocks are free; return how many.
+
+        Args:
+            slots: int64 [n], distinct.
+        """
+        count: int = _checkpoint("promoting").promote(self, slots, most_bytes=None)
+        return count
 
     def remove_lost(self, error: LostRowsError) -> int:
         """Remove trajectories that cannot be read from disk, log the error and count them; return how many.

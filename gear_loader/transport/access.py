@@ -13,7 +13,10 @@ __all__ = ["Allow", "ByteBudget", "check_allow", "refusal"]
 
 Allow = Literal["all", "read", "write"]
 
-_READS, _WRITES = frozenset({Kind.OPEN, Kind.FETCH}), frozenset({Kind.PART, Kind.STORE, Kind.UPDATE})
+_READS, _WRITES = (
+    frozenset({Kind.OPEN, Kind.FETCH}),
+    frozenset({Kind.PART, Kind.STORE, Kind.UPDATE, Kind.FILL}),
+)
 _REFUSED: dict[str, frozenset[Kind]] = {"all": frozenset(), "read": _WRITES, "write": _READS}
 
 

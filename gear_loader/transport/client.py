@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from gear_loader.errors import SchemaError, TransportError
+from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.blocking_link import BlockingLink
 from gear_loader.transport.channel import Address
+from gear_loader.transport.fill_message import Fill, Unfilled
 from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.link import Link
 from gear_loader.transport.loop import EventLoop, event_loop
@@ -23,10 +25,11 @@ from gear_loader.transport.read_link import ReadLink
 from gear_loader.transport.request import Request
 from gear_loader.transport.store_message import Store, step_places
 from gear_loader.transport.update_message import Update
-from gear_loader.transport.wire import Fields, Kind, Limits, pack_text
+from gear_loader.transport.wire import Fields, Kind, Limits, ProtocolError, pack_text
 from gear_loader.utils.arrays import Array
 
 if TYPE_CHECKING:
+    from gear_loader.transport.packed_spec import PackedSpec
     from gear_loader.transport.spec import WindowSpec
 
 __all__ = ["Peer", "Rows"]
@@ -132,11 +135,42 @@ class Peer:
             SchemaError: arrays of other dtypes or sizes. TransportError: the peer is closed, or was created before a
                 fork.
         """
+        rows = {"slots": slots, "anchors": anchors, "generations": generations}
         n = len(slots)
-        for name, values in (("slots", slots), ("anchors", anchors), ("generations", generations)):
+        return self._fetch(spec, rows, spec.reply_bytes(n), spec.data_bytes(n), out, here=here)
+
+    def fetch_spans(
+        self, spec: PackedSpec, slots: Array, firsts: Array, generations: Array, counts: Array, out: Array
+    ) -> Future[Array]:
+        """Fetch steps of trajectories, one after another.
+
+        Args:
+            spec: table and columns, as for `fetch`.
+            slots, firsts, generations, counts: int64 [n] each: trajectory, first step, generation, number of steps.
+            out: buffer of the reply, uint8 [reply_bytes(n, total) or more]; as for `fetch`.
+
+        Returns, raises:
+            As `fetch`.
+        """
+        rows = {"slots": slots, "firsts": firsts, "generations": generations, "counts": counts}
+        n, total = len(slots), int(counts.sum())
+        return self._fetch(spec, rows, spec.reply_bytes(n, total), spec.data_bytes(n, total), out)
+
+    def _fetch(
+        self,
+        spec: WindowSpec | PackedSpec,
+        rows: Mapping[str, Array],
+        size: int,
+        status: int,
+        out: Array,
+        *,
+        here: bool = False,
+    ) -> Future[Array]:
+        """Fetch a reply of `size` bytes, whose status begins at byte `status`; `here` as of `fetch`."""
+        n = len(rows["slots"])
+        for name, values in rows.items():
             if not isinstance(values, np.ndarray) or values.dtype != np.int64 or values.shape != (n,):
                 raise SchemaError(f"{name} is {_shape(values)}; expected int64 [{n}].")
-        size, status = spec.reply_bytes(n), spec.data_bytes(n)
         if (
             not isinstance(out, np.ndarray)
             or out.dtype != np.uint8
@@ -150,10 +184,9 @@ class Peer:
                 f"{size:,} writable ones for {n:,} rows."
             )
         data = out[:size]
-        small = np.empty(8 + 24 * n, dtype=np.uint8)
+        small = np.empty(8 + 8 * len(rows) * n, dtype=np.uint8)
         small[:8].view(np.uint32)[:] = 0, n
-        rows = small[8:].view(np.int64)
-        rows[:n], rows[n : 2 * n], rows[2 * n :] = slots, anchors, generations
+        small[8:].view(np.int64).reshape(len(rows), n)[:] = list(rows.values())
 
         what = f"{n:,} rows ({size:,} bytes) of table {spec.table!r}"
         if here and self._reading is not None:
@@ -350,6 +383,69 @@ class Peer:
                 what=f"{n:,} priorities to be set in table {update.table!r}",
                 small_bytes=8,
                 check=check,
+                seconds=seconds,
+            )
+        )
+
+    def fill(self, fill: Fill, values: Sequence[LateValues], *, seconds: float | None = None) -> Future[int]:
+        """Write late columns of trajectories, all or none.
+
+        Args:
+            fill: the table, its rows and columns. values: of these columns. seconds: until the deadline; by default
+                the peer's timeout.
+
+        Returns:
+            A future of the number of rows of removed trajectories, which were skipped.
+        """
+        n, data = len(fill.slots), fill.bulk(values)
+
+        def check(limits: Limits) -> str | None:
+            if n > limits.rows or len(data) > limits.store_bytes:
+                return (
+                    f"the server takes at most {limits.rows:,} rows and {limits.store_bytes:,} bytes at a time: fill "
+                    "fewer at once"
+                )
+            return None
+
+        def finish(small: memoryview) -> int:
+            fields = Fields(small, Kind.FILLED.name)
+            stale = fields.number(8, "stale")
+            fields.end()
+            return stale
+
+        return self._submit(
+            Request(
+                kind=Kind.FILL,
+                small=fill.pack(),
+                answer=Kind.FILLED,
+                finish=finish,
+                what=f"{n:,} rows ({len(data):,} bytes) to be filled in table {fill.table!r}",
+                bulk=data,
+                small_bytes=8,
+                check=check,
+                seconds=seconds,
+            )
+        )
+
+    def unfilled(self, request: Unfilled, *, seconds: float | None = None) -> Future[Array]:
+        """Request which trajectories wait for late columns.
+
+        Returns:
+            A future of their slots and generations, int64 [2, m].
+        """
+
+        def finish(data: memoryview) -> Array:
+            if len(data) % 16:
+                raise ProtocolError(f"The answer to UNFILLED has {len(data):,} bytes; expected int64 [2, m].")
+            return np.frombuffer(data, dtype="<i8").astype(np.int64).reshape(2, -1)
+
+        return self._submit(
+            Request(
+                kind=Kind.UNFILLED,
+                small=request.pack(),
+                answer=Kind.DESCRIBED,
+                finish=finish,
+                what=f"unfilled trajectories of table {request.table!r}",
                 seconds=seconds,
             )
         )

@@ -13,8 +13,11 @@ import numpy as np
 from gear_loader.errors import GearError, LockTimeoutError, TransportError
 from gear_loader.transport.access import refusal
 from gear_loader.transport.channel import Channel, as_bytes
+from gear_loader.transport.fill_message import Fill, Unfilled
 from gear_loader.transport.message_schema import ALIGNMENT, MAX_SPEC_BYTES
+from gear_loader.transport.open_packed import OpenPacked
 from gear_loader.transport.open_query import OpenQuery
+from gear_loader.transport.packed_spec import PackedSpec, read_spec
 from gear_loader.transport.part_message import MOST_PART, OpenParts, Part
 from gear_loader.transport.socket import AHEAD_LENT
 from gear_loader.transport.spec import WindowSpec
@@ -54,7 +57,7 @@ class Connection:
         self._server = server
         self._limits: Limits = server.limits
         self._loop = asyncio.get_running_loop()
-        self._queries: dict[int, OpenQuery | GearError] = {}
+        self._queries: dict[int, OpenQuery | OpenPacked | GearError] = {}
         self._head = memoryview(bytearray(HEADER))
         self._small = np.empty(1 << 12, dtype=np.uint8)
         self._staging = [_buffer(0), _buffer(0)]
@@ -71,10 +74,12 @@ class Connection:
         limits = self._limits
         self._allowed = {
             Kind.OPEN: (4 + MAX_SPEC_BYTES, 0),
-            Kind.FETCH: (8 + 24 * limits.rows, 0),
+            Kind.FETCH: (8 + 8 * PackedSpec.FIELDS * limits.rows, 0),
             Kind.STORE: (Store.most(limits), limits.store_bytes),
             Kind.METADATA: (4 + 2 * _MOST_NAME, 0),
             Kind.UPDATE: (Update.most(limits), 0),
+            Kind.FILL: (Fill.most(limits), limits.store_bytes),
+            Kind.UNFILLED: (Unfilled.most(), 0),
             Kind.PART: (Part.most(), MOST_PART),
             Kind.BYE: (0, 0),
         }
@@ -111,7 +116,7 @@ class Connection:
         """Detach tables whose names were removed or replaced, and forget open trajectories that do not go on."""
         self._parts.expire()
         for opened in self._queries.values():
-            if isinstance(opened, OpenQuery):
+            if not isinstance(opened, GearError):
                 opened.release()
 
     def is_stalled(self, now: float) -> bool:
@@ -151,6 +156,8 @@ class Connection:
             await self._begin_store(header, small)
         elif header.kind is Kind.PART:
             await self._keep_part(header, small)
+        elif header.kind is Kind.FILL:
+            await self._fill(header, small)
         else:
             self.receiving_since = None
             if header.kind is Kind.BYE:
@@ -159,6 +166,8 @@ class Connection:
                 await self._open(header.request, small)
             elif header.kind is Kind.UPDATE:
                 await self._update(header.request, small)
+            elif header.kind is Kind.UNFILLED:
+                await self._list_unfilled(header.request, small)
             else:
                 await self._describe(header.request, small)
         return True
@@ -295,8 +304,13 @@ class Connection:
                 f"number of a message OPEN is {number}; expected less than {self._limits.specs}."
             )
         try:
-            spec = WindowSpec.from_bytes(bytes(fields.rest()))
-            opened = await self._server.waiters(spec.table).run(lambda: OpenQuery(spec, self._server.tables))
+            spec = read_spec(bytes(fields.rest()))
+            tables = self._server.tables
+
+            def attach() -> OpenQuery | OpenPacked:
+                return OpenPacked(spec, tables) if isinstance(spec, PackedSpec) else OpenQuery(spec, tables)
+
+            opened = await self._server.waiters(spec.table).run(attach)
         except (GearError, OSError) as error:
             self._queries[number] = error if isinstance(error, GearError) else TransportError(str(error))
             await self._send(Kind.ERROR, request, pack_error(error))
@@ -338,6 +352,37 @@ class Connection:
             return
         await self._send(Kind.UPDATED, request, stale.to_bytes(8, "little"))
 
+    async def _fill(self, header: Header, small: Array) -> None:
+        fill = Fill.parse(small.copy(), header.bulk, self._limits)
+        data = await self._receive_bulk(header.bulk)
+        server = self._server
+
+        def work() -> int:
+            return server.tables.get(fill.table).fill(fill, data)
+
+        try:
+            stale = await server.writers(fill.table).run(work)
+        except Exception as error:
+            await self._fail(header.request, error, f"filling columns of {fill.table!r}")
+            return
+        finally:
+            server.budget.give(header.bulk)
+        await self._send(Kind.FILLED, header.request, stale.to_bytes(8, "little"))
+
+    async def _list_unfilled(self, request: int, small: Array) -> None:
+        asked = Unfilled.parse(small)
+        server = self._server
+
+        def look() -> Array:
+            return np.stack(server.tables.get(asked.table).table.unfilled(*asked.names)).astype("<i8")
+
+        try:
+            found = await server.waiters(asked.table).run(look)
+        except Exception as error:
+            await self._fail(request, error, f"unfilled trajectories of {asked.table!r}")
+            return
+        await self._send(Kind.DESCRIBED, request, b"", found)
+
     async def _fail(self, request: int, error: Exception, what: str) -> None:
         """Send an error to the requester; log it if it is internal."""
         if not isinstance(error, (GearError, OSError)):
@@ -365,18 +410,22 @@ class Connection:
         if len(small) < _FETCH.size:
             raise ProtocolError(f"A message FETCH has {len(small)} bytes; expected at least {_FETCH.size}.")
         number, n = _FETCH.unpack_from(as_bytes(small))
-        if n > self._limits.rows or len(small) != _FETCH.size + 24 * n:
+        opened = self._queries.get(number)
+        # A spec that was refused may have been of either kind.
+        widths = [WindowSpec.FIELDS, PackedSpec.FIELDS]
+        if opened is not None and not isinstance(opened, GearError):
+            widths = [opened.spec.FIELDS]
+        if n > self._limits.rows or len(small) not in [_FETCH.size + 8 * width * n for width in widths]:
             raise ProtocolError(
                 f"A message FETCH of {len(small):,} bytes has n {n:,}; expected at most {self._limits.rows:,}, and "
-                f"{_FETCH.size} + 24 n bytes."
+                f"{_FETCH.size} + {8 * widths[0]} n bytes."
             )
-        opened = self._queries.get(number)
         if opened is None:
             raise ProtocolError(f"A message FETCH asks for the spec {number}, which was not opened.")
-        rows = small[_FETCH.size :].view(np.int64).reshape(3, n)
         try:
             if isinstance(opened, GearError):
                 raise opened
+            rows = small[_FETCH.size :].view(np.int64).reshape(opened.spec.FIELDS, n)
             out = await self._gather(opened, rows)
         except Exception as error:
             await self._earlier_reply()
@@ -398,13 +447,12 @@ class Connection:
         if self._reply is not None:
             await self._reply
 
-    async def _gather(self, opened: OpenQuery, rows: Array) -> Array:
+    async def _gather(self, opened: OpenQuery | OpenPacked, rows: Array) -> Array:
         """Gather a reply into the next buffer and return it."""
-        n = rows.shape[1]
-        size = opened.spec.reply_bytes(n)
+        size = opened.reply_bytes(rows)
         if size > self._limits.reply_bytes:
             raise TransportError(
-                f"{n:,} rows of {opened.spec.row_bytes:,} bytes make a reply of {size:,}; this server sends at most "
+                f"{rows.shape[1]:,} rows make a reply of {size:,} bytes; this server sends at most "
                 f"{self._limits.reply_bytes:,} at a time. Ask for fewer rows."
             )
         out = await self._buffer(size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
@@ -22,9 +23,11 @@ from gear_loader.errors import (
     TransportError,
 )
 from gear_loader.storage.ids import CLIENT_ORIGIN, joined
+from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.client import Peer, Rows
+from gear_loader.transport.fill_message import Fill, Unfilled
 from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import PartsMissingError
 from gear_loader.utils.arrays import Array
@@ -218,6 +221,41 @@ class Delivery:
             return self._peer.update(request, seconds=seconds)
 
         return until_done(attempt, "the priorities may be set or not", timeout=self.timeout)
+
+    def fill(self, slots: Array, generations: Array, values: list[LateValues], *, strict: bool) -> int:
+        """Write late columns, and wait for it; a request whose answer is lost is sent again, and executed once.
+
+        Args:
+            slots, generations: int64 [n]. values: of n trajectories; those of steps have the same lengths.
+            strict: whether a row of a removed trajectory is an error.
+
+        Returns:
+            Number of rows of removed trajectories, which were skipped.
+
+        Raises:
+            FilledError, StaleIndexError, SchemaError: as `Table.fill`. PeerTimeoutError: no answer before the deadline;
+            they may be filled or not. HandshakeError, TransportError: as `store`.
+        """
+        steps = [each for each in values if not each.column.trajectory]
+        lengths = steps[0].lengths if steps else np.ones(len(slots), dtype=np.int64)
+        names = tuple(each.name for each in values)
+        identity = int.from_bytes(os.urandom(8), "little")
+        request = Fill(self._table, self._schema, names, slots, generations, lengths, identity, strict)
+
+        def attempt(again: bool, seconds: float) -> Future[int]:
+            return self._peer.fill(dataclasses.replace(request, again=again), values, seconds=seconds)
+
+        return until_done(attempt, "the columns may be filled or not", timeout=self.timeout)
+
+    def unfilled(self, names: tuple[str, ...]) -> tuple[Array, Array]:
+        """Slots and generations of trajectories that wait for late columns, int64 [n] each; see `Table.unfilled`."""
+        request = Unfilled(self._table, names)
+
+        def attempt(_: bool, seconds: float) -> Future[Array]:
+            return self._peer.unfilled(request, seconds=seconds)
+
+        slots, generations = until_done(attempt, "nothing was changed", timeout=self.timeout)
+        return slots, generations
 
 
 def _longest_attempt(timeout: float) -> float:

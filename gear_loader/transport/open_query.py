@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from gear_loader.collection.windows import reach_of
-from gear_loader.errors import LockTimeoutError, StaleIndexError, TransportError
+from gear_loader.errors import LockTimeoutError, TransportError
 from gear_loader.kernels.plan import (
     BASE,
     BLOCKS,
@@ -29,6 +29,7 @@ from gear_loader.kernels.plan import (
 from gear_loader.native.serving import serve
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.operations import READY
+from gear_loader.transport.open_table import OpenTable
 from gear_loader.transport.spec import WindowSpec
 from gear_loader.transport.table_cache import AttachedTable, TableCache
 from gear_loader.utils.arrays import Array
@@ -57,7 +58,7 @@ class _Layout(NamedTuple):
     gaps: Array
 
 
-class OpenQuery:
+class OpenQuery(OpenTable):
     """Gathers the windows of one spec.
 
     Args:
@@ -69,9 +70,8 @@ class OpenQuery:
 
     def __init__(self, spec: WindowSpec, tables: TableCache) -> None:
         self.spec = spec
-        self._tables = tables
         self._layouts: dict[tuple[int, int], _Layout] = {}
-        self._attached: AttachedTable | None = self._attach()
+        super().__init__(spec.table, tables)
 
     def _attach(self) -> AttachedTable:
         attached = self._tables.get(self.spec.table)
@@ -98,38 +98,9 @@ class OpenQuery:
         self._masked = [names.index(piece.name) for piece in self.spec.pieces(1) if piece.kind == "mask"]
         return attached
 
-    @property
-    def is_attached(self) -> bool:
-        """Whether `table` returns without attaching, and so without waiting for a lock."""
-        return self._attached is not None
-
-    @property
-    def attached(self) -> AttachedTable | None:
-        """The attached table if its name still refers to it; else None, and `table` knows what to do."""
-        found = self._attached
-        return found if found is not None and found.is_current else None
-
-    def release(self) -> None:
-        """Detach the table if its name was removed or replaced; the next request attaches again."""
-        if self._attached is not None and not self._attached.is_current:
-            self._attached = None
-
-    def table(self) -> AttachedTable:
-        """Return the attached table; attach it if necessary, which may wait for its lock (see `is_attached`).
-
-        Raises:
-            StaleIndexError: the table was removed or replaced. The next call attaches the table of that name.
-        """
-        attached = self._attached
-        if attached is None:
-            attached = self._attached = self._attach()
-        elif not attached.is_current:
-            self._attached = None
-            raise StaleIndexError(
-                f"Table {self.spec.table!r} has been removed since the first request; slots and generations drawn "
-                "before are invalid. Draw again: the next request attaches to the table that has the name then."
-            )
-        return attached
+    def reply_bytes(self, rows: Array) -> int:
+        """Bytes of the reply to a request, int64 [3, n]."""
+        return self.spec.reply_bytes(rows.shape[1])
 
     def read(self, attached: AttachedTable, rows: Array, out: Array, *, at_once: bool) -> None:
         """Fill the data and status of a reply.
@@ -137,7 +108,7 @@ class OpenQuery:
         Args:
             attached: the result of `table`.
             rows: int64 [3, n]: slots, anchors and generations, contiguous, not validated.
-            out: uint8 [reply_bytes(n)], aligned to 128 bytes; fully overwritten.
+            out: uint8 [reply_bytes(rows)], aligned to 128 bytes; fully overwritten.
             at_once: do not wait for the table's lock, or its disk.
 
         Raises:

@@ -37,6 +37,7 @@ from gear_loader.transport.wire import (
 from gear_loader.utils.arrays import Array
 
 if TYPE_CHECKING:
+    from gear_loader.transport.packed_spec import PackedSpec
     from gear_loader.transport.spec import WindowSpec
 
 __all__ = ["ReadLink"]
@@ -91,7 +92,7 @@ class ReadLink:
         self._limits = Limits()
         self._pending: collections.deque[_Read] = collections.deque()
         self._unanswered = 0  # bytes of their requests
-        self._specs: dict[WindowSpec, int] = {}
+        self._specs: dict[WindowSpec | PackedSpec, int] = {}
         self._head = memoryview(bytearray(HEADER))
         self._carry = memoryview(b"")  # bytes that were received beyond the last message
         self._number = 0
@@ -100,7 +101,7 @@ class ReadLink:
         self._closed = False
 
     def fetch(
-        self, spec: WindowSpec, small: Array, data: Array, status: Array, what: str
+        self, spec: WindowSpec | PackedSpec, small: Array, data: Array, status: Array, what: str
     ) -> Future[Array] | None:
         """Send a request for rows.
 
@@ -187,7 +188,7 @@ class ReadLink:
         self._socket, self._not_before = found, 0.0
         return True
 
-    def _open(self, spec: WindowSpec) -> int | None:
+    def _open(self, spec: WindowSpec | PackedSpec) -> int | None:
         """Open a query; None if the server refuses, or has as many as it takes."""
         while self._pending:
             self._receive()

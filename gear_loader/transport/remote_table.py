@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from gear_loader.errors import GearError, HandshakeError, TransportError
+from gear_loader.errors import FilledError, GearError, HandshakeError, SchemaError, TransportError
 from gear_loader.storage.incoming import checked_priorities, listed, rectangular, stacked, with_final
+from gear_loader.storage.late_values import LateValues, check_late, checked_fill
 from gear_loader.storage.priority_updates import is_strict, request
 from gear_loader.storage.rules import check_seconds
 from gear_loader.storage.schema import Schema, as_mapping, keeps
@@ -148,6 +149,7 @@ class RemoteTable:
         self._waits = report.on_full != "error"
         self._refusal = refusal(report.allow, Kind.STORE)
         self._delivery = Delivery(peer, name, added, timeout)
+        self._filler = Delivery(peer, name, report.schema, timeout)
         where = f"table {name!r} of {peer.name}"
         self._spool = Spool(added, report.longest, self._delivery, where, spool_bytes)
         self._end = weakref.finalize(self, _end, self._spool, peer, timeout, os.getpid())
@@ -257,6 +259,55 @@ class RemoteTable:
         parts = [updates.part(low, low + _UPDATES) for low in range(0, len(updates.slots), _UPDATES)]
         return sum(self._delivery.update(part, strict=strict) for part in parts)
 
+    def fill(
+        self,
+        index: Any,
+        /,
+        *,
+        generation: Sequence[int] | Array | torch.Tensor | int | None = None,
+        stale: Literal["ignore", "error"] = "ignore",
+        **columns: Any,
+    ) -> int:
+        """Write columns with ``Column(late=True)`` of trajectories in the server's table, once; see `Table.fill`.
+
+        Args:
+            index, generation, stale, columns: as for `Table.fill`. They are sent in requests of a limited size, each of
+                which is executed as a whole or not at all, and once, though its answer is lost.
+
+        Returns:
+            Number of rows that were skipped.
+
+        Raises:
+            As `Table.fill`; what earlier requests filled stays filled. PeerTimeoutError: no answer before the deadline;
+            the columns may be filled or not. TransportError: the server's clients may only read.
+        """
+        self._check()
+        slots, generations, values = checked_fill(self.schema, index, generation, columns)
+        strict, count = is_strict(stale), len(slots)
+        steps = [each for each in values if not each.column.trajectory]
+        for each in steps[1:]:
+            if not np.array_equal(each.lengths, steps[0].lengths):
+                row = int(np.flatnonzero(each.lengths != steps[0].lengths)[0])
+                raise SchemaError(
+                    f"Column {each.name!r} has {each.lengths[row]:,} steps for row {row}, and {steps[0].name!r} "
+                    f"{steps[0].lengths[row]:,}; expected the same. Nothing was changed."
+                )
+        if len(np.unique(slots)) != count:
+            raise FilledError("An index was given twice; a late column is filled once. Nothing was changed.")
+        sizes = sum((each.lengths * each.column.step_bytes for each in values), np.zeros(count, np.int64))
+        skipped, low = 0, 0
+        while low < count:
+            high = low + self._filler.counts(sizes[low:])
+            part = [_part(each, low, high) for each in values]
+            skipped += self._filler.fill(slots[low:high], generations[low:high], part, strict=strict)
+            low = high
+        return skipped
+
+    def unfilled(self, *columns: str) -> tuple[Array, Array]:
+        """The trajectories of the server's table of which a late column is not filled; see `Table.unfilled`."""
+        check_late(self.schema, list(columns) or list(self.schema.late))
+        return self._filler.unfilled(columns)
+
     def writer(
         self, *, wait: bool = False, chunk_steps: int | None = None, overlap_steps: int = 0
     ) -> RemoteWriter:
@@ -360,6 +411,14 @@ class RemoteTable:
     def __repr__(self) -> str:
         state = f"{self.num_waiting} waiting" if self._end.alive else "closed"
         return f"RemoteTable({self.url!r}, {len(self.schema)} columns, {state})"
+
+
+def _part(values: LateValues, low: int, high: int) -> LateValues:
+    """The values of trajectories `low` to `high`."""
+    ends = np.cumsum(values.lengths)
+    begin = int(ends[low] - values.lengths[low])
+    data = values.data[begin : int(ends[high - 1])]
+    return LateValues(values.name, values.column, data, values.lengths[low:high])
 
 
 def _end(spool: Spool, peer: Peer, timeout: float, pid: int) -> None:

@@ -13,6 +13,7 @@ from gear_loader.transport.wire import Kind, Limits
 from gear_loader.utils.arrays import Array
 
 if TYPE_CHECKING:
+    from gear_loader.transport.packed_spec import PackedSpec
     from gear_loader.transport.spec import WindowSpec
 
 __all__ = ["Request"]
@@ -43,7 +44,7 @@ class Request(Generic[_T]):
     finish: Callable[[memoryview], _T]
     what: str
     bulk: Array | None = None
-    spec: WindowSpec | None = None
+    spec: WindowSpec | PackedSpec | None = None
     out: Array | None = None
     small_bytes: int = 0
     check: Callable[[Limits], str | None] | None = None

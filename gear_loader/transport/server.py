@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from gear_loader.errors import HandshakeError
+from gear_loader.transport import open_packed, open_query
 from gear_loader.transport.access import Allow, ByteBudget, check_allow
 from gear_loader.transport.capacity import capacity_report
 from gear_loader.transport.channel import Channel, Listener, carrier
 from gear_loader.transport.connection import Connection
 from gear_loader.transport.handshake import answer, check_secret, refuse
-from gear_loader.transport.open_query import warm_up
 from gear_loader.transport.part_message import HeldBytes
 from gear_loader.transport.table_cache import TableCache
 from gear_loader.transport.table_report import table_report
@@ -154,7 +154,8 @@ class Server:
             TransportError: the carrier cannot be used here. OSError: it cannot listen at this address.
         """
         if self._sweeper is None:
-            await self.gatherers.run(warm_up)
+            await self.gatherers.run(open_query.warm_up)
+            await self.gatherers.run(open_packed.warm_up)
             self._sweeper = asyncio.ensure_future(self._sweep())
         listener = await carrier(name, self._tls).listen(
             host, port, lambda channel: self.serve(channel, name), self._unproven.room

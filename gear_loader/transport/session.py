@@ -17,6 +17,7 @@ from gear_loader.transport.request import Request
 from gear_loader.transport.wire import HEADER, Header, Kind, Limits, ProtocolError, failure, send
 
 if TYPE_CHECKING:
+    from gear_loader.transport.packed_spec import PackedSpec
     from gear_loader.transport.spec import WindowSpec
 
 __all__ = ["FAREWELL", "Session", "os_error_text"]
@@ -44,7 +45,7 @@ class Session:
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._pending: dict[int, Request[Any]] = {}
         self._opening: dict[int, int] = {}  # request -> number of the spec
-        self._specs: dict[WindowSpec, int] = {}  # least recently used first
+        self._specs: dict[WindowSpec | PackedSpec, int] = {}  # least recently used first
         self._next = 1
         self._kept: list[Request[Any]] = []
         self._is_sending = False
@@ -157,7 +158,7 @@ class Session:
         self._pending[number] = request
         return number
 
-    async def _open(self, spec: WindowSpec) -> int:
+    async def _open(self, spec: WindowSpec | PackedSpec) -> int:
         """Send OPEN without waiting for the answer. If the server refuses the spec, it also refuses its fetches."""
         if len(self._specs) < self._limits.specs:
             number = min(set(range(len(self._specs) + 1)) - set(self._specs.values()))

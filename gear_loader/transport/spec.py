@@ -20,9 +20,10 @@ from gear_loader.transport.message_schema import (
     shown,
 )
 
-__all__ = ["Piece", "WindowSpec"]
+__all__ = ["MOST_TABLE_NAME", "Piece", "WindowSpec", "read_json"]
 
-_MAX_TABLE_NAME = 128  # as `gear_loader.storage.shared_memory` has it
+MOST_TABLE_NAME = 128
+"""Most characters of a table's name, as `gear_loader.storage.shared_memory` has it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,8 @@ class WindowSpec:
     """
 
     SERVED, GONE = 0, 1
+    FIELDS = 3
+    """Numbers by which a FETCH names a row: slot, anchor, generation."""
 
     def __init__(self, table: str, schema: Schema, windows: Mapping[str, Window]) -> None:
         sources = {name: source_of(name, window) for name, window in windows.items()}
@@ -139,11 +142,11 @@ class WindowSpec:
         Raises:
             TransportError: invalid spec; the message names the field.
         """
-        fields = _read_json(data)
+        fields = read_json(data)
         if not isinstance(fields, dict) or set(fields) != {"table", "columns", "windows"}:
             raise TransportError(f"A spec has {kind_of(fields)}; expected table, columns and windows.")
         table = fields["table"]
-        if not isinstance(table, str) or not 1 <= len(table) <= _MAX_TABLE_NAME:
+        if not isinstance(table, str) or not 1 <= len(table) <= MOST_TABLE_NAME:
             raise TransportError(f"A spec has {shown(table)} as table; expected the name of one.")
         schema = read_schema(fields["columns"])
         rows = fields["windows"]
@@ -169,7 +172,12 @@ class WindowSpec:
             raise TransportError(f"A spec's windows: {shown(str(error))}") from None
 
 
-def _read_json(data: bytes) -> Any:
+def read_json(data: bytes) -> Any:
+    """Parse the JSON of a spec from an untrusted source.
+
+    Raises:
+        TransportError: it is too long, or no JSON.
+    """
     if len(data) > MAX_SPEC_BYTES:
         raise TransportError(f"A spec has {len(data):,} bytes; expected at most {MAX_SPEC_BYTES:,}.")
     try:

@@ -23,6 +23,7 @@ from gear_loader.native.serving import serve
 from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.ids import CLIENT_ORIGIN, LARGEST_ORIGIN, check_ids
 from gear_loader.storage.index import Index
+from gear_loader.storage.late import fill_columns
 from gear_loader.storage.operations import (
     READY,
     UNSET,
@@ -31,6 +32,7 @@ from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.shared_memory import Key, region_path
 from gear_loader.storage.table import Table
+from gear_loader.transport.fill_message import Fill
 from gear_loader.transport.store_message import Store
 from gear_loader.transport.stored_once import StoredOnce
 from gear_loader.transport.update_message import Update
@@ -68,6 +70,8 @@ class AttachedTable:
         self.extent, self.block_ids = self.table.reader().index_arrays()
         self._state, self._generation, _ = self.table.reader().slot_states()
         self._once = StoredOnce(self.table.index.slots_of)
+        # Values are compared where an earlier process may have written them.
+        self._filled_once = StoredOnce(lambda ids: ids[:0])
 
     @property
     def schema(self) -> Schema:
@@ -181,6 +185,26 @@ class AttachedTable:
         if not len(ids) or ids[0] < 0 or (ids & LARGEST_ORIGIN != CLIENT_ORIGIN).any():
             return store()
         return self._once.run(ids, store, again=request.again)
+
+    def fill(self, request: Fill, data: Array) -> int:
+        """Write late columns, once also if the request comes again; returns the number of stale rows.
+
+        Args:
+            request: the small part of FILL. data: uint8, its bulk part.
+
+        Raises:
+            As `Table.fill`. Nothing was changed.
+        """
+        self.check_schema(request.schema)
+
+        def write() -> Array:
+            rows, values = (request.slots, request.generations), request.values(data)
+            return np.array(
+                [fill_columns(self.table, *rows, values, strict=request.strict, again=request.again)]
+            )
+
+        identity = np.array([request.identity], dtype=np.uint64)
+        return int(self._filled_once.run(identity, write, again=request.again)[0])
 
     def revise(self, request: Update) -> int:
         """Set priorities; returns the number of rows of removed trajectories, which were skipped.

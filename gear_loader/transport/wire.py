@@ -20,10 +20,11 @@ separate message of the channel. All integers are little-endian::
     PROOF              small: HMAC 32                                   requester
     WELCOME            small: HMAC 32, limits u64 x 4                   server
     REFUSE             small: text; the sender closes                   either
-    OPEN               small: number u32, a `WindowSpec` as JSON        requester; replaces a spec of the same number
+    OPEN               small: number u32, a `WindowSpec` or `PackedSpec` as JSON; replaces a spec of the same number
     OPENED             small: number u32                                server
-    FETCH              small: number u32, n u32, slots, anchors, generations, each int64 [n]
-    REPLY              bulk: pieces and status, as `WindowSpec` lays them out
+    FETCH              small: number u32, n u32, slots, anchors, generations, each int64 [n]; of a `PackedSpec`: slots,
+                       first steps, generations, numbers of steps
+    REPLY              bulk: pieces and status, as `WindowSpec` or `PackedSpec` lays them out
     STORE              small: n u32, flags u32, lengths int64 [n], ids int64 [n], priorities float32 [n],
                        finals int64 [n] if bit 0 of the flags is set, table text, schema as JSON; bit 1: the request is
                        sent again, with the ids of the first time, because its answer did not arrive
@@ -43,6 +44,15 @@ separate message of the channel. All integers are little-endian::
     UPDATE             small: n u32, flags u32, slots int64 [n], generations int64 [n] if bit 0 of the flags is set,
                        priorities float32 [n], table text; bit 1: a row of a removed trajectory is an error
     UPDATED            small: number u64 of rows of removed trajectories, which were skipped
+    FILL               small: n u32, flags u32, id u64, slots int64 [n], generations int64 [n] (-1: any), lengths int64
+                       [n], table text, schema as JSON and names of the filled columns, as a list of both; bit 0: a row
+                       of a removed trajectory is an error; bit 1: the request is sent again, with the id of the first
+                       time
+                       bulk: column after column, each from a multiple of 128 bytes on: the steps of one trajectory
+                       after another, or a value of each
+    FILLED             small: as UPDATED
+    UNFILLED           small: n u32, table text, n names of late columns as texts; DESCRIBED answers it, with slots and
+                       generations, int64 [2, m]
 
 HELLO, CHALLENGE, PROOF and WELCOME come first, in this order. Then the requester may send any number of requests
 without waiting; answers may arrive in any order, but those to FETCH and OPEN come in the order of these requests. There
@@ -135,6 +145,9 @@ class Kind(enum.IntEnum):
     UPDATE = 17
     UPDATED = 18
     PART = 19
+    FILL = 20
+    FILLED = 21
+    UNFILLED = 22
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -360,6 +373,7 @@ CODES: tuple[type[GearError], ...] = (
     errors.TableClosedError,
     errors.PriorityError,
     PartsMissingError,
+    errors.FilledError,
 )
 """Classes of errors that a server reports, by code. New ones are appended."""
 

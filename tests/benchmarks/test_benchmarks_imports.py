@@ -18,8 +18,19 @@ FILES = {
 STANDARD = {*sys.stdlib_module_names, "numpy"}
 LIBRARIES = {"reverb": {"reverb", "tensorflow", "torch"}, "cpprb": {"cpprb"}, "tianshou": {"tianshou"}}
 LIBRARIES["torchrl"] = {"torchrl", "tensordict", "torch"}
+LIBRARIES["transferqueue"] = {"transfer_queue", "ray", "omegaconf", "tensordict", "torch"}
 LIBRARIES["sb3"] = {"stable_baselines3", "gymnasium", "torch"}
-TASKS = ("select", "batches", "checkpoint", "memory", "online", "episodes", "transitions", "learn")
+TASKS = (
+    "select",
+    "batches",
+    "checkpoint",
+    "memory",
+    "online",
+    "episodes",
+    "transitions",
+    "learn",
+    "sequences",
+)
 
 
 def imported(path: Path) -> set[str]:

@@ -108,7 +108,10 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
     ),
     "packed": (
         "--threads 1 --columns 1,2",
-        {f"{n} columns": {"plain torch", "plain torch, cat", "pad_sequence", "ours"} for n in (1, 2)},
+        {
+            **{f"{n} columns": {"plain torch", "plain torch, cat", "pad_sequence", "ours"} for n in (1, 2)},
+            "training step": {"padded", "packed"},
+        },
         "2 columns, 16,384 tokens",
     ),
     "graph": (

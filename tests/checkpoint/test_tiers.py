@@ -530,8 +530,8 @@ def test_a_server_sends_rows_of_it(tmp_path: Path) -> None:
             out = out[-out.ctypes.data % 128 :][: again.spec.reply_bytes(30)]
             outside = table.region.array("extent")[slots, 1] < 0
             generations[3] -= 1
-            names = np.stack((slots, np.zeros(30, dtype=np.int64), generations))
-            again.read(again.table(), names, out, at_once=False)
+            asked = np.stack((slots, np.zeros(30, dtype=np.int64), generations))
+            again.read(again.table(), asked, out, at_once=False)
             begin = again.spec.data_bytes(30)
             assert (out[begin : begin + 30] == outside).all(), "those that cannot be read are gone"
             assert not out[: 30 * 2 * 136].reshape(30, -1)[outside].any(), "old contents of the buffer"
@@ -589,8 +589,8 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
         add(table, 0, 5)
         with pytest.raises(SchemaError, match="commit_every_step was given for a table with a disk tier"):
             table.writer(commit_every_step=True)
-        with pytest.raises(SchemaError, match="layout='packed' was given with a table that has a disk tier"):
-            dataset(table, layout="packed", windows=gear.Whole())
+        with pytest.raises(SchemaError, match="group='task' was given with a table that has a disk tier"):
+            dataset(table, group="task", group_size=2)
         with pytest.raises(SchemaError, match="a selector with unit='trajectory'"):
             dataset(table, selector=gear.Prioritized(unit="step"))
         with pytest.raises(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import gear_loader as gear
+from gear_loader.collection import output as outputs
+from gear_loader.collection.batches import Batch
 from gear_loader.errors import CorruptTableError, SchemaError
 
 SCHEMA = {
@@ -250,6 +253,31 @@ def test_jagged_batches_are_views_of_the_same_memory(table: gear.Table) -> None:
         assert torch.equal(doubled.values(), expected["hidden"] * 2 + expected["hidden"])
 
 
+@pytest.mark.parametrize("output", ["dict", "tensordict"])
+@pytest.mark.parametrize("sizes", [{"batch_size": 5}, {"max_steps": 30, "batch_size": None}])
+def test_whole_trajectories_padded_to_the_longest_of_a_batch(
+    table: gear.Table, sizes: dict[str, Any], output: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"selector": gear.Uniform(replacement=False), "anchor": "first", **sizes}
+    if output == "tensordict":
+        import tensordict_stand_in
+
+        monkeypatch.setitem(sys.modules, "tensordict", tensordict_stand_in)
+    flat = copies_of(dataset(table, **options))
+    data = dataset(table, layout="padded", output=output, **options)
+    for batch, expected in zip(data, flat, strict=True):
+        lengths = expected["cu_seqlens"].diff()
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        assert torch.equal(batch["mask"], mask)
+        for name in ("token", "hidden", "wide", "flag"):
+            assert batch[name].shape[:2] == mask.shape
+            assert torch.equal(batch[name][mask], expected[name])
+            assert not batch[name][~mask].any()
+        for name in ("prompt", "index", "anchor", "generation"):
+            assert torch.equal(batch[name], expected[name])
+        assert not {"cu_seqlens", "max_seqlen", "position"} & set(batch.keys())
+
+
 def copies_of(data: gear.ReplayDataset) -> list[dict[str, Any]]:
     return [snapshot_of(batch) for batch in data]
 
@@ -297,7 +325,6 @@ def test_a_corrupt_block_is_an_error(table: gear.Table) -> None:
     ("options", "message"),
     [
         ({"layout": "flat"}, "layout is 'flat'; expected 'padded', 'packed', 'jagged'"),
-        ({"layout": "padded"}, r"Whole trajectories were asked for with layout='padded'"),
         ({"windows": gear.Window(3, pad="edge")}, r"layout='packed' was given with Window\(length=3"),
         ({"windows": {"token": gear.Whole(), "wide": gear.Window(3)}}, "of a packed batch differ"),
         ({"windows": {"position": gear.Whole(column="token")}}, "name 'position', which is a key of packed"),
@@ -317,9 +344,11 @@ def test_options_that_do_not_fit(table: gear.Table, options: dict[str, Any], mes
         )
 
 
-def test_where_nothing_packs_yet(table: gear.Table) -> None:
-    with (
-        gear.distributed.Shards([table]) as shards,
-        pytest.raises(SchemaError, match="was given with Shards"),
-    ):
-        dataset(shards)  # type: ignore[arg-type]
+def test_padding_by_torch_is_that_of_the_compiled_loop(table: gear.Table) -> None:
+    """What pads on a GPU, here on the CPU."""
+    names = ["token", "wide"]
+    for batch in itertools.islice(dataset(table, batch_size=5), 3):
+        expected, shown = outputs.as_padded(batch, names), Batch()
+        outputs._place(batch, names, batch["cu_seqlens"].diff(), shown)
+        for name in names:
+            assert torch.equal(shown[name], expected[name])

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from gear_loader.errors import GearError, TransportError
 
 _watched: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -21,6 +23,8 @@ if __name__ == "__main__":
 
 with _watched:
     from gear_loader.transport.channel import Address
+    from gear_loader.transport.fill_message import Fill, Unfilled
+    from gear_loader.transport.packed_spec import read_spec
     from gear_loader.transport.part_message import Part
     from gear_loader.transport.spec import WindowSpec
     from gear_loader.transport.store_message import Store
@@ -64,6 +68,27 @@ def parse_part(data: bytes) -> None:
     assert part.pack() == data[3:]
 
 
+def parse_fill(data: bytes) -> None:
+    """A fill that is read is written the same, and describes its bulk part."""
+    bulk = int.from_bytes(data[:3], "little")
+    fill = Fill.parse(data[3:], bulk, LIMITS)
+    again = Fill.parse(fill.pack(), bulk, LIMITS)
+    assert again.slots.tolist() == fill.slots.tolist()
+    assert (again.table, again.names, again.identity) == (fill.table, fill.names, fill.identity)
+    assert set(fill.values(np.zeros(bulk, dtype=np.uint8))) == set(fill.names)
+
+
+def parse_unfilled(data: bytes) -> None:
+    """A question that is read is written the same."""
+    assert Unfilled.parse(data).pack() == data
+
+
+def parse_packed(data: bytes) -> None:
+    """A spec that is read is written the same."""
+    spec = read_spec(data)
+    assert read_spec(spec.to_bytes()).to_bytes() == spec.to_bytes()
+
+
 def parse_error(data: bytes) -> None:
     """What a server says becomes one of our errors."""
     assert isinstance(read_error(data), GearError)
@@ -94,6 +119,9 @@ TARGETS: tuple[Callable[[bytes], None], ...] = (
     parse_store,
     parse_update,
     parse_part,
+    parse_fill,
+    parse_unfilled,
+    parse_packed,
     parse_error,
     parse_fields,
     parse_address,

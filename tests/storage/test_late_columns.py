@@ -19,6 +19,7 @@ from table_common import Died, bury, fresh_name, mortal
 import gear_loader as gear
 from gear_loader.errors import CheckpointError, FilledError, PriorityError, SchemaError, StaleIndexError
 from gear_loader.selection.prioritized import PrioritizedSelection
+from gear_loader.storage import late
 from gear_loader.storage.late import fill_columns
 
 COLUMNS = {
@@ -407,8 +408,33 @@ def test_bits_of_columns_that_do_not_exist_are_refused(tmp_path: Path) -> None:
         gear.Table.load(tmp_path)
 
 
-def test_shards_are_refused() -> None:
-    import gear_loader.distributed as gd
+@pytest.mark.parametrize("stale", ["ignore", "error"])
+def test_large_values_are_copied_without_the_lock(
+    table: gear.Table, monkeypatch: pytest.MonkeyPatch, stale: Any
+) -> None:
+    """Others add while values are copied, and remove trajectories, whose blocks are not reused meanwhile."""
+    monkeypatch.setattr(late, "_SMALL", 0)
+    slots = [add(table, number) for number in range(3)]
+    added, copy = [], late.copy_rows
 
-    with make() as table, pytest.raises(SchemaError, match="late columns"):
-        gd.Shards(table)
+    def beside(*args: Any) -> None:
+        if not added:
+            table.remove(slots[1])
+            added.extend(add(table, 10 + i, 9) for i in range(8))
+        copy(*args)
+
+    monkeypatch.setattr(late, "copy_rows", beside)
+    given = {"reward": torch.arange(3).bfloat16(), "logprob": [value("logprob", n, 5) for n in range(3)]}
+    if stale == "error":
+        with pytest.raises(StaleIndexError, match="Nothing was changed"):
+            table.fill(slots, stale=stale, **given)
+        assert len(table.unfilled()[0]) == 10
+    else:
+        assert table.fill(slots, **given) == 1
+        for number in (0, 2):
+            assert float(table[slots[number]]["reward"]) == number
+            assert torch.equal(table[slots[number]]["logprob"], value("logprob", number, 5))
+    for i, slot in enumerate(added):
+        check(table[slot], ())
+        assert int(table[slot]["number"]) == 10 + i
+    table.check_valid()

@@ -38,6 +38,8 @@ from gear_loader.storage.operations import UNSET
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import Limits, Peer, WindowSpec, start_server
+from gear_loader.transport.fill_message import Fill, Unfilled
+from gear_loader.transport.packed_spec import PackedSpec
 from gear_loader.transport.part_message import Part
 from gear_loader.transport.store_message import Store, step_places
 from gear_loader.transport.update_message import Update
@@ -85,7 +87,15 @@ def requests_of(name: str) -> list[bytes]:
     updates = PriorityUpdates(
         np.array([1, 9]), np.zeros(2, dtype=np.int64), None, np.ones(2, dtype=np.float32)
     )
+    packed = PackedSpec(name, schema, {"number": "number", "again": "number"})
+    late = Schema({"number": schema["number"], "late": gear.Column(torch.float32, late=True)})
+    numbers = np.array([1, 9]), np.array([1, -1]), np.array([2, 3])
+    fill = Fill(name, late, ("late",), *numbers, 7, False)
     return [
+        message(Kind.OPEN, open_message(packed, 1)),
+        message(Kind.FETCH, fetch_message([[1, 3], [0, 2], [1, 1], [2, 9]], 1)),
+        message(Kind.FILL, fill.pack(), bytes(fill.bulk_bytes)),
+        message(Kind.UNFILLED, Unfilled(name, ("late",)).pack()),
         message(Kind.OPEN, open_message(spec)),
         message(Kind.FETCH, fetch_message([[1, 3, 70], [0, 2, 9], [1, 1, 1]])),
         message(Kind.STORE, store.pack(), bytes(store.bulk_bytes)),
@@ -273,6 +283,48 @@ def test_any_numbers_in_a_fetch(
                 assert not values[status == 1].any()
         else:
             assert b"anchors[" in small
+    still_serves(table, peer)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(numbers=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40), seed=st.integers(0, 2**32))
+def test_any_numbers_in_a_packed_fetch(
+    shelf: tuple[gear.Table, Serving, Peer], numbers: list[int], seed: int
+) -> None:
+    table, server, peer = shelf
+    n = len(numbers) // 4
+    wild = np.array(numbers[: 4 * n], dtype=np.int64).reshape(4, n)
+    chance = random.Random(seed)
+    for i in range(n):  # some of them nearly right
+        wild[0, i] = chance.choice([wild[0, i], chance.randrange(70)])
+        wild[1, i], wild[3, i] = chance.choice(
+            [(wild[1, i], wild[3, i]), (chance.randrange(4), chance.randrange(9))]
+        )
+        wild[2, i] = chance.choice([wild[2, i], 1, 2])
+    spec = PackedSpec(str(table.name), table.schema, {"number": "number", "check": "check"})
+    with server.proven() as raw:
+        raw.send(Kind.OPEN, open_message(spec))
+        assert raw.receive()[0].kind is Kind.OPENED
+        raw.send(Kind.FETCH, fetch_message(wild))
+        header, small, bulk = raw.receive()
+        assert header.kind in (Kind.REPLY, Kind.ERROR)
+        if header.kind is Kind.REPLY:
+            data, counts = np.frombuffer(bulk, dtype=np.uint8), wild[3]
+            total = int(counts.sum())
+            status = data[spec.data_bytes(n, total) :][:n]
+            assert set(status.tolist()) <= {0, 1}
+            (span,) = [span for span in spec.spans(n, total) if span.name == "number"]
+            values = data[span.offset :][: total * span.step_bytes].view(np.int64)
+            begins = np.cumsum(counts) - counts
+            for i in range(n):
+                part = values[begins[i] : begins[i] + counts[i]]
+                stored = [] if status[i] else table[int(wild[0, i])]["number"].tolist()
+                first = int(wild[1, i])
+                assert part.tolist() == (
+                    stored[first : first + counts[i]] if not status[i] else [0] * len(part)
+                )
+        else:
+            assert b"expected a number from 0 to" in small or b"Ask for fewer rows" in small
     still_serves(table, peer)
 
 

@@ -34,7 +34,7 @@ from gear_loader.transport import link as links
 from gear_loader.transport import socket as socket_channel
 from gear_loader.transport.connection import Connection
 from gear_loader.transport.handshake import check_library, check_secret
-from gear_loader.transport.wire import NONCE, Header, Kind, pack_text
+from gear_loader.transport.wire import NONCE, VERSION, Header, Kind, pack_text
 
 Shelf = tuple[gear.Table, Serving]
 DIFFER = "The secrets differ. Give the same one to both sides."
@@ -152,7 +152,7 @@ def test_versions_that_differ_name_each_other(shelf: Shelf) -> None:
     table, server = shelf
     with server.raw() as raw:
         raw.socket.sendall(Header(Kind.HELLO, 0, len(HELLO), 0).pack(version=9) + HELLO)
-        assert "speaks protocol version 9; this side speaks version 3" in raw.text()
+        assert f"speaks protocol version 9; this side speaks version {VERSION}" in raw.text()
 
     def other_version(connection: socket.socket) -> None:
         connection.recv(64 + len(HELLO), socket.MSG_WAITALL)
@@ -163,7 +163,7 @@ def test_versions_that_differ_name_each_other(shelf: Shelf) -> None:
         connection.recv(1000)
 
     for play, message in (
-        (other_version, r"node b .* speaks protocol version 9; this side speaks version 3"),
+        (other_version, rf"node b .* speaks protocol version 9; this side speaks version {VERSION}"),
         (other_protocol, r"does not speak this protocol: A message begins with b'HTTP/1\.1'"),
     ):
         with played(play) as address:
@@ -205,6 +205,8 @@ def test_kinds_out_of_turn(shelf: Shelf) -> None:
         Kind.METADATA,
         Kind.UPDATE,
         Kind.PART,
+        Kind.FILL,
+        Kind.UNFILLED,
         Kind.BYE,
     }:
         with server.proven() as raw:
@@ -243,7 +245,7 @@ def test_a_request_is_checked_field_by_field(shelf: Shelf) -> None:
             Kind.FETCH,
             fetch_message(np.zeros((3, 1001))),
             b"",
-            "small part of a message FETCH has 24,032 bytes",
+            "FETCH of 24,032 bytes has n 1,001; expected at most 1,000",
         ),
         (Kind.FETCH, fetch_message(one), b"x", "The bulk part of a message FETCH has 1 bytes"),
         (Kind.STORE, b"abc", b"", "n of a message STORE takes 4 bytes"),

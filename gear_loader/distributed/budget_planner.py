@@ -1,0 +1,177 @@
+"""Plans batches of at most so many steps over all shards: every rank plans the same, and takes its part."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from typing import Any
+
+import numpy as np
+
+from gear_loader.distributed.dealing import Balance, costs_of
+from gear_loader.distributed.global_selection import GlobalSelection
+from gear_loader.distributed.packed_collector import PackedShardRows, spans_of
+from gear_loader.errors import SchemaError
+from gear_loader.native.packed import (
+    QUEUE_ANCHOR,
+    QUEUE_DRAW,
+    QUEUE_FIRST,
+    QUEUE_GENERATION,
+    QUEUE_ROW,
+    QUEUE_SLOT,
+    QUEUE_STEPS,
+    QUEUE_WIDTH,
+)
+from gear_loader.selection.balance import balance
+from gear_loader.selection.budget_planner import BudgetPlanner, PlannedBatch
+from gear_loader.selection.step_budget import BudgetCounts, BudgetState, DrawnPart, StepBudget
+from gear_loader.utils.arrays import Array
+
+__all__ = ["ShardBudgetPlanner", "as_many"]
+
+
+class ShardBudgetPlanner(BudgetPlanner):
+    """Plans the micro-batches of one training step after another, from a stream of draws over all shards.
+
+    A step has `micro_batches` for each rank, made in the order of the draw as in one process. They are dealt so that
+    the work of the ranks is about equal. In the last step of a stream each rank has as many as there are left: some are
+    split, so that all ranks have the same number.
+
+    Rows that wait hold no read ticket: a row that is gone when it is read is left out of its batch.
+
+    Args:
+        selection: draws the rows; every rank gets the records of all rows.
+        budget, seed, epoch, past, endless, state: as for `BudgetPlanner`.
+        micro_batches: batches of each rank in a step. kind: of the work that is balanced.
+    """
+
+    def __init__(
+        self,
+        selection: GlobalSelection,
+        budget: StepBudget,
+        *,
+        micro_batches: int,
+        kind: Balance,
+        **options: Any,
+    ) -> None:
+        self._micro_batches, self._kind = micro_batches, kind
+        self._ranks, self._rank = selection.shards.num_slices, selection.shards.place.data
+        self._ready: collections.deque[PlannedBatch] = collections.deque()
+        self._spare: Any = None
+        super().__init__(selection, budget, **options)
+
+    @property
+    def number(self) -> int:
+        """Number of this rank's next batch."""
+        return self._state.number - len(self._ready)
+
+    def next(self) -> PlannedBatch | None:
+        """This rank's next batch; None at the end of the stream. All ranks call it.
+
+        Raises:
+            As `BudgetPlanner.next`, on all ranks.
+        """
+        if not self._ready:
+            self._plan_step()
+        return self._ready.popleft() if self._ready else None
+
+    def _plan_step(self) -> None:
+        before = self._state
+        parts: list[PackedShardRows] = []
+        while len(parts) < self._ranks * self._micro_batches:
+            places, rows, _ = self._choose([])
+            if not rows:
+                break
+            parts.append(self._taken(places[:rows]))
+            self._keep(places[rows:])
+        if not parts:
+            return
+        parts = as_many(parts, self._ranks)
+        costs = [costs_of(part.spans[1], self._kind).sum() for part in parts]
+        mine = balance(costs, self._ranks)[self._rank].tolist()
+        waiting = np.arange(self._queue.shape[1])
+        self._state = after = self._waiting(waiting, before.number + len(mine))
+        for place, number in enumerate(mine):
+            counts, self._counts = self._counts, BudgetCounts()
+            counts.batches, counts.steps = 1, int(parts[number].spans[1].sum())
+            # A position within a step is the one before it: the step is planned again.
+            state: BudgetState = after if place == len(mine) - 1 else before
+            rows = parts[number]
+            self._ready.append(PlannedBatch(rows, state, [rows.tickets], counts))
+
+    def _taken(self, places: Array) -> PackedShardRows:
+        """The rows of the queue at some places, as a batch."""
+        weights, shards, records = self._more_of(places)
+        assert shards is not None
+        assert records is not None
+        return PackedShardRows(
+            shards,
+            records,
+            None,
+            self._spare,
+            spans=np.ascontiguousarray(self._queue[QUEUE_FIRST:, places]),
+            weights=weights,
+            max_steps=self._budget.max_steps,
+        )
+
+    def _rows(self, drawn: DrawnPart, ticket: Any) -> PackedShardRows:
+        rows = super()._rows(drawn, ticket)
+        self._spare = rows.spare
+        weights = None if rows.weigh is None else rows.weigh(rows.records["leaf"])
+        spans = spans_of(rows.records, self._budget.offset, self._budget.length)
+        return PackedShardRows(rows.shards, rows.records, None, rows.spare, spans=spans, weights=weights)
+
+    def _add(self, rows: PackedShardRows, draw: int, numbers: Array) -> None:
+        names = np.empty((QUEUE_WIDTH, len(rows)), dtype=np.int64)
+        records = rows.records
+        names[QUEUE_SLOT], names[QUEUE_ANCHOR] = records["slot"], records["step"]
+        names[QUEUE_GENERATION], names[QUEUE_DRAW], names[QUEUE_ROW] = records["generation"], draw, numbers
+        names[QUEUE_FIRST:] = rows.spans
+        self._enqueue(names, [rows.weights, rows.shards, records])
+
+    def _names(self) -> tuple[Array | None, Array | None]:
+        return None, None
+
+    def _repeat(self, state: BudgetState) -> None:
+        super()._repeat(state)
+        self._screen(0)
+
+    def _screen(self, begin: int) -> None:
+        budget, steps = self._budget, self._queue[QUEUE_STEPS, begin:]
+        long = np.flatnonzero(steps > budget.max_steps)
+        if not len(long):
+            return
+        if budget.too_long == "truncate":
+            steps[long] = budget.max_steps
+            return
+        if budget.too_long == "error":
+            worst = begin + int(long[0])
+            assert self._more is not None
+            assert self._more[1] is not None
+            raise SchemaError(
+                f"The trajectory of index {self._queue[QUEUE_SLOT, worst]} in shard {self._more[1][worst]} has "
+                f"{self._queue[QUEUE_STEPS, worst]:,} steps, more than max_steps={budget.max_steps:,}. Use a larger "
+                "max_steps, too_long='truncate' for its first steps, or too_long='skip' to leave such trajectories out."
+            )
+        self._counts.skipped += len(long)
+        self._keep(np.delete(np.arange(self._queue.shape[1]), begin + long))
+
+
+def as_many(parts: list[PackedShardRows], ranks: int) -> list[PackedShardRows]:
+    """Batches whose number is a multiple of `ranks`: those of most rows are split, about in the middle of their steps.
+
+    Where none can be split, because each has one row, the shortest are repeated: fewer than `ranks`.
+    """
+    parts = list(parts)
+    while len(parts) % ranks:
+        largest = max(range(len(parts)), key=lambda i: len(parts[i]))
+        whole = parts[largest]
+        if len(whole) < 2:
+            shortest = sorted(parts, key=lambda part: int(part.spans[1].sum()))
+            missing = itertools.islice(itertools.cycle(shortest), ranks - len(parts) % ranks)
+            return parts + [part.copy() for part in missing]
+        ends = np.cumsum(whole.spans[1])
+        middle = int(np.clip(np.searchsorted(ends, ends[-1] / 2), 1, len(whole) - 1))
+        first = np.arange(len(whole)) < middle
+        parts[largest : largest + 1] = [whole.take(first), whole.take(~first)]
+    return parts

@@ -1,0 +1,117 @@
+"""Values of columns that are filled later, as a user gives them; checked without a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gear_loader.errors import SchemaError
+from gear_loader.storage.dtypes import DtypeName
+from gear_loader.storage.priority_updates import checked_rows
+from gear_loader.storage.schema import Column, Schema, as_mapping
+from gear_loader.utils.arrays import Array
+from gear_loader.utils.lazy_torch import is_tensor
+
+__all__ = ["LateValues", "check_late", "checked_fill"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LateValues:
+    """Values of one column for n trajectories.
+
+    Attributes:
+        name, column: of the table.
+        data: uint8 [rows, step_bytes].
+        lengths: int64 [n], rows of each trajectory in `data`.
+    """
+
+    name: str
+    column: Column
+    data: Array
+    lengths: Array
+
+
+def check_late(schema: Schema, names: list[str]) -> None:
+    """Raise SchemaError unless these are names of late columns, at least one."""
+    wrong = [name for name in names if name not in schema.late]
+    if wrong or not names:
+        raise SchemaError(
+            f"The columns {names} were received; expected one or more of those with Column(late=True): "
+            f"{list(schema.late)}. Nothing was changed."
+        )
+
+
+def checked_fill(
+    schema: Schema, index: Any, generation: Any, columns: Mapping[str, Any]
+) -> tuple[Array, Array, list[LateValues]]:
+    """Check the arguments of `Table.fill`.
+
+    Returns:
+        Slots and generations of the rows, int64 [n] each, and the values of each column.
+
+    Raises:
+        SchemaError: they do not fit the schema.
+    """
+    check_late(schema, list(columns))
+    starts: Any = None
+    single = isinstance(index, (int, np.integer)) or (is_tensor(index) and index.ndim == 0)
+    batch = as_mapping(index)
+    if isinstance(batch, Mapping):
+        if generation is not None or "index" not in batch or "generation" not in batch:
+            raise SchemaError(
+                f"A mapping with the keys {list(batch)} was received as index; expected a whole batch alone, or "
+                "batch['index'] with generation. Nothing was changed."
+            )
+        index, generation, starts = batch["index"], batch["generation"], batch.get("cu_seqlens")
+    elif single:
+        index = [int(index)]
+        generation = None if generation is None else np.asarray(generation).reshape(-1)
+        columns = {name: value if schema[name].trajectory else [value] for name, value in columns.items()}
+    slots, generations = checked_rows(index, generation)
+    values = [
+        _values(name, schema[name], value, len(slots), starts, single) for name, value in columns.items()
+    ]
+    return slots, generations, values
+
+
+def _values(name: str, column: Column, value: Any, count: int, starts: Any, single: bool) -> LateValues:
+    """Check the values of one column."""
+    dtype: Any = DtypeName(column.dtype_name)  # which loads no torch
+    plain = Schema({name: Column(dtype, column.shape, cast=column.cast)})
+    if column.trajectory:
+        if single:
+            once = Column(dtype, column.shape, per="trajectory", cast=column.cast)
+            whole = Schema({f"{name} of a step": Column(dtype), name: once})  # a schema has a column of steps
+            data = whole.validate_once({name: value}, what="the values")[name]
+        else:
+            data = plain.validate({name: value}, what="the values")[1][name]
+        if len(data) != count:
+            raise SchemaError(
+                f"Column {name!r} has {len(data)} values for {count} trajectories; expected one for each, as it is per "
+                "trajectory. Nothing was changed."
+            )
+        return LateValues(name, column, data, np.ones(count, dtype=np.int64))
+    if isinstance(value, (list, tuple)) and len(value) == count:
+        parts = [
+            plain.validate({name: each}, what=f"the values of trajectory {i}")[1][name]
+            for i, each in enumerate(value)
+        ]
+        lengths = np.array([len(part) for part in parts], dtype=np.int64)
+        return LateValues(name, column, parts[0] if count == 1 else np.concatenate(parts), lengths)
+    if starts is None:
+        raise SchemaError(
+            f"Column {name!r} is {type(value).__name__}; expected a list of {count} arrays [T, ...], one for each "
+            "trajectory; or [total, ...] with a packed batch as index. Nothing was changed."
+        )
+    data = plain.validate({name: value}, what="the values")[1][name]
+    bounds: Array = np.asarray(starts).astype(np.int64)
+    lengths = bounds[1:] - bounds[:-1]
+    if len(lengths) != count or lengths.sum() != len(data):
+        raise SchemaError(
+            f"Column {name!r} has {len(data):,} steps; expected {lengths.sum():,}, as the batch has. Nothing was "
+            "changed."
+        )
+    return LateValues(name, column, data, lengths)
