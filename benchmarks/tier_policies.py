@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gear_loader.checkpoint.spilling import coldness, exchange
+from gear_loader.checkpoint.spilling import coldness
+from gear_loader.storage.exchange import exchange
 from gear_loader.utils.arrays import Array
 
 __all__ = ["TRACES", "drifting", "hit_rates"]

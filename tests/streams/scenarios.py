@@ -14,6 +14,7 @@ import torch
 
 import gear_loader as gear
 from gear_loader.collection.collector import Collector
+from gear_loader.collection.device_cache import DeviceCache
 from gear_loader.collection.windows import expand
 from gear_loader.distributed.selection_for import selection_for
 from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
@@ -59,6 +60,7 @@ class Scenario:
         mode: what else torch is told: ``"inference"`` mode, another ``"default device"`` or current ``"device"``, or
             the ``"capture"`` of a graph while other threads go on.
         packed: whether the columns share a record.
+        cache: blocks that fit into the device's memory; 0 for no cache.
     """
 
     selector: str = "uniform"
@@ -80,6 +82,7 @@ class Scenario:
     looks: bool = False
     mode: str = ""
     packed: bool = False
+    cache: int = 0
 
     @classmethod
     def of(cls, seed: int, mode: str = "") -> Scenario:
@@ -246,6 +249,7 @@ class Run:
             copy=scenario.copy,
             complete=scenario.complete,
             device=DEVICE,
+            device_cache=self._cache_bytes(table) if scenario.cache else None,
             batches_per_epoch=None if scenario.selector == "pass" else scenario.batches,
             seed=3,
         )
@@ -277,6 +281,9 @@ class Run:
         check = compare_grown if scenario.grows else compare
         for key, batch in read:
             check(key, {name: on_host(value) for name, value in batch.items()}, self.expected[key])
+
+    def _cache_bytes(self, table: gear.Table) -> int:
+        return self.scenario.cache * DeviceCache.check(table, table.schema, 1 << 40)
 
     def _take(self, key: Any, batch: Any, read: Any, held: Any, data: Any) -> None:
         """What a training step does with a batch."""
