@@ -161,6 +161,7 @@ class GatherColumn:
             cache.dtype != torch.uint8
             or cache.ndim != 2
             or cache.device != self.out.device
+            or cache.shape[1] != stride
             or cache.stride() != (stride, 1)
             or cache.data_ptr() % LINE
         ):

@@ -32,7 +32,7 @@ import torch
 
 from gear_loader.collection.cache_policy import CacheOrder, Choice, Contents, Ranker
 from gear_loader.errors import SchemaError
-from gear_loader.kernels.plan import GatherColumn, GatherPlan
+from gear_loader.kernels.plan import LINE, GatherColumn, GatherPlan
 from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.late import filled_bits
 from gear_loader.storage.rows import Reach
@@ -50,8 +50,8 @@ MOST_COPIES = 1024
 """Blocks copied for one batch."""
 MOST_CHOSEN = 1 << 16
 """Blocks of a choice of the policy."""
-PAUSE = 16
-"""Batches between two choices at least; or 20 times as many as passed while the last one was made."""
+PAUSE, REST = 16, 20
+"""Batches between two choices at least; or `REST` times as many as passed while the last one was made."""
 
 
 class DeviceCache:
@@ -107,7 +107,7 @@ class DeviceCache:
         self._late = bool(len(self._arrays.filled))
         self._hits = self._misses = 0
         self._credit = 0.0  # bytes that may be copied
-        self._batches = self._next_choice = 0
+        self._batches = 0
         self._requested = 0  # batch of the last request
         self._asked_at = -1  # position in the ring of changes then
         self._ranker: Ranker | None = None
@@ -140,6 +140,7 @@ class DeviceCache:
         self._used: dict[int, set[int]] = {}  # slot -> places
         self._free = list(range(self.num_places - 1, -1, -1))
         self._choice: Choice | None = None
+        self._next_choice = 0  # batch of the next request
         self._come = self._leave = 0  # how much of it has been used
         self._changed: list[tuple[Array, Array]] = []  # blocks and slots that the device's map has to follow
         self._is_whole = False  # whether the device's map has followed everything before them
@@ -156,10 +157,11 @@ class DeviceCache:
 
     def _allocate(self) -> None:
         device, count = self._device, self.num_places
-        memory = {
-            source: torch.empty(count, stride, dtype=torch.uint8, device=device)
-            for source, stride in self._strides.items()
-        }
+        memory = {}
+        for source, stride in self._strides.items():
+            bytes_ = torch.empty(count * stride + LINE, dtype=torch.uint8, device=device)
+            first = -bytes_.data_ptr() % LINE  # 0 on a GPU
+            memory[source] = bytes_[first : first + count * stride].view(count, stride)
         columns = [
             GatherColumn(
                 torch.from_numpy(self._table.region.blocks(self._examples[source])),
@@ -323,7 +325,7 @@ class DeviceCache:
         choice = self._ranker.take()
         if choice is not None:
             self._choice, self._come, self._leave = choice, 0, 0
-            self._next_choice = self._batches + max(PAUSE, 20 * (self._batches - self._requested))
+            self._next_choice = self._batches + max(PAUSE, REST * (self._batches - self._requested))
         choice, count = self._choice, int(self._credit // self.block_bytes)
         ids: Array = np.empty(0, dtype=np.int32)
         if choice is None or not count:
@@ -454,3 +456,14 @@ class DeviceCache:
             "bytes": held * self.block_bytes,
             "budget": self.num_places * self.block_bytes,
         }
+
+    def check_valid(self) -> None:
+        """Raise AssertionError unless the maps agree with each other."""
+        held = np.flatnonzero(self._blocks >= 0)
+        assert sorted([*self._free, *held.tolist()]) == list(range(self.num_places)), "places are lost"
+        assert (self._where[self._blocks[held]] == ~held).all(), "a block does not know its place"
+        assert np.count_nonzero(self._where < 0) == len(held), "a place does not know its block"
+        used = {place: slot for slot, places in self._used.items() for place in places}
+        assert used == dict(zip(held.tolist(), self._slots[held].tolist(), strict=True)), "owners differ"
+        others = self._where[self._where >= 0]
+        assert (others == np.flatnonzero(self._where >= 0)).all(), "a block without a copy is another one"

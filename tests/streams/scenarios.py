@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import gear_loader as gear
+from gear_loader.collection import device_cache
 from gear_loader.collection.collector import Collector
 from gear_loader.collection.device_cache import DeviceCache
 from gear_loader.collection.windows import expand
@@ -113,6 +115,13 @@ class Scenario:
             packed=choose.random() < 0.5,
         )
 
+    @classmethod
+    def cached(cls, seed: int) -> Scenario:
+        """That of a seed with a device cache, and enough batches to fill it."""
+        choose = random.Random(f"cache {seed}")
+        size = choose.choice([2, 6, 12, 60])
+        return dataclasses.replace(cls.of(seed), cache=size, pinned=True, batches=14, stops=False)
+
     def simpler(self) -> Iterator[Scenario]:
         """Scenarios with less in them, to shrink a failure."""
         for field in dataclasses.fields(self):
@@ -192,6 +201,7 @@ class Run:
         self.expected: dict[tuple[int, int], dict[str, Any]] = {}
         self.kinds: set[bool] = set()
         self.num_taken = 0
+        self.cache_hits = 0
         self._updates: list[tuple[dict[str, Any], int]] = []
         self._updated = 0
 
@@ -199,7 +209,11 @@ class Run:
         """Raise an error if anything goes wrong."""
         self.cuda.refuse_pinning = not self.scenario.pinned
         with collected_on_request():
-            with self.cuda.installed(), self._mode():
+            with self.cuda.installed(), self._mode(), pytest.MonkeyPatch.context() as patch:
+                # A small table is filled, and looked at again, with every batch.
+                patch.setattr(device_cache, "PAUSE", 1)
+                patch.setattr(device_cache, "REST", 1)
+                patch.setattr(device_cache, "SHARE", 1)
                 table = made_table(packed=self.scenario.packed)
                 try:
                     if self.scenario.pinning:
@@ -274,6 +288,8 @@ class Run:
                 held.clear()
                 del batch
         self._updates.clear()
+        if scenario.cache:
+            self.cache_hits = data.cache_counts()["hits"]
         if scenario.drops:
             del data
             gc.collect()
@@ -335,6 +351,11 @@ class Run:
                 writer.append({"value": value, "number": number})
                 if self.choose.random() < 0.5:
                     self.cuda.threads.switch()
+                if (
+                    self.scenario.cache and self.choose.random() < 0.3
+                ):  # its first steps may be copied meanwhile
+                    seen = len(self.expected)
+                    self.cuda.threads.wait(lambda: len(self.expected) > seen)  # noqa: B023
             writer.commit()
 
     # ---------------------------------------------------------------- what is expected
