@@ -130,13 +130,14 @@ benchmark() {
 }
 
 if missing=$("$python" -c 'import rich, typer' 2>&1); then
-    benchmark single-server 75
-    benchmark collect 85
+    benchmark single-server 70
+    benchmark collect 80
     stage predicted 10 predicted.log "$python" -m benchmarks predict --beside "$out/collect-cuda.jsonl"
-    benchmark select 65
-    benchmark overlap 65
+    benchmark select 60
+    benchmark overlap 60
     benchmark batch-size 40
     benchmark train 40
+    stage cache 20 cache-cuda.log "$python" -m benchmarks.device_cache gather --megabytes 1024 --seconds 0.7
 else
     status=1
     note benchmarks SKIPPED 0 "$(tail -n 1 <<<"$missing")"

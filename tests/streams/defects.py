@@ -166,8 +166,8 @@ def _copies_beside(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeviceCache, "_launch", beside)
 
 
-def _copies_after_the_ticket(patch: pytest.MonkeyPatch) -> None:
-    """Blocks are copied one batch late, when the ticket under which they were chosen may have been given back."""
+def _copies_late(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are copied one batch late: after a gather that reads them."""
     launch = DeviceCache._launch
 
     def later(self: Any, ids: Any, rows: Any) -> None:
@@ -198,7 +198,7 @@ CACHE_DEFECTS: dict[str, Defect] = {
     "copies stay when their trajectory is gone": _never_drops,
     "the device's map keeps blocks whose place was taken": _map_before_the_copies,
     "a gather does not wait for the copies that it reads": _copies_beside,
-    "blocks are copied after their read ticket": _copies_after_the_ticket,
+    "blocks are copied a batch late": _copies_late,
     "streams that use the cache do not wait for each other": _left_out(Stream, "wait_event", "_enter"),
     "the cache is freed under the stream that gathers": _left_out(DeviceTensor, "record_stream", "_enter"),
 }
