@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import math
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -33,6 +34,7 @@ __all__ = ["Trace", "hit_rates", "measure", "record"]
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "prioritized_dqn.py"
 EVERY = 50  # batches between two records
+STEPS = 80  # of a trajectory that is measured, of 1 KiB each
 SHARES = (0.05, 0.1, 0.25, 0.5, 0.75)
 NAMES = {
     "policy": "by priority (the library's)",
@@ -155,7 +157,9 @@ def plot(rates: dict[float, dict[str, float]], out: Path, steps: int) -> None:
     for name, label in NAMES.items():
         axes.plot(list(rates), [each[name] for each in rates.values()], marker="o", label=label)
     axes.plot([0, 1], [0, 1], color="0.7", linestyle="--", label="uniform draws, any choice")
-    axes.set(xlabel="size of the cache, as a share of the blocks", ylabel="hit rate", xlim=(0, 1), ylim=(0, 1))
+    axes.set(
+        xlabel="size of the cache, as a share of the blocks", ylabel="hit rate", xlim=(0, 1), ylim=(0, 1)
+    )
     axes.set_title(f"Simulated on the priorities of the DQN example, {steps:,} steps")
     axes.legend(frameon=False)
     figure.savefig(out, dpi=120)
@@ -163,8 +167,8 @@ def plot(rates: dict[float, dict[str, float]], out: Path, steps: int) -> None:
 
 def measure(device: str, megabytes: int, seconds: float) -> list[dict[str, Any]]:
     """Batches of 256 rows of 20 KiB, drawn by Zipf priorities, with caches of several sizes."""
-    steps, block_steps = 80, 20
-    trajectories = max(64, megabytes * 1024 // (steps * 1))
+    steps, block_steps = STEPS, 20
+    trajectories = max(64, megabytes * 1024 // steps)
     table = gear.Table.create(
         {"x": gear.Column(torch.int32, (256,))},
         max_steps=steps * trajectories,
@@ -187,6 +191,7 @@ def measure(device: str, megabytes: int, seconds: float) -> list[dict[str, Any]]
                 selector=gear.Prioritized(1.0),
                 device=device,
                 device_cache=int(share * total) or None,
+                batches_per_epoch=math.inf,
                 copy=False,
             )
             rows.append({"share": share, **_timed(data, seconds)})
@@ -209,11 +214,10 @@ def _timed(data: gear.ReplayDataset, seconds: float) -> dict[str, Any]:
                     break
         duration = time.monotonic() - start
     counts = data.cache_counts()
-    expected = batch["index"].new_tensor(0)  # of a row's step: the trajectory's number * steps + the step
-    x, mask = batch["x"][:, :, 0], batch["mask"]
-    step = torch.arange(x.shape[1], device=x.device)
-    expected = x[:, :1] + step
-    correct = bool(((x == expected) | ~mask).all()) and bool((x[:, 0] % 80 == batch["anchor"]).all())
+    # A row holds the numbers of its steps, counted over all trajectories.
+    x, mask = batch["x"][:, :, 0].cpu(), batch["mask"].cpu()
+    correct = bool(((x == x[:, :1] + torch.arange(x.shape[1])) | ~mask).all())
+    correct = correct and bool((x[:, 0] % STEPS == batch["anchor"].cpu()).all())
     hits, misses = (counts[name] - before[name] for name in ("hits", "misses"))
     return {
         "batches_per_second": count / duration,
@@ -225,7 +229,9 @@ def _timed(data: gear.ReplayDataset, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("policy", "gather"))
     parser.add_argument("--steps", type=int, default=20_000, help="of the DQN's environment")
     parser.add_argument("--out", type=Path, help="file of the plot")

@@ -148,6 +148,17 @@ def test_bytes_over_the_bus_fall_by_what_a_cache_holds(word: int) -> None:
     assert none == empty >= useful / 128
     assert whole == 0
     assert 0 < half < none
+    if word == 16:  # a step is a line
+        store, there = Store([128], [100] * 8, 32, finals=False), cached_blocks(0.5)
+        slots, anchors = store.draw(64)
+        steps = anchors.clamp(min=20)[:, None] - torch.arange(20)
+        blocks = store.block_ids[store.extent[slots, 1, None] + steps // 32].long()
+        assert half == int((~there[blocks]).sum())
+
+
+def cached_blocks(share: float, blocks: int = 35) -> torch.Tensor:
+    """Which blocks lie in a cache, bool [blocks]."""
+    return torch.rand(blocks, generator=torch.Generator().manual_seed(0)) < share
 
 
 EVERY = [
@@ -215,7 +226,7 @@ def measure(
     memory = Memory()
     if share is not None:
         (column,) = plan.columns
-        there = torch.rand(store.num_blocks, generator=torch.Generator().manual_seed(0)) < share
+        there = cached_blocks(share, store.num_blocks)
         cache = host_memory(column.source.numel()).view_as(column.source).copy_(column.source)
         plan = GatherPlan([dataclasses.replace(column, cache=cache)], store.block_steps)
         blocks = torch.arange(store.num_blocks, dtype=torch.int32)

@@ -119,15 +119,16 @@ def test_batches_with_a_device_cache_in_any_order_of_work() -> None:
 
 
 @pytest.mark.long
-def test_batches_with_a_device_cache_in_a_hundred_schedules() -> None:
-    check_cached(range(FIRST + 3, FIRST + 36))
+@pytest.mark.parametrize("part", range(4))
+def test_batches_with_a_device_cache_in_a_hundred_schedules(part: int) -> None:
+    check_cached(range(FIRST + 3 + 8 * part, FIRST + 11 + 8 * part))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(4))
-def test_batches_with_a_device_cache_in_thousands_of_schedules(part: int) -> None:
-    check_cached(range(FIRST + 1000 + 100 * part, FIRST + 1000 + 100 * part + 100))
+@pytest.mark.parametrize("part", range(20))
+def test_batches_with_a_device_cache_in_a_thousand_schedules(part: int) -> None:
+    check_cached(range(FIRST + 1000 + 20 * part, FIRST + 1000 + 20 * part + 20))
 
 
 @pytest.mark.parametrize("seeds", [3, pytest.param(12, marks=pytest.mark.long)])
