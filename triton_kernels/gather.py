@@ -201,7 +201,7 @@ def _lines(
     a_line = a_out + i_line.to(tl.int64) * 128
     a_out += head * step_bytes + o_steps
     if CACHED:
-        o_line = o_inside
+        o_line = o_inside.to(tl.int64)
     else:
         o_line = a_source + o_inside
     i_column = b_name.to(tl.int32)

@@ -289,7 +289,7 @@ class Run:
                 del batch
         self._updates.clear()
         if scenario.cache:
-            self.cache_hits = data.cache_counts()["hits"]
+            self.cache_hits = int(data.stats()["cache_hits"])
         if scenario.drops:
             del data
             gc.collect()
