@@ -131,14 +131,15 @@ benchmark() {
 }
 
 if missing=$("$python" -c 'import rich, typer' 2>&1); then
-    benchmark single-server 65
-    benchmark collect 75
+    benchmark single-server 60
+    benchmark collect 70
     stage predicted 10 predicted.log "$python" -m benchmarks predict --beside "$out/collect-cuda.jsonl"
     benchmark select 55
-    benchmark overlap 55
+    benchmark overlap 50
     benchmark batch-size 30
     benchmark train 30
-    benchmark packed 30
+    benchmark packed 25
+    stage cache 20 cache-cuda.log "$python" -m benchmarks.device_cache gather --megabytes 1024 --seconds 0.7
 else
     status=1
     note benchmarks SKIPPED 0 "$(tail -n 1 <<<"$missing")"

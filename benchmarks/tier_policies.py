@@ -22,7 +22,8 @@ import torch
 
 import gear_loader as gear
 from gear_loader.checkpoint import spilling
-from gear_loader.checkpoint.spilling import coldness, exchange
+from gear_loader.checkpoint.spilling import coldness
+from gear_loader.storage.exchange import exchange
 from gear_loader.utils.arrays import Array
 
 __all__ = ["TRACES", "drifting", "hit_rates", "table_hit_rates"]

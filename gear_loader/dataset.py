@@ -20,7 +20,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from gear_loader.collection.batches import Batch, loader_error, refuse
 from gear_loader.collection.buffer_pools import BufferPools
+from gear_loader.collection.cache_policy import CacheOrder
 from gear_loader.collection.collector import Buffers, Collector
+from gear_loader.collection.device_cache import DeviceCache
 from gear_loader.collection.output import as_jagged, as_padded, as_tensordict, check_nesting
 from gear_loader.collection.packed import PackedCollector
 from gear_loader.collection.packed_cuda import CudaPackedCollector
@@ -30,6 +32,7 @@ from gear_loader.collection.windows import (
     expand,
     has_whole,
     packed_span,
+    reach_of,
     source_of,
     steps_only,
     windows_of,
@@ -59,14 +62,14 @@ from gear_loader.selection.group_selection import GroupSelection, PrioritizedGro
 from gear_loader.selection.grouping import Grouping, GroupPriority
 from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
 from gear_loader.selection.random import key
-from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector, Uniform
+from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Fifo, Selector, TopK, Uniform
 from gear_loader.selection.step_budget import BudgetProgress, StepBudget, TooLong, checked_positions
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.priority_updates import is_strict
 from gear_loader.storage.schema import Window, as_mapping
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
-from gear_loader.utils.checks import at_least
+from gear_loader.utils.checks import at_least, byte_count
 from gear_loader.utils.devices import device_of
 
 __all__ = ["ReplayDataset"]
@@ -184,6 +187,12 @@ class ReplayDataset(IterableDataset[Batch]):
             alpha.
         group_varies: name of a column per trajectory; groups whose members all have the same value are left out, and
             counted by `stats`. With rewards: groups that give no advantage.
+        device_cache: bytes of GPU memory, an int or a text such as ``"8GiB"``, for copies of the table's blocks: those
+            that are likeliest to be drawn, in all columns that are read. Batches are the same, and read less over the
+            bus; `stats` tells how much. Beside it 4 bytes for each block and trajectory of the table. By priority the
+            likeliest blocks are kept, with `Fifo` and `Lifo` (which draw with replacement) the oldest and newest; with
+            others all are as likely, and any are kept, as they come. Needs a `Table`, a CUDA device that can read it
+            (else the cache stays empty) and ``layout="padded"``.
         group_max_age: seconds after which the trajectories of an incomplete group are removed from the table, counted
             from the last one that was added.
         balance: with packed batches over all `Shards`: how rows are dealt to ranks. ``"steps"``: all ranks have about
@@ -263,6 +272,7 @@ class ReplayDataset(IterableDataset[Batch]):
         group_max_age: float | None = None,
         balance: Balance | None = None,
         micro_batches: int = 1,
+        device_cache: int | str | None = None,
     ) -> None:
         if not isinstance(table, (Table, Shards)):
             remedy = f" Attach to it by its name: gear_loader.Table.attach({table!r})."
@@ -301,6 +311,7 @@ class ReplayDataset(IterableDataset[Batch]):
             group_max_age=group_max_age,
             balance=balance,
             micro_batches=micro_batches,
+            device_cache=device_cache,
         )
         self.shards = table if isinstance(table, Shards) else None
         self.table: Table = table.table if isinstance(table, Shards) else table
@@ -325,9 +336,11 @@ class ReplayDataset(IterableDataset[Batch]):
         self._packs = whole or layout != "padded"  # rows are gathered one after another
         if self.table.has_tier:
             self._check_tier(group)
-        self._late = table.schema.late_bits(
-            source_of(name, window) for name, window in expand(table.schema, self.windows)[0].items()
-        )
+        self.device_cache = None if device_cache is None else byte_count("device_cache", device_cache)
+        self._cache: DeviceCache | None = None
+        if self.device_cache is not None:
+            self._check_cache(device_cache, self.device_cache)
+        self._late = table.schema.late_bits(self._sources())
         fresh = getattr(self.selector, "freshness", 1.0) < 1
         if fresh and (table.rules.version is None or self.shards is not None):
             raise SchemaError(
@@ -397,6 +410,59 @@ class ReplayDataset(IterableDataset[Batch]):
                 "the only one that reads trajectories on disk for now. Use that, or a table whose memory holds all of "
                 "them."
             )
+
+    def _check_cache(self, given: Any, size: int) -> None:
+        """Raise SchemaError if batches are not made by a GPU that reads this process's table."""
+        if self.shards is not None:
+            raise SchemaError(
+                f"device_cache={given!r} was given with Shards; expected a Table: rows of shards are not cached for "
+                "now. Leave it out."
+            )
+        if self.device.type != "cuda":
+            raise SchemaError(
+                f"device_cache={given!r} was given with device={str(self.device)!r}; expected a CUDA device, in whose "
+                "memory the cache lies. Leave it out, or give device='cuda'."
+            )
+        if self._packs or self.table.has_tier:
+            other = "whole trajectories (Whole)" if self._packs else "a table with a disk tier (Disk(size=))"
+            raise SchemaError(
+                f"device_cache={given!r} was given with {other}, of which no rows are cached for now. Leave it out."
+            )
+        DeviceCache.check(self.table, self._sources(), size)
+
+    def _sources(self) -> set[str]:
+        """Columns that are read."""
+        return {
+            source_of(name, window) for name, window in expand(self.table.schema, self.windows)[0].items()
+        }
+
+    def _device_cache(self) -> DeviceCache | None:
+        """The cache of this process; made for the first collector."""
+        if self.device_cache is None or self._cache is not None:
+            return self._cache
+        reach = reach_of(self.table.schema, expand(self.table.schema, self.windows)[0])
+        self._cache = DeviceCache(
+            self.table,
+            self._sources(),
+            self.device_cache,
+            self.device,
+            order=self._cache_order(),
+            anchor=None if self.selector.unit == "step" else self.anchor,
+            reach=(reach.first, reach.last),
+            likelihoods=self._selected().likelihoods,
+        )
+        return self._cache
+
+    def _cache_order(self) -> CacheOrder:
+        """What is likeliest to be drawn."""
+        selector = self.selector
+        if self.groups is not None or (isinstance(selector, TopK) and not selector.largest):
+            return "any"
+        if needs_priorities(selector):
+            return "priority"
+        if isinstance(selector, Fifo) and selector.replacement:
+            return "newest" if selector.newest else "oldest"
+        return "any"
 
     # ---------------------------------------------------------------- groups
 
@@ -1111,6 +1177,8 @@ class ReplayDataset(IterableDataset[Batch]):
             groups also ``"groups_complete"``: groups that can be drawn; ``"groups_constant"``: those left out because
             of `group_varies`; ``"groups_incomplete"``: trajectories in no complete group; ``"groups_expired"``:
             trajectories that this process has removed by `group_max_age`.
+            With device_cache also ``"cache_hits"`` and ``"cache_misses"``: blocks of the windows drawn so far that were
+            read from it, and over the bus; ``"cache_bytes"``: of the blocks in it. They wait for the GPU.
         """
         context = self._selected().context
         own = self.shards.own.values() if self.shards is not None and self._is_global else ()
@@ -1138,11 +1206,26 @@ class ReplayDataset(IterableDataset[Batch]):
             found["skipped"], found["gone"] = done.skipped, done.gone
         if self._late:
             found["unfilled"] = unfilled
+        if self.device_cache is not None:
+            found.update({f"cache_{name}": count for name, count in self.cache_counts().items()})
+            del found["cache_budget"]
         selection = self._selected()
         if isinstance(selection, (GroupSelection, PrioritizedGroupSelection)):
             selection.look()
             found.update({f"groups_{name}": n for name, n in selection.former.counts.to_dict().items()})
         return found
+
+    def cache_counts(self) -> dict[str, int]:
+        """Numbers of the device cache; waits for the GPU if that draws.
+
+        Returns:
+            ``"hits"`` and ``"misses"``: blocks of the windows drawn so far that were read from it, and over the bus;
+            ``"bytes"``: of the blocks in it; ``"budget"``: most of them. All 0 without a cache, or before its first
+            batch.
+        """
+        if self._cache is None:
+            return dict.fromkeys(("hits", "misses", "bytes", "budget"), 0)
+        return self._cache.counts()
 
     def _pass_batches(self, view: Any) -> int:
         """Batches of one pass over all items, on all ranks together."""
@@ -1220,7 +1303,9 @@ class ReplayDataset(IterableDataset[Batch]):
                 self.table.region.pin(
                     self.device
                 )  # draws read it too, so it cannot be pinned during the iteration
-            made = Collector(self.table, self.windows, informs=self.sample_info, **options)
+            made = Collector(
+                self.table, self.windows, informs=self.sample_info, cache=self._device_cache(), **options
+            )
         made.stream_priority = self.stream_priority
         return made
 
@@ -1253,7 +1338,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_buffers=BufferPools(), _selection=None)
+        state.update(_buffers=BufferPools(), _selection=None, _cache=None)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             state["_shard"] = self._rank()  # a spawned worker has no process group
         return state
@@ -1269,6 +1354,7 @@ class ReplayDataset(IterableDataset[Batch]):
         if self._selection is not None:
             self._selection.after_fork()
         self._buffers = BufferPools()
+        self._cache = None
 
     @property
     def position(self) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from gear_loader.errors import SchemaError
 from gear_loader.selection.selectors import Selector
 from gear_loader.selection.step_budget import StepBudget
 from gear_loader.storage.rules import check_seconds
-from gear_loader.utils.checks import at_least, integer
+from gear_loader.utils.checks import at_least, byte_count, integer
 from gear_loader.utils.devices import check_device
 
 __all__ = ["check_options"]
@@ -49,6 +49,7 @@ def check_options(
     group_max_age: Any,
     balance: Any,
     micro_batches: Any,
+    device_cache: Any,
     **_: Any,
 ) -> None:
     """Raise SchemaError for an option of `ReplayDataset` that is invalid with any table."""
@@ -94,6 +95,13 @@ def check_options(
     if balance not in (None, "steps", "squares"):
         raise SchemaError(f"balance is {balance!r}; expected 'steps' or 'squares'.")
     at_least("micro_batches", micro_batches)
+    if device_cache is not None:
+        byte_count("device_cache", device_cache)
+        if layout != "padded":
+            raise SchemaError(
+                f"device_cache={device_cache!r} was given with layout={layout!r}; expected layout='padded', which "
+                "alone reads from it for now. Leave one of them out."
+            )
     check_output(output)
     _check_sizes(batch_size, layout, windows, max_steps, lookahead, too_long, selector)
     _check_packed(layout, windows, anchor, selector, output, complete)

@@ -44,8 +44,8 @@ TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump
 # Type -> arguments. All kernels that have an argument of this name mean the same by it.
 _NAMES = {
     "*i64": "columns slots anchors extent pieces items levels status random drawn index anchor generation place "
-    "first addresses rows indptr nodes neighbors tiles groups",
-    "*i32": "block_ids staging known steps owner number ids indices parts position",
+    "first addresses rows indptr nodes neighbors tiles groups counts",
+    "*i32": "block_ids staging known steps owner number ids indices parts position where totals",
     "*fp64": "sums",
     "*fp32": "values leaves mins maxs maximum drawn_leaves weights",
     "i32": "num_columns num_masks lines batch line_tiles num_tiles block_steps shift num_pieces count depth first_row "
@@ -87,12 +87,12 @@ CASTS = [
 VARIANTS = [
     *(
         Variant(
-            f"gather_{word}{'_rows' * chosen}",
+            f"gather_{word}{kind}",
             gather.gather_kernel,
-            {"WORD": word, "CHOSEN": chosen},
+            {"WORD": word, "CHOSEN": kind == "_rows", "CACHED": kind == "_cached"},
             gather.LAUNCH,
         )
-        for word, chosen in itertools.product((16, 4, 1), (False, True))
+        for word, kind in itertools.product((16, 4, 1), ("", "_rows", "_cached"))
     ),
     Variant("place", place.place_kernel, {}, place.LAUNCH),
     *(
@@ -134,8 +134,14 @@ VARIANTS = [
         for steps, check in itertools.product((False, True), repeat=2)
     ),
     *(
-        Variant(f"items_resolve_{name}", items.resolve_kernel, {"ANCHOR": i}, items.LAUNCH)
+        Variant(
+            f"items_resolve_{name}{'_cached' * cached}",
+            items.resolve_kernel,
+            {"ANCHOR": i, "CACHED": cached},
+            items.LAUNCH,
+        )
         for i, name in enumerate(items.ANCHORS)
+        for cached in (False, True)
     ),
     Variant("items_weigh_batch", items.weigh_kernel, {"TABLE": False}, items.WEIGH),
     Variant("items_weigh_table", items.weigh_kernel, {"TABLE": True}, items.WEIGH),

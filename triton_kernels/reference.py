@@ -59,15 +59,21 @@ def gather(
             step = torch.arange(length, device=slots.device) + begin[:, None]
             step, shown = step.clamp(min=0).minimum(steps[:, None] - 1), torch.ones_like(mask)
         block = block_ids[torch.where(shown, row[:, None] + step // plan.block_steps, 0)].long()
-        source = each.source
-        steps_of = source.as_strided(
-            (source.shape[0], plan.block_steps, each.step_bytes),
-            (source.stride(0), each.stride, 1),
-            source.storage_offset() + each.inside,
-        )
-        out[into] = steps_of[block, step % plan.block_steps].masked_fill_(~shown[:, :, None], 0)
+        inside = step % plan.block_steps
+        found = _steps(each.source, each, plan.block_steps)[block.clamp(min=0), inside]
+        if each.cache is not None:
+            copied = _steps(each.cache, each, plan.block_steps)[(~block).clamp(min=0), inside]
+            found = torch.where(block[:, :, None] < 0, copied, found)
+        out[into] = found.masked_fill_(~shown[:, :, None], 0)
         if each.mask is not None:
             each.mask[into] = mask
+
+
+def _steps(blocks: torch.Tensor, column: GatherColumn, block_steps: int) -> torch.Tensor:
+    """The steps of blocks, uint8 [blocks, steps, step_bytes]."""
+    shape = blocks.shape[0], block_steps, column.step_bytes
+    strides = blocks.stride(0), column.stride, 1
+    return blocks.as_strided(shape, strides, blocks.storage_offset() + column.inside)
 
 
 def place(plan: PlacePlan, staging: torch.Tensor, rows: torch.Tensor, *, programs: int | None = None) -> None:

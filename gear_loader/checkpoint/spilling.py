@@ -29,6 +29,7 @@ from gear_loader.storage.counters import (
     WANTED_BLOCKS,
 )
 from gear_loader.storage.disk import Keep
+from gear_loader.storage.exchange import exchange
 from gear_loader.storage.index import Index
 from gear_loader.storage.late import filled_bits
 from gear_loader.storage.layout import Layout
@@ -38,13 +39,10 @@ from gear_loader.storage.table import Table
 from gear_loader.storage.tier_counts import KEEP, KEEPS, heats
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Spiller", "coldness", "exchange", "hottest", "kept_free", "note_places"]
+__all__ = ["Spiller", "coldness", "hottest", "kept_free", "note_places"]
 
 FREE_BYTES = 256 << 20
 """Bytes of blocks that are kept free, but at least a sixteenth of all blocks and at most a quarter."""
-BAND = 16
-"""Hysteresis: a trajectory comes back when it belongs to the hottest that fill 15/16 of what the memory keeps, and
-leaves when it does not belong to the hottest that fill all of it."""
 EXCHANGE_BYTES = 64 << 20
 """Bytes that come back into memory in one exchange."""
 EXCHANGE_SECONDS = 1.0
@@ -69,32 +67,6 @@ def coldness(keep: Keep, sequences: Array, priorities: Array) -> Array:
         given = np.where(priorities == UNSET, np.float32(np.inf), priorities)
         return np.lexsort((sequences, given))
     return np.argsort(-sequences if keep == "oldest" else sequences, kind="stable")
-
-
-def exchange(order: Array, inside: Array, sizes: Array, capacity: int, budget: int) -> tuple[Array, Array]:
-    """Which trajectories to bring into memory, and which to take out for them.
-
-    Args:
-        order: int64 [n], positions, the coldest first; see `coldness`.
-        inside: bool [n], which are in memory. sizes: int64 [n], of each.
-        capacity: sum of the sizes in memory. budget: most of them that change places.
-
-    Returns:
-        Positions to bring in, the hottest first, and to take out, the coldest first; int64 each.
-    """
-    hot = order[::-1]
-    before = np.cumsum(sizes[hot])
-    come = hot[(before <= capacity - capacity // BAND) & ~inside[hot]]
-    come = come[np.cumsum(sizes[come]) <= budget]
-    cold = order[::-1][before > capacity][::-1]
-    cold = cold[inside[cold]]
-    free = capacity - int(sizes[inside].sum())
-    ends = np.cumsum(sizes[cold])
-    needed = int(sizes[come].sum()) - free
-    leave = cold[: int(np.searchsorted(ends, needed)) + 1] if needed > 0 else cold[:0]
-    # What does not find room stays where it is.
-    come = come[np.cumsum(sizes[come]) <= max(0, free) + int(sizes[leave].sum())]
-    return come, leave if len(come) else leave[:0]
 
 
 def hottest(layout: Layout, entries: Entries, keep: Keep) -> Array:

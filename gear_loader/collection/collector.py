@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.conversions import Casts, Conversion, converted_dtype
+from gear_loader.collection.device_cache import DeviceCache
 from gear_loader.collection.n_step import NStep, Returns
 from gear_loader.collection.plans import Output, Plans, Staging, plans_of
 from gear_loader.collection.references import Arena, BatchReferences
@@ -139,6 +141,7 @@ class Collector:
         programs: size of the kernel's grid, see `gear_loader.kernels.gather.gather`.
         weighs: whether batches carry ``priority_weight``.
         informs: whether batches carry ``sample_info``.
+        cache: blocks in the device's memory, used if the device reads the region itself.
 
     Attributes:
         zero_copy: whether the device reads the region itself.
@@ -157,8 +160,10 @@ class Collector:
         programs: int | None = None,
         weighs: bool = False,
         informs: bool = False,
+        cache: DeviceCache | None = None,
     ) -> None:
         self.table = table
+        self.cache = cache
         self.weighs = weighs
         self.informs = informs
         self.windows, self._hidden = expand(table.schema, windows)
@@ -316,7 +321,8 @@ class Collector:
             counts = empty(2, size, dtype=torch.int64)
             batch["sample_info"] = _named(counts, empty(2, size, dtype=torch.float32))
         staging: Staging | None = {} if self.zero_copy else None
-        plans = plans_of(self.table, outputs, staging)
+        copies = self.cache.memory if self.cache is not None and self.zero_copy else None
+        plans = plans_of(self.table, outputs, staging, copies)
         computed: tuple[Returns | Conversion | Casts, ...] = (*returns, *conversions)
         if device.type == "cuda" and conversions:
             casts = [CastColumn(each.source, each.out, each.scale) for each in conversions]
@@ -349,23 +355,30 @@ class Collector:
         # The host memory of the previous batch in these buffers is about to be overwritten. That batch was delivered,
         # so this waits only if the host is ahead of the GPU by as many batches as there are buffers.
         gpu.filled.synchronize()
+        cache = self.cache if gpu.staging is None else None
         try:
-            if isinstance(rows, CudaRows):
-                self._gather_drawn(buffers, gpu, rows)
-            elif gpu.host is not None and gpu.mirror is not None:
-                self._gather_zero_copy(buffers, gpu, gpu.host, gpu.mirror, rows)
-            elif gpu.staging is not None:
-                self._gather_cpu(gpu.staging, rows)
-                torch.cuda.current_stream().wait_event(gpu.released)
-                copy_batch(buffers.rows(len(rows)), gpu.staging.rows(len(rows)))
+            with contextlib.nullcontext() if cache is None else cache.using(len(rows) * self._row_bytes):
+                self._gather_gpu(buffers, gpu, rows, cache)
         finally:
             gpu.filled.record()  # also after a failed batch, whose queued part reads the same memory
 
-    def _gather_drawn(self, buffers: Buffers, gpu: GpuSide, rows: CudaRows) -> None:
+    def _gather_gpu(self, buffers: Buffers, gpu: GpuSide, rows: Any, cache: DeviceCache | None) -> None:
+        if isinstance(rows, CudaRows):
+            self._gather_drawn(buffers, gpu, rows, cache)
+        elif gpu.host is not None and gpu.mirror is not None:
+            self._gather_zero_copy(buffers, gpu, gpu.host, gpu.mirror, rows, cache)
+        elif gpu.staging is not None:
+            self._gather_cpu(gpu.staging, rows)
+            torch.cuda.current_stream().wait_event(gpu.released)
+            copy_batch(buffers.rows(len(rows)), gpu.staging.rows(len(rows)))
+
+    def _gather_drawn(
+        self, buffers: Buffers, gpu: GpuSide, rows: CudaRows, cache: DeviceCache | None
+    ) -> None:
         assert gpu.random is not None
         assert gpu.mirror is not None
         torch.cuda.current_stream().wait_event(gpu.released)
-        rows.write(gpu.random, gpu.mirror, self.reach)
+        rows.write(gpu.random, gpu.mirror, self.reach, None if cache is None else cache.map())
         self._launch(buffers, gpu.mirror, len(rows))
         buffers.compute(len(rows))
 
@@ -442,6 +455,7 @@ class Collector:
         host: tuple[torch.Tensor, ...],
         mirror: tuple[torch.Tensor, ...],
         drawn: SelectedRows,
+        cache: DeviceCache | None,
     ) -> None:
         # Host memory is slow for the kernel, so the index entries of the rows are copied; only the steps are read
         # across the bus.
@@ -459,6 +473,8 @@ class Collector:
                 if self._tier is None or not self._tier.outside(drawn.slots).any():
                     raise
                 disk = self._resolve_tiers(self._tier, gpu, host, drawn)
+        if cache is not None:  # of a table without a disk tier
+            cache.look_up(drawn.slots, drawn.anchors, extent[:count], ids[:count], self.reach)
         if drawn.weights is not None:
             host[2].numpy()[:count] = drawn.weights
         if drawn.counts is not None and drawn.numbers is not None:

@@ -60,7 +60,12 @@ class Plans:
     split: SplitPlan | None = None
 
 
-def plans_of(table: Table, outputs: Sequence[Output], staging: Staging | None = None) -> Plans:
+def plans_of(
+    table: Table,
+    outputs: Sequence[Output],
+    staging: Staging | None = None,
+    cache: Callable[[str], torch.Tensor] | None = None,
+) -> Plans:
     """The plans that fill `outputs` from a table.
 
     Args:
@@ -68,6 +73,7 @@ def plans_of(table: Table, outputs: Sequence[Output], staging: Staging | None = 
         outputs: of the windows, at least one with steps.
         staging: memory of gathered records; what is missing is allocated on the current stream. None for the CPU, which
             reads single columns of records.
+        cache: copies of a column's blocks on the device, by its name; None without. See `DeviceCache.memory`.
     """
     region, schema = table.region, table.schema
     layout = region.layout
@@ -84,7 +90,11 @@ def plans_of(table: Table, outputs: Sequence[Output], staging: Staging | None = 
             once=column.trajectory,
             inside=place.inside,
             step_stride=place.step_stride,
+            cache=copies(output.column),
         )
+
+    def copies(column: str) -> torch.Tensor | None:
+        return None if cache is None else cache(column)
 
     if staging is None:
         return Plans(GatherPlan([column_of(output) for output in outputs], layout.block_steps))
@@ -106,7 +116,8 @@ def plans_of(table: Table, outputs: Sequence[Output], staging: Staging | None = 
         if key not in staging:
             staging[key] = out.new_empty(len(out), length, layout.record.bytes)
         source = torch.from_numpy(region.blocks(group[0].column))
-        columns.append(GatherColumn(source, staging[key], offset, PADS[pad], final=final))
+        copied = copies(group[0].column)
+        columns.append(GatherColumn(source, staging[key], offset, PADS[pad], final=final, cache=copied))
         for output in group:
             inside, first = layout.columns[output.column].inside, output.window.offset - offset
             split.append(SplitColumn(staging[key], output.out, first, inside))

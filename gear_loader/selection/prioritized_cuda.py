@@ -41,7 +41,7 @@ from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import CudaRows, Reach, SelectedRows
 from gear_loader.utils.arrays import Array, outside_inference
-from gear_loader.utils.packing import Layout, packed_bytes, packed_views
+from gear_loader.utils.packing import upload
 
 __all__ = ["CudaPrioritizedSelection"]
 
@@ -165,14 +165,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
     def _upload(self, *arrays: Array) -> tuple[torch.Tensor, ...]:
         """Arrays as tensors on the device, by one copy. Does not wait for the GPU."""
-        tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-        if not self._cuda:
-            return tuple(tensor.clone() for tensor in tensors)
-        parts: list[Layout] = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        memory = torch.empty(packed_bytes(parts), dtype=torch.uint8, device="cpu", pin_memory=True)
-        for view, tensor in zip(packed_views(memory, parts), tensors, strict=True):
-            view.copy_(tensor)
-        return packed_views(memory.to(self._device, non_blocking=True), parts)
+        return upload(self._device, *arrays)
 
     # ---------------------------------------------------------------- drawing
 
@@ -204,19 +197,29 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             return self.rows(rows.slots, rows.steps, rows.generations, None, 1.0, rows.weights)
 
     def _draw_into(
-        self, draw: Draw, random: torch.Tensor, out: tuple[torch.Tensor, ...], reach: Reach
+        self,
+        draw: Draw,
+        random: torch.Tensor,
+        out: tuple[torch.Tensor, ...],
+        reach: Reach,
+        cache: Any = None,
     ) -> None:
         """See `CudaRows.write`."""
         random.numpy()[:] = (draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS))
         with self._mutex:
             self._enter()
             try:
-                self.draw_rows(draw, random, out, reach)
+                self.draw_rows(draw, random, out, reach, cache)
             finally:
                 self._leave()
 
     def draw_rows(
-        self, draw: Draw, random: torch.Tensor, mirror: tuple[torch.Tensor, ...], reach: Reach
+        self,
+        draw: Draw,
+        random: torch.Tensor,
+        mirror: tuple[torch.Tensor, ...],
+        reach: Reach,
+        cache: Any = None,
     ) -> None:
         """Queue the draw of a batch into `mirror`, see `CudaRows.write`."""
         from gear_loader.kernels import items as kernels
@@ -241,7 +244,9 @@ class CudaPrioritizedSelection(PrioritizedSelection):
                 table=selector.normalize == "table",
             )
         anchor = "item" if selector.unit == "step" else self.context.anchor
-        kernels.resolve(self._index, items, random, rows, ids, anchor=anchor, **Reach(*reach)._asdict())
+        kernels.resolve(
+            self._index, items, random, rows, ids, anchor=anchor, **Reach(*reach)._asdict(), cache=cache
+        )
         self._remember(draw, rows[:3, :count].clone(), weights[0][:count].clone() if weights else None)
 
     def _note_range(self) -> None:
@@ -363,6 +368,24 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         """Number of stale rows that updates have skipped. Waits for the GPU."""
         self._enter()
         return int(self._wide.status[STALE])
+
+    def likelihoods(self) -> tuple[Array, Any]:
+        """See `Selection.likelihoods`. Does not wait for the GPU: the values are there after the event."""
+        with self._mutex:
+            self._enter()
+            try:
+                leaves = self._wide.leaves[: self._map.capacity]
+                if self._map.steps:
+                    leaves = leaves.view(-1, self._index.block_steps).sum(dim=1)
+                values = torch.empty(leaves.shape, dtype=leaves.dtype, device="cpu", pin_memory=self._cuda)
+                values.copy_(leaves, non_blocking=True)
+            finally:
+                self._leave()
+            done = None
+            if self._cuda:
+                done = torch.cuda.Event(blocking=True)
+                done.record(torch.cuda.current_stream(self._device))
+            return values.numpy(), done
 
     # ---------------------------------------------------------------- state
 

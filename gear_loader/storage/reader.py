@@ -233,6 +233,21 @@ class TableReader:
             self.arrays.revised[slots] > since,
         )
 
+    def follow(self, since: int, read: Callable[[Array | None], _T]) -> tuple[int, _T]:
+        """Read the index at one moment, with the slots that have changed since an earlier call.
+
+        Args:
+            since: position that the earlier call returned; -1 for everything.
+            read: called under the lock with the distinct slots that were committed, retired or revised since, int64
+                [n]; None for all, because the ring of changes has overflowed.
+
+        Returns:
+            The position, and what `read` returned.
+        """
+        return self._recovery.locked(
+            lambda: (int(self.arrays.counters[NUM_TOUCHED]), read(self._touched_since(since)))
+        )
+
     def _touched_since(self, since: int) -> Array | None:
         """Distinct slots touched since a position, int64 [n]; None if the ring has overflowed since."""
         position = int(self.arrays.counters[NUM_TOUCHED])

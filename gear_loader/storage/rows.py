@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from gear_loader.utils.arrays import Array
 
@@ -78,13 +77,13 @@ class CudaRows:
 
     Attributes:
         count: number of rows.
-        write: ``write(random, out, reach)`` queues the draw on the current stream. It may write int64 [3] into the
-            pinned tensor `random`, and writes the rows into `out`, as `gear_loader.kernels.items.resolve` does;
-            `reach` is that of all windows.
+        write: ``write(random, out, reach, cache)`` queues the draw on the current stream. It may write int64 [3] into
+            the pinned tensor `random`, and writes the rows into `out`, as `gear_loader.kernels.items.resolve` does;
+            `reach` is that of all windows, `cache` the `CacheMap` of what lies in device memory, or None.
     """
 
     count: int
-    write: Callable[[torch.Tensor, tuple[torch.Tensor, ...], Reach], None]
+    write: Callable[..., None]
 
     def __len__(self) -> int:
         return self.count

@@ -6,9 +6,12 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-__all__ = ["Layout", "packed_bytes", "packed_views"]
+from gear_loader.utils.arrays import Array
+
+__all__ = ["Layout", "packed_bytes", "packed_views", "upload"]
 
 Layout = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
@@ -33,3 +36,15 @@ def packed_views(memory: torch.Tensor, parts: Sequence[Layout]) -> tuple[torch.T
         memory[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         for first, (shape, dtype) in zip(_offsets(parts), parts, strict=False)
     )
+
+
+def upload(device: torch.device, *arrays: Array) -> tuple[torch.Tensor, ...]:
+    """Arrays as tensors on a device, on its current stream, by one copy. Does not wait for the GPU."""
+    tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    if device.type != "cuda":
+        return tuple(tensor.clone() for tensor in tensors)
+    parts: list[Layout] = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    memory = torch.empty(packed_bytes(parts), dtype=torch.uint8, device="cpu", pin_memory=True)
+    for view, tensor in zip(packed_views(memory, parts), tensors, strict=True):
+        view.copy_(tensor)
+    return packed_views(memory.to(device, non_blocking=True), parts)

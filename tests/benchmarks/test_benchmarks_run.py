@@ -282,14 +282,14 @@ def test_gpu_check_runs_the_most_important_first_within_nine_minutes(tmp_path: P
     assert status == 1  # `select` failed, and those after it ran all the same
     names = ["single-server", "collect", "select", "overlap", "batch-size", "train"]
     stages = [f"{name} tests" for name in ("gather", "priority", "place", "shards")]
-    lines = [*stages, *names[:2], "predicted", *names[2:]]
+    lines = [*stages, *names[:2], "predicted", *names[2:], "cache"]
     assert [line[:14].strip() for line in summary.splitlines()] == lines
     assert [line[15:29].strip() for line in summary.splitlines()] == [
         "FAILED (3)" if name == "select" else "passed" for name in lines
     ]
     beside = f"-m benchmarks predict --beside {tmp_path}/out/collect-cuda.jsonl"
     assert beside in calls
-    found = [line.split() for line in calls if line.startswith("-m benchmarks") and line != beside]
+    found = [line.split() for line in calls if line.startswith("-m benchmarks ") and line != beside]
     for name, told in zip(names, found, strict=True):
         assert told[2:5] == [name, "--device", "cuda"]
         assert told[7:] == ["--out", str(tmp_path / "out" / f"{name}-cuda.jsonl"), "--repeats", "2"]

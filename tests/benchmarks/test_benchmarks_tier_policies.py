@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.tier_policies import TRACES, drifting, hit_rates, table_hit_rates
-from gear_loader.checkpoint.spilling import BAND, coldness, exchange
+from gear_loader.checkpoint.spilling import coldness
+from gear_loader.storage.exchange import BAND, exchange
 
 
 @pytest.mark.parametrize("name", TRACES)

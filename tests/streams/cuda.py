@@ -12,7 +12,7 @@ import pytest
 import torch
 from cuda_common import CurrentDevice
 
-from gear_loader.collection import prefetch
+from gear_loader.collection import cache_policy, prefetch
 from gear_loader.storage import pinning
 from gear_loader.utils import captures, waiting
 
@@ -265,6 +265,8 @@ class Cuda(CurrentDevice):
         patch.setattr(self.threads, "start", start_with_mode)
         patch.setattr(prefetch, "threading", self.threads.threading)
         patch.setattr(prefetch, "queue", self.threads.queue)
+        patch.setattr(cache_policy, "threading", self.threads.threading)
+        patch.setattr(cache_policy, "queue", self.threads.queue)
         patch.setattr(waiting, "time", self.threads.time)
         patch.setattr(pinning, "threading", self.threads.threading)
         patch.setattr(captures.ctypes, "CDLL", lambda name: self)

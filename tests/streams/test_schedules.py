@@ -16,7 +16,7 @@ import gear_loader as gear
 from gear_loader.collection import prefetch
 
 from .cuda import Cuda
-from .defects import DEFECTS, PACKED_DEFECTS, SHARD_DEFECTS, put_back
+from .defects import CACHE_DEFECTS, DEFECTS, PACKED_DEFECTS, SHARD_DEFECTS, put_back
 from .machine import Policy
 from .scenarios import Run, Scenario, cloned, compare, made_table, on_host
 from .shard_scenarios import ShardScenario, run_shards
@@ -132,6 +132,36 @@ def test_rows_of_a_disk_tier_in_any_order_of_work(seeds: int) -> None:
     assert placed > 10 * seeds
 
 
+def check_cached(seeds: range) -> None:
+    hits = 0
+    for seed in seeds:
+        for policy in POLICIES:
+            run = Run(Scenario.cached(seed), seed, policy)
+            try:
+                run.run()
+            except Exception as error:
+                raise AssertionError(f"{run.scenario}, seed {seed}, policy {policy}") from error
+            hits += run.cache_hits
+    assert hits > 10 * len(seeds), "the cache is hardly read"
+
+
+def test_batches_with_a_device_cache_in_any_order_of_work() -> None:
+    check_cached(range(FIRST, FIRST + 3))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(4))
+def test_batches_with_a_device_cache_in_a_hundred_schedules(part: int) -> None:
+    check_cached(range(FIRST + 3 + 8 * part, FIRST + 11 + 8 * part))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(20))
+def test_batches_with_a_device_cache_in_a_thousand_schedules(part: int) -> None:
+    check_cached(range(FIRST + 1000 + 20 * part, FIRST + 1000 + 20 * part + 20))
+
+
 @pytest.mark.parametrize("seeds", [3, pytest.param(12, marks=pytest.mark.long)])
 def test_batches_while_the_table_is_being_pinned(seeds: int) -> None:
     """They are gathered on the host until then, and read by the device afterwards, in the same iteration."""
@@ -210,7 +240,9 @@ def test_a_fork_between_two_batches(prefetch: int) -> None:
 # ---------------------------------------------------------------- what the stand-in finds
 
 
-def first_found(name: str, policy: Policy, most: int, start: int = 0) -> tuple[int, Exception] | None:
+def first_found(
+    name: str, policy: Policy, most: int, start: int = 0, **options: Any
+) -> tuple[int, Exception] | None:
     """The first seed from `start` on, or else of all, whose run fails with a defect put back."""
     for seed in (*range(start, most), *range(start)):
         with put_back(name):
@@ -219,6 +251,8 @@ def first_found(name: str, policy: Policy, most: int, start: int = 0) -> tuple[i
                     Run(Scenario.of(seed), seed, policy).run()
                 elif name in PACKED_DEFECTS:
                     Run(Scenario.flat(seed), seed, policy).run()
+                elif name in CACHE_DEFECTS:
+                    Run(Scenario.cached(seed), seed, policy, **options).run()
                 else:
                     run_shards(ShardScenario.of(seed), seed, policy)
             except Exception as error:
@@ -233,6 +267,7 @@ LATE = {
     "pinned buffers end with their batch": 16,
     "the tree is freed under the stream that draws": 15,
     "row numbers are freed under the stream that gathers": 19,
+    "the cache is freed under the stream that gathers": 15,
     "staging memory is used again while rows are placed out of it": 26,
     "the tickets of a planned batch are given back when the gather is queued": 26,
     "the allocator is not told that the consumer uses memory that has grown": 6,
@@ -240,7 +275,7 @@ LATE = {
 """The first seeds that find those that many do not: where the search begins, to save time."""
 
 
-@pytest.mark.parametrize("name", [*DEFECTS, *SHARD_DEFECTS, *PACKED_DEFECTS])
+@pytest.mark.parametrize("name", [*DEFECTS, *SHARD_DEFECTS, *PACKED_DEFECTS, *CACHE_DEFECTS])
 def test_a_defect_put_back_is_found(name: str) -> None:
     assert first_found(name, "random", 100, LATE.get(name, 0)) is not None
 
