@@ -70,7 +70,7 @@ def main() -> None:
         try:
             table.add({"x": calls.x})
             features = gear.Features(table, "x")
-            model = trained(calls, graph, features, epochs=1 if arguments.quick else 3)
+            model = trained(calls, graph, features, epochs=1 if arguments.quick else 2)
             placement(graph, arguments.quick)
             rates = RATES[:2] if arguments.quick else RATES
             duration = 1.0 if arguments.quick else arguments.seconds
