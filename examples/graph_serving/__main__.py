@@ -70,7 +70,7 @@ def main() -> None:
         try:
             table.add({"x": calls.x})
             features = gear.Features(table, "x")
-            model = trained(calls, graph, features, epochs=1 if arguments.quick else 3)
+            model = trained(calls, graph, features, epochs=1 if arguments.quick else 2)
             placement(graph, arguments.quick)
             rates = RATES[:2] if arguments.quick else RATES
             duration = 1.0 if arguments.quick else arguments.seconds
@@ -220,6 +220,7 @@ def write(folder: Path, loads: list[Load]) -> None:
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib import ticker
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     rates = [row["rate"] for row in rows]
@@ -230,6 +231,12 @@ def write(folder: Path, loads: list[Load]) -> None:
     right.loglog(rates, rates, color="0.8")
     right.loglog(rates, [row["throughput"] for row in rows], marker="o")
     right.set(xlabel="requests/s", ylabel="answers/s")
+    for axis in (left, right):
+        axis.set_xticks(rates, [f"{rate:,}" for rate in rates])
+        axis.xaxis.set_minor_locator(ticker.NullLocator())
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,g}"))
+        axis.yaxis.set_minor_formatter(ticker.NullFormatter())
     figure.savefig(folder / "latency.png", dpi=150)
 
 

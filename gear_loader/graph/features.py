@@ -200,8 +200,8 @@ class Features:
             What was moved. `reads` starts from 0.
 
         Raises:
-            SchemaError: invalid arguments; nothing was changed. Errors of reads, as of ``features[ids]``: no copies
-            were changed.
+            SchemaError: invalid arguments; nothing was changed.
+            GearError: rows cannot be read, as for ``features[ids]``; no copies were changed.
         """
         self._check_open()
         rooms = [
