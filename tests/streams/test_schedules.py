@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -166,9 +167,9 @@ def test_batches_with_a_device_cache_in_a_thousand_schedules(part: int) -> None:
 def test_batches_while_the_table_is_being_pinned(seeds: int) -> None:
     """They are gathered on the host until then, and read by the device afterwards, in the same iteration."""
     changed = 0
-    for seed in range(FIRST, FIRST + seeds):
-        for policy in POLICIES:
-            scenario = dataclasses.replace(Scenario.of(seed), pinning=True, pinned=True)
+    for seed, policy in itertools.product(range(FIRST, FIRST + seeds), POLICIES):
+        for of in (Scenario.of, *[Scenario.flat] * (seeds > 3)):
+            scenario = dataclasses.replace(of(seed), pinning=True, pinned=True)
             run = Run(scenario, seed, policy)
             run.run()
             changed += len(run.kinds) == 2
