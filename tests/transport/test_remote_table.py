@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import multiprocessing
 import os
 import random
@@ -181,6 +182,16 @@ def test_all_ways_to_add_store_what_was_given() -> None:
         assert "goal" in remote.schema
         assert repr(remote).endswith("4 columns, 0 waiting)")
         table.check_valid()
+
+
+@pytest.mark.parametrize("name", ["add", "extend", "update_priority", "stats", "close"])
+def test_calls_take_the_arguments_of_a_table(name: str) -> None:
+    remote, local = (
+        inspect.signature(getattr(kind, name)).parameters for kind in (gear.RemoteTable, gear.Table)
+    )
+    assert list(remote) == list(local)
+    for one, other in zip(remote.values(), local.values(), strict=True):
+        assert (one.kind, one.default) == (other.kind, other.default)
 
 
 def test_bad_input_is_an_error_of_a_table_and_stores_nothing() -> None:
