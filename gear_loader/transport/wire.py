@@ -88,7 +88,7 @@ __all__ = [
 ]
 
 
-VERSION = 2
+VERSION = 3
 HEADER = 64
 NONCE = 32
 MAX_TEXT = 4096

@@ -152,7 +152,7 @@ def test_versions_that_differ_name_each_other(shelf: Shelf) -> None:
     table, server = shelf
     with server.raw() as raw:
         raw.socket.sendall(Header(Kind.HELLO, 0, len(HELLO), 0).pack(version=9) + HELLO)
-        assert "speaks protocol version 9; this side speaks version 2" in raw.text()
+        assert "speaks protocol version 9; this side speaks version 3" in raw.text()
 
     def other_version(connection: socket.socket) -> None:
         connection.recv(64 + len(HELLO), socket.MSG_WAITALL)
@@ -163,7 +163,7 @@ def test_versions_that_differ_name_each_other(shelf: Shelf) -> None:
         connection.recv(1000)
 
     for play, message in (
-        (other_version, r"node b .* speaks protocol version 9; this side speaks version 2"),
+        (other_version, r"node b .* speaks protocol version 9; this side speaks version 3"),
         (other_protocol, r"does not speak this protocol: A message begins with b'HTTP/1\.1'"),
     ):
         with played(play) as address:
