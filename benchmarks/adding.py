@@ -129,7 +129,7 @@ class TableCache(Undo):
 class Crew:
     """Processes of one kind, started when they are needed and kept for everything that follows.
 
-    prefix: words before their commands, which run them elsewhere.
+    task: module of `benchmarks.peers`. prefix: words before their commands, which run them elsewhere.
     """
 
     def __init__(
@@ -138,10 +138,11 @@ class Crew:
         folder: Path | None = None,
         *,
         library: str | None = None,
+        task: str = "online",
         prefix: Sequence[str] = (),
     ) -> None:
-        library = library or _OWN.get(name) or library_of("online", name)
-        self._make = functools.partial(start, folder, "online", library, name, prefix=prefix)
+        library = library or _OWN.get(name) or library_of(task, name)
+        self._make = functools.partial(start, folder, task, library, name, prefix=prefix)
         self._processes: list[PeerProcess] = []
 
     def start(self, count: int = 1) -> Sequence[PeerProcess]:

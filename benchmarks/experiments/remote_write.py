@@ -7,8 +7,9 @@ Whole trajectories (W1: 42,000 bytes each) one by one or in batches, and single 
 100 steps; writers do not wait for the server until the end of a measurement, within the limits of each library. Then
 trajectories whose commit is waited for, one by one; `commit_p50` and `commit_p99` are the seconds of one, medians over
 writers. The yardstick, carrier, is a socket that takes as many bytes in one piece a trajectory, or a batch, whose
-receiver does nothing with them. Reverb is its `TrajectoryWriter` over gRPC; it has no call for batches. The table, and
-Reverb's, are full and evict the oldest trajectory. What was added is what is there: this is checked before and after.
+receiver does nothing with them. Reverb is its `TrajectoryWriter` over gRPC; it has no call for batches. TorchRL is its
+`RemoteTensorDictReplayBuffer`, called through torch.distributed.rpc. Each store is in a process of its own, is full,
+and replaces the oldest trajectory. What was added is what is there: this is checked before and after.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from benchmarks.harness import Medians, Session, Variant
 from benchmarks.nodes.job import Network, Node, namespaces
 from benchmarks.options import command as as_command
 from benchmarks.options import described, numbers
+from benchmarks.peers.catalog import peers_of
 from benchmarks.workloads import W1
 from gear_loader.transport.urls import url_of
 
@@ -43,7 +45,8 @@ MODES = {
 }
 GOALS = {"carrier": 0.5, "Reverb": 2.0}
 """Shares that ours should reach, of the carrier for whole trajectories only."""
-_CARRIER, _OTHERS = "carrier", ("Reverb",)
+_CARRIER, _OTHERS = "carrier", {"Reverb": "online", "TorchRL": "remote"}
+_KINDS = {"Reverb": PEERS["Reverb"], **peers_of("remote")}
 
 
 @as_command("remote-write", repeats=(2, 7))
@@ -132,18 +135,17 @@ class Place:
 def _kinds(
     session: Session, stack: contextlib.ExitStack, place: Place
 ) -> dict[str, tuple[Crew, Crew | None]]:
-    """The writers of each kind, and in namespaces the processes that make the stores of others."""
+    """The writers of each kind, and the processes that have the stores of others."""
     libraries = {_CARRIER: "gear_remote", "ours": "gear_remote", **dict.fromkeys(_OTHERS)}
     kinds: dict[str, tuple[Crew, Crew | None]] = {}
     for name, library in libraries.items():
-        folder = None if library else session.peers
-        crew = Crew(
-            name, folder, library=library, prefix=() if place.writers is None else place.writers.prefix
-        )
+        folder, task = None if library else session.peers, _OTHERS.get(name, "online")
+        made = functools.partial(Crew, name, folder, library=library, task=task)
+        crew = made(prefix=() if place.writers is None else place.writers.prefix)
         stack.callback(crew.close)
         store = None
-        if place.store is not None and name != "ours":
-            store = Crew(name, folder, library=library, prefix=place.store.prefix)
+        if name != "ours" and (library is None or place.store is not None):
+            store = made(prefix=() if place.store is None else place.store.prefix)
             stack.callback(store.close)
         if library or session.attempt(name, crew.start) is not None:
             kinds[name] = crew, store
@@ -169,7 +171,7 @@ def _variant(
     options: dict[str, Any],
 ) -> Variant | None:
     """Writers of one kind; None if they do not work, or have no call for that."""
-    kind = PEERS.get(name)
+    kind = _KINDS.get(name)
     if kind is not None and mode not in (*kind.modes, *(["commits"] if kind.waits else [])):
         return None
     given = options if store is None else {**options, "store": store.start()[0]}

@@ -8,10 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import cpprb, reverb, sb3, tianshou, torchrl
+from benchmarks.peers import cpprb, reverb, sb3, tianshou, torchrl, torchrl_remote
 from benchmarks.peers.process import PeerProcess, start
 
-_LIBRARIES = {"reverb": reverb, "torchrl": torchrl, "cpprb": cpprb, "tianshou": tianshou, "sb3": sb3}
+_LIBRARIES = {
+    "reverb": reverb,
+    "torchrl": torchrl,
+    "torchrl_remote": torchrl_remote,
+    "cpprb": cpprb,
+    "tianshou": tianshou,
+    "sb3": sb3,
+}
 
 
 def peers_of(task: str) -> dict[str, Any]:

@@ -177,7 +177,7 @@ def start(
     """
     python = Path(sys.executable)
     if environment is None and library.partition("_")[0] not in OWN:
-        environment = library
+        environment = library.partition("_")[0]
     if environment is not None:
         place = (folder or Path()) / environment
         python, note = place / "bin" / "python", place / "failed.txt"

@@ -107,6 +107,8 @@ def check_ids(ids: Any, count: int) -> Array:
         raise SchemaError(
             f"ids has shape {list(values.shape)}; expected [{count}], one for each trajectory, -1 for a new id."
         )
+    if count == 1 and values.dtype == np.int64 and -1 <= values[0] <= LARGEST_ID:
+        return values
     bad = np.flatnonzero((values < -1) | (values > LARGEST_ID))
     if len(bad):
         raise SchemaError(

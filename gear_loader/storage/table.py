@@ -839,7 +839,21 @@ class Table:
         Raises:
             As `extend_as`.
         """
-        steps = listed(self._added, trajectories)
+        return self.store_steps(
+            listed(self._added, trajectories), priorities, ids, finals, unique=unique, index=index
+        )
+
+    def store_steps(
+        self,
+        steps: Steps,
+        priorities: Array,
+        ids: Array | None = None,
+        finals: Array | None = None,
+        *,
+        unique: bool = False,
+        index: Index | None = None,
+    ) -> Array:
+        """As `store`, for steps that fit the schema."""
         return self._store(
             self.index if index is None else index, steps, priorities, ids, finals, unique=unique
         )

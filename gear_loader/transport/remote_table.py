@@ -377,6 +377,11 @@ class RemoteTable:
         """Number of their steps."""
         return self.stats().num_steps
 
+    @property
+    def policy_version(self) -> int:
+        """Version of the policy in the server's table, now; see `Table.advance_version`."""
+        return self._report().policy_version
+
     # ---------------------------------------------------------------- closing
 
     def close(self) -> None:

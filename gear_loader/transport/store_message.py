@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import struct
 
@@ -17,6 +18,15 @@ from gear_loader.utils.arrays import Array
 __all__ = ["Store", "step_places"]
 
 _FINALS, _AGAIN, _PARTS = 1, 2, 4  # flags
+_REMEMBERED_BYTES = 1 << 13  # of a schema that is remembered
+
+
+def _schema_of(text: bytes) -> Schema:
+    """The schema of a message from an untrusted source."""
+    return read_schema(json.loads(str(text, "utf-8")))
+
+
+_known_schema = functools.lru_cache(maxsize=64)(_schema_of)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +52,7 @@ class Store:
     parts: int = 0
     before: int = 0
 
-    @property
+    @functools.cached_property
     def columns(self) -> list[tuple[int, int]]:
         """Offset in the bulk part, and bytes, of each column."""
         places, at, steps = [], 0, int(self.lengths.sum()) - self.before
@@ -124,7 +134,8 @@ class Store:
             )
         table = fields.text("table", 128)
         try:
-            schema = read_schema(json.loads(str(fields.rest(), "utf-8")))
+            text = bytes(fields.rest())
+            schema = (_known_schema if len(text) <= _REMEMBERED_BYTES else _schema_of)(text)
         except (ValueError, RecursionError):
             raise ProtocolError("schema of a message STORE is not JSON.") from None
         store = cls(table, schema, lengths, ids, priorities, finals, bool(flags & _AGAIN), parts, before)

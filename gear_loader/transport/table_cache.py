@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from gear_loader.errors import (
 from gear_loader.native.serving import serve
 from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.ids import CLIENT_ORIGIN, LARGEST_ORIGIN, check_ids
+from gear_loader.storage.incoming import Steps
 from gear_loader.storage.index import Index
 from gear_loader.storage.late import fill_columns
 from gear_loader.storage.operations import (
@@ -72,6 +72,7 @@ class AttachedTable:
         self._once = StoredOnce(self.table.index.slots_of)
         # Values are compared where an earlier process may have written them.
         self._filled_once = StoredOnce(lambda ids: ids[:0])
+        self._fits: Schema | None = None
 
     @property
     def schema(self) -> Schema:
@@ -146,12 +147,16 @@ class AttachedTable:
         Raises:
             SchemaError: it does not; the message has both schemas.
         """
+        if added and schema is self._fits:
+            return
         mine = self.schema.added if added else self.schema
         if schema.to_json() != mine.to_json():
             raise SchemaError(
                 f"Table {self.name!r} has the columns {_columns(mine)}; the requester expects "
                 f"{_columns(schema)}. Create the tables of all nodes with the same schema."
             )
+        if added:
+            self._fits = schema  # messages with the same text have the same object
 
     def store(self, request: Store, data: Array) -> Array:
         """Add trajectories, all or none.
@@ -223,28 +228,29 @@ class AttachedTable:
 
     def _store(self, index: Index, request: Store, data: Array) -> Array:
         priorities = _check_priorities(request.priorities)
-        trajectories: list[dict[str, Any]] = [{} for _ in request.lengths]
-        ends = np.cumsum(request.lengths).tolist()
-        for (name, column), (at, size) in zip(self.schema.added.items(), request.columns, strict=True):
-            values = column.values_of(data[at : at + size].reshape(-1, column.step_bytes))
-            if column.trajectory:
-                for trajectory, value in zip(trajectories, values, strict=True):
-                    trajectory[name] = np.asarray(value) if isinstance(values, np.ndarray) else value
-                continue
-            begin = 0
-            for trajectory, end in zip(trajectories, ends, strict=True):
-                trajectory[name] = values[begin:end]
-                begin = end
-        if not trajectories:
+        if not len(request.lengths):
             return np.empty(0, dtype=np.int64)
-        given: Array | None = check_ids(request.ids, len(trajectories))
+        given: Array | None = check_ids(request.ids, len(request.lengths))
         given = given if given is not None and (given >= 0).any() else None
         # Clients make up ids that no other trajectory has; one that is stored again may be there.
         unique = (
             given is not None and not request.again and bool((given & LARGEST_ORIGIN == CLIENT_ORIGIN).all())
         )
         finals = request.finals if request.finals.any() else None
-        return self.table.store(trajectories, priorities, given, finals, unique=unique, index=index)
+        steps = _located(self.schema.added, request, data)
+        return self.table.store_steps(steps, priorities, given, finals, unique=unique, index=index)
+
+
+def _located(schema: Schema, request: Store, data: Array) -> Steps:
+    """The trajectories of a request in its bulk part, where those of a column follow each other."""
+    lengths = np.array(request.lengths, dtype=np.int64)  # aligned
+    n, start = len(lengths), data.ctypes.data
+    begins = np.cumsum(lengths) - lengths
+    addresses = np.empty((n, len(schema)), dtype=np.int64)
+    for i, (column, (at, _)) in enumerate(zip(schema.values(), request.columns, strict=True)):
+        addresses[:, i] = (np.arange(n) if column.trajectory else begins) * column.step_bytes
+        addresses[:, i] += start + at
+    return Steps(addresses, lengths, data)
 
 
 def _attach(name: str, path: str, timeout: float) -> tuple[Table, Key]:
@@ -274,6 +280,8 @@ def _columns(schema: Schema) -> str:
 def _check_priorities(priorities: Array) -> Array:
     values = np.ascontiguousarray(priorities, dtype=np.float32)
     given = values[values != UNSET]
+    if not len(given):
+        return values
     _, bad = narrowed(given.astype(np.float64))
     if bad >= 0:
         raise SchemaError(

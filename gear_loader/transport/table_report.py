@@ -24,7 +24,7 @@ class TableReport:
 
     Attributes:
         schema: its columns. longest: steps of the longest trajectory that it holds. on_full: its policy.
-        allow: what clients may do, as for `Server`. stats: its statistics.
+        allow: what clients may do, as for `Server`. stats: its statistics. policy_version: as `Table.policy_version`.
     """
 
     schema: Schema
@@ -32,6 +32,7 @@ class TableReport:
     on_full: OnFull
     allow: Allow
     stats: TableStats
+    policy_version: int
 
     @classmethod
     def parse(cls, data: bytes) -> TableReport:
@@ -45,9 +46,12 @@ class TableReport:
             longest = fields["longest"]
             if type(longest) is not int or longest < 1:
                 raise ValueError(f"longest is {longest!r}")
+            policy = fields["policy_version"]
+            if type(policy) is not int or policy < 0:
+                raise ValueError(f"policy_version is {policy!r}")
             check_on_full(fields["on_full"])
             schema, stats = Schema.from_json(fields["schema"]), _stats(fields["stats"])
-            return cls(schema, longest, fields["on_full"], check_allow(fields["allow"]), stats)
+            return cls(schema, longest, fields["on_full"], check_allow(fields["allow"]), stats, policy)
         except Exception as error:
             raise TransportError(
                 f"A server described a table by {data[:100]!r} ({error}). Run the same version of Gear Loader on all "
@@ -72,6 +76,7 @@ def table_report(table: Table, allow: Allow) -> bytes:
         "longest": table.longest,
         "on_full": table.on_full,
         "allow": allow,
+        "policy_version": table.policy_version,
         "stats": dataclasses.asdict(stats),
     }
     return json.dumps(report).encode()

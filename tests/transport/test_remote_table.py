@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import multiprocessing
 import os
 import random
@@ -61,7 +62,7 @@ def episode(number: int, steps: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def named(columns: dict[str, gear.Column], **sizes: int) -> Iterator[gear.Table]:
+def named(columns: dict[str, gear.Column], **sizes: Any) -> Iterator[gear.Table]:
     """A named table that is unlinked at the end."""
     with gear.Table.create(columns, name=fresh_name(), block_steps=4, **sizes) as table:
         try:
@@ -181,6 +182,27 @@ def test_all_ways_to_add_store_what_was_given() -> None:
         assert "goal" in remote.schema
         assert repr(remote).endswith("4 columns, 0 waiting)")
         table.check_valid()
+
+
+def test_actors_read_the_version_of_the_policy() -> None:
+    columns = {**NUMBERS, "policy": gear.Column(torch.int64, per="trajectory")}
+    with (
+        named(columns, max_steps=40, max_trajectories=4, version="policy") as table,
+        connected(table) as remote,
+    ):
+        assert remote.policy_version == 0
+        table.advance_version()
+        assert remote.policy_version == 1
+
+
+@pytest.mark.parametrize("name", ["add", "extend", "update_priority", "stats", "close"])
+def test_calls_take_the_arguments_of_a_table(name: str) -> None:
+    remote, local = (
+        inspect.signature(getattr(kind, name)).parameters for kind in (gear.RemoteTable, gear.Table)
+    )
+    assert list(remote) == list(local)
+    for one, other in zip(remote.values(), local.values(), strict=True):
+        assert (one.kind, one.default) == (other.kind, other.default)
 
 
 def test_bad_input_is_an_error_of_a_table_and_stores_nothing() -> None:
