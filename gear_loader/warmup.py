@@ -22,6 +22,7 @@ from gear_loader.graph.sampler import NeighborSampler
 from gear_loader.graph.workload import access_probability, sampled_size
 from gear_loader.native import compile as native
 from gear_loader.native import copying
+from gear_loader.native.file_reads import ranges_of
 from gear_loader.native.row_cache import KEY
 from gear_loader.selection.selectors import Fifo, Lifo, Prioritized, Selector, TopK, Uniform
 from gear_loader.storage.disk import Disk
@@ -159,6 +160,7 @@ def _packing() -> None:
     packed: dict[str, Any] = {"windows": Whole(), "layout": "packed"}
     with _filled() as table:
         _draw(table, Uniform(), **packed)
+        _draw(table, Uniform(), windows=Whole())
         next(iter(ReplayDataset(table, max_steps=20, device="cpu", prefetch=0, **packed)))
 
 
@@ -197,6 +199,8 @@ def _saving() -> None:
     with tempfile.TemporaryDirectory() as folder, _filled() as table:
         table.save(Path(folder) / "table")
         Table.load(Path(folder) / "table").close()
+    none, ids = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)  # for files of several chunks
+    ranges_of(0, 0, none, none, none, ids, np.ones(5, dtype=np.int64), np.empty((1, 2), dtype=np.int64))
 
 
 def _sampling() -> None:
@@ -205,6 +209,8 @@ def _sampling() -> None:
         features = Features(table)
         for threads in (1, 2):
             features[NeighborSampler(graph, [1, -1], threads=threads).sample([1, 2]).n_id]
+        features.place(np.ones(features.num_nodes), device_bytes=1 << 10)
+        features[[1, 2]]
     sampled_size(graph, [1])
     access_probability(graph, [1])
 

@@ -97,7 +97,7 @@ __all__ = [
 LINE = 128
 """Bytes of one line: the unit in which a GPU reads host memory, and the alignment of all arrays."""
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 _WORD = 16  # bytes that a GPU copies with fewest instructions; a record is padded to whole ones where that costs little
 HEADER_LIMIT = 1 << 20
 """Largest size of preamble and JSON, in bytes."""
