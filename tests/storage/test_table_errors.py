@@ -521,7 +521,7 @@ def test_a_name_that_exists() -> None:
     [
         ("posix_fallocate", OSError(28, "No space left on device")),  # free when asked, gone when taken
         ("posix_fallocate", OSError(5, "Input/output error")),
-        ("fstat", KeyboardInterrupt()),
+        ("ftruncate", KeyboardInterrupt()),
         ("link", OSError(5, "Input/output error")),
         ("link", KeyboardInterrupt()),
     ],
