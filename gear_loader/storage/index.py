@@ -611,12 +611,14 @@ class Index:
         """Take the blocks of trajectories that are on disk; see `operations.spill`.
 
         Args:
-            slots, generations: int64 [n], the trajectories.
+            slots, generations: int64 [n], the trajectories; a slot may be given twice.
 
         Returns:
             Number of trajectories that were spilled; -1, having done nothing, if readers hold blocks of earlier ones.
         """
         arrays = self.arrays
+        slots, first = np.unique(slots, return_index=True)
+        generations = generations[first]
 
         def spill() -> int:
             done = int(arrays.ops.spill(arrays.where, slots, generations))

@@ -922,7 +922,7 @@ def spill(v: Any, slots: Any, generations: Any) -> Any:
     before the first trajectory changes. Trajectories that share blocks are spilled only while nobody reads.
 
     Args:
-        slots, generations: int64 [n], the trajectories; stale ones and those without blocks are skipped.
+        slots, generations: int64 [n], the trajectories, distinct; stale ones and those without blocks are skipped.
 
     Returns:
         Number of trajectories that were spilled; -1, having done nothing, if blocks are still parked.
@@ -960,7 +960,7 @@ def spill(v: Any, slots: Any, generations: Any) -> Any:
     for i in range(len(slots)):
         slot = slots[i]
         start = v.extent[slot, 1]
-        if not chosen[i] or start < 0:  # given twice
+        if not chosen[i]:
             continue
         blocks = slot_blocks(v, slot)
         v.extent[slot, 1] = ON_DISK
