@@ -175,14 +175,20 @@ class _Options:
 
 
 def connect(
-    url: str, *, attach: bool = True, timeout: float = 60.0, spool_bytes: int = 256 << 20
+    url: str,
+    *,
+    attach: bool = True,
+    timeout: float = 60.0,
+    spool_bytes: int = 256 << 20,
+    max_in_flight: int | None = None,
 ) -> Table | RemoteTable:
     """The table of a named `Replay`; `gear_loader.connect` calls it for addresses that begin with ``ray://``.
 
     Args:
         url: ``ray://<actor>``, or ``ray://<actor>?namespace=<namespace>``.
         attach: whether to attach to shared memory where the actor is on this node; False goes through its server.
-        timeout: seconds to wait for the actor, and of the calls of a `RemoteTable`. spool_bytes: of a `RemoteTable`.
+        timeout: seconds to wait for the actor, and of the calls of a `RemoteTable`.
+        spool_bytes, max_in_flight: of a `RemoteTable`.
 
     Returns:
         A `Table` on the actor's node, else a `RemoteTable`.
@@ -202,7 +208,13 @@ def connect(
     if attach and where["node"] == ray.get_runtime_context().get_node_id():
         with contextlib.suppress(RegionError):  # of a container with shared memory of its own
             return Table.attach(where["name"])
-    return connect_to(where["url"], secret=where["secret"], timeout=timeout, spool_bytes=spool_bytes)
+    return connect_to(
+        where["url"],
+        secret=where["secret"],
+        timeout=timeout,
+        spool_bytes=spool_bytes,
+        max_in_flight=max_in_flight,
+    )
 
 
 def _split(url: str) -> tuple[str, str | None]:

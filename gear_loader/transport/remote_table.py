@@ -53,6 +53,7 @@ def connect(
     ca_file: str | os.PathLike[str] | None = None,
     timeout: float = 60.0,
     spool_bytes: int = _SPOOL_BYTES,
+    max_in_flight: int | None = None,
 ) -> RemoteTable:
     """Connect to a table that another process serves, by `Table.serve` or ``gear-loader serve``.
 
@@ -68,6 +69,8 @@ def connect(
         timeout: seconds that a call waits for the server, restarts of the server and lost connections included.
         spool_bytes: bytes of steps in this process from which on writers wait for the server to store what is
             committed.
+        max_in_flight: number of committed trajectories that the server has not confirmed from which on writers wait at
+            the beginning of the next one; by default `spool_bytes` alone counts.
 
     Raises:
         TransportError: an invalid address, or the server does not answer. HandshakeError: another secret or version, or
@@ -77,14 +80,17 @@ def connect(
     if isinstance(url, str) and url.startswith("ray://"):
         if ca_file is not None:
             raise HandshakeError(f"ca_file was given with {url}, which is not encrypted. Leave it out.")
-        return _through_ray(url, secret, secret_file, timeout=timeout, spool_bytes=spool_bytes)
+        options = {"timeout": timeout, "spool_bytes": spool_bytes, "max_in_flight": max_in_flight}
+        return _through_ray(url, secret, secret_file, **options)
     place = split_url(url)
     known = _secret(secret, secret_file)
     timeout = check_seconds("timeout", timeout)
+    at_least("spool_bytes", spool_bytes)
+    most = None if max_in_flight is None else at_least("max_in_flight", max_in_flight)
     tls = _tls(place, ca_file)
     peer = Peer(place.address, secret=known, timeout=timeout, name=f"the server {place.address}", tls=tls)
     try:
-        return RemoteTable(peer, place.table, url, timeout, at_least("spool_bytes", spool_bytes))
+        return RemoteTable(peer, place.table, url, timeout, int(spool_bytes), most)
     except BaseException:
         peer.close()
         raise
@@ -137,7 +143,9 @@ class RemoteTable:
         name: of the table. url: of the table. schema: its columns. longest: steps of the longest trajectory it holds.
     """
 
-    def __init__(self, peer: Peer, name: str, url: str, timeout: float, spool_bytes: int) -> None:
+    def __init__(
+        self, peer: Peer, name: str, url: str, timeout: float, spool_bytes: int, max_in_flight: int | None
+    ) -> None:
         self._peer = peer
         self.name = name
         self.url = url
@@ -151,7 +159,7 @@ class RemoteTable:
         self._delivery = Delivery(peer, name, added, timeout)
         self._filler = Delivery(peer, name, report.schema, timeout)
         where = f"table {name!r} of {peer.name}"
-        self._spool = Spool(added, report.longest, self._delivery, where, spool_bytes)
+        self._spool = Spool(added, report.longest, self._delivery, where, spool_bytes, max_in_flight)
         self._end = weakref.finalize(self, _end, self._spool, peer, timeout, os.getpid())
 
     # ---------------------------------------------------------------- adding

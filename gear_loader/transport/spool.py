@@ -94,15 +94,25 @@ class Spool:
         schema: the table's columns. longest: steps of the longest trajectory that it holds.
         delivery: stores in it. name: of the table and its server in errors.
         spool_bytes: bytes of steps from which on writers wait while committed trajectories are being sent.
+        max_in_flight: number of committed trajectories that are being sent from which on writers wait; None for any.
     """
 
-    def __init__(self, schema: Schema, longest: int, delivery: Delivery, name: str, spool_bytes: int) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        longest: int,
+        delivery: Delivery,
+        name: str,
+        spool_bytes: int,
+        max_in_flight: int | None = None,
+    ) -> None:
         self.schema = schema
         self.longest = longest
         self.name = name
         self.piece_steps = max(1, min(longest, _PIECE_BYTES // schema.step_bytes))
         """Steps of a piece."""
         self._most = spool_bytes
+        self._most_in_flight = max_in_flight
         self._delivery = delivery
         guard = threading.Lock()
         self._changed = threading.Condition(guard)  # for writers: something is stored
@@ -146,7 +156,8 @@ class Spool:
     def reserve(self, size: int) -> None:
         """Count bytes of steps that a writer is about to hold; while the spool is full, wait until something is stored.
 
-        What is not committed is never waited for: open trajectories alone may take more.
+        What is not committed is never waited for: open trajectories alone may take more. With `max_in_flight`, w
+        writers that have begun a trajectory each may commit w - 1 more.
 
         Raises:
             PeerTimeoutError: nothing was stored before the deadline; nothing was counted. Any error of `check`.
@@ -159,12 +170,17 @@ class Spool:
             if self._is_full(size):
                 raise PeerTimeoutError(
                     f"The spool is full: {self.num_waiting:,} trajectories wait for {self.name}. {self._why()} Nothing "
-                    "is lost: retry, or connect with a larger spool_bytes."
+                    f"is lost: retry, or connect with a larger {self._limit()}."
                 )
             self._held += size
 
     def _is_full(self, size: int) -> bool:
-        return self.num_waiting > 0 and self._held + size > self._most
+        return self.num_waiting > 0 and (self._held + size > self._most or self._limit() == "max_in_flight")
+
+    def _limit(self) -> str:
+        """The option that makes the spool full, if it is."""
+        full = self._most_in_flight is not None and self.num_waiting >= self._most_in_flight
+        return "max_in_flight" if full else "spool_bytes"
 
     def count(self, size: int) -> None:
         """Count bytes without a wait, for what was reserved before under another size."""

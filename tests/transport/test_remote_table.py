@@ -454,11 +454,15 @@ class TestStoredOnce:
 # ---------------------------------------------------------------- the spool
 
 
-def test_writers_go_on_without_the_server_until_the_spool_is_full() -> None:
+@pytest.mark.parametrize("limit", ["spool_bytes", "max_in_flight"])
+def test_writers_go_on_without_the_server_until_the_spool_is_full(limit: str) -> None:
     with named(NUMBERS, max_steps=20_000, max_trajectories=10_000) as table:
         server = start_server([table.name], secret=SECRET)
         address = server.addresses["socket"]
-        remote = gear.connect(url_of(address, table), secret=SECRET, timeout=1.0, spool_bytes=100 * 768)
+        most = {"spool_bytes": 100 * 768, "max_in_flight": 100}[limit]
+        with pytest.raises(SchemaError, match=f"{limit} is 0; expected"):
+            gear.connect(url_of(address, table), secret=SECRET, **{limit: 0})
+        remote = gear.connect(url_of(address, table), secret=SECRET, timeout=1.0, **{limit: most})
         server.stop()
         writer = remote.writer()
 
@@ -469,7 +473,8 @@ def test_writers_go_on_without_the_server_until_the_spool_is_full() -> None:
         for number in range(100):
             write(number)
         with pytest.raises(
-            PeerTimeoutError, match=r"spool is full: 100 trajectories wait for table '.*not answered"
+            PeerTimeoutError,
+            match=rf"spool is full: 100 trajectories wait for table '.*not answered.*larger {limit}\.",
         ):
             write(100)
         with pytest.raises(PeerTimeoutError, match="not stored by table"):
