@@ -75,8 +75,10 @@ class Shards:
             one, and shares it through torch.distributed.
         servers: node -> address, of servers that were started by hand (``gear-loader serve``); these need `secret`.
         cache: bytes of this rank's host memory for rows of other nodes that are likely to be drawn again, an int or a
-            text such as ``"4GiB"``; None for none. The same on all ranks. Batches are the same as without it: the
-            owner of a row, which draws it, tells with every row which version of the trajectory it has drawn.
+            text such as ``"4GiB"``; None for none. The same on all ranks. Batches are the same as without it, because
+            the owner of a row, which draws it, tells with every row which version of the trajectory it has drawn; but a
+            row that is evicted between its draw and its read, or whose node is out of reach, is delivered if it is
+            here, and drawn again without a cache.
 
     Attributes:
         table: this rank's table.

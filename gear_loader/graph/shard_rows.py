@@ -23,6 +23,7 @@ from gear_loader.utils.arrays import Array
 
 __all__ = ["Homes", "RemoteRows", "homes_of", "join"]
 
+_LARGEST = 2**31 - 1  # nodes
 _PAUSE = 0.05  # seconds before a lost request is repeated
 
 
@@ -138,6 +139,10 @@ def homes_of(numbers_of: Sequence[Array], preferred: Sequence[int]) -> Homes:
         SchemaError: a node that one source has twice.
     """
     size = 1 + max((int(nodes.max()) for nodes in numbers_of if len(nodes)), default=-1)
+    if size > _LARGEST:
+        raise SchemaError(
+            f"nodes has {size - 1:,}; expected node ids below {_LARGEST:,}, the most of a graph."
+        )
     source, number = np.full(size, -1, dtype=np.int32), np.zeros(size, dtype=np.int64)
     for each in reversed(preferred):
         nodes = numbers_of[each]

@@ -181,7 +181,8 @@ class Connection:
             waits: whether to wait for the table's lock.
         """
         ahead = self._channel.ahead()
-        if len(ahead) < HEADER + _FETCH.size or self._sending.locked():
+        # Nothing else may be sending, or wait for it: a part of the answer may be left, which has to come next.
+        if len(ahead) < HEADER + _FETCH.size or self._is_busy:
             return None
         header = Header.parse(ahead[:HEADER])
         end = HEADER + header.small
@@ -196,8 +197,6 @@ class Connection:
         if attached is None or attached.is_dirty or size > most:
             return None
         if refusal(self._server.allow, header.kind) is not None:
-            return None
-        if self._reply is not None and not self._reply.done():
             return None
         small = self._small_buffer(header.small)
         small.data[:] = ahead[HEADER:end]
@@ -260,9 +259,14 @@ class Connection:
         while True:
             rest = self._answer_ahead(waits=True)
             if rest is None:
-                if not self._is_partial or not self._channel.receive_more():
-                    return
-                continue
+                if self._is_partial:
+                    if self.receiving_since is None and len(self._channel.ahead()):
+                        self.receiving_since = self._loop.time()
+                    if self._channel.receive_more():
+                        continue
+                self.receiving_since = None
+                return
+            self.receiving_since = None
             if rest:
                 self.sending_since = self._loop.time()
                 while rest:
@@ -313,10 +317,12 @@ class Connection:
             opened = await self._server.waiters(spec.table).run(attach)
         except (GearError, OSError) as error:
             self._queries[number] = error if isinstance(error, GearError) else TransportError(str(error))
+            await self._earlier_reply()
             await self._send(Kind.ERROR, request, pack_error(error))
             return
         self._queries[number] = opened
         self._begin_thread()
+        await self._earlier_reply()
         await self._send(Kind.OPENED, request, number.to_bytes(4, "little"))
 
     async def _describe(self, request: int, small: Array) -> None:

@@ -44,7 +44,7 @@ __all__ = ["ReadLink"]
 
 _PAUSE = 5.0  # seconds after a failed attempt to connect in which there is no other
 _HANDSHAKE = 1.0  # most seconds of an attempt
-_MOST_UNANSWERED = 1 << 15  # bytes of requests without an answer; two sockets' buffers hold more
+_MOST_UNANSWERED = 1 << 16  # bytes of requests without an answer; two sockets' buffers hold more
 
 
 class _Read(Future[Any]):
@@ -59,6 +59,7 @@ class _Read(Future[Any]):
         self, link: ReadLink, number: int, data: memoryview, status: Array, size: int, what: str
     ) -> None:
         super().__init__()
+        self.set_running_or_notify_cancel()  # it cannot be cancelled: its answer comes in its turn
         self.number = number
         self.data = data
         self.status = status
@@ -120,6 +121,9 @@ class ReadLink:
         try:
             if self._socket is None and not self._connect():
                 return None
+            if self._closed:  # meanwhile
+                self._disconnect()
+                return None
             rows = int(small[4:8].view("<u4")[0])
             if rows > self._limits.rows or len(data) > self._limits.reply_bytes:
                 return None
@@ -128,7 +132,7 @@ class ReadLink:
                 number = self._open(spec)
                 if number is None:
                     return None
-            while self._pending and self._unanswered > _MOST_UNANSWERED:
+            while self._pending and self._unanswered + len(small) > _MOST_UNANSWERED:
                 self._receive()
             small[:4].view("<u4")[0] = number
             self._number += 1

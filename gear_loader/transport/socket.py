@@ -208,13 +208,16 @@ class SocketChannel(Channel):
                 connection.shutdown(
                     socket.SHUT_RDWR
                 )  # a thread that waits goes on, and finds the connection closed
-            await asyncio.wait([self._lent])
-        self._loop.remove_reader(self._fd)
-        self._loop.remove_writer(self._fd)
-        for waiter in (self._reading, self._writing):
-            if waiter is not None and not waiter.done():
-                waiter.set_exception(_closed())
-        connection.close()
+        try:
+            if self._lent is not None:
+                await asyncio.wait([self._lent])
+        finally:
+            self._loop.remove_reader(self._fd)
+            self._loop.remove_writer(self._fd)
+            for waiter in (self._reading, self._writing):
+                if waiter is not None and not waiter.done():
+                    waiter.set_exception(_closed())
+            connection.close()
 
     def _live(self) -> socket.socket:
         if self._socket is None:
