@@ -46,7 +46,10 @@ KERNELS = [
     "tests/kernels/test_priority_kernels.py",
     "tests/kernels/test_neighbors.py",
 ]
-DEVICE = "tests/selection/test_device_priorities.py"
+DEVICE = [
+    "tests/selection/test_device_priorities.py",
+    "tests/collection/test_device_cache.py::test_blocks_are_looked_up_by_the_kernel",
+]
 
 
 @pytest.fixture
@@ -433,10 +436,10 @@ NOT_BY_TESTS = ("items_locate", "items_weigh_table")
 
 @pytest.mark.long
 @pytest.mark.parametrize("version", aot_common.VERSIONS)
-@pytest.mark.parametrize("tests", [KERNELS, [DEVICE]], ids=["kernels", "selection"])
+@pytest.mark.parametrize("tests", [KERNELS, DEVICE], ids=["kernels", "selection"])
 def test_the_tests_of_the_kernels_pass_on_compiled_code(tests: list[str], version: str) -> None:
     # The short tests of selection draw with some of the variants; the long ones, a second each, with the others.
-    marks = "not exhaustive" if tests == [DEVICE] else "not long"
+    marks = "not exhaustive" if tests == DEVICE else "not long"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", marks, "--timeout=900"]
     done = subprocess.run(
         [*command, "--emulated", version, *tests],
@@ -451,7 +454,7 @@ def test_the_tests_of_the_kernels_pass_on_compiled_code(tests: list[str], versio
         pytest.skip(f"Triton {version} could not be fetched")
     assert done.returncode == 0, done.stdout[-4000:]
     ran = set(re.findall(r"(\w+) \d+(?:,|$)", done.stdout.split("Emulated launches: ")[1].splitlines()[0]))
-    prefix = "items" if tests == [DEVICE] else ("gather", "packed", "place", "priority", "split")
+    prefix = "items" if tests == DEVICE else ("gather", "packed", "place", "priority", "split")
     names = {name for name in aot_common.reports((version, launch.ARCH, ())) if name.startswith(prefix)}
     assert {name for name in names - ran if not name.startswith(NOT_BY_TESTS)} == set(), (
         "code that no test ran"
