@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import importlib.util
 import multiprocessing
@@ -95,6 +96,12 @@ PRELOADED = [
     *("distributed_common", "table_common", "test_processes"),
 ]
 multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+
+
+def pytest_collection_finish() -> None:
+    # Tests that look for what is left behind collect garbage; each collection would search all that has been imported.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -99,7 +99,7 @@ def drawing(rank: int, world: int) -> dict[str, Any]:
             barrier()
             table.advance_version()
             barrier()
-            shards.timeout = 0.4
+            shards.timeout = 3  # the deadline of its exchange too: ranks of a busy machine need some of it
             began = time.monotonic()
             with pytest.raises(
                 TableEmptyError, match=r"late columns .* filled, of a policy at most 1 versions old"
@@ -126,5 +126,5 @@ def test_all_ranks_draw_what_is_filled_and_recent() -> None:
         assert set(found["weighted"]) <= set(filled)
         assert len(found["weighted"]) > 4
         assert found["outdated"] == COUNT
-        assert 0.3 < found["seconds"] < 20
+        assert 2.9 < found["seconds"] < 20
     assert set(together["recent"]) == {50}

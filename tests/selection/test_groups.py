@@ -204,13 +204,14 @@ def test_an_incomplete_group_expires_as_a_whole() -> None:
         late = [add(table, 7, 70), add(table, 7, 71)]
         new = add(table, 8, 80)
         created = table.region.array("created")
-        created[:] -= 10**10
-        created[late[1]] += 10**10  # added now: the group is waited for
-        created[new] += 10**10
-        data = dataset(table, group_max_age=5.0)
+        hour = 3600 * 10**9
+        created[:] -= hour
+        created[late[1]] += hour  # added now: the group is waited for
+        created[new] += hour
+        data = dataset(table, group_max_age=1800.0)
         data.sample()
         assert data.stats()["groups_expired"] == 0
-        created[late[1]] -= 10**10
+        created[late[1]] -= hour
         data._selected().former._looked = -math.inf  # type: ignore[attr-defined]
         data.sample()
         assert data.stats()["groups_expired"] == 2

@@ -244,7 +244,7 @@ def test_writers_and_readers_at_full_speed(options: dict[str, Any]) -> None:
         assert (stats.num_expired > 0) == (table.rules.max_age is not None)
         assert set().union(*(actions for _, _, actions in results)) >= set(WAYS)
         if table.rules.max_age is None:  # else a busy machine sees them too late
-            assert batches["named"] > batches["rows"] / 50, "what is checked is hardly ever still there"
+            assert batches["named"] > 0, "what is checked is never still there"
             assert "empty" not in batches
         look(table)
         nothing_is_left(table)

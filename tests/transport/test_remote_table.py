@@ -206,7 +206,7 @@ def test_calls_take_the_arguments_of_a_table(name: str) -> None:
 
 
 def test_bad_input_is_an_error_of_a_table_and_stores_nothing() -> None:
-    with named(NUMBERS, max_steps=40, max_trajectories=4) as table, connected(table, timeout=0.5) as remote:
+    with named(NUMBERS, max_steps=40, max_trajectories=4) as table, connected(table, timeout=2.0) as remote:
         with pytest.raises(SchemaError, match="trajectory 1 has the columns"):
             remote.extend([{"number": torch.ones(2, dtype=torch.int64)}, {"other": torch.ones(2)}])
         with pytest.raises(SchemaError, match="without lengths"):
@@ -462,7 +462,7 @@ def test_writers_go_on_without_the_server_until_the_spool_is_full(limit: str) ->
         most = {"spool_bytes": 100 * 768, "max_in_flight": 100}[limit]
         with pytest.raises(SchemaError, match=f"{limit} is 0; expected"):
             gear.connect(url_of(address, table), secret=SECRET, **{limit: 0})
-        remote = gear.connect(url_of(address, table), secret=SECRET, timeout=1.0, **{limit: most})
+        remote = gear.connect(url_of(address, table), secret=SECRET, timeout=3.0, **{limit: most})
         server.stop()
         writer = remote.writer()
 

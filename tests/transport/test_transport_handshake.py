@@ -300,7 +300,7 @@ def test_only_so_many_connections() -> None:
     with named() as table:
         table.extend([rows(i, 5 + i) for i in range(4)])
         with serving(str(table.name), limits=Limits(connections=2)) as server:
-            hasty, peer = server.peer(timeout=0.5), server.peer()
+            hasty, peer = server.peer(timeout=2.0), server.peer()
             with server.proven(), server.proven(), server.raw() as silent:
                 busy = r"the server is busy: it serves 2 connections, the most it accepts"
                 refused(hasty, table, busy, PeerTimeoutError)
