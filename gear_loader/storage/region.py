@@ -127,7 +127,7 @@ class _Mapping:
                 info = os.fstat(fd)
                 shared_memory.check_own(info, name)
                 layout = Layout.read(os.pread(fd, HEADER_LIMIT, 0), info.st_size, name)
-                memory, offset = pages.map_file(fd, layout.region_bytes)
+                memory, offset = pages.map_file(fd, pages.file_bytes(layout.region_bytes))
             except BaseException:
                 os.close(fd)
                 raise

@@ -17,6 +17,7 @@ from gear_loader.utils.lazy import loader
 if TYPE_CHECKING:
     from gear_loader.transport.channel import Address, Carrier, Channel, Listener, carrier
     from gear_loader.transport.client import Peer
+    from gear_loader.transport.packed_spec import PackedSpec
     from gear_loader.transport.process import ServerProcess, start_server
     from gear_loader.transport.remote_vector_writer import RemoteVectorWriter
     from gear_loader.transport.remote_writer import RemoteWriter
@@ -31,6 +32,7 @@ __all__ = [
     "Channel",
     "Limits",
     "Listener",
+    "PackedSpec",
     "Peer",
     "Piece",
     "RemoteVectorWriter",
@@ -50,6 +52,7 @@ _MODULES = {
     "Channel": "channel",
     "Limits": "wire",
     "Listener": "channel",
+    "PackedSpec": "packed_spec",
     "Peer": "client",
     "Piece": "spec",
     "RemoteVectorWriter": "remote_vector_writer",

@@ -166,8 +166,10 @@ def hugetlbfs(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.long
 def test_named_tables_lie_on_a_hugetlbfs(hugetlbfs: Path) -> None:
     attach = """
-import torch, gear_loader as gear
+import os, torch, gear_loader as gear
 with gear.Table.attach("reserved") as table:
+    mapping = table.region._mapping
+    assert mapping.offset + os.fstat(mapping.fd).st_size <= len(mapping.memory), "whole pages of the file are mapped"
     assert (table[0]["value"] == 1).all()
     table.add({"value": torch.full((300, 64), 2.0)})
 """

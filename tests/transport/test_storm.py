@@ -77,7 +77,8 @@ class Writers:
 
     def stop(self) -> None:
         """Let all end in order, everything stored."""
-        for _, process in self.running:
+        for key, process in self.running:
+            wait_until(self.logs[key].exists)  # else the process does not know the signal yet
             process.terminate()
         for _, process in self.running:
             assert process.wait(240) == 0
