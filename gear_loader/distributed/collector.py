@@ -229,29 +229,13 @@ class ShardCollector(Collector):
     def _read_or_replace(self, rows: ShardRows, which: Array, tickets: ReadTickets) -> Array:
         """Take read tickets for rows of this node's shards, and replace rows that are gone; return `which`."""
         gone = [
-            shard_rows[~self._check(shard, rows.records[shard_rows], tickets)]
+            shard_rows[~present(self.shards, shard, rows.records[shard_rows], tickets)]
             for shard, shard_rows in self._by_shard(rows, which)
         ]
         if gone and len(missing := np.concatenate(gone)):
             self.num_gone += len(missing)
             self._replace(rows, missing, tickets)
         return which
-
-    def _check(self, shard: int, records: Array, tickets: ReadTickets) -> Array:
-        """Take a read ticket for a shard of this node; return which of its rows are present, bool [n]."""
-        table = self._table(shard)
-        if shard not in tickets:
-            tickets[shard] = Ticket()
-            table.reader().begin_read(tickets[shard])
-        state, generation, _ = table.reader().slot_states()
-        slots = records["slot"]
-        alive: Array = (state[slots] == READY) & (generation[slots] == records["generation"])
-        return alive
-
-    def _table(self, shard: int) -> Table:
-        table = self.shards.source(shard).table
-        assert table is not None
-        return table
 
     def _replace(self, rows: ShardRows, which: Array, tickets: ReadTickets) -> Array:
         """Replace rows that cannot be read by spare rows of this rank's shard; return `which`, int64 [n]."""
@@ -267,7 +251,7 @@ class ShardCollector(Collector):
             for name in records.dtype.names or ():
                 rows.records[name][left] = records[name]
             rows.shards[left] = shard
-            left = left[~self._check(shard, rows.records[left], tickets)]
+            left = left[~present(self.shards, shard, rows.records[left], tickets)]
             if len(left) == 0:
                 return which
         raise TableEmptyError(
@@ -287,7 +271,7 @@ class ShardCollector(Collector):
         """Gather rows of this node's shards; return those that cannot be read from disk, int64 [n]."""
         lost: list[Array] = []
         for shard, shard_rows in self._by_shard(rows, which):
-            table, plan = self._table(shard), self._plans(buffers, shard).steps
+            table, plan = table_here(self.shards, shard), self._plans(buffers, shard).steps
             if table.has_tier:
                 sources = [output.column for output in buffers.outputs]
                 gather = functools.partial(self._tier_of(shard).gather, plan.table.numpy(), sources)
@@ -312,7 +296,7 @@ class ShardCollector(Collector):
     def _tier_of(self, shard: int) -> TierRows:
         """What gathers rows of a shard with a disk tier."""
         if shard not in self._tiers:
-            self._tiers[shard] = TierRows(self._table(shard), self.reach, self._row_bytes)
+            self._tiers[shard] = TierRows(table_here(self.shards, shard), self.reach, self._row_bytes)
         return self._tiers[shard]
 
     def _unless_lost(
@@ -336,7 +320,7 @@ class ShardCollector(Collector):
                 read(slots, anchors, generations, which)
                 break
             except LostRowsError as error:
-                self._table(shard).remove_lost(error)
+                table_here(self.shards, shard).remove_lost(error)
                 bad = np.isin(records["slot"], error.slots)
                 lost.append(which[bad])
                 which = which[~bad]
@@ -345,7 +329,9 @@ class ShardCollector(Collector):
     def _plans(self, buffers: ShardBuffers, shard: int) -> Plans:
         """The plans of a shard of this node; packing and blocks of tables may differ."""
         if shard not in buffers.shard_plans:
-            buffers.shard_plans[shard] = plans_of(self._table(shard), buffers.outputs, buffers.staging)
+            buffers.shard_plans[shard] = plans_of(
+                table_here(self.shards, shard), buffers.outputs, buffers.staging
+            )
             buffers.references = None  # the plan refers to the batch's memory
         return buffers.shard_plans[shard]
 
@@ -457,6 +443,25 @@ class ShardCollector(Collector):
 def _concatenated(parts: list[Array]) -> Array:
     """Concatenate lists of row numbers."""
     return np.concatenate([np.empty(0, dtype=np.int64), *parts])
+
+
+def table_here(shards: Shards, shard: int) -> Table:
+    """The table of a shard of this node."""
+    table = shards.source(shard).table
+    assert table is not None
+    return table
+
+
+def present(shards: Shards, shard: int, records: Array, tickets: ReadTickets) -> Array:
+    """Take a read ticket for a shard of this node; return which of its rows are present, bool [n]."""
+    reader = table_here(shards, shard).reader()
+    if shard not in tickets:
+        tickets[shard] = Ticket()
+        reader.begin_read(tickets[shard])
+    state, generation, _ = reader.slot_states()
+    slots = records["slot"]
+    alive: Array = (state[slots] == READY) & (generation[slots] == records["generation"])
+    return alive
 
 
 def awaited(part: Any, end: float) -> tuple[Any, Array]:

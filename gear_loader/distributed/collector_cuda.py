@@ -12,7 +12,7 @@ import torch
 
 from gear_loader.collection.collector import Buffers, GpuSide, resolve
 from gear_loader.collection.tier_rows import TierStaging
-from gear_loader.distributed.collector import ROW_KEYS, ShardBuffers, ShardCollector, ShardRows
+from gear_loader.distributed.collector import ROW_KEYS, ShardBuffers, ShardCollector, ShardRows, table_here
 from gear_loader.distributed.records import max_window_blocks
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.packing import Layout, packed_bytes, packed_views
@@ -151,7 +151,7 @@ class CudaShardCollector(ShardCollector):
         claims: list[tuple[int, slice]] = []
         lost: list[Array] = []
         for shard, shard_rows in self._by_shard(rows, which):
-            if self._table(shard).has_tier:
+            if table_here(self.shards, shard).has_tier:
                 lost.append(self._gather_tiers_of(shard, buffers, rows, shard_rows, claims))
                 continue
             records = rows.records[shard_rows]
@@ -161,7 +161,7 @@ class CudaShardCollector(ShardCollector):
             host.anchors[part].numpy()[:] = anchors
             host.rows[part].numpy()[:] = shard_rows
             resolve(
-                self._table(shard),
+                table_here(self.shards, shard),
                 slots,
                 anchors,
                 self.reach,

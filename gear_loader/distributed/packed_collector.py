@@ -13,15 +13,12 @@ from gear_loader.collection.collector import Buffers
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.packed import PackedBuffers, PackedCollector
 from gear_loader.collection.windows import Whole
-from gear_loader.distributed.collector import ROW_KEYS, ReadTickets, ShardRows, awaited
+from gear_loader.distributed.collector import ROW_KEYS, ReadTickets, ShardRows, awaited, present, table_here
 from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.remote_spans import RemoteSpans, SpanPart
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError, TableEmptyError, TransportError
-from gear_loader.storage.operations import READY
-from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Window
-from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
 __all__ = ["PackedShardRows", "ShardPackedBuffers", "ShardPackedCollector", "check_packed_shards", "spans_of"]
@@ -151,7 +148,7 @@ class ShardPackedCollector(PackedCollector):
         for shard, which in self._by_shard(rows):
             source = self.shards.source(shard)
             if not isinstance(source, RemoteShard):
-                alive = self._check(shard, rows.records[which], rows.tickets)
+                alive = present(self.shards, shard, rows.records[which], rows.tickets)
                 self.num_gone += int((~alive).sum())
                 missing.append(which[~alive])
             elif shard in lost:  # no request until the shard is tried again
@@ -193,22 +190,6 @@ class ShardPackedCollector(PackedCollector):
         for shard in np.unique(rows.shards).tolist():
             yield shard, np.flatnonzero(rows.shards == shard)
 
-    def _table(self, shard: int) -> Table:
-        table = self.shards.source(shard).table
-        assert table is not None
-        return table
-
-    def _check(self, shard: int, records: Array, tickets: ReadTickets) -> Array:
-        """Take a read ticket for a shard of this node; return which of its rows are present, bool [n]."""
-        table = self._table(shard)
-        if shard not in tickets:
-            tickets[shard] = Ticket()
-            table.reader().begin_read(tickets[shard])
-        state, generation, _ = table.reader().slot_states()
-        slots = records["slot"]
-        alive: Array = (state[slots] == READY) & (generation[slots] == records["generation"])
-        return alive
-
     # ---------------------------------------------------------------- rows that are gone
 
     def _without(self, rows: ShardRows, which: Array) -> Array:
@@ -239,8 +220,8 @@ class ShardPackedCollector(PackedCollector):
             for name in records.dtype.names or ():
                 rows.records[name][left] = records[name]
             rows.shards[left] = shard
-            extent = self._table(shard).reader().index_arrays()[0]
-            alive = self._check(shard, rows.records[left], rows.tickets)
+            extent = table_here(self.shards, shard).reader().index_arrays()[0]
+            alive = present(self.shards, shard, rows.records[left], rows.tickets)
             rows.records["steps"][left] = extent[rows.records["slot"][left], 0]
             if isinstance(rows, PackedShardRows):
                 rows.spans[:, left] = spans_of(rows.records[left], self._offset, self._length)

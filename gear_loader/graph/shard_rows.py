@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from gear_loader.distributed.collector import awaited
 from gear_loader.distributed.failures import run_on_all
 from gear_loader.distributed.records import max_window_blocks, record_dtype
 from gear_loader.distributed.remote import Part, RemoteShard, Staging
 from gear_loader.distributed.shards import Shards
-from gear_loader.errors import HandshakeError, PeerTimeoutError, SchemaError, TransportError
+from gear_loader.errors import SchemaError
 from gear_loader.graph.csr import checked_nodes
 from gear_loader.graph.table_rows import TableRows, unknown_nodes
 from gear_loader.storage.rows import Reach
@@ -24,7 +25,6 @@ from gear_loader.utils.arrays import Array
 __all__ = ["Homes", "RemoteRows", "homes_of", "join"]
 
 _LARGEST = 2**31 - 1  # nodes
-_PAUSE = 0.05  # seconds before a lost request is repeated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class RemoteRows:
         by_name = dict(zip(self._columns, outs, strict=True))
         gone: list[Array] = []
         for each in pending.parts:
-            part, status = _awaited(each, end)
+            part, status = awaited(each, end)
             count = len(part.rows)
             for piece in spec.pieces(count):
                 if piece.kind == "column":
@@ -112,20 +112,6 @@ class RemoteRows:
         missing = np.concatenate(gone) if gone else np.empty(0, dtype=np.int64)
         if len(missing):
             raise unknown_nodes(pending.nodes[missing], self.count)
-
-
-def _awaited(part: Part, end: float) -> tuple[Part, Array]:
-    """Wait for a part; repeat the request after a lost connection: the server may have been restarted."""
-    while True:
-        try:
-            return part, part.future.result()
-        except (PeerTimeoutError, HandshakeError):
-            raise
-        except TransportError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(_PAUSE)
-            part = part.again()
 
 
 def homes_of(numbers_of: Sequence[Array], preferred: Sequence[int]) -> Homes:

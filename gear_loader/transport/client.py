@@ -368,18 +368,12 @@ class Peer:
         def check(limits: Limits) -> str | None:
             return f"the server takes at most {limits.rows:,} at a time" if n > limits.rows else None
 
-        def finish(small: memoryview) -> int:
-            fields = Fields(small, Kind.UPDATED.name)
-            stale = fields.number(8, "stale")
-            fields.end()
-            return stale
-
         return self._submit(
             Request(
                 kind=Kind.UPDATE,
                 small=update.pack(),
                 answer=Kind.UPDATED,
-                finish=finish,
+                finish=lambda small: _stale(small, Kind.UPDATED),
                 what=f"{n:,} priorities to be set in table {update.table!r}",
                 small_bytes=8,
                 check=check,
@@ -407,18 +401,12 @@ class Peer:
                 )
             return None
 
-        def finish(small: memoryview) -> int:
-            fields = Fields(small, Kind.FILLED.name)
-            stale = fields.number(8, "stale")
-            fields.end()
-            return stale
-
         return self._submit(
             Request(
                 kind=Kind.FILL,
                 small=fill.pack(),
                 answer=Kind.FILLED,
-                finish=finish,
+                finish=lambda small: _stale(small, Kind.FILLED),
                 what=f"{n:,} rows ({len(data):,} bytes) to be filled in table {fill.table!r}",
                 bulk=data,
                 small_bytes=8,
@@ -518,6 +506,14 @@ class Peer:
             self._reading.close()
         if link is not None and loop is not None:
             loop.run(link.close())
+
+
+def _stale(small: memoryview, kind: Kind) -> int:
+    """The number of rows of removed trajectories in an answer."""
+    fields = Fields(small, kind.name)
+    stale = fields.number(8, "stale")
+    fields.end()
+    return stale
 
 
 def _shape(values: object) -> str:

@@ -168,19 +168,19 @@ class Spool:
                 self._changed.wait(min(backoff.left, 1.0))
             self.check()
             if self._is_full(size):
+                limit = "max_in_flight" if self._in_flight_are_most else "spool_bytes"
                 raise PeerTimeoutError(
                     f"The spool is full: {self.num_waiting:,} trajectories wait for {self.name}. {self._why()} Nothing "
-                    f"is lost: retry, or connect with a larger {self._limit()}."
+                    f"is lost: retry, or connect with a larger {limit}."
                 )
             self._held += size
 
     def _is_full(self, size: int) -> bool:
-        return self.num_waiting > 0 and (self._held + size > self._most or self._limit() == "max_in_flight")
+        return self.num_waiting > 0 and (self._held + size > self._most or self._in_flight_are_most)
 
-    def _limit(self) -> str:
-        """The option that makes the spool full, if it is."""
-        full = self._most_in_flight is not None and self.num_waiting >= self._most_in_flight
-        return "max_in_flight" if full else "spool_bytes"
+    @property
+    def _in_flight_are_most(self) -> bool:
+        return self._most_in_flight is not None and self.num_waiting >= self._most_in_flight
 
     def count(self, size: int) -> None:
         """Count bytes without a wait, for what was reserved before under another size."""
