@@ -13,7 +13,7 @@
 # They are separate from .venv and from each other, because Reverb 0.14 wants TensorFlow 2.15, which wants numpy 1 and
 # Python 3.9 to 3.11, and because TorchRL's C++ extension loads only beside the torch that it was built for: for
 # torchrl 0.14 that is torch 2.14. PyG's NeighborLoader needs torch-sparse, which PyPI has as sources only: it is compiled
-# with g++, in about 20 minutes on two cores. PYTHON names the interpreter (default: python3.11 if there is one, else python3),
+# with g++, which takes a long time on two cores. PYTHON names the interpreter (default: python3.11 if there is one, else python3),
 # TORCH the torch of the others (default: the version of constraints.txt), TORCHRL_TORCH that of TorchRL.
 set -uo pipefail
 
