@@ -995,6 +995,7 @@ def take_back(v: Any, slot: Any, generation: Any, ids: Any) -> Any:
         return GONE
     blocks = blocks_of(v, v.extent[slot, 0] + v.extent[slot, 2])
     require(blocks == len(ids))
+    release(v)
     if counters[NUM_FREE_BLOCKS] < blocks:
         return SPILL
     half = counters[HALF]

@@ -471,6 +471,19 @@ def test_blocks_are_not_reused_while_somebody_reads(tmp_path: Path) -> None:
         assert table.num_spilled == 4
 
 
+def test_blocks_that_were_read_are_free_for_the_next_that_comes_back(tmp_path: Path) -> None:
+    """All blocks are in use or were read when their trajectories left; nobody reads them now."""
+    with tiered(tmp_path, blocks=4) as table:
+        slots = [add(table, number, 8) for number in (1, 2)]
+        table.save(tmp_path)  # which moves one of them to disk
+        ticket = table.reader().begin_read()
+        assert spill(table, slots) == 1
+        assert promoting.promote(table, np.array(slots)) == 1, "a reader may see the other blocks"
+        ticket.end()
+        assert promoting.promote(table, np.array(slots)) == 1
+        table.check_valid()
+
+
 def test_shared_blocks_wait_for_all_readers(tmp_path: Path) -> None:
     with tiered(tmp_path) as table:
         with table.writer(chunk_steps=8, overlap_steps=4) as writer:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from distributed_common import check_batch, filled, new_priorities, run_ranks, same_rows, trajectory
 from test_global_selection import COUNTS, WINDOWS, alone, kept
+from transport_common import stop_process
 
 import gear_loader as gear
 from gear_loader.distributed import Placement, Shards
@@ -176,6 +177,10 @@ def test_servers_read_their_disks(tmp_path: Path) -> None:
     same_rows(ranks, draw(alone(COUNTS[:2])), "socket")
 
 
+def go_on(pid: int) -> None:
+    os.kill(pid, signal.SIGCONT)
+
+
 def stopped_server_rank(rank: int, world: int) -> tuple[list[list[int]], int]:
     shards_module._RETRY = 3.0  # seconds until a lost shard is tried again
     with far_shards(rank, transport="socket", timeout=6, on_failure="redraw") as shards:
@@ -185,7 +190,7 @@ def stopped_server_rank(rank: int, world: int) -> tuple[list[list[int]], int]:
             check_batch(batch, WINDOWS)
             seen.append(sorted(set(batch["shard"].tolist())))
             if rank == 1 and number in (2, 8):
-                os.kill(shards._servers.process.pid, signal.SIGSTOP if number == 2 else signal.SIGCONT)
+                (stop_process if number == 2 else go_on)(shards._servers.process.pid)
             if number >= 8:
                 time.sleep(0.1)
                 back = shards.exchange.share({"back": seen[-1] == [0, 1]})[0]["back"]
@@ -213,12 +218,12 @@ def failing_rank(rank: int, world: int) -> tuple[int, str]:
             for batch in dataset(shards, gear.Prioritized(), batches_per_epoch=10**6, prefetch=0):
                 check_batch(batch, WINDOWS)
                 if rank == 1 and seen == 2:
-                    os.kill(shards._servers.process.pid, signal.SIGSTOP)
+                    stop_process(shards._servers.process.pid)
                 seen += 1
         except gear.errors.GearError as error:
             message = f"{type(error).__name__}: {error}"
         if rank == 1:
-            os.kill(shards._servers.process.pid, signal.SIGCONT)
+            go_on(shards._servers.process.pid)
         shards.table.unlink()
         return seen, message
 
@@ -242,9 +247,9 @@ def cut_off_rank(rank: int, world: int) -> tuple[list[list[int]], int]:
             seen.append(sorted(set(batch["shard"].tolist())))
             if number == 2:
                 shards.exchange.barrier()
-                os.kill(pid, signal.SIGSTOP)
+                stop_process(pid)
                 shards.exchange.barrier()
-        os.kill(pid, signal.SIGCONT)
+        go_on(pid)
         shards.exchange.barrier()
         shards.table.unlink()
         return seen, data.num_lost

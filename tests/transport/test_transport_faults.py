@@ -27,6 +27,7 @@ from transport_common import (
     serving,
     six,
     spec_of,
+    stop_process,
     wait_until,
 )
 from typer.testing import CliRunner
@@ -115,7 +116,7 @@ def test_a_stopped_server_is_given_up_at_the_deadline(table: gear.Table, process
     peer, spec = peer_of(process.addresses["socket"], timeout=1.0), spec_of(table)
     check_fetch(peer, table, spec, [3, 1], [1, 2])
     row = np.array([3]), np.array([1]), generations_of(table, [3])
-    os.kill(process.pid, signal.SIGSTOP)
+    stop_process(process.pid)
     try:
         first = peer.fetch(spec, *row, poisoned(spec, 1))
         second = peer.metadata("a", "b")
@@ -240,7 +241,7 @@ def test_where_the_secret_is_and_where_a_server_listens(process: ServerProcess) 
 
 @pytest.mark.long
 def test_stopping_ends_a_server_that_stands_still(process: ServerProcess) -> None:
-    os.kill(process.pid, signal.SIGSTOP)
+    stop_process(process.pid)
     process.stop()
     process.stop()
     assert not process.alive()
