@@ -21,7 +21,7 @@ from gear_loader.graph.features import Features
 from gear_loader.graph.sampler import NeighborSampler
 from gear_loader.graph.workload import access_probability, sampled_size
 from gear_loader.native import compile as native
-from gear_loader.native import copying
+from gear_loader.native import gathering
 from gear_loader.native.file_reads import ranges_of
 from gear_loader.native.row_cache import KEY
 from gear_loader.selection.selectors import Fifo, Lifo, Prioritized, Selector, TopK, Uniform
@@ -180,7 +180,7 @@ def _sharding() -> None:
     for selector in (Uniform(), Uniform(replacement=False), Prioritized(), Prioritized(unit="step")):
         with _filled() as one, _filled() as two, Shards([one, two]) as shards:
             _draw(shards, selector)
-    copying.place(np.empty((0, 3), dtype=np.int64), np.empty(0, dtype=np.int64))  # for rows of other nodes
+    gathering.place(np.empty((0, 3), dtype=np.int64), np.empty(0, dtype=np.int64))  # for rows of other nodes
     _caching()
     open_query.warm_up()
 

@@ -17,7 +17,7 @@ from gather_common import PADS, Spec, windows_of
 
 from gear_loader.collection import windows as collected
 from gear_loader.errors import TransportError
-from gear_loader.native import copying
+from gear_loader.native import gathering
 from gear_loader.storage.schema import Column, Schema, Window
 from gear_loader.storage.table import Table
 from gear_loader.transport.nixl_reader import NixlPeer
@@ -150,7 +150,7 @@ class World:
         ids = np.full((len(slots), (last - first) // 4 + 2 + once), -1, np.int32)
         held, block_ids = region.array("extent"), region.array("block_ids").reshape(-1)
         blocks = region.layout.num_blocks
-        copying.resolve(slots, anchors, held, block_ids, 4, first, last, extent, ids, blocks, once)
+        gathering.resolve(slots, anchors, held, block_ids, 4, first, last, extent, ids, blocks, once)
         return (slots, anchors, region.array("generation")[slots]), {"extent": extent, "block_ids": ids}
 
     def start(self, slots: Any, anchors: Any) -> tuple[Future[Array], Array]:

@@ -29,7 +29,7 @@ called = {compile._name(loop) for loop in compile.loops if loop.signatures}
 print(len(stages), *sorted({compile._name(loop) for loop in compile.loops} - called - %r))
 """
 # For a GPU, for repairs, and parts that the others contain (compiled with them, or called when those are not cached).
-INNER = {"copying.resolve", "copying.work", "operations.reclaim"}
+INNER = {"gathering.resolve", "sharing.work", "operations.reclaim"}
 INNER |= {"packed_lines.list_pieces", "packed_lines.count_lists", "packed_lines.list_lines"}
 INNER |= {"copying.look_up", "copying.put_steps"}  # for integrations
 INNER |= {"operations.lengthen", "operations.publish_steps"}

@@ -430,7 +430,7 @@ class PlacePlan:
         return sum(-(-count * out.shape[1] // LINE) * LINE for out in self.outs)
 
     def pieces(self, staging: torch.Tensor, count: int) -> torch.Tensor:
-        """The pieces of `count` rows for `gear_loader.native.copying.place`, int64 [P, 3] on the CPU."""
+        """The pieces of `count` rows for `gear_loader.native.gathering.place`, int64 [P, 3] on the CPU."""
         first = staging.data_ptr()
         return torch.tensor(
             [

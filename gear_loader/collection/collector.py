@@ -21,7 +21,7 @@ from gear_loader.collection.windows import Whole, expand, mask_of, reach_of, sou
 from gear_loader.errors import CorruptTableError
 from gear_loader.kernels.cast_plan import CastColumn
 from gear_loader.kernels.plan import WIDTH, GatherPlan
-from gear_loader.native import copying, threads
+from gear_loader.native import gathering, threads
 from gear_loader.storage.inline import INLINE_BATCH_BYTES, InlineBatch
 from gear_loader.storage.rows import CudaRows, Reach, SelectedRows
 from gear_loader.storage.schema import Window
@@ -400,7 +400,7 @@ class Collector:
             self._gather_tiers(self._tier, buffers, rows)
             return
         if threads.alone(count, self._row_bytes):
-            bad = copying.gather_batch(
+            bad = gathering.gather_batch(
                 buffers.columns,
                 slots,
                 anchors,
@@ -605,7 +605,7 @@ def resolve(
     block_steps = table.region.layout.block_steps
     num_blocks = table.region.layout.num_blocks
     first, last, once = Reach(*reach)
-    bad = copying.resolve(
+    bad = gathering.resolve(
         slots, anchors, lengths, block_ids, block_steps, first, last, extent, ids, num_blocks, once
     )
     table.reader().check_gathered(bad)

@@ -15,7 +15,7 @@ from gear_loader.collection.n_step import NStep
 from gear_loader.collection.references import BatchReferences
 from gear_loader.collection.windows import Whole, packed_span, source_of, steps_only
 from gear_loader.errors import SchemaError
-from gear_loader.native.copying import STREAM_BATCH_BYTES
+from gear_loader.native.gathering import STREAM_BATCH_BYTES
 from gear_loader.native.packed import (
     PACKED_BASE,
     PACKED_BLOCKS,

@@ -29,7 +29,7 @@ from gear_loader.kernels.plan import (
     WIDTH,
     PlacePlan,
 )
-from gear_loader.native import copying, threads
+from gear_loader.native import gathering, threads
 from gear_loader.storage.rows import Reach
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.table import Table
@@ -110,7 +110,7 @@ class TierRows:
         return len(which)
 
     def resolve(self, slots: Array, anchors: Array, extent: Array, ids: Array) -> tuple[Array, Array]:
-        """Copy the index entries of the windows of trajectories in memory; see `gear_loader.native.copying.resolve`.
+        """Copy the index entries of the windows of trajectories in memory; see `gear_loader.native.gathering.resolve`.
 
         Args:
             slots, anchors: int64 [n]. extent: int64 [n, 3]. ids: int32 [n, K].
@@ -122,7 +122,7 @@ class TierRows:
         layout = self.table.region.layout
 
         def inside(which: Array) -> int:
-            bad: int = copying.resolve(
+            bad: int = gathering.resolve(
                 slots[which],
                 anchors[which],
                 lengths,

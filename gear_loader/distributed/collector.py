@@ -29,7 +29,7 @@ from gear_loader.errors import (
     TransportError,
 )
 from gear_loader.kernels.plan import PLACE_OUT, PlacePlan
-from gear_loader.native import copying, threads
+from gear_loader.native import gathering, threads
 from gear_loader.native.row_cache import ABSENT
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.operations import READY
@@ -391,7 +391,7 @@ class ShardCollector(Collector):
     def _place_part(self, buffers: ShardBuffers, memory: torch.Tensor, rows: Array) -> None:
         """Place staging memory into rows of the batch, and give it back."""
         plan = self._place_plan(buffers)
-        copying.place(plan.pieces(memory, len(rows)).numpy(), rows)
+        gathering.place(plan.pieces(memory, len(rows)).numpy(), rows)
         self._staging.give(memory)
 
     def _place_plan(self, buffers: ShardBuffers) -> PlacePlan:

@@ -129,7 +129,7 @@ class RemoteShard:
 
     @staticmethod
     def _places(records: Array) -> dict[str, Array]:
-        """Return the blocks of the rows' windows, as `gear_loader.native.copying.resolve` returns them."""
+        """Return the blocks of the rows' windows, as `gear_loader.native.gathering.resolve` returns them."""
         ids = np.ascontiguousarray(records["blocks"])
         extent: Array = np.empty((len(records), 3), dtype=np.int64)
         extent[:, 0], extent[:, 2] = records["steps"], records["final"]

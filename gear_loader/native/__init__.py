@@ -1,1 +1,1 @@
-"""The compiled loops of the CPU path: copying, threads that share a copy, the sum tree."""
+"""The compiled loops of the CPU path: copying, gathering, threads that share a gather, the sum tree."""

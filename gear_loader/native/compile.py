@@ -12,6 +12,7 @@ from typing import Any
 from numba import njit
 from numba.core import event
 from numba.core.compiler_lock import global_compiler_lock
+from numba.extending import _Intrinsic
 
 from gear_loader.utils.notices import notice
 
@@ -69,9 +70,13 @@ def _digest(file: str) -> bytes:
 
 
 def _files(names: dict[str, Any], found: set[str]) -> set[str]:
-    """Add the files of the loops among the names of a module, and of those that they use."""
+    """Add the files of the loops and intrinsics among the names of a module, and of those that they use."""
     for value in list(names.values()):
-        function = getattr(value, "py_func", None)
+        function = (
+            getattr(value, "_defn", None)
+            if isinstance(value, _Intrinsic)
+            else getattr(value, "py_func", None)
+        )
         if function is not None and function.__code__.co_filename not in found:
             found.add(function.__code__.co_filename)
             _files(function.__globals__, found)

@@ -8,7 +8,7 @@ import numpy as np
 from numba import carray, int64, types
 
 from gear_loader.native.compile import compiled
-from gear_loader.native.copying import pointer
+from gear_loader.native.memory import pointer
 
 __all__ = ["ADDRESS", "BEGIN", "BYTES", "CHUNK", "FD", "VERIFIED", "WIDTH", "ranges_of", "read_pieces"]
 

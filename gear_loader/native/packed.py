@@ -1,6 +1,6 @@
 """The compiled loops of packed batches (numba): rows of different lengths, one after another, without padding.
 
-Arguments are raw addresses and arrays that the callers have checked; see `gear_loader.native.copying`.
+Arguments are raw addresses and arrays that the callers have checked; see `gear_loader.native.memory`.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from numba import int64, njit
 
 from gear_loader.native.compile import compiled
-from gear_loader.native.copying import (
+from gear_loader.native.gathering import extent_of
+from gear_loader.native.memory import (
     copy_apart,
     copy_bytes,
     copy_past_caches,
-    extent_of,
     fill,
     order_stores,
 )

@@ -11,7 +11,7 @@ import numpy as np
 from numba import carray, int64, njit, uint64
 
 from gear_loader.native.compile import compiled
-from gear_loader.native.copying import pointer
+from gear_loader.native.memory import pointer
 from gear_loader.native.sum_tree import prefetch, weighed
 
 __all__ = ["READY", "known_items", "leaves_of", "live_items", "step_items", "take"]

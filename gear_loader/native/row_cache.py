@@ -10,7 +10,7 @@ from __future__ import annotations
 from numba import int64, njit, uint64
 
 from gear_loader.native.compile import compiled
-from gear_loader.native.copying import copy_bytes
+from gear_loader.native.memory import copy_bytes
 
 __all__ = ["ABSENT", "KEY", "NAME", "find", "load_rows", "put", "save_rows"]
 

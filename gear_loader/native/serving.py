@@ -5,7 +5,7 @@ from __future__ import annotations
 from numba import int64
 
 from gear_loader.native.compile import compiled
-from gear_loader.native.copying import _gather_rows
+from gear_loader.native.gathering import gather_rows
 
 __all__ = ["serve"]
 
@@ -17,11 +17,11 @@ def serve(  # type: ignore[no-untyped-def]
     """Fill the data and the status of a reply. The caller holds the table's lock or a read ticket.
 
     Args:
-        columns: int64 [C, WIDTH], as for `copying.gather`, with addresses of `out`.
+        columns: int64 [C, WIDTH], as for `gathering.gather`, with addresses of `out`.
         names: int64 [3, n]: slots, anchors and generations, which are not validated.
         most: largest distance of an anchor from 0.
         state: [T] and `ready`: states of the slots, and that of a live one. generation: int64 [T].
-        extent, block_ids, block_steps: the index, as for `copying.gather`.
+        extent, block_ids, block_steps: the index, as for `gathering.gather`.
         out: uint8 [size], overwritten. status: offset of the status in it. gaps: int64 [G, 2], begin and end of ranges
             that are not filled otherwise.
 
@@ -43,7 +43,7 @@ def serve(  # type: ignore[no-untyped-def]
     if gone == 0:
         for i in range(len(gaps)):
             out[gaps[i, 0] : gaps[i, 1]] = 0
-        bad = _gather_rows(columns, slots, anchors, extent, block_ids, block_steps, 0, n, slots, False)
+        bad = gather_rows(columns, slots, anchors, extent, block_ids, block_steps, 0, n, slots, False)
         return int64(bad)  # type: ignore[no-any-return]
     out[:status] = 0
     out[status + n :] = 0
@@ -55,5 +55,5 @@ def serve(  # type: ignore[no-untyped-def]
             count += 1
     bad = 0
     if count:
-        bad = _gather_rows(columns, some, at, extent, block_ids, block_steps, 0, count, where, True)
+        bad = gather_rows(columns, some, at, extent, block_ids, block_steps, 0, count, where, True)
     return int64(bad)  # type: ignore[no-any-return]

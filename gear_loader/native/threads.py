@@ -7,7 +7,7 @@ member polls for 0.3 ms before it sleeps, so that it is awake for the next batch
 longer needs the cores, so members sleep at once. The caller gathers batches of up to 2 MiB alone: waking a thread takes
 about as long as half of the copy.
 
-All of this except sleeping runs in compiled code without the GIL (`gear_loader.native.copying`: `post`, `serve`,
+All of this except sleeping runs in compiled code without the GIL (`gear_loader.native.sharing`: `post`, `serve`,
 `finish`), through the mailbox defined there.
 """
 
@@ -21,7 +21,7 @@ import time
 import numpy as np
 import torch
 
-from gear_loader.native import copying
+from gear_loader.native import gathering, sharing
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import new_mutex, run_alone
 
@@ -43,7 +43,7 @@ class _ThreadPool:
         memory = np.zeros(256, dtype=np.int64)
         self._mailbox = memory[-memory.ctypes.data // 8 % 8 :][:128]  # aligned to a cache line
         self._base = self._mailbox.ctypes.data
-        self._mailbox[copying.STATE : copying.STATE + members] = copying.ASLEEP
+        self._mailbox[sharing.STATE : sharing.STATE + members] = sharing.ASLEEP
         self._spins = self._count_spins(_AWAKE_SECONDS)
         self._ended = -1.0  # end of the last job, by `time.perf_counter`
         self._wake = [threading.Semaphore(0) for _ in range(members)]
@@ -56,16 +56,16 @@ class _ThreadPool:
     def _run(self, member: int) -> None:
         while True:
             self._wake[member].acquire()
-            copying.serve(self._mailbox, self._base, member)
+            sharing.serve(self._mailbox, self._base, member)
 
     def _count_spins(self, seconds: float) -> int:
         """Measure the number of polls in a time: a pause takes up to ten times longer on some processors."""
         count = 1000
-        copying.look(self._base, 1)  # compiles it
+        sharing.look(self._base, 1)  # compiles it
         each = []
         for _ in range(3):  # a measurement may be interrupted
             begin = time.perf_counter()
-            copying.look(self._base, count)
+            sharing.look(self._base, count)
             each.append((time.perf_counter() - begin) / count)
         return max(1, int(seconds / min(each)))
 
@@ -94,16 +94,16 @@ class _ThreadPool:
 
     def _work_on(self, job: tuple[int, ...], chunks: int) -> int:
         mailbox, base = self._mailbox, self._base
-        mailbox[copying.ROWS : copying.ROWS + len(job)] = job
+        mailbox[sharing.ROWS : sharing.ROWS + len(job)] = job
         soon = time.perf_counter() - self._ended < _AWAKE_SECONDS
-        mailbox[copying.SPINS] = self._spins if soon else 0
-        mailbox[copying.DONE] = chunks  # `finish` of a job that has not been posted returns at once
+        mailbox[sharing.SPINS] = self._spins if soon else 0
+        mailbox[sharing.DONE] = chunks  # `finish` of a job that has not been posted returns at once
         try:
-            asleep = copying.post(base, self._members, chunks)
+            asleep = sharing.post(base, self._members, chunks)
             for member in range(self._members):
                 if asleep >> member & 1:
                     self._wake[member].release()
-            bad: int = copying.finish(mailbox, base, chunks)
+            bad: int = sharing.finish(mailbox, base, chunks)
         except BaseException:
             # Interrupted: `post` may have marked members as awake, and members with a chunk write to the caller's
             # memory. A member woken without need finds no work.
@@ -111,7 +111,7 @@ class _ThreadPool:
                 for wake in self._wake:
                     wake.release()
             finally:
-                copying.finish(mailbox, base, chunks)
+                sharing.finish(mailbox, base, chunks)
             raise
         self._ended = time.perf_counter()
         return bad
@@ -137,7 +137,7 @@ def gather(
     row_bytes: int,
     rows: Array | None = None,
 ) -> int:
-    """`gear_loader.native.copying.gather` of all entries, by as many threads as torch uses (at most `MAX_THREADS`).
+    """`gear_loader.native.gathering.gather` of all entries, by as many threads as torch uses (at most `MAX_THREADS`).
 
     Args:
         columns, slots, anchors, extent, ids, block_steps: as there; all contiguous.
@@ -145,7 +145,7 @@ def gather(
         rows: int64 [n], contiguous, distinct: row of the batch for each entry; None: row b for entry b.
 
     Returns:
-        As `gear_loader.native.copying.gather`.
+        As `gear_loader.native.gathering.gather`.
     """
     count = len(slots)
     threads = min(torch.get_num_threads(), MAX_THREADS)
@@ -155,5 +155,5 @@ def gather(
         bad = pool.gather(chunks, columns, slots, anchors, extent, ids, block_steps, rows)
         if bad is not None:
             return bad
-    alone: int = copying.gather(columns, slots, anchors, extent, ids, block_steps, 0, count, rows)
+    alone: int = gathering.gather(columns, slots, anchors, extent, ids, block_steps, 0, count, rows)
     return alone

@@ -15,7 +15,8 @@ from numba import carray, njit
 
 from gear_loader.kernels.plan import WIDTH
 from gear_loader.native.compile import compiled
-from gear_loader.native.copying import gather_batch, pointer
+from gear_loader.native.gathering import gather_batch
+from gear_loader.native.memory import pointer
 from gear_loader.native.random import uniform_rows
 from gear_loader.native.sum_tree import draw_rows, importance
 from gear_loader.storage.counters import (

@@ -131,7 +131,7 @@ class TableReader:
         return self._admission.backoff()
 
     def check_gathered(self, bad: int) -> None:
-        """Raise CorruptTableError if `native.copying.gather` or `resolve` found `bad` invalid windows."""
+        """Raise CorruptTableError if `native.gathering.gather` or `resolve` found `bad` invalid windows."""
         if bad:
             raise self.arrays.corrupt(f"{bad:,} windows of a batch have slots or blocks that do not exist")
 

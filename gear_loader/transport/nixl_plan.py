@@ -108,7 +108,7 @@ class Rows:
         slots, anchors, generations: int64 [n].
         extent: int64 [n, 3]: length in steps, the position in `block_ids` where the trajectory's block table would
             begin (it has the blocks of the windows only), and the number of final steps, as
-            `gear_loader.native.copying.resolve` writes them.
+            `gear_loader.native.gathering.resolve` writes them.
         block_ids: int32 [n, K], the windows' blocks; the last of K is the trajectory's first where columns per
             trajectory are read.
 

@@ -116,7 +116,7 @@ class NixlPeer:
             slots, anchors, generations: int64 [n].
             out: uint8 [at least `spec.reply_bytes(n)`], contiguous. It stays registered, so reuse a few buffers. After
                 an error it may still be written: never reuse it.
-            extent: int64 [n, 3]. block_ids: int32 [n, K]. Both as `gear_loader.native.copying.resolve` writes them.
+            extent: int64 [n, 3]. block_ids: int32 [n, K]. Both as `gear_loader.native.gathering.resolve` writes them.
 
         Returns:
             A future of the status, uint8 [n], a view of `out`. Within the time-out it has a result, or fails with

@@ -16,7 +16,7 @@ from table_common import forked, forks
 
 from gear_loader import Column, Table, Window
 from gear_loader.collection.collector import Batch, Buffers, Collector
-from gear_loader.native import copying, threads
+from gear_loader.native import sharing, threads
 from gear_loader.storage.dtypes import torch_dtypes
 from gear_loader.storage.rows import SelectedRows
 
@@ -207,13 +207,13 @@ def test_a_job_that_has_not_been_posted_is_not_begun(monkeypatch: pytest.MonkeyP
     rows = Rows(1 << 10, 8, 9)
     columns, (extent, ids) = rows.buffers.plan.table.numpy(), rows.table.reader().index_arrays()
     alone = threads._ThreadPool(0)
-    post, seen = copying.post, []
+    post, seen = sharing.post, []
 
     def posted(base: int, members: int, chunks: int) -> int:
-        seen.append(copying._work(alone._mailbox, base))
+        seen.append(sharing._work(alone._mailbox, base))
         return int(post(base, members, chunks))
 
-    monkeypatch.setattr(copying, "post", posted)
+    monkeypatch.setattr(sharing, "post", posted)
     for count in (2, 9, 3, 9):
         rows.clear()
         slots, zeros = rows.slots[:count], rows.zeros[:count]
@@ -257,7 +257,7 @@ def test_an_interrupted_gather_is_finished_first(monkeypatch: pytest.MonkeyPatch
     rows.gather(0, 8)
     members = threads._pool(os.getpid(), 2)
     deadline = time.monotonic() + 60
-    while (members._mailbox[copying.STATE : copying.STATE + 2] != copying.ASLEEP).any():
+    while (members._mailbox[sharing.STATE : sharing.STATE + 2] != sharing.ASLEEP).any():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

@@ -12,7 +12,7 @@ import torch
 import gear_loader as gear
 from gear_loader.collection.plans import Output, Staging, plans_of
 from gear_loader.kernels import reference
-from gear_loader.native import copying
+from gear_loader.native import gathering
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
@@ -61,7 +61,7 @@ def gathered(table: gear.Table, windows: list[tuple[str, gear.Window]], seed: in
     expected, found, staging = outputs_of(table, windows), outputs_of(table, windows), Staging()
     columns = plans_of(table, expected).steps.table.numpy()
     steps = table.region.layout.block_steps
-    assert copying.gather(columns, slots, anchors, extent, block_ids, steps, 0, BATCH, None) == 0
+    assert gathering.gather(columns, slots, anchors, extent, block_ids, steps, 0, BATCH, None) == 0
     plans = plans_of(table, found, staging)
     given: Any = [
         torch.from_numpy(np.array(part)) for part in (slots, anchors, extent, block_ids.reshape(-1))

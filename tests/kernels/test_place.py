@@ -14,7 +14,7 @@ from gear_loader import Column, Window
 from gear_loader.kernels import reference
 from gear_loader.kernels.place import place
 from gear_loader.kernels.plan import PLACE_WORD, PlacePlan
-from gear_loader.native import copying
+from gear_loader.native import gathering
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.spec import WindowSpec
 
@@ -35,7 +35,7 @@ def compiled(
 ) -> None:
     """The compiled loop with the signature of the kernel."""
     count = plan.check_rows(staging, rows)
-    copying.place(plan.pieces(staging, count).numpy(), rows.numpy())
+    gathering.place(plan.pieces(staging, count).numpy(), rows.numpy())
 
 
 RUNS = {"kernel": [interpreted], "twin": [], "compiled": []}

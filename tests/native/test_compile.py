@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gear_loader.native import compile as compiling
-from gear_loader.native import copying
+from gear_loader.native import gathering
 from gear_loader.storage import operations
 from gear_loader.transport import ucx_library
 
@@ -22,8 +22,8 @@ def files_of(loop: Any) -> set[str]:
 
 def test_cached_code_depends_on_all_files_that_it_comes_from() -> None:
     """`operations` links loops of `copying`: code of another version of these would write to other places."""
-    assert files_of(operations._store) == {"operations.py", "copying.py"}
-    assert files_of(copying.gather) == {"copying.py"}
+    assert files_of(operations._store) == {"operations.py", "copying.py", "memory.py"}
+    assert files_of(gathering.gather) == {"gathering.py", "memory.py"}
     for loop in compiling.loops:
         assert len(loop._cache._cache_file._source_stamp) == 32 * len(files_of(loop)), loop
 

@@ -24,7 +24,7 @@ from gather_common import (
 
 from gear_loader.kernels import reference
 from gear_loader.kernels.plan import LINE, GatherColumn, GatherPlan
-from gear_loader.native import copying
+from gear_loader.native import copying, gathering
 from gear_loader.native import threads as crew
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -52,7 +52,7 @@ def gather(
     given = (*(each.numpy() for each in tensors), plan.block_steps)
     if crew_of is None:
         for i in range(parts):
-            copying.gather(*given, count * i // parts, count * (i + 1) // parts, chosen)
+            gathering.gather(*given, count * i // parts, count * (i + 1) // parts, chosen)
         return
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -117,7 +117,7 @@ def test_far_windows_and_large_pieces() -> None:
     store = Store([1031, 36, 1], [1, 90, 200], 13)
     slots, anchors = store.draw(60)
     specs = [Spec(size, 90, -45, shift=shift) for size, shift in ((1031, 5), (36, 0), (1, 1))]
-    assert copying.STREAM_BATCH_BYTES < 60 * 90 * 1068
+    assert gathering.STREAM_BATCH_BYTES < 60 * 90 * 1068
     check_gather(gather, store, specs, slots, anchors)
 
 
@@ -286,7 +286,7 @@ def test_records(
     )
     extent = np.stack((lengths, starts, np.zeros_like(starts)), axis=1)
     table = plan.table.numpy()
-    assert copying.gather(table, slots, anchors, extent, ids, block_steps, 0, 40, None) == 0
+    assert gathering.gather(table, slots, anchors, extent, ids, block_steps, 0, 40, None) == 0
     for i, (out, rows) in enumerate(zip(outs, given, strict=True)):
         spec = Spec(sizes[i], length, offset + i // 2, pad)
         found, _ = windows_of(rows, spec, torch.from_numpy(slots), torch.from_numpy(anchors))
@@ -308,7 +308,7 @@ def test_resolve(lengths: list[int], block_steps: int, first: int, span: int, co
     width = span // block_steps + 2
     extent = np.full((count + 1, 3), -7, dtype=np.int64)
     ids = np.full((count + 1, width), -7, dtype=np.int32)
-    copying.resolve(
+    gathering.resolve(
         slots.numpy(), anchors.numpy(), store.extent.numpy(), store.block_ids.numpy(), block_steps,
         first, first + span, extent[:count], ids, store.num_blocks,
     )  # fmt: skip
