@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gear_loader.storage.vector_writer import VectorWriter
     from gear_loader.storage.writer import Writer
     from gear_loader.transport.remote_table import RemoteTable, connect
+    from gear_loader.transport.table_server import serve
 
 __all__ = [
     "Batch",
@@ -65,6 +66,7 @@ __all__ = [
     "distributed",
     "errors",
     "graph",
+    "serve",
     "sources",
 ]
 
@@ -104,6 +106,7 @@ _MODULES = {
     "Writer": "storage.writer",
     "balance": "selection.balance",
     "connect": "transport.remote_table",
+    "serve": "transport.table_server",
 }
 
 

@@ -1,8 +1,9 @@
-"""`Table.serve`: a server process of one table, and the address that clients connect to."""
+"""`serve` and `Table.serve`: a server process of tables, and the addresses that clients connect to."""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 from gear_loader.errors import PrivateTableError, TransportError
 from gear_loader.storage.table import Table
@@ -14,16 +15,21 @@ __all__ = ["TableServer", "serve"]
 
 
 class TableServer:
-    """A server process of one table, started by `Table.serve`; it ends with `stop`, or with this process.
+    """A server process of tables, started by `serve` or `Table.serve`; it ends with `stop`, or with this process.
 
     Attributes:
-        url: for `gear_loader.connect`, such as ``gear://127.0.0.1:40001/replay``; ``gears://...`` with TLS.
+        url: of the first table, for `gear_loader.connect`, such as ``gear://127.0.0.1:40001/replay``; ``gears://...``
+            with TLS. urls: of each table by its name.
         secret: what clients must prove, at least 16 bytes.
         pid: process id of the server.
     """
 
-    def __init__(self, table: str, process: ServerProcess, carrier: str, secret: bytes, *, tls: bool) -> None:
-        self.url = url_of(process.addresses[carrier], table, tls=tls)
+    def __init__(
+        self, tables: Sequence[str], process: ServerProcess, carrier: str, secret: bytes, *, tls: bool
+    ) -> None:
+        address = process.addresses[carrier]
+        self.urls = {name: url_of(address, name, tls=tls) for name in tables}
+        self.url = self.urls[tables[0]]
         self.secret = secret
         self.pid = process.pid
         self._process = process
@@ -43,31 +49,61 @@ class TableServer:
         self.stop()
 
     def __repr__(self) -> str:
-        return f"TableServer({self.url!r}, pid={self.pid}, {'running' if self.alive() else 'ended'})"
+        more = f" and {len(self.urls) - 1} more" if len(self.urls) > 1 else ""
+        return f"TableServer({self.url!r}{more}, pid={self.pid}, {'running' if self.alive() else 'ended'})"
 
 
 def serve(
-    table: Table,
+    tables: Table | Sequence[Table],
     *,
-    host: str,
-    port: int,
-    carrier: str,
-    secret: bytes | None,
-    allow: Allow,
-    tls: TlsFiles | None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    carrier: str = "socket",
+    secret: bytes | None = None,
+    allow: Allow = "write",
+    tls: TlsFiles | None = None,
 ) -> TableServer:
-    """Start a server of a table. See `Table.serve`."""
-    if table.name is None:
-        raise PrivateTableError(
-            "serve() was called on a private table, which no other process can attach to. Create it with a name, "
-            "Table.create(..., name='replay')."
-        )
+    """Start one server process of several tables, for `gear_loader.connect` from other processes and machines.
+
+    The clients of all tables prove the same secret and may do the same. A server that is started again at the same
+    port, with the same secret, goes on: clients reconnect, and nothing is stored twice.
+
+    Args:
+        tables: named tables of this machine, each once; or one.
+        host, port, carrier, secret, allow, tls: as for `Table.serve`.
+
+    Returns:
+        The `gear_loader.transport.TableServer`: its `urls` and `secret` are what `gear_loader.connect` takes.
+
+    Raises:
+        PrivateTableError: a table has no name. TransportError: the server did not start, or invalid arguments.
+        HandshakeError: an invalid secret.
+    """
+    names = _names([tables] if isinstance(tables, Table) else tables)
     known = secrets.token_hex(32).encode() if secret is None else secret
     if tls is not None and (not isinstance(tls, (tuple, list)) or len(tls) != 2):
         raise TransportError(
             f"tls is {tls!r}; expected the files of the certificate and its key, (cert, key)."
         )
-    process = start_server(
-        [table.name], [carrier], host, port, secret=known, allow=check_allow(allow), tls=tls
-    )
-    return TableServer(table.name, process, carrier, known, tls=tls is not None)
+    process = start_server(names, [carrier], host, port, secret=known, allow=check_allow(allow), tls=tls)
+    return TableServer(names, process, carrier, known, tls=tls is not None)
+
+
+def _names(tables: Sequence[Table]) -> list[str]:
+    """Names of tables to serve, checked."""
+    if not isinstance(tables, (tuple, list)) or not tables:
+        raise TransportError(f"Tables {tables!r} were received; expected a table, or a list of them.")
+    names: list[str] = []
+    for table in tables:
+        if not isinstance(table, Table):
+            raise TransportError(f"{table!r} is among the tables to serve; expected a gear_loader.Table.")
+        table.check_open()
+        if table.name is None:
+            raise PrivateTableError(
+                "serve() was called on a private table, which no other process can attach to. Create it with a name, "
+                "Table.create(..., name='replay')."
+            )
+        if table.name in names:
+            raise TransportError(f"Table {table.name!r} was given twice; expected each table once.")
+        names.append(table.name)
+    return names

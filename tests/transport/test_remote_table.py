@@ -256,6 +256,35 @@ def test_a_served_table_is_found_by_its_url() -> None:
     assert not server.alive()
 
 
+def test_several_tables_of_one_server_which_is_started_again() -> None:
+    sizes = {"max_steps": 40, "max_trajectories": 4}
+    with named(NUMBERS, **sizes) as first, named(NUMBERS, **sizes) as second, contextlib.ExitStack() as stack:
+        server = gear.serve([first, second], secret=SECRET)
+        try:
+            assert list(server.urls) == [first.name, second.name]
+            assert server.url == server.urls[str(first.name)]
+            remotes = [
+                stack.enter_context(gear.connect(url, secret=SECRET, timeout=20.0))
+                for url in server.urls.values()
+            ]
+            for number, remote in enumerate(remotes):
+                remote.add({"number": torch.tensor([number])})
+            port = int(server.url.split("/")[2].rpartition(":")[2])
+            os.kill(server.pid, signal.SIGKILL)
+            server.stop()
+            server = gear.serve((first, second), secret=SECRET, port=port)
+            for number, remote in enumerate(remotes):
+                remote.add({"number": torch.tensor([10 + number])})
+        finally:
+            server.stop()
+        assert [numbers_in(first), numbers_in(second)] == [[0, 10], [1, 11]]
+        with pytest.raises(TransportError, match="given twice"):
+            gear.serve([first, first])
+        for wrong in ([], "replay", [first, second.name]):
+            with pytest.raises(TransportError, match="expected"):
+                gear.serve(wrong)  # type: ignore[arg-type]
+
+
 def test_priorities_of_the_servers_table_are_set() -> None:
     with named(NUMBERS, max_steps=40, max_trajectories=4) as table, serving(table.name) as server:
         proxy = Proxy(server.address)
