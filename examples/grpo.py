@@ -66,7 +66,8 @@ MAX_LAG = 4  # versions
 AHEAD = 1024  # completions of one version; then a generator waits for the next, for PATIENCE seconds at most
 PATIENCE = 0.3
 PUBLISH_EVERY = 4  # updates from one version to the next
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 1e-3  # at the start; it falls to a twentieth
+LARGEST_GRADIENT = 0.5  # norm; of an unlikely token with a negative advantage the ratio has no upper bound
 ENTROPY = 0.15  # factor of the bonus at the start; it falls to a twentieth
 
 SCHEMA = {
@@ -327,7 +328,13 @@ class Grpo(lightning.LightningModule):
             self.trainer.should_stop = right >= ENOUGH
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(
+            self.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0
+        )
+        falling = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: max(0.05, 1 - step / self.updates)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falling, "interval": "step"}}
 
 
 def plot(curve, path):
@@ -374,7 +381,7 @@ def main():
             )  # fmt: skip
             trainer = lightning.Trainer(
                 max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-                enable_progress_bar=False, enable_model_summary=False,
+                enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=LARGEST_GRADIENT,
             )  # fmt: skip
             loader = torch.utils.data.DataLoader(replay, batch_size=None)
             with workers:

@@ -351,7 +351,9 @@ class ReplayDataset(IterableDataset[Batch]):
         self.scope: Literal["global", "local"] = scope
         self.balance, self.micro_batches = balance, int(micro_batches)
         self._budget = self._packing(max_steps, lookahead, too_long, drop_last)
-        self._progress = BudgetProgress(self.keep)
+        self._progress, self._sample_progress = BudgetProgress(self.keep), BudgetProgress(0)
+        self._sample_progress.counts = self._progress.counts
+        self._sampler: BudgetPlanner | None = None  # of `sample` with max_steps
         endless = batches_per_epoch is None or batches_per_epoch == math.inf
         self.batches_per_epoch = batches_per_epoch if endless else int(batches_per_epoch or 0)
         self.drop_last = drop_last
@@ -798,10 +800,12 @@ class ReplayDataset(IterableDataset[Batch]):
         """Draw one batch, without prefetching. Does not wait for the GPU.
 
         Without replacement, calls follow a permutation of the items, one pass after another; the last batch of a pass
-        may be smaller. A pass is exact while the table does not change.
+        may be smaller. A pass is exact while the table does not change. With max_steps, calls are one endless stream of
+        batches, apart from the iteration's: each begins with the drawn trajectories that the ones before had no room
+        for. A pass is then over the items at its start.
 
         Args:
-            batch_size: rows; by default the dataset's. Changing it allocates new buffers.
+            batch_size: rows; by default the dataset's. Changing it allocates new buffers. Not with max_steps.
 
         Returns:
             A batch that does not change while anything refers to it; with ``copy=False``, until `sample` has been
@@ -809,13 +813,11 @@ class ReplayDataset(IterableDataset[Batch]):
 
         Raises:
             TableEmptyError: there is nothing to draw from.
-            SchemaError: the dataset has max_steps.
+            SchemaError: batch_size was given to a dataset with max_steps, or such a dataset draws over all Shards or
+                has several ranks.
         """
         if self._budget is not None:
-            raise SchemaError(
-                "sample() was called on a dataset with max_steps, whose batches continue one another; iterate over "
-                "it, or make another dataset with batch_size."
-            )
+            return self._sample_steps(self._budget, batch_size)
         size = self.batch_size if batch_size is None else at_least("batch_size", batch_size)
         if self.groups is not None and size % self.groups.size:
             raise SchemaError(f"batch_size is {size}; expected a multiple of group_size={self.groups.size}.")
@@ -841,6 +843,48 @@ class ReplayDataset(IterableDataset[Batch]):
         batch = prefetcher.one(functools.partial(self._fill, prefetcher), (draw, view))
         self._position.samples += 1
         self._position.sampled_items += count
+        shown: Batch = self._shown(batch)
+        return shown
+
+    def _sample_steps(self, budget: StepBudget, batch_size: int | None) -> Batch:
+        """`sample` with max_steps."""
+        world = self._rank()[1]
+        if batch_size is not None or self._is_global or world > 1:
+            raise SchemaError(
+                f"sample(batch_size={batch_size}) was called on a dataset with max_steps, on {world} ranks"
+                f"{', over all Shards' if self._is_global else ''}; expected no batch_size, one rank, and a Table or "
+                "Shards with scope='local'. Iterate over the dataset otherwise."
+            )
+        self._check_rate(self._num_drawn)
+        prefetcher = self._buffers.single(
+            self.batch_size, self.batch_size, self._collector, **self._buffering(False)
+        )
+        if needs_priorities(self.selector):
+            self._buffers.settle()  # updates queued behind prefetched batches precede this batch
+        selection = self._selected()
+        planner = self._sampler
+        if planner is None or not planner.plans_for(selection):
+            selection.await_items()
+            state = self._sample_progress.start(SAMPLE_EPOCH, self._position.samples)
+            planner = BudgetPlanner(
+                selection,
+                budget,
+                seed=self._draw_seed(),
+                epoch=SAMPLE_EPOCH,
+                past=0,
+                endless=True,
+                state=state,
+            )
+        self._sampler = None  # after an error the next call goes on from the last delivered batch
+        plan = planner.next()
+        assert plan is not None, "an endless stream has ended"
+        try:
+            batch = prefetcher.one(functools.partial(self._fill_planned, prefetcher), plan)
+        finally:
+            plan.end()
+        self._sampler = planner
+        self._position.samples += 1
+        self._sample_progress.delivered(SAMPLE_EPOCH, plan.state, plan.counts, None)
         shown: Batch = self._shown(batch)
         return shown
 
@@ -1338,7 +1382,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_buffers=BufferPools(), _selection=None, _cache=None)
+        state.update(_buffers=BufferPools(), _selection=None, _cache=None, _sampler=None)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             state["_shard"] = self._rank()  # a spawned worker has no process group
         return state
@@ -1354,7 +1398,7 @@ class ReplayDataset(IterableDataset[Batch]):
         if self._selection is not None:
             self._selection.after_fork()
         self._buffers = BufferPools()
-        self._cache = None
+        self._cache, self._sampler = None, None
 
     @property
     def position(self) -> tuple[int, int, int]:
@@ -1398,7 +1442,7 @@ class ReplayDataset(IterableDataset[Batch]):
         """
         state: dict[str, Any] = {**self._position.state_dict(), "config": self._config()}
         if self._budget is not None:
-            state["budget"] = self._progress.state_dict()
+            state["budget"] = self._progress.state_dict() + self._sample_progress.state_dict()
         if get_worker_info() is None and needs_priorities(self.selector):
             self._buffers.settle()
             priorities = self._by_priority("state_dict").state_dict()
@@ -1441,7 +1485,9 @@ class ReplayDataset(IterableDataset[Batch]):
                 priorities = own_state(self._exchange, priorities)
             self._by_priority("load_state_dict").load_state_dict(priorities)
         self._position.load_state_dict(values)
-        self._progress.load(budget)
+        self._progress.load([part for part in budget if part[0] != SAMPLE_EPOCH])
+        self._sample_progress.load([part for part in budget if part[0] == SAMPLE_EPOCH])
+        self._sampler = None
 
     def _config(self) -> dict[str, Any]:
         return {

@@ -150,6 +150,10 @@ class BudgetPlanner:
         rows = _DRAWN_BY_PRIORITY if isinstance(selector, Prioritized) else _DRAWN
         return rows if grouping is None else max(1, rows // grouping.size)
 
+    def plans_for(self, selection: Selection) -> bool:
+        """Whether the rows are drawn by this selection."""
+        return self._selection is selection
+
     @property
     def number(self) -> int:
         """Number of the next batch."""

@@ -171,8 +171,10 @@ class BudgetProgress:
         known = [state for other, state in self._recent if other == epoch and state.number <= number]
         return max(known, key=lambda state: state.number, default=None)
 
-    def delivered(self, epoch: int, state: BudgetState, counts: BudgetCounts, selection: Selection) -> None:
-        """Record a delivered batch; `selection` forgets draws that no state goes back to."""
+    def delivered(
+        self, epoch: int, state: BudgetState, counts: BudgetCounts, selection: Selection | None
+    ) -> None:
+        """Record a delivered batch; `selection`, if given, forgets draws that no state goes back to."""
         self._recent.append((epoch, state))
         mine = self.counts
         mine.batches, mine.steps = mine.batches + counts.batches, mine.steps + counts.steps

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from dataset_common import nothing_left
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -408,8 +408,12 @@ def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
 def test_what_a_dataset_of_steps_cannot_do() -> None:
     with make_table([3, 4]) as table:
         data = dataset(table, max_steps=7)
-        with pytest.raises(SchemaError, match=r"sample\(\) was called on a dataset with max_steps"):
-            data.sample()
+        with pytest.raises(
+            SchemaError, match=r"sample\(batch_size=3\) was called on a dataset with max_steps"
+        ):
+            data.sample(3)
+        with pytest.raises(SchemaError, match="on 2 ranks; expected no batch_size, one rank"):
+            dataset(table, max_steps=7, rank=1, world_size=2).sample()
         with pytest.raises(TypeError, match="with max_steps it depends on what is drawn"):
             len(data)
         assert len(dataset(table, max_steps=7, batches_per_epoch=4)) == 4
@@ -419,6 +423,60 @@ def test_what_a_dataset_of_steps_cannot_do() -> None:
             dataset(table, max_steps=8).load_state_dict(state)
         with pytest.raises(SchemaError, match="The state of max_steps is 'x'"):
             data.load_state_dict({**state, "budget": "x"})
+
+
+@settings(max_examples=20)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=80),
+    lookahead=st.integers(0, 6),
+    selector=st.sampled_from([ONCE, gear.Uniform(), gear.Lifo(False), WEIGHED]),
+    seen=st.integers(0, 12),
+    iterates=st.booleans(),
+)
+def test_sampled_batches_continue_one_another(
+    lengths: list[int], lookahead: int, selector: Any, seen: int, iterates: bool
+) -> None:
+    options: dict[str, Any] = {"selector": selector, "max_steps": 35, "lookahead": lookahead}
+    with make_table(lengths) as table:
+        data, resumed, other = (dataset(table, **options) for _ in range(3))
+        expected = numbers(iter(data.sample, None), 30)
+        if selector is ONCE or isinstance(
+            selector, gear.Lifo
+        ):  # a pass has each once, and then the next begins
+            order = list(itertools.chain(*expected))
+            most, counts = len(order) // len(lengths), np.bincount(order, minlength=len(lengths))
+            assert counts.max() <= most + 2  # rows that wait make passes overlap
+            if lookahead == 0:
+                whole = order[: most * len(lengths)]
+                for turn in range(most):
+                    assert sorted(whole[turn * len(lengths) :][: len(lengths)]) == list(range(len(lengths)))
+        for batch in expected:
+            assert 0 < sum(lengths[number] for number in batch) <= 35
+        assert numbers(iter(other.sample, None), seen) == expected[:seen]
+        if iterates:  # has no effect on the stream of `sample`, nor has that on an iteration
+            assert numbers(other, 3) == numbers(dataset(table, **options), 3)
+        resumed.load_state_dict(json.loads(json.dumps(other.state_dict(), default=torch.Tensor.tolist))
+                                if selector is not WEIGHED else other.state_dict())  # fmt: skip
+        assert numbers(iter(resumed.sample, None), 30 - seen) == expected[seen:]
+        assert numbers(iter(other.sample, None), 30 - seen) == expected[seen:]
+
+
+def test_a_sampled_pass_has_the_items_at_its_start_and_goes_on_after_an_error() -> None:
+    with make_table([5] * 12, max_steps=200, max_trajectories=20) as table:
+        data = dataset(table, max_steps=10)
+        first = numbers(iter(data.sample, None), 2)
+        for number in range(12, 18):
+            add(table, number, 5)
+        add(table, 18, 11)  # longer than a batch
+        first += numbers(iter(data.sample, None), 4)
+        assert sorted(itertools.chain(*first)) == list(range(12))
+        for _ in range(2):
+            with pytest.raises(SchemaError, match="has 11 steps, more than max_steps=10"):
+                numbers(iter(data.sample, None), 20)
+        table.remove([18])
+        later = numbers(iter(data.sample, None), 40)
+        assert set(itertools.chain(*later)) == set(range(18))
+        nothing_left(table)
 
 
 def test_a_batch_of_many_draws_takes_one_read_ticket() -> None:
