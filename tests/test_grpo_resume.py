@@ -33,7 +33,8 @@ class Run:
         torch.manual_seed(seed)
         self.grpo, self.table, self.seed = grpo, table, seed
         self.module = grpo.Grpo(table, None, None, 100)
-        self.optimizer = self.module.configure_optimizers()
+        made = self.module.configure_optimizers()
+        self.optimizer, self.schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
         self.replay = gear.ReplayDataset(
             table, windows=gear.Whole(), layout="packed", device="cpu", max_steps=100, lookahead=8, seed=seed,
             group="group", group_size=grpo.GROUP, group_varies="reward", batches_per_epoch=1000, prefetch=0,
@@ -41,6 +42,7 @@ class Run:
         if saved is not None:
             self.module.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
+            self.schedule.load_state_dict(saved["schedule"])
             self.replay.load_state_dict(json.loads(saved["replay"]))
         self.batches = iter(self.replay)
         self.seen: list[Any] = []
@@ -49,6 +51,7 @@ class Run:
         return {
             "model": {name: value.clone() for name, value in self.module.state_dict().items()},
             "optimizer": json_safe(self.optimizer.state_dict()),
+            "schedule": self.schedule.state_dict(),
             "replay": json.dumps(self.replay.state_dict()),
         }
 
@@ -72,7 +75,9 @@ class Run:
             self.optimizer.zero_grad()
             loss = self.module.training_step(batch, number)
             loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.module.parameters(), grpo.LARGEST_GRADIENT)
             self.optimizer.step()
+            self.schedule.step()
             self.seen.append((batch["index"].tolist(), batch["token"].tolist(), float(loss.detach())))
         table.advance_version()
 
