@@ -110,7 +110,9 @@ def test_a_cable_that_is_pulled(group: None) -> None:
     """The last test: the other rank cannot be reached after it."""
     shards = shards_of("nixl", timeout=45.0)
     options: dict[str, Any] = {"batches_per_epoch": math.inf, "prefetch": 0, "seed": 3}
-    data = gear.ReplayDataset(shards, windows=WINDOW, batch_size=ROWS // 2, selector=gear.Uniform(), **options)
+    data = gear.ReplayDataset(
+        shards, windows=WINDOW, batch_size=ROWS // 2, selector=gear.Uniform(), **options
+    )
     began = time.monotonic()
 
     def until_it_is_pulled() -> None:
