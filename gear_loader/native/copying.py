@@ -31,7 +31,6 @@ __all__ = [
     "copy_row",
     "copy_rows",
     "look_up",
-    "pointer",
     "put_steps",
     "scatter",
 ]

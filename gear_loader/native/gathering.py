@@ -33,9 +33,9 @@ from gear_loader.native.memory import (
     copy_bytes,
     copy_past_caches,
     copy_step,
-    fetch,
     fill,
     order_stores,
+    prefetch,
 )
 
 __all__ = ["STREAM_BATCH_BYTES", "extent_of", "gather", "gather_batch", "gather_rows", "place", "resolve"]
@@ -224,7 +224,7 @@ def _gather_single(  # type: ignore[no-untyped-def]
                 )
                 if place < 0:
                     place, bad = int64(0), bad + 1
-                fetch(place)  # which may be any address
+                prefetch(place)  # which may be any address
                 places[i, c], there[i, c] = place, exists
         for i in range(count):
             target = rows[begin + i] if chosen else begin + i

@@ -23,11 +23,11 @@ __all__ = [
     "copy_past_caches",
     "copy_step",
     "differ",
-    "fetch",
     "fill",
     "order_stores",
     "pause",
     "pointer",
+    "prefetch",
 ]
 
 
@@ -62,8 +62,8 @@ _copy_1, _copy_2, _copy_4, _copy_8, _copy_16 = map(_copy_of, (1, 2, 4, 8, 16))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def fetch(_context: Any, _address: Any) -> Any:
-    """Fetch the line of an address into the cache, if it is a valid one. Does not wait."""
+def prefetch(_context: Any, address: Any) -> Any:
+    """Fetch the line of an address, int64 or uint64, into the cache, if it is a valid one. Does not wait."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         number = ir.IntType(32)
@@ -72,7 +72,7 @@ def fetch(_context: Any, _address: Any) -> Any:
         place = builder.inttoptr(args[0], cgutils.voidptr_t)
         builder.call(function, [place, number(0), number(3), number(1)])
 
-    return types.void(types.int64), codegen
+    return types.void(address), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -11,8 +11,8 @@ import numpy as np
 from numba import carray, int64, njit, uint64
 
 from gear_loader.native.compile import compiled
-from gear_loader.native.memory import pointer
-from gear_loader.native.sum_tree import prefetch, weighed
+from gear_loader.native.memory import pointer, prefetch
+from gear_loader.native.sum_tree import weighed
 
 __all__ = ["READY", "known_items", "leaves_of", "live_items", "step_items", "take"]
 

@@ -17,16 +17,12 @@ negative signed indices, and mixing both types gives floating-point numbers.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba import int64, njit, types, uint64
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import int64, njit, uint64
 
 from gear_loader.kernels.sum_tree import LOWEST_LEAF
 from gear_loader.native.compile import compiled
+from gear_loader.native.memory import prefetch
 
 __all__ = [
     "build",
@@ -34,27 +30,11 @@ __all__ = [
     "draw_distinct",
     "draw_rows",
     "importance",
-    "prefetch",
     "uniforms",
     "update",
     "weigh",
     "weighed",
 ]
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch(_context: Any, _address: Any) -> Any:
-    """Prefetch the cache line at an address."""
-
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        word = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        hints = [ir.Constant(word, hint) for hint in (0, 3, 1)]  # read, high locality, data
-        builder.call(function, [builder.inttoptr(args[0], cgutils.voidptr_t), *hints])
-
-    return types.void(types.uint64), codegen
-
 
 assert LOWEST_LEAF == 2.0**-126  # compiled into the cached machine code
 _BLOCK = uint64(32)

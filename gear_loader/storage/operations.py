@@ -31,7 +31,8 @@ from numba.extending import intrinsic, overload, register_jitable
 from gear_loader.kernels.sum_tree import UNSET as UNSET
 from gear_loader.native.compile import compiled
 from gear_loader.native.copying import append as append_steps
-from gear_loader.native.copying import copy_row, pointer, scatter
+from gear_loader.native.copying import copy_row, scatter
+from gear_loader.native.memory import pointer
 from gear_loader.storage.counters import (
     COMMITTING,
     DIGEST,
