@@ -33,7 +33,8 @@ _SHM = 1 << 30  # bytes; less shared memory is reported
 _INSTALL = "pip install '.[{}]' (in a clone of Gear Loader)"
 _SYS, _DEV = Path("/sys/class/infiniband"), Path("/dev/infiniband")
 
-# Each probe prints a JSON object after the mark, because UCX and NIXL write other lines to standard output.
+# Each probe prints JSON objects after the mark, because UCX and NIXL write other lines to standard output: what one
+# prints early is known also if the library ends the process.
 _BEGIN = f"""
 import json, os, re
 def answer(**found): print({_MARK!r} + json.dumps(found), flush=True)
@@ -78,7 +79,14 @@ answer(version=ucp.__version__, ucx=".".join(map(str, ucp.get_ucx_version())), v
 """,
     "nixl": _BEGIN
     + """
+import ctypes, glob, importlib.util
 from gear_loader.transport import nixl_agent
+package = nixl_agent.installed()
+if package is not None:
+    site = os.path.dirname(os.path.dirname(importlib.util.find_spec(package).origin))
+    for path in glob.glob(os.path.join(site, package + ".libs", "libibverbs*")):
+        ctypes.CDLL(path)  # the one that its UCX will use
+    answer(version=nixl_agent.version(), **seen_by_verbs())
 agent = nixl_agent.new_agent("gear-loader-doctor", loopback=False)
 answer(version=nixl_agent.version(), plugins=sorted(agent.get_plugin_list()), verbs=has_verbs(),
        library=next(iter(path for path in ucx_libraries() if "/libucp" in path), ""), **seen_by_verbs())
@@ -197,13 +205,11 @@ def _run(program: str, deadline: float, **environment: str) -> tuple[str, str | 
 
 
 def _probe(program: str, deadline: float) -> dict[str, Any]:
-    """Run a probe; returns its answer with `problem`, which is None after a success."""
+    """Run a probe; returns its answers as one, with `problem`, which is None after a success."""
     text, problem = _run(program, deadline)
-    for line in text.splitlines():
-        if line.startswith(_MARK):
-            found: dict[str, Any] = json.loads(line[len(_MARK) :])
-            return {**found, "problem": problem}
-    return {"problem": problem or "it gave no answer"}
+    answers = [json.loads(line[len(_MARK) :]) for line in text.splitlines() if line.startswith(_MARK)]
+    found: dict[str, Any] = {key: value for answer in answers for key, value in answer.items()}
+    return {**found, "problem": problem or (None if answers else "it gave no answer")}
 
 
 def _devices(program: str, deadline: float) -> list[list[str]]:
@@ -294,12 +300,13 @@ def _infiniband(name: str, carrier: dict[str, Any], adapters: list[str], files: 
         reasons.append(
             f"{_DEV} has no uverbs device: load ib_uverbs; in a container pass --device={_DEV} and --cap-add=IPC_LOCK."
         )
-    if not carrier["installed"] or carrier["problem"]:
+    without_provider = bool(adapters and files) and carrier.get("providers") == []
+    if not carrier["installed"] or (carrier["problem"] and not without_provider):
         remedy = "ucxx has taken its place." if name == "ucp" else f"{_INSTALL.format(name)}."
         reasons.append(f"{_phrase(carrier['problem'])}. {remedy}")
-    elif not carrier.get("verbs"):
+    elif not carrier.get("verbs") and not without_provider:
         reasons.append(_no_verbs(carrier))
-    elif adapters and files and carrier.get("providers") is not None and not carrier["providers"]:
+    elif without_provider:  # UCX, left without a device, may have ended the probe
         drivers = sorted({_driver(adapter) for adapter in adapters})
         reasons.append(
             f"The kernel shows {adapters}, but {carrier['libibverbs']} has no provider for {' or '.join(drivers)}: the "

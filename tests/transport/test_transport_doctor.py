@@ -75,6 +75,18 @@ def test_what_is_found_here() -> None:
         assert carrier["infiniband"]["possible"] or carrier["infiniband"]["reason"]
 
 
+def test_what_a_probe_found_before_it_died() -> None:
+    program = (
+        doctor._BEGIN
+        + "answer(version='1', providers=['a'])\nanswer(providers=[])\nos.kill(os.getpid(), 11)\n"
+    )
+    assert doctor._probe(program, 60.0) == {
+        "version": "1",
+        "providers": [],
+        "problem": "it was ended by signal 11",
+    }
+
+
 def test_nothing_is_slow_where_everything_is_there(
     elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +109,10 @@ def test_a_libibverbs_without_a_provider_for_the_adapter(elsewhere: Elsewhere) -
     (elsewhere.folder / "sys" / "mlx5_0" / "device").mkdir()
     (elsewhere.folder / "sys" / "mlx5_0" / "device" / "driver").symlink_to(driver)
     assert "has no provider for mlx5_core" in elsewhere.infiniband("nixl")["reason"]
-    elsewhere.found["nixl"].update(providers=["mlx5_0"])  # there is one, and UCX does not use it
+    elsewhere.found["nixl"].update(problem="it was ended by signal 11")  # UCX, which is left without a device
+    del elsewhere.found["nixl"]["verbs"]
+    assert "has no provider for mlx5_core" in elsewhere.infiniband("nixl")["reason"]
+    elsewhere.found["nixl"].update(providers=["mlx5_0"], verbs=True, problem=None)  # there is one, not used
     assert "UCX sees [['lo', 'tcp']], none of ['mlx5_0']" in elsewhere.infiniband("nixl")["reason"]
 
 

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import importlib
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -80,7 +81,7 @@ def test_one_agent_and_one_question_serve_many_fetches_and_threads(shared: World
             future.result(60)
     assert shared.owner.asked - before <= 1
     found = listening(shared.owner.process.pid)
-    assert found
+    assert found or "tcp" not in os.environ.get("UCX_TLS", "tcp")  # with verbs alone it listens nowhere
     assert set(found) <= LOOPBACK
 
 
