@@ -13,11 +13,10 @@ if TYPE_CHECKING:
     from gear_loader.collection.batches import Batch
     from gear_loader.collection.n_step import NStep
     from gear_loader.collection.windows import Whole
-    from gear_loader.dataset import ReplayDataset
+    from gear_loader.dataset import Mixture, ReplayDataset
     from gear_loader.graph.features import Features
     from gear_loader.lightning.datamodule import ReplayDataModule
     from gear_loader.lightning.monitor import ReplayMonitor
-    from gear_loader.mixture import Mixture
     from gear_loader.selection.balance import balance
     from gear_loader.selection.selectors import Fifo, Lifo, LinearSchedule, Prioritized, TopK, Uniform
     from gear_loader.storage.disk import Disk, DiskStats
@@ -84,7 +83,7 @@ _MODULES = {
     "Lifo": "selection.selectors",
     "LinearSchedule": "selection.selectors",
     "MinSize": "storage.limiters",
-    "Mixture": "mixture",
+    "Mixture": "dataset",
     "NStep": "collection.n_step",
     "Prioritized": "selection.selectors",
     "Queue": "storage.limiters",

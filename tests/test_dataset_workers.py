@@ -279,7 +279,7 @@ def test_an_error_in_a_worker_reaches_the_consumer(
         empty.add(episode(0, 3))
         assert len(list(loader(data, 2))) == 4
         assert open_tickets(empty) == 0
-    monkeypatch.setattr("gear_loader.dataset.MAX_WORKERS", 1)
+    monkeypatch.setattr("gear_loader.dataset.replay_dataset.MAX_WORKERS", 1)
     fails(dataset(table), SchemaError, "more than 1 DataLoader workers; use fewer")
 
 
@@ -466,7 +466,7 @@ def test_a_worker_refuses_the_state_of_one_among_others(
 ) -> None:
     state = {**dataset(table).state_dict(), "workers": 2}
     monkeypatch.setattr(
-        "gear_loader.iteration.get_worker_info", lambda: types.SimpleNamespace(id=1, num_workers=3)
+        "gear_loader.dataset.position.get_worker_info", lambda: types.SimpleNamespace(id=1, num_workers=3)
     )
     with pytest.raises(
         SchemaError, match=r"one of 2 DataLoader workers .* here are 3\. Make .* num_workers=2"

@@ -27,13 +27,13 @@ FRONT_DOOR = "__init__"
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "kernels"}),
     frozenset({"utils"}),
-    frozenset({"iteration", "native"}),
+    frozenset({"native"}),
     frozenset({"storage"}),
     frozenset({"checkpoint", "collection", "selection", "sources"}),
     frozenset({"transport"}),
-    frozenset({"dataset_options", "distributed", "doctor"}),
+    frozenset({"distributed", "doctor"}),
     frozenset({"dataset", "graph"}),
-    frozenset({"integrations", "lightning", "mixture", "top", "warmup"}),
+    frozenset({"integrations", "lightning", "top", "warmup"}),
     frozenset({FRONT_DOOR, "cli"}),
     frozenset({"__main__"}),
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.windows import Whole
 from gear_loader.dataset import ReplayDataset
+from gear_loader.dataset.draws import EpochDraws
 from gear_loader.distributed.shards import Shards
 from gear_loader.selection.selectors import Fifo, Selector, Uniform
 from gear_loader.storage.table import Table
@@ -29,9 +31,9 @@ class EvaluationDataset(ReplayDataset):
         self.set_epoch(0)
         return super().__iter__()
 
-    def _epoch_batches(self, view: Any, world: int) -> float:
-        count = super()._epoch_batches(view, world)
-        return count if self.most is None else min(count, self.most)
+    def _epoch_draws(self) -> EpochDraws:
+        draws = super()._epoch_draws()
+        return draws if self.most is None else dataclasses.replace(draws, most=self.most)
 
 
 def evaluation_dataset(

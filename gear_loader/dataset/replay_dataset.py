@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import inspect
 import logging
 import math
@@ -21,11 +20,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from gear_loader.collection.batches import Batch, loader_error, refuse
 from gear_loader.collection.buffer_pools import BufferPools
 from gear_loader.collection.cache_policy import CacheOrder
-from gear_loader.collection.collector import Buffers, Collector
+from gear_loader.collection.collector import Collector
 from gear_loader.collection.device_cache import DeviceCache
 from gear_loader.collection.output import as_jagged, as_padded, as_tensordict, check_nesting
-from gear_loader.collection.packed import PackedCollector
-from gear_loader.collection.packed_cuda import CudaPackedCollector
 from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.collection.windows import (
     Whole,
@@ -37,10 +34,13 @@ from gear_loader.collection.windows import (
     steps_only,
     windows_of,
 )
-from gear_loader.dataset_options import check_options
+from gear_loader.dataset.draws import EpochDraws, planned_batches
+from gear_loader.dataset.filling import Filler
+from gear_loader.dataset.options import check_options
+from gear_loader.dataset.position import MAX_WORKERS, Position
 from gear_loader.distributed.budget_planner import ShardBudgetPlanner
 from gear_loader.distributed.collector import ShardCollector
-from gear_loader.distributed.collector_cuda import CudaShardCollector
+from gear_loader.distributed.collector_for import collector_for
 from gear_loader.distributed.dealing import Balance, RowDealer, deal_all
 from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.global_selection import GlobalSelection
@@ -53,7 +53,6 @@ from gear_loader.distributed.packed_collector import ShardPackedCollector, check
 from gear_loader.distributed.selection_for import selection_for
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import GearError, PrivateTableError, RankError, SchemaError
-from gear_loader.iteration import MAX_WORKERS, Position
 from gear_loader.selection.base import Selection, SelectionContext
 from gear_loader.selection.budget_planner import BudgetPlanner, PlannedBatch
 from gear_loader.selection.complete import CompleteAnchors
@@ -64,7 +63,6 @@ from gear_loader.selection.prioritized import PrioritizedSelection, needs_priori
 from gear_loader.selection.random import key
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Fifo, Selector, TopK, Uniform
 from gear_loader.selection.step_budget import BudgetProgress, StepBudget, TooLong, checked_positions
-from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.priority_updates import is_strict
 from gear_loader.storage.schema import Window, as_mapping
 from gear_loader.storage.table import Table
@@ -624,7 +622,7 @@ class ReplayDataset(IterableDataset[Batch]):
                     "batches_per_epoch."
                 )
             self._await_first()
-        count = self._epoch_batches(self._selected().last_look(), self._rank()[1])
+        count = self._epoch_draws().num_batches(self._selected().last_look())
         if count == math.inf:
             raise TypeError("This ReplayDataset has no length: batches_per_epoch is math.inf.")
         return int(count)
@@ -659,15 +657,15 @@ class ReplayDataset(IterableDataset[Batch]):
         )
         first = before + number + workers * step
         planned: collections.deque[PlannedBatch] = collections.deque()  # not yet delivered
-        draws: Iterator[Any]
-        fill: Callable[[Prefetcher, Buffers, Any], int]
+        filler = self._filler(prefetcher)
         if self._budget is None:
-            draws, fill = self._draws(epoch, first, workers), self._fill
+            batches = prefetcher.batches(filler.fill, self._draws(epoch, first, workers))
         else:
-            draws, fill = self._plans(self._budget, epoch, first, workers, planned), self._fill_planned
+            plans = self._plans(self._budget, epoch, first, workers, planned)
+            batches = prefetcher.batches(filler.fill_planned, plans)
         try:
             try:
-                for batch in prefetcher.batches(functools.partial(fill, prefetcher), draws):
+                for batch in batches:
                     done = planned.popleft() if planned else None
                     if done is not None and not done.counts.batches:
                         continue  # its trajectories were lost, and the stream has ended
@@ -688,31 +686,20 @@ class ReplayDataset(IterableDataset[Batch]):
     def _draws(self, epoch: int, number: int, every: int) -> Iterator[tuple[Draw, Any]]:
         """Yield the draws of this rank's batches `number`, number + every, ... of an epoch, with the items to draw
         from, or None for the items present at the draw."""
-        rank, world = self._rank()
+        rank = self._rank()[0]
         if self.rate_limited and self.table.rules.rate_limiter is not None:
             self.table.reader().await_samplable(self._num_drawn)  # the table may be empty until then
         self._selected().await_items()
         view = self._selected().look()
-        count = self._epoch_batches(view, world)
+        count = self._epoch_draws().num_batches(view)
         if rank == number == 0 and (epoch == 0 or get_worker_info() is None):
             self.table.notice_waste()
             self._noticed_epoch = self._noticed_epoch or self._notice_epoch(view)
         if self._exchange is not None and not self._is_global:
             count = begin_epoch(self._exchange, self._selected(), count, fresh=number == 0)
-        seed, size = self._draw_seed(), self._items_of(self._global_size(self.batch_size))
-        turn, past = 0, self._position.past
-        while number < count:
-            batch = number * world + rank  # number over all ranks
-            if not self.selector.passes:
-                yield Draw(seed, epoch, batch, 0, size, 0, past + number), None
-            else:
-                if batch // self._pass_batches(view) != turn:  # a new pass, over the current items
-                    view = self._selected().look()
-                turn, place = divmod(batch, self._pass_batches(view))
-                first = place * size
-                rows = min(size, self.selector.num_items(view) - first)
-                yield Draw(seed, epoch, batch, first, rows, turn, past + number), view
-            number += every
+        yield from self._epoch_draws().draws(
+            view, epoch=epoch, past=self._position.past, number=number, every=every, count=count
+        )
         if self._exchange is not None and self._is_global:
             self._end_together(self._exchange)
 
@@ -744,26 +731,33 @@ class ReplayDataset(IterableDataset[Batch]):
             "endless": self.batches_per_epoch is not None,
             "state": self._progress.start(epoch, number * world + rank),
         }
-        planner: BudgetPlanner
         if isinstance(selection, GlobalSelection):
             options |= {"micro_batches": self.micro_batches, "kind": self.balance or "steps"}
-            planner = ShardBudgetPlanner(selection, budget, **options)
+            planner: BudgetPlanner = ShardBudgetPlanner(selection, budget, **options)
         else:
             planner = BudgetPlanner(selection, budget, **options)
-        while number < most:
-            mine = planner.number == number * world + rank
-            plan = planner.next()
-            if plan is None:
-                break
-            try:
-                if mine:
-                    planned.append(plan)
-                    yield plan
-                    number += every
-            finally:
-                plan.end()
+        yield from planned_batches(
+            planner, planned, number=number, every=every, count=most, rank=rank, world=world
+        )
         if self._exchange is not None and self._is_global:
             self._end_together(self._exchange)
+
+    def _epoch_draws(self) -> EpochDraws:
+        rank, world = self._rank()
+        return EpochDraws(
+            self._selected,
+            self.selector,
+            seed=self._draw_seed(),
+            size=self._items_of(self._global_size(self.batch_size)),
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            batches_per_epoch=self.batches_per_epoch,
+            rank=rank,
+            world=world,
+        )
+
+    def _filler(self, prefetcher: Prefetcher) -> Filler:
+        return Filler(self.table, self._selected, prefetcher)
 
     def _check_sharing(self, workers: int, world: int) -> None:
         """Raise SchemaError if workers or ranks cannot share the batches of one stream of draws."""
@@ -840,7 +834,7 @@ class ReplayDataset(IterableDataset[Batch]):
             turn, first = divmod(self._position.sampled_items, max(items, 1))
             epoch, count = SAMPLE_EPOCH + 1 + rank, min(count, items - first)
         draw = Draw(self._draw_seed(), epoch, number, first, count, turn, self._position.samples)
-        batch = prefetcher.one(functools.partial(self._fill, prefetcher), (draw, view))
+        batch = prefetcher.one(self._filler(prefetcher).fill, (draw, view))
         self._position.samples += 1
         self._position.sampled_items += count
         shown: Batch = self._shown(batch)
@@ -879,7 +873,7 @@ class ReplayDataset(IterableDataset[Batch]):
         plan = planner.next()
         assert plan is not None, "an endless stream has ended"
         try:
-            batch = prefetcher.one(functools.partial(self._fill_planned, prefetcher), plan)
+            batch = prefetcher.one(self._filler(prefetcher).fill_planned, plan)
         finally:
             plan.end()
         self._sampler = planner
@@ -915,52 +909,7 @@ class ReplayDataset(IterableDataset[Batch]):
             batch = as_padded(batch, list(steps_only(self.table.schema, self.windows)))
         return batch if self.output == "dict" else as_tensordict(batch)
 
-    # ---------------------------------------------------------------- one batch
-
-    def _fill(self, prefetcher: Prefetcher, buffers: Buffers, item: tuple[Draw, Any]) -> int:
-        """Draw and gather a batch into `buffers`; return its number of rows. `item`: see `_draws`."""
-        while True:
-            try:
-                return self._fill_once(prefetcher, buffers, item)
-            except LostRowsError as error:  # removed, so the same draw does not meet them again
-                self.table.remove_lost(error)
-
-    def _fill_once(self, prefetcher: Prefetcher, buffers: Buffers, item: tuple[Draw, Any]) -> int:
-        """`_fill`, unless a trajectory cannot be read from disk, which raises LostRowsError."""
-        draw, frozen = item
-        selection = self._selected()
-        if frozen is None and buffers.inline is not None and selection.fill(draw, buffers.inline):
-            if buffers.computed:
-                buffers.compute(draw.count)
-            return draw.count
-        ticket = selection.new_ticket()
-        try:
-            rows = selection.draw(draw, ticket, frozen)  # under the read ticket
-            prefetcher.collector.gather(buffers, rows)  # their windows
-            prefetcher.release(buffers, ticket)  # on a GPU when the gather has finished
-            return len(rows)
-        except BaseException:
-            prefetcher.abandon(buffers, lambda: selection.undo(ticket), ticket)
-            raise
-
-    def _fill_planned(self, prefetcher: Prefetcher, buffers: Buffers, plan: PlannedBatch) -> int:
-        """Gather a planned batch into `buffers`; return its number of rows."""
-        try:
-            while True:
-                try:
-                    prefetcher.collector.gather(buffers, plan.rows)
-                    break
-                except LostRowsError as error:
-                    self.table.remove_lost(error)
-                    plan.leave_out(error)
-            while plan.tickets:  # what is taken from here ends when a GPU has read its rows
-                prefetcher.release(buffers, plan.tickets.pop())
-            return plan.gathered()
-        except BaseException:
-            while plan.tickets:
-                ticket = plan.tickets.pop()
-                prefetcher.abandon(buffers, functools.partial(self._selected().undo, ticket), ticket)
-            raise
+    # ---------------------------------------------------------------- selection
 
     def _selected(self) -> Selection:
         """The selection of this process; made if the options have changed.
@@ -1271,37 +1220,18 @@ class ReplayDataset(IterableDataset[Batch]):
             return dict.fromkeys(("hits", "misses", "bytes", "budget"), 0)
         return self._cache.counts()
 
-    def _pass_batches(self, view: Any) -> int:
-        """Batches of one pass over all items, on all ranks together."""
-        items, size = self.selector.num_items(view), self._items_of(self._global_size(self.batch_size))
-        if items == 0:
-            raise self._selected().context.empty()
-        if self.drop_last and self.selector.passes:
-            if items < size:
-                ranks = "" if size == self.batch_size else f" on {size // self.batch_size} ranks"
-                raise SchemaError(
-                    f"drop_last leaves no batch: {items} items are fewer than batch_size {self.batch_size}{ranks}."
-                )
-            return items // size
-        return -(-items // size)
-
     def _notice_epoch(self, view: Any) -> bool:
         """Log a notice if an epoch by default length reads a small part of the table; return whether it did."""
         if self.batches_per_epoch is not None or (self.shards is not None and self.shards.place.data):
             return False
         return notice_short_epoch(
             self.selector,
-            batches=self._pass_batches(view),
+            batches=self._epoch_draws().pass_batches(view),
             batch_size=self._global_size(self.batch_size),
             trajectories=len(view),
             steps=view.num_steps,
             widest=max(each.length for each in expand(self.table.schema, self.windows)[0].values()),
         )
-
-    def _epoch_batches(self, view: Any, world: int) -> float:
-        if self.batches_per_epoch is not None:
-            return self.batches_per_epoch
-        return -(-self._pass_batches(view) // world)
 
     def _rank(self) -> tuple[int, int]:
         if self.shards is not None:  # all ranks draw each batch together, or each draws from its own shard
@@ -1320,38 +1250,19 @@ class ReplayDataset(IterableDataset[Batch]):
         return {"keep": self.keep, "copy": in_worker or self.copy, "complete": complete}
 
     def _collector(self, size: int) -> Collector:
-        if self._packs and self.shards is not None and self._is_global:
-            return ShardPackedCollector(self.shards, self.windows, weighs=self.selector.weighs)
-        if self._packs:
-            packed: dict[str, Any] = {"weighs": self.selector.weighs, "informs": self.sample_info}
-            if self.device.type != "cuda":
-                return PackedCollector(self.table, self.windows, **packed)
-            on_gpu = CudaPackedCollector(
-                self.table, self.windows, device=self.device, programs=self.programs, **packed
-            )
-            on_gpu.stream_priority = self.stream_priority
-            return on_gpu
-        options: dict[str, Any] = {
-            "batch_size": size,
-            "device": self.device,
-            "programs": self.programs,
-            "weighs": self.selector.weighs,
-        }
-        made: Collector
-        if self.shards is not None and self._is_global:
-            zero_copy = self.device.type == "cuda" and self.shards.pin(self.device)
-            kind = CudaShardCollector if zero_copy else ShardCollector
-            made = kind(self.shards, self.windows, **options)
-        else:
-            if self.device.type == "cuda" and needs_priorities(self.selector):
-                self.table.region.pin(
-                    self.device
-                )  # draws read it too, so it cannot be pinned during the iteration
-            made = Collector(
-                self.table, self.windows, informs=self.sample_info, cache=self._device_cache(), **options
-            )
-        made.stream_priority = self.stream_priority
-        return made
+        return collector_for(
+            self.table,
+            self.windows,
+            batch_size=size,
+            device=self.device,
+            selector=self.selector,
+            shards=self.shards if self._is_global else None,
+            packed=self._packs,
+            informs=self.sample_info,
+            programs=self.programs,
+            stream_priority=self.stream_priority,
+            cache=self._device_cache,
+        )
 
     def check_worker(self, number: int, in_worker: bool) -> None:
         """Raise an error if a `DataLoader` worker of this number cannot iterate."""

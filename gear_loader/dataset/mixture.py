@@ -12,9 +12,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from gear_loader.collection.batches import Batch, loader_error, refuse
 from gear_loader.collection.windows import has_whole
-from gear_loader.dataset import ReplayDataset
+from gear_loader.dataset.position import Position
+from gear_loader.dataset.replay_dataset import ReplayDataset
 from gear_loader.errors import SchemaError
-from gear_loader.iteration import Position
 from gear_loader.selection.random import uniforms
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least, integer
