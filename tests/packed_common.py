@@ -46,7 +46,7 @@ class PackedBatch:
         steps = np.zeros(count, dtype=np.int64) if anchors is None else np.array(anchors, dtype=np.int64)
         extent, ids = store.extent.numpy(), store.block_ids.numpy()
         self.spans = np.zeros((2, count), dtype=np.int64)
-        assert measure(slots, steps, extent, *window, self.spans) == 0
+        assert measure(slots, steps, extent, *window, False, self.spans) == 0
         self.total = int(self.spans[1].sum())
         starts = np.zeros(count + 1, dtype=np.int32)
         starts[1:] = np.cumsum(self.spans[1])

@@ -13,7 +13,7 @@ from gear_loader.collection.collector import COUNTS, NUMBERS, ROW_KEYS, Buffers,
 from gear_loader.collection.conversions import Conversion, converted_dtype
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.references import BatchReferences
-from gear_loader.collection.windows import Whole, packed_span, source_of, steps_only
+from gear_loader.collection.windows import FINAL_KEY, Whole, packed_span, reads_final, source_of, steps_only
 from gear_loader.errors import SchemaError
 from gear_loader.native.gathering import STREAM_BATCH_BYTES
 from gear_loader.native.packed import (
@@ -82,6 +82,8 @@ class PackedBuffers(Buffers):
         self.gathered |= once
         if collector.weighs:
             self.rows_memory["priority_weight"] = self._empty(count, dtype=torch.float32)
+        if collector.final:
+            self.rows_memory[FINAL_KEY] = self._empty(count, dtype=torch.bool)
         self.info_memory = {}
         if collector.informs:
             counts, numbers = (self._empty(2, count, dtype=kind) for kind in (torch.int64, torch.float32))
@@ -151,6 +153,8 @@ class PackedBuffers(Buffers):
             batch[name] = self.rows_memory[name].narrow(0, 0, count)
         if self._collector.weighs:
             batch["priority_weight"] = self.rows_memory["priority_weight"].narrow(0, 0, count)
+        if self._collector.final:
+            batch[FINAL_KEY] = self.rows_memory[FINAL_KEY].narrow(0, 0, count)
         if self.info_memory:
             batch["sample_info"] = {name: part.narrow(0, 0, count) for name, part in self.info_memory.items()}
         return batch
@@ -167,6 +171,7 @@ class PackedCollector(Collector):
 
     Attributes:
         steps, once: name in the batch -> shape of a value, of columns of steps and per trajectory.
+        final: whether final steps are among those of rows.
 
     Raises:
         SchemaError: windows that differ.
@@ -189,6 +194,7 @@ class PackedCollector(Collector):
         device = torch.device("cpu") if device is None else device
         super().__init__(table, windows, batch_size=1, device=device, **options)
         self._offset, self._length = packed_span(table.schema, windows)
+        self.final = reads_final(windows)
         self._sources = {name: source_of(name, window) for name, window in self.windows.items()}
         shapes = {name: self.column_of(name).shape for name in self.windows}
         self.steps = {name: shapes[name] for name in steps_only(table.schema, self.windows)}
@@ -232,7 +238,8 @@ class PackedCollector(Collector):
         spans, bad = rows.spans, 0
         if spans is None:
             spans = np.empty((2, len(rows)), dtype=np.int64)
-            bad = measure(rows.slots, rows.anchors, self._extent, self._offset, self._length, spans)
+            span = self._offset, self._length, self.final
+            bad = measure(rows.slots, rows.anchors, self._extent, *span, spans)
         return spans, total_steps(spans), bad
 
     def gather(self, buffers: Buffers, rows: Any) -> None:
@@ -260,7 +267,19 @@ class PackedCollector(Collector):
         columns = buffers.columns, buffers.once_columns
         bad += self._copy(buffers, self.table, columns, rows.slots, rows.generations, spans, np.arange(count))
         self.table.reader().check_gathered(bad)
+        if self.final:
+            self._mark_final(buffers, rows.slots, spans)
         buffers.convert(count, buffers.total)
+
+    def _mark_final(self, buffers: PackedBuffers, slots: Array, spans: Array) -> None:
+        """Tell which rows end with a final step, and write zeros there into columns without."""
+        count = len(slots)
+        finals = spans.sum(0) > self._extent[slots, 0]
+        buffers.rows_memory[FINAL_KEY].numpy()[:count] = finals
+        last = torch.from_numpy(buffers.starts_array[1 : count + 1][finals].astype(np.int64) - 1)
+        for name in self.steps:
+            if not self.column_of(name).final:
+                buffers.gathered[name][last] = 0
 
     def _begin(self, buffers: PackedBuffers, spans: Array) -> None:
         """Make room for rows of these spans, int64 [2, n], and write where each begins."""

@@ -15,6 +15,7 @@ from gear_loader.storage.rows import Reach
 from gear_loader.storage.schema import BATCH_KEYS, Schema, Window
 
 __all__ = [
+    "FINAL_KEY",
     "LAYOUTS",
     "PACKED_KEYS",
     "Whole",
@@ -26,6 +27,7 @@ __all__ = [
     "mask_of",
     "packed_span",
     "reach_of",
+    "reads_final",
     "source_of",
     "steps_only",
     "windows_of",
@@ -39,6 +41,9 @@ LAYOUTS = ("padded", "packed", "jagged")
 PACKED_KEYS = ("cu_seqlens", "max_seqlen", "position")
 """Keys of packed batches, which no window of one may have as its name."""
 
+FINAL_KEY = "final"
+"""Key of batches of whole trajectories with their final steps."""
+
 _ONCE = Window(1, offset=1 - 2**31, pad="edge", squeeze=True)
 """The window of a column per trajectory: ends before the first step of any trajectory, and so shows its first value."""
 
@@ -47,10 +52,11 @@ _ONCE = Window(1, offset=1 - 2**31, pad="edge", squeeze=True)
 class Whole:
     """All steps of a trajectory, from its first to its last; a value of a dataset's `windows`.
 
-    A final step (see `Column.final`) is not among them.
-
     Args:
         column, dtype, scale: as of a `Window`.
+        final: whether a final step (see `Column.final`) is among them, after the last one; where it is given, columns
+            without final steps are zeros there, and batches tell by ``final``, bool [B], which rows end with one. All
+            columns of steps of a batch have the same. Of one `Table`, on the CPU.
 
     Raises:
         SchemaError: invalid options.
@@ -59,12 +65,15 @@ class Whole:
     column: str | None = None
     dtype: torch.dtype | None = None
     scale: float | None = None
+    final: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.final, bool):
+            raise SchemaError(f"Whole final is {self.final!r}; expected True or False.")
         self.window()
 
     def __repr__(self) -> str:
-        given = {"column": self.column, "dtype": self.dtype, "scale": self.scale}
+        given = {"column": self.column, "dtype": self.dtype, "scale": self.scale, "final": self.final or None}
         return (
             f"Whole({', '.join(f'{name}={value!r}' for name, value in given.items() if value is not None)})"
         )
@@ -143,6 +152,8 @@ def packed_span(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -
             f"A window has the name {taken[0]!r}, which is a key of packed batches. Give it another one: "
             f"windows={{'other_name': Whole(column={taken[0]!r})}}."
         )
+    if reads_final(windows):
+        _check_final(schema, windows)
     plain = steps_only(schema, expand(schema, windows)[0])
     spans = {(window.offset, window.length) for window in plain.values()}
     if len(spans) > 1:
@@ -152,6 +163,31 @@ def packed_span(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -
         )
     (span,) = spans
     return span
+
+
+def reads_final(windows: Mapping[str, Window | NStep | Whole]) -> bool:
+    """Whether final steps are among those of whole trajectories."""
+    return any(isinstance(window, Whole) and window.final for window in windows.values())
+
+
+def _check_final(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> None:
+    """Raise SchemaError if a batch with final steps cannot have these windows."""
+    if FINAL_KEY in windows:
+        raise SchemaError(
+            f"A window has the name {FINAL_KEY!r}, which is a key of batches with final steps. Give it another one: "
+            f"windows={{'other_name': Whole(column={FINAL_KEY!r}, final=True)}}."
+        )
+    steps = steps_only(schema, windows)
+    if not all(isinstance(window, Whole) and window.final for window in steps.values()):
+        raise SchemaError(
+            f"The windows {dict(windows)!r} of a packed batch differ in final; expected Whole(final=True) for all "
+            "columns of steps, which share cu_seqlens."
+        )
+    if not any(schema[source_of(name, window)].final for name, window in steps.items()):
+        raise SchemaError(
+            f"The windows {dict(windows)!r} have final=True, and read no column with final steps "
+            f"({list(schema.finals or ())}). Read one of them, or leave final out."
+        )
 
 
 def expand(

@@ -30,6 +30,7 @@ from gear_loader.collection.windows import (
     has_whole,
     packed_span,
     reach_of,
+    reads_final,
     source_of,
     steps_only,
     windows_of,
@@ -217,9 +218,9 @@ class ReplayDataset(IterableDataset[Batch]):
     ============== ==================================================================================
 
     beside columns per trajectory, ``index``, ``anchor``, ``generation`` and the others by row. A row has the steps of
-    its window that exist, a final step (`Column.final`) not among them; the windows of all columns are the same. On a
-    GPU the host draws them, also by priority, because it lists their pieces; it does not wait for the GPU, except that
-    memory grows to the longest batch so far.
+    its window that exist, with ``Whole(final=True)`` a final step (`Column.final`) too; the windows of all columns are
+    the same. On a GPU the host draws them, also by priority, because it lists their pieces; it does not wait for the
+    GPU, except that memory grows to the longest batch so far.
 
     **Forked children:** an iterator belongs to the process that made it and raises `GearError` in a forked child.
     `sample` and new iterators work there, except over `Shards`, and for priorities that the parent was changing during
@@ -519,6 +520,12 @@ class ReplayDataset(IterableDataset[Batch]):
                 "device='cpu', which is the only one that packs rows of shards for now. Move the batch by .to(), or "
                 "have Lightning do so."
             )
+        if reads_final(self.windows) and (self.shards is not None or self.device.type == "cuda"):
+            other = "Shards" if self.shards is not None else f"device={str(self.device)!r}"
+            raise SchemaError(
+                f"Whole(final=True) was given with {other}; expected "
+                "a Table and device='cpu', where alone final steps are packed for now. Leave final out, or use those."
+            )
         if max_steps is None:
             return None
         if self.table.rules.max_times_sampled is not None:
@@ -530,7 +537,7 @@ class ReplayDataset(IterableDataset[Batch]):
             raise SchemaError(
                 "drop_last was given with max_steps, whose batches are seldom full; leave it out."
             )
-        return StepBudget(int(max_steps), int(lookahead), too_long, offset, length)
+        return StepBudget(int(max_steps), int(lookahead), too_long, offset, length, reads_final(self.windows))
 
     @property
     def _num_drawn(self) -> int:

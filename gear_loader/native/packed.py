@@ -57,12 +57,13 @@ _PAST_CACHES_BYTES = 1024
 
 
 @compiled
-def measure(slots, anchors, extent, offset, length, spans) -> int:  # type: ignore[no-untyped-def]
-    """Find the steps of windows that exist; a final step does not count.
+def measure(slots, anchors, extent, offset, length, final, spans) -> int:  # type: ignore[no-untyped-def]
+    """Find the steps of windows that exist.
 
     Args:
         slots, anchors: int64 [n]. extent: int64 [T, 3].
         offset, length: first step relative to the anchor, and steps, of a window.
+        final: bool, whether a final step is one of them.
         spans: int64 [2, n], output: first step and number of steps of each row.
 
     Returns:
@@ -72,7 +73,9 @@ def measure(slots, anchors, extent, offset, length, spans) -> int:  # type: igno
     for b in range(len(slots)):
         steps = int64(0)
         if slots[b] >= 0 and slots[b] < len(extent):
-            steps, _, _ = extent_of(extent, slots[b])
+            steps, _, more = extent_of(extent, slots[b])
+            if final:
+                steps += more
         else:
             bad += 1
         spans[0, b], spans[1, b] = _span(anchors[b] + offset, length, steps)
@@ -89,14 +92,14 @@ KEPT, GONE, LONG = 0, 1, 2  # results of `screen`
 
 @compiled
 def screen(  # type: ignore[no-untyped-def]
-    queue, begin, states, generations, ready, extent, offset, length, max_steps, truncates, results
+    queue, begin, states, generations, ready, extent, offset, length, final, max_steps, truncates, results
 ) -> int:
     """Measure the queued rows from number `begin` on, and find those that cannot be in a batch.
 
     Args:
         queue: int64 [QUEUE_WIDTH, n], of which QUEUE_FIRST and QUEUE_STEPS are output.
         states, generations: of the index, int64 [T]. ready: state of a trajectory that can be read.
-        extent, offset, length: as for `measure`.
+        extent, offset, length, final: as for `measure`.
         max_steps: most steps of a row; with `truncates` longer ones have as many.
         results: int8 [n], output: KEPT; GONE if the trajectory has been removed; LONG if it has too many steps.
 
@@ -111,7 +114,9 @@ def screen(  # type: ignore[no-untyped-def]
             results[i] = GONE
             others += 1
             continue
-        steps, _, _ = extent_of(extent, slot)
+        steps, _, more = extent_of(extent, slot)
+        if final:
+            steps += more
         low, count = _span(queue[QUEUE_ANCHOR, i] + offset, length, steps)
         if count > max_steps:
             if truncates:

@@ -350,6 +350,7 @@ class BudgetPlanner:
             self._reader.index_arrays()[0],
             budget.offset,
             budget.length,
+            budget.final,
             budget.max_steps,
             budget.too_long == "truncate",
             results,

@@ -38,7 +38,7 @@ class StepBudget:
         max_steps: most steps of a batch.
         lookahead: drawn trajectories that a batch may pass over to find one that fits; later batches begin with them.
         too_long: what becomes of a trajectory longer than a batch.
-        offset, length: of the windows; see `measure`.
+        offset, length, final: of the windows; see `measure`.
     """
 
     max_steps: int
@@ -46,6 +46,7 @@ class StepBudget:
     too_long: TooLong
     offset: int
     length: int
+    final: bool
 
     @staticmethod
     def check(max_steps: Any, lookahead: Any, too_long: Any, selector: Selector | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from pathlib import Path
@@ -26,6 +27,10 @@ WINDOWS = {
     "flag": gear.Whole(),
     "task": None,
     "task_again": gear.Window(1, column="task"),
+}
+FINAL = {
+    name: dataclasses.replace(window, final=True) if isinstance(window, gear.Whole) else window
+    for name, window in WINDOWS.items()
 }
 
 
@@ -52,13 +57,20 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
         ]
     ),
     prefetch=st.integers(0, 2),
+    finals=st.booleans(),
 )
 def test_batches_equal_those_of_a_table_that_fits(
-    tmp_path_factory: pytest.TempPathFactory, lengths: Any, out: Any, window: Any, options: Any, prefetch: int
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: Any,
+    out: Any,
+    window: Any,
+    options: Any,
+    prefetch: int,
+    finals: bool,
 ) -> None:
     """Trajectories are moved to disk before the epoch and during it."""
     plain = {"number": gear.Window(*(window or (1,))), "wide": gear.Window(*(window or (1,))), "task": None}
-    windows = WINDOWS if window is None else plain
+    windows = (FINAL if finals else WINDOWS) if window is None else plain
     path = tmp_path_factory.mktemp("tier")
     with fitting() as fits, tiered(path, blocks=40) as table:
         for number, length in enumerate(lengths):
