@@ -334,7 +334,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self.layout: Literal["padded", "packed", "jagged"] = layout
         self._packs = whole or layout != "padded"  # rows are gathered one after another
         if self.table.has_tier:
-            self._check_tier(group)
+            self._check_tier()
         self.device_cache = None if device_cache is None else byte_count("device_cache", device_cache)
         self._cache: DeviceCache | None = None
         if self.device_cache is not None:
@@ -390,12 +390,10 @@ class ReplayDataset(IterableDataset[Batch]):
         given.apply_defaults()
         check_options(**given.arguments)
 
-    def _check_tier(self, group: Any) -> None:
+    def _check_tier(self) -> None:
         """Raise SchemaError if batches cannot be made of trajectories that lie on disk only."""
         given = None
-        if group is not None:
-            given = f"group={group!r}", "a dataset without groups"
-        elif self._packs and self.device.type == "cuda":
+        if self._packs and self.device.type == "cuda":
             given = (
                 f"layout={self.layout!r} or Whole, with device={str(self.device)!r}",
                 "device='cpu' (move the batch by .to(), or have Lightning do so)",

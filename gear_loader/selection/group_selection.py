@@ -10,9 +10,10 @@ import numpy as np
 
 from gear_loader.errors import StaleIndexError
 from gear_loader.selection.base import Selection, SelectionContext
-from gear_loader.selection.grouping import Grouping, Groups, expired_members, form_groups
+from gear_loader.selection.grouping import Grouping, Groups, TrajectoryValues, expired_members, form_groups
 from gear_loader.selection.prioritized import ANCHORS, LEAVES, DrawnItems, PrioritizedSelection, scaled
 from gear_loader.selection.selectors import Draw, SnapshotSelector, TopK, anchors, replacements
+from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.operations import READY
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
@@ -49,6 +50,7 @@ class GroupFormer:
 
     def __init__(self, table: Table, grouping: Grouping) -> None:
         self._table, self._grouping = table, grouping
+        self._values = TrajectoryValues(table)
         self._known: tuple[Snapshot, Groups] | None = None
         self._looked = -np.inf
         self.counts = GroupCounts()
@@ -56,7 +58,7 @@ class GroupFormer:
     def form(self, view: Snapshot) -> Groups:
         """The groups among the trajectories of a snapshot that can be drawn, under a read ticket."""
         if self._known is None or self._known[0] is not view:
-            groups = form_groups(self._table, view, self._grouping)
+            groups = form_groups(self._values, view, self._grouping)
             self._known = view, groups
             self.counts.complete, self.counts.constant = len(groups), groups.constant
             self.counts.incomplete = len(groups.incomplete)
@@ -71,7 +73,7 @@ class GroupFormer:
         ticket = Ticket()
         try:
             _, everything = self._table.reader().begin_snapshot(0, ticket)
-            slots = expired_members(self._table, everything, self._grouping, limit)
+            slots = expired_members(self._table, self._values, everything, self._grouping, limit)
             ticket.end()
         finally:
             ticket.end()  # again: an exception may arrive anywhere
@@ -84,16 +86,21 @@ class GroupFormer:
 
 
 def look_at_groups(selection: Selection, former: GroupFormer) -> Groups:
-    """The groups that can be drawn now."""
-    former.expire()
-    ticket = Ticket()
-    try:
-        _, snapshot = selection.context.table.reader().begin_snapshot(0, ticket)
-        groups = former.form(selection.view(snapshot))
-        ticket.end()
-        return groups
-    finally:
-        ticket.end()  # again: an exception may arrive anywhere
+    """The groups that can be drawn now. Removes trajectories that cannot be read from disk."""
+    table = selection.context.table
+    while True:
+        ticket = Ticket()
+        try:
+            former.expire()
+            _, snapshot = table.reader().begin_snapshot(0, ticket)
+            groups = former.form(selection.view(snapshot))
+            ticket.end()
+            return groups
+        except LostRowsError as error:
+            ticket.end()
+            table.remove_lost(error)
+        finally:
+            ticket.end()  # again: an exception may arrive anywhere
 
 
 class GroupSelection(Selection):

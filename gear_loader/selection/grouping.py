@@ -15,7 +15,7 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least
 
-__all__ = ["GroupPriority", "Grouping", "Groups", "expired_members", "form_groups"]
+__all__ = ["GroupPriority", "Grouping", "Groups", "TrajectoryValues", "expired_members", "form_groups"]
 
 GroupPriority = Literal["max", "mean"]
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -94,22 +94,76 @@ class Groups:
         return int(self.lengths.sum())
 
 
-def trajectory_values(table: Table, name: str, slots: Array) -> torch.Tensor:
-    """Values of a column per trajectory, ``[n, *shape]``, of slots (int64 [n]), under a read ticket."""
-    column, arrays = table.schema[name], table.index.arrays
-    blocks = arrays.ids_at(arrays.extent[slots, 1])
-    data = np.ascontiguousarray(table.region.column(name)[blocks, 0])
-    return torch.from_numpy(data.reshape(-1)).view(column.dtype).reshape(len(slots), *column.shape)
+class TrajectoryValues:
+    """Reads columns per trajectory. With a disk tier it keeps what it has read, so that nothing is read twice.
+
+    Args:
+        table: to read.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._known: dict[str, tuple[Array, Array]] = {}  # column -> generation and bytes of each slot
+
+    def read(self, name: str, view: Snapshot) -> torch.Tensor:
+        """Values of a column that has them, ``[n, *shape]``, of the trajectories of a snapshot, under a read ticket.
+
+        Raises:
+            LostRowsError: trajectories on disk cannot be read.
+        """
+        table, column, slots = self._table, self._table.schema[name], view.slots
+        if not table.has_tier:
+            data = self._from_memory(name, slots)
+        else:
+            if name not in self._known:
+                count = len(table.index.arrays.extent)
+                sizes = (
+                    np.full(count, -1, dtype=np.int64),
+                    np.empty((count, column.step_bytes), dtype=np.uint8),
+                )
+                self._known[name] = sizes
+            generations, values = self._known[name]
+            new = np.flatnonzero(generations[slots] != view.generations)
+            if len(new):
+                values[slots[new]] = self._from_tier(name, slots[new], view.generations[new])
+                generations[slots[new]] = view.generations[new]
+            data = values[slots]
+        return torch.from_numpy(data.reshape(-1)).view(column.dtype).reshape(len(slots), *column.shape)
+
+    def _from_memory(self, name: str, slots: Array) -> Array:
+        """Bytes of trajectories in memory, uint8 [n, step bytes]."""
+        table, arrays = self._table, self._table.index.arrays
+        blocks = arrays.ids_at(arrays.extent[slots, 1])
+        data = np.ascontiguousarray(table.region.column(name)[blocks, 0]).reshape(-1).view(np.uint8)
+        return data.reshape(len(slots), table.schema[name].step_bytes)
+
+    def _from_tier(self, name: str, slots: Array, generations: Array) -> Array:
+        """Bytes of trajectories in memory or on disk, uint8 [n, step bytes]."""
+        extent, size = self._table.index.arrays.extent, self._table.schema[name].step_bytes
+        found = np.empty((len(slots), size), dtype=np.uint8)
+        while True:
+            starts = extent[slots, 1]
+            inside = starts >= 0
+            found[inside] = self._from_memory(name, slots[inside])
+            if (extent[slots[inside], 1] == starts[inside]).all():
+                break  # else some of them were moved to disk meanwhile
+        outside = np.flatnonzero(~inside)
+        if len(outside):
+            zeros, ones = np.zeros_like(outside), np.ones_like(outside)
+            outs = {name: (found.reshape(-1), outside * size)}
+            self._table.tier_reader().read(slots[outside], generations[outside], zeros, ones, outs)
+        return found
 
 
-def form_groups(table: Table, view: Snapshot, grouping: Grouping) -> Groups:
+def form_groups(source: TrajectoryValues, view: Snapshot, grouping: Grouping) -> Groups:
     """The complete groups among the trajectories of a snapshot, under a read ticket.
 
     Raises:
         SchemaError: more trajectories than `size` have the same value.
+        LostRowsError: trajectories on disk cannot be read.
     """
     size = grouping.size
-    values = trajectory_values(table, grouping.column, view.slots).numpy()
+    values = source.read(grouping.column, view).numpy()
     names, counts = np.unique(values, return_counts=True)
     if len(counts) and counts.max() > size:
         worst = int(counts.argmax())
@@ -124,7 +178,7 @@ def form_groups(table: Table, view: Snapshot, grouping: Grouping) -> Groups:
     incomplete = order[np.repeat(~complete, counts)]
     constant = 0
     if grouping.varies is not None and len(members):
-        found = trajectory_values(table, grouping.varies, view.slots[members.reshape(-1)])
+        found = source.read(grouping.varies, view.take(members.reshape(-1)))
         found = found.reshape(len(members), size, -1)
         varies = (found != found[:, :1]).flatten(1).any(1).numpy()
         constant = int((~varies).sum())
@@ -141,17 +195,19 @@ def form_groups(table: Table, view: Snapshot, grouping: Grouping) -> Groups:
     )
 
 
-def expired_members(table: Table, everything: Snapshot, grouping: Grouping, max_age: float) -> Array:
+def expired_members(
+    table: Table, source: TrajectoryValues, everything: Snapshot, grouping: Grouping, max_age: float
+) -> Array:
     """Slots, int64 [n], of the trajectories of incomplete groups whose newest is older than `max_age` seconds.
 
     Args:
-        everything: all trajectories of the table, under a read ticket. What is not filled is a member too.
+        source: of the table. everything: all trajectories of the table, under a read ticket. What is not filled is a member too.
     """
     alone = dataclasses.replace(grouping, varies=None)
-    places = form_groups(table, everything, alone).incomplete
-    slots = everything.slots[places]
-    _, which = np.unique(trajectory_values(table, grouping.column, slots).numpy(), return_inverse=True)
-    ages = table.reader().ages(slots, everything.sequences[places])[1] / 1e9
+    members = everything.take(form_groups(source, everything, alone).incomplete)
+    slots = members.slots
+    _, which = np.unique(source.read(grouping.column, members).numpy(), return_inverse=True)
+    ages = table.reader().ages(slots, members.sequences)[1] / 1e9
     youngest = np.full(len(slots), np.inf)
     np.minimum.at(youngest, which, ages)
     expired: Array = slots[youngest[which] > max_age]

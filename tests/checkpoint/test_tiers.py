@@ -602,8 +602,6 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
         add(table, 0, 5)
         with pytest.raises(SchemaError, match="commit_every_step was given for a table with a disk tier"):
             table.writer(commit_every_step=True)
-        with pytest.raises(SchemaError, match="group='task' was given with a table that has a disk tier"):
-            dataset(table, group="task", group_size=2)
         with pytest.raises(SchemaError, match="a selector with unit='trajectory'"):
             dataset(table, selector=gear.Prioritized(unit="step"))
         with pytest.raises(
