@@ -84,7 +84,7 @@ class EpochDraws:
                 yield Draw(self.seed, epoch, batch, 0, self.size, 0, past + number), None
             else:
                 if batch // self.pass_batches(view) != turn:  # a new pass, over the current items
-                    view = self.selection().look()
+                    view = self.selection().await_items()
                 turn, place = divmod(batch, self.pass_batches(view))
                 first = place * self.size
                 rows = min(self.size, self.selector.num_items(view) - first)

@@ -694,8 +694,7 @@ class ReplayDataset(IterableDataset[Batch]):
         rank = self._rank()[0]
         if self.rate_limited and self.table.rules.rate_limiter is not None:
             self.table.reader().await_samplable(self._num_drawn)  # the table may be empty until then
-        self._selected().await_items()
-        view = self._selected().look()
+        view = self._selected().await_items()
         count = self._epoch_draws().num_batches(view)
         if rank == number == 0 and (epoch == 0 or get_worker_info() is None):
             self.table.notice_waste()
@@ -725,7 +724,7 @@ class ReplayDataset(IterableDataset[Batch]):
         if self.rate_limited and self.table.rules.rate_limiter is not None:
             self.table.reader().await_samplable(self._num_drawn)
         selection = self._selected()
-        selection.await_items()
+        view = selection.await_items()
         most = math.inf if self.batches_per_epoch is None else self.batches_per_epoch
         if self._exchange is not None and not self._is_global:
             most = begin_epoch(self._exchange, selection, most, fresh=number == 0)
@@ -734,6 +733,7 @@ class ReplayDataset(IterableDataset[Batch]):
             "epoch": epoch,
             "past": self._position.past,
             "endless": self.batches_per_epoch is not None,
+            "view": view,
             "state": self._progress.start(epoch, number * world + rank),
         }
         if isinstance(selection, GlobalSelection):
@@ -833,8 +833,7 @@ class ReplayDataset(IterableDataset[Batch]):
         number = self._position.samples * world + rank
         epoch, turn, first, count, view = SAMPLE_EPOCH, 0, 0, self._items_of(self._global_size(size)), None
         if self.selector.passes:
-            self._selected().await_items()
-            view = self._selected().look()
+            view = self._selected().await_items()
             items = self.selector.num_items(view)
             turn, first = divmod(self._position.sampled_items, max(items, 1))
             epoch, count = SAMPLE_EPOCH + 1 + rank, min(count, items - first)
@@ -863,7 +862,7 @@ class ReplayDataset(IterableDataset[Batch]):
         selection = self._selected()
         planner = self._sampler
         if planner is None or not planner.plans_for(selection):
-            selection.await_items()
+            view = selection.await_items()
             state = self._sample_progress.start(SAMPLE_EPOCH, self._position.samples)
             planner = BudgetPlanner(
                 selection,
@@ -872,6 +871,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 epoch=SAMPLE_EPOCH,
                 past=0,
                 endless=True,
+                view=view,
                 state=state,
             )
         self._sampler = None  # after an error the next call goes on from the last delivered batch

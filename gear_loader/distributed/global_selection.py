@@ -136,13 +136,13 @@ class GlobalSelection(Selection):
         """Return the summaries for the next draw, `SUMMARY` [S]; all ranks call it."""
         return self._batches.known_summaries()
 
-    def await_items(self) -> None:
+    def await_items(self) -> PassView:
         """See `Selection.await_items`; all ranks call it, and wait for the same number of turns."""
-        if self.context.waits:
-            for _ in self._turns():
-                if len(self.look()):
-                    return
-            raise self._empty_error()
+        for _ in self._turns():
+            found = self.look()
+            if len(found) or not self.context.waits:
+                return found
+        raise self._empty_error()
 
     def _turns(self) -> Iterator[None]:
         """Wait before each turn but the first, until the deadline of the shards; the same number on all ranks."""

@@ -191,19 +191,20 @@ class Selection:
         """`look` for sizes only; may be out of date."""
         return self.look()
 
-    def await_items(self) -> None:
-        """Wait until something can be drawn, if the context waits.
+    def await_items(self) -> Any:
+        """`look`, after waiting until something can be drawn if the context waits.
 
         Raises:
             TableEmptyError: timed out.
         """
 
-        def look() -> None:
-            if len(self.look()) == 0:
+        def look() -> Any:
+            found = self.look()
+            if len(found) == 0 and self.context.waits:
                 raise self.context.empty()
+            return found
 
-        if self.context.waits:
-            self.when_drawable(look)
+        return self.when_drawable(look)
 
     def when_drawable(self, attempt: Callable[[], _T], ticket: Any = None) -> _T:
         """Call `attempt`; if the context waits, again until it raises no TableEmptyError, or the deadline.

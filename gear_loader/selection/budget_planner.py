@@ -115,6 +115,7 @@ class BudgetPlanner:
         seed, epoch: of the draws.
         past: batches of earlier epochs, for schedules.
         endless: whether the stream goes on after as many rows as there are items at its start.
+        view: these items, of `Selection.await_items`.
         state: position to go on from; the draws of waiting rows are repeated.
     """
 
@@ -127,6 +128,7 @@ class BudgetPlanner:
         epoch: int,
         past: int,
         endless: bool,
+        view: Any,
         state: BudgetState | None = None,
     ) -> None:
         self._selection, self._budget = selection, budget
@@ -134,7 +136,7 @@ class BudgetPlanner:
         self._reader = selection.context.table.reader()
         self._seed, self._epoch, self._past, self._endless = seed, epoch, past, endless
         self._size = self.draw_size(self._selector, selection.context.grouping)
-        self._view = selection.look()
+        self._view = view
         self._state = state = state or BudgetState()
         self._queue: Array = np.empty((QUEUE_WIDTH, 0), dtype=np.int64)
         self._more: list[Array | None] | None = None  # weights, counts, numbers and ids of the queued rows
@@ -236,8 +238,7 @@ class BudgetPlanner:
             if items and state.first >= items:
                 if not self._endless:
                     return False
-                self._selection.await_items()
-                self._view = self._selection.look()
+                self._view = self._selection.await_items()
                 items = selector.num_items(self._view)
                 state = dataclasses.replace(state, turn=state.turn + 1, first=0)
             if items == 0:

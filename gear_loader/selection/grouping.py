@@ -201,7 +201,8 @@ def expired_members(
     """Slots, int64 [n], of the trajectories of incomplete groups whose newest is older than `max_age` seconds.
 
     Args:
-        source: of the table. everything: all trajectories of the table, under a read ticket. What is not filled is a member too.
+        source: of the table.
+        everything: all trajectories of the table, under a read ticket. What is not filled is a member too.
     """
     alone = dataclasses.replace(grouping, varies=None)
     members = everything.take(form_groups(source, everything, alone).incomplete)

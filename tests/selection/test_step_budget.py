@@ -8,7 +8,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError, TableEmptyError
+from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw
 
 SCHEMA = {"token": gear.Column(torch.int32), "number": gear.Column(torch.int64, per="trajectory")}
 ONCE = gear.Uniform(replacement=False)
@@ -459,6 +460,44 @@ def test_sampled_batches_continue_one_another(
                                 if selector is not WEIGHED else other.state_dict())  # fmt: skip
         assert numbers(iter(resumed.sample, None), 30 - seen) == expected[seen:]
         assert numbers(iter(other.sample, None), 30 - seen) == expected[seen:]
+
+
+def endless(table: gear.Table, selector: Any) -> Iterator[int]:
+    """The trajectories that calls of `sample` draw, pass after pass."""
+    if selector is WEIGHED:
+        data = gear.ReplayDataset(
+            table, windows=gear.Window(1), batch_size=16, device="cpu", seed=5, selector=selector
+        )
+        while True:
+            yield from data.sample()["number"].tolist()
+    view = table.reader().snapshot()
+    turn = first = 0
+    for number in itertools.count():
+        count = min(64, len(view.slots) - first) if selector.passes else 64
+        draw = Draw(5, SAMPLE_EPOCH, number, first, count, turn, 0)
+        yield from selector.select(view, draw)[0].tolist()  # the oldest trajectory is number 0
+        first += count
+        if first >= len(view.slots):
+            turn, first = turn + 1, 0
+
+
+@settings(max_examples=30)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=150),
+    more=st.integers(0, 40),
+    lookahead=st.integers(0, 6),
+    selector=st.sampled_from([ONCE, gear.Uniform(), gear.Fifo(False), gear.Lifo(False), WEIGHED]),
+)
+def test_sampled_batches_are_those_of_the_plain_loop(
+    lengths: list[int], more: int, lookahead: int, selector: Any
+) -> None:
+    max_steps, count = max(lengths) + more, 12
+    with make_table(lengths) as table:
+        most = count * (max_steps + 1) + lookahead  # more than so many batches can take or pass over
+        order = list(itertools.islice(endless(table, selector), most))
+        expected = grouped(order, lengths, max_steps, lookahead)[:count]
+        data = dataset(table, selector=selector, max_steps=max_steps, lookahead=lookahead)
+        assert numbers(iter(data.sample, None), count) == expected
 
 
 def test_a_sampled_pass_has_the_items_at_its_start_and_goes_on_after_an_error() -> None:

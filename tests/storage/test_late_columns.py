@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from table_common import Died, bury, fresh_name, mortal
 import gear_loader as gear
 from gear_loader.errors import CheckpointError, FilledError, PriorityError, SchemaError, StaleIndexError
 from gear_loader.selection.prioritized import PrioritizedSelection
+from gear_loader.selection.snapshot_selection import SnapshotSelection
 from gear_loader.storage import late
 from gear_loader.storage.late import fill_columns
 
@@ -306,6 +308,32 @@ def test_what_is_filled_while_a_draw_finds_nothing_is_drawn_next(monkeypatch: py
             prefetch=0,
         )
         assert data.sample()["index"].tolist() == [0, 0]
+
+
+def test_a_pass_begins_with_what_was_seen_when_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by one look and gone at the next: a pass over nothing would wait for its deadline, and fail."""
+    with make(timeout=5.0) as table:
+
+        def add_filled(number: int) -> None:
+            table.fill(add(table, number), reward=0.5)
+
+        add_filled(0)
+        original, later = SnapshotSelection.look, threading.Timer(0.2, add_filled, (1,))
+
+        def look(selection: SnapshotSelection) -> Any:
+            found = original(selection)
+            if len(found):
+                table.remove(0)
+                later.start()
+            return found
+
+        data = gear.ReplayDataset(
+            table, batch_size=1, windows={"number": None, "token": gear.Window(1), "reward": None}, device="cpu",
+            prefetch=0, selector=gear.Uniform(replacement=False),
+        )  # fmt: skip
+        monkeypatch.setattr(SnapshotSelection, "look", look)
+        assert data.sample()["number"].tolist() == [1]
+        later.join()
 
 
 def _fill_all(name: str, passes: int) -> None:
