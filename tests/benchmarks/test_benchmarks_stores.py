@@ -80,7 +80,7 @@ def test_rows_have_what_a_journey_took_and_others_that_fail_are_left_out(tmp_pat
         *((load, name) for load in WORKLOADS[2:] for name in ("read", "read, kept", "ours", "torch.load")),
     ]
     targets = [row["targets"] for row in rows if row["variant"] == "ours"]
-    assert targets == [{"write": 0.7}, {}, {"read": 0.7}, {"read": 0.7}]
+    assert targets == [{"write": 0.7}, {}, {"read, kept": 0.7}, {"read, kept": 0.7}]
     assert (rows[1]["bytes"], rows[4]["bytes"]) == (60 * 42_000, 80 * 42_000)
     assert "left out: stale: ValueError: row 0 begins with nan" in reasons
     assert reasons.count("left out: ") == 2
