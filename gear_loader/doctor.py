@@ -19,6 +19,7 @@ from typing import Any
 from gear_loader.errors import RegionError
 from gear_loader.storage import numa, pages, shared_memory
 from gear_loader.storage.layout import read_counters
+from gear_loader.storage.tier_counts import SLOW_SHARE
 from gear_loader.storage.tier_state import TierState
 from gear_loader.transport.child_process import child_command
 
@@ -250,11 +251,15 @@ def _memory() -> dict[str, Any]:
     found["huge_named"] = "never" if "shm_problem" in found else pages.huge_pages_of_files()
     found["nodes"], found["gpu_nodes"] = numa.nodes_with_memory(), numa.gpu_nodes()
     found["table_nodes"] = {} if "shm_problem" in found else _table_nodes()
-    found["disks"] = {} if "shm_problem" in found else _table_disks()
+    tiers = {} if "shm_problem" in found else _tiers()
+    found["disks"] = {name: str(tier) for name, tier in tiers.items()}
+    found["slow_disks"] = {
+        name: tier.disk_wait for name, tier in tiers.items() if tier.disk_wait >= SLOW_SHARE
+    }
     return found
 
 
-def _table_disks() -> dict[str, str]:
+def _tiers() -> dict[str, TierState]:
     """Name of a table with a disk tier -> what lies there, and what was read from it."""
     found = {}
     for name in shared_memory.region_names():
@@ -266,7 +271,7 @@ def _table_disks() -> dict[str, str]:
             layout, counters = read_counters(file.fd, file.info.st_size)
             tier = TierState.read(file.fd, layout, counters)
             if tier is not None:
-                found[name] = str(tier)
+                found[name] = tier
     return found
 
 
@@ -428,6 +433,13 @@ def _slow(found: dict[str, Any]) -> list[dict[str, str]]:
         f"the GPUs are on the NUMA nodes {sorted(nodes)}, and pages of these tables on others",
         "create them with numa=<node of the GPU>, or 'auto' after torch.cuda.init(), with enough free memory there",
     )
+    for name, share in memory["slow_disks"].items():
+        add(
+            True,
+            f"batches of table {name} wait for its disk",
+            f"{share:.0%} of ten seconds was spent reading from it",
+            "give the table more memory, draw by priority, or use a faster disk (docs/tiers.md)",
+        )
     add(
         gpu and memory["huge_named"] in ("never", "deny"),
         "named tables lie in pages of 4 KiB",

@@ -24,7 +24,7 @@ from gear_loader.storage.disk import Disk
 from gear_loader.storage.rules import OnFull
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.table import Table
-from gear_loader.utils.arrays import Array
+from gear_loader.utils.arrays import Array, data_address
 from gear_loader.utils.progress import progress_bar
 
 __all__ = [
@@ -275,6 +275,7 @@ def fill(
             slots, ids = claim.slots, index.begin_stored(contents.length, contents.final, inside, claim)
             (part,) = parts
             note_places(index, slots, part.entries)
+            _keep_versions(table, directory, part, slots)
             parts = [dataclasses.replace(part, entries=part.entries.take(inside), places=part.places[inside])]
         first_ids = np.cumsum(blocks) - blocks
         reads = [
@@ -342,6 +343,32 @@ def _reads(table: Table, part: Part, segment: Segment, first_ids: Array) -> list
             )
         )
     return reads
+
+
+def _keep_versions(table: Table, directory: Directory, part: Part, slots: Array) -> None:
+    """Read the versions of trajectories that stay on disk, of a table that has versions of a policy.
+
+    Args:
+        slots: int64 [n], of the trajectories of `part`.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    name, kept = table.rules.version, table.index.arrays.kept_versions
+    if name is None:
+        return
+    size = table.schema[name].step_bytes
+    values: Array = np.empty((len(slots), size), dtype=np.uint8)
+    # One after another: blocks of one step, of which each trajectory has the one with its number.
+    column = np.array([data_address(values), size, size, size, 1], dtype=np.int64)
+    reads = [
+        dataclasses.replace(read, column=column, memory=values.reshape(-1))
+        for segment in part.manifest.segments
+        for read in _reads(table, part, segment, np.arange(len(slots)))
+        if read.name == column_file(name)
+    ]
+    read_columns(directory, reads, np.arange(len(slots), dtype=np.int32), lambda count: None)
+    kept[slots] = values.view(np.dtype(table.schema[name].dtype_name)).reshape(-1)
 
 
 def _check_sizes(table: Table, where: str, lengths: Array, blocks: int) -> None:

@@ -102,6 +102,8 @@ class Spiller:
         self._arrays = index.arrays
         self._late = late
         self._next = 0.0  # time of the next exchange
+        # Steps and final steps of trajectories on disk, int64 [T, 2], where `stored` names the trajectory.
+        self._lengths: Array = self._arrays.extent[:, [0, 2]]
 
     @property
     def _keep(self) -> Keep:
@@ -153,6 +155,8 @@ class Spiller:
             # Not those of which a late column was filled after the snapshot: it is not on disk.
             live = live[filled_bits(arrays, slots[live]) == snapshot.filled[live]]
             arrays.stored[slots[live]] = new[live]
+            self._lengths[slots[live], 0] = snapshot.lengths[live]
+            self._lengths[slots[live], 1] = snapshot.finals[live]
 
         self._index.recovery.locked(write)
 
@@ -206,7 +210,7 @@ class Spiller:
         budget = max(1, EXCHANGE_BYTES // block_bytes)
         come, leave = exchange(order, extent[:, 1] >= 0, blocks, total, budget)
         self._next = time.monotonic() + max(EXCHANGE_SECONDS, 20 * (time.monotonic() - now))
-        if len(leave) and self._index.spill(slots[leave], generations[slots[leave]]) < 0:
+        if len(leave) and self._spill(slots[leave], generations) < 0:
             return 0
         return promote(table, slots[come])
 
@@ -226,7 +230,8 @@ class Spiller:
         )  # before the states: a slot that is reused meanwhile is skipped
         sequences = arrays.sequence.copy()
         inside = (arrays.state == READY) & (arrays.extent[:, 1] >= 0)
-        slots = np.flatnonzero(inside & (arrays.stored[:, _SEQUENCE] == sequences + 1))
+        inside &= arrays.stored[:, _SEQUENCE] == sequences + 1
+        slots = np.flatnonzero(inside & (arrays.extent[:, [0, 2]] == self._lengths).all(1))
         slots = slots[self._coldness(slots, sequences, generations)]
         if self._late:  # those of which a column is filled later last: it is filled in memory
             waiting = (filled_bits(arrays, slots) & self._late) != self._late
@@ -235,9 +240,13 @@ class Spiller:
         slots = slots[:count]
         if not len(slots):
             return missing
-        if self._index.spill(slots, generations[slots]) < 0:
+        if self._spill(slots, generations) < 0:
             return -1
         missing = self.missing()
         if not missing:
             arrays.counters[WANTED_BLOCKS] = 0
         return missing
+
+    def _spill(self, slots: Array, generations: Array) -> int:
+        """`Index.spill` of slots (int64 [n]); generations are of all slots."""
+        return self._index.spill(slots, generations[slots], self._lengths[slots])

@@ -34,7 +34,7 @@ from gear_loader.errors import CheckpointError, StaleIndexError
 from gear_loader.native import file_reads
 from gear_loader.native.file_reads import ADDRESS, BEGIN, BYTES, CHUNK, FD, VERIFIED, WIDTH
 from gear_loader.storage.disk import LostRowsError
-from gear_loader.storage.tier_counts import HITS, MISSES, READ_BYTES, READ_NANOSECONDS
+from gear_loader.storage.tier_counts import HITS, MISSES, READ_BYTES, READ_NANOSECONDS, SLOW_SHARE, note_wait
 from gear_loader.utils.arrays import Array, data_address
 from gear_loader.utils.notices import notice
 
@@ -51,8 +51,6 @@ _LOOK_SECONDS = 1.0
 """Seconds after which the manifest is looked at again although all segments are known."""
 _WINDOW_SECONDS = 10.0
 """Seconds over which the share of the time that batches read from disk is taken."""
-_SLOW_SHARE = 0.7
-"""Share from which on the loop waits for the disk, whatever else it does."""
 _DAMAGE = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG)
 
 
@@ -194,14 +192,15 @@ class _Counts:
         self._window = [one + other for one, other in zip(self._window, counted, strict=True)]
         now = time.monotonic_ns()
         if now - self._since >= _WINDOW_SECONDS * 1e9:
-            self._look(now)
+            self._look(tier, now)
 
-    def _look(self, now: int) -> None:
+    def _look(self, tier: Array, now: int) -> None:
         hits, misses, size, busy = self._window
         seconds = (now - self._since) / 1e9
         self._since, self._window = now, [0, 0, 0, 0]
         share = busy / 1e9 / seconds
-        if share < _SLOW_SHARE:
+        note_wait(tier, share)
+        if share < SLOW_SHARE:
             return
         notice(
             f"slow tier {self._path}",

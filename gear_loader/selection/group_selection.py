@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from gear_loader.utils.arrays import Array
 
 __all__ = ["GroupCounts", "GroupFormer", "GroupSelection", "PrioritizedGroupSelection"]
 
+_Found = TypeVar("_Found")
 _LOOK_SECONDS = 1.0
 """Most seconds between two looks for incomplete groups that are too old."""
 
@@ -58,11 +60,20 @@ class GroupFormer:
     def form(self, view: Snapshot) -> Groups:
         """The groups among the trajectories of a snapshot that can be drawn, under a read ticket."""
         if self._known is None or self._known[0] is not view:
-            groups = form_groups(self._values, view, self._grouping)
+            groups = self._readable(view, lambda left: form_groups(self._values, left, self._grouping))
             self._known = view, groups
             self.counts.complete, self.counts.constant = len(groups), groups.constant
             self.counts.incomplete = len(groups.incomplete)
         return self._known[1]
+
+    def _readable(self, view: Snapshot, call: Callable[[Snapshot], _Found]) -> _Found:
+        """The result of a call with a snapshot, without the trajectories that it cannot read: those are removed."""
+        while True:
+            try:
+                return call(view)
+            except LostRowsError as error:
+                self._table.remove_lost(error)
+                view = view.take(~np.isin(view.slots, error.slots))
 
     def expire(self) -> None:
         """Remove the trajectories of incomplete groups to which none was added for `max_age` seconds."""
@@ -73,7 +84,9 @@ class GroupFormer:
         ticket = Ticket()
         try:
             _, everything = self._table.reader().begin_snapshot(0, ticket)
-            slots = expired_members(self._table, self._values, everything, self._grouping, limit)
+            slots = self._readable(
+                everything, lambda left: expired_members(self._values, left, self._grouping, limit)
+            )
             ticket.end()
         finally:
             ticket.end()  # again: an exception may arrive anywhere

@@ -95,75 +95,75 @@ class Groups:
 
 
 class TrajectoryValues:
-    """Reads columns per trajectory. With a disk tier it keeps what it has read, so that nothing is read twice.
+    """Values of columns per trajectory, as needed to form groups. Each is read from disk at most once.
 
     Args:
-        table: to read.
+        table: of the trajectories.
     """
 
     def __init__(self, table: Table) -> None:
-        self._table = table
-        self._known: dict[str, tuple[Array, Array]] = {}  # column -> generation and bytes of each slot
+        self.table = table
+        # With a disk tier: column -> generation whose value is known, int64 [T], and the values, uint8 [T, bytes].
+        self._known: dict[str, tuple[Array, Array]] = {}
 
-    def read(self, name: str, view: Snapshot) -> torch.Tensor:
-        """Values of a column that has them, ``[n, *shape]``, of the trajectories of a snapshot, under a read ticket.
+    def read(self, name: str, slots: Array, generations: Array) -> torch.Tensor:
+        """Values of a column, ``[n, *shape]``, of distinct trajectories, int64 [n], under a read ticket.
 
         Raises:
-            LostRowsError: trajectories on disk cannot be read.
+            LostRowsError: trajectories cannot be read from disk.
         """
-        table, column, slots = self._table, self._table.schema[name], view.slots
-        if not table.has_tier:
-            data = self._from_memory(name, slots)
+        column = self.table.schema[name]
+        if not self.table.has_tier:
+            data = self._in_memory(name, self.table.index.arrays.extent[slots, 1])
         else:
             if name not in self._known:
-                count = len(table.index.arrays.extent)
-                sizes = (
+                count = self.table.index.arrays.num_slots
+                self._known[name] = (
                     np.full(count, -1, dtype=np.int64),
-                    np.empty((count, column.step_bytes), dtype=np.uint8),
+                    np.zeros((count, column.step_bytes), dtype=np.uint8),
                 )
-                self._known[name] = sizes
-            generations, values = self._known[name]
-            new = np.flatnonzero(generations[slots] != view.generations)
-            if len(new):
-                values[slots[new]] = self._from_tier(name, slots[new], view.generations[new])
-                generations[slots[new]] = view.generations[new]
-            data = values[slots]
+            known, kept = self._known[name]
+            new = known[slots] != generations
+            if new.any():
+                kept[slots[new]] = self._anywhere(name, slots[new], generations[new])
+                known[slots[new]] = generations[new]
+            data = kept[slots]
         return torch.from_numpy(data.reshape(-1)).view(column.dtype).reshape(len(slots), *column.shape)
 
-    def _from_memory(self, name: str, slots: Array) -> Array:
-        """Bytes of trajectories in memory, uint8 [n, step bytes]."""
-        table, arrays = self._table, self._table.index.arrays
-        blocks = arrays.ids_at(arrays.extent[slots, 1])
-        data = np.ascontiguousarray(table.region.column(name)[blocks, 0]).reshape(-1).view(np.uint8)
-        return data.reshape(len(slots), table.schema[name].step_bytes)
+    def _in_memory(self, name: str, places: Array) -> Array:
+        """Values, uint8 [n, step_bytes], of trajectories by their places in the block tables, int64 [n]."""
+        blocks = self.table.index.arrays.ids_at(places)
+        return np.ascontiguousarray(self.table.region.column(name)[blocks, 0])
 
-    def _from_tier(self, name: str, slots: Array, generations: Array) -> Array:
-        """Bytes of trajectories in memory or on disk, uint8 [n, step bytes]."""
-        extent, size = self._table.index.arrays.extent, self._table.schema[name].step_bytes
-        found = np.empty((len(slots), size), dtype=np.uint8)
+    def _anywhere(self, name: str, slots: Array, generations: Array) -> Array:
+        """Values, uint8 [n, step_bytes], of trajectories in memory and of those on disk only."""
+        extent = self.table.index.arrays.extent
+        found: Array = np.empty((len(slots), self.table.schema[name].step_bytes), dtype=np.uint8)
         while True:
-            starts = extent[slots, 1]
-            inside = starts >= 0
-            found[inside] = self._from_memory(name, slots[inside])
-            if (extent[slots[inside], 1] == starts[inside]).all():
+            places = extent[slots, 1]
+            inside = places >= 0
+            found[inside] = self._in_memory(name, places[inside]).reshape(-1, found.shape[1])
+            if (extent[slots[inside], 1] == places[inside]).all():
                 break  # else some of them were moved to disk meanwhile
-        outside = np.flatnonzero(~inside)
-        if len(outside):
-            zeros, ones = np.zeros_like(outside), np.ones_like(outside)
-            outs = {name: (found.reshape(-1), outside * size)}
-            self._table.tier_reader().read(slots[outside], generations[outside], zeros, ones, outs)
+        if not inside.all():
+            outside = np.flatnonzero(~inside)
+            one = np.ones_like(outside)
+            read: Array = np.empty((len(outside), found.shape[1]), dtype=np.uint8)
+            out = read.reshape(-1), np.arange(len(outside)) * found.shape[1]
+            self.table.tier_reader().read(slots[outside], generations[outside], 0 * one, one, {name: out})
+            found[outside] = read
         return found
 
 
-def form_groups(source: TrajectoryValues, view: Snapshot, grouping: Grouping) -> Groups:
+def form_groups(values_of: TrajectoryValues, view: Snapshot, grouping: Grouping) -> Groups:
     """The complete groups among the trajectories of a snapshot, under a read ticket.
 
     Raises:
         SchemaError: more trajectories than `size` have the same value.
-        LostRowsError: trajectories on disk cannot be read.
+        LostRowsError: trajectories cannot be read from disk.
     """
     size = grouping.size
-    values = source.read(grouping.column, view).numpy()
+    values = values_of.read(grouping.column, view.slots, view.generations).numpy()
     names, counts = np.unique(values, return_counts=True)
     if len(counts) and counts.max() > size:
         worst = int(counts.argmax())
@@ -178,7 +178,8 @@ def form_groups(source: TrajectoryValues, view: Snapshot, grouping: Grouping) ->
     incomplete = order[np.repeat(~complete, counts)]
     constant = 0
     if grouping.varies is not None and len(members):
-        found = source.read(grouping.varies, view.take(members.reshape(-1)))
+        named = view.take(members.reshape(-1))
+        found = values_of.read(grouping.varies, named.slots, named.generations)
         found = found.reshape(len(members), size, -1)
         varies = (found != found[:, :1]).flatten(1).any(1).numpy()
         constant = int((~varies).sum())
@@ -196,19 +197,23 @@ def form_groups(source: TrajectoryValues, view: Snapshot, grouping: Grouping) ->
 
 
 def expired_members(
-    table: Table, source: TrajectoryValues, everything: Snapshot, grouping: Grouping, max_age: float
+    values_of: TrajectoryValues, everything: Snapshot, grouping: Grouping, max_age: float
 ) -> Array:
     """Slots, int64 [n], of the trajectories of incomplete groups whose newest is older than `max_age` seconds.
 
     Args:
         source: of the table.
         everything: all trajectories of the table, under a read ticket. What is not filled is a member too.
+
+    Raises:
+        LostRowsError: trajectories cannot be read from disk.
     """
     alone = dataclasses.replace(grouping, varies=None)
-    members = everything.take(form_groups(source, everything, alone).incomplete)
-    slots = members.slots
-    _, which = np.unique(source.read(grouping.column, members).numpy(), return_inverse=True)
-    ages = table.reader().ages(slots, members.sequences)[1] / 1e9
+    named = everything.take(form_groups(values_of, everything, alone).incomplete)
+    slots = named.slots
+    values = values_of.read(grouping.column, slots, named.generations).numpy()
+    _, which = np.unique(values, return_inverse=True)
+    ages = values_of.table.reader().ages(slots, named.sequences)[1] / 1e9
     youngest = np.full(len(slots), np.inf)
     np.minimum.at(youngest, which, ages)
     expired: Array = slots[youngest[which] > max_age]

@@ -18,7 +18,16 @@ from gear_loader.errors import LockTimeoutError, SchemaError, StaleIndexError, T
 from gear_loader.storage.admission import Admission
 from gear_loader.storage.allocation import Allocator, Claim
 from gear_loader.storage.block_tables import BlockTables
-from gear_loader.storage.counters import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_LOST, NUM_SAMPLED, ORIGIN, POLICY
+from gear_loader.storage.counters import (
+    FIRST_SEQUENCE,
+    NEXT_SEQUENCE,
+    NUM_LOST,
+    NUM_SAMPLED,
+    ORIGIN,
+    POLICY,
+    RUNS,
+    WANTED_BLOCKS,
+)
 from gear_loader.storage.ids import (
     check_origin_free,
     check_unused,
@@ -35,6 +44,8 @@ from gear_loader.storage.operations import (
     EVICT_OLDEST,
     FLIP,
     GONE,
+    GROWN_GENERATION,
+    GROWN_SLOT,
     PID,
     READY,
     REFUSE,
@@ -51,6 +62,8 @@ from gear_loader.utils.arrays import Array
 
 __all__ = ["EVICT_LOWEST", "EVICT_OLDEST", "REFUSE", "Claim", "Index"]
 
+_OUTSIDE = -1
+"""Result of adding steps: the trajectory lies on disk only."""
 INLINE_BYTES = 512 * 1024
 """Largest data that is copied under the lock, in bytes: a copy of this size is cheaper than locking twice."""
 
@@ -421,7 +434,7 @@ class Index:
         final: bool,
         evict: int,
         wait: bool,
-    ) -> bool:
+    ) -> bool | None:
         """Add steps, or its final step, to a trajectory that is visible already.
 
         Args:
@@ -433,30 +446,33 @@ class Index:
             evict, wait: as for `begin`.
 
         Returns:
-            False, having added nothing, if the trajectory was evicted or removed.
+            False, having added nothing, if the trajectory was evicted or removed; None if it lies on disk only.
 
         Raises:
             As `begin`.
         """
-        arrays, gone = self.arrays, False
+        arrays, ends = self.arrays, {DONE: True, GONE: False, _OUTSIDE: None}
         more, last = (0, 1) if final else (count, 0)
         given = (slot, generation, more, last, int(evict), run)
-        if self.admission.max_age is None:
-            answer = self.recovery.lock.run(
-                lambda: arrays.ops.add_steps(arrays.where, *given, columns, addresses)
-            )
-            if answer in (DONE, GONE):
-                return bool(answer == DONE)
+
+        def add() -> int:
+            if arrays.tier is not None and arrays.are_outside(slot, generation):
+                return _OUTSIDE
+            answer: int = arrays.ops.add_steps(arrays.where, *given, columns, addresses)
+            return answer
+
+        if self.admission.max_age is None and (answer := self.recovery.lock.run(add)) in ends:
+            return ends[answer]
+        answer = GONE
 
         def attempt() -> int:
-            nonlocal gone
-            answer: int = arrays.ops.add_steps(arrays.where, *given, columns, addresses)
-            gone = answer == GONE
-            return DONE if gone else answer
+            nonlocal answer
+            answer = add()
+            return DONE if answer in ends else answer
 
         blocks = int(arrays.blocks_of(arrays.extent[slot, 0] + count) - arrays.blocks_at(slot))
         self.allocator.obtain((0, blocks, more), attempt, evict=evict, wait=wait, last=slot)
-        return not gone
+        return ends[answer]
 
     def add_rows(
         self, columns: Array, addresses: Array, grown: Array, chosen: Array, *, longest: int, evict: int
@@ -473,8 +489,18 @@ class Index:
             return 0
         arrays = self.arrays
         given = (arrays.where, columns, addresses, grown, chosen, longest, int(evict))
-        added: int = self.recovery.lock.run(arrays.ops.add_rows, *given)
-        return added
+        if arrays.tier is None:
+            added: int = self.recovery.lock.run(arrays.ops.add_rows, *given)
+            return added
+
+        def add() -> int:
+            names = grown[chosen]
+            if arrays.are_outside(names[:, GROWN_SLOT], names[:, GROWN_GENERATION]).any():
+                return 0
+            added: int = arrays.ops.add_rows(*given)
+            return added
+
+        return self.recovery.lock.run(add)
 
     def finish(self, slot: int, length: int, priority: float, *, final: bool = False) -> None:
         """Commit a slot that holds `length` steps and free its unused blocks.
@@ -607,11 +633,13 @@ class Index:
 
     # ---------------------------------------------------------------- disk below memory
 
-    def spill(self, slots: Array, generations: Array) -> int:
+    def spill(self, slots: Array, generations: Array, lengths: Array | None = None) -> int:
         """Take the blocks of trajectories that are on disk; see `operations.spill`.
 
         Args:
             slots, generations: int64 [n], the trajectories; a slot may be given twice.
+            lengths: int64 [n, 2], their steps and final steps on disk; those that have grown since are skipped.
+                None: none has.
 
         Returns:
             Number of trajectories that were spilled; -1, having done nothing, if readers hold blocks of earlier ones.
@@ -621,9 +649,14 @@ class Index:
         generations = generations[first]
 
         def spill() -> int:
-            done = int(arrays.ops.spill(arrays.where, slots, generations))
+            live = (arrays.state[slots] == READY) & (arrays.generation[slots] == generations)
+            if lengths is not None:
+                live &= (arrays.extent[slots][:, [0, 2]] == lengths[first]).all(1)
+            names = slots[live], generations[live]
+            arrays.keep_versions(names[0])
+            done = int(arrays.ops.spill(arrays.where, *names))
             if done < 0 and self.readers.drop_dead():
-                done = int(arrays.ops.spill(arrays.where, slots, generations))
+                done = int(arrays.ops.spill(arrays.where, *names))
             return done
 
         return self.recovery.locked(spill)
@@ -648,11 +681,27 @@ class Index:
                 answer = arrays.ops.take_back(arrays.where, slot, generation, ids)
             if answer != DONE:
                 return False
+            arrays.counters[RUNS] += 1  # the block table of one that grows is at another place
             write(ids)
             arrays.ops.give_place(arrays.where, slot, len(ids))
             return True
 
         return self.recovery.locked(promote)
+
+    def want_back(self, slots: Array) -> bool:
+        """Whether some of the trajectories (int64 [n]) lie on disk only; asks for room for them in memory."""
+        arrays = self.arrays
+
+        def look() -> bool:
+            live = slots[arrays.state[slots] == READY]
+            left = live[arrays.extent[live, 1] < 0]
+            if len(left):
+                blocks = arrays.blocks_of(arrays.extent[left, 0] + arrays.extent[left, 2]).sum()
+                wanted = min(int(blocks), arrays.num_blocks)
+                arrays.counters[WANTED_BLOCKS] = max(int(arrays.counters[WANTED_BLOCKS]), wanted)
+            return bool(len(left))
+
+        return self.recovery.locked(look)
 
     def begin_stored(self, lengths: Array, finals: Array, inside: Array, claim: Claim) -> Array:
         """`begin` for trajectories of which some are on disk and get no blocks; for an empty table.

@@ -67,6 +67,7 @@ class IndexArrays:
         self.parked: Array = region.array("parked")
         self.stored: Array = region.array("stored")
         self.heat: Array = region.array("heat")
+        self.kept_versions: Array = region.array("versions")
         self.tier_counts: Array = region.array("tier_counts")
         self.group = layout.group
         rules = layout.rules
@@ -118,6 +119,11 @@ class IndexArrays:
         blocks = self.blocks_of(extent[..., 0] + extent[..., 2])
         return blocks if self.tier is None else np.where(extent[..., 1] < 0, 0, blocks)
 
+    def are_outside(self, slots: Any, generations: Any) -> Any:
+        """Whether live trajectories lie on disk only; False for those that are gone. The caller holds the lock."""
+        live = (self.state[slots] == operations.READY) & (self.generation[slots] == generations)
+        return live & (self.extent[slots, 1] < 0)
+
     def versions(self, slots: Array) -> Array:
         """Versions of the policy of trajectories, int64 [n], of a table with such a column.
 
@@ -125,10 +131,26 @@ class IndexArrays:
             slots: int64 [n]. The caller holds the lock or a read ticket.
         """
         assert self._versions is not None
+        places = self.extent[slots, 1]
+        if self.tier is None:
+            return self._versions_at(places)
+        found: Array = self.kept_versions[slots]
+        inside = places >= 0
+        found[inside] = self._versions_at(places[inside])
+        return found
+
+    def _versions_at(self, places: Array) -> Array:
+        """Versions of trajectories in memory by their places in the block tables, int64 [n]."""
+        assert self._versions is not None
         column, dtype = self._versions
-        values = np.ascontiguousarray(column[self.ids_at(self.extent[slots, 1]), 0])
+        values = np.ascontiguousarray(column[self.ids_at(places), 0])
         found: Array = values.reshape(-1).view(dtype).astype(np.int64)
         return found
+
+    def keep_versions(self, slots: Array) -> None:
+        """Keep the versions of trajectories (int64 [n]) in memory, before their blocks are taken. Under the lock."""
+        if len(self.kept_versions):
+            self.kept_versions[slots] = self.versions(slots)
 
     def num_ready(self) -> int:
         """Number of live trajectories. Takes no lock."""

@@ -16,10 +16,10 @@ import numpy as np
 
 from gear_loader.errors import FilledError, SchemaError, TableFullError
 from gear_loader.native.copying import copy_rows
-from gear_loader.storage.counters import NUM_TOUCHED, VERSION, WANTED_BLOCKS
+from gear_loader.storage.counters import NUM_TOUCHED, VERSION
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.late_values import LateValues, check_late, checked_fill
-from gear_loader.storage.operations import READY, begin_change, end_change
+from gear_loader.storage.operations import begin_change, end_change
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Schema
 from gear_loader.utils.arrays import Array
@@ -138,7 +138,7 @@ class _Request:
             finally:
                 ticket.end()
             self.table.bring_back(located)
-            if self._are_spilled(located):
+            if self.table.index.want_back(located):
                 backoff = backoff or self.table.reader().backoff()
                 if not backoff.sleep():
                     raise TableFullError(
@@ -146,21 +146,6 @@ class _Request:
                         "only, and there is no room to bring them into memory. Nothing was changed. Fill fewer at "
                         "once, or make the memory of the table larger (max_blocks)."
                     )
-
-    def _are_spilled(self, slots: Array) -> bool:
-        """Whether trajectories lie on disk only still; asks for room for them."""
-        arrays = self.table.index.arrays
-
-        def look() -> bool:
-            live = slots[arrays.state[slots] == READY]
-            left = live[arrays.extent[live, 1] < 0]
-            if len(left):
-                blocks = arrays.blocks_of(arrays.extent[left, 0] + arrays.extent[left, 2]).sum()
-                wanted = min(int(blocks), arrays.num_blocks)
-                arrays.counters[WANTED_BLOCKS] = max(int(arrays.counters[WANTED_BLOCKS]), wanted)
-            return bool(len(left))
-
-        return self.table.index.recovery.locked(look)
 
     def _locate(self, ticket: Ticket) -> _Located | Array:
         """Check the rows, or raise; the caller holds the lock.

@@ -38,6 +38,8 @@
                                                           a disk tier
                     heat                 int64 [T]        [0] without a disk tier. Lower half of the generation, and
                                                           latest priority that a dataset has given (float32)
+                    versions             int64 [T]        version of the policy of a trajectory that lies on disk only;
+                                                          [0] without a disk tier, or `version`
                     tier_counts          int64 [16]       of the disk tier, see `tier_counts.py`; [0] without one
     next page       record     [N blocks, block_stride B] of a packed table: block_steps records, then padding to a
                                                           multiple of 128 B. A record is one step of all narrow columns
@@ -236,6 +238,7 @@ class Layout:
             ("parked", np.int32, (1 if tier is None else blocks,)),
             ("stored", np.int64, (1 if tier is None else slots, 4)),
             ("heat", np.int64, (0 if tier is None else slots,)),
+            ("versions", np.int64, (0 if tier is None or self.rules.version is None else slots,)),
             ("tier_counts", np.int64, (0 if tier is None else COUNTS,)),
         ]
         offset = round_up(len(self.header), LINE)

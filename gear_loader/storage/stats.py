@@ -23,7 +23,7 @@ from gear_loader.storage.counters import (
 )
 from gear_loader.storage.disk import DiskStats
 from gear_loader.storage.states import READY
-from gear_loader.storage.tier_counts import TierCounts
+from gear_loader.storage.tier_counts import SLOW_SHARE, TierCounts
 
 if TYPE_CHECKING:
     from gear_loader.storage.index import Index
@@ -62,6 +62,8 @@ class TableStats:
             that were read from disk.
         miss_bytes, miss_seconds: bytes read for them, and the seconds it took.
         promoted_bytes: bytes of trajectories that were brought back into memory.
+        disk_wait: share of ten seconds during which batches were read from disk, of the process that waited most in the
+            last minute; from 0.7 on the disk is slower than the loop needs, and the text of the statistics says so.
     """
 
     num_trajectories: int
@@ -90,6 +92,7 @@ class TableStats:
     miss_bytes: int = 0
     miss_seconds: float = 0.0
     promoted_bytes: int = 0
+    disk_wait: float = 0.0
 
     @property
     def mean_length(self) -> float:
@@ -149,6 +152,11 @@ class TableStats:
                 f"{'read from disk':<14}{self.num_misses:>16,} rows of {self.num_hits + self.num_misses:,} "
                 f"({self.hit_rate:.1%} in memory), {self.miss_bytes:,} B at {rate:.2f} GB/s"
             )
+        if self.disk_wait >= SLOW_SHARE:
+            lines.append(
+                f"{'slow disk':<14}{f'{self.disk_wait:.0%}':>16} of the time batches wait for it: give the table more "
+                "memory, draw by priority, or use a faster disk"
+            )
         return lines
 
 
@@ -199,4 +207,5 @@ def _tier(index: Index, layout: Layout) -> dict[str, Any]:
         "miss_bytes": counts.read_bytes,
         "miss_seconds": counts.read_seconds,
         "promoted_bytes": counts.promoted_bytes,
+        "disk_wait": counts.disk_wait,
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.errors import SchemaError
+from gear_loader.errors import SchemaError, TableFullError
 from gear_loader.storage.incoming import checked_final
 from gear_loader.storage.operations import GROWN_RUN, GROWN_SLOT, GROWN_STEPS, GROWN_WIDTH
 from gear_loader.storage.writer import Target, Writer
@@ -23,6 +23,9 @@ class StepWriter(Writer):
     Created by ``Table.writer(commit_every_step=True)``. A learner can draw a step as soon as `append` has returned, and
     windows reach across all steps so far. The trajectory keeps its index, and its place in the order of insertion;
     `commit` ends it. If the process dies, what was appended stays.
+
+    In a table with a disk tier a trajectory that waited long for its next step may have been moved to disk; that step
+    brings it back into memory first.
 
     If the trajectory is evicted or removed while it grows, the next step begins another one.
 
@@ -111,17 +114,31 @@ class StepWriter(Writer):
         """Add steps to the trajectory; return False if it is gone."""
         slot, generation, *_ = self.grown.tolist()
         evict, wait = self._table.policy
-        return self._index.add_steps(
-            slot,
-            generation,
-            self._table.step_addresses(),
-            np.asarray(addresses, dtype=np.int64),
-            count,
-            self.grown[GROWN_RUN:],
-            final=final,
-            evict=evict,
-            wait=wait,
-        )
+        backoff = None
+        while True:
+            added = self._index.add_steps(
+                slot,
+                generation,
+                self._table.step_addresses(),
+                np.asarray(addresses, dtype=np.int64),
+                count,
+                self.grown[GROWN_RUN:],
+                final=final,
+                evict=evict,
+                wait=wait,
+            )
+            if added is not None:
+                return added
+            slots = np.array([slot])
+            if self._table.bring_back(slots) or not self._index.want_back(slots):
+                continue
+            backoff = backoff or self._index.admission.backoff()
+            if not backoff.sleep():
+                raise TableFullError(
+                    f"Timed out after {backoff.timeout:g} s: the growing trajectory, of {self.num_steps:,} steps, lies "
+                    "on disk only, and there is no room to bring it into memory. Nothing was appended. Make the memory "
+                    "of the table larger, or commit shorter trajectories."
+                )
 
     def commit(
         self,

@@ -282,11 +282,6 @@ class Table:
                 raise SchemaError(f"{key} is {value!r}; expected an integer from 1 to {2**37 - 1:,}.")
         rules = Rules(on_full, rate_limiter, max_times_sampled, max_age, version, max_lag)
         rules.check_columns(schema)
-        if tier is not None and version is not None:
-            raise SchemaError(
-                f"version={version!r} and a disk tier (Disk(size=)) were given; expected one of them, as versions are "
-                "not read from disk for now. Leave out size, and the disk has a copy of every trajectory in memory."
-            )
         if rate_limiter is not None and rate_limiter.min_size > max_trajectories:
             raise SchemaError(
                 f"{rate_limiter!r} waits for more trajectories than the table can hold, max_trajectories="
@@ -731,11 +726,6 @@ class Table:
                 raise SchemaError(
                     f"commit_every_step goes without chunk_steps ({chunk_steps}) and overlap_steps ({overlap_steps}): "
                     "the trajectory grows until commit()."
-                )
-            if self.has_tier:
-                raise SchemaError(
-                    "commit_every_step was given for a table with a disk tier (Disk(size=)), whose trajectories may be "
-                    "moved to disk at any time and cannot grow. Leave it out, and commit whole trajectories or chunks."
                 )
             return StepWriter(self)
         return Writer(self, chunk_steps=chunk_steps, overlap_steps=overlap_steps)

@@ -7,6 +7,7 @@ one int64, so that both are read and written together without a lock. `tier_coun
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from gear_loader.utils.arrays import Array
 
-__all__ = ["COUNTS", "KEEPS", "TierCounts", "heats", "pack_heat"]
+__all__ = ["COUNTS", "KEEPS", "SLOW_SHARE", "TierCounts", "heats", "note_wait", "pack_heat"]
 
 (
     KEEP,  # 1 + position in `KEEPS`, of the last dataset that was made; 0: none was
@@ -23,9 +24,14 @@ __all__ = ["COUNTS", "KEEPS", "TierCounts", "heats", "pack_heat"]
     READ_BYTES,
     READ_NANOSECONDS,  # during which batches were read
     PROMOTED_BYTES,  # brought back into memory
-) = range(6)
+    WAIT,  # thousandths of a process's last ten seconds during which its batches were read
+    WAIT_TIME,  # when they ended, as `time.monotonic_ns` tells it
+) = range(8)
 COUNTS = 16
 """Entries of `tier_counts`."""
+SLOW_SHARE = 0.7
+"""Share of the time that batches are read from disk from which on the loop waits for it, whatever else it does."""
+_FRESH_SECONDS = 60.0
 KEEPS: tuple[Literal["newest", "oldest", "priority"], ...] = ("newest", "oldest", "priority")
 """Which trajectories stay in memory."""
 
@@ -45,6 +51,22 @@ def heats(entries: Array, generations: Array, otherwise: Array) -> Array:
     return mixed
 
 
+def note_wait(tier: Array, share: float) -> None:
+    """Note the share of its last seconds during which a process's batches were read; under the table's lock.
+
+    The largest of the last minute over all processes stays.
+    """
+    now = time.monotonic_ns()
+    if share >= _last_wait(tier, now):
+        tier[WAIT], tier[WAIT_TIME] = round(1000 * min(share, 1.0)), now
+
+
+def _last_wait(tier: Sequence[int] | Array, now: int) -> float:
+    """The share that was noted last; 0.0 if that was more than a minute ago."""
+    fresh = 0 <= now - int(tier[WAIT_TIME]) <= _FRESH_SECONDS * 1e9
+    return int(tier[WAIT]) / 1000 if fresh else 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class TierCounts:
     """Counts of a disk tier since its table was created or recovered, over all processes.
@@ -53,6 +75,8 @@ class TierCounts:
         hits: rows of batches that were in memory, while some trajectories were on disk only.
         misses: rows that were read from disk. read_bytes: their bytes. read_seconds: during which they were read.
         promoted_bytes: bytes of trajectories that were brought back into memory.
+        disk_wait: share of ten seconds during which batches were read from disk, of the process that waited most in the
+            last minute; 0.0 if none looked.
     """
 
     hits: int
@@ -60,6 +84,7 @@ class TierCounts:
     read_bytes: int
     read_seconds: float
     promoted_bytes: int
+    disk_wait: float = 0.0
 
     @classmethod
     def of(cls, tier: Sequence[int] | Array) -> TierCounts:
@@ -70,4 +95,5 @@ class TierCounts:
             int(tier[READ_BYTES]),
             int(tier[READ_NANOSECONDS]) / 1e9,
             int(tier[PROMOTED_BYTES]),
+            _last_wait(tier, time.monotonic_ns()),
         )

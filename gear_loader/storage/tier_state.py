@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from gear_loader.storage.counters import DISK_FULL, NUM_LOST, NUM_SPILLED, SPILLER
 from gear_loader.storage.layout import Layout, read_tier
-from gear_loader.storage.tier_counts import TierCounts
+from gear_loader.storage.tier_counts import SLOW_SHARE, TierCounts
 
 __all__ = ["TierState"]
 
@@ -64,4 +64,6 @@ class TierState(TierCounts):
         lost = f", {self.lost:,} lost" if self.lost else ""
         state = "" if self.owner else ", nobody moves trajectories there"
         state += ", the disk is full" if self.full else ""
+        if self.disk_wait >= SLOW_SHARE:
+            state += f"; too slow: batches wait for it {self.disk_wait:.0%} of the time"
         return f"{self.spilled:,} trajectories in {self.path} only{rate}{read}{lost}{state}"

@@ -36,6 +36,8 @@ from gear_loader import cli, doctor, top
 from gear_loader.checkpoint import promoting, spilling, stored, tier_reader
 from gear_loader.collection.windows import expand, windows_of
 from gear_loader.errors import LockTimeoutError, SchemaError, TableFullError
+from gear_loader.storage import stats as stats_module
+from gear_loader.storage import tier_counts, tier_state
 from gear_loader.storage.disk import Tier
 from gear_loader.storage.shared_memory import region_path
 from gear_loader.transport.open_query import OpenQuery
@@ -290,7 +292,7 @@ def test_rows_are_counted_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert (entry.disk["misses"], entry.disk["spilled"]) == (misses, table.num_spilled)
             line = f"{table.num_spilled} trajectories in {tmp_path} only, {1 - misses / 160:.0%} of the rows"
             assert line in entry.disk["summary"]
-            assert line in doctor._table_disks()[name]
+            assert line in str(doctor._tiers()[name])
             cells = top._disk_cells(top.read_file(region_path(name)), before)
             assert cells[:2] == (str(table.num_spilled), f"{1 - misses / 160:.0%}")
 
@@ -299,9 +301,24 @@ def test_rows_are_counted_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr(tier_reader, "_WINDOW_SECONDS", 0.0)
             data.sample()
             assert not said, "most of the time went elsewhere"
-            monkeypatch.setattr(tier_reader, "_SLOW_SHARE", 0.0)
+            for module in (tier_reader, tier_counts, tier_state, doctor, stats_module):
+                monkeypatch.setattr(module, "SLOW_SHARE", 0.0)
             data.sample()
             assert f"Batches of table {name!r} wait for the disk: " in said[0]
+            assert "slow disk" in str(table.stats())
+            assert 0 < table.stats().disk_wait <= 1
+            assert "; too slow: batches wait for it" in str(doctor._tiers()[name])
+            monkeypatch.setattr(tier_reader, "_WINDOW_SECONDS", 1e9)
+            assert doctor._memory()["slow_disks"][name] == table.stats().disk_wait
+            counts = table.index.arrays.tier_counts
+            counts[tier_counts.WAIT] = 0
+            tier_counts.note_wait(counts, 0.9)
+            tier_counts.note_wait(counts, 0.2)
+            assert table.stats().disk_wait == 0.9, "that of the process that waits most"
+            counts[tier_counts.WAIT_TIME] -= 61 * 10**9
+            assert table.stats().disk_wait == 0.0
+            tier_counts.note_wait(counts, 0.2)
+            assert table.stats().disk_wait == 0.2
         finally:
             table.unlink()
 
@@ -600,8 +617,6 @@ def _lose(table: gear.Table, path: Path) -> list[int]:
 def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
     with tiered(tmp_path) as table:
         add(table, 0, 5)
-        with pytest.raises(SchemaError, match="commit_every_step was given for a table with a disk tier"):
-            table.writer(commit_every_step=True)
         with pytest.raises(SchemaError, match="a selector with unit='trajectory'"):
             dataset(table, selector=gear.Prioritized(unit="step"))
         with pytest.raises(
