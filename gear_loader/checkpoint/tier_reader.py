@@ -1,8 +1,9 @@
 """Reading trajectories that lie on disk only, out of the segments of a table with a disk tier.
 
 Where a trajectory lies is in the index (`stored`), so any process of the machine that can open the files reads it. The
-reads of a batch are sorted by their place and shared by several threads. The first time that a chunk of a file is
-touched it is read whole and compared with its checksum; after that only the wanted bytes are read.
+reads of a batch are sorted by their place. Of a small one, the calling thread makes those that the page cache answers;
+several threads share the others, which the first try has made the kernel begin to read. The first time that a chunk of
+a file is touched it is read whole and compared with its checksum; after that only the wanted bytes are read.
 
 The owner may rewrite a segment at any time and remove the old one two writes later. A reader that does not find a file
 looks the trajectory up again.
@@ -46,6 +47,9 @@ __all__ = ["FileReader"]
 
 THREADS = 8
 """Reads under way at once."""
+CACHED_BYTES = 4 << 20
+"""Most bytes of a request of which the calling thread copies what is in the page cache: a request of 96 pieces of 40 B
+to 4 KB took 0.38 ms, and 0.66 ms when eight threads did it (two shared cores)."""
 _ATTEMPTS = 10
 _LOOK_SECONDS = 1.0
 """Seconds after which the manifest is looked at again although all segments are known."""
@@ -146,13 +150,18 @@ class _Reads:
     files: list[_File | None]
     memory: list[memoryview]
 
-    def every(self, first: int, step: int) -> dict[int, Exception]:
-        """Make the reads `first`, first + step, ...; return errors by position in the request."""
-        pieces = np.ascontiguousarray(self.pieces[first::step])
-        done = np.zeros(len(pieces), dtype=bool)
-        file_reads.read_pieces(pieces, done)
+    def read_cached(self) -> Array:
+        """Make the reads that wait for no disk; return the positions of the others, int64 [m]."""
+        done = np.zeros(len(self.pieces), dtype=bool)
+        file_reads.read_pieces(self.pieces, done, True)
+        return np.flatnonzero(~done)
+
+    def read(self, which: Array) -> dict[int, Exception]:
+        """Make the reads `which`, int64 [m]; return errors by position in the request."""
+        done = np.zeros(len(which), dtype=bool)
+        file_reads.read_pieces(self.pieces[which], done, False)
         failed: dict[int, Exception] = {}
-        for i in (first + step * np.flatnonzero(~done)).tolist():
+        for i in which[~done].tolist():
             offset, size = int(self.offsets[i]), int(self.pieces[i, BYTES])
             view = self.memory[self.outs[i]][offset : offset + size]
             file = self.files[self.of[i]]
@@ -439,8 +448,10 @@ class FileReader:
 
     def _run(self, reads: _Reads) -> dict[int, Exception]:
         """Make the reads; return errors by position in the request."""
-        if len(reads.pieces) < 2:
-            return reads.every(0, 1)
+        few = reads.pieces[:, BYTES].sum() <= CACHED_BYTES
+        which = reads.read_cached() if few else np.arange(len(reads.pieces))
+        if len(which) < 2:
+            return reads.read(which)
         with self._mutex:
             if self._pool is None:
                 self._pool = concurrent.futures.ThreadPoolExecutor(
@@ -448,7 +459,7 @@ class FileReader:
                 )
             pool = self._pool
         # Every eighth read in order: neighbours in a file are read at about the same time, and a large column by all.
-        futures = [pool.submit(reads.every, i, THREADS) for i in range(min(THREADS, len(reads.pieces)))]
+        futures = [pool.submit(reads.read, which[i::THREADS]) for i in range(min(THREADS, len(which)))]
         # Also of those whose error is raised first: they write into the buffers.
         concurrent.futures.wait(futures)
         failed: dict[int, Exception] = {}

@@ -189,7 +189,7 @@ def test_a_disk_that_fails(tmp_path: Path, damage: str, monkeypatch: pytest.Monk
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
 
             monkeypatch.setattr(tier_reader, "read_piece", fail)
-            monkeypatch.setattr(tier_reader.file_reads, "read_pieces", lambda reads, done: None)
+            monkeypatch.setattr(tier_reader.file_reads, "read_pieces", lambda reads, done, cached: None)
         else:
             for folder in (tmp_path / "segments").iterdir():
                 shutil.rmtree(folder)
@@ -210,7 +210,7 @@ def test_errors_that_may_pass_lose_nothing(tmp_path: Path, monkeypatch: pytest.M
 
         with monkeypatch.context() as patch:
             patch.setattr(tier_reader, "read_piece", fail)
-            patch.setattr(tier_reader.file_reads, "read_pieces", lambda reads, done: None)
+            patch.setattr(tier_reader.file_reads, "read_pieces", lambda reads, done, cached: None)
             with pytest.raises(CheckpointError, match=r"Too many open files.*stay in it"):
                 list(dataset(table, batches_per_epoch=20))
         assert everything(table) == before

@@ -82,6 +82,30 @@ def test_batches_equal_those_of_a_table_that_fits(tmp_path: Path) -> None:
                 assert batch_bits(batches[0]) == batch_bits(batches[1]), (selector, turn)
 
 
+@pytest.mark.parametrize("every", [1, 2, 5, 1000])
+def test_what_is_not_in_the_page_cache_is_read_by_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    """The first try finds only some of the pieces."""
+    original = tier_reader.file_reads.read_pieces
+
+    def some(reads: Any, done: Any, cached: bool) -> None:
+        which = slice(0, None, every if cached else 1)
+        found = done[which].copy()
+        original(reads[which].copy(), found, False)
+        done[which] = found
+
+    with fitting() as whole, tiered(tmp_path) as table:
+        for number in range(40):
+            add(table, number, 1 + number * 7 % 23)
+            add(whole, number, 1 + number * 7 % 23)
+        assert everything(table) == everything(whole)  # all checksums are compared
+        monkeypatch.setattr(tier_reader.file_reads, "read_pieces", some)
+        pair = [dataset(one, batch_size=32) for one in (table, whole)]
+        for _ in range(5):
+            assert batch_bits(pair[0].sample()) == batch_bits(pair[1].sample())
+
+
 def test_windows_of_all_kinds(tmp_path: Path) -> None:
     kinds: list[dict[str, Any]] = [
         {"windows": gear.Window(1)},
