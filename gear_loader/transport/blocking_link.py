@@ -22,6 +22,7 @@ from gear_loader.transport.request import Request
 from gear_loader.transport.session import os_error_text
 from gear_loader.transport.socket import AHEAD, GONE, MOST_PARTS, set_options
 from gear_loader.transport.wire import HEADER, Header, Kind, Limits, ProtocolError, send
+from gear_loader.utils.mutex import run_alone
 
 __all__ = ["BlockingLink", "connected"]
 
@@ -41,7 +42,7 @@ class BlockingLink:
         self._address = Address.parse(address)
         self._secret = secret
         self._tls = tls
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
         self._channel: _BlockingChannel | None = None
         self._limits = Limits()
         self._number = 0
@@ -57,29 +58,27 @@ class BlockingLink:
         Returns:
             False, having sent nothing, if another thread uses the connection, or the server cannot be reached at once.
         """
-        if not self._guard.acquire(blocking=False):
+        return run_alone(self._guard, lambda: self._serve(request, seconds)) or False
+
+    def _serve(self, request: Request[Any], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        channel = self._connected(deadline)
+        if channel is None:
             return False
-        try:
-            deadline = time.monotonic() + seconds
-            channel = self._connected(deadline)
-            if channel is None:
-                return False
-            why = None if request.check is None else request.check(self._limits)
-            if why is not None:
-                request.end(TransportError(f"{self._name} was asked for {request.what}: {why}."))
-                return True
-            try:
-                error, received = _run(self._exchange(channel, request))
-            except BaseException as failure:
-                self._drop()
-                request.end(self._failed(request, failure, seconds))
-                if not isinstance(failure, (GearError, OSError)):
-                    raise
-                return True
-            request.end(error, received)
+        why = None if request.check is None else request.check(self._limits)
+        if why is not None:
+            request.end(TransportError(f"{self._name} was asked for {request.what}: {why}."))
             return True
-        finally:
-            self._guard.release()
+        try:
+            error, received = _run(self._exchange(channel, request))
+        except BaseException as failure:
+            self._drop()
+            request.end(self._failed(request, failure, seconds))
+            if not isinstance(failure, (GearError, OSError)):
+                raise
+            return True
+        request.end(error, received)
+        return True
 
     def _connected(self, deadline: float) -> _BlockingChannel | None:
         """The connection, made if necessary; None if it cannot be made now."""
@@ -138,16 +137,16 @@ class BlockingLink:
         channel = self._channel
         if channel is None:
             return
-        if self._guard.acquire(blocking=False):
-            try:
-                channel.deadline = time.monotonic() + 0.5
-                with contextlib.suppress(OSError):
-                    _run(send(channel, Kind.BYE, 0))
-                self._drop()
-            finally:
-                self._guard.release()
-        else:
+        if run_alone(self._guard, self._say_bye) is None:
             channel.interrupt()
+
+    def _say_bye(self) -> bool:
+        if self._channel is not None:
+            self._channel.deadline = time.monotonic() + 0.5
+            with contextlib.suppress(OSError):
+                _run(send(self._channel, Kind.BYE, 0))
+            self._drop()
+        return True
 
 
 def connected(address: Address, secret: bytes, deadline: float, *, peer: str) -> tuple[socket.socket, Limits]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import select
 import socket
 import struct
 import threading
@@ -35,6 +36,7 @@ from gear_loader.transport.wire import (
     read_error,
 )
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.mutex import run_alone
 
 if TYPE_CHECKING:
     from gear_loader.transport.packed_spec import PackedSpec
@@ -68,12 +70,16 @@ class _Read(Future[Any]):
         self._link = link
 
     def result(self, timeout: float | None = None) -> Any:
-        self._link.pull(self)
-        return super().result(timeout)
+        self._link.pull(self, timeout)
+        return super().result(0)  # without a limit it has come
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._link.pull(self)
-        return super().exception(timeout)
+        self._link.pull(self, timeout)
+        return super().exception(0)
+
+
+class _NotYet(Exception):
+    """The caller's time is over; what has been received of an answer is kept."""
 
 
 class ReadLink:
@@ -95,6 +101,7 @@ class ReadLink:
         self._unanswered = 0  # bytes of their requests
         self._specs: dict[WindowSpec | PackedSpec, int] = {}
         self._head = memoryview(bytearray(HEADER))
+        self._got = 0  # bytes received of the next answer, in `_head` and the buffer of its request
         self._carry = memoryview(b"")  # bytes that were received beyond the last message
         self._number = 0
         self._where = ""
@@ -116,8 +123,13 @@ class ReadLink:
             request is to be made in another way: another thread uses the connection, the server cannot be reached at
             once, or it would refuse the request.
         """
-        if self._closed or not self._guard.acquire(blocking=False):
+        if self._closed:
             return None
+        return run_alone(self._guard, lambda: self._fetch(spec, small, data, status, what))
+
+    def _fetch(
+        self, spec: WindowSpec | PackedSpec, small: Array, data: Array, status: Array, what: str
+    ) -> _Read | None:
         try:
             if self._socket is None and not self._connect():
                 return None
@@ -147,26 +159,41 @@ class ReadLink:
         except BaseException as error:
             self._fail(error)
             raise
-        finally:
-            self._guard.release()
 
-    def pull(self, read: _Read) -> None:
-        """Receive answers until a request has its own."""
+    def pull(self, read: _Read, timeout: float | None = None) -> None:
+        """Receive answers until a request has its own, or `timeout` seconds have passed.
+
+        Raises:
+            TransportError: this thread is receiving already, and a signal handler has interrupted it.
+        """
         if read.done():
             return
-        with self._guard:
-            try:
-                while not read.done():
-                    self._receive()
-            except OSError as error:
-                self._fail(error)
-            except BaseException as error:
-                self._fail(error)
-                raise
+        end = None if timeout is None else time.monotonic() + timeout
+        wait = -1.0 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
+        if run_alone(self._guard, lambda: self._pull(read, end), wait) is None and timeout is None:
+            raise TransportError(
+                f"{self._where} was asked for {read.what} by a signal handler or finalizer while this thread was "
+                "receiving from it. Ask after that call has returned."
+            )
+
+    def _pull(self, read: _Read, end: float | None) -> bool:
+        try:
+            while not read.done():
+                self._receive(end)
+        except _NotYet:
+            pass
+        except OSError as error:
+            self._fail(error)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        return True
 
     # ---------------------------------------------------------------- the connection
 
     def _connect(self) -> bool:
+        if self._pending:  # an interrupt has ended `_fail`
+            self._fail(ConnectionResetError("the connection was closed"))
         if time.monotonic() < self._not_before:
             return False
         self._not_before = time.monotonic() + _PAUSE
@@ -189,7 +216,7 @@ class ReadLink:
         wait = struct.pack("@ll", int(self._timeout), int(self._timeout % 1 * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             found.setsockopt(socket.SOL_SOCKET, option, wait)
-        self._socket, self._not_before = found, 0.0
+        self._socket, self._not_before, self._unanswered = found, 0.0, 0
         return True
 
     def _open(self, spec: WindowSpec | PackedSpec) -> int | None:
@@ -205,6 +232,7 @@ class ReadLink:
         self._exactly(self._head)
         header = Header.parse(self._head)
         self._rest(header, Kind.OPENED, self._number)
+        self._got = 0
         if header.kind is not Kind.OPENED:
             return None
         self._specs[spec] = number
@@ -220,43 +248,51 @@ class ReadLink:
 
     # ---------------------------------------------------------------- receiving
 
-    def _receive(self) -> None:
-        """Receive the next answer, which is that of the oldest request."""
+    def _receive(self, end: float | None = None) -> None:
+        """Receive the next answer, which is that of the oldest request.
+
+        Raises:
+            _NotYet: it has not come as a whole by `end`, of `time.monotonic`; the next call goes on.
+        """
         read = self._pending[0]
-        head, data, got = self._head, read.data, 0
-        if self._carry:
-            self._exactly(head)
-        else:
-            got = self._live().recvmsg_into((head, data))[0] - HEADER
-            if got == -HEADER:
+        head, data = self._head, read.data
+        if not self._got and not self._carry:
+            self._wait(end)
+            self._got = self._live().recvmsg_into((head, data))[0]
+            if not self._got:
                 raise ConnectionResetError(GONE)
-            if got < 0:
-                self._exactly(head[got:])
-                got = 0
+        if self._got < HEADER:
+            self._exactly(head[self._got :], end)
         header = Header.parse(head)
         if header.kind is Kind.REPLY and header[1:] == (read.number, 0, len(data)):
-            if got < len(data):
-                self._exactly(data[got:])
-            self._done(read)
+            if self._got < HEADER + len(data):
+                self._exactly(data[self._got - HEADER :], end)
             read.set_result(read.status)
+            self._done(read)
             return
-        self._carry = memoryview(bytes(data[:got]) + bytes(self._carry))
-        small = self._rest(header, Kind.ERROR, read.number)
-        self._done(read)
+        self._carry = memoryview(bytes(data[: self._got - HEADER]) + bytes(self._carry))
+        self._got = HEADER
+        small = self._rest(header, Kind.ERROR, read.number, end)
         read.set_exception(failure(read_error(small), f"{self._where} was asked for {read.what}"))
+        self._done(read)
 
     def _done(self, read: _Read) -> None:
+        self._got = 0
         self._pending.popleft()
         self._unanswered -= read.size
 
-    def _rest(self, header: Header, kind: Kind, number: int) -> memoryview:
+    def _rest(self, header: Header, kind: Kind, number: int, end: float | None = None) -> memoryview:
         """Receive the small part of a message that has to be of this kind, or ERROR, and answer this request."""
         if header.small > MOST_ERROR or header.bulk:
             raise ProtocolError(
                 f"A message {header.kind.name} has parts of {header.small:,} and {header.bulk:,} bytes."
             )
         small = memoryview(bytearray(header.small))
-        self._exactly(small)
+        try:
+            self._exactly(small, end)
+        except _NotYet:
+            self._carry, self._got = small[: self._got - HEADER], HEADER
+            raise
         if header.kind is Kind.REFUSE:
             text = Fields(small, Kind.REFUSE.name).text("The text")
             raise TransportError(f"the server closed the connection: {printable(text)}")
@@ -266,31 +302,46 @@ class ReadLink:
             )
         return small
 
-    def _exactly(self, view: memoryview) -> None:
-        """Fill a buffer."""
+    def _exactly(self, view: memoryview, end: float | None = None) -> None:
+        """Fill a buffer, and count it in `_got`; raises `_NotYet` at `end`."""
         if self._carry:
             count = min(len(self._carry), len(view))
             view[:count], self._carry = self._carry[:count], self._carry[count:]
+            self._got += count
             view = view[count:]
-        end = 0.0
+        last = 0.0
         while view:
-            count = self._live().recv_into(view, len(view), socket.MSG_WAITALL)
+            self._wait(end)
+            count = self._live().recv_into(view, len(view), socket.MSG_WAITALL if end is None else 0)
             if not count:
                 raise ConnectionResetError(GONE)
+            self._got += count
             view = view[count:]
             if view:
-                end = end or time.monotonic() + self._timeout
-                if time.monotonic() > end:
+                last = last or time.monotonic() + self._timeout
+                if time.monotonic() > last:
                     raise BlockingIOError
+
+    def _wait(self, end: float | None) -> None:
+        """Wait until there is something to receive; with `end` None, receiving waits itself."""
+        if end is None:
+            return
+        left = max(0.0, end - time.monotonic())
+        poll = select.poll()
+        poll.register(self._live(), select.POLLIN)
+        if not poll.poll(min(left, self._timeout) * 1e3):
+            raise _NotYet if left < self._timeout else BlockingIOError
 
     # ---------------------------------------------------------------- the end
 
     def _fail(self, error: BaseException) -> None:
         """Disconnect; the requests under way fail."""
         self._disconnect()
-        pending, self._pending, self._unanswered = list(self._pending), collections.deque(), 0
-        for read in pending:
-            read.set_exception(self._failed(read, error))
+        while self._pending:
+            read = self._pending[0]
+            if not read.done():
+                read.set_exception(self._failed(read, error))
+            self._done(read)
 
     def _failed(self, read: _Read, error: BaseException) -> TransportError:
         if isinstance(error, (BlockingIOError, TimeoutError)) and not isinstance(error, GearError):
@@ -309,7 +360,7 @@ class ReadLink:
     def _disconnect(self) -> None:
         found, self._socket = self._socket, None
         self._specs.clear()
-        self._carry = memoryview(b"")
+        self._carry, self._got = memoryview(b""), 0
         if found is not None:
             found.close()
 
@@ -319,14 +370,13 @@ class ReadLink:
         found = self._socket
         if found is None:
             return
-        if not self._guard.acquire(blocking=False):
+        if run_alone(self._guard, self._say_bye) is None:
             with contextlib.suppress(OSError):
                 found.shutdown(socket.SHUT_RDWR)  # the thread that waits gets an error
-            return
-        try:
-            if not self._pending:
-                with contextlib.suppress(OSError):
-                    found.send(Header(Kind.BYE, 0, 0, 0).pack(), socket.MSG_DONTWAIT)
-            self._fail(TransportError("the peer was closed"))
-        finally:
-            self._guard.release()
+
+    def _say_bye(self) -> bool:
+        if not self._pending and self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.send(Header(Kind.BYE, 0, 0, 0).pack(), socket.MSG_DONTWAIT)
+        self._fail(TransportError("the peer was closed"))
+        return True

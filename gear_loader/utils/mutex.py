@@ -33,17 +33,20 @@ def holds_any() -> bool:
     return False
 
 
-def run_alone(mutex: Any, section: Callable[[], _T]) -> _T | None:
-    """Call `section` while holding a mutex of `new_mutex`; if it is held already, return None without calling.
+def run_alone(mutex: Any, section: Callable[[], _T], timeout: float = 0.0) -> _T | None:
+    """Call `section` while holding an RLock; if this thread holds it, or cannot have it, return None without calling.
 
     As with `IndexLock.run`, an exception at any bytecode leaves the mutex free.
+
+    Args:
+        mutex: as `new_mutex` makes it. timeout: seconds to wait for another thread; -1 for any time.
     """
     owned = mutex._is_owned
     if owned():
         return None
     try:
         try:
-            return section() if mutex.acquire(blocking=False) else None
+            return section() if mutex.acquire(timeout=timeout) else None
         finally:
             if owned():
                 mutex.release()

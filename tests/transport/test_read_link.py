@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import TimeoutError as FutureTimeoutError  # another one before Python 3.11
 from typing import Any
 
 import numpy as np
@@ -31,7 +35,7 @@ from gear_loader.errors import PeerTimeoutError, SchemaError, TransportError
 from gear_loader.storage.schema import Window
 from gear_loader.transport import Limits, Peer
 from gear_loader.transport.connection import Connection
-from gear_loader.transport.wire import HEADER, Header, Kind
+from gear_loader.transport.wire import HEADER, Header, Kind, pack_error
 
 LENGTHS = (1, 7, 4, 13, 2, 8, 30, 5)
 Shelf = tuple[gear.Table, Serving]
@@ -236,3 +240,52 @@ def test_closing_while_threads_wait() -> None:
         assert server.server.reading_threads == 0
         for raw in raws:
             raw.close()
+
+
+def test_a_limit_of_receiving(shelf: Shelf) -> None:
+    """A limit ends the wait and nothing else: what came of an answer is kept, byte by byte, also of an error."""
+    table, _ = shelf
+    spec, one = spec_of(table), np.array([1])
+    size = spec.reply_bytes(1)
+    text = pack_error(SchemaError("no such row"))
+    wanted = bytes(range(256)) * (size // 256 + 1)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        peer = Peer("socket://127.0.0.1:1", secret=b"s" * 16, timeout=PATIENCE, name="the server")
+        link = peer._reading
+        assert link is not None
+        near = socket.create_connection(listening.getsockname())
+        far, _ = listening.accept()
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(PATIENCE), 0))
+        link._socket, link._specs[spec] = near, 0
+        outs = [poisoned(spec, 1) for _ in range(4)]
+        futures = [peer.fetch(spec, one, one, one, out, here=True) for out in outs]
+        numbers = [future.number for future in futures]  # type: ignore[attr-defined]
+        messages = [Header(Kind.REPLY, number, 0, size).pack() + wanted[:size] for number in numbers]
+        messages[1] = Header(Kind.ERROR, numbers[1], len(text), 0).pack() + text
+        for data, future in zip(messages, futures, strict=True):
+            with pytest.raises(FutureTimeoutError):
+                future.result(0.0)
+            for at in range(len(data) - 1):
+                far.sendall(data[at : at + 1])
+                with pytest.raises(FutureTimeoutError):
+                    future.result(0.0 if at % 50 else 0.02)
+            # The rest, and what follows, when it is asked for without a limit, or with a long one.
+            far.sendall(data[-1:])
+            error = future.exception(None if future is futures[0] else PATIENCE)
+            assert (error is None) == (future is not futures[1]), error
+            assert error is None or "no such row" in str(error)
+        assert [bytes(out[:size]) == wanted[:size] for out in outs] == [True, False, True, True]
+        last = peer.fetch(spec, one, one, one, outs[0], here=True)
+        holding = threading.Thread(target=lambda: last.exception(PATIENCE), daemon=True)
+        holding.start()
+        while link._guard.acquire(blocking=False):  # until the thread has it
+            link._guard.release()
+            time.sleep(1e-3)
+        with pytest.raises(FutureTimeoutError):
+            last.result(0.05)
+        assert link._socket is near, "the connection goes on"
+        far.close()
+        holding.join(PATIENCE)
+        with pytest.raises(TransportError, match="the connection was lost"):
+            last.result(PATIENCE)
+        peer.close()
