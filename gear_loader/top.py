@@ -31,7 +31,7 @@ class Reading:
 
     Attributes:
         time: seconds, of `time.monotonic`. trajectories, steps: live ones.
-        most_steps: steps that the table may hold; None if unknown.
+        most_steps: steps that the table may hold.
         inserted, sampled, removed: trajectories added, rows drawn, and trajectories evicted or expired, so far.
         writing: trajectories being written.
         insert_wait, sample_wait: seconds that writers and readers of all processes have waited so far.
@@ -42,7 +42,7 @@ class Reading:
     time: float
     trajectories: int
     steps: int
-    most_steps: int | None
+    most_steps: int
     inserted: int
     sampled: int
     removed: int
@@ -77,21 +77,20 @@ def read_file(path: str) -> Reading:
 
 
 def _read_remote(table: RemoteTable) -> Reading:
-    found = table.stats()
+    report = table.report()
+    found = report.stats
     return Reading(
         time.monotonic(),
         found.num_trajectories,
         found.num_steps,
-        None,
+        report.max_steps,
         found.num_inserted,
         found.num_sampled,
         found.num_evicted + found.num_expired + found.num_outdated,
         found.num_writing,
         found.insert_wait,
         found.sample_wait,
-        (found.num_spilled, found.num_hits, found.num_misses, found.miss_bytes)
-        if found.num_spilled or found.num_misses
-        else None,
+        (found.num_spilled, found.num_hits, found.num_misses, found.miss_bytes) if report.has_disk else None,
     )
 
 
@@ -160,25 +159,31 @@ def _displays(look: Callable[[], dict[str, Source]], interval: float, count: int
 
 
 def _display(now: dict[str, Reading], before: dict[str, Reading], problems: dict[str, str]) -> Group:
-    """A line for each table, of which a narrow terminal folds the name, and one for each problem."""
-    grid = Grid(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    grid.add_column("TABLE", overflow="fold", min_width=8)
-    titles = ["TRAJECT.", "STEPS", "FULL", "ADDED/s", "DRAWN/s", "GONE/s", "WRITING", "WAITING"]
-    disks = any(reading.disk is not None for reading in now.values())
-    for title in titles + (["ON DISK", "HITS", "READ B/s"] if disks else []):
-        grid.add_column(title, justify="right", no_wrap=True)
+    """A line for each table, one for each disk tier, and one for each problem; narrow terminals fold the names."""
+    grid = _grid("TRAJECT.", "STEPS", "FULL", "ADDED/s", "DRAWN/s", "GONE/s", "WRITING", "WAITING")
+    tiers = _grid("ON DISK", "HITS", "READ B/s")
     for name, reading in now.items():
-        cells = _cells(reading, before.get(name)) + (_disk_cells(reading, before.get(name)) if disks else ())
-        grid.add_row(Text(printable(name)), *map(Text, cells))
+        grid.add_row(Text(printable(name)), *map(Text, _cells(reading, before.get(name))))
+        if reading.disk is not None:
+            tiers.add_row(Text(printable(name)), *map(Text, _disk_cells(reading, before.get(name))))
     if not now and not problems:
         grid.add_row(Text("no tables"))
     lines = (f"{printable(name)}: {printable(problem, 500)}" for name, problem in problems.items())
-    return Group(grid, *(Text(line, style="yellow") for line in lines))
+    grids = [grid, tiers] if tiers.row_count else [grid]
+    return Group(*grids, *(Text(line, style="yellow") for line in lines))
+
+
+def _grid(*titles: str) -> Grid:
+    """A grid without lines: names, and numbers under these titles."""
+    grid = Grid(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    grid.add_column("TABLE", overflow="fold", min_width=8)
+    for title in titles:
+        grid.add_column(title, justify="right", no_wrap=True)
+    return grid
 
 
 def _cells(now: Reading, before: Reading | None) -> tuple[str, ...]:
-    full = "?" if now.most_steps is None else f"{now.steps / now.most_steps:.0%}"
-    counts = (_short(now.trajectories), _short(now.steps), full)
+    counts = (_short(now.trajectories), _short(now.steps), f"{now.steps / now.most_steps:.0%}")
     if before is None or now.inserted < before.inserted or now.time <= before.time:
         return (*counts, "-", "-", "-", str(now.writing), "-")
     seconds = now.time - before.time
@@ -194,8 +199,7 @@ def _cells(now: Reading, before: Reading | None) -> tuple[str, ...]:
 
 def _disk_cells(now: Reading, before: Reading | None) -> tuple[str, str, str]:
     """Trajectories on disk only, share of the rows that were in memory, and bytes read a second."""
-    if now.disk is None:
-        return "", "", ""
+    assert now.disk is not None, "the table has a disk tier"
     spilled, hits, misses, size = now.disk
     if before is None or before.disk is None or size < before.disk[3] or now.time <= before.time:
         return _short(spilled), "-", "-"

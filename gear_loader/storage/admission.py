@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from gear_loader.errors import RateLimitError, TableEmptyError
+from gear_loader.errors import RateLimitError, SchemaError, TableEmptyError
 from gear_loader.storage.counters import (
     FIRST_SEQUENCE,
     INSERT_WAIT,
@@ -84,11 +84,25 @@ class Admission:
             arrays.ops.outdate(arrays.where, old)
         counters[LAG_CHECKED] = counters[NUM_TOUCHED]
 
-    def advance_version(self) -> int:
-        """Raise the version of the policy by one, and retire what is too old then; returns the version."""
+    def advance_version(self, expected: int | None = None) -> int | None:
+        """Raise the version of the policy by one, and retire what is too old then.
 
-        def advance() -> int:
+        Args:
+            expected: the version from which it is raised; None for any.
+
+        Returns:
+            The version; None, having changed nothing, if it was not the expected one.
+
+        Raises:
+            SchemaError: the table was created without `version`.
+        """
+        if self.arrays.rules.version is None:
+            raise SchemaError("advance_version() was called; expected a table created with version=.")
+
+        def advance() -> int | None:
             counters = self.arrays.counters
+            if expected is not None and counters[POLICY] != expected:
+                return None
             counters[LAG_CHECKED] = -1  # first: after a death in here the next call compares all
             counters[POLICY] += 1
             self.expire()

@@ -954,9 +954,9 @@ class Table:
         Raises:
             SchemaError: the table was created without `version`.
         """
-        if self.rules.version is None:
-            raise SchemaError("advance_version() was called; expected a table created with version=.")
-        return self.index.admission.advance_version()
+        version = self.index.admission.advance_version()
+        assert version is not None, "no version was expected"
+        return version
 
     # ---------------------------------------------------------------- columns that are filled later
 

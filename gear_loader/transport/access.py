@@ -15,7 +15,7 @@ Allow = Literal["all", "read", "write"]
 
 _READS, _WRITES = (
     frozenset({Kind.OPEN, Kind.FETCH}),
-    frozenset({Kind.PART, Kind.STORE, Kind.UPDATE, Kind.FILL}),
+    frozenset({Kind.ADVANCE, Kind.FILL, Kind.PART, Kind.STORE, Kind.UPDATE}),
 )
 _REFUSED: dict[str, frozenset[Kind]] = {"all": frozenset(), "read": _WRITES, "write": _READS}
 

@@ -14,6 +14,7 @@ import numpy as np
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.schema import Schema
+from gear_loader.transport.advance_message import Advance, Advanced
 from gear_loader.transport.blocking_link import BlockingLink
 from gear_loader.transport.channel import Address
 from gear_loader.transport.fill_message import Fill, Unfilled
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Peer", "Rows"]
 
 _T = TypeVar("_T")
+_LONGEST_WAIT = 1 << 31  # milliseconds
 
 
 class Rows(NamedTuple):
@@ -228,6 +230,7 @@ class Peer:
         *,
         again: bool = False,
         seconds: float | None = None,
+        wait: float | None = None,
         here: bool = False,
     ) -> Future[Array]:
         """Add trajectories to a table of the server, all or none.
@@ -240,6 +243,8 @@ class Peer:
             finals: int64 [n], 1 if the last row of the trajectory is its final step, else 0; None for none.
             again: whether a request with the same ids was sent before and may have been executed.
             seconds: until the deadline; by default the peer's timeout.
+            wait: seconds that the server may wait for free space or the rate limiter; by default until shortly before
+                the deadline. A server has a limit of its own.
             here: whether the calling thread may send it and wait for the answer itself, over a connection of its own,
                 which is faster; the future then has its result already.
 
@@ -253,7 +258,11 @@ class Peer:
         located = [schema.validate(each, what=f"trajectory {i}") for i, each in enumerate(trajectories)]
         rows = [Rows(length, [arrays], arrays) for length, arrays in located]
         return self.store_rows(
-            *(table, schema, rows, priorities, ids, finals), again=again, seconds=seconds, here=here
+            *(table, schema, rows, priorities, ids, finals),
+            again=again,
+            seconds=seconds,
+            wait=wait,
+            here=here,
         )
 
     def store_rows(
@@ -268,6 +277,7 @@ class Peer:
         ahead: int = 0,
         again: bool = False,
         seconds: float | None = None,
+        wait: float | None = None,
         here: bool = False,
     ) -> Future[Array]:
         """As `store`, for trajectories that have been checked.
@@ -287,7 +297,10 @@ class Peer:
         lengths = np.array([each.length for each in rows], dtype=np.int64)
         first = next(iter(schema.steps))
         before = sum(len(piece[first]) for piece in rows[0].pieces[:ahead]) if ahead else 0
-        request = Store(table, schema, lengths, ids, priorities, finals, again, ahead, before)
+        deadline = self._timeout if seconds is None else seconds
+        wait = deadline - min(1.0, deadline / 4) if wait is None else wait
+        milliseconds = min(int(wait * 1e3), _LONGEST_WAIT)
+        request = Store(table, schema, lengths, ids, priorities, finals, again, ahead, before, milliseconds)
         data = np.zeros(request.bulk_bytes, dtype=np.uint8)
         for (name, column), (at, _) in zip(schema.items(), request.columns, strict=True):
             for each in rows:
@@ -411,6 +424,27 @@ class Peer:
                 bulk=data,
                 small_bytes=8,
                 check=check,
+                seconds=seconds,
+            )
+        )
+
+    def advance(self, request: Advance, *, seconds: float | None = None) -> Future[Advanced]:
+        """Raise the version of the policy in a table by one, if it is the expected one.
+
+        Args:
+            request: table and version. seconds: until the deadline; by default the peer's timeout.
+
+        Returns:
+            A future of the answer.
+        """
+        return self._submit(
+            Request(
+                kind=Kind.ADVANCE,
+                small=request.pack(),
+                answer=Kind.ADVANCED,
+                finish=Advanced.parse,
+                what=f"the next version of the policy in table {request.table!r}",
+                small_bytes=20,
                 seconds=seconds,
             )
         )

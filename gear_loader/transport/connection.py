@@ -12,6 +12,7 @@ import numpy as np
 
 from gear_loader.errors import GearError, LockTimeoutError, TransportError
 from gear_loader.transport.access import refusal
+from gear_loader.transport.advance_message import Advance, Advanced
 from gear_loader.transport.channel import Channel, as_bytes
 from gear_loader.transport.fill_message import Fill, Unfilled
 from gear_loader.transport.message_schema import ALIGNMENT, MAX_SPEC_BYTES
@@ -80,6 +81,7 @@ class Connection:
             Kind.UPDATE: (Update.most(limits), 0),
             Kind.FILL: (Fill.most(limits), limits.store_bytes),
             Kind.UNFILLED: (Unfilled.most(), 0),
+            Kind.ADVANCE: (Advance.most(), 0),
             Kind.PART: (Part.most(), MOST_PART),
             Kind.BYE: (0, 0),
         }
@@ -168,6 +170,8 @@ class Connection:
                 await self._update(header.request, small)
             elif header.kind is Kind.UNFILLED:
                 await self._list_unfilled(header.request, small)
+            elif header.kind is Kind.ADVANCE:
+                await self._advance(header.request, small)
             else:
                 await self._describe(header.request, small)
         return True
@@ -388,6 +392,20 @@ class Connection:
             await self._fail(request, error, f"unfilled trajectories of {asked.table!r}")
             return
         await self._send(Kind.DESCRIBED, request, b"", found)
+
+    async def _advance(self, request: int, small: Array) -> None:
+        advance = Advance.parse(small)
+        server = self._server
+
+        def work() -> Advanced:
+            return server.tables.get(advance.table).advance(advance)
+
+        try:
+            advanced = await server.writers(advance.table).run(work)
+        except Exception as error:
+            await self._fail(request, error, f"advancing the version of {advance.table!r}")
+            return
+        await self._send(Kind.ADVANCED, request, advanced.pack())
 
     async def _fail(self, request: int, error: Exception, what: str) -> None:
         """Send an error to the requester; log it if it is internal."""

@@ -26,6 +26,7 @@ from gear_loader.storage.ids import CLIENT_ORIGIN, joined
 from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
+from gear_loader.transport.advance_message import Advance, Advanced
 from gear_loader.transport.client import Peer, Rows
 from gear_loader.transport.fill_message import Fill, Unfilled
 from gear_loader.transport.update_message import Update
@@ -38,6 +39,7 @@ __all__ = ["Delivery", "until_done"]
 _T = TypeVar("_T")
 _COUNT_BITS = 14
 _RANDOM_BYTES = 4
+_LEAST = 0.5  # seconds of an attempt after a refusal
 _FLOWING = 15.0  # seconds that a piece may take to be sent ahead
 _PUSHED_BACK = (TableFullError, RateLimitError, LockTimeoutError)
 """Errors of a server that a later attempt may not meet: the table is full, limited, or locked."""
@@ -108,7 +110,8 @@ class Delivery:
             trajectories: at most `most`, column name -> array or tensor ``[T, *shape]``.
             priorities: float32 [n], -1 for a trajectory without one.
             finals: int64 [n], 1 if the last row of the trajectory is its final step, else 0; None for none.
-            waits: whether to try again while the table is full, or its rate limiter holds inserts back.
+            waits: whether to try again while the table is full; a rate limiter that holds inserts back, or a lock, is
+                always waited for.
 
         Returns:
             Their indices in the server's table, int64 [n]; -1 for one that was evicted before the answer came.
@@ -132,6 +135,7 @@ class Delivery:
                 finals,
                 again=again,
                 seconds=seconds,
+                wait=self._wait(seconds),
                 here=not again,
             )
 
@@ -165,28 +169,36 @@ class Delivery:
                 ahead=first,
                 again=again or repeated,
                 seconds=seconds,
+                wait=self._wait(seconds),
             )
 
         return until_done(attempt, "", timeout=self.timeout, total=math.inf, failed=failed)
 
-    def store_here(self, rows: Rows, priority: float, final: int, identity: int) -> int | None:
+    def _wait(self, seconds: float) -> float:
+        """Seconds that a server may wait in an attempt of so many: its refusal comes before any deadline of ours."""
+        return min(seconds - min(1.0, seconds / 4), self.timeout / 2)
+
+    def store_here(self, rows: Rows, priority: float, final: int, identity: int) -> int | GearError:
         """One attempt to store a checked trajectory from the calling thread.
 
         Args:
             rows: the trajectory. priority, final: of it, as for `store`. identity: its id, from `ids`.
 
         Returns:
-            Its index in the server's table; None if it may be stored or not, and `store_rows` is to go on.
+            Its index in the server's table; or an error: it may be stored or not, and `store_rows` is to go on.
         """
         given = np.array([priority], np.float32), np.array([identity]), np.array([final])
         seconds = min(self.timeout, _longest_attempt(self.timeout))
         try:
             stored = self._peer.store_rows(
-                self._table, self._schema, [rows], *given, seconds=seconds, here=True
+                *(self._table, self._schema, [rows], *given),
+                seconds=seconds,
+                wait=self._wait(seconds),
+                here=True,
             )
             return int(stored.result()[0])
-        except TransportError:
-            return None
+        except TransportError as error:
+            return error.__cause__ if isinstance(error.__cause__, GearError) else error
 
     def send_part(self, identity: int, number: int, piece: Mapping[str, Array]) -> bool:
         """Send steps of a trajectory that is stored later; returns whether they were sent.
@@ -247,6 +259,32 @@ class Delivery:
 
         return until_done(attempt, "the columns may be filled or not", timeout=self.timeout)
 
+    def advance(self) -> int:
+        """Raise the version of the policy by one, and wait for it; a request whose answer is lost is sent again.
+
+        Returns:
+            The version that this call has made.
+
+        Raises:
+            SchemaError: as `Table.advance_version`. PeerTimeoutError: no answer before the deadline; it may be raised,
+            or not. HandshakeError, TransportError: as `store`.
+        """
+        backoff = Backoff(self.timeout)
+        found = Advanced(0, 0, False)
+        while (
+            not found.done
+        ):  # asks first; then again if another client was faster, or the server has changed
+            identity = int.from_bytes(os.urandom(8), "little")
+            request = Advance(self._table, found.version, found.memory, identity)
+
+            def attempt(again: bool, seconds: float, request: Advance = request) -> Future[Advanced]:
+                again = again and request.memory > 0
+                return self._peer.advance(dataclasses.replace(request, again=again), seconds=seconds)
+
+            what = "the version may be raised or not"
+            found = until_done(attempt, what, timeout=self.timeout, total=backoff.left)
+        return found.version
+
     def unfilled(self, names: tuple[str, ...]) -> tuple[Array, Array]:
         """Slots and generations of trajectories that wait for late columns, int64 [n] each; see `Table.unfilled`."""
         request = Unfilled(self._table, names)
@@ -297,12 +335,16 @@ def until_done(
             refusal = error.__cause__
             if isinstance(refusal, PartsMissingError):
                 continue  # the next attempt sends the whole trajectory
-            if isinstance(refusal, GearError) and not (waits and isinstance(refusal, _PUSHED_BACK)):
-                raise refusal from None
+            if isinstance(refusal, GearError):
+                if not isinstance(refusal, _PUSHED_BACK) or (
+                    isinstance(refusal, TableFullError) and not waits
+                ):
+                    raise refusal from None
+                # An attempt in the little time that is left may end without an answer.
+                if backoff.left < min(_LEAST, total / 4):
+                    raise type(refusal)(f"Timed out after {total:g} s. {error}") from None
             if failed is not None:
                 failed(refusal if isinstance(refusal, GearError) else error)
             if not backoff.sleep():
-                if isinstance(refusal, GearError):
-                    raise refusal from None
                 raise PeerTimeoutError(f"Timed out after {total:g} s; {what}. {error}") from None
     raise AssertionError("unreachable")

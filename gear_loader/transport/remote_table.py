@@ -150,7 +150,7 @@ class RemoteTable:
         self.name = name
         self.url = url
         self._timeout = timeout
-        report = self._report()
+        report = self.report()
         self.schema: Schema = report.schema
         self._added = added = report.schema.added
         self.longest = report.longest
@@ -317,14 +317,24 @@ class RemoteTable:
         return self._filler.unfilled(columns)
 
     def writer(
-        self, *, wait: bool = False, chunk_steps: int | None = None, overlap_steps: int = 0
+        self,
+        *,
+        wait: bool = False,
+        chunk_steps: int | None = None,
+        overlap_steps: int = 0,
+        commit_every_step: bool = False,
     ) -> RemoteWriter:
         """Create a writer that adds trajectories step by step.
 
         Args:
             wait: whether `commit` returns only when the trajectory can be drawn.
             chunk_steps, overlap_steps: as for `Table.writer`.
+            commit_every_step: False; the steps of a trajectory on its way cannot be drawn.
+
+        Raises:
+            SchemaError: invalid arguments, or `commit_every_step`. TransportError: the server's clients may only read.
         """
+        _check_whole(commit_every_step)
         self._check()
         return RemoteWriter(
             self._spool,
@@ -336,7 +346,12 @@ class RemoteTable:
         )
 
     def writers(
-        self, n: int, *, chunk_steps: int | None = None, overlap_steps: int = 0
+        self,
+        n: int,
+        *,
+        chunk_steps: int | None = None,
+        overlap_steps: int = 0,
+        commit_every_step: bool = False,
     ) -> RemoteVectorWriter:
         """Create a writer for the n environments of a vector environment.
 
@@ -344,7 +359,12 @@ class RemoteTable:
 
         Args:
             n: number of environments. chunk_steps, overlap_steps: as for `Table.writer`.
+            commit_every_step: as for `writer`.
+
+        Raises:
+            As `writer`.
         """
+        _check_whole(commit_every_step)
         self._check()
         return RemoteVectorWriter(self._spool, self, n, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
 
@@ -366,7 +386,9 @@ class RemoteTable:
 
     # ---------------------------------------------------------------- looking
 
-    def _report(self) -> TableReport:
+    def report(self) -> TableReport:
+        """Describe the server's table, now: see `TableReport`."""
+
         def attempt(_: bool, seconds: float) -> Future[bytes]:
             return self._peer.metadata("table", self.name, seconds=seconds)
 
@@ -374,7 +396,7 @@ class RemoteTable:
 
     def stats(self) -> TableStats:
         """Statistics of the server's table, now."""
-        return self._report().stats
+        return self.report().stats
 
     def __len__(self) -> int:
         """Number of live trajectories in the server's table, now."""
@@ -388,7 +410,23 @@ class RemoteTable:
     @property
     def policy_version(self) -> int:
         """Version of the policy in the server's table, now; see `Table.advance_version`."""
-        return self._report().policy_version
+        return self.report().policy_version
+
+    def advance_version(self) -> int:
+        """Raise the version of the policy in the server's table by one; see `Table.advance_version`.
+
+        It is raised once, though the answer is lost and the request sent again. Only if the server is killed before it
+        answers, just when another client raises the version too, the two may count as one.
+
+        Returns:
+            The version that this call has made.
+
+        Raises:
+            SchemaError: the table was created without `version`. PeerTimeoutError: no answer before the deadline; the
+            version may be raised or not. TransportError: the server's clients may only read.
+        """
+        self._check()
+        return self._delivery.advance()
 
     # ---------------------------------------------------------------- closing
 
@@ -424,6 +462,16 @@ class RemoteTable:
     def __repr__(self) -> str:
         state = f"{self.num_waiting} waiting" if self._end.alive else "closed"
         return f"RemoteTable({self.url!r}, {len(self.schema)} columns, {state})"
+
+
+def _check_whole(commit_every_step: object) -> None:
+    if commit_every_step is not False:
+        raise SchemaError(
+            f"commit_every_step is {commit_every_step!r}; expected False: a server stores whole trajectories. Pass "
+            "chunk_steps=1 to make each step a trajectory that can be drawn at once, or a few steps more "
+            "(overlap_steps= repeats those before, for windows); or attach to the table on its machine, "
+            "gear_loader.Table.attach(name), whose writers take commit_every_step=True."
+        )
 
 
 def _part(values: LateValues, low: int, high: int) -> LateValues:

@@ -231,15 +231,17 @@ class Spool:
                 self._queue.append(episode)
                 self._work.notify()
                 return
-        index = None
+        index: int | None = None
+        failed: GearError | None = None
         try:
             episode.id = int(self._delivery.ids(1)[0])
             rows = Rows(episode.rows, episode.pieces, episode.once)
-            index = self._delivery.store_here(rows, episode.priority, episode.final, episode.id)
+            found = self._delivery.store_here(rows, episode.priority, episode.final, episode.id)
+            index, failed = (None, found) if isinstance(found, GearError) else (found, None)
         finally:  # also after an interruption
             with self._changed:
                 if index is None:
-                    episode.again = True
+                    self._last, episode.again = failed, True
                     self._queue.appendleft(episode)
                     self._work.notify()
                 else:

@@ -40,6 +40,7 @@ class Store:
         again: whether the request may have been executed before; then its ids are those of the first time.
         parts, before: number of PART messages that have brought the first rows of the only trajectory, and of these
             rows; 0 without any.
+        wait: milliseconds that the server may wait for free space or the rate limiter.
     """
 
     table: str
@@ -51,6 +52,7 @@ class Store:
     again: bool = False
     parts: int = 0
     before: int = 0
+    wait: int = 0
 
     @functools.cached_property
     def columns(self) -> list[tuple[int, int]]:
@@ -82,6 +84,7 @@ class Store:
                 self.ids.astype("<i8").tobytes(),
                 self.priorities.astype("<f4").tobytes(),
                 self.finals.astype("<i8").tobytes() if self.finals.any() else b"",
+                struct.pack("<I", self.wait),
                 struct.pack("<IQ", self.parts, self.before) if self.parts else b"",
                 pack_text(self.table),
                 json.dumps(self.schema.to_json(), separators=(",", ":")).encode(),
@@ -91,7 +94,7 @@ class Store:
     @classmethod
     def most(cls, limits: Limits) -> int:
         """Largest size of the small part."""
-        return 8 + 28 * limits.rows + 12 + 2 + MAX_TEXT + MAX_SPEC_BYTES
+        return 12 + 28 * limits.rows + 12 + 2 + MAX_TEXT + MAX_SPEC_BYTES
 
     @classmethod
     def parse(cls, small: Bytes, bulk: int, limits: Limits) -> Store:
@@ -118,6 +121,7 @@ class Store:
         lengths, ids = fields.array(n, "<i8", "lengths"), fields.array(n, "<i8", "ids")
         priorities = fields.array(n, "<f4", "priorities")
         finals = fields.array(n, "<i8", "finals") if flags & _FINALS else np.zeros(n, dtype=np.int64)
+        wait = fields.number(4, "wait")
         parts, before = (fields.number(4, "parts"), fields.number(8, "rows")) if flags & _PARTS else (0, 0)
         if bool(parts) != bool(before) or bool(parts) != bool(flags & _PARTS) or before > limits.store_bytes:
             raise ProtocolError(
@@ -138,7 +142,9 @@ class Store:
             schema = (_known_schema if len(text) <= _REMEMBERED_BYTES else _schema_of)(text)
         except (ValueError, RecursionError):
             raise ProtocolError("schema of a message STORE is not JSON.") from None
-        store = cls(table, schema, lengths, ids, priorities, finals, bool(flags & _AGAIN), parts, before)
+        store = cls(
+            table, schema, lengths, ids, priorities, finals, bool(flags & _AGAIN), parts, before, wait
+        )
         if float(before) * schema.step_bytes > limits.store_bytes - bulk:
             raise ProtocolError(
                 f"The trajectory of a message STORE has {before:,} rows in parts and {bulk:,} bytes; at most "

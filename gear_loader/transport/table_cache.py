@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -32,11 +33,13 @@ from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.shared_memory import Key, region_path
 from gear_loader.storage.table import Table
+from gear_loader.transport.advance_message import Advance, Advanced
 from gear_loader.transport.fill_message import Fill
 from gear_loader.transport.store_message import Store
 from gear_loader.transport.stored_once import StoredOnce
 from gear_loader.transport.update_message import Update
 from gear_loader.utils.arrays import Array, narrowed
+from gear_loader.utils.waiting import limited
 
 __all__ = ["AttachedTable", "TableCache"]
 
@@ -72,6 +75,8 @@ class AttachedTable:
         self._once = StoredOnce(self.table.index.slots_of)
         # Values are compared where an earlier process may have written them.
         self._filled_once = StoredOnce(lambda ids: ids[:0])
+        self._advanced_once = StoredOnce(lambda ids: ids[:0])
+        self._memory = 1 + secrets.randbelow((1 << 64) - 1)  # number of what `StoredOnce` remembers
         self._fits: Schema | None = None
 
     @property
@@ -171,7 +176,8 @@ class AttachedTable:
             As `Table.extend_as`. Nothing was changed.
         """
         self.check_schema(request.schema, added=True)
-        return self._store_once(request, lambda: self._store(self.table.index, request, data))
+        with limited(request.wait / 1e3):
+            return self._store_once(request, lambda: self._store(self.table.index, request, data))
 
     def store_at_once(self, request: Store, data: Array) -> Array | None:
         """As `store`; None, having stored nothing, if it would wait for the lock, space or the rate limiter."""
@@ -210,6 +216,31 @@ class AttachedTable:
 
         identity = np.array([request.identity], dtype=np.uint64)
         return int(self._filled_once.run(identity, write, again=request.again)[0])
+
+    def advance(self, request: Advance) -> Advanced:
+        """Raise the version of the policy by one if it is the expected one, once also if the request comes again.
+
+        One that is sent again, and may have been executed by an earlier process, counts as executed if the version is
+        no longer the expected one.
+
+        Raises:
+            As `Table.advance_version`. LockTimeoutError: the lock is held.
+        """
+        expected, remembered = request.expected, request.memory == self._memory
+        if not remembered and not request.again:
+            return Advanced(self.table.policy_version, self._memory, False)
+
+        def work() -> Array:
+            version = self.table.index.admission.advance_version(expected)
+            if version is not None:
+                return np.array([version, True])
+            version = self.table.policy_version
+            executed = not remembered and version > expected
+            return np.array([expected + 1 if executed else version, executed])
+
+        identity = np.array([request.identity], dtype=np.uint64)
+        version, done = self._advanced_once.run(identity, work, again=request.again).tolist()
+        return Advanced(version, self._memory, bool(done))
 
     def revise(self, request: Update) -> int:
         """Set priorities; returns the number of rows of removed trajectories, which were skipped.

@@ -24,11 +24,14 @@ class TableReport:
 
     Attributes:
         schema: its columns. longest: steps of the longest trajectory that it holds. on_full: its policy.
+        max_steps: most steps that it holds. has_disk: whether trajectories may lie on disk only.
         allow: what clients may do, as for `Server`. stats: its statistics. policy_version: as `Table.policy_version`.
     """
 
     schema: Schema
     longest: int
+    max_steps: int
+    has_disk: bool
     on_full: OnFull
     allow: Allow
     stats: TableStats
@@ -43,15 +46,22 @@ class TableReport:
         """
         try:
             fields = json.loads(data)
-            longest = fields["longest"]
-            if type(longest) is not int or longest < 1:
-                raise ValueError(f"longest is {longest!r}")
-            policy = fields["policy_version"]
-            if type(policy) is not int or policy < 0:
-                raise ValueError(f"policy_version is {policy!r}")
+            for name, least in (("longest", 1), ("max_steps", 1), ("policy_version", 0)):
+                if type(fields[name]) is not int or fields[name] < least:
+                    raise ValueError(f"{name} is {fields[name]!r}")
+            if type(fields["has_disk"]) is not bool:
+                raise ValueError(f"has_disk is {fields['has_disk']!r}")
             check_on_full(fields["on_full"])
-            schema, stats = Schema.from_json(fields["schema"]), _stats(fields["stats"])
-            return cls(schema, longest, fields["on_full"], check_allow(fields["allow"]), stats, policy)
+            return cls(
+                schema=Schema.from_json(fields["schema"]),
+                longest=fields["longest"],
+                max_steps=fields["max_steps"],
+                has_disk=fields["has_disk"],
+                on_full=fields["on_full"],
+                allow=check_allow(fields["allow"]),
+                stats=_stats(fields["stats"]),
+                policy_version=fields["policy_version"],
+            )
         except Exception as error:
             raise TransportError(
                 f"A server described a table by {data[:100]!r} ({error}). Run the same version of Gear Loader on all "
@@ -74,6 +84,8 @@ def table_report(table: Table, allow: Allow) -> bytes:
     report = {
         "schema": table.schema.to_json(),
         "longest": table.longest,
+        "max_steps": table.region.layout.max_steps,
+        "has_disk": table.has_tier,
         "on_full": table.on_full,
         "allow": allow,
         "policy_version": table.policy_version,

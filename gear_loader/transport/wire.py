@@ -26,10 +26,11 @@ separate message of the channel. All integers are little-endian::
                        first steps, generations, numbers of steps
     REPLY              bulk: pieces and status, as `WindowSpec` or `PackedSpec` lays them out
     STORE              small: n u32, flags u32, lengths int64 [n], ids int64 [n], priorities float32 [n],
-                       finals int64 [n] if bit 0 of the flags is set, table text, schema as JSON; bit 1: the request is
-                       sent again, with the ids of the first time, because its answer did not arrive
+                       finals int64 [n] if bit 0 of the flags is set, wait u32, table text, schema as JSON; bit 1: the
+                       request is sent again, with the ids of the first time, because its answer did not arrive
                        bit 2: parts u32 and rows u64 before the table; of the only trajectory, PART messages of this
                        connection have brought the first rows
+                       wait: milliseconds that the server may wait for free space or the rate limiter
                        bulk: column after column, each from a multiple of 128 bytes on: the steps of one trajectory
                        after another
     STORED             small: slots int64 [n]
@@ -53,6 +54,10 @@ separate message of the channel. All integers are little-endian::
     FILLED             small: as UPDATED
     UNFILLED           small: n u32, table text, n names of late columns as texts; DESCRIBED answers it, with slots and
                        generations, int64 [2, m]
+    ADVANCE            small: version u64, memory u64, id u64, flags u32, table text: raise the version of the policy by
+                       one, if it is this; bit 0 of the flags: the request is sent again, with the id of the first time
+    ADVANCED           small: version u64 of the policy, memory u64 of the server, done u32: 1 if the request has made
+                       it, else 0; a request from another memory changes nothing, unless it is sent again
 
 HELLO, CHALLENGE, PROOF and WELCOME come first, in this order. Then the requester may send any number of requests
 without waiting; answers may arrive in any order, but those to FETCH and OPEN come in the order of these requests. There
@@ -99,7 +104,7 @@ __all__ = [
 ]
 
 
-VERSION = 3
+VERSION = 4
 HEADER = 64
 NONCE = 32
 MAX_TEXT = 4096
@@ -148,6 +153,8 @@ class Kind(enum.IntEnum):
     FILL = 20
     FILLED = 21
     UNFILLED = 22
+    ADVANCE = 23
+    ADVANCED = 24
 
 
 _KINDS = {int(kind): kind for kind in Kind}

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-__all__ = ["Backoff", "Interrupted", "interruptible"]
+__all__ = ["Backoff", "Interrupted", "interruptible", "limited"]
 
 _local = threading.local()
 
@@ -27,15 +27,28 @@ def interruptible(stop: Callable[[], bool]) -> Iterator[None]:
         _local.stop = before
 
 
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Make waits that this thread begins inside the block end after at most so many seconds."""
+    before = getattr(_local, "limit", None)
+    _local.limit = seconds
+    try:
+        yield
+    finally:
+        _local.limit = before
+
+
 class Backoff:
     """One wait with exponential back-off, until a deadline.
 
     Args:
-        timeout: seconds from now to the deadline.
+        timeout: seconds from now to the deadline; fewer inside `limited`.
         shortest, longest: seconds of the first sleep and of the longest ones.
     """
 
     def __init__(self, timeout: float, *, shortest: float = 20e-6, longest: float = 2e-3) -> None:
+        limit = getattr(_local, "limit", None)
+        timeout = timeout if limit is None else min(timeout, limit)
         self.timeout = timeout
         self._began = time.monotonic_ns()
         self._deadline = time.monotonic() + timeout

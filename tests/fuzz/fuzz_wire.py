@@ -22,6 +22,7 @@ if __name__ == "__main__":
     _watched = atheris.instrument_imports(include=["gear_loader.transport"])
 
 with _watched:
+    from gear_loader.transport.advance_message import Advance, Advanced
     from gear_loader.transport.channel import Address
     from gear_loader.transport.fill_message import Fill, Unfilled
     from gear_loader.transport.packed_spec import read_spec
@@ -83,6 +84,16 @@ def parse_unfilled(data: bytes) -> None:
     assert Unfilled.parse(data).pack() == data
 
 
+def parse_advance(data: bytes) -> None:
+    """A request that is read is written the same."""
+    assert Advance.parse(data).pack() == data
+
+
+def parse_advanced(data: bytes) -> None:
+    """An answer that is read is written the same."""
+    assert Advanced.parse(data).pack() == data
+
+
 def parse_packed(data: bytes) -> None:
     """A spec that is read is written the same."""
     spec = read_spec(data)
@@ -121,6 +132,8 @@ TARGETS: tuple[Callable[[bytes], None], ...] = (
     parse_part,
     parse_fill,
     parse_unfilled,
+    parse_advance,
+    parse_advanced,
     parse_packed,
     parse_error,
     parse_fields,

@@ -195,7 +195,21 @@ def test_actors_read_the_version_of_the_policy() -> None:
         assert remote.policy_version == 1
 
 
-@pytest.mark.parametrize("name", ["add", "extend", "update_priority", "stats", "close"])
+def test_steps_of_a_trajectory_on_its_way_cannot_be_drawn() -> None:
+    with named(NUMBERS, max_steps=40, max_trajectories=4) as table, connected(table) as remote:
+        for make in (remote.writer, lambda **options: remote.writers(2, **options)):
+            with pytest.raises(SchemaError, match=r"commit_every_step is True; .* Pass chunk_steps=1"):
+                make(commit_every_step=True)
+        with remote.writer(chunk_steps=1, wait=True) as writer:  # what the error says
+            for number in range(3):
+                writer.append(number=np.int64(number))
+                remote.flush()
+                assert numbers_in(table) == list(range(number + 1))
+            writer.commit()
+        assert numbers_in(table) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["add", "extend", "update_priority", "advance_version", "stats", "close"])
 def test_calls_take_the_arguments_of_a_table(name: str) -> None:
     remote, local = (
         inspect.signature(getattr(kind, name)).parameters for kind in (gear.RemoteTable, gear.Table)

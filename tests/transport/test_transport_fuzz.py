@@ -38,6 +38,7 @@ from gear_loader.storage.operations import UNSET
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import Limits, Peer, WindowSpec, start_server
+from gear_loader.transport.advance_message import Advance, Advanced
 from gear_loader.transport.fill_message import Fill, Unfilled
 from gear_loader.transport.packed_spec import PackedSpec
 from gear_loader.transport.part_message import Part
@@ -96,6 +97,7 @@ def requests_of(name: str) -> list[bytes]:
         message(Kind.FETCH, fetch_message([[1, 3], [0, 2], [1, 1], [2, 9]], 1)),
         message(Kind.FILL, fill.pack(), bytes(fill.bulk_bytes)),
         message(Kind.UNFILLED, Unfilled(name, ("late",)).pack()),
+        message(Kind.ADVANCE, Advance(name, 3, 9, 7).pack()),
         message(Kind.OPEN, open_message(spec)),
         message(Kind.FETCH, fetch_message([[1, 3, 70], [0, 2, 9], [1, 1, 1]])),
         message(Kind.STORE, store.pack(), bytes(store.bulk_bytes)),
@@ -156,6 +158,8 @@ def test_a_million_messages_that_are_nearly_right() -> None:
     samples = {
         "parse_store": [store.bulk_bytes.to_bytes(3, "little") + store.pack() for store in stores],
         "parse_update": [Update("replay", updates, True).pack()],
+        "parse_advance": [Advance("replay", 3, 9, 7, again=True).pack()],
+        "parse_advanced": [Advanced(4, 9, True).pack()],
         "parse_part": [(640).to_bytes(3, "little") + Part(5, 1, 40).pack()],
         "parse_error": [pack_error(TableFullError("The table is full.")), pack_error(OSError("lost"))],
     }

@@ -207,6 +207,7 @@ def test_kinds_out_of_turn(shelf: Shelf) -> None:
         Kind.PART,
         Kind.FILL,
         Kind.UNFILLED,
+        Kind.ADVANCE,
         Kind.BYE,
     }:
         with server.proven() as raw:
