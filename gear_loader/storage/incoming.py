@@ -26,6 +26,7 @@ __all__ = [
     "rectangular",
     "single_priority",
     "stacked",
+    "stacked_bytes",
     "with_final",
 ]
 
@@ -173,6 +174,37 @@ def stacked(schema: Schema, columns: Any, lengths: Any) -> Steps:
     Raises:
         SchemaError: the columns or the lengths do not fit.
     """
+    columns, counts = _columns_and_counts(columns, lengths)
+    if len(counts) == 0:
+        schema.validate_names(columns, what="the stacked trajectories")
+        return Steps(np.empty((0, len(schema)), dtype=np.int64), np.empty(0, dtype=np.int64), None)
+    located = schema.locate_stacked(columns, len(counts))
+    padded, places, apart, hold = (
+        (*located, tuple(columns.values())) if located else _locate_any(schema, columns, len(counts))
+    )
+    _check_counts(counts, padded)
+    addresses = np.array(places, dtype=np.int64) + np.arange(len(counts))[:, None] * np.array(apart)
+    return Steps(addresses, counts.astype(np.int64), hold)
+
+
+def stacked_bytes(schema: Schema, columns: Any, lengths: Any) -> tuple[Array, dict[str, Array]]:
+    """Check stacked trajectories, as `stacked`, and return their lengths and bytes.
+
+    Returns:
+        int64 [n]; column name -> uint8 ``[n, T, step_bytes]``, or ``[n, 1, step_bytes]`` of columns per trajectory.
+    """
+    columns, counts = _columns_and_counts(columns, lengths)
+    if len(counts) == 0:
+        schema.validate_names(columns, what="the stacked trajectories")
+        return np.empty(0, dtype=np.int64), {}
+    padded, arrays = _bytes_of(schema, columns, len(counts))
+    _check_counts(counts, padded)
+    return counts.astype(np.int64), {
+        name: array.reshape(len(counts), -1, array.shape[1]) for name, array in arrays.items()
+    }
+
+
+def _columns_and_counts(columns: Any, lengths: Any) -> tuple[Mapping[str, Any], Array]:
     columns = as_mapping(columns)
     if not isinstance(columns, Mapping):
         raise SchemaError(
@@ -189,18 +221,13 @@ def stacked(schema: Schema, columns: Any, lengths: Any) -> Steps:
         raise SchemaError(
             f"lengths has dtype {counts.dtype} and shape {list(counts.shape)}; expected integers [n]."
         )
-    if len(counts) == 0:
-        schema.validate_names(columns, what="the stacked trajectories")
-        return Steps(np.empty((0, len(schema)), dtype=np.int64), np.empty(0, dtype=np.int64), None)
-    located = schema.locate_stacked(columns, len(counts))
-    padded, places, apart, hold = (
-        (*located, tuple(columns.values())) if located else _locate_any(schema, columns, len(counts))
-    )
+    return columns, counts
+
+
+def _check_counts(counts: Array, padded: int) -> None:
     if counts.min() < 1 or counts.max() > padded:
         bad = int(np.flatnonzero((counts < 1) | (counts > padded))[0])
         raise SchemaError(f"lengths[{bad}] is {counts[bad]}; expected 1 to {padded}, the stacked arrays' T.")
-    addresses = np.array(places, dtype=np.int64) + np.arange(len(counts))[:, None] * np.array(apart)
-    return Steps(addresses, counts.astype(np.int64), hold)
 
 
 def _locate_any(
@@ -211,6 +238,13 @@ def _locate_any(
     Raises:
         SchemaError: the columns do not fit.
     """
+    padded, arrays = _bytes_of(schema, stacked, count)
+    apart = {name: array.nbytes // count for name, array in arrays.items()}
+    return padded, [arrays[name].ctypes.data for name in schema], [apart[name] for name in schema], arrays
+
+
+def _bytes_of(schema: Schema, stacked: Mapping[str, Any], count: int) -> tuple[int, dict[str, Array]]:
+    """T, and the columns of stacked trajectories as uint8 ``[n * T, step_bytes]``, or ``[n, step_bytes]``."""
     flat: dict[str, Any] = {}
     once: dict[str, Array] = {}
     padded = None
@@ -234,10 +268,7 @@ def _locate_any(
     schema.validate_names({**flat, **once}, what="the stacked trajectories")
     _, arrays = schema.steps.validate(flat, what="the stacked trajectories")
     assert padded is not None
-    apart = {name: padded * array.shape[1] for name, array in arrays.items()}
-    apart |= {name: array.shape[1] for name, array in once.items()}
-    arrays |= once
-    return padded, [arrays[name].ctypes.data for name in schema], [apart[name] for name in schema], arrays
+    return padded, {**arrays, **once}
 
 
 def _stacked_once(column: Column, name: str, value: Any, count: int) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import operator
 import reprlib
@@ -373,6 +374,11 @@ class Schema(Mapping[str, Column]):
             options = [option for option in _OPTIONS if getattr(column, option)]
             rows.append([name, column.dtype_name, list(column.shape), *options])
         return rows
+
+    @functools.cached_property
+    def json_bytes(self) -> bytes:
+        """`to_json` as compact text, for messages."""
+        return json.dumps(self.to_json(), separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, rows: Any) -> Schema:

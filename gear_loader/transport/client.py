@@ -21,6 +21,7 @@ from gear_loader.transport.fill_message import Fill, Unfilled
 from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.link import Link
 from gear_loader.transport.loop import EventLoop, event_loop
+from gear_loader.transport.message_schema import round_up
 from gear_loader.transport.part_message import Part
 from gear_loader.transport.read_link import ReadLink
 from gear_loader.transport.request import Request
@@ -33,10 +34,11 @@ if TYPE_CHECKING:
     from gear_loader.transport.packed_spec import PackedSpec
     from gear_loader.transport.spec import WindowSpec
 
-__all__ = ["Peer", "Rows"]
+__all__ = ["Peer", "Rows", "Stacked"]
 
 _T = TypeVar("_T")
 _LONGEST_WAIT = 1 << 31  # milliseconds
+_MOST_SPARE = 8 << 20  # bytes that are kept for the next request
 
 
 class Rows(NamedTuple):
@@ -50,6 +52,33 @@ class Rows(NamedTuple):
     length: int
     pieces: Sequence[Mapping[str, Array]]
     once: Mapping[str, Array]
+
+
+class Stacked(NamedTuple):
+    """Checked trajectories of stacked arrays; trajectory i is the first ``lengths[i]`` steps of row i.
+
+    Attributes:
+        lengths: int64 [n]. columns: column name -> uint8 [n, T, step_bytes], or [n, 1, step_bytes] of columns per
+            trajectory; contiguous.
+    """
+
+    lengths: Array
+    columns: Mapping[str, Array]
+
+    def part(self, low: int, high: int) -> Stacked:
+        """Trajectories `low` to `high`."""
+        return Stacked(self.lengths[low:high], {name: each[low:high] for name, each in self.columns.items()})
+
+    def write(self, data: Array, request: Store) -> None:
+        """Write the bulk part of STORE, zeros included."""
+        present: Array | None = None
+        for (name, column), (at, size) in zip(request.schema.items(), request.columns, strict=True):
+            values = self.columns[name]
+            if not column.trajectory and (self.lengths != values.shape[1]).any():
+                if present is None:
+                    present = np.arange(values.shape[1]) < self.lengths[:, None]
+                values = values[present]
+            data[at : at + size] = values.reshape(-1)
 
 
 class Peer:
@@ -102,6 +131,7 @@ class Peer:
         self._link: Link | None = None
         self._closed = False
         self._reading = None if tls is not None else ReadLink(name, address, self._secret, self._timeout)
+        self._spare: list[Array] = []  # memory of the bulk part of an earlier request
         self._blocking: BlockingLink | None = None
         if isinstance(address, str) and Address.parse(address).carrier == "socket":
             self._blocking = BlockingLink(name, address, secret, tls)
@@ -269,7 +299,7 @@ class Peer:
         self,
         table: str,
         schema: Schema,
-        rows: Sequence[Rows],
+        rows: Sequence[Rows] | Stacked,
         priorities: Array,
         ids: Array,
         finals: Array | None = None,
@@ -285,7 +315,8 @@ class Peer:
         Args:
             ahead: pieces of the only trajectory that `send_part` has sent before.
         """
-        n = len(rows)
+        stacked = rows if isinstance(rows, Stacked) else None
+        n = len(rows) if stacked is None else len(stacked.lengths)
         finals = np.zeros(n, dtype=np.int64) if finals is None else finals
         for name, values, dtype in (
             ("priorities", priorities, np.float32),
@@ -294,20 +325,29 @@ class Peer:
         ):
             if not isinstance(values, np.ndarray) or values.dtype != dtype or values.shape != (n,):
                 raise SchemaError(f"{name} is {_shape(values)}; expected {np.dtype(dtype).name} [{n}].")
-        lengths = np.array([each.length for each in rows], dtype=np.int64)
-        first = next(iter(schema.steps))
-        before = sum(len(piece[first]) for piece in rows[0].pieces[:ahead]) if ahead else 0
+        if isinstance(rows, Stacked):
+            lengths, before = rows.lengths, 0
+        else:
+            lengths = np.array([each.length for each in rows], dtype=np.int64)
+            first = next(iter(schema.steps))
+            before = sum(len(piece[first]) for piece in rows[0].pieces[:ahead]) if ahead else 0
         deadline = self._timeout if seconds is None else seconds
         wait = deadline - min(1.0, deadline / 4) if wait is None else wait
         milliseconds = min(int(wait * 1e3), _LONGEST_WAIT)
         request = Store(table, schema, lengths, ids, priorities, finals, again, ahead, before, milliseconds)
-        data = np.zeros(request.bulk_bytes, dtype=np.uint8)
-        for (name, column), (at, _) in zip(schema.items(), request.columns, strict=True):
-            for each in rows:
-                for piece in [each.once] if column.trajectory else each.pieces[ahead:]:
-                    part = piece[name].reshape(-1)
-                    data[at : at + len(part)] = part
-                    at += len(part)
+        memory = self._take_memory(request.bulk_bytes)
+        data = memory[: request.bulk_bytes]
+        if isinstance(rows, Stacked):
+            rows.write(data, request)
+        else:
+            for (name, column), (at, _) in zip(schema.items(), request.columns, strict=True):
+                for each in rows:
+                    for piece in [each.once] if column.trajectory else each.pieces[ahead:]:
+                        part = piece[name].reshape(-1)
+                        data[at : at + len(part)] = part
+                        at += len(part)
+        for at, size in request.columns:
+            data[at + size : at + round_up(size)] = 0
 
         def check(limits: Limits) -> str | None:
             if n > limits.rows or len(data) > limits.store_bytes:
@@ -323,20 +363,32 @@ class Peer:
             fields.end()
             return slots.astype(np.int64)
 
-        return self._submit(
-            Request(
-                kind=Kind.STORE,
-                small=request.pack(),
-                answer=Kind.STORED,
-                finish=finish,
-                what=f"{n:,} trajectories ({len(data):,} bytes) to be stored into table {table!r}",
-                bulk=data,
-                small_bytes=8 * n,
-                check=check,
-                seconds=seconds,
-            ),
-            here=here,
+        made: Request[Array] = Request(
+            kind=Kind.STORE,
+            small=request.pack(),
+            answer=Kind.STORED,
+            finish=finish,
+            what=f"{n:,} trajectories ({len(data):,} bytes) to be stored into table {table!r}",
+            bulk=data,
+            small_bytes=8 * n,
+            check=check,
+            seconds=seconds,
         )
+        if here and self._serve_here(made):
+            if len(memory) <= _MOST_SPARE and not self._spare:
+                self._spare.append(memory)  # nothing reads it any more
+            return made.future
+        return self._submit(made)
+
+    def _take_memory(self, size: int) -> Array:
+        """Memory for the bulk part of a request, uint8 [size or more]; that of an earlier one if it is large enough."""
+        try:
+            spare = self._spare.pop()  # no other thread gets it
+        except IndexError:
+            spare = np.empty(0, dtype=np.uint8)
+        if len(spare) < size:
+            spare = np.empty(max(size, min(1 << (size - 1).bit_length(), _MOST_SPARE)), dtype=np.uint8)
+        return spare
 
     def send_part(
         self, schema: Schema, identity: int, number: int, piece: Mapping[str, Array], *, seconds: float
@@ -492,9 +544,7 @@ class Peer:
 
     # ---------------------------------------------------------------- the link
 
-    def _submit(self, request: Request[_T], *, here: bool = False) -> Future[_T]:
-        if here and self._serve_here(request):
-            return request.future
+    def _submit(self, request: Request[_T]) -> Future[_T]:
         with self._guard:
             self._check()
             if self._link is None or self._loop is None:

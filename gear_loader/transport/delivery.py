@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.advance_message import Advance, Advanced
-from gear_loader.transport.client import Peer, Rows
+from gear_loader.transport.client import Peer, Rows, Stacked
 from gear_loader.transport.fill_message import Fill, Unfilled
 from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import PartsMissingError
@@ -98,7 +98,7 @@ class Delivery:
 
     def store(
         self,
-        trajectories: list[Mapping[str, Any]],
+        rows: Sequence[Rows] | Stacked,
         priorities: Array,
         finals: Array | None = None,
         *,
@@ -107,7 +107,7 @@ class Delivery:
         """Store trajectories, all or none, and wait for it.
 
         Args:
-            trajectories: at most `most`, column name -> array or tensor ``[T, *shape]``.
+            rows: at most `most` checked trajectories.
             priorities: float32 [n], -1 for a trajectory without one.
             finals: int64 [n], 1 if the last row of the trajectory is its final step, else 0; None for none.
             waits: whether to try again while the table is full; a rate limiter that holds inserts back, or a lock, is
@@ -117,19 +117,18 @@ class Delivery:
             Their indices in the server's table, int64 [n]; -1 for one that was evicted before the answer came.
 
         Raises:
-            SchemaError: a trajectory does not fit; nothing was sent.
             TableFullError, RateLimitError, LockTimeoutError: the table did not take them before the deadline; they are
                 not stored.
             PeerTimeoutError: no answer before the deadline; they may be stored, or may still be.
             HandshakeError, TransportError: the server refused the connection or the request.
         """
-        ids = self.ids(len(trajectories))
+        ids = self.ids(len(priorities))
 
         def attempt(again: bool, seconds: float) -> Future[Array]:
-            return self._peer.store(
+            return self._peer.store_rows(
                 self._table,
                 self._schema,
-                trajectories,
+                rows,
                 priorities,
                 ids,
                 finals,

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from gear_loader.errors import FilledError, GearError, HandshakeError, SchemaError, TransportError
-from gear_loader.storage.incoming import checked_priorities, listed, rectangular, stacked, with_final
+from gear_loader.storage.incoming import checked_priorities, listed, rectangular, stacked_bytes, with_final
 from gear_loader.storage.late_values import LateValues, check_late, checked_fill
 from gear_loader.storage.priority_updates import is_strict, request
 from gear_loader.storage.rules import check_seconds
 from gear_loader.storage.schema import Schema, as_mapping, keeps
 from gear_loader.storage.stats import TableStats
 from gear_loader.transport.access import refusal
-from gear_loader.transport.client import Peer
+from gear_loader.transport.client import Peer, Rows, Stacked
 from gear_loader.transport.delivery import Delivery, until_done
 from gear_loader.transport.handshake import read_secret
 from gear_loader.transport.remote_vector_writer import RemoteVectorWriter
@@ -190,7 +190,8 @@ class RemoteTable:
         rows = as_mapping(trajectory) if final is None else with_final(self._added, trajectory, final)
         finals = None if final is None else np.ones(1, dtype=np.int64)
         priorities = checked_priorities(priority, 1)
-        return int(self._delivery.store([rows], priorities, finals, waits=self._waits)[0])
+        checked = _checked(self._added, rows, "trajectory 0")
+        return int(self._delivery.store([checked], priorities, finals, waits=self._waits)[0])
 
     def extend(
         self,
@@ -210,35 +211,32 @@ class RemoteTable:
             As `add`; what earlier requests stored stays stored.
         """
         self._check()
-        rows = self._listed(trajectories, lengths)
-        priorities = checked_priorities(priority, len(rows))
-        # All are checked before any is stored.
-        counts = [self._added.validate(each, what=f"trajectory {i}")[0] for i, each in enumerate(rows)]
-        sizes = np.array(counts, dtype=np.int64) * self._added.step_bytes + self._added.trajectory_bytes
+        rows = self._all_checked(trajectories, lengths)
+        counts = (
+            rows.lengths if isinstance(rows, Stacked) else np.array([each.length for each in rows], np.int64)
+        )
+        priorities = checked_priorities(priority, len(counts))
+        sizes = counts * self._added.step_bytes + self._added.trajectory_bytes
         stored, low = [np.empty(0, dtype=np.int64)], 0
-        while low < len(rows):
+        while low < len(counts):
             high = low + self._delivery.counts(sizes[low:])
-            stored.append(self._delivery.store(rows[low:high], priorities[low:high], waits=self._waits))
+            part = rows.part(low, high) if isinstance(rows, Stacked) else rows[low:high]
+            stored.append(self._delivery.store(part, priorities[low:high], waits=self._waits))
             low = high
         return np.concatenate(stored)
 
-    def _listed(self, trajectories: Any, lengths: Any) -> list[Mapping[str, Any]]:
-        """Trajectories one by one: views of stacked ones and of those in a list, copies of those of an iterator."""
+    def _all_checked(self, trajectories: Any, lengths: Any) -> list[Rows] | Stacked:
+        """Trajectories as bytes: views of stacked ones and of those in a list, copies of those of an iterator."""
         lengths = rectangular(trajectories) if lengths is None else lengths
         if lengths is not None:
-            counts = stacked(self._added, trajectories, lengths).lengths.tolist()
-            once = self._added.per_trajectory
-            return [
-                {
-                    name: values[i] if name in once else values[i][:count]
-                    for name, values in as_mapping(trajectories).items()
-                }
-                for i, count in enumerate(counts)
-            ]
+            return Stacked(*stacked_bytes(self._added, trajectories, lengths))
         if isinstance(as_mapping(trajectories), Mapping):
             listed(self._added, trajectories)  # raises: one mapping without lengths
         kept = keeps(trajectories)
-        return [as_mapping(each) if kept else copy.deepcopy(dict(as_mapping(each))) for each in trajectories]
+        listing = [
+            as_mapping(each) if kept else copy.deepcopy(dict(as_mapping(each))) for each in trajectories
+        ]
+        return [_checked(self._added, each, f"trajectory {i}") for i, each in enumerate(listing)]
 
     def update_priority(
         self,
@@ -462,6 +460,12 @@ class RemoteTable:
     def __repr__(self) -> str:
         state = f"{self.num_waiting} waiting" if self._end.alive else "closed"
         return f"RemoteTable({self.url!r}, {len(self.schema)} columns, {state})"
+
+
+def _checked(schema: Schema, rows: Mapping[str, Any], what: str) -> Rows:
+    """A trajectory as bytes, after its checks."""
+    length, arrays = schema.validate(rows, what=what)
+    return Rows(length, [arrays], arrays)
 
 
 def _check_whole(commit_every_step: object) -> None:

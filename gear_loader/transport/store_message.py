@@ -87,7 +87,7 @@ class Store:
                 struct.pack("<I", self.wait),
                 struct.pack("<IQ", self.parts, self.before) if self.parts else b"",
                 pack_text(self.table),
-                json.dumps(self.schema.to_json(), separators=(",", ":")).encode(),
+                self.schema.json_bytes,
             )
         )
 

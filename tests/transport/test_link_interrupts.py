@@ -14,6 +14,7 @@ from transport_common import PATIENCE, Serving, generations_of, poisoned, servin
 
 import gear_loader as gear
 from gear_loader.transport import Peer
+from gear_loader.transport.client import Rows
 from gear_loader.transport.delivery import Delivery
 
 FILES = ("read_link.py", "blocking_link.py", "mutex.py")
@@ -120,9 +121,11 @@ def test_stores(shelf: Shelf) -> None:
     peer = server.peer()
     delivery = Delivery(peer, str(table.name), table.schema, PATIENCE)
     one, count = np.full(1, -1, dtype=np.float32), 0
+    length, arrays = table.schema.validate(rows(9, 2))
+    checked = Rows(length, [arrays], arrays)
 
     def call() -> None:
-        delivery.store([rows(9, 2)], one)
+        delivery.store([checked], one)
 
     call()
     link = peer._blocking

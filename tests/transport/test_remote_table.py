@@ -184,6 +184,60 @@ def test_all_ways_to_add_store_what_was_given() -> None:
         table.check_valid()
 
 
+def test_threads_extend_through_one_connection() -> None:
+    """Stacked trajectories of uneven lengths, lists of them and single ones at the same time: none is mixed up."""
+    columns = {
+        **NUMBERS,
+        "half": gear.Column(torch.bfloat16, (5,)),
+        "goal": gear.Column(torch.int8, per="trajectory"),
+    }
+    failures: list[BaseException] = []
+
+    def work(remote: gear.RemoteTable, first: int) -> None:
+        random = np.random.default_rng(first)
+        try:
+            for turn in range(15):
+                lengths = random.integers(1, 7, 6)
+                numbers = first + turn * 6 + np.arange(6)
+                made: dict[str, Any] = {
+                    "number": np.repeat(numbers[:, None], 7, 1),
+                    "half": torch.from_numpy(numbers % 100)[:, None, None].expand(6, 7, 5).bfloat16(),
+                    "goal": (numbers % 100).astype(np.int8),
+                }
+                if turn % 3 == 0:
+                    remote.extend(made, lengths=lengths)
+                    continue
+                each = [
+                    {
+                        name: values[i] if name == "goal" else values[i][:length]
+                        for name, values in made.items()
+                    }
+                    for i, length in enumerate(lengths)
+                ]
+                if turn % 3 == 1:
+                    remote.extend(each)
+                else:
+                    for one in each:
+                        remote.add(one)
+        except BaseException as error:
+            failures.append(error)
+
+    with named(columns, max_steps=4000, max_trajectories=400) as table, connected(table) as remote:
+        threads = [threading.Thread(target=work, args=(remote, 1000 * i)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not failures
+        assert numbers_in(table) == [1000 * i + number for i in range(4) for number in range(90)]
+        for index in table.indices():
+            found = table[int(index)]
+            number = int(found["number"][0])
+            assert (found["number"] == number).all()
+            assert (found["half"] == number % 100).all()
+            assert int(found["goal"]) == number % 100
+
+
 def test_actors_read_the_version_of_the_policy() -> None:
     columns = {**NUMBERS, "policy": gear.Column(torch.int64, per="trajectory")}
     with (
