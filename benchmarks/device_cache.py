@@ -16,7 +16,6 @@ import importlib.util
 import json
 import math
 import time
-from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 
 import gear_loader as gear
+from benchmarks.caches import Others
 from benchmarks.tier_policies import zipf
 from gear_loader.collection.cache_policy import choose
 from gear_loader.collection.device_cache import SHARE
@@ -110,42 +110,24 @@ def hit_rates(trace: Trace, share: float, seed: int = 1) -> dict[str, float]:
     count = len(used)
     capacity = max(1, int(share * count))
     sums = likelihoods / likelihoods.sum(axis=1, keepdims=True)
-    best = np.zeros(count, dtype=bool)
-    best[np.argsort(sums.sum(axis=0))[count - capacity :]] = True
-    random = np.zeros(count, dtype=bool)
-    random[generator.permutation(count)[:capacity]] = True
+    others = Others(sums, capacity, generator, warm=False)
     ours = np.zeros(count, dtype=bool)
-    caches: dict[str, OrderedDict[int, None]] = {"lru": OrderedDict(), "fifo": OrderedDict()}
-    hits, reads = dict.fromkeys(NAMES, 0), 0
+    hits = reads = 0
     for i in range(len(sums)):
         if i:
             gone = np.flatnonzero(owners[i] != owners[i - 1])
             ours[gone] = False
-            for cache in caches.values():
-                for block in gone.tolist():
-                    cache.pop(block, None)
+            for cache in others.caches.values():
+                cache.drop(gone)
             order = np.argsort(likelihoods[i - 1], kind="stable")
             come, leave = choose(order, ours, capacity, trace.copies, swaps=True)
             ours[leave], ours[come] = False, True
         drawn = generator.choice(count, size=trace.draws, p=sums[i])
-        if 2 * i < len(sums):  # all caches fill until then
-            counted = 0
-        else:
-            counted = 1
-            reads += len(drawn)
-        for name, inside in (("policy", ours), ("oracle", best), ("random", random)):
-            hits[name] += counted * int(inside[drawn].sum())
-        for name, cache in caches.items():
-            for block in drawn.tolist():
-                if block in cache:
-                    hits[name] += counted
-                    if name == "lru":
-                        cache.move_to_end(block)
-                else:
-                    if len(cache) == capacity:
-                        cache.popitem(last=False)
-                    cache[block] = None
-    return {name: found / reads for name, found in hits.items()}
+        counted = 2 * i >= len(sums)  # all caches fill until then
+        reads += counted * len(drawn)
+        hits += counted * int(ours[drawn].sum())
+        others.draw(drawn, counted=counted)
+    return {"policy": hits / reads, **others.rates()}
 
 
 def plot(rates: dict[float, dict[str, float]], out: Path, steps: int) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import os
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,22 +114,6 @@ def use_sampler_of_peer(folder: Path | None) -> None:
         python = str(place / "bin" / "python")
         print(f"By {python}, which has PyTorch Geometric and a sampler of it.", flush=True)
         os.execv(python, [python, "-m", "benchmarks", *sys.argv[1:]])
-
-
-def lru_hits(reads: list[np.ndarray], capacity: int) -> int:
-    """How many reads a cache of so many rows serves that drops the row that was not read for longest."""
-    cached: OrderedDict[int, None] = OrderedDict()
-    hits = 0
-    for nodes in reads:
-        for node in nodes.tolist():
-            if node in cached:
-                hits += 1
-                cached.move_to_end(node)
-            else:
-                cached[node] = None
-                if len(cached) > capacity:
-                    cached.popitem(last=False)
-    return hits
 
 
 def check(data: Data, way: Way, fanouts: list[int], seeds: np.ndarray) -> None:

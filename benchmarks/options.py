@@ -62,7 +62,7 @@ def signature(own: Iterable[inspect.Parameter], names: Iterable[str]) -> inspect
     return inspect.Signature([*own, *shared])
 
 
-def command(
+def experiment(
     name: str,
     *,
     repeats: tuple[int, ...],
@@ -70,7 +70,7 @@ def command(
     threads: int | None = None,
     device: Device = Device.cpu,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command of a function ``work(session, *, options of its own)``.
+    """Make an experiment's command of a function ``work(session, *, options of its own)``.
 
     The command opens the session, shows the machine, does the work and shows what there is to say at the end; errors of
     a run end the program with status 1. repeats: with ``--quick``, usually, and with CUDA if that differs. pause: see

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 import gear_loader as gear
+from benchmarks.caches import Others
 from gear_loader.checkpoint import spilling
 from gear_loader.checkpoint.spilling import coldness
 from gear_loader.storage.exchange import exchange
@@ -71,7 +71,7 @@ def hit_rates(trace: Array, *, capacity: int, draws: int, budget: int, seed: int
     generator = np.random.default_rng(seed)
     rounds, count = trace.shape
     shares = trace / trace.sum(axis=1, keepdims=True)
-    others = _Others(trace, capacity, generator)
+    others = Others(shares, capacity, generator, warm=True)
     ours, found = others.random.copy(), 0
     sizes, sequences = np.ones(count, dtype=np.int64), np.arange(count)
     for i in range(rounds):
@@ -83,46 +83,6 @@ def hit_rates(trace: Array, *, capacity: int, draws: int, budget: int, seed: int
         found += int(ours[drawn].sum())
         others.draw(drawn)
     return {"priority": found / (rounds * draws), **others.rates()}
-
-
-class _Others:
-    """The policies that ours is compared with, for the same draws.
-
-    random: bool [n], what a choice at random keeps.
-    """
-
-    def __init__(self, trace: Array, capacity: int, generator: np.random.Generator) -> None:
-        shares = trace / trace.sum(axis=1, keepdims=True)
-        count = trace.shape[1]
-        self._best = np.zeros(count, dtype=bool)
-        self._best[np.argsort(shares.sum(axis=0))[count - capacity :]] = True
-        self.random = np.zeros(count, dtype=bool)
-        self.random[generator.permutation(count)[:capacity]] = True
-        kept = np.flatnonzero(self.random).tolist()
-        self._known: dict[str, OrderedDict[int, None]] = {
-            name: OrderedDict.fromkeys(kept) for name in ("lru", "fifo")
-        }
-        self._hits = dict.fromkeys(("oracle", "lru", "fifo", "random"), 0)
-        self._drawn = 0
-
-    def draw(self, drawn: Array) -> None:
-        """Count the hits of draws, int64 [n]."""
-        self._drawn += len(drawn)
-        self._hits["oracle"] += int(self._best[drawn].sum())
-        self._hits["random"] += int(self.random[drawn].sum())
-        for name, known in self._known.items():
-            for item in drawn.tolist():
-                if item in known:
-                    self._hits[name] += 1
-                    if name == "lru":
-                        known.move_to_end(item)
-                else:
-                    known.popitem(last=False)
-                    known[item] = None
-
-    def rates(self) -> dict[str, float]:
-        """Share of the draws that were hits, by policy."""
-        return {name: found / self._drawn for name, found in self._hits.items()}
 
 
 def table_hit_rates(
@@ -137,7 +97,8 @@ def table_hit_rates(
         seconds: between two rounds.
     """
     count = trace.shape[1]
-    others = _Others(trace, capacity, np.random.default_rng(seed))
+    shares = trace / trace.sum(axis=1, keepdims=True)
+    others = Others(shares, capacity, np.random.default_rng(seed), warm=True)
     # Of the table's blocks as many stay free as it takes for `capacity` to be in use.
     blocks = next(n for n in range(capacity, 2 * capacity) if n - n // 4 >= capacity)
     with _table(count, blocks, budget) as table:

@@ -12,8 +12,7 @@ import typer
 
 from benchmarks.batches import measured
 from benchmarks.harness import Session
-from benchmarks.options import command as as_command
-from benchmarks.options import numbers, option
+from benchmarks.options import experiment, numbers, option
 from benchmarks.workloads import W1
 
 BATCHES = (32, 64, 128, 256, 512, 1024)
@@ -22,7 +21,7 @@ QUICK_BATCHES = (32, 256)
 Batches = option(str, f"Rows of batches: {','.join(map(str, BATCHES))} by default.")
 
 
-@as_command("batch-size", repeats=(2, 7), pause=0.005)
+@experiment("batch-size", repeats=(2, 7), pause=0.005)
 def command(
     session: Session,
     batches: Batches = None,

@@ -28,8 +28,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.harness import Medians, Session, Variant
-from benchmarks.options import command as as_command
-from benchmarks.options import described
+from benchmarks.options import described, experiment
 from benchmarks.peers.catalog import Contender, contenders, peers_of
 from benchmarks.peers.checkpoint import UNIT
 from benchmarks.workloads import W1, Workload
@@ -42,7 +41,7 @@ TARGET = 0.7
 SMALL = 2 * UNIT
 
 
-@as_command("checkpoint", repeats=(1, 5))
+@experiment("checkpoint", repeats=(1, 5))
 def command(
     session: Session,
     trajectories: Annotated[

@@ -52,8 +52,7 @@ from benchmarks.loading import (
     map_styled,
     memcpy,
 )
-from benchmarks.options import command as as_command
-from benchmarks.options import described
+from benchmarks.options import described, experiment
 from benchmarks.showing import size
 from benchmarks.workloads import W1, W2, Data, Plain, PlainTrajectories, PlainWindows, Rows, expect, poison
 from gear_loader.collection.collector import Collector
@@ -66,7 +65,7 @@ TARGETS = {4096: 0.95, 512: 0.80}
 """Row bytes from which on the share of the copy engine's rate is aimed for."""
 
 
-@as_command("collect", repeats=(3, 15, 7), pause=0.005)
+@experiment("collect", repeats=(3, 15, 7), pause=0.005)
 def command(
     session: Session,
     trajectories: Annotated[int | None, described("Of W1 and W2, 20,000 by default.", min=1)] = None,

@@ -22,10 +22,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
-import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,12 +36,11 @@ import torch
 import typer
 
 import gear_loader as gear
-from benchmarks.harness import Incorrect, Medians, Session, Variant
+from benchmarks.harness import Medians, Session, Variant
 from benchmarks.limits import MemoryGroup, Unlimited, memory_limited, swap_file
-from benchmarks.options import command as as_command
-from benchmarks.options import described, numbers
+from benchmarks.options import described, experiment, numbers
 from benchmarks.peers import limited as limited_script
-from benchmarks.peers.process import PeerFailed
+from benchmarks.peers.process import PeerFailed, PeerProcess
 from benchmarks.workloads import W1, Data, Workload, expect
 from gear_loader.checkpoint.tier_reader import THREADS
 
@@ -57,7 +54,7 @@ SEED = 23
 TRAJECTORIES = 20_000
 
 
-@as_command("exhaustion", repeats=(1, 5))
+@experiment("exhaustion", repeats=(1, 5))
 def command(
     session: Session,
     trajectories: Annotated[
@@ -411,48 +408,19 @@ def _bare(data: Data, place: Path, missed: int, count: int) -> Iterator[Any]:
 # The same share of memory otherwise -------------------------------------------------------------------
 
 
-class _LimitedProcess:
+def limited_process(
+    python: Path, kind: str, group: MemoryGroup, allowed: int, options: dict[str, Any]
+) -> PeerProcess:
     """A process of `benchmarks/peers/limited.py` in a control group, whose memory is limited when it has started."""
-
-    def __init__(
-        self, python: Path, kind: str, group: MemoryGroup, allowed: int, options: dict[str, Any]
-    ) -> None:
-        script = Path(limited_script.__file__)
-        command = [str(python), "-I", str(script), kind]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        try:
-            resident = self.ask({**options, "procs": str(group.procs)})
-            group.allow(int(resident) + allowed + (8 << 20))
-            self.ask("open")
-        except BaseException:
-            self.close()
-            raise
-
-    def ask(self, request: Any) -> Any:
-        """The answer to a request. Raises PeerFailed if there is none."""
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        try:
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-            return json.loads(process.stdout.readline())
-        except (OSError, ValueError):
-            lines = process.stderr.read().strip().splitlines()
-            raise PeerFailed(lines[-1] if lines else "its process has ended") from None
-
-    def check(self) -> None:
-        """Raise Incorrect if a batch is wrong."""
-        if not self.ask("check"):
-            raise Incorrect("a batch has other values than the files")
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
+    process = PeerProcess([str(python), "-I", str(limited_script.__file__), kind], patience=900.0)
+    try:
+        resident = process.ask("begin", procs=str(group.procs), **options)["resident"]
+        group.allow(resident + allowed + (8 << 20))
+        process.ask("open")
+    except BaseException:
+        process.close()
+        raise
+    return process
 
 
 @contextlib.contextmanager
@@ -481,7 +449,7 @@ def _limited(
                 if name == "swap":
                     stack.enter_context(swap_file(folder / "swap", workload.table_bytes + (64 << 20)))
                 group = stack.enter_context(memory_limited())
-                process = _LimitedProcess(python, library or name, group, allowed, options)
+                process = limited_process(python, library or name, group, allowed, options)
                 stack.callback(process.close)
             except (Unlimited, PeerFailed) as error:
                 session.leave(f"{name}, {kind}, {share}% in memory", str(error))
@@ -489,8 +457,8 @@ def _limited(
             variants.append(
                 Variant(
                     name,
-                    functools.partial(process.ask, "measure"),
-                    process.check,
+                    lambda process=process: process.ask("measure")["seconds"],
+                    functools.partial(process.ask, "check"),
                     BATCH * workload.row_bytes,
                     count,
                     required=False,

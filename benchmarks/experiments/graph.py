@@ -29,9 +29,10 @@ from torch import nn
 
 import gear_loader as gear
 from benchmarks import graphs
+from benchmarks.caches import Cache
 from benchmarks.graphs import Data, Way
 from benchmarks.harness import Amount, Session, Variant
-from benchmarks.options import command as as_command
+from benchmarks.options import experiment
 from gear_loader.errors import OverloadError
 
 FANOUTS = [10, 10]
@@ -57,7 +58,7 @@ class Sage(nn.Module):
         return x
 
 
-@as_command("graph", repeats=(2, 9))
+@experiment("graph", repeats=(2, 9))
 def command(
     session: Session,
     nodes: Annotated[int | None, typer.Option(min=100, help="Of the graph: 117,000 by default.")] = None,
@@ -134,14 +135,15 @@ def _caching(session: Session, data: Data) -> None:
         name: gear.graph.place(scores, capacity=rows).shares(counts)["local"]
         for name, scores in found.items()
     }
-    shares |= {"LRU": graphs.lru_hits(reads, rows) / counts.sum(), "no cache": 0.0}
+    hits = Cache(rows, lru=True).read(np.concatenate(reads))
+    shares |= {"LRU": hits / counts.sum(), "no cache": 0.0}
     row_bytes = data.x.shape[1] * data.x.element_size()
     each = counts.sum() / len(drawn) * row_bytes / 1024
     told = ("graph", "cache", "reads served by a cache of a tenth of the rows")
     past = ("graph", "cache bytes", f"read past a cache of {rows * row_bytes / 2**20:.1f} MiB for a request")
-    hits = [Amount(*told, name, [100 * share], "%") for name, share in shares.items()]
+    served = [Amount(*told, name, [100 * share], "%") for name, share in shares.items()]
     missed = [Amount(*past, name, [each * (1 - share)], "KiB") for name, share in shares.items()]
-    for amounts in (hits, missed):
+    for amounts in (served, missed):
         session.show_amounts([session.record(amount) for amount in amounts])
 
 

@@ -15,8 +15,7 @@ import numpy as np
 import typer
 
 from benchmarks.harness import Amount, Incorrect, Session
-from benchmarks.options import command as as_command
-from benchmarks.options import some_of
+from benchmarks.options import experiment, some_of
 from benchmarks.peers.learn import LEARNERS
 from benchmarks.peers.process import PeerProcess, start
 
@@ -28,7 +27,7 @@ _WARM_UP = {"DQN": 1_300, "SAC": 210}
 _PATIENCE = 1800.0
 
 
-@as_command("learn", repeats=(1, 5), threads=1)
+@experiment("learn", repeats=(1, 5), threads=1)
 def command(
     session: Session,
     learners: Annotated[str | None, typer.Option(help="DQN,SAC: both by default.")] = None,

@@ -28,8 +28,7 @@ import torch
 
 import gear_loader as gear
 from benchmarks.harness import Amount, Session
-from benchmarks.options import command as as_command
-from benchmarks.options import described
+from benchmarks.options import described, experiment
 from benchmarks.peers.catalog import Contender, contenders
 from benchmarks.workloads import W1, W2
 from gear_loader.storage.layout import Layout
@@ -61,7 +60,7 @@ DISTRIBUTIONS: dict[str, Lengths] = {
 """Name -> makes so many lengths. The log-normal one has a median of 60 and a mean of about 100."""
 
 
-@as_command("memory", repeats=(1, 2))
+@experiment("memory", repeats=(1, 2))
 def command(
     session: Session,
     payload: Annotated[float | None, described("Megabytes of steps: 100 by default.", min=1)] = None,

@@ -35,8 +35,7 @@ from benchmarks.harness import Session
 from benchmarks.nodes import bare
 from benchmarks.nodes.job import Job, Network, Node, Subject, namespaces, started
 from benchmarks.nodes.ranks import SELECTORS, TINY, WORKLOADS
-from benchmarks.options import command as as_command
-from benchmarks.options import described, numbers, some_of
+from benchmarks.options import described, experiment, numbers, some_of
 from benchmarks.showing import size
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.spec import WindowSpec
@@ -68,7 +67,7 @@ class Setting:
     parameters: Mapping[str, Any]
 
 
-@as_command("multi-server", repeats=(2, 9), threads=1)
+@experiment("multi-server", repeats=(2, 9), threads=1)
 def command(
     session: Session,
     parts: Annotated[str, described(f"Some of {','.join(PARTS)}.")] = ",".join(PARTS),

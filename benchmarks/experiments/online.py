@@ -29,8 +29,7 @@ import torch
 import gear_loader as gear
 from benchmarks.adding import Crew, Group, Setting, TableCache, crews_of, inserting, specify
 from benchmarks.harness import Incorrect, Medians, Session, Variant
-from benchmarks.options import command as as_command
-from benchmarks.options import described, numbers, some_of
+from benchmarks.options import described, experiment, numbers, some_of
 from benchmarks.peers.catalog import started
 from benchmarks.peers.online import MODES, trajectories_of
 from benchmarks.peers.process import PeerFailed
@@ -49,7 +48,7 @@ UPDATES = 10_000_000
 """New priorities a second that ours should reach."""
 
 
-@as_command("online", repeats=(2, 9))
+@experiment("online", repeats=(2, 9))
 def command(
     session: Session,
     parts: Annotated[str, described(f"Some of {','.join(PARTS)}.")] = ",".join(PARTS),

@@ -24,8 +24,7 @@ import typer
 
 import gear_loader as gear
 from benchmarks.harness import Medians, Session, Variant
-from benchmarks.options import command as as_command
-from benchmarks.options import numbers, option
+from benchmarks.options import experiment, numbers, option
 from benchmarks.workloads import W1, Data, expect
 
 BATCHES = (32, 256, 1024)
@@ -51,7 +50,7 @@ while True: pass
 Batches = option(str, f"Rows of W1's batches: {','.join(map(str, BATCHES))} by default.")
 
 
-@as_command("overhead", repeats=(2, 15), pause=0.005)
+@experiment("overhead", repeats=(2, 15), pause=0.005)
 def command(
     session: Session,
     busy: Annotated[int, typer.Option(min=0, help="Processes that run beside it and never wait.")] = 0,

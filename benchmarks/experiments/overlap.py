@@ -32,8 +32,7 @@ from benchmarks.engine import YARDSTICK, Copies, CudaEngine, Engine, Launch
 from benchmarks.gather_rows import WorkloadRows, launch
 from benchmarks.harness import Incorrect, Session, Variant
 from benchmarks.loading import Feed, Staged, map_styled
-from benchmarks.options import command as as_command
-from benchmarks.options import described, numbers
+from benchmarks.options import described, experiment, numbers
 from benchmarks.training import ALONE, MODELS, Clock, Training, Transformer, fed, train
 from benchmarks.workloads import W1, Data, Workload, expect, poison
 
@@ -47,7 +46,7 @@ TOLERANCE = 1e-2
 """Relative error of a product of bf16 matrices."""
 
 
-@as_command("overlap", repeats=(3, 9, 7))
+@experiment("overlap", repeats=(3, 9, 7))
 def command(
     session: Session,
     batches: Annotated[str | None, described("Batch sizes on the CPU: 32,256,1024 by default.")] = None,

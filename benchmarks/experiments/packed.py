@@ -26,8 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import gear_loader as gear
 from benchmarks.harness import Incorrect, Session, Variant
-from benchmarks.options import command as as_command
-from benchmarks.options import numbers, option
+from benchmarks.options import experiment, numbers, option
 from benchmarks.peers.process import PeerFailed, PeerProcess, start
 
 TOKENS = 16_384
@@ -42,7 +41,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo.py"
 Columns = option(str, f"Columns of int32, of one value a step: {','.join(map(str, COLUMNS))} by default.")
 
 
-@as_command("packed", repeats=(2, 15), pause=0.005)
+@experiment("packed", repeats=(2, 15), pause=0.005)
 def command(session: Session, columns: Columns = None) -> None:
     """Packed batches of 16,384 tokens from sequences of 100 to 8,000."""
     counts = numbers(columns, "--columns", 1, 256) or COLUMNS

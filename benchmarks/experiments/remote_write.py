@@ -30,8 +30,7 @@ import gear_loader as gear
 from benchmarks.adding import PEERS, Crew, Group, Setting, TableCache, item_of
 from benchmarks.harness import Medians, Session, Variant
 from benchmarks.nodes.job import Network, Node, namespaces
-from benchmarks.options import command as as_command
-from benchmarks.options import described, numbers
+from benchmarks.options import described, experiment, numbers
 from benchmarks.peers.catalog import peers_of
 from benchmarks.workloads import W1
 from gear_loader.transport.urls import url_of
@@ -49,7 +48,7 @@ _CARRIER, _OTHERS = "carrier", {"Reverb": "online", "TorchRL": "remote"}
 _KINDS = {"Reverb": PEERS["Reverb"], **peers_of("remote")}
 
 
-@as_command("remote-write", repeats=(2, 7))
+@experiment("remote-write", repeats=(2, 7))
 def command(
     session: Session,
     writers: Annotated[str | None, described("Numbers of writers: 1,4,16 by default.")] = None,

@@ -31,8 +31,7 @@ import torch
 from benchmarks import machine
 from benchmarks.engine import CudaEngine, Engine, Launch
 from benchmarks.harness import Incorrect, Session, Variant
-from benchmarks.options import Device, described, numbers
-from benchmarks.options import command as as_command
+from benchmarks.options import Device, described, experiment, numbers
 from benchmarks.peers.catalog import peers_of, started
 from benchmarks.peers.select import ALPHA, BETA, OPERATIONS, Subject, weighed
 from benchmarks.selection import (
@@ -86,7 +85,7 @@ class Sizes:
     draws: int = 1 << 16
 
 
-@as_command("select", repeats=(3, 9), device=Device.auto)
+@experiment("select", repeats=(3, 9), device=Device.auto)
 def command(
     session: Session,
     sizes: Annotated[

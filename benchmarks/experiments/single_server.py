@@ -29,8 +29,7 @@ import typer
 from benchmarks.adding import Setting, crews_of, inserting
 from benchmarks.batches import TARGET_BATCH, measured
 from benchmarks.harness import Session
-from benchmarks.options import command as as_command
-from benchmarks.options import some_of
+from benchmarks.options import experiment, some_of
 from benchmarks.workloads import W1, W2
 
 PARTS = ("W1", "W2", "insert")
@@ -41,7 +40,7 @@ WINDOWS_ELSEWHERE = {
 }
 
 
-@as_command("single-server", repeats=(2, 9), pause=0.005)
+@experiment("single-server", repeats=(2, 9), pause=0.005)
 def command(
     session: Session,
     parts: Annotated[str, typer.Option(help="Which: W1, W2, insert; all by default.")] = ",".join(PARTS),

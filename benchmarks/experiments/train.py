@@ -33,8 +33,7 @@ import torch
 
 from benchmarks import hopper
 from benchmarks.harness import Amount, Incorrect, Medians, Session, Variant
-from benchmarks.options import command as as_command
-from benchmarks.options import described, numbers
+from benchmarks.options import described, experiment, numbers
 from benchmarks.peers import policy
 from benchmarks.peers.catalog import library_of
 from benchmarks.peers.episodes import WINDOW, Data
@@ -54,7 +53,7 @@ _QUICK: Mapping[str, Any] = {
 }
 
 
-@as_command("train", repeats=(2, 15))
+@experiment("train", repeats=(2, 15))
 def command(
     session: Session,
     batches: Annotated[str | None, described("Batch sizes: 64,256 by default.")] = None,

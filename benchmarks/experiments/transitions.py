@@ -22,8 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.harness import Incorrect, Session, Variant
-from benchmarks.options import command as as_command
-from benchmarks.options import numbers, some_of
+from benchmarks.options import experiment, numbers, some_of
 from benchmarks.peers.catalog import library_of, peers_of
 from benchmarks.peers.process import PeerFailed, PeerProcess, start
 from benchmarks.peers.select import ALPHA, BETA
@@ -48,7 +47,7 @@ LABELS = {
 }
 
 
-@as_command("transitions", repeats=(2, 15), pause=0.005)
+@experiment("transitions", repeats=(2, 15), pause=0.005)
 def command(
     session: Session,
     steps: Annotated[str | None, typer.Option(help="Steps stored: 1e6 by default.")] = None,

@@ -2,13 +2,11 @@
 
     python -I benchmarks/peers/limited.py KIND
 
-Lines of JSON on the standard input: the options (see `main`) first, then ``"open"``, ``"check"`` or ``"measure"``; the
-answer to each is a line on the standard output. It ends with its input.
+Commands come as JSON lines (see `serve.answer_commands`): `begin`, `open`, then `check` and `measure`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -23,7 +21,13 @@ _PIECE = 8 << 20
 class _Mapped:
     """`numpy.memmap` of each column's file, whose pages the kernel keeps as its limit allows."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def begin(self, procs: str, **options: Any) -> dict[str, int]:
+        """Join the control group of the file `procs`, and load what is needed; bytes of memory that it takes then.
+
+        options: folder with a file of the rows of each column, columns (name -> bytes of a row), trajectories, batch,
+        batches (of a measurement), draw ("uniform" or "prioritized"), seed.
+        """
+        Path(procs).write_text(str(os.getpid()), encoding="ascii")
         self.size, self.batches = options["batch"], options["batches"]
         self.count = options["trajectories"]
         self.files = {
@@ -39,16 +43,18 @@ class _Mapped:
         self.generator = np.random.default_rng(options["seed"] + 1)
         self.out = {name: np.empty((self.size, size), np.uint8) for name, (_, size) in self.files.items()}
         self.load()
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+        return {"resident": int(resident.split()[1]) << 10}
 
     def load(self) -> None:
         """Import what it needs."""
 
-    def open(self) -> bool:
+    def open(self) -> None:
         self.columns = {
             name: np.memmap(path, np.uint8, "r", shape=(self.count, size))
             for name, (path, size) in self.files.items()
         }
-        return True
 
     def draw(self) -> np.ndarray:
         drawn = self.generator.random(self.size) * self.ends[-1]
@@ -65,27 +71,26 @@ class _Mapped:
         """A column of the last batch, uint8 [B, bytes]."""
         return self.out[name]
 
-    def check(self) -> bool:
+    def check(self) -> None:
         index = self.batch()
         for name, (path, size) in self.files.items():
             with open(path, "rb") as file:
                 for row, number in enumerate(index.tolist()):
                     file.seek(number * size)
                     if file.read(size) != self.values(name)[row].tobytes():
-                        return False
-        return True
+                        raise ValueError("a batch has other values than the files")
 
-    def measure(self) -> float:
+    def measure(self) -> dict[str, float]:
         began = time.perf_counter()
         for _ in range(self.batches):
             self.batch()
-        return time.perf_counter() - began
+        return {"seconds": time.perf_counter() - began}
 
 
 class _Swapped(_Mapped):
     """Plain arrays, of which the kernel swaps out what is beyond the limit."""
 
-    def open(self) -> bool:
+    def open(self) -> None:
         self.columns = {}
         for name, (path, size) in self.files.items():
             array = np.empty((self.count, size), np.uint8)
@@ -95,7 +100,6 @@ class _Swapped(_Mapped):
                     file.readinto(array[first : first + rows].data)
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             self.columns[name] = array
-        return True
 
 
 class _TorchRL(_Mapped):
@@ -107,7 +111,7 @@ class _TorchRL(_Mapped):
         import torch
         from torchrl import data
 
-    def open(self) -> bool:
+    def open(self) -> None:
         weights = np.diff(self.ends, prepend=0.0)
         options: dict[str, Any] = {}
         if weights.min() != weights.max():
@@ -126,7 +130,6 @@ class _TorchRL(_Mapped):
             self.buffer.extend(tensordict.TensorDict({**values, "number": index}, batch_size=[len(index)]))
         if options:
             self.buffer.update_priority(torch.arange(self.count), torch.from_numpy(weights))
-        return True
 
     def batch(self) -> np.ndarray:
         self.sampled = self.buffer.sample()
@@ -141,23 +144,8 @@ class _TorchRL(_Mapped):
 KINDS = {"memmap": _Mapped, "swap": _Swapped, "torchrl": _TorchRL}
 
 
-def main() -> None:
-    """Answer lines of JSON. Options: folder with a file of the rows of each column, columns (name -> bytes of a row),
-    trajectories, batch, batches (of a measurement), draw ("uniform" or "prioritized"), seed, and procs: file of the
-    control group that limits the memory, into which this process goes. Answers first with the bytes that it has then.
-    """
-    answer = sys.stdout
-    sys.stdout = sys.stderr  # what libraries print
-    options = json.loads(sys.stdin.readline())
-    Path(options["procs"]).write_text(str(os.getpid()), encoding="ascii")
-    subject = KINDS[sys.argv[1]](options)
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
-    print(int(resident.split()[1]) << 10, file=answer, flush=True)
-    for line in sys.stdin:
-        found = getattr(subject, json.loads(line))()
-        print(json.dumps(found), file=answer, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from benchmarks.peers.serve import answer_commands
+
+    answer_commands(dict, KINDS[sys.argv[1]])

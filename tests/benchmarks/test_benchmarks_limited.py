@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.experiments.exhaustion import _LimitedProcess
+from benchmarks.experiments.exhaustion import limited_process
 from benchmarks.limits import Unlimited, memory_limited, swap_file
 from benchmarks.peers.process import PeerFailed
 
@@ -24,12 +24,12 @@ def test_batches_are_right_and_memory_is_limited(tmp_path: Path, kind: str, draw
         )
     try:
         with swap_file(tmp_path / "swap", 64 << 20), memory_limited() as group:
-            process = _LimitedProcess(
+            process = limited_process(
                 Path(sys.executable), kind, group, 4 << 20, {**OPTIONS, "folder": str(tmp_path), "draw": draw}
             )
             try:
-                process.check()
-                assert 0 < process.ask("measure") < 60
+                process.ask("check")
+                assert 0 < process.ask("measure")["seconds"] < 60
                 limit = next(
                     group.procs.parent.glob("memory.limit_in_bytes"), group.procs.parent / "memory.max"
                 )
@@ -48,7 +48,7 @@ def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
             memory_limited() as group,
             pytest.raises(PeerFailed, match=r"No such file or directory: .*wide\.npy"),
         ):
-            _LimitedProcess(
+            limited_process(
                 Path(sys.executable),
                 "memmap",
                 group,

@@ -121,7 +121,7 @@ def test_a_wrong_result_ends_the_program_with_status_one(
 ) -> None:
     for error in (harness.Incorrect("rows differ"), processes.PeerFailed("it has ended")):
 
-        @options.command("memory", repeats=(1, 1), threads=1)
+        @options.experiment("memory", repeats=(1, 1), threads=1)
         def wrong(session: Any, error: Exception = error) -> None:
             raise error
 
