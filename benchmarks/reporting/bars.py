@@ -42,6 +42,11 @@ def _throughput(
     axes.set_title(title or comparison.label, pad=pad)
 
 
+def draw_panels(experiment: str, found: Sequence[Comparison]) -> bytes | None:
+    """A panel of bars for each comparison of an experiment that was timed."""
+    return _panels([c for c in found if c.experiment == experiment and c.timed])
+
+
 def _panels(found: Sequence[Comparison]) -> bytes | None:
     """A panel of bars for each comparison, one under the other."""
     heights = [0.9 + 0.36 * len(c.ours + c.others) for c in found]
@@ -66,46 +71,15 @@ def draw_checkpoint(found: Sequence[Comparison]) -> bytes | None:
     return _panels([max(kind, key=lambda c: c.parameters.get("bytes", 0)) for kind in kinds])
 
 
-def draw_transitions(found: Sequence[Comparison]) -> bytes | None:
-    """Drawing single transitions and appending steps."""
-    return _panels([c for c in found if c.experiment == "transitions" and c.ours and c.timed])
+def draw_amounts(experiment: str, found: Sequence[Comparison], apart: str = "") -> bytes | None:
+    """A panel of bars for each comparison of figures that are no times of batches, of the plain variants alone.
 
-
-def draw_overhead(found: Sequence[Comparison]) -> bytes | None:
-    """Batches of one, whole trajectories and adding."""
-    return _panels([c for c in found if c.experiment == "overhead" and c.timed])
-
-
-def draw_graph(found: Sequence[Comparison]) -> bytes | None:
-    """Seeds a second, a panel for each size of batch."""
-    return _panels([c for c in found if c.experiment == "graph" and c.timed])
-
-
-def draw_packed(found: Sequence[Comparison]) -> bytes | None:
-    """Packed batches, by number of columns."""
-    return _panels([c for c in found if c.experiment == "packed" and c.timed])
-
-
-def draw_remote_write(found: Sequence[Comparison]) -> bytes | None:
-    """Adding to a table of another process, by number of writers."""
-    return _panels([c for c in found if c.experiment == "remote-write" and c.timed])
-
-
-def draw_memory(found: Sequence[Comparison]) -> bytes | None:
-    """Bytes resident for each byte of payload: a panel for each distribution of lengths."""
-    return _amounts([c for c in found if c.experiment == "memory"])
-
-
-def draw_learn(found: Sequence[Comparison]) -> bytes | None:
-    """Seconds of training, and of the replay buffer: a panel for each learner and each of them."""
-    return _amounts([c for c in found if c.experiment == "learn" and c.workload != "return"])
-
-
-def _amounts(found: Sequence[Comparison]) -> bytes | None:
-    """A panel of bars for each comparison of figures that are no times of batches, of the plain variants alone."""
+    apart: a workload that has no panel.
+    """
+    chosen = [c for c in found if c.experiment == experiment and c.workload != apart]
     found_rows = {
         c.label: [row for row in c.rows.values() if "amount" in row and ", " not in row["variant"]]
-        for c in found
+        for c in chosen
     }
 
     def panel(axes: Any, title: str) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from benchmarks.reporting import bars, lines, plot_multi_server, plot_online
 from benchmarks.reporting.findings import growths, headline
@@ -44,15 +45,15 @@ _PICTURES: dict[
     ),
     "collect-rows": (lines.draw_rows, "The kernel's share of the copy engine's rate."),
     "overhead": (
-        bars.draw_overhead,
+        partial(bars.draw_panels, "overhead"),
         "What a call costs beside plain torch or a plain copy; whiskers from p10 to p90.",
     ),
     "packed": (
-        bars.draw_packed,
+        partial(bars.draw_panels, "packed"),
         "Packed batches of sequences of uneven length, by the token; whiskers from p10 to p90.",
     ),
     "graph": (
-        bars.draw_graph,
+        partial(bars.draw_panels, "graph"),
         "Sampled neighbourhoods with features, by the seed; whiskers from p10 to p90.",
     ),
     "select": (
@@ -65,7 +66,7 @@ _PICTURES: dict[
         "Adding, setting priorities, and reading meanwhile; bands and whiskers from p10 to p90.",
     ),
     "remote-write": (
-        bars.draw_remote_write,
+        partial(bars.draw_panels, "remote-write"),
         "Adding to a table of another process over loopback; whiskers from p10 to p90.",
     ),
     "checkpoint": (
@@ -77,16 +78,16 @@ _PICTURES: dict[
         "Batches of 32 of tables larger than their memory, by the share in memory; bands from p10 to p90.",
     ),
     "memory": (
-        bars.draw_memory,
+        partial(bars.draw_amounts, "memory"),
         "Bytes resident for each byte of payload, by distribution of lengths; the table has further variants.",
     ),
     "overlap": (bars.draw_overlap, "How many times as long training takes with the loader beside it."),
     "transitions": (
-        bars.draw_transitions,
+        partial(bars.draw_panels, "transitions"),
         "Transitions drawn, and steps appended; whiskers from p10 to p90.",
     ),
     "learn": (
-        bars.draw_learn,
+        partial(bars.draw_amounts, "learn", apart="return"),
         "Seconds of training with either replay buffer; whiskers from p10 to p90 of the seeds.",
     ),
     "train": (bars.draw_train, "End to end: return over time, and samples a second."),
