@@ -21,11 +21,9 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -637,17 +635,6 @@ class Child:
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
         assert os.WTERMSIG(self.reap()) == signal.SIGKILL
-
-    def stop(self) -> None:
-        """Stop it, and wait until it has."""
-        os.kill(self.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + PATIENCE
-        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] not in "Tt":
-            assert time.monotonic() < deadline
-            time.sleep(1e-3)
-
-    def go_on(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
         if self.status is None:

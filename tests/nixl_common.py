@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import signal
-import time
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from gather_common import PADS, Spec, windows_of
+from waiting_common import PATIENCE, SLOWER, go_on
 
 from gear_loader.collection import windows as collected
 from gear_loader.errors import TransportError
@@ -24,8 +22,6 @@ from gear_loader.transport.nixl_reader import NixlPeer
 from gear_loader.transport.nixl_server import NixlOwner
 from gear_loader.transport.spec import WindowSpec
 
-# Times as long are waited for: where instructions are translated, a library takes half a minute to start.
-SLOWER = float(os.environ.get("GEAR_LOADER_SLOWER", 1))
 DEREGISTER = "deregister "  # before the name of a table, in a question to an owner
 CONTEXT = multiprocessing.get_context("forkserver")
 COLUMNS = {"x": Column(torch.float32, (5,)), "flag": Column(torch.bool), "big": Column(torch.uint8, (300,))}
@@ -117,16 +113,10 @@ class Owner:
     def signal(self, number: int) -> None:
         os.kill(self.process.pid or 0, number)
 
-    def wait_for(self, state: str) -> None:
-        """Until all its threads are in a state, as ps(1) names it."""
-        tasks = Path(f"/proc/{self.process.pid}/task")
-        while {(task / "stat").read_text().rpartition(") ")[2][0] for task in tasks.iterdir()} != {state}:
-            time.sleep(1e-3)
-
     def end(self) -> None:
         self.pipe.close()
         if self.process.exitcode is None:
-            self.signal(signal.SIGCONT)
+            go_on(self.process.pid or 0)
             self.process.join(5 * SLOWER)
         if self.process.exitcode is None:
             self.process.kill()
@@ -160,7 +150,7 @@ class World:
 
     def fetch(self, slots: Any, anchors: Any) -> tuple[Array, Array]:
         future, out = self.start(slots, anchors)
-        return future.result(30 * SLOWER), out
+        return future.result(PATIENCE), out
 
     def check(self, slots: Any, anchors: Any) -> None:
         status, out = self.fetch(slots, anchors)

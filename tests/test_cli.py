@@ -32,6 +32,7 @@ import pytest
 import torch
 from cli_common import run
 from table_common import COLUMNS, numbers_of, rows
+from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.cli import app
@@ -114,7 +115,7 @@ class Child:
 
     def kill(self, *_: Any) -> None:
         self.process.kill()
-        _eventually(lambda: self.process.exitcode is not None)  # join() would wait for grandchildren too
+        wait_until(lambda: self.process.exitcode is not None)  # join() would wait for grandchildren too
 
     def __enter__(self) -> Child:
         return self
@@ -485,14 +486,7 @@ def test_a_forked_child_goes_on_using_the_table(shelf: Path) -> None:
         assert f" in use by process {pid} (" in text
     finally:
         os.kill(pid, signal.SIGKILL)
-    _eventually(lambda: run("rm", "family")[0] == 0)
-
-
-def _eventually(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: run("rm", "family")[0] == 0)
 
 
 def test_a_table_is_in_use_before_it_has_its_name_and_while_there_is_a_view(

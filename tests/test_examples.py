@@ -9,10 +9,10 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting_common import wait_until
 
 import gear_loader as gear
 
@@ -139,10 +139,7 @@ def test_online_actors_end_with_their_trainer(tmp_path: Path, how: signal.Signal
             assert trainer.wait(timeout=60) == (1 if how == signal.SIGINT else -how)
         finally:
             trainer.kill()
-    deadline = time.monotonic() + 30
-    while any(map(_runs, actors)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(_runs, actors))
+    wait_until(lambda: not any(map(_runs, actors)), "the actors' end")
     name = f"online-actors-{trainer.pid}"
     if how == signal.SIGINT:
         with pytest.raises(gear.errors.RegionError):

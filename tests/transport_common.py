@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import struct
-import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -253,23 +250,6 @@ def check_fetch(
     wanted, states = expected(table, spec.windows, slots, anchors, generations, gone)
     assert status.tolist() == states
     assert pieces_of(spec, out, len(slots)) == wanted
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until something holds, which it does soon."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def stop_process(pid: int) -> None:
-    """Stop a process by SIGSTOP, and wait until all its threads stand still: until then it may answer."""
-    os.kill(pid, signal.SIGSTOP)
-    tasks = Path(f"/proc/{pid}/task")
-    wait_until(
-        lambda: all((task / "stat").read_text().rpartition(") ")[2][0] in "Tt" for task in tasks.iterdir())
-    )
 
 
 def open_files() -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks_common import ROOT
+from waiting_common import wait_until
 
 import gear_loader as gear
 from benchmarks import adding, harness, workloads
@@ -52,10 +53,9 @@ def test_tables_are_gone_when_the_benchmark_is_killed() -> None:
     assert done.returncode == -signal.SIGKILL
     name = done.stdout.strip()
     assert name.startswith("bench-online-"), done.stderr
-    deadline = time.monotonic() + 30
-    while any(name in entry for entry in os.listdir(shared_memory.DIRECTORY)):
-        assert time.monotonic() < deadline, "the table's name is still there"
-        time.sleep(0.02)
+    wait_until(
+        lambda: not any(name in entry for entry in os.listdir(shared_memory.DIRECTORY)), "the table's end"
+    )
 
 
 def test_writers_have_trajectories_of_their_own() -> None:

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from checkpoint_common import (
     small_disk,
 )
 from table_common import COLUMNS, fresh_name, named, numbers_of, rows
+from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.checkpoint import behind, saving, stored
@@ -44,13 +44,6 @@ NEVER = 1e6
 
 def disk(path: Path, sync_seconds: float = NEVER) -> gear.Disk:
     return gear.Disk(path, sync_seconds=sync_seconds)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def on_disk(table: gear.Table) -> bool:
@@ -91,9 +84,9 @@ def test_commits_of_all_processes_are_written_without_a_word(tmp_path: Path) -> 
         child.start()
         child.join(PATIENCE)
         assert child.exitcode == 0
-        wait_for(lambda: on_disk(table) and loaded_numbers(tmp_path) == [0, 1, 2])
+        wait_until(lambda: on_disk(table) and loaded_numbers(tmp_path) == [0, 1, 2])
         table.remove(table.indices()[0])
-        wait_for(lambda: loaded_numbers(tmp_path) == [1, 2])
+        wait_until(lambda: loaded_numbers(tmp_path) == [1, 2])
         stats = table.stats()
         assert stats.disk is not None
         assert stats.disk.writes >= 3
@@ -207,11 +200,11 @@ def test_a_full_disk_stops_no_table_and_is_caught_up(
     caplog.set_level(logging.WARNING, "gear_loader")
     with make(disk=disk(tmp_path, 0.01)) as table:
         table.add(rows(0, 5))
-        wait_for(lambda: on_disk(table))
+        wait_until(lambda: on_disk(table))
         full.set()
         table.extend([rows(1, 5), rows(2, 5)])
-        wait_for(lambda: table.stats().disk.error is not None)  # type: ignore[union-attr]
-        wait_for(lambda: len(caplog.records) == 1)
+        wait_until(lambda: table.stats().disk.error is not None)  # type: ignore[union-attr]
+        wait_until(lambda: len(caplog.records) == 1)
         message = caplog.records[0].getMessage()
         assert "cannot be written: No space left on device" in message
         assert "Free some space there" in message
@@ -227,8 +220,8 @@ def test_a_full_disk_stops_no_table_and_is_caught_up(
         with pytest.raises(CheckpointError, match="No space left on device"):
             table.save(tmp_path)
         full.clear()
-        wait_for(lambda: loaded_numbers(tmp_path) == [0, 1, 2])
-        wait_for(lambda: len(caplog.records) == 2)
+        wait_until(lambda: loaded_numbers(tmp_path) == [0, 1, 2])
+        wait_until(lambda: len(caplog.records) == 2)
         assert f"Writing the private table to {tmp_path} works again" in caplog.records[1].getMessage()
         assert table.stats().disk.error is None  # type: ignore[union-attr]
 
@@ -260,10 +253,10 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         table.save(small / "replay")
         table.add(rows(1, 20_000))
         table.add(rows(2, 50))
-        wait_for(lambda: "No space left" in str(table.stats()))
+        wait_until(lambda: "No space left" in str(table.stats()))
         assert loaded_numbers(small / "replay") == [0]
         table.remove(table.indices()[1])
-        wait_for(lambda: loaded_numbers(small / "replay") == [0, 2])
+        wait_until(lambda: loaded_numbers(small / "replay") == [0, 2])
 
 
 # Who may write ---------------------------------------------------------------------------------------
@@ -423,7 +416,7 @@ def test_a_table_that_nothing_refers_to_any_more(tmp_path: Path) -> None:
     table.add(rows(0, 5))
     del table
     gc.collect()
-    wait_for(lambda: not any(writer.writes_to(str(tmp_path)) for writer in behind._writers))
+    wait_until(lambda: not any(writer.writes_to(str(tmp_path)) for writer in behind._writers))
     with gear.Table.recover(tmp_path) as table:
         assert numbers_of(table) == [0]
 
@@ -432,4 +425,4 @@ def test_a_table_that_nothing_refers_to_any_more(tmp_path: Path) -> None:
 def _no_thread_is_left() -> Iterator[None]:
     yield
     assert not behind._writers
-    wait_for(lambda: not any(thread.name == "gear-loader-disk" for thread in threading.enumerate()))
+    wait_until(lambda: not any(thread.name == "gear-loader-disk" for thread in threading.enumerate()))

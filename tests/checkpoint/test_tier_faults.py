@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from cases import points
 from checkpoint_common import flip, small_disk
 from table_common import Died, bits, bury, fresh_name, mortal
 from tier_common import NEVER, batch_bits, everything, final, rows, spill, tiered
+from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.checkpoint import behind, promoting, tier_reader
@@ -34,13 +35,6 @@ STEP_BYTES = 8 + 12 + 1 + 136
 
 def add(table: gear.Table, number: int, length: int = 8) -> int:
     return table.add(rows(number, length), final=final(number, length) if number % 2 else None)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
@@ -120,7 +114,7 @@ def test_an_owner_is_killed_while_it_moves_trajectories(tmp_path: Path) -> None:
         theirs.close()
         assert pipe.poll(PATIENCE)
         with gear.Table.attach(name, timeout=PATIENCE) as table:
-            wait_for(lambda: table.num_spilled > 5)
+            wait_until(lambda: table.num_spilled > 5)
             time.sleep(0.02 * turn)
             assert owner.pid is not None
             os.kill(owner.pid, signal.SIGKILL)
@@ -262,7 +256,7 @@ def test_a_full_disk_is_an_error_that_names_both_limits(tmp_path: Path) -> None:
         assert stats is not None
         assert "expected at most 40,000 (Disk.size)" in str(stats.error)
         table.remove(table.indices()[:10])
-        wait_for(lambda: not table.index.arrays.counters[DISK_FULL])
+        wait_until(lambda: not table.index.arrays.counters[DISK_FULL])
         _fill(table, 5)
         assert len(table) == count - 5
         assert everything(table)[: count - 10] == before[10:]

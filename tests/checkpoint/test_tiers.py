@@ -30,6 +30,7 @@ from tier_common import (
     spill,
     tiered,
 )
+from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader import cli, doctor, top
@@ -265,10 +266,8 @@ def test_hot_trajectories_change_places_with_cold_ones(
             for one in (table, whole) if by == "table" else sets:
                 one.update_priority(slots, priorities)
             hottest = slots[np.argsort(priorities)[-8:]]
-            deadline = time.monotonic() + PATIENCE
-            while (table.region.array("extent")[hottest, 1] < 0).any():
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
+            inside = lambda slots=hottest: (table.region.array("extent")[slots, 1] >= 0).all()  # noqa: E731
+            wait_until(inside)
             assert 20 < table.num_spilled < 40
             assert everything(table) == everything(whole)
             for pair in (sets, [dataset(one, selector=gear.Prioritized()) for one in (table, whole)]):
@@ -295,10 +294,7 @@ def test_rows_are_counted_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 add(table, number, 10)
             table.save(tmp_path)
             spiller = spilling.Spiller(table.index, table.region.layout, "newest")
-            deadline = time.monotonic() + PATIENCE
-            while spiller.missing():
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
+            wait_until(lambda: not spiller.missing())
             before = top.read_file(region_path(name))
             data, misses = dataset(table), 0
             outside = table.region.array("extent")[:, 1] < 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from dataset_common import check_batch, contents
 from gather_common import POISON, Array
 from table_common import forked, forks
+from waiting_common import wait_until
 
 from gear_loader import Column, Table, Window
 from gear_loader.collection.collector import Batch, Buffers, Collector
@@ -256,10 +256,7 @@ def test_an_interrupted_gather_is_finished_first(monkeypatch: pytest.MonkeyPatch
     rows = Rows(1 << 12, 64, 8)
     rows.gather(0, 8)
     members = threads._pool(os.getpid(), 2)
-    deadline = time.monotonic() + 60
-    while (members._mailbox[sharing.STATE : sharing.STATE + 2] != sharing.ASLEEP).any():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: (members._mailbox[sharing.STATE : sharing.STATE + 2] == sharing.ASLEEP).all())
 
     first, second = members._wake
 

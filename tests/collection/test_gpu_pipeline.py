@@ -5,15 +5,15 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cases import mostly_long
-from cuda_common import WAIT, FakeCuda, OnCpu
+from cuda_common import FakeCuda, OnCpu
+from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.collection import prefetch
@@ -79,13 +79,6 @@ def dataset(table: gear.Table, device: Any = DEVICE, **options: Any) -> gear.Rep
         table,
         **{"batch_size": BATCH, "windows": windows, "device": device, "batches_per_epoch": 8, **options},
     )
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {WAIT:g} s for {what}"
-        time.sleep(0.002)
 
 
 def readers(table: gear.Table) -> int:

@@ -7,8 +7,7 @@ import gc
 import math
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 import torch
 from dataset_common import make_table, named_table, nothing_left, open_tickets, prefetch_threads
 from table_common import forked, forks
+from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.errors import GearError
@@ -30,16 +30,6 @@ def dataset_of(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     """A dataset that prefetches two batches of four rows, without end."""
     options = {"batches_per_epoch": math.inf, "prefetch": 2, "device": "cpu", **options}
     return gear.ReplayDataset(table, batch_size=4, windows=gear.Window(2), **options)
-
-
-def soon(holds: Callable[[], bool]) -> bool:
-    """Whether something holds within a generous time."""
-    end = time.monotonic() + PATIENCE
-    while not holds():
-        if time.monotonic() > end:
-            return False
-        time.sleep(1e-3)
-    return True
 
 
 @contextlib.contextmanager
@@ -63,7 +53,7 @@ def _dropped(dataset: gear.ReplayDataset, held: contextlib.AbstractContextManage
         assert thread.is_alive(), "closing has waited for a thread that waits for this one"
         assert dataset._buffers.active is active
     yield batch
-    assert soon(lambda: not thread.is_alive())
+    wait_until(lambda: not thread.is_alive())
     nothing_left(dataset.table)
 
 
@@ -234,5 +224,5 @@ def test_threads_of_datasets_that_reach_themselves_end() -> None:
             _Owner(table, selector=selector)
         assert prefetch_threads()
         gc.collect()
-        assert soon(lambda: gc.collect() >= 0 and not prefetch_threads())
+        wait_until(lambda: gc.collect() >= 0 and not prefetch_threads())
         nothing_left(table)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from distributed_common import check_batch, filled, new_priorities, run_ranks, same_rows, trajectory
 from test_global_selection import COUNTS, WINDOWS, alone, kept
-from transport_common import stop_process
+from waiting_common import go_on, stop_process
 
 import gear_loader as gear
 from gear_loader.distributed import Placement, Shards
@@ -175,10 +175,6 @@ def tiered_rank(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
 def test_servers_read_their_disks(tmp_path: Path) -> None:
     ranks = run_ranks(2, tiered_rank, str(tmp_path))
     same_rows(ranks, draw(alone(COUNTS[:2])), "socket")
-
-
-def go_on(pid: int) -> None:
-    os.kill(pid, signal.SIGCONT)
 
 
 def stopped_server_rank(rank: int, world: int) -> tuple[list[list[int]], int]:

@@ -25,6 +25,7 @@ from gather_common import (
     check_two_tables,
     pinned_memory,
 )
+from waiting_common import wait_until
 
 from gear_loader import Column, ReplayDataset, Table, Uniform, Window
 from gear_loader.errors import TableClosedError
@@ -62,13 +63,6 @@ def assert_same(found: Flat, expected: Flat, what: str = "") -> None:
         assert torch.equal(ours, theirs), (
             f"{what} {name}: {(ours != theirs).sum()} of {len(ours)} bytes differ"
         )
-
-
-def wait_until(condition: Any, what: str) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, f"waited 30 s for {what}"
-        time.sleep(0.01)
 
 
 def no_reader(table: Table) -> bool:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from nixl_common import DEREGISTER, SCHEMA, SLOWER, WINDOWS, Owner, World, naive, steps, windows_on
 from transport_common import SECRET, check_fetch, six, spec_of
+from waiting_common import go_on, stop_process, wait_until
 
 from gear_loader.errors import PeerTimeoutError, TransportError
 from gear_loader.storage.schema import Window
@@ -85,16 +86,9 @@ def begin(world: World) -> Any:
     world.check(list(world.held)[:4], [0] * 4)  # connected
     before = packets()
     future, out = world.start(*many(world))
-    wait_for(lambda: packets() > before + 100)
+    wait_until(lambda: packets() > before + 100)
     assert not future.done()
     return future, out
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60 * SLOWER
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
 
 
 def test_windows_come_over_the_device(world: World) -> None:
@@ -120,13 +114,12 @@ def test_an_owner_that_stands_still_is_read(world: World) -> None:
     """The adapter answers, and not the processor."""
     slots = list(world.held)[:8]
     world.check(slots, [0] * 8)
-    world.owner.signal(signal.SIGSTOP)
-    world.owner.wait_for("T")
+    stop_process(world.owner.process.pid)
     try:
         for _ in range(5):
             world.check(slots, [1] * 8)
     finally:
-        world.owner.signal(signal.SIGCONT)
+        go_on(world.owner.process.pid)
 
 
 def test_trajectories_that_are_replaced_meanwhile(world: World) -> None:

@@ -45,6 +45,7 @@ from concurrency_common import (
     waiting,
 )
 from table_common import Died, bury, fresh_name, mortal
+from waiting_common import go_on, stop_process, wait_until
 
 import gear_loader as gear
 from gear_loader.errors import (
@@ -87,14 +88,6 @@ def attach(name: str, **options: Any) -> gear.Table:
     table = gear.Table.attach(name, timeout=PATIENCE, **options)
     table.region.lock.timeout = PATIENCE
     return table
-
-
-def until(condition: Callable[[], object], seconds: float = 1e-2) -> None:
-    """Look every so many seconds until it holds."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(seconds)
 
 
 def nothing_is_left(table: gear.Table) -> None:
@@ -408,7 +401,7 @@ def test_room_that_a_stopped_process_holds_is_waited_for(reads: bool, end: str) 
         table.add(rows(1, 200))
         holder = Child(_hold_room, table.name, reads)
         holder.hear()
-        holder.stop()
+        stop_process(holder.pid)
         read, written = ([holder.pid], []) if reads else ([], [holder.pid])
         message = re.escape(f"still being read by the processes {read} or written by {written}. They may")
         calls: list[Callable[[], Any]] = [
@@ -422,7 +415,7 @@ def test_room_that_a_stopped_process_holds_is_waited_for(reads: bool, end: str) 
         waits.hear()
         assert not waits.has_spoken
         if end == "goes on":
-            holder.go_on()
+            go_on(holder.pid)
             holder.say()
             holder.result()
         else:
@@ -589,7 +582,7 @@ def test_a_ratio_of_samples_to_inserts_is_kept() -> None:
             assert drawn == 0 or 4 * added - drawn >= 24
             return all(child.has_spoken for child in (reader, *writers))
 
-        until(done, 1e-3)
+        wait_until(done, pause=1e-3)
         assert len(reader.result()) == 55 * 8
         for writer in writers:
             writer.result()
@@ -606,14 +599,14 @@ def test_a_queue_gives_each_trajectory_out_once(readers: int, prefetch: int) -> 
         options = {"batch_size": 4, "prefetch": prefetch, "selector": gear.Fifo()}
         writers = [Child(_feed, table.name, seed, 60, ("add", "extend", "writer")) for seed in (1, 2)]
         writers.append(Child(_feed_stream, table.name, 3, 40))
-        until(lambda: len(table) >= 7)
+        wait_until(lambda: len(table) >= 7)
         time.sleep(0.2)  # they wait
         consumers = [Child(_draw, table.name, None, options) for _ in range(readers)]
         for consumer in consumers:
             consumer.hear()
         for writer in writers:
             writer.result()
-        until(lambda: _counts(table)[1] == 160 or any(consumer.has_spoken for consumer in consumers))
+        wait_until(lambda: _counts(table)[1] == 160 or any(consumer.has_spoken for consumer in consumers))
         for consumer in consumers:
             consumer.say()
         drawn = [consumer.result() for consumer in consumers]
@@ -722,8 +715,8 @@ def test_room_in_a_full_table_is_waited_for() -> None:
             table.remove(now.slots)
             return len(seen) == 200
 
-        until(lambda: len(table) > 2)
-        until(removed, 1e-3)
+        wait_until(lambda: len(table) > 2)
+        wait_until(removed, pause=1e-3)
         for writer in writers:
             writer.result()
         for seed in (1000, 2000):

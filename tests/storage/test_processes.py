@@ -27,6 +27,7 @@ from table_common import (
     numbers_of,
     rows,
 )
+from waiting_common import go_on, stop_process
 
 import gear_loader as gear
 from gear_loader.errors import LockTimeoutError, RegionError, TableFullError
@@ -143,7 +144,7 @@ def test_a_process_stopped_in_the_lock_and_one_killed_there(table: gear.Table) -
     dataset = gear.ReplayDataset(table, batch_size=4, windows=gear.Window(2), device="cpu")
     child = Child(_hold, table.name)
     child.hear()
-    child.stop()
+    stop_process(child.pid)
     other = Child(_add, table.name)
     other.hear()
     message = (
@@ -166,7 +167,7 @@ def test_a_process_stopped_in_the_lock_and_one_killed_there(table: gear.Table) -
             with pytest.raises(LockTimeoutError, match=message):
                 call()
         assert (len(table), table.num_steps) == (1, 5), "these take no lock"
-    child.go_on()
+    go_on(child.pid)
     child.say()
     child.result()
     other.result()

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from table_common import fresh_name
-from transport_common import SECRET, Raw, serving, wait_until
+from transport_common import SECRET, Raw, serving
+from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.storage.ids import CLIENT_ORIGIN, joined

@@ -19,7 +19,7 @@ import pytest
 import storm_common as storm
 import torch
 from network_common import inside, ip, line_of, possible, two_networks
-from transport_common import wait_until
+from waiting_common import wait_until
 
 import gear_loader as gear
 

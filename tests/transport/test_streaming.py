@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from test_remote_table import COLUMNS, FORK, Proxy, episode, named, url_of
-from transport_common import SECRET, Serving, serving, wait_until
+from transport_common import SECRET, Serving, serving
+from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.transport import Limits, spool, start_server

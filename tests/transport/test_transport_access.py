@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from table_common import fresh_name
-from transport_common import SECRET, Serving, open_message, serving, wait_until
+from transport_common import SECRET, Serving, open_message, serving
+from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.errors import TransportError

@@ -27,17 +27,8 @@ import pytest
 import transport_common as common
 from cases import mostly_long
 from table_common import COLUMNS, fresh_name, named, rows
-from transport_common import (
-    PATIENCE,
-    SECRET,
-    Serving,
-    check_fetch,
-    open_files,
-    serving,
-    six,
-    spec_of,
-    wait_until,
-)
+from transport_common import PATIENCE, SECRET, Serving, check_fetch, open_files, serving, six, spec_of
+from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.storage.operations import UNSET

@@ -18,19 +18,9 @@ import numpy as np
 import pytest
 from cli_common import run
 from table_common import named, numbers_of, rows
-from transport_common import (
-    PATIENCE,
-    SECRET,
-    check_fetch,
-    generations_of,
-    poisoned,
-    serving,
-    six,
-    spec_of,
-    stop_process,
-    wait_until,
-)
+from transport_common import PATIENCE, SECRET, check_fetch, generations_of, poisoned, serving, six, spec_of
 from typer.testing import CliRunner
+from waiting_common import go_on, stop_process, wait_until
 
 import gear_loader as gear
 from gear_loader.cli import app
@@ -129,7 +119,7 @@ def test_a_stopped_server_is_given_up_at_the_deadline(table: gear.Table, process
         with pytest.raises(PeerTimeoutError, match=said):
             peer.fetch(spec, *row, poisoned(spec, 1)).result(PATIENCE)
     finally:
-        os.kill(process.pid, signal.SIGCONT)
+        go_on(process.pid)
     patient = peer_of(process.addresses["socket"])
     for each in (patient, peer):
         check_fetch(each, table, spec, [3, 1], [1, 2])

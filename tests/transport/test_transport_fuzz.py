@@ -29,8 +29,8 @@ from transport_common import (
     open_message,
     serving,
     spec_of,
-    wait_until,
 )
+from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.errors import TableFullError

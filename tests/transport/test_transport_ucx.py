@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ucx_common import LOOPBACK, listening
+from waiting_common import go_on
 
 from gear_loader.errors import HandshakeError, TransportError
 from gear_loader.transport import ucx_library
@@ -110,7 +111,7 @@ class Server:
         with contextlib.suppress(OSError):
             self.pipe.close()
         if self.process.exitcode is None:
-            os.kill(self.process.pid or 0, signal.SIGCONT)
+            go_on(self.process.pid or 0)
             self.process.join(10)
         if self.process.exitcode is None:
             self.process.kill()
@@ -250,7 +251,7 @@ def test_a_stopped_peer_a_cancelled_call_and_closing(server: Server) -> None:
         with pytest.raises(ConnectionError, match=r"A send was cancelled\."):
             await other.send(buffer)
         await asyncio.gather(channel.close(), other.close())
-        os.kill(server.process.pid or 0, signal.SIGCONT)
+        go_on(server.process.pid or 0)
         await asyncio.sleep(0.1)
         assert not buffer.any()
         await once(server, 9)
