@@ -9,8 +9,8 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import machine
-from benchmarks.peers.process import PeerFailed
+from benchmarks.peers.process import PeerFailed, PeerProcess
 from benchmarks.reporting.findings import targets
 from benchmarks.reporting.rows import comparisons
 from benchmarks.showing import grid, number, quantiles, size, spread, standard_console
@@ -263,6 +263,19 @@ class Session:
                 kind = PeerFailed if isinstance(error, PeerFailed) else Incorrect
                 raise kind(f"{what}: {error}") from error
             raise
+
+    @contextmanager
+    def processes(
+        self, launches: Mapping[str, Callable[[], PeerProcess]], required: Collection[str] = ()
+    ) -> Iterator[dict[str, PeerProcess]]:
+        """Processes by name, which end in the end; why one that is not `required` cannot be had is noted."""
+        with ExitStack() as stack:
+            found: dict[str, PeerProcess] = {}
+            for name, launch in launches.items():
+                if (process := self.attempt(name, launch, required=name in required)) is not None:
+                    stack.callback(process.close)
+                    found[name] = process
+            yield found
 
     def checked(self, variant: Variant, label: str) -> bool:
         """Whether it gives the right result; another library that does not is noted as left out."""

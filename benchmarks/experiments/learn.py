@@ -36,23 +36,17 @@ def command(
     chosen = some_of(learners, tuple(STEPS), "--learners") if learners else list(STEPS)
     budget = {name: STEPS[name][0 if session.quick else 1] for name in chosen}
     session.configure(steps=budget, seeds=session.repeats, episodes=EPISODES[0 if session.quick else 1])
-    processes: dict[str, PeerProcess] = {}
-    try:
-        for name, library in LIBRARIES.items():
-            found = session.attempt(name, functools.partial(_started, session, library, name))
-            if found is not None:
-                processes[name] = found
+    ways = {
+        name: functools.partial(
+            start, session.peers, "learn", library, name, environment="sb3", patience=_PATIENCE
+        )
+        for name, library in LIBRARIES.items()
+    }
+    with session.processes(ways) as processes:
         if len(processes) == len(LIBRARIES):
             for what in LEARNERS:
                 if what.split(",")[0] in budget and not session.late(what):
                     learned(session, processes, what, budget[what.split(",")[0]])
-    finally:
-        for process in processes.values():
-            process.close()
-
-
-def _started(session: Session, library: str, name: str) -> PeerProcess:
-    return start(session.peers, "learn", library, name, environment="sb3", patience=_PATIENCE)
 
 
 def learned(session: Session, processes: dict[str, PeerProcess], what: str, steps: int) -> None:

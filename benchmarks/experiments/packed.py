@@ -12,6 +12,8 @@ same rows padded to the longest.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
 import runpy
@@ -27,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 import gear_loader as gear
 from benchmarks.harness import Incorrect, Session, Variant
 from benchmarks.options import experiment, numbers, option
-from benchmarks.peers.process import PeerFailed, PeerProcess, start
+from benchmarks.peers.process import PeerProcess, start
 
 TOKENS = 16_384
 COLUMNS = (1, 32)
@@ -96,7 +98,7 @@ class Sequences:
 
 def _measured(session: Session, data: Sequences, count: int) -> None:
     """Compare the ways at one number of columns."""
-    with data.table() as table:
+    with contextlib.ExitStack() as stack, data.table() as table:
         device = torch.device(session.device)
         options: dict[str, Any] = {
             "windows": gear.Whole(), "layout": "packed", "max_steps": TOKENS, "device": device, "seed": SEED,
@@ -116,32 +118,20 @@ def _measured(session: Session, data: Sequences, count: int) -> None:
             _variant("ours", iter(kept), data, count, targets=targets, fill=lambda: kept.batch_fill),
             _variant("ours, copy=False", iter(recycled), data, count, fill=lambda: recycled.batch_fill),
         ]
-        peer = _transfer_queue(session, data)
-        if peer is not None:
-            variants.append(_of_peer(peer, data, max(2, count // 4)))
         label = f"{len(data.flat)} column{'s' if len(data.flat) > 1 else ''}, {TOKENS:,} tokens"
+        made = functools.partial(_transfer_queue, session, data, stack)
+        if not session.cuda and (peer := session.attempt(f"TransferQueue, {label}", made)) is not None:
+            variants.append(_of_peer(peer, data, max(2, count // 4)))
         told = {"columns": len(data.flat), "sequences": len(data.lengths), "item": "token"}
-        try:
-            session.compare(f"{len(data.flat)} columns", label, variants, "plain torch", told, unit="rows")
-        finally:
-            if peer is not None:
-                peer.close()
+        session.compare(f"{len(data.flat)} columns", label, variants, "plain torch", told, unit="rows")
 
 
-def _transfer_queue(session: Session, data: Sequences) -> PeerProcess | None:
-    """A process in which TransferQueue holds the sequences; None, having said why, if there is none."""
-    try:
-        peer = start(session.peers, "sequences", "transferqueue", "TransferQueue", patience=300.0)
-    except PeerFailed as error:
-        session.console.print(f"TransferQueue: {error}")
-        return None
-    try:
-        peer.ask("build", columns=len(data.flat), lengths=data.lengths.tolist())
-        return peer
-    except PeerFailed as error:
-        session.console.print(f"TransferQueue: {error}")
-        peer.close()
-        return None
+def _transfer_queue(session: Session, data: Sequences, stack: contextlib.ExitStack) -> PeerProcess:
+    """A process in which TransferQueue holds the sequences."""
+    peer = start(session.peers, "sequences", "transferqueue", "TransferQueue", patience=300.0)
+    stack.callback(peer.close)
+    peer.ask("build", columns=len(data.flat), lengths=data.lengths.tolist())
+    return peer
 
 
 def _of_peer(peer: PeerProcess, data: Sequences, count: int) -> Variant:

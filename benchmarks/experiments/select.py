@@ -130,12 +130,13 @@ def cpu_kinds() -> list[Kind]:
 
 def _peer_kinds(session: Session, stack: contextlib.ExitStack) -> Iterator[Kind]:
     """The peers that there are; why the others are missing is noted."""
-    for name, peer in peers_of("select").items():
-        launch = functools.partial(started, session.peers, "select", name, session.threads)
-        if (process := session.attempt(name, launch)) is not None:
-            stack.callback(process.close)
-            build = functools.partial(Peer, process, name)
-            yield Kind(name, build, peer.item_bytes, parameters={"peer": process.about})
+    peers = peers_of("select")
+    ways = {
+        name: functools.partial(started, session.peers, "select", name, session.threads) for name in peers
+    }
+    for name, process in stack.enter_context(session.processes(ways)).items():
+        build = functools.partial(Peer, process, name)
+        yield Kind(name, build, peers[name].item_bytes, parameters={"peer": process.about})
 
 
 def cuda_kinds(engine: Engine, launches: int = 64) -> list[Kind]:

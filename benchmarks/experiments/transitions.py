@@ -13,9 +13,7 @@ priority. Reverb is left out: its items are drawn one by one, through a server.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
@@ -58,23 +56,11 @@ def command(
     (count,) = numbers(steps, "--steps", 20_000, 10**7) or ((20_000,) if session.quick else (10**6,))
     chosen = some_of(modes, MODES, "--modes") if modes else MODES
     session.configure(steps=count, batch=batch, modes=chosen, seed=SEED, alpha=ALPHA, beta=BETA)
-    with ways(session) as processes, session.progress("transitions", len(chosen)):
+    ways = {name: functools.partial(_started, session, name) for name in (*OWN, FOR_SB3, *OTHERS)}
+    with session.processes(ways, required=OWN) as processes, session.progress("transitions", len(chosen)):
         for mode in chosen:
             if not session.late(LABELS[mode]):
                 measured(session, processes, mode, {"steps": count, "seed": SEED}, batch)
-
-
-@contextlib.contextmanager
-def ways(session: Session) -> Iterator[dict[str, PeerProcess]]:
-    """A process for each way; why one is missing is noted."""
-    with contextlib.ExitStack() as stack:
-        found: dict[str, PeerProcess] = {}
-        for name in (*OWN, FOR_SB3, *OTHERS):
-            process = session.attempt(name, functools.partial(_started, session, name), required=name in OWN)
-            if process is not None:
-                found[name] = process
-                stack.callback(process.close)
-        yield found
 
 
 def _started(session: Session, name: str) -> PeerProcess:
