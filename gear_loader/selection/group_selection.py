@@ -100,20 +100,15 @@ class GroupFormer:
 
 def look_at_groups(selection: Selection, former: GroupFormer) -> Groups:
     """The groups that can be drawn now. Removes trajectories that cannot be read from disk."""
-    table = selection.context.table
-    while True:
-        ticket = Ticket()
-        try:
-            former.expire()
-            _, snapshot = table.reader().begin_snapshot(0, ticket)
-            groups = former.form(selection.view(snapshot))
-            ticket.end()
-            return groups
-        except LostRowsError as error:
-            ticket.end()
-            table.remove_lost(error)
-        finally:
-            ticket.end()  # again: an exception may arrive anywhere
+    former.expire()
+    ticket = Ticket()
+    try:
+        _, snapshot = selection.context.table.reader().begin_snapshot(0, ticket)
+        groups = former.form(selection.view(snapshot))
+        ticket.end()
+        return groups
+    finally:
+        ticket.end()  # again: an exception may arrive anywhere
 
 
 class GroupSelection(Selection):
