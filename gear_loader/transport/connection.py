@@ -25,7 +25,7 @@ from gear_loader.transport.spec import WindowSpec
 from gear_loader.transport.store_message import Store
 from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import HEADER, Fields, Header, Kind, Limits, ProtocolError, check, pack_error
-from gear_loader.utils.arrays import Array
+from gear_loader.utils.arrays import Array, data_address
 
 if TYPE_CHECKING:
     from gear_loader.transport.server import Server
@@ -294,9 +294,13 @@ class Connection:
                 self.sending_since = self._loop.time()
                 await self._channel.send(*rest)
                 self.sending_since = None
+        await self._take_turns()
+
+    async def _take_turns(self) -> None:
+        """Let other connections take their turn after some answers in a row."""
         self._answered += 1
         if self._answered % _IN_A_ROW == 0:
-            await asyncio.sleep(0)  # other connections take their turn
+            await asyncio.sleep(0)
 
     def _small_buffer(self, size: int) -> Array:
         """Buffer for the small part of a message; the next message reuses it."""
@@ -553,7 +557,7 @@ class Connection:
             if slots is not None:
                 budget.give(header.bulk)
                 await self._send(Kind.STORED, header.request, slots.astype("<i8").tobytes())
-                await asyncio.sleep(0)  # other connections take their turn
+                await self._take_turns()
                 return
         parts = self._parts.take(int(request.ids[0])) if request.parts else []
         task = asyncio.ensure_future(self._store(header.request, request, parts, data))
@@ -594,5 +598,5 @@ class Connection:
 def _buffer(size: int) -> Array:
     """Memory aligned to `ALIGNMENT`."""
     memory = np.empty(size + ALIGNMENT, dtype=np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
+    start = -data_address(memory) % ALIGNMENT
     return memory[start : start + size]

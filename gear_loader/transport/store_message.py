@@ -55,9 +55,15 @@ class Store:
     wait: int = 0
 
     @functools.cached_property
+    def has_finals(self) -> bool:
+        """Whether the last row of a trajectory is its final step."""
+        return bool(self.finals.any())
+
+    @functools.cached_property
     def columns(self) -> list[tuple[int, int]]:
         """Offset in the bulk part, and bytes, of each column."""
-        places, at, steps = [], 0, int(self.lengths.sum()) - self.before
+        one = len(self.lengths) == 1  # the commonest case, and numpy takes microseconds a call
+        places, at, steps = [], 0, int(self.lengths[0] if one else self.lengths.sum()) - self.before
         for name in self.schema:
             size = self.schema.column_bytes(name, steps, len(self.lengths))
             places.append((at, size))
@@ -72,7 +78,7 @@ class Store:
 
     @property
     def _flags(self) -> int:
-        finals = int(self.finals.any()) * _FINALS
+        finals = self.has_finals * _FINALS
         return finals | self.again * _AGAIN | (_PARTS if self.parts else 0)
 
     def pack(self) -> bytes:
@@ -83,7 +89,7 @@ class Store:
                 self.lengths.astype("<i8").tobytes(),
                 self.ids.astype("<i8").tobytes(),
                 self.priorities.astype("<f4").tobytes(),
-                self.finals.astype("<i8").tobytes() if self.finals.any() else b"",
+                self.finals.astype("<i8").tobytes() if self.has_finals else b"",
                 struct.pack("<I", self.wait),
                 struct.pack("<IQ", self.parts, self.before) if self.parts else b"",
                 pack_text(self.table),
@@ -127,12 +133,17 @@ class Store:
             raise ProtocolError(
                 f"A message STORE has {before:,} rows in {parts:,} parts; expected rows in each part."
             )
-        if n and (lengths.min() < max(before, 1) or lengths.max() > before + bulk):
+        if n == 1:
+            least = most = total = int(lengths[0])
+        else:
+            least, most = (int(lengths.min()), int(lengths.max())) if n else (1, 1)
+            total = lengths.sum(dtype=np.float64)  # not in int64, which could overflow
+        if n and (least < max(before, 1) or most > before + bulk):
             raise ProtocolError(
                 f"lengths of a message STORE has a number outside of {max(before, 1):,} to {before + bulk:,}, the "
                 "bytes of the bulk part and the rows before it."
             )
-        if n and (finals.min() < 0 or (finals >= np.minimum(lengths, 2)).any()):
+        if flags & _FINALS and n and (finals.min() < 0 or (finals >= np.minimum(lengths, 2)).any()):
             raise ProtocolError(
                 "finals of a message STORE has a number other than 0 and 1, or a trajectory has no other row."
             )
@@ -150,10 +161,7 @@ class Store:
                 f"The trajectory of a message STORE has {before:,} rows in parts and {bulk:,} bytes; at most "
                 f"{limits.store_bytes:,} bytes are taken."
             )
-        needed = (
-            float(lengths.sum(dtype=np.float64)) - before
-        ) * schema.step_bytes + n * schema.trajectory_bytes
-        # Not in int64, which could overflow.
+        needed = (float(total) - before) * schema.step_bytes + n * schema.trajectory_bytes
         if needed > bulk or store.bulk_bytes != bulk:
             raise ProtocolError(
                 f"The bulk part of a message STORE has {bulk:,} bytes, which is not what {n:,} trajectories of "

@@ -38,7 +38,7 @@ from gear_loader.transport.fill_message import Fill
 from gear_loader.transport.store_message import Store
 from gear_loader.transport.stored_once import StoredOnce
 from gear_loader.transport.update_message import Update
-from gear_loader.utils.arrays import Array, narrowed
+from gear_loader.utils.arrays import Array, data_address, narrowed
 from gear_loader.utils.waiting import limited
 
 __all__ = ["AttachedTable", "TableCache"]
@@ -193,7 +193,7 @@ class AttachedTable:
     def _store_once(self, request: Store, store: Callable[[], Array]) -> Array:
         """Store, unless a client has sent these trajectories before."""
         ids = request.ids
-        if not len(ids) or ids[0] < 0 or (ids & LARGEST_ORIGIN != CLIENT_ORIGIN).any():
+        if not len(ids) or ids[0] < 0 or not _of_clients(ids):
             return store()
         return self._once.run(ids, store, again=request.again)
 
@@ -264,18 +264,25 @@ class AttachedTable:
         given: Array | None = check_ids(request.ids, len(request.lengths))
         given = given if given is not None and (given >= 0).any() else None
         # Clients make up ids that no other trajectory has; one that is stored again may be there.
-        unique = (
-            given is not None and not request.again and bool((given & LARGEST_ORIGIN == CLIENT_ORIGIN).all())
-        )
-        finals = request.finals if request.finals.any() else None
+        unique = given is not None and not request.again and _of_clients(given)
+        finals = request.finals if request.has_finals else None
         steps = _located(self.schema.added, request, data)
         return self.table.store_steps(steps, priorities, given, finals, unique=unique, index=index)
+
+
+def _of_clients(ids: Array) -> bool:
+    """Whether all ids are those that clients make up."""
+    if len(ids) == 1:
+        return int(ids[0]) & LARGEST_ORIGIN == CLIENT_ORIGIN
+    return bool((ids & LARGEST_ORIGIN == CLIENT_ORIGIN).all())
 
 
 def _located(schema: Schema, request: Store, data: Array) -> Steps:
     """The trajectories of a request in its bulk part, where those of a column follow each other."""
     lengths = np.array(request.lengths, dtype=np.int64)  # aligned
-    n, start = len(lengths), data.ctypes.data
+    n, start = len(lengths), data_address(data)
+    if n == 1:
+        return Steps(np.array([[start + at for at, _ in request.columns]], dtype=np.int64), lengths, data)
     begins = np.cumsum(lengths) - lengths
     addresses = np.empty((n, len(schema)), dtype=np.int64)
     for i, (column, (at, _)) in enumerate(zip(schema.values(), request.columns, strict=True)):
