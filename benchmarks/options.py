@@ -28,7 +28,7 @@ class Device(str, enum.Enum):
 
 
 def described(text: str, **limits: Any) -> Any:
-    """What `Annotated` has of an option. limits: `min`."""
+    """What `Annotated` has of an option. limits: `min`, `exists` and others of typer."""
     return typer.Option(help=text, **limits)
 
 
@@ -128,6 +128,13 @@ def _session(name: str, shared: dict[str, Any], repeats: tuple[int, ...], pause:
         threads=threads,
         peers=environments(shared["peers"]),
     )
+
+
+Folder = Annotated[
+    Path | None,
+    described("On the disk to measure; the system's temporary one by default.", exists=True, file_okay=False),
+]
+"""Where an experiment writes what it measures."""
 
 
 def numbers(

@@ -25,10 +25,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from benchmarks.harness import Medians, Session, Variant
-from benchmarks.options import described, experiment
+from benchmarks.options import Folder, described, experiment
 from benchmarks.peers.catalog import Contender, contenders, peers_of
 from benchmarks.peers.checkpoint import UNIT
 from benchmarks.workloads import W1, Workload
@@ -47,13 +45,9 @@ def command(
     trajectories: Annotated[
         int | None, described(f"Of W1: {W1.trajectories:,} by default (0.84 GB).", min=2 * UNIT)
     ] = None,
-    folder: Annotated[
-        Path | None, described("On the disk to measure; the system's temporary one by default.")
-    ] = None,
+    folder: Folder = None,
 ) -> None:
     """Saving and loading a table, against writing and reading as many bytes."""
-    if folder is not None and not folder.is_dir():
-        raise typer.BadParameter(f"{folder} is no folder; make it first.", param_hint="--folder")
     count = (trajectories or (1_000 if session.quick else W1.trajectories)) // UNIT * UNIT
     session.configure(trajectories=count, seed=SEED)
     own = {"yardstick": "plain", KEPT: "plain", "ours": "gear", "torch.save": "plain"}

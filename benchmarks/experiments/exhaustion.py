@@ -38,7 +38,7 @@ import typer
 import gear_loader as gear
 from benchmarks.harness import Medians, Session, Variant
 from benchmarks.limits import MemoryGroup, Unlimited, memory_limited, swap_file
-from benchmarks.options import described, experiment, numbers
+from benchmarks.options import Folder, described, experiment, numbers
 from benchmarks.peers import limited as limited_script
 from benchmarks.peers.process import PeerFailed, PeerProcess
 from benchmarks.workloads import W1, Data, Workload, expect
@@ -71,13 +71,9 @@ def command(
     limited: Annotated[
         bool, typer.Option(help="Also numpy.memmap, swapping and TorchRL with as little memory; as root.")
     ] = True,
-    folder: Annotated[
-        Path | None, described("On the disk to measure; the system's temporary one by default.")
-    ] = None,
+    folder: Folder = None,
 ) -> None:
     """Filling and reading tables larger than their memory, beside a bare write and bare reads."""
-    if folder is not None and not folder.is_dir():
-        raise typer.BadParameter(f"{folder} is no folder; make it first.", param_hint="--folder")
     workload = W1.of(trajectories or (400 if session.quick else TRAJECTORIES))
     held = numbers(shares, "--shares", 1, 100) or ((100, 25) if session.quick else SHARES)
     count = batches or (2 if session.quick else 20)

@@ -29,11 +29,20 @@ import importlib.metadata
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import typer
-
 from benchmarks.harness import Session
 from benchmarks.nodes import bare
-from benchmarks.nodes.job import Job, Network, Node, Subject, namespaces, started
+from benchmarks.nodes.job import (
+    Bandwidth,
+    Job,
+    Latency,
+    Network,
+    Node,
+    Placed,
+    Subject,
+    check_limits,
+    namespaces,
+    started,
+)
 from benchmarks.nodes.ranks import SELECTORS, TINY, WORKLOADS
 from benchmarks.options import described, experiment, numbers, some_of
 from benchmarks.showing import size
@@ -75,13 +84,9 @@ def command(
     carriers: Annotated[
         str, described("Some of socket,ucx,nixl; all that are installed by default.")
     ] = ",".join(bare.CARRIERS),
-    network: Annotated[Network, described("processes; or namespaces, as root.")] = Network.processes,
-    bandwidth: Annotated[
-        float | None, described("Of namespaces: Gbit/s that each node sends at most.", min=0.001)
-    ] = None,
-    latency: Annotated[
-        float | None, described("Of namespaces: microseconds that each node's packets are late.", min=0.1)
-    ] = None,
+    network: Placed = Network.processes,
+    bandwidth: Bandwidth = None,
+    latency: Latency = None,
     batches: Annotated[str | None, described("Rows of a rank's batch: 32,256 by default.")] = None,
     local: Annotated[str | None, described("Shares of own rows: 1,0.75,0.5,0.25,0 by default.")] = None,
     worlds: Annotated[str | None, described("Ranks that draw: 1,2,4,8 by default.")] = None,
@@ -97,9 +102,7 @@ def command(
     """Rows of other nodes, and drawing from all of them."""
     quick = session.quick
     chosen, wanted = some_of(parts, PARTS, "--parts"), some_of(carriers, bare.CARRIERS, "--carriers")
-    if network is Network.processes and (bandwidth is not None or latency is not None):
-        message = "processes share one loopback; use --network namespaces."
-        raise typer.BadParameter(message, param_hint="--network")
+    check_limits(network, bandwidth, latency)
     counts = numbers(nodes, "--nodes", 1, 16) or ((1, 2) if quick else (1, 2, 3))
     parameters: dict[str, Any] = {"network": network.value, "ucx_tls": ucx_tls}
     parameters |= {"bandwidth_gbit": bandwidth, "latency_us": latency}

@@ -24,12 +24,10 @@ import subprocess
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-import typer
-
 import gear_loader as gear
 from benchmarks.adding import PEERS, Crew, Group, Setting, TableCache, item_of
 from benchmarks.harness import Medians, Session, Variant
-from benchmarks.nodes.job import Network, Node, namespaces
+from benchmarks.nodes.job import Bandwidth, Latency, Network, Node, Placed, check_limits, namespaces
 from benchmarks.options import described, experiment, numbers
 from benchmarks.peers.catalog import peers_of
 from benchmarks.workloads import W1
@@ -56,20 +54,14 @@ def command(
         int | None, described(f"Of W1 in the table: {TRAJECTORIES:,} by default.", min=512)
     ] = None,
     seconds: Annotated[float | None, described("Of a measurement: 0.4 by default.", min=0.01)] = None,
-    network: Annotated[Network, described("processes; or namespaces, as root.")] = Network.processes,
-    bandwidth: Annotated[
-        float | None, described("Of namespaces: Gbit/s that each sends at most.", min=0.001)
-    ] = None,
-    latency: Annotated[
-        float | None, described("Of namespaces: microseconds that each one's packets are late.", min=0.1)
-    ] = None,
+    network: Placed = Network.processes,
+    bandwidth: Bandwidth = None,
+    latency: Latency = None,
 ) -> None:
     """Adding to a table of another process, beside Reverb's client and a bare socket."""
     quick = session.quick
     limits = {"bandwidth": bandwidth, "latency": latency}
-    if network is Network.processes and any(limits.values()):
-        message = "processes share one loopback; use --network namespaces."
-        raise typer.BadParameter(message, param_hint="--network")
+    check_limits(network, bandwidth, latency)
     setting = Setting(
         W1.of(trajectories or (600 if quick else TRAJECTORIES)),
         modes=tuple(MODES),

@@ -18,12 +18,14 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
 from benchmarks import machine
 from benchmarks.harness import Incorrect, Variant
+from benchmarks.options import described, option
 from benchmarks.peers.process import PeerFailed, PeerProcess, Undo, receive_all, together
 from gear_loader.storage.region import region_path
 
@@ -38,6 +40,18 @@ class Network(str, Enum):
 
     processes = "processes"
     namespaces = "namespaces"
+
+
+Placed = Annotated[Network, described("processes; or namespaces, as root.")]
+Bandwidth = option(float, "Of namespaces: Gbit/s that each node sends at most.", min=0.001)
+Latency = option(float, "Of namespaces: microseconds that each node's packets are late.", min=0.1)
+
+
+def check_limits(network: Network, *limits: float | None) -> None:
+    """Raise `typer.BadParameter` if processes side by side are to have a bandwidth or latency."""
+    if network is Network.processes and any(limits):
+        message = "processes share one loopback; use --network namespaces."
+        raise typer.BadParameter(message, param_hint="--network")
 
 
 class NodesFailed(PeerFailed):
