@@ -279,16 +279,6 @@ def test_repr_equality_hash_pickle_and_json(limiter: RateLimiter) -> None:
 # ---------------------------------------------------------------- values
 
 
-def test_reprs() -> None:
-    assert [repr(LIMITERS[i]) for i in (0, 2, 4, 5, 9)] == [
-        "MinSize(min_size=1)",
-        "Queue(size=1)",
-        "RateLimiter(samples_per_insert=1.5, min_size=3, min_diff=-2.0, max_diff=4.0)",
-        "SampleToInsertRatio(ratio=4.0, min_size=100, error_buffer=50.0)",
-        "SampleToInsertRatio(ratio=2.5, min_size=10, error_buffer=(-inf, 30.0))",
-    ]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

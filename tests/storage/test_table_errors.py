@@ -644,7 +644,7 @@ def test_a_closed_table(private: bool) -> None:
     for call in [
         *calls_of(table),
         *(lambda: len(table), lambda: table.num_steps, lambda: table.extend([]), table.reader),
-        *(table.reader, table.reader, table.writer),
+        table.writer,
         *(lambda: table.region.column("number"), lambda: table.region.array("extent")),
     ]:
         with pytest.raises(TableClosedError) as caught:
