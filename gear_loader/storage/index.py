@@ -683,6 +683,8 @@ class Index:
                 return False
             arrays.counters[RUNS] += 1  # the block table of one that grows is at another place
             write(ids)
+            # It is the room that was asked for: else its owner would take it away again, to make more.
+            arrays.counters[WANTED_BLOCKS] = max(0, int(arrays.counters[WANTED_BLOCKS]) - len(ids))
             arrays.ops.give_place(arrays.where, slot, len(ids))
             return True
 

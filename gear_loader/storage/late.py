@@ -32,6 +32,8 @@ __all__ = ["fill_columns", "filled_bits", "set_filled", "unfilled"]
 
 _SMALL = 1 << 17
 """Bytes up to which values are copied under the lock: it takes less time than a read ticket."""
+_AT_ONCE = 10
+"""Attempts to fill trajectories that were brought back into memory before it is waited in between."""
 
 
 def filled_bits(arrays: IndexArrays, slots: Array) -> Array:
@@ -123,29 +125,30 @@ class _Request:
         """Fill the rows; return the number of stale ones."""
         index, backoff = self.table.index, None
         size = sum(each.data.size for each in self.values)
+        attempt = 0
         while True:
             ticket = Ticket()
             try:
                 located = index.recovery.locked(functools.partial(self._locate, ticket))
                 if isinstance(located, _Located):
-                    if size <= _SMALL:
-                        return index.recovery.locked(functools.partial(self._finish, located, copies=True))
-                    self._copy(located)
-                    done = index.recovery.locked(functools.partial(self._finish, located, copies=False))
+                    if size > _SMALL:
+                        self._copy(located)
+                    finish = functools.partial(self._finish, located, copies=size <= _SMALL)
+                    done = index.recovery.locked(finish)
                     if done >= 0:
                         return done
                     continue  # trajectories were moved to disk meanwhile
             finally:
                 ticket.end()
             self.table.bring_back(located)
-            if self.table.index.want_back(located):
-                backoff = backoff or self.table.reader().backoff()
-                if not backoff.sleep():
-                    raise TableFullError(
-                        f"Timed out after {backoff.timeout:g} s: {len(located)} trajectories of a fill lie on disk "
-                        "only, and there is no room to bring them into memory. Nothing was changed. Fill fewer at "
-                        "once, or make the memory of the table larger (max_blocks)."
-                    )
+            backoff, attempt = backoff or self.table.reader().backoff(), attempt + 1
+            # They may also be moved to disk again and again.
+            if (index.want_back(located) or attempt >= _AT_ONCE) and not backoff.sleep():
+                raise TableFullError(
+                    f"Timed out after {backoff.timeout:g} s: {len(located)} trajectories of a fill lie on disk only, "
+                    "and there is no room to bring them into memory. Nothing was changed. Fill fewer at once, or make "
+                    "the memory of the table larger (max_blocks)."
+                )
 
     def _locate(self, ticket: Ticket) -> _Located | Array:
         """Check the rows, or raise; the caller holds the lock.

@@ -16,6 +16,9 @@ from gear_loader.utils.arrays import Array, data_address
 
 __all__ = ["StepWriter"]
 
+_AT_ONCE = 10
+"""Attempts to add steps to a trajectory that was brought back into memory before it is waited in between."""
+
 
 class StepWriter(Writer):
     """A `Writer` that commits each step at once: the trajectory in the table grows with every `append`.
@@ -114,7 +117,7 @@ class StepWriter(Writer):
         """Add steps to the trajectory; return False if it is gone."""
         slot, generation, *_ = self.grown.tolist()
         evict, wait = self._table.policy
-        backoff = None
+        backoff, attempt = None, 0
         while True:
             added = self._index.add_steps(
                 slot,
@@ -130,10 +133,10 @@ class StepWriter(Writer):
             if added is not None:
                 return added
             slots = np.array([slot])
-            if self._table.bring_back(slots) or not self._index.want_back(slots):
-                continue
-            backoff = backoff or self._index.admission.backoff()
-            if not backoff.sleep():
+            backoff, attempt = backoff or self._index.admission.backoff(), attempt + 1
+            self._table.bring_back(slots)
+            # It may also be moved to disk again and again.
+            if (self._index.want_back(slots) or attempt >= _AT_ONCE) and not backoff.sleep():
                 raise TableFullError(
                     f"Timed out after {backoff.timeout:g} s: the growing trajectory, of {self.num_steps:,} steps, lies "
                     "on disk only, and there is no room to bring it into memory. Nothing was appended. Make the memory "

@@ -162,3 +162,25 @@ def test_more_than_the_memory_holds_is_refused(tmp_path: Path) -> None:
         for slot in slots:
             table.fill(slot, reward=np.float32(slot))
         assert not len(table.unfilled("reward")[0])
+
+
+def test_a_trajectory_that_is_moved_while_it_is_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look for its blocks and the copy into them: the fill begins again."""
+    with tiered(tmp_path) as table:
+        index = add(table, 1, 9)
+        table.save(tmp_path)
+        finish, moved = late._Request._finish, []
+
+        def late_finish(self: Any, *args: Any, **options: Any) -> int:
+            if not moved:
+                moved.append(table.index.arrays.ops.spill(table.index.arrays.where, *names))
+            return finish(self, *args, **options)
+
+        names = np.array([index]), table.index.arrays.generation[[index]]
+        monkeypatch.setattr(late._Request, "_finish", late_finish)
+        assert table.fill(index, reward=np.float32(2.5)) == 0
+        assert moved == [1]
+        assert float(table[index]["reward"]) == 2.5
+        table.check_valid()
