@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,10 @@ class PlayedPeer:
         gone = np.isin(slots, list(self.gone)) | (state[slots] != READY) | (generation[slots] != generations)
         slots, anchors = np.where(gone, np.flatnonzero(state == READY)[0], slots), np.where(gone, 0, anchors)
         cpu = torch.device("cpu")
-        data = ShardCollector(Shards(self.table), spec.windows, batch_size=len(slots), device=cpu)
+        stored = {
+            name: dataclasses.replace(each, dtype=None, scale=None) for name, each in spec.windows.items()
+        }
+        data = ShardCollector(Shards(self.table), stored, batch_size=len(slots), device=cpu)
         buffers = data.buffers()
         records = records_of(self.table, slots, anchors)
         data.gather(buffers, ShardRows(np.zeros(len(slots), dtype=np.int64), records, None, None))

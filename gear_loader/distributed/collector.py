@@ -398,7 +398,12 @@ class ShardCollector(Collector):
         """Return the plan that places the pieces of a part, which are in the order of `WindowSpec.pieces`."""
         if buffers.place is None:
             pieces = self._pieces()
-            outs = [self._out(buffers.batch, piece.name, piece.kind) for piece in pieces]
+            # Where values are converted, they are placed as they are stored.
+            stored = dict(zip(self.windows, buffers.outputs, strict=True))
+            outs = [
+                stored[piece.name].out if piece.kind == "column" else self._mask(buffers.batch, piece.name)
+                for piece in pieces
+            ]
             buffers.place = PlacePlan([out.view(self.batch_size, -1).view(torch.uint8) for out in outs])
             buffers.references = None
         return buffers.place
@@ -412,12 +417,9 @@ class ShardCollector(Collector):
         return WindowSpec("", self.table.schema, self.windows)
 
     @staticmethod
-    def _out(batch: Batch, name: str, kind: str) -> torch.Tensor:
+    def _mask(batch: Batch, name: str) -> torch.Tensor:
         mask: Any = batch["mask"]
-        if kind == "column":
-            tensor: torch.Tensor = batch[name]
-        else:
-            tensor = mask[name] if isinstance(mask, dict) else mask
+        tensor: torch.Tensor = mask[name] if isinstance(mask, dict) else mask
         return tensor
 
     # ---------------------------------------------------------------- keys

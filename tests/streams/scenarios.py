@@ -67,6 +67,7 @@ class Scenario:
         layout: of the batches; all but ``"padded"`` have a number of steps instead of rows if `budget`.
         budget: see `layout`. converts: whether some windows have another dtype.
         tier: whether some trajectories lie on a disk only.
+        pairs: whether groups of two trajectories are drawn.
         cache: blocks that fit into the device's memory; 0 for no cache.
     """
 
@@ -94,6 +95,7 @@ class Scenario:
     budget: bool = False
     converts: bool = False
     cache: int = 0
+    pairs: bool = False
 
     @classmethod
     def flat(cls, seed: int) -> Scenario:
@@ -109,6 +111,9 @@ class Scenario:
             converts=choose.random() < 0.5,
             complete=False,
             grows=False,
+            pairs=choose.random() < 0.4
+            and "steps" not in scenario.selector
+            and scenario.selector != "distinct",
         )
 
     @classmethod
@@ -188,6 +193,7 @@ def rows_of(number: int) -> dict[str, Any]:
         "value": np.full((length, 5), number, np.float32),
         "number": 100 * number + np.arange(length),
         "task": np.array([number, -number]),
+        "pair": np.array(number // 2),
     }
 
 
@@ -197,6 +203,7 @@ def made_table(*, packed: bool = False, tier: str | None = None) -> gear.Table:
         "value": gear.Column(torch.float32, (5,)),
         "number": gear.Column(torch.int64),
         "task": gear.Column(torch.int64, (2,), per="trajectory"),
+        "pair": gear.Column(torch.int64, per="trajectory"),
     }
     sizes: dict[str, Any] = {"max_steps": 80, "max_trajectories": 30, "block_steps": 4}
     if tier is not None:  # with room for all, so that nothing moves by itself
@@ -300,6 +307,9 @@ class Run:
             windows["half"] = gear.Window(
                 windows["value"].length, windows["value"].offset, column="value", dtype=torch.bfloat16, scale=1 / 3
             )  # fmt: skip
+        if scenario.pairs:
+            windows["pair"] = None
+            sizes |= {"group": "pair", "group_size": 2}
         data = gear.ReplayDataset(
             table,
             **sizes,
@@ -343,6 +353,10 @@ class Run:
         check = compare_grown if scenario.grows else compare
         for key, batch in read:
             check(key, {name: on_host(value) for name, value in batch.items()}, self.expected[key])
+            if scenario.pairs and not scenario.budget:
+                pairs = on_host(batch["pair"]).view(-1, 2)
+                if not torch.equal(pairs[:, 0], pairs[:, 1]):
+                    raise Mismatch(f"batch {key} has pairs {pairs}; expected two of each")
 
     def _cache_bytes(self, table: gear.Table) -> int:
         return self.scenario.cache * DeviceCache.check(table, table.schema, 1 << 40)
@@ -394,7 +408,7 @@ class Run:
     def _grow(self, table: gear.Table, rows: dict[str, Any], priority: float) -> None:
         with table.writer(commit_every_step=True) as writer:
             writer.priority = priority
-            writer.trajectory = {"task": rows["task"]}
+            writer.trajectory = {"task": rows["task"], "pair": rows["pair"]}
             for value, number in zip(rows["value"], rows["number"], strict=True):
                 writer.append({"value": value, "number": number})
                 if self.choose.random() < 0.5:

@@ -25,6 +25,7 @@ from .scenarios import Mismatch, cloned, collected_on_request, on_host, spill_so
 BATCH = 12
 COUNTS = [20, 15, 10]
 WINDOWS = gear.Window(5, -2)
+HALF = gear.Window(WINDOWS.length, WINDOWS.offset, column="obs", dtype=torch.bfloat16, scale=1 / 3)
 SELECTORS = {"uniform": gear.Uniform, "prioritized": gear.Prioritized, "top": gear.TopK}
 _names = itertools.count()
 
@@ -43,6 +44,7 @@ class ShardScenario:
         drops: whether the dataset is dropped while the device still works.
         cache: bytes of the cache for rows of other nodes.
         tier: whether half of the trajectories lie on a disk only.
+        converts: whether a window has another dtype.
     """
 
     selector: str = "uniform"
@@ -55,6 +57,7 @@ class ShardScenario:
     drops: bool = False
     cache: int | None = None
     tier: bool = False
+    converts: bool = False
 
     @classmethod
     def of(cls, seed: int) -> ShardScenario:
@@ -68,6 +71,7 @@ class ShardScenario:
             choose.random() < 0.75,
             *(choose.random() < 0.5 for _ in range(3)),
             choose.choice([None, 4_000, 1 << 20]),
+            converts=choose.random() < 0.5,
         )
 
 
@@ -103,10 +107,11 @@ def _batches(
     for shard in scenario.remote:
         peer: Any = PlayedPeer(tables[shard], set())
         shards._sources[shard] = RemoteShard(peer, "played", tables[0].schema)
+    windows: dict[str, Any] = {**dict.fromkeys(("obs", "act", "flag"), WINDOWS), "task": None}
     data = gear.ReplayDataset(
         shards,
         batch_size=BATCH,
-        windows=WINDOWS,
+        windows={**windows, "half": HALF} if scenario.converts else WINDOWS,
         selector=SELECTORS[scenario.selector](),
         device=device,
         prefetch=scenario.prefetch,
@@ -181,6 +186,8 @@ def run_shards(scenario: ShardScenario, seed: int, policy: Policy) -> Cuda:
     cuda.check()
     for number, batch in enumerate(found):
         check_batch(batch, WINDOWS)
+        if scenario.converts and not torch.equal(batch["half"], (batch["obs"] * HALF.scale).bfloat16()):
+            raise Mismatch(f"batch {number}: half is {batch['half']}; expected obs * {HALF.scale}")
         names = zip(*(batch[key].tolist() for key in ("shard", "index", "generation")), strict=True)
         numbers = [owners[name] for name in names]
         if batch["task"][:, 0].tolist() != numbers:

@@ -87,6 +87,18 @@ def test_batches_are_those_of_the_cpu_in_thousands_of_schedules(part: int) -> No
     check_all(range(FIRST + 1000 + 125 * part, FIRST + 1000 + 125 * part + 125))
 
 
+def with_pairs(seed: int) -> Scenario:
+    scenario, first = Scenario.flat(seed), seed % 2 == 0
+    choices = (
+        {"selector": "uniform", "updates": ""} if first else {"selector": "prioritized", "budget": False}
+    )
+    return dataclasses.replace(scenario, pairs=True, **choices)
+
+
+def test_groups_in_packed_batches_in_any_order_of_work() -> None:
+    check_all(range(FIRST, FIRST + 2), of=with_pairs)
+
+
 def check_shards(seeds: range) -> None:
     for seed in seeds:
         for policy in POLICIES:
