@@ -43,7 +43,9 @@ class PlayedPeer:
         data.gather(buffers, ShardRows(np.zeros(len(slots), dtype=np.int64), records, None, None))
         out[:] = 255
         for piece in spec.pieces(len(slots)):
-            tensor = buffers.batch["mask"] if piece.kind == "mask" else buffers.batch[piece.name]
+            mask: Any = buffers.batch["mask"]
+            masks = mask.get(piece.name) if isinstance(mask, dict) else mask
+            tensor = masks if piece.kind == "mask" else buffers.batch[piece.name]
             values = tensor.contiguous().reshape(len(slots), -1).view(torch.uint8).numpy()
             out[piece.offset : piece.offset + values.size] = values.reshape(-1)
         first = spec.data_bytes(len(slots))

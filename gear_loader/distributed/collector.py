@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gear_loader.collection.batches import Batch
 from gear_loader.collection.collector import Buffers, Collector, copy_batch
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.plans import Plans, plans_of
 from gear_loader.collection.tier_rows import TierRows
-from gear_loader.collection.windows import Whole
+from gear_loader.collection.windows import Whole, mask_of
 from gear_loader.distributed.remote import Part, RemoteShard, Staging
 from gear_loader.distributed.row_cache import RowCache
 from gear_loader.distributed.shards import Shards
@@ -398,10 +397,12 @@ class ShardCollector(Collector):
         """Return the plan that places the pieces of a part, which are in the order of `WindowSpec.pieces`."""
         if buffers.place is None:
             pieces = self._pieces()
-            # Where values are converted, they are placed as they are stored.
+            # As they are stored, where values are converted or returns computed from them.
             stored = dict(zip(self.windows, buffers.outputs, strict=True))
+            keys = {name: mask_of(self.table.schema, name, window) for name, window in self.windows.items()}
+            masks = {keys[name]: each.mask for name, each in stored.items() if each.mask is not None}
             outs = [
-                stored[piece.name].out if piece.kind == "column" else self._mask(buffers.batch, piece.name)
+                stored[piece.name].out if piece.kind == "column" else masks[keys[piece.name]]
                 for piece in pieces
             ]
             buffers.place = PlacePlan([out.view(self.batch_size, -1).view(torch.uint8) for out in outs])
@@ -415,12 +416,6 @@ class ShardCollector(Collector):
     def _spec(self) -> WindowSpec:
         """The layout of rows of other nodes, whatever their table."""
         return WindowSpec("", self.table.schema, self.windows)
-
-    @staticmethod
-    def _mask(batch: Batch, name: str) -> torch.Tensor:
-        mask: Any = batch["mask"]
-        tensor: torch.Tensor = mask[name] if isinstance(mask, dict) else mask
-        return tensor
 
     # ---------------------------------------------------------------- keys
 

@@ -194,3 +194,21 @@ def test_a_gpu_gets_the_batches_of_the_cpu(
         check_batch(mine, WINDOWS)
         for key in other:
             assert torch.equal(mine[key], other[key]), key
+
+
+def test_returns_of_rows_of_other_nodes() -> None:
+    schema = {"reward": gear.Column(torch.float32), "done": gear.Column(torch.bool)}
+    tables = [gear.Table.create(schema, max_steps=90, max_trajectories=10) for _ in range(2)]
+    for number, table in enumerate(tables):
+        for _ in range(10):
+            table.add({"reward": torch.full((9,), number + 1.0), "done": torch.zeros(9, dtype=torch.bool)})
+    shards = Shards(tables)
+    shards.remote = True
+    peer: Any = PlayedPeer(tables[1], set())
+    shards._sources[1] = RemoteShard(peer, "played", tables[0].schema)
+    windows = {"reward": gear.Window(1), "value": gear.NStep("reward", 3, 0.5, "done")}
+    data = gear.ReplayDataset(shards, windows=windows, batch_size=24, device="cpu", batches_per_epoch=3)
+    for batch in data:
+        steps = (8 - batch["anchor"]).clamp(max=3)  # the last reward leads to no step from which to go on
+        assert torch.equal(batch["value"]["return"], (batch["shard"] + 1) * 2 * (1 - 0.5**steps))
+        assert torch.equal(batch["reward"][:, 0], batch["shard"] + 1.0)
