@@ -30,7 +30,6 @@ from gear_loader.collection.windows import (
     has_whole,
     packed_span,
     reach_of,
-    reads_final,
     source_of,
     steps_only,
     windows_of,
@@ -38,7 +37,17 @@ from gear_loader.collection.windows import (
 from gear_loader.dataset.draws import EpochDraws, planned_batches
 from gear_loader.dataset.filling import Filler
 from gear_loader.dataset.options import check_options
-from gear_loader.dataset.position import MAX_WORKERS, Position
+from gear_loader.dataset.position import Position
+from gear_loader.dataset.table_options import (
+    check_cache,
+    check_dealing,
+    check_freshness,
+    check_packed,
+    check_tier,
+    check_worker,
+    grouping_of,
+    step_budget_of,
+)
 from gear_loader.distributed.budget_planner import ShardBudgetPlanner
 from gear_loader.distributed.collector import ShardCollector
 from gear_loader.distributed.collector_for import collector_for
@@ -50,16 +59,16 @@ from gear_loader.distributed.local_selection import (
     gather_states,
     own_state,
 )
-from gear_loader.distributed.packed_collector import ShardPackedCollector, check_packed_shards
+from gear_loader.distributed.packed_collector import ShardPackedCollector
 from gear_loader.distributed.selection_for import selection_for
 from gear_loader.distributed.shards import Shards
-from gear_loader.errors import GearError, PrivateTableError, RankError, SchemaError
+from gear_loader.errors import GearError, RankError, SchemaError
 from gear_loader.selection.base import Selection, SelectionContext
 from gear_loader.selection.budget_planner import BudgetPlanner, PlannedBatch
 from gear_loader.selection.complete import CompleteAnchors
 from gear_loader.selection.epochs import notice_short_epoch
 from gear_loader.selection.group_selection import GroupSelection, PrioritizedGroupSelection
-from gear_loader.selection.grouping import Grouping, GroupPriority
+from gear_loader.selection.grouping import GroupPriority
 from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
 from gear_loader.selection.random import key
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Fifo, Selector, TopK, Uniform
@@ -334,22 +343,40 @@ class ReplayDataset(IterableDataset[Batch]):
         self.layout: Literal["padded", "packed", "jagged"] = layout
         self._packs = whole or layout != "padded"  # rows are gathered one after another
         if self.table.has_tier:
-            self._check_tier()
+            check_tier(self.selector, self.device, layout, self._packs)
         self.device_cache = None if device_cache is None else byte_count("device_cache", device_cache)
         self._cache: DeviceCache | None = None
         if self.device_cache is not None:
-            self._check_cache(device_cache, self.device_cache)
-        self._late = table.schema.late_bits(self._sources())
-        fresh = getattr(self.selector, "freshness", 1.0) < 1
-        if fresh and (table.rules.version is None or self.shards is not None):
-            raise SchemaError(
-                f"{self.selector!r} was given; expected a Table created with version= for a freshness below 1, and not "
-                "Shards."
+            check_cache(
+                device_cache,
+                self.device_cache,
+                table=table,
+                shards=self.shards,
+                device=self.device,
+                packs=self._packs,
+                columns=self._sources(),
             )
-        self.groups = self._group_of(group, group_size, group_priority, group_varies, group_max_age)
+        self._late = table.schema.late_bits(self._sources())
+        check_freshness(self.selector, table, self.shards)
+        self.groups = grouping_of(
+            table,
+            group,
+            group_size,
+            group_priority,
+            group_varies,
+            group_max_age,
+            shards=self.shards,
+            batch_size=self.batch_size,
+        )
+        if self.groups is not None and group_varies is not None:
+            self._late |= table.schema.late_bits([group_varies])
         self.scope: Literal["global", "local"] = scope
         self.balance, self.micro_batches = balance, int(micro_batches)
-        self._budget = self._packing(max_steps, lookahead, too_long, drop_last)
+        check_dealing(balance, self.micro_batches, deals=self._packs and self._is_global, max_steps=max_steps)
+        self._budget: StepBudget | None = None
+        if self._packs:
+            check_packed(self.windows, layout, shards=self.shards, scope=scope, device=self.device)
+            self._budget = step_budget_of(table, self.windows, max_steps, lookahead, too_long, drop_last)
         self._progress, self._sample_progress = BudgetProgress(self.keep), BudgetProgress(0)
         self._sample_progress.counts = self._progress.counts
         self._sampler: BudgetPlanner | None = None  # of `sample` with max_steps
@@ -390,45 +417,6 @@ class ReplayDataset(IterableDataset[Batch]):
         given.apply_defaults()
         check_options(**given.arguments)
 
-    def _check_tier(self) -> None:
-        """Raise SchemaError if batches cannot be made of trajectories that lie on disk only."""
-        given = None
-        if self._packs and self.device.type == "cuda":
-            given = (
-                f"layout={self.layout!r} or Whole, with device={str(self.device)!r}",
-                "device='cpu' (move the batch by .to(), or have Lightning do so)",
-            )
-        elif self.selector.unit == "step" and needs_priorities(self.selector):
-            given = (
-                f"selector={self.selector!r}",
-                "a selector with unit='trajectory', or one without priorities",
-            )
-        if given is not None:
-            raise SchemaError(
-                f"{given[0]} was given with a table that has a disk tier (Disk(size=)); expected {given[1]}, which is "
-                "the only one that reads trajectories on disk for now. Use that, or a table whose memory holds all of "
-                "them."
-            )
-
-    def _check_cache(self, given: Any, size: int) -> None:
-        """Raise SchemaError if batches are not made by a GPU that reads this process's table."""
-        if self.shards is not None:
-            raise SchemaError(
-                f"device_cache={given!r} was given with Shards; expected a Table: rows of shards are not cached for "
-                "now. Leave it out."
-            )
-        if self.device.type != "cuda":
-            raise SchemaError(
-                f"device_cache={given!r} was given with device={str(self.device)!r}; expected a CUDA device, in whose "
-                "memory the cache lies. Leave it out, or give device='cuda'."
-            )
-        if self._packs or self.table.has_tier:
-            other = "whole trajectories (Whole)" if self._packs else "a table with a disk tier (Disk(size=))"
-            raise SchemaError(
-                f"device_cache={given!r} was given with {other}, of which no rows are cached for now. Leave it out."
-            )
-        DeviceCache.check(self.table, self._sources(), size)
-
     def _sources(self) -> set[str]:
         """Columns that are read."""
         return {
@@ -463,79 +451,9 @@ class ReplayDataset(IterableDataset[Batch]):
             return "newest" if selector.newest else "oldest"
         return "any"
 
-    # ---------------------------------------------------------------- groups
-
-    def _group_of(
-        self, column: Any, size: Any, priority: Any, varies: Any, max_age: float | None
-    ) -> Grouping | None:
-        """Check the options of groups against the table."""
-        if column is None:
-            return None
-        grouping = Grouping.of(self.table.schema, column, size, priority, varies, max_age)
-        if self.shards is not None or self.table.rules.max_times_sampled is not None:
-            raise SchemaError(
-                f"group={column!r} was given with Shards, or a table with max_times_sampled; expected a Table without: "
-                "groups lie in one table, and are drawn whole."
-            )
-        if self.batch_size % grouping.size:
-            raise SchemaError(
-                f"batch_size is {self.batch_size} and group_size {grouping.size}; expected a multiple of it: groups "
-                "are drawn whole."
-            )
-        if varies is not None:
-            self._late |= self.table.schema.late_bits([varies])
-        return grouping
-
     def _items_of(self, rows: int) -> int:
         """Items of so many rows: groups, or rows."""
         return rows if self.groups is None else rows // self.groups.size
-
-    # ---------------------------------------------------------------- packed batches
-
-    def _packing(
-        self, max_steps: int | None, lookahead: int, too_long: TooLong, drop_last: bool
-    ) -> StepBudget | None:
-        """Check what packed batches need; return the options of batches that have a number of steps."""
-        dealt = self.balance is not None or self.micro_batches > 1
-        if dealt and not (self._packs and self._is_global):
-            raise SchemaError(
-                f"balance={self.balance!r} and micro_batches={self.micro_batches} were given; expected both with "
-                "Shards, scope='global' and layout='packed' or 'jagged': they deal the rows of a step to ranks."
-            )
-        if self.micro_batches > 1 and max_steps is None:
-            raise SchemaError(
-                f"micro_batches={self.micro_batches} was given with batch_size; expected max_steps, whose batches are "
-                "planned together, or accumulate gradients over batches."
-            )
-        if not self._packs:
-            return None
-        offset, length = packed_span(self.table.schema, self.windows)
-        if self.shards is not None and self._is_global:
-            check_packed_shards(self.shards, self.layout)
-        if self.shards is not None and self.device.type == "cuda":
-            raise SchemaError(
-                f"layout={self.layout!r} was given with Shards and device={str(self.device)!r}; expected "
-                "device='cpu', which is the only one that packs rows of shards for now. Move the batch by .to(), or "
-                "have Lightning do so."
-            )
-        if reads_final(self.windows) and (self.shards is not None or self.device.type == "cuda"):
-            other = "Shards" if self.shards is not None else f"device={str(self.device)!r}"
-            raise SchemaError(
-                f"Whole(final=True) was given with {other}; expected "
-                "a Table and device='cpu', where alone final steps are packed for now. Leave final out, or use those."
-            )
-        if max_steps is None:
-            return None
-        if self.table.rules.max_times_sampled is not None:
-            raise SchemaError(
-                "max_steps was given with a table that has max_times_sampled, which removes a trajectory when it is "
-                "drawn for the last time, and it may have to wait for its batch. Use batch_size, or a table without."
-            )
-        if drop_last:
-            raise SchemaError(
-                "drop_last was given with max_steps, whose batches are seldom full; leave it out."
-            )
-        return StepBudget(int(max_steps), int(lookahead), too_long, offset, length, reads_final(self.windows))
 
     @property
     def _num_drawn(self) -> int:
@@ -1271,30 +1189,10 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def check_worker(self, number: int, in_worker: bool) -> None:
         """Raise an error if a `DataLoader` worker of this number cannot iterate."""
-        if not in_worker:
-            return
-        if self.shards is not None:
-            raise SchemaError(
-                "A DataLoader worker cannot draw from Shards: it is not a rank. Use num_workers=0 (batches are "
-                "prefetched in the background anyway)."
+        if in_worker:
+            check_worker(
+                number, table=self.table, shards=self.shards, selector=self.selector, device=self.device
             )
-        if needs_priorities(self.selector):
-            raise SchemaError(
-                f"A DataLoader worker cannot draw for {self.selector!r}: update_priority would not reach it. Use "
-                "num_workers=0 (batches are prefetched in the background anyway)."
-            )
-        if self.table.name is None:
-            raise PrivateTableError(
-                "A DataLoader worker cannot read a private table. Create it with a name, "
-                "Table.create(..., name='replay'), or use num_workers=0 (prefetch already works in the background)."
-            )
-        if self.device.type == "cuda":
-            raise SchemaError(
-                "A DataLoader worker cannot gather for a GPU. Use num_workers=0 (batches are prefetched on a side "
-                "stream), or device='cpu' in the dataset."
-            )
-        if number >= MAX_WORKERS:
-            raise SchemaError(f"There are more than {MAX_WORKERS} DataLoader workers; use fewer.")
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
