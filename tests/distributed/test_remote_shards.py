@@ -23,6 +23,11 @@ from gear_loader.distributed.collector import ShardCollector
 
 ROWS, BATCHES = 24, 5
 SELECTORS = (gear.Prioritized(), gear.Uniform(unit="step"), gear.TopK())
+CONVERTED = {
+    "act": gear.Window(5, -2),
+    "obs": gear.Window(5, -2, dtype=torch.float16, scale=1 / 3),
+    "flag": gear.Window(3, dtype=torch.float32, scale=1 / 255),
+}
 SECRET = "a secret of the right length 123"
 
 
@@ -58,6 +63,8 @@ def draw(shards: Shards) -> list[dict[str, Any]]:
             found.append(kept(batch))
             if not isinstance(selector, gear.Uniform):
                 data.update_priority(batch, new_priorities(batch, number))
+    for batch in dataset(shards, gear.Uniform(unit="step"), windows=CONVERTED):
+        found.append({name: batch[name].numpy().copy() for name in ("index", *CONVERTED)})
     return found
 
 
