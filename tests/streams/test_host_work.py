@@ -16,7 +16,7 @@ from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.shards import Shards
 
 from .cuda import Cuda
-from .scenarios import made_table
+from .scenarios import FIRST, made_table, rows_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 WINDOWS = {"value": gear.Window(3), "number": gear.Window(3)}
@@ -138,9 +138,7 @@ def test_a_change_of_the_table_is_one_copy() -> None:
         for _ in range(5):
             data.sample()
         before = cuda.machine.counts["copies to the device"]
-        table.add(
-            {"value": torch.zeros(4, 5), "number": torch.arange(4), "task": torch.zeros(2, dtype=torch.int64)}
-        )
+        table.add(rows_of(FIRST))
         data.sample()
         assert cuda.machine.counts["copies to the device"] == before + 1
         del data
