@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ucx_common import LOOPBACK, listening
-from waiting_common import SLOWER
-from waiting_common import go_on
+from waiting_common import SLOWER, go_on
 
 from gear_loader.errors import HandshakeError, TransportError
 from gear_loader.transport import ucx_library
