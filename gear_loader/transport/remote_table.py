@@ -420,8 +420,9 @@ class RemoteTable:
             The version that this call has made.
 
         Raises:
-            SchemaError: the table was created without `version`. PeerTimeoutError: no answer before the deadline; the
-            version may be raised or not. TransportError: the server's clients may only read.
+            SchemaError: the table was created without `version`.
+            PeerTimeoutError: no answer before the deadline; the version may be raised or not.
+            TransportError: the server's clients may only read.
         """
         self._check()
         return self._delivery.advance()
