@@ -42,6 +42,10 @@ CHAIN = 3 * 0.35e-6
 LAUNCH = 4e-6
 """Seconds of a launch."""
 
+COPY_SETUP, COPY_RATE = 0.6e-6, 9.5e9
+"""Seconds that a copy engine takes for each piece of a batched copy, and its bytes a second within one; fitted to two
+published figures, for pieces of 4 to 16 KiB on Gen5 alone: a large copy fills the link."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Bus:
@@ -84,6 +88,11 @@ def predicted(bus: Bus, row_bytes: int, batch: int, programs: int, *, step_bytes
     return row_bytes * batch / seconds(bus, row_bytes, batch, programs, step_bytes=step_bytes)
 
 
+def copied(piece_bytes: int) -> float:
+    """Bytes a second of cudaMemcpyBatchAsync with pieces of 4 to 16 KiB, one after another, on Gen5."""
+    return piece_bytes / (COPY_SETUP + piece_bytes / COPY_RATE)
+
+
 @dataclasses.dataclass(frozen=True)
 class Published:
     """A figure of others: GB/s, lowest and highest, and what the model says of the same."""
@@ -102,6 +111,8 @@ class Published:
 PUBLISHED = (
     Published("DGL, zero-copy gather, Gen4, whole grid", 23.9, 25.6, BUSES["Gen4"].reads() / 1e9),
     Published("one block with 64 KB in flight (GB300)", 48.0, 48.0, 64 * 1024 / BUSES["Gen5"].latency / 1e9),
+    Published("cudaMemcpyBatchAsync, pieces of 4 KiB (H100)", 4.0, 4.0, copied(4 << 10) / 1e9),
+    Published("cudaMemcpyBatchAsync, pieces of 16 KiB (H100)", 7.0, 7.0, copied(16 << 10) / 1e9),
 )
 
 
