@@ -40,7 +40,10 @@ class PlayedPeer:
         data = ShardCollector(Shards(self.table), stored, batch_size=len(slots), device=cpu)
         buffers = data.buffers()
         records = records_of(self.table, slots, anchors)
-        data.gather(buffers, ShardRows(np.zeros(len(slots), dtype=np.int64), records, None, None))
+        rows = ShardRows(np.zeros(len(slots), dtype=np.int64), records, None, None)
+        data.gather(buffers, rows)
+        for ticket in rows.tickets.values():  # else the table has no room at some time
+            ticket.end()
         out[:] = 255
         for piece in spec.pieces(len(slots)):
             mask: Any = buffers.batch["mask"]
