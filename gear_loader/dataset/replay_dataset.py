@@ -609,17 +609,17 @@ class ReplayDataset(IterableDataset[Batch]):
     def _draws(self, epoch: int, number: int, every: int) -> Iterator[tuple[Draw, Any]]:
         """Yield the draws of this rank's batches `number`, number + every, ... of an epoch, with the items to draw
         from, or None for the items present at the draw."""
-        rank = self._rank()[0]
         if self.rate_limited and self.table.rules.rate_limiter is not None:
             self.table.reader().await_samplable(self._num_drawn)  # the table may be empty until then
         view = self._selected().await_items()
-        count = self._epoch_draws().num_batches(view)
-        if rank == number == 0 and (epoch == 0 or get_worker_info() is None):
+        draws = self._epoch_draws()
+        count = draws.num_batches(view)
+        if draws.rank == number == 0 and (epoch == 0 or get_worker_info() is None):
             self.table.notice_waste()
             self._noticed_epoch = self._noticed_epoch or self._notice_epoch(view)
         if self._exchange is not None and not self._is_global:
             count = begin_epoch(self._exchange, self._selected(), count, fresh=number == 0)
-        yield from self._epoch_draws().draws(
+        yield from draws.draws(
             view, epoch=epoch, past=self._position.past, number=number, every=every, count=count
         )
         if self._exchange is not None and self._is_global:

@@ -53,6 +53,12 @@ class Rows(NamedTuple):
     pieces: Sequence[Mapping[str, Array]]
     once: Mapping[str, Array]
 
+    @classmethod
+    def of(cls, schema: Schema, trajectory: Mapping[str, Any], what: str) -> Rows:
+        """A trajectory as bytes, after its checks; `what` names it in errors."""
+        length, arrays = schema.validate(trajectory, what=what)
+        return cls(length, [arrays], arrays)
+
 
 class Stacked(NamedTuple):
     """Checked trajectories of stacked arrays; trajectory i is the first ``lengths[i]`` steps of row i.
@@ -285,8 +291,7 @@ class Peer:
             SchemaError: a trajectory does not fit the schema. TransportError: the peer is closed, or was created before
                 a fork.
         """
-        located = [schema.validate(each, what=f"trajectory {i}") for i, each in enumerate(trajectories)]
-        rows = [Rows(length, [arrays], arrays) for length, arrays in located]
+        rows = [Rows.of(schema, each, f"trajectory {i}") for i, each in enumerate(trajectories)]
         return self.store_rows(
             *(table, schema, rows, priorities, ids, finals),
             again=again,
@@ -315,8 +320,13 @@ class Peer:
         Args:
             ahead: pieces of the only trajectory that `send_part` has sent before.
         """
-        stacked = rows if isinstance(rows, Stacked) else None
-        n = len(rows) if stacked is None else len(stacked.lengths)
+        if isinstance(rows, Stacked):
+            lengths, before = rows.lengths, 0
+        else:
+            lengths = np.array([each.length for each in rows], dtype=np.int64)
+            first = next(iter(schema.steps))
+            before = sum(len(piece[first]) for piece in rows[0].pieces[:ahead]) if ahead else 0
+        n = len(lengths)
         finals = np.zeros(n, dtype=np.int64) if finals is None else finals
         for name, values, dtype in (
             ("priorities", priorities, np.float32),
@@ -325,12 +335,6 @@ class Peer:
         ):
             if not isinstance(values, np.ndarray) or values.dtype != dtype or values.shape != (n,):
                 raise SchemaError(f"{name} is {_shape(values)}; expected {np.dtype(dtype).name} [{n}].")
-        if isinstance(rows, Stacked):
-            lengths, before = rows.lengths, 0
-        else:
-            lengths = np.array([each.length for each in rows], dtype=np.int64)
-            first = next(iter(schema.steps))
-            before = sum(len(piece[first]) for piece in rows[0].pieces[:ahead]) if ahead else 0
         deadline = self._timeout if seconds is None else seconds
         wait = deadline - min(1.0, deadline / 4) if wait is None else wait
         milliseconds = min(int(wait * 1e3), _LONGEST_WAIT)

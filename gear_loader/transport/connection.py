@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import struct
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -28,9 +29,11 @@ from gear_loader.transport.wire import HEADER, Fields, Header, Kind, Limits, Pro
 from gear_loader.utils.arrays import Array, data_address
 
 if TYPE_CHECKING:
-    from gear_loader.transport.server import Server
+    from gear_loader.transport.server import Server, Threads
 
 __all__ = ["Connection"]
+
+_T = TypeVar("_T")
 
 
 _IN_LOOP = 1 << 21  # largest reply that is gathered in the event loop; a hand-over to a thread takes longer
@@ -359,12 +362,9 @@ class Connection:
         def work() -> int:
             return server.tables.get(update.table).revise(update)
 
-        try:
-            stale = await server.writers(update.table).run(work)
-        except Exception as error:
-            await self._fail(request, error, f"setting priorities in {update.table!r}")
-            return
-        await self._send(Kind.UPDATED, request, stale.to_bytes(8, "little"))
+        stale = await self._run(server.writers, update.table, work, request, "setting priorities in")
+        if stale is not None:
+            await self._send(Kind.UPDATED, request, stale.to_bytes(8, "little"))
 
     async def _fill(self, header: Header, small: Array) -> None:
         fill = Fill.parse(small.copy(), header.bulk, self._limits)
@@ -375,13 +375,11 @@ class Connection:
             return server.tables.get(fill.table).fill(fill, data)
 
         try:
-            stale = await server.writers(fill.table).run(work)
-        except Exception as error:
-            await self._fail(header.request, error, f"filling columns of {fill.table!r}")
-            return
+            stale = await self._run(server.writers, fill.table, work, header.request, "filling columns of")
         finally:
             server.budget.give(header.bulk)
-        await self._send(Kind.FILLED, header.request, stale.to_bytes(8, "little"))
+        if stale is not None:
+            await self._send(Kind.FILLED, header.request, stale.to_bytes(8, "little"))
 
     async def _list_unfilled(self, request: int, small: Array) -> None:
         asked = Unfilled.parse(small)
@@ -390,12 +388,9 @@ class Connection:
         def look() -> Array:
             return np.stack(server.tables.get(asked.table).table.unfilled(*asked.names)).astype("<i8")
 
-        try:
-            found = await server.waiters(asked.table).run(look)
-        except Exception as error:
-            await self._fail(request, error, f"unfilled trajectories of {asked.table!r}")
-            return
-        await self._send(Kind.DESCRIBED, request, b"", found)
+        found = await self._run(server.waiters, asked.table, look, request, "unfilled trajectories of")
+        if found is not None:
+            await self._send(Kind.DESCRIBED, request, b"", found)
 
     async def _advance(self, request: int, small: Array) -> None:
         advance = Advance.parse(small)
@@ -404,12 +399,19 @@ class Connection:
         def work() -> Advanced:
             return server.tables.get(advance.table).advance(advance)
 
+        advanced = await self._run(server.writers, advance.table, work, request, "advancing the version of")
+        if advanced is not None:
+            await self._send(Kind.ADVANCED, request, advanced.pack())
+
+    async def _run(
+        self, threads: Callable[[str], Threads], table: str, work: Callable[[], _T], request: int, what: str
+    ) -> _T | None:
+        """The result of a call in one of the table's threads; None if it failed, and the requester was told."""
         try:
-            advanced = await server.writers(advance.table).run(work)
+            return await threads(table).run(work)
         except Exception as error:
-            await self._fail(request, error, f"advancing the version of {advance.table!r}")
-            return
-        await self._send(Kind.ADVANCED, request, advanced.pack())
+            await self._fail(request, error, f"{what} {table!r}")
+            return None
 
     async def _fail(self, request: int, error: Exception, what: str) -> None:
         """Send an error to the requester; log it if it is internal."""

@@ -190,7 +190,7 @@ class RemoteTable:
         rows = as_mapping(trajectory) if final is None else with_final(self._added, trajectory, final)
         finals = None if final is None else np.ones(1, dtype=np.int64)
         priorities = checked_priorities(priority, 1)
-        checked = _checked(self._added, rows, "trajectory 0")
+        checked = Rows.of(self._added, rows, "trajectory 0")
         return int(self._delivery.store([checked], priorities, finals, waits=self._waits)[0])
 
     def extend(
@@ -236,7 +236,7 @@ class RemoteTable:
         listing = [
             as_mapping(each) if kept else copy.deepcopy(dict(as_mapping(each))) for each in trajectories
         ]
-        return [_checked(self._added, each, f"trajectory {i}") for i, each in enumerate(listing)]
+        return [Rows.of(self._added, each, f"trajectory {i}") for i, each in enumerate(listing)]
 
     def update_priority(
         self,
@@ -461,12 +461,6 @@ class RemoteTable:
     def __repr__(self) -> str:
         state = f"{self.num_waiting} waiting" if self._end.alive else "closed"
         return f"RemoteTable({self.url!r}, {len(self.schema)} columns, {state})"
-
-
-def _checked(schema: Schema, rows: Mapping[str, Any], what: str) -> Rows:
-    """A trajectory as bytes, after its checks."""
-    length, arrays = schema.validate(rows, what=what)
-    return Rows(length, [arrays], arrays)
 
 
 def _check_whole(commit_every_step: object) -> None:

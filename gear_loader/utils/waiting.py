@@ -16,26 +16,25 @@ class Interrupted(BaseException):
     """The wait was cancelled; raised only inside `interruptible`."""
 
 
-@contextlib.contextmanager
-def interruptible(stop: Callable[[], bool]) -> Iterator[None]:
+def interruptible(stop: Callable[[], bool]) -> contextlib.AbstractContextManager[None]:
     """Make waits of this thread inside the block raise `Interrupted` once `stop()` returns True."""
-    before = getattr(_local, "stop", None)
-    _local.stop = stop
-    try:
-        yield
-    finally:
-        _local.stop = before
+    return _set("stop", stop)
+
+
+def limited(seconds: float) -> contextlib.AbstractContextManager[None]:
+    """Make waits that this thread begins inside the block end after at most so many seconds."""
+    return _set("limit", seconds)
 
 
 @contextlib.contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """Make waits that this thread begins inside the block end after at most so many seconds."""
-    before = getattr(_local, "limit", None)
-    _local.limit = seconds
+def _set(name: str, value: object) -> Iterator[None]:
+    """Give this thread's waits a value inside the block."""
+    before = getattr(_local, name, None)
+    setattr(_local, name, value)
     try:
         yield
     finally:
-        _local.limit = before
+        setattr(_local, name, before)
 
 
 class Backoff:
