@@ -3,7 +3,7 @@
 #   make test     what a change can break: of products, deaths and storms a sample (ARGS="-k table", JOBS=8)
 #   make test-all all tests: also benchmark runs, examples, storms and exhaustive loops
 #   make test-emulated  the kernels' tests on the code that Triton compiles for a GPU, executed on the host
-#   make rdma-check  one-sided reads and UCX over InfiniBand's verbs, in virtual machines (Debian, x86_64; 30 minutes)
+#   make rdma-check  one-sided reads and UCX over InfiniBand's verbs, in virtual machines (Debian, x86_64; 20 to 50 minutes)
 #   make docs     the API reference, into docs/_build            make clean   remove builds and caches, not .venv
 #   make bench    a benchmark (ARGS="run single-server")        make report  a page and plots of what was measured
 #   make graph-serving  train and serve a GraphSAGE on the call graph of the installed Python sources
