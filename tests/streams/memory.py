@@ -68,12 +68,14 @@ class Block:
     Attributes:
         stream: whose pool it is in; None for pinned memory.
         used: other streams that were recorded as its users.
+        ended: work of its former users that the allocator of pinned memory has seen done.
     """
 
     def __init__(self, address: int, size: int, memory: Any) -> None:
         self.address, self.size, self.memory = address, size, memory
         self.stream: Stream | None = None
         self.used: set[int] = set()
+        self.ended: list[Operation] = []
 
     def poison(self) -> None:
         self.memory[:] = POISON
@@ -107,6 +109,9 @@ class Memory:
         pool = self._free[-1 if stream is None else stream.cuda_stream, size]
         block = pool.pop() if pool else self._fresh(size)
         block.stream, block.used = stream, set()
+        for operation in block.ended:  # whoever gets the memory writes after them
+            self._machine.host_knows(operation)
+        block.ended = []
         holder = block.memory[:count].view(_Holder)
         final = weakref.finalize(holder, self._freed, block)
         final.atexit = False
@@ -143,6 +148,7 @@ class Memory:
     def _reusable(self, block: Block, after: Iterable[Operation] = ()) -> None:
         if block.stream is None:
             block.poison()  # the host may write at once
+            block.ended = list(after)
             self._free[-1, block.size].append(block)
             return
         span = Span(block.address, block.address + block.size, block.address)

@@ -430,19 +430,26 @@ class Run:
     def _watch_plans(self, data: gear.ReplayDataset) -> None:
         """At each gather of a batch of so many steps, gather the same rows on the CPU."""
         collector = PackedCollector(data.table, data.windows, weighs=data.selector.weighs)
-        plans_here, fill_here, epochs = data._plans, data._fill_planned, [0]
+        plans_here, filler_here, epochs = data._plans, data._filler, [0]
 
         def plans(budget: Any, epoch: int, *args: Any) -> Any:
             epochs[0] = epoch
             return plans_here(budget, epoch, *args)
 
-        def fill(prefetcher: Any, buffers: Any, plan: Any) -> int:
-            own = collector.buffers()
-            collector.gather(own, plan.rows)
-            self.expected[epochs[0], plan.state.number - 1] = cloned(own.rows(len(plan.rows)))
-            return fill_here(prefetcher, buffers, plan)
+        def filler(prefetcher: Any) -> Any:
+            here = filler_here(prefetcher)
+            fill_here = here.fill_planned
 
-        data._plans, data._fill_planned = plans, fill  # type: ignore[method-assign]
+            def fill_planned(buffers: Any, plan: Any) -> int:
+                own = collector.buffers()
+                collector.gather(own, plan.rows)
+                self.expected[epochs[0], plan.state.number - 1] = cloned(own.rows(len(plan.rows)))
+                return fill_here(buffers, plan)
+
+            here.fill_planned = fill_planned  # type: ignore[method-assign]
+            return here
+
+        data._plans, data._filler = plans, filler  # type: ignore[method-assign]
 
     def _watch(self, data: gear.ReplayDataset) -> None:
         """At each draw and each update, let a CPU selection of the same table do the same."""
