@@ -39,7 +39,7 @@ graph-serving: $(READY)
 	$(RUN) examples/graph_serving $(ARGS)
 
 # Once, on two cores; else each of the tests' workers compiles all loops, at the same time.
-$(LOOPS): $(READY) tests/compile_loops.py gear_loader/storage/operations.py gear_loader/storage/inline.py $(wildcard gear_loader/native/*.py)
+$(LOOPS): $(READY) tests/compile_loops.py $(wildcard gear_loader/storage/operations/*.py) gear_loader/storage/inline.py $(wildcard gear_loader/native/*.py)
 	$(RUN) tests/compile_loops.py
 	@mkdir -p $(@D) && touch $@
 

@@ -32,7 +32,7 @@ import torch
 import gear_loader as gear
 from gear_loader.errors import StaleIndexError
 from gear_loader.storage.index_arrays import ranges
-from gear_loader.storage.operations import READY
+from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 
 PATIENCE = 120.0  # seconds for what takes milliseconds: the machine may be busy with other things

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 import gear_loader as gear
-from gear_loader.storage.operations import READY
 from gear_loader.storage.reader import Changes
 from gear_loader.storage.snapshot import Log
+from gear_loader.storage.states import READY
 
 SCALAR = {"x": gear.Column(torch.int64)}
 _ENOUGH = 50

@@ -29,7 +29,8 @@ import numpy as np
 import torch
 
 import gear_loader as gear
-from gear_loader.storage.operations import PID, READING, WRITING
+from gear_loader.storage.operations.view import PID, READING
+from gear_loader.storage.states import WRITING
 from gear_loader.utils.mutex import holds_any
 from gear_loader.warmup import warm_up
 

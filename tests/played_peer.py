@@ -14,7 +14,7 @@ from gear_loader.distributed.collector import ShardCollector, ShardRows
 from gear_loader.distributed.shard_sampler import records_of
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import TransportError
-from gear_loader.storage.operations import READY
+from gear_loader.storage.states import READY
 
 
 class PlayedPeer:

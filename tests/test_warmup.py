@@ -29,10 +29,10 @@ called = {compile._name(loop) for loop in compile.loops if loop.signatures}
 print(len(stages), *sorted({compile._name(loop) for loop in compile.loops} - called - %r))
 """
 # For a GPU, for repairs, and parts that the others contain (compiled with them, or called when those are not cached).
-INNER = {"gathering.resolve", "sharing.work", "operations.reclaim"}
+INNER = {"gathering.resolve", "sharing.work", "entry_points.reclaim"}
 INNER |= {"packed_lines.list_pieces", "packed_lines.count_lists", "packed_lines.list_lines"}
 INNER |= {"copying.look_up", "copying.put_steps"}  # for integrations
-INNER |= {"operations.lengthen", "operations.publish_steps"}
+INNER |= {"entry_points.lengthen", "entry_points.publish_steps"}
 INNER |= {f"sum_tree.{name}" for name in ("words", "uniforms", "descend", "refresh", "draw")}
 
 

@@ -31,7 +31,8 @@ from gear_loader.checkpoint.spilling import Spiller
 from gear_loader.errors import CheckpointError, GearError, TableClosedError
 from gear_loader.storage.counters import VERSION
 from gear_loader.storage.disk import Disk, DiskStats, DiskWriter, LostRowsError
-from gear_loader.storage.operations import READY, REFUSE
+from gear_loader.storage.operations.view import REFUSE
+from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.notices import notice

@@ -15,8 +15,8 @@ from gear_loader.checkpoint.json_file import read_limited
 from gear_loader.checkpoint.manifest import LARGEST_COUNT, Manifest
 from gear_loader.checkpoint.names import MANIFEST_NAME, index_file
 from gear_loader.errors import CheckpointError
+from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.ids import LARGEST_ID, following, joined
-from gear_loader.storage.operations import UNSET
 from gear_loader.utils.arrays import Array
 
 __all__ = ["Entries", "read_entries"]

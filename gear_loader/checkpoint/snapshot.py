@@ -11,8 +11,8 @@ from gear_loader.storage.counters import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_SAMP
 from gear_loader.storage.ids import origin_of
 from gear_loader.storage.index import Index
 from gear_loader.storage.late import filled_bits
-from gear_loader.storage.operations import READY
 from gear_loader.storage.readers import Ticket
+from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 
 __all__ = ["Snapshot", "take_snapshot"]

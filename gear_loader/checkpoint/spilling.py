@@ -19,6 +19,7 @@ import numpy as np
 from gear_loader.checkpoint.index import Entries
 from gear_loader.checkpoint.promoting import promote
 from gear_loader.checkpoint.snapshot import Snapshot
+from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.counters import (
     DISK_FULL,
     NUM_FREE_BLOCKS,
@@ -34,7 +35,7 @@ from gear_loader.storage.index import Index
 from gear_loader.storage.late import filled_bits
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.lock import process_start
-from gear_loader.storage.operations import READY, UNSET
+from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.storage.tier_counts import KEEP, KEEPS, heats
 from gear_loader.utils.arrays import Array

@@ -31,9 +31,9 @@ from gear_loader.kernels.plan import PLACE_OUT, PlacePlan
 from gear_loader.native import gathering, threads
 from gear_loader.native.row_cache import ABSENT
 from gear_loader.storage.disk import LostRowsError
-from gear_loader.storage.operations import READY
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Window
+from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.transport.spec import Piece, WindowSpec
 from gear_loader.utils.arrays import Array

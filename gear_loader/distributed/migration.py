@@ -14,9 +14,9 @@ from gear_loader.distributed.shard_sampler import PrioritizedShardSampler
 from gear_loader.distributed.stage_tables import StageTable
 from gear_loader.errors import TableFullError, TransportError
 from gear_loader.storage.index_arrays import ranges
-from gear_loader.storage.operations import READY
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
+from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 

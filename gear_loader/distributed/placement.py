@@ -17,11 +17,11 @@ from gear_loader.distributed.shards import Shards
 from gear_loader.distributed.stages import all_columns, check_stages
 from gear_loader.distributed.storing import Storing
 from gear_loader.errors import SchemaError, TransportError
+from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.selection.prioritized import exponent, needs_priorities
 from gear_loader.selection.tree import weigh
 from gear_loader.storage.ids import joined
 from gear_loader.storage.incoming import checked_priorities
-from gear_loader.storage.operations import UNSET
 from gear_loader.storage.schema import Schema, as_mapping, copied, keeps, settled
 from gear_loader.utils.arrays import Array
 

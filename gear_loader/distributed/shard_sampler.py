@@ -13,10 +13,10 @@ from gear_loader.selection.prioritized import ANCHORS, LEAVES, PrioritizedSelect
 from gear_loader.selection.selectors import Draw, Fifo, Prioritized, TopK, anchors
 from gear_loader.selection.snapshot_selection import SnapshotSelection
 from gear_loader.selection.tree import uniforms
-from gear_loader.storage.operations import READY
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.reader import Changes, Snapshot
 from gear_loader.storage.readers import Ticket
+from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 

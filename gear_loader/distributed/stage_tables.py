@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import GearError, StaleIndexError, TransportError
+from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.counters import NEXT_SEQUENCE
-from gear_loader.storage.operations import READY, UNSET
 from gear_loader.storage.schema import Schema
+from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.transport.capacity import free_steps, parse_capacity_report, priority_sum
 from gear_loader.utils.arrays import Array

@@ -14,7 +14,7 @@ from gear_loader.distributed.records import UPDATE
 from gear_loader.errors import SchemaError
 from gear_loader.selection.selectors import Selector
 from gear_loader.storage.index_arrays import ranges
-from gear_loader.storage.operations import READY
+from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 
 __all__ = ["BatchRecord", "RestoredState", "join_states", "parse_state", "save_samplers", "share_bundle"]

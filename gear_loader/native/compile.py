@@ -6,22 +6,24 @@ import functools
 import hashlib
 import os
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 from numba import njit
 from numba.core import event
 from numba.core.compiler_lock import global_compiler_lock
-from numba.extending import _Intrinsic
+from numba.extending import _Intrinsic, register_jitable
 
 from gear_loader.utils.notices import notice
 
-__all__ = ["compiled", "loops", "timings"]
+__all__ = ["compiled", "inlined", "loops", "timings"]
 
 loops: list[Any] = []
 """The loops that `compiled` has made, each a numba dispatcher."""
 timings: dict[str, float] = {}
 """Name of each loop that was compiled in this process, and not read from the cache -> seconds."""
+_inlined: set[Any] = set()
 
 # A fork while another thread compiles, or loads cached code, would leave this lock held forever in the child. So a fork
 # waits for the lock.
@@ -52,6 +54,16 @@ def compiled(function: Any) -> Any:
     return loop
 
 
+def inlined(function: Any) -> Any:
+    """Let compiled loops call a function, which stays a function of Python too.
+
+    An index outside an array raises IndexError, as in Python; negative ones count from the end. Its code is inlined:
+    calls that pass many arrays take ten times as long.
+    """
+    _inlined.add(function)
+    return register_jitable(boundscheck=True, forceinline=True)(function)
+
+
 def _stamp(loop: Any) -> None:
     """Make the cached code of a loop depend on all files that its machine code comes from.
 
@@ -72,15 +84,17 @@ def _digest(file: str) -> bytes:
 def _files(names: dict[str, Any], found: set[str]) -> set[str]:
     """Add the files of the loops and intrinsics among the names of a module, and of those that they use."""
     for value in list(names.values()):
-        function = (
-            getattr(value, "_defn", None)
-            if isinstance(value, _Intrinsic)
-            else getattr(value, "py_func", None)
-        )
+        function = value if _is_inlined(value) else getattr(value, "py_func", None)
+        if isinstance(value, _Intrinsic):
+            function = value._defn
         if function is not None and function.__code__.co_filename not in found:
             found.add(function.__code__.co_filename)
             _files(function.__globals__, found)
     return found
+
+
+def _is_inlined(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and value in _inlined
 
 
 class _Watch(event.Listener):  # type: ignore[misc]

@@ -16,7 +16,7 @@ from gear_loader.native.sum_tree import weighed
 
 __all__ = ["READY", "known_items", "leaves_of", "live_items", "step_items", "take"]
 
-READY = 2  # as in `gear_loader.storage.operations`
+READY = 2  # as in `gear_loader.storage.states`
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]

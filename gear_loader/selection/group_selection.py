@@ -15,10 +15,10 @@ from gear_loader.selection.grouping import Grouping, Groups, TrajectoryValues, e
 from gear_loader.selection.prioritized import ANCHORS, LEAVES, DrawnItems, PrioritizedSelection, scaled
 from gear_loader.selection.selectors import Draw, SnapshotSelector, TopK, anchors, replacements
 from gear_loader.storage.disk import LostRowsError
-from gear_loader.storage.operations import READY
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import CudaRows, SelectedRows
+from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 

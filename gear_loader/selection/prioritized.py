@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import GearError, PriorityError, SchemaError, StaleIndexError, TableEmptyError
-from gear_loader.kernels.sum_tree import GONE, LOWEST_LEAF
+from gear_loader.kernels.sum_tree import GONE, LOWEST_LEAF, UNSET
 from gear_loader.native import priority_updates
 from gear_loader.native.priority_updates import known_items, leaves_of, live_items
 from gear_loader.selection.base import ANCHOR_KINDS, REDRAWN, Selection, SelectionContext
@@ -24,11 +24,11 @@ from gear_loader.selection.updates import request
 from gear_loader.selection.weights import importance_weights
 from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.inline import InlineBatch, Places, prioritized_batch
-from gear_loader.storage.operations import READY, UNSET
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.reader import Changes, Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import CudaRows, SelectedRows
+from gear_loader.storage.states import READY
 from gear_loader.storage.tier_counts import pack_heat
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import new_mutex, uninterrupted

@@ -22,9 +22,9 @@ from gear_loader.storage.counters import (
     SAMPLE_WAIT,
 )
 from gear_loader.storage.index_arrays import IndexArrays
-from gear_loader.storage.operations import READY
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.recovery import Recovery
+from gear_loader.storage.states import READY
 from gear_loader.utils.waiting import Backoff
 
 __all__ = ["Admission"]

@@ -27,9 +27,10 @@ from gear_loader.storage.counters import (
     SPILLER_START,
 )
 from gear_loader.storage.index_arrays import IndexArrays
-from gear_loader.storage.operations import BUSY, DONE, FLIP, FULL, PID, READ, SHORT, SPILL, WRITING
+from gear_loader.storage.operations.view import BUSY, DONE, FLIP, FULL, PID, READ, SHORT, SPILL
 from gear_loader.storage.readers import Readers
 from gear_loader.storage.recovery import Recovery
+from gear_loader.storage.states import WRITING
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.waiting import Backoff
 
@@ -102,7 +103,7 @@ class Allocator:
 
         Args:
             needed: slots, blocks and steps, for errors.
-            attempt: performs the allocation and returns a result of `operations.make_room`.
+            attempt: performs the allocation and returns a result of `room.make_room`.
             evict: eviction policy, for errors. wait: whether to wait for space.
             last: slot to grow, or -1.
             inserts: trajectories that `attempt` commits, subject to the rate limiter.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.counters import (
     COMMITTING,
     DIRTY,
@@ -36,7 +37,8 @@ from gear_loader.storage.counters import (
 )
 from gear_loader.storage.ids import LARGEST_ORIGIN
 from gear_loader.storage.index_arrays import IndexArrays
-from gear_loader.storage.operations import FREE, ON_DISK, READY, RETIRED, UNSET
+from gear_loader.storage.operations.view import ON_DISK
+from gear_loader.storage.states import FREE, READY, RETIRED
 from gear_loader.utils.arrays import Array
 
 _REASONS = (NUM_EVICTED, NUM_REMOVED, NUM_EXPIRED, NUM_OUTDATED)  # counters of trajectories that left

@@ -1,7 +1,7 @@
 """Positions in `counters`, the int64 array at the head of an index.
 
 OLDEST and NEWEST hold slot + 1, or 0 for no slot, so that zeros describe an empty table. These numbers are compiled
-into the operations, and numba's cache stays valid until the file of a function changes. So `operations` asserts
+into the operations, and numba's cache stays valid until the file of a function changes. So `operations.view` asserts
 `DIGEST` and must be edited when a number changes.
 """
 

@@ -17,7 +17,7 @@ from gear_loader.storage.states import READY, WRITING
 from gear_loader.utils.arrays import Array, as_array
 
 if TYPE_CHECKING:
-    from gear_loader.storage.operations import View
+    from gear_loader.storage.operations.view import View
 
 __all__ = [
     "CLIENT_ORIGIN",

@@ -38,7 +38,7 @@ from gear_loader.storage.ids import (
 )
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.late import set_filled
-from gear_loader.storage.operations import (
+from gear_loader.storage.operations.view import (
     DONE,
     EVICT_LOWEST,
     EVICT_OLDEST,
@@ -47,17 +47,16 @@ from gear_loader.storage.operations import (
     GROWN_GENERATION,
     GROWN_SLOT,
     PID,
-    READY,
     REFUSE,
     REQUEST_HEAD,
     REQUEST_NOW,
     START,
-    WRITING,
 )
 from gear_loader.storage.reader import TableReader, stale
 from gear_loader.storage.readers import Readers
 from gear_loader.storage.recovery import Recovery
 from gear_loader.storage.region import Region
+from gear_loader.storage.states import READY, WRITING
 from gear_loader.utils.arrays import Array
 
 __all__ = ["EVICT_LOWEST", "EVICT_OLDEST", "REFUSE", "Claim", "Index"]
@@ -391,7 +390,7 @@ class Index:
         Args:
             slot: from `begin`.
             length: steps that it must hold, more than before.
-            run: int64 [2], initially zeros: state of `operations.grow`.
+            run: int64 [2], initially zeros: state of `growth.grow`.
             most: steps to allocate if no eviction and no wait is needed.
             evict, wait: as for `begin`.
 
@@ -441,7 +440,7 @@ class Index:
             slot, generation: the trajectory.
             columns: int64 [C, 3], as for `gear_loader.native.copying.append`.
             addresses: int64 [C], address of the contiguous steps of each column. count: number of steps.
-            run: int64 [2], initially zeros: state of `operations.lengthen`.
+            run: int64 [2], initially zeros: state of `growth.lengthen`.
             final: whether the step is the final one; `count` is 1.
             evict, wait: as for `begin`.
 
@@ -480,7 +479,7 @@ class Index:
         """Add one step to each of several trajectories that are visible already, under one lock.
 
         Args:
-            columns, addresses, grown, chosen, longest: as for `operations.add_rows`. evict: as for `begin`.
+            columns, addresses, grown, chosen, longest: see `entry_points.add_rows`. evict: as for `begin`.
 
         Returns:
             How many have got it; `add_steps` must be used for the next one, or it does not grow.
@@ -531,7 +530,7 @@ class Index:
         """`begin` or `grow` for each of several writers in order, under one lock, where no wait is needed.
 
         Args:
-            rows: int64 [n, ROOM_WIDTH], ids: int32; see `operations.reserve_rows`. evict: as for `begin`.
+            rows: int64 [n, ROOM_WIDTH], ids: int32; see `growth.reserve_rows`. evict: as for `begin`.
 
         Returns:
             How many have got their room; for the next one `begin` or `grow` must be used.
@@ -545,7 +544,7 @@ class Index:
         """`finish` for each of several slots in order, under one lock.
 
         Args:
-            rows: int64 [n, FINISH_WIDTH], see `operations.FINISH_SLOT`.
+            rows: int64 [n, FINISH_WIDTH], see `operations.view.FINISH_SLOT`.
 
         Returns:
             False, having done nothing, if `finish` must be used.
@@ -634,7 +633,7 @@ class Index:
     # ---------------------------------------------------------------- disk below memory
 
     def spill(self, slots: Array, generations: Array, lengths: Array | None = None) -> int:
-        """Take the blocks of trajectories that are on disk; see `operations.spill`.
+        """Take the blocks of trajectories that are on disk; see `tiers.spill`.
 
         Args:
             slots, generations: int64 [n], the trajectories; a slot may be given twice.

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import CorruptTableError, StaleIndexError
-from gear_loader.storage import operations
 from gear_loader.storage.counters import NUM_READY
-from gear_loader.storage.operations import View
+from gear_loader.storage.operations.entry_points import COMPILED, PLAIN
+from gear_loader.storage.operations.view import View, places_of
 from gear_loader.storage.region import Region
+from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 
 __all__ = ["IndexArrays", "ranges"]
@@ -79,12 +80,12 @@ class IndexArrays:
     def operate(self, *, compiled: bool) -> None:
         """Select the compiled or the Python operations, on the current array attributes."""
         self.view = View(*(getattr(self, name) for name in View._fields))
-        self.operations: Any = operations.COMPILED if compiled else operations.PLAIN
+        self.operations: Any = COMPILED if compiled else PLAIN
         self.ops: Any = types.SimpleNamespace(
             **{name: _checked(operation, self.name) for name, operation in vars(self.operations).items()}
         )
         self.stores_at_once = compiled and self.rules.rate_limiter is None
-        self.where: Any = operations.places_of(self.view) if compiled else self.view
+        self.where: Any = places_of(self.view) if compiled else self.view
 
     def blocks_of(self, lengths: Any) -> Any:
         """Number of blocks of trajectories with these lengths."""
@@ -103,7 +104,7 @@ class IndexArrays:
         """
         inside = (slots >= 0) & (slots < self.num_slots)
         at = np.where(inside, slots, 0)
-        live: Array = inside & (self.state[at] == operations.READY)
+        live: Array = inside & (self.state[at] == READY)
         live &= (generations < 0) | (self.generation[at] == generations)
         stale = np.flatnonzero(~live)
         if strict and len(stale):
@@ -121,7 +122,7 @@ class IndexArrays:
 
     def are_outside(self, slots: Any, generations: Any) -> Any:
         """Whether live trajectories lie on disk only; False for those that are gone. The caller holds the lock."""
-        live = (self.state[slots] == operations.READY) & (self.generation[slots] == generations)
+        live = (self.state[slots] == READY) & (self.generation[slots] == generations)
         return live & (self.extent[slots, 1] < 0)
 
     def versions(self, slots: Array) -> Array:

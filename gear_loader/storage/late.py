@@ -19,7 +19,7 @@ from gear_loader.native.copying import copy_rows
 from gear_loader.storage.counters import NUM_TOUCHED, VERSION
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.late_values import LateValues, check_late, checked_fill
-from gear_loader.storage.operations import begin_change, end_change
+from gear_loader.storage.operations.view import begin_change, end_change
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Schema
 from gear_loader.utils.arrays import Array

@@ -51,7 +51,7 @@
 
 T is `max_trajectories`, N the number of blocks, H = ceil(1.5 N), G the number of groups of slots, about sqrt(T). Every
 array starts on a multiple of 128 B. A trajectory that lies on disk only has no entries in block_ids: its first entry is
-`operations.ON_DISK`. Because a column's base and block stride are such multiples, a 128-byte line never
+`operations.view.ON_DISK`. Because a column's base and block stride are such multiples, a 128-byte line never
 holds bytes of two blocks, and whole lines around a step lie inside the region: the GPU kernel reads only whole lines.
 
 A record holds the columns of less than 128 bytes a step, those of the largest alignment first, so that each lies at a

@@ -14,11 +14,12 @@ from gear_loader.storage.admission import Admission
 from gear_loader.storage.counters import NEXT_SEQUENCE, NUM_READY, NUM_SAMPLED, NUM_TOUCHED, VERSION
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.inline import UNCHANGED, InlineBatch, Places
-from gear_loader.storage.operations import READY, begin_change, end_change
+from gear_loader.storage.operations.view import begin_change, end_change
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.readers import Readers, Ticket
 from gear_loader.storage.recovery import Recovery
 from gear_loader.storage.snapshot import Log, Snapshot
+from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.waiting import Backoff
 

@@ -10,7 +10,7 @@ import numpy as np
 from gear_loader.errors import GearError
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.lock import process_start
-from gear_loader.storage.operations import READING, TICKET
+from gear_loader.storage.operations.view import READING, TICKET
 
 __all__ = ["Readers", "Ticket"]
 

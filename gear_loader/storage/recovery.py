@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.block_tables import BlockTables
 from gear_loader.storage.bounds import bad_marks, bad_slots, damage, require_whole
 from gear_loader.storage.counters import (
@@ -63,18 +64,8 @@ from gear_loader.storage.counters import (
 from gear_loader.storage.ids import first_free, ids_of, origin_of
 from gear_loader.storage.index_arrays import IndexArrays, ranges
 from gear_loader.storage.lock import IndexLock
-from gear_loader.storage.operations import (
-    ALL,
-    FREE,
-    LIVE,
-    MARKED,
-    PID,
-    READING,
-    READY,
-    RETIRED,
-    UNSET,
-    WRITING,
-)
+from gear_loader.storage.operations.view import ALL, LIVE, MARKED, PID, READING
+from gear_loader.storage.states import FREE, READY, RETIRED, WRITING
 from gear_loader.utils.arrays import Array
 
 __all__ = ["Recovery"]

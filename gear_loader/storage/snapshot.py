@@ -9,7 +9,8 @@ from collections.abc import Callable
 import numpy as np
 
 from gear_loader.storage.counters import NUM_READY, NUM_TOUCHED, VERSION
-from gear_loader.storage.operations import READY, View
+from gear_loader.storage.operations.view import View
+from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 
 __all__ = ["Log", "Snapshot"]

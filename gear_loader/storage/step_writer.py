@@ -10,7 +10,7 @@ import numpy as np
 
 from gear_loader.errors import SchemaError, TableFullError
 from gear_loader.storage.incoming import checked_final
-from gear_loader.storage.operations import GROWN_RUN, GROWN_SLOT, GROWN_STEPS, GROWN_WIDTH
+from gear_loader.storage.operations.view import GROWN_RUN, GROWN_SLOT, GROWN_STEPS, GROWN_WIDTH
 from gear_loader.storage.writer import Target, Writer
 from gear_loader.utils.arrays import Array, data_address
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import GearError, SchemaError
+from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.native import copying
 from gear_loader.native.copying import (
     VECTOR_ACTIVE,
@@ -24,13 +25,7 @@ from gear_loader.native.copying import (
     VECTOR_WIDTH,
 )
 from gear_loader.storage.incoming import checked_priorities
-from gear_loader.storage.operations import (
-    FINISH_PRIORITY,
-    FINISH_SLOT,
-    FINISH_WIDTH,
-    GROWN_WIDTH,
-    UNSET,
-)
+from gear_loader.storage.operations.view import FINISH_PRIORITY, FINISH_SLOT, FINISH_WIDTH, GROWN_WIDTH
 from gear_loader.storage.step_writer import StepWriter
 from gear_loader.storage.vector_rows import VectorRows
 from gear_loader.storage.writer import Target, Writer, here, reserve_together

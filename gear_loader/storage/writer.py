@@ -17,7 +17,7 @@ from gear_loader.errors import GearError, SchemaError
 from gear_loader.native import copying
 from gear_loader.storage.incoming import checked_final, single_priority
 from gear_loader.storage.index import Claim
-from gear_loader.storage.operations import GENEROUS, ROOM_GENERATION, ROOM_HELD, ROOM_PLACE, ROOM_WIDTH
+from gear_loader.storage.operations.view import GENEROUS, ROOM_GENERATION, ROOM_HELD, ROOM_PLACE, ROOM_WIDTH
 from gear_loader.storage.step_appender import StepAppender, checked_once, no_final_step, too_long
 from gear_loader.utils.arrays import Array, data_address
 from gear_loader.utils.checks import at_least
@@ -330,7 +330,7 @@ class Writer(StepAppender):
         return self._steps + count <= self._held
 
     def ask_for_room(self, count: int, row: Array, place: int) -> int:
-        """Ask for room for `count` more steps in a row of ``operations.reserve_rows``.
+        """Ask for room for `count` more steps in a row of ``growth.reserve_rows``.
 
         Until `take_room`, what the writer holds is unknown, and `reserve` reads it from the index.
 
@@ -357,7 +357,7 @@ class Writer(StepAppender):
         return -(-most // size) - len(self._ids)
 
     def take_room(self, row: Array, ids: Array) -> None:
-        """Take the room that ``operations.reserve_rows`` has given."""
+        """Take the room that ``growth.reserve_rows`` has given."""
         claim, place, held = self._open[-1], int(row[ROOM_PLACE]), int(row[ROOM_HELD])
         if claim.generations is None:
             claim.generations = row[ROOM_GENERATION : ROOM_GENERATION + 1]

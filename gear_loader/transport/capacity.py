@@ -7,7 +7,8 @@ import json
 import numpy as np
 
 from gear_loader.errors import TransportError
-from gear_loader.storage.operations import READY, UNSET
+from gear_loader.kernels.sum_tree import UNSET
+from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 
 __all__ = ["capacity_report", "free_steps", "parse_capacity_report", "priority_sum"]

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gear_loader.errors import PeerTimeoutError, SchemaError, TransportError
-from gear_loader.storage.operations import READY, RETIRED
+from gear_loader.storage.states import READY, RETIRED
 from gear_loader.transport.nixl_agent import Description
 from gear_loader.transport.nixl_plan import Rows, pieces_of, reads_of
 from gear_loader.transport.nixl_session import NixlRead, NixlSession

@@ -28,7 +28,7 @@ from gear_loader.kernels.plan import (
 )
 from gear_loader.native.serving import serve
 from gear_loader.storage.disk import LostRowsError
-from gear_loader.storage.operations import READY
+from gear_loader.storage.states import READY
 from gear_loader.transport.open_table import OpenTable
 from gear_loader.transport.spec import WindowSpec
 from gear_loader.transport.table_cache import AttachedTable, TableCache

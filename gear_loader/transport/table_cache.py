@@ -19,19 +19,17 @@ from gear_loader.errors import (
     SchemaError,
     TableFullError,
 )
+from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.native.serving import serve
 from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.ids import CLIENT_ORIGIN, LARGEST_ORIGIN, check_ids
 from gear_loader.storage.incoming import Steps
 from gear_loader.storage.index import Index
 from gear_loader.storage.late import fill_columns
-from gear_loader.storage.operations import (
-    READY,
-    UNSET,
-)
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.shared_memory import Key, region_path
+from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.transport.advance_message import Advance, Advanced
 from gear_loader.transport.fill_message import Fill

@@ -18,7 +18,7 @@ from waiting_common import wait_until
 import gear_loader as gear
 from gear_loader.collection import prefetch
 from gear_loader.errors import GpuError
-from gear_loader.storage.operations import READING
+from gear_loader.storage.operations.view import READING
 from gear_loader.utils import captures, notices
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_gather_gpu.py uses CUDA itself")

@@ -15,7 +15,7 @@ import gear_loader as gear
 from gear_loader.collection.collector import Collector
 from gear_loader.errors import CorruptTableError, GearError
 from gear_loader.storage.counters import NUM_SAMPLED
-from gear_loader.storage.operations import READING
+from gear_loader.storage.operations.view import READING
 from gear_loader.storage.reader import TableReader
 
 SELECTORS: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.shard_sampler import records_of
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import PeerTimeoutError, StaleIndexError
-from gear_loader.storage.operations import READING
+from gear_loader.storage.operations.view import READING
 
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
 WINDOWS = gear.Window(5, -2)

@@ -56,9 +56,9 @@ from gear_loader.errors import (
     TableEmptyError,
     TableFullError,
 )
-from gear_loader.storage import operations
-from gear_loader.storage.counters import NUM_EVICTED, NUM_REMOVED
-from gear_loader.storage.operations import FREE, READING
+from gear_loader.storage.counters import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_EVICTED, NUM_REMOVED, NUM_SAMPLED
+from gear_loader.storage.operations.view import READING
+from gear_loader.storage.states import FREE
 from gear_loader.utils.waiting import Backoff
 
 SECONDS = float(os.environ.get("GEAR_LOADER_STRESS_SECONDS", "1.2"))
@@ -560,8 +560,8 @@ def _counts(table: gear.Table) -> tuple[int, int]:
 
     def look() -> tuple[int, int]:
         counters = table.region.array("counters")
-        added = int(counters[operations.NEXT_SEQUENCE] - counters[operations.FIRST_SEQUENCE])
-        return added, int(counters[operations.NUM_SAMPLED])
+        added = int(counters[NEXT_SEQUENCE] - counters[FIRST_SEQUENCE])
+        return added, int(counters[NUM_SAMPLED])
 
     return table.index.recovery.locked(look)
 

@@ -19,7 +19,7 @@ from gear_loader.kernels.plan import BLOCKS, STEP_STRIDE, WIDTH
 from gear_loader.native import gathering
 from gear_loader.storage import bounds
 from gear_loader.storage import counters as at
-from gear_loader.storage.operations import READING
+from gear_loader.storage.operations.view import READING
 from gear_loader.storage.region import region_path
 
 SIZES: dict[str, Any] = {"max_steps": 100, "max_trajectories": 8, "block_steps": 4}

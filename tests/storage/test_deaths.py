@@ -16,12 +16,13 @@ from table_common import Died, bury, mortal
 
 import gear_loader as gear
 from gear_loader.errors import GearError
-from gear_loader.storage import operations
 from gear_loader.storage.counters import HALF, HEAD, NUM_REMOVED
 from gear_loader.storage.index import Index
 from gear_loader.storage.index_arrays import IndexArrays
-from gear_loader.storage.operations import DONE, FREE, READY, WRITING
+from gear_loader.storage.operations.room import lowest
+from gear_loader.storage.operations.view import DONE
 from gear_loader.storage.priority_updates import PriorityUpdates
+from gear_loader.storage.states import FREE, READY, WRITING
 
 Act = Callable[[gear.Table, Index], Any]
 
@@ -71,7 +72,7 @@ def full(table: gear.Table) -> None:
 def bounded(table: gear.Table) -> None:
     """As `full`, when the lowest priority has been looked for."""
     full(table)
-    assert operations.lowest(table.index.arrays.view) == 3
+    assert lowest(table.index.arrays.view) == 3
 
 
 def worn(left: int, half: int = 0) -> Callable[[gear.Table], None]:

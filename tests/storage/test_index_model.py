@@ -15,8 +15,8 @@ from table_common import COLUMNS, Died, Reading, bury, mortal, number_of, number
 import gear_loader as gear
 from gear_loader.errors import LockTimeoutError, StaleIndexError, TableFullError
 from gear_loader.storage.counters import DIRTY, HALF, NUM_TOUCHED
-from gear_loader.storage.operations import READY
 from gear_loader.storage.readers import Ticket
+from gear_loader.storage.states import READY
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")

@@ -17,8 +17,8 @@ import torch
 
 import gear_loader as gear
 from gear_loader.errors import LockTimeoutError
-from gear_loader.storage import operations
 from gear_loader.storage.lock import IndexLock
+from gear_loader.storage.operations.view import READING
 from gear_loader.utils.mutex import holds_any, new_mutex, run_alone
 
 HERE = Path(__file__).parents[1]
@@ -94,6 +94,6 @@ def test_a_ticket_is_given_back_once() -> None:
         second = table.reader().begin_read()
         assert second.row == first.row
         first.end()  # the row is the second one's
-        assert table.region.array("readers")[second.row, operations.READING]
+        assert table.region.array("readers")[second.row, READING]
         second.end()
-        assert not table.region.array("readers")[:, operations.READING].any()
+        assert not table.region.array("readers")[:, READING].any()

@@ -34,8 +34,8 @@ from gear_loader.errors import LockTimeoutError, RegionError, TableFullError
 from gear_loader.storage import shared_memory
 from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.lock import process_start
-from gear_loader.storage.operations import FREE
 from gear_loader.storage.region import region_path
+from gear_loader.storage.states import FREE
 
 
 @pytest.fixture

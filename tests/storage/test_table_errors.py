@@ -35,9 +35,9 @@ from gear_loader.errors import (
     TableFullError,
 )
 from gear_loader.storage import shared_memory
-from gear_loader.storage.operations import WRITING
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import _Mapping, region_path
+from gear_loader.storage.states import WRITING
 
 SIZES: dict[str, Any] = {"max_steps": 40, "max_trajectories": 4, "block_steps": 4}
 

@@ -36,8 +36,8 @@ from gear_loader.errors import (
     TableClosedError,
     TableFullError,
 )
-from gear_loader.storage import operations
-from gear_loader.storage.operations import FREE, WRITING
+from gear_loader.storage.operations import entry_points
+from gear_loader.storage.states import FREE, WRITING
 
 SCALAR = {"x": gear.Column(torch.int64)}
 
@@ -223,8 +223,8 @@ def test_what_does_not_fit_is_refused_and_the_writer_goes_on(table: gear.Table) 
 
 def test_a_writer_grows_in_a_table_that_is_tight_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first such table of a process the light version of the operation gives up before the full one is tried."""
-    fresh = operations._rows_on_demand(operations._reserve_rows_light, operations._reserve_rows)
-    monkeypatch.setattr(operations.COMPILED, "reserve_rows", fresh)
+    fresh = entry_points._rows_on_demand(entry_points._reserve_rows_light, entry_points._reserve_rows)
+    monkeypatch.setattr(entry_points.COMPILED, "reserve_rows", fresh)
     with make(max_steps=200) as table, table.writer() as writer:
         writer.append(x=np.arange(4))  # a block
         ticket = table.reader().begin_read()

@@ -16,9 +16,10 @@ from table_common import Died, bury, fresh_name, mortal
 
 import gear_loader as gear
 from gear_loader.errors import GearError, LockTimeoutError, TableFullError
+from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.counters import DIRTY, HALF, INSERT_WAIT
-from gear_loader.storage.operations import READY, UNSET, WRITING
 from gear_loader.storage.readers import Ticket
+from gear_loader.storage.states import READY, WRITING
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")

@@ -17,8 +17,8 @@ from transport_common import SECRET, Raw, serving
 from waiting_common import wait_until
 
 import gear_loader as gear
+from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.ids import CLIENT_ORIGIN, joined
-from gear_loader.storage.operations import UNSET
 from gear_loader.transport import Limits, Peer, start_server
 from gear_loader.transport.store_message import Store
 from gear_loader.transport.wire import Header, Kind

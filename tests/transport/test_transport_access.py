@@ -15,7 +15,7 @@ from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.errors import TransportError
-from gear_loader.storage.operations import UNSET
+from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.transport import Limits, WindowSpec, start_server
 from gear_loader.transport.access import ByteBudget
 from gear_loader.transport.store_message import Store

@@ -31,7 +31,7 @@ from transport_common import PATIENCE, SECRET, Serving, check_fetch, open_files,
 from waiting_common import wait_until
 
 import gear_loader as gear
-from gear_loader.storage.operations import UNSET
+from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.schema import Window
 from gear_loader.storage.shared_memory import region_path
 from gear_loader.transport import Address, Limits, Peer, WindowSpec, start_server

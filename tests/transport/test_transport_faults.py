@@ -25,7 +25,7 @@ from waiting_common import go_on, stop_process, wait_until
 import gear_loader as gear
 from gear_loader.cli import app
 from gear_loader.errors import HandshakeError, PeerTimeoutError, TransportError
-from gear_loader.storage.operations import UNSET
+from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.schema import Window
 from gear_loader.transport import Peer, ServerProcess, start_server
 from gear_loader.transport import process as process_module

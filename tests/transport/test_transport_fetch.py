@@ -36,7 +36,7 @@ from gear_loader.errors import (
     TableFullError,
     TransportError,
 )
-from gear_loader.storage.operations import UNSET
+from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.schema import Schema, Window
 from gear_loader.transport import Limits, Peer, WindowSpec
 

@@ -34,7 +34,7 @@ from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.errors import TableFullError
-from gear_loader.storage.operations import UNSET
+from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import Limits, Peer, WindowSpec, start_server

@@ -1,0 +1,204 @@
+"""Trajectories whose steps lie on disk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gear_loader.native.compile import inlined
+from gear_loader.storage.counters import (
+    EPOCH,
+    HALF,
+    HEAD,
+    NUM_EVICTED,
+    NUM_FREE_BLOCKS,
+    NUM_PARKED,
+    NUM_READY,
+    NUM_SPILLED,
+    OLDEST,
+    PARKED_EPOCH,
+    RETIRED_BLOCKS,
+)
+from gear_loader.storage.operations.lifecycle import let_go, oldest_reader, release, retire
+from gear_loader.storage.operations.room import final_of, has_room, lowest, take_block, take_slot
+from gear_loader.storage.operations.view import (
+    ALL,
+    DONE,
+    EVICT_LOWEST,
+    FLIP,
+    GONE,
+    LIVE,
+    ON_DISK,
+    SHORT,
+    SPILL,
+    begin_change,
+    blocks_of,
+    check_extent,
+    end_change,
+    fence,
+    require,
+    slot_blocks,
+)
+from gear_loader.storage.states import READY
+
+
+@inlined
+def spill(v: Any, slots: Any, generations: Any) -> Any:
+    """Take the blocks of trajectories that are on disk; everything else of them stays.
+
+    Readers may see the blocks until they end their tickets, so the blocks are parked until then. `parked` is written
+    before the first trajectory changes. Trajectories that share blocks are spilled only while nobody reads.
+
+    Args:
+        slots, generations: int64 [n], the trajectories, distinct; stale ones and those without blocks are skipped.
+
+    Returns:
+        Number of trajectories that were spilled; -1, having done nothing, if blocks are still parked.
+    """
+    counters = v.counters
+    release(v)
+    if counters[NUM_PARKED] != 0:
+        return -1
+    alone = oldest_reader(v) > counters[EPOCH]
+    begin_change(v)
+    chosen = np.zeros(len(slots), dtype=np.bool_)
+    parked, spilled = 0, 0
+    for i in range(len(slots)):
+        slot = slots[i]
+        require(slot >= 0)
+        start = v.extent[slot, 1]
+        if v.state[slot] != READY or v.generation[slot] != generations[i] or start < 0:
+            continue
+        blocks = slot_blocks(v, slot)
+        check_extent(v, start, blocks)
+        shared = False
+        for j in range(start, start + blocks):
+            require(v.block_ids[j] >= 0)
+            shared = shared or v.uses[v.block_ids[j], ALL] != 1
+        if alone or not shared:
+            chosen[i] = True
+            if not alone:
+                for j in range(start, start + blocks):
+                    v.parked[parked] = v.block_ids[j]
+                    parked += 1
+    counters[PARKED_EPOCH] = counters[EPOCH]
+    fence()
+    counters[NUM_PARKED] = parked
+    fence()
+    for i in range(len(slots)):
+        slot = slots[i]
+        start = v.extent[slot, 1]
+        if not chosen[i]:
+            continue
+        blocks = slot_blocks(v, slot)
+        v.extent[slot, 1] = ON_DISK
+        fence()
+        if alone:
+            let_go(v, start, blocks, True)
+        else:
+            for j in range(start, start + blocks):
+                v.uses[v.block_ids[j], LIVE] = 0
+            counters[RETIRED_BLOCKS] += blocks
+        counters[NUM_SPILLED] += 1
+        spilled += 1
+    counters[EPOCH] += 1
+    end_change(v)
+    return spilled
+
+
+@inlined
+def take_back(v: Any, slot: Any, generation: Any, ids: Any) -> Any:
+    """Allocate blocks for a trajectory that lies on disk only; `give_place` follows if DONE.
+
+    Args:
+        ids: int32 [blocks], output.
+
+    Returns:
+        DONE; GONE if it is stale or has blocks; FLIP; SPILL if too few blocks are free. After DONE the index stays
+        dirty until `give_place`.
+    """
+    counters = v.counters
+    require(counters[HALF] >= 0 and counters[HALF] <= 1 and counters[HEAD + counters[HALF]] >= 0)
+    if v.state[slot] != READY or v.generation[slot] != generation or v.extent[slot, 1] >= 0:
+        return GONE
+    blocks = blocks_of(v, v.extent[slot, 0] + v.extent[slot, 2])
+    require(blocks == len(ids))
+    release(v)
+    if counters[NUM_FREE_BLOCKS] < blocks:
+        return SPILL
+    half = counters[HALF]
+    if counters[HEAD + half] + blocks > v.half_size:
+        return FLIP
+    begin_change(v)
+    start = half * v.half_size + counters[HEAD + half]
+    for i in range(blocks):
+        ids[i] = take_block(v, start + i)
+    counters[HEAD + half] += blocks
+    return DONE
+
+
+@inlined
+def give_place(v: Any, slot: Any, blocks: Any) -> None:
+    """Make the blocks of `take_back`, which hold its steps now, those of the trajectory."""
+    counters = v.counters
+    fence()
+    v.extent[slot, 1] = counters[HALF] * v.half_size + counters[HEAD + counters[HALF]] - blocks
+    counters[NUM_SPILLED] -= 1
+    end_change(v)
+
+
+@inlined
+def begin_stored(
+    v: Any, lengths: Any, finals: Any, inside: Any, pid: Any, process_start: Any, slots: Any, ids: Any
+) -> Any:
+    """`begin` of trajectories of which some are on disk and get no blocks.
+
+    Args:
+        inside: bool [n], whether each one gets blocks. The others as for `begin`.
+
+    Returns:
+        DONE, or SHORT, having done nothing, if the table has too little space.
+    """
+    counters = v.counters
+    blocks, steps = 0, 0
+    for i in range(len(lengths)):
+        steps += lengths[i]
+        if inside[i]:
+            blocks += blocks_of(v, lengths[i] + final_of(finals, i))
+    if has_room(v, len(lengths), blocks, steps) != DONE:
+        return SHORT
+    begin_change(v)
+    half, taken = counters[HALF], 0
+    for i in range(len(lengths)):
+        start = np.int64(ON_DISK)
+        if inside[i]:
+            start = half * v.half_size + counters[HEAD + half]
+            blocks = blocks_of(v, lengths[i] + final_of(finals, i))
+            for j in range(blocks):
+                ids[taken] = take_block(v, start + j)
+                taken += 1
+            counters[HEAD + half] += blocks
+            fence()
+        slots[i] = take_slot(v, lengths[i], final_of(finals, i), start, pid, process_start, 0)
+    end_change(v)
+    return DONE
+
+
+@inlined
+def evict(v: Any, steps: Any, how: Any) -> Any:
+    """Evict trajectories by a policy until they had this many steps; return how many.
+
+    Args:
+        how: EVICT_OLDEST or EVICT_LOWEST.
+    """
+    counters = v.counters
+    begin_change(v)
+    count, left = 0, steps
+    while left > 0 and counters[NUM_READY] > 0:
+        slot = lowest(v) if how == EVICT_LOWEST else counters[OLDEST] - 1
+        left -= v.extent[slot, 0]
+        retire(v, slot, NUM_EVICTED)
+        count += 1
+    end_change(v)
+    return count
