@@ -10,6 +10,7 @@ import torch
 from gear_loader.errors import RegionError, SchemaError, UnknownNodeError
 from gear_loader.native import neighbors
 from gear_loader.utils.arrays import Array, as_array
+from gear_loader.utils.available_memory import available_bytes
 from gear_loader.utils.checks import at_least
 
 __all__ = ["Graph", "check_distinct", "checked_nodes", "named", "repeated", "unknown"]
@@ -131,23 +132,14 @@ class Graph:
 
 
 def _check_room(count: int, num_nodes: int, num_edges: int) -> None:
-    """Raise RegionError if so many bytes, for a graph of this size, are more than the machine has available."""
-    available = _available_bytes()
+    """Raise RegionError if so many bytes, for a graph of this size, are more than is available to this process."""
+    available = available_bytes()
     if available is not None and count > available:
         raise RegionError(
             f"A graph of {num_nodes:,} nodes and {num_edges:,} edges takes {count / 2**30:,.1f} GiB to make, and "
             f"{available / 2**30:,.1f} GiB of memory are available. Give edge_index as contiguous int64, which is not "
             "copied, leave nodes or edges out, or use a machine with more memory."
         )
-
-
-def _available_bytes() -> int | None:
-    """Memory that can be allocated without swapping, by Linux; None if it does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None
 
 
 def checked_nodes(name: str, nodes: Any, num_nodes: int | None = None) -> Array:

@@ -229,10 +229,10 @@ class Features:
                 host, dict(zip(self.columns, self._copied(host, torch.device("cpu")), strict=True))
             ),
         ]
+        pinned = self._prioritize(chance)  # may fail, for instance when it waits for a table's lock
         with self._mutex:
             self._caches = tuple(cache for cache in caches if cache is not None)
             self._seen, self.reads = seen, FeatureReads()
-        pinned = self._prioritize(chance)
         bytes_of = (len(device) * self.row_bytes, len(host) * self.row_bytes)
         return FeatureTiers(len(device), bytes_of[0], len(host), bytes_of[1], pinned)
 

@@ -17,7 +17,7 @@ from tier_common import NEVER, spill
 
 import gear_loader as gear
 from gear_loader.distributed import Shards
-from gear_loader.errors import RankError, SchemaError, UnknownNodeError
+from gear_loader.errors import LockTimeoutError, RankError, SchemaError, UnknownNodeError
 from gear_loader.graph import place
 
 WORLD, PER_RANK = 2, 40
@@ -101,6 +101,26 @@ def test_invalid_placement_changes_nothing() -> None:
             features.place(np.ones(10), device_bytes="much")
         features[[0, 9]]
         assert counted(features) == {"device": 1, "host": 1}
+
+
+def test_a_placement_that_cannot_give_priorities_changes_no_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiered(tmp_path / "disk", "priority") as table:
+        table.add(columns(10))
+        features = gear.Features(table)
+        features.place(np.ones(10), device_bytes=4 * features.row_bytes)
+        reads = features.reads
+
+        def locked(*_: Any, **__: Any) -> int:
+            raise LockTimeoutError("held by somebody else")
+
+        monkeypatch.setattr(gear.Table, "update_priority", locked)
+        with pytest.raises(LockTimeoutError):
+            features.place(np.arange(10), device_bytes=4 * features.row_bytes)
+        assert features.reads is reads
+        features[[0, 3, 9]]
+        assert features.reads.device == 2
 
 
 def test_late_columns_have_no_rows_to_copy() -> None:

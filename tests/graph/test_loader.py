@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from graph_common import random_graph
+from streams.cuda import Cuda
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError, UnknownNodeError
@@ -61,6 +62,25 @@ def test_features_of_the_nodes() -> None:
         ):
             assert batch.batch_size == 40
             assert torch.equal(batch.x, x[batch.n_id])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
+@pytest.mark.parametrize("policy", ["latest", "random"])
+def test_batches_on_the_device_of_the_features(policy: Any) -> None:
+    x = torch.arange(200.0).view(100, 2)
+    schema = {"x": gear.Column(torch.float32, (2,))}
+    with Cuda(policy=policy).installed() as cuda:
+        with gear.Table.create(schema, max_steps=100, max_trajectories=1) as table:
+            table.add({"x": x})
+            features = gear.Features(table, "x", device="cuda:1")
+            features.place(np.ones(100), device_bytes=30 * features.row_bytes)
+            for batch in NeighborLoader(GRAPH, [3, 2], batch_size=40, features=features, prefetch=0):
+                assert {batch.x.device, batch.n_id.device, batch.edge_index.device} == {
+                    torch.device("cuda:1")
+                }
+                assert torch.equal(batch.x.cpu(), x[batch.n_id.cpu()])
+                assert int(batch.edge_index.cpu().max()) < len(batch.n_id)
+        cuda.check()
 
 
 def test_a_loop_that_is_left() -> None:

@@ -214,13 +214,13 @@ def test_shared_memory() -> None:
 
 def test_a_graph_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     edges = np.zeros((2, 1000), dtype=np.int32)
-    monkeypatch.setattr("gear_loader.graph.csr._available_bytes", lambda: 20_000)
+    monkeypatch.setattr("gear_loader.graph.csr.available_bytes", lambda: 20_000)
     Graph.from_edge_index(edges.astype(np.int64), num_nodes=900)
     with pytest.raises(
         RegionError, match=r"^A graph of 900 nodes and 1,000 edges takes 0\.0 GiB to make, and 0\.0 GiB"
     ):
         Graph.from_edge_index(edges, num_nodes=900)
     monkeypatch.undo()
-    if csr._available_bytes() is not None and csr._available_bytes() < 29 << 30:
+    if csr.available_bytes() is not None and csr.available_bytes() < 29 << 30:
         with pytest.raises(RegionError, match=r"of 2,000,000,000 nodes and 1,000 edges takes 29\.8 GiB"):
             Graph.from_edge_index(edges, num_nodes=2_000_000_000)

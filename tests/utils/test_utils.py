@@ -1,6 +1,9 @@
-"""Devices by name, and addresses of arrays."""
+"""Devices by name, addresses of arrays, and memory that is available."""
 
 from __future__ import annotations
+
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ import torch
 
 from gear_loader.errors import SchemaError
 from gear_loader.utils.arrays import data_address
+from gear_loader.utils.available_memory import available_bytes
 from gear_loader.utils.devices import device_of
 
 
@@ -35,3 +39,30 @@ def test_the_address_of_an_array_is_that_of_its_first_element(dtype: str) -> Non
     array = np.zeros((7, 5), dtype=dtype)
     for view in (array, array[3:], array[:, 2], array[::-1], array[2:2], array.reshape(-1)[11:]):
         assert data_address(view) == view.ctypes.data == view.__array_interface__["data"][0]
+
+
+def test_available_memory_of_control_groups(tmp_path: Path) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "groups"
+    assert available_bytes(proc, groups) is None
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemFree: 1 kB\nMemAvailable:    8000 kB\n")
+    assert available_bytes(proc, groups) == 8_192_000
+    for version, lines, stat in (
+        ("limit_in_bytes usage_in_bytes", "5:cpu:/a\n4:memory:/a/b\n", "total_inactive_file"),
+        ("max current", "0::/a/b\n", "inactive_file"),
+    ):
+        (proc / "self/cgroup").write_text(lines)
+        assert available_bytes(proc, groups) == 8_192_000  # a group whose files are not shown
+        top = groups / "memory" if "limit" in version else groups
+        limit, used = (f"memory.{name}" for name in version.split())
+        (top / "a/b").mkdir(parents=True)
+        (top / "a" / limit).write_text("5000000\n")
+        (top / "a" / used).write_text("2000000\n")
+        (top / "a/b" / limit).write_text("max\n")
+        (top / "a/b" / used).write_text("2000000\n")
+        assert available_bytes(proc, groups) == 3_000_000  # the parent's limit
+        (top / "a" / "memory.stat").write_text(f"anon 5\n{stat} 500000\n")
+        assert available_bytes(proc, groups) == 3_500_000
+        (top / "a/b" / limit).write_text("100000")
+        assert available_bytes(proc, groups) == 0
+        shutil.rmtree(groups)
