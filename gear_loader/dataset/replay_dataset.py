@@ -190,6 +190,7 @@ class ReplayDataset(IterableDataset[Batch]):
             groups are drawn, and whole: their members are `group_size` rows one after another, in order of addition.
             The selector chooses groups, and `batch_size` is a multiple of `group_size`. With `max_steps` a batch may
             end inside a group; the next one begins with the rest. A value that more trajectories have is an error.
+            Over Shards with ``scope="local"``: of this rank's table.
         group_size: trajectories of a complete group.
         group_priority: priority of a group: the ``"max"`` of its members', or the ``"mean"`` of them to the power of
             alpha.
@@ -365,7 +366,7 @@ class ReplayDataset(IterableDataset[Batch]):
             group_priority,
             group_varies,
             group_max_age,
-            shards=self.shards,
+            is_global=self.shards is not None and scope == "global",
             batch_size=self.batch_size,
         )
         if self.groups is not None and group_varies is not None:

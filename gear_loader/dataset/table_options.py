@@ -100,17 +100,17 @@ def grouping_of(
     varies: Any,
     max_age: float | None,
     *,
-    shards: Shards | None,
+    is_global: bool,
     batch_size: int,
 ) -> Grouping | None:
-    """The options of groups; None without groups."""
+    """The options of groups; None without groups. is_global: batches are drawn over all shards."""
     if column is None:
         return None
     grouping = Grouping.of(table.schema, column, size, priority, varies, max_age)
-    if shards is not None or table.rules.max_times_sampled is not None:
+    if is_global or table.rules.max_times_sampled is not None:
         raise SchemaError(
-            f"group={column!r} was given with Shards, or a table with max_times_sampled; expected a Table without: "
-            "groups lie in one table, and are drawn whole."
+            f"group={column!r} was given with Shards and scope='global', or a table with max_times_sampled; expected a "
+            "Table without, or Shards with scope='local': groups lie in one table, and are drawn whole."
         )
     if batch_size % grouping.size:
         raise SchemaError(

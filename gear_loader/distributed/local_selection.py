@@ -13,11 +13,13 @@ from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.state import share_bundle
 from gear_loader.errors import SchemaError
 from gear_loader.selection.base import Selection
+from gear_loader.selection.group_selection import PrioritizedGroupSelection
 from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.selectors import Draw, Prioritized
 from gear_loader.utils.arrays import Array
 
 __all__ = [
+    "LocalPrioritizedGroupSelection",
     "LocalPrioritizedSelection",
     "begin_epoch",
     "gather_states",
@@ -44,8 +46,10 @@ class LocalPrioritizedSelection(PrioritizedSelection):
         """Return the mass of the shard, and its smallest positive leaf where weights need it, else infinity."""
         with self._mutex:
             self._keep_up()
-            least = self._tree.minimum if self._tree.extremes else math.inf
-            return self._tree.total, least
+            return self._mass_and_least()
+
+    def _mass_and_least(self) -> tuple[float, float]:
+        return self._tree.total, self._tree.minimum if self._tree.extremes else math.inf
 
     def state_dict(self) -> dict[str, Any]:
         """See `PrioritizedSelection.state_dict`; with `correction` and `least` of this epoch under "shares"."""
@@ -63,6 +67,14 @@ class LocalPrioritizedSelection(PrioritizedSelection):
         if selector.normalize == "table" and self.least > 0:
             return self.least * self._tree.total, beta, 1.0
         return -1.0, beta, self.correction
+
+
+class LocalPrioritizedGroupSelection(LocalPrioritizedSelection, PrioritizedGroupSelection):
+    """The same for whole groups: their leaves are the shard's mass."""
+
+    def _mass_and_least(self) -> tuple[float, float]:
+        self._form()
+        return super()._mass_and_least()
 
 
 def begin_epoch(exchange: SingleProcess, selection: Selection, batches: float, *, fresh: bool) -> float:

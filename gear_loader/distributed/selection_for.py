@@ -10,7 +10,7 @@ import torch
 from gear_loader.collection.windows import reach_of
 from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.global_selection import GlobalSelection
-from gear_loader.distributed.local_selection import LocalPrioritizedSelection
+from gear_loader.distributed.local_selection import LocalPrioritizedGroupSelection, LocalPrioritizedSelection
 from gear_loader.distributed.shards import Shards
 from gear_loader.selection.base import Selection, SelectionContext
 from gear_loader.selection.group_selection import GroupSelection, PrioritizedGroupSelection
@@ -55,7 +55,8 @@ def selection_for(
         return GlobalSelection(context, shards, exchange, **options)
     if context.grouping is not None:
         if needs_priorities(context.selector):
-            return PrioritizedGroupSelection(context, history=history)
+            kind = PrioritizedGroupSelection if shards is None else LocalPrioritizedGroupSelection
+            return kind(context, history=history)
         return GroupSelection(context)
     if not needs_priorities(context.selector):
         return SnapshotSelection(context)
