@@ -358,7 +358,8 @@ class ReplayDataset(IterableDataset[Batch]):
                 columns=self._sources(),
             )
         self._late = table.schema.late_bits(self._sources())
-        check_freshness(self.selector, table, self.shards)
+        is_global = self.shards is not None and scope == "global"
+        check_freshness(self.selector, table, is_global=is_global)
         self.groups = grouping_of(
             table,
             group,
@@ -366,7 +367,7 @@ class ReplayDataset(IterableDataset[Batch]):
             group_priority,
             group_varies,
             group_max_age,
-            is_global=self.shards is not None and scope == "global",
+            is_global=is_global,
             batch_size=self.batch_size,
         )
         if self.groups is not None and group_varies is not None:

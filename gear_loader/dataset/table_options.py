@@ -83,12 +83,17 @@ def check_cache(
     DeviceCache.check(table, columns, size)
 
 
-def check_freshness(selector: Selector, table: Table, shards: Shards | None) -> None:
-    """Raise SchemaError if the selector asks for the freshness of versions that there are not."""
+def check_freshness(selector: Selector, table: Table, *, is_global: bool) -> None:
+    """Raise SchemaError if the selector asks for the freshness of versions that there are not.
+
+    Args:
+        is_global: batches are drawn over all shards.
+    """
     fresh = getattr(selector, "freshness", 1.0) < 1
-    if fresh and (table.rules.version is None or shards is not None):
+    if fresh and (table.rules.version is None or is_global):
         raise SchemaError(
-            f"{selector!r} was given; expected a Table created with version= for a freshness below 1, and not Shards."
+            f"{selector!r} was given; expected a Table created with version= for a freshness below 1, or Shards of "
+            "such with scope='local'."
         )
 
 

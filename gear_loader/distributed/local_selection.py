@@ -120,7 +120,10 @@ def gather_states(exchange: SingleProcess, state: Mapping[str, Any]) -> dict[str
         state: state of this rank's `LocalPrioritizedSelection`.
     """
     arrays = {name: np.asarray(state[name]) for name in _PARTS}
-    arrays["counters"] = np.array([state["maximum"], state["num_stale"], *state["shares"]], dtype=np.float64)
+    counters = [state["maximum"], state["num_stale"], *state["shares"]]
+    arrays["counters"] = np.array(counters, dtype=np.float64)
+    if "policy" in state:
+        arrays["policy"] = np.array([state["policy"]], dtype=np.int64)
     for i, part in enumerate(state["recent"]):
         arrays[f"recent_{i}"] = np.array([part["epoch"], part["step"]], dtype=np.int64)
         arrays[f"rows_{i}"] = np.stack((np.asarray(part["sequences"]), np.asarray(part["steps"])))
@@ -134,6 +137,8 @@ def _state(bundle: Mapping[str, Array]) -> dict[str, Any]:
     state: dict[str, Any] = {name: torch.from_numpy(bundle[name]) for name in _PARTS}
     state["maximum"], state["num_stale"] = float(bundle["counters"][0]), int(bundle["counters"][1])
     state["shares"] = tuple(bundle["counters"][2:].tolist())
+    if "policy" in bundle:
+        state["policy"] = int(bundle["policy"][0])
     state["recent"] = []
     for name, head in bundle.items():
         if name.startswith("recent_"):

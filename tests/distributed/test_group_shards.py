@@ -1,4 +1,4 @@
-"""Groups over shards: each rank draws whole groups of its own, as of a table alone."""
+"""Groups and freshness over shards: each rank draws whole groups of its own, as of a table alone."""
 
 from __future__ import annotations
 
@@ -18,25 +18,35 @@ COLUMNS = {
     "token": gear.Column(torch.int32),
     "prompt": gear.Column(torch.int64, per="trajectory"),
     "single": gear.Column(torch.int64, per="trajectory"),
+    "policy": gear.Column(torch.int64, per="trajectory", cast=True),
     "reward": gear.Column(torch.float32, per="trajectory", late=True),
 }
 SIZE, GROUPS = 3, 7
 ONCE = gear.Uniform(replacement=False)
-SELECTORS = {"once": ONCE, "weighted": gear.Prioritized(), "table": gear.Prioritized(normalize="table")}
+WEIGHTED = ("weighted", "table", "fresh")
+SELECTORS = {
+    "once": ONCE,
+    "weighted": gear.Prioritized(),
+    "table": gear.Prioritized(normalize="table"),
+    "fresh": gear.Prioritized(alpha=1.0, freshness=0.5),
+}
 
 
 def make(shard: int, name: str | None = None) -> gear.Table:
     """GROUPS - shard complete groups, and one that is not."""
-    table = gear.Table.create(COLUMNS, name=name, max_steps=400, max_trajectories=40, block_steps=4)
+    sizes = {"max_steps": 400, "max_trajectories": 40, "block_steps": 4}
+    table = gear.Table.create(COLUMNS, name=name, version="policy", **sizes)
     for number in range(SIZE * (GROUPS - shard) + 1):
         length = 1 + number % 5
         steps = {
             "token": np.full(length, number, np.int32),
             "prompt": 100 * shard + number // SIZE,
             "single": number,
+            "policy": number // 9,
         }
         slot = table.add(steps, priority=0.5 + number % 4 + 3 * shard)
         table.fill(slot, reward=np.float32(number))
+    table.advance_version()
     return table
 
 
@@ -78,7 +88,7 @@ def drawing(rank: int, world: int) -> dict[str, Any]:
                 data = dataset(shards, **options)
                 found[name] = batches_of(data, 3)
                 state = data.state_dict()
-                found[f"{name}, next epoch"] = batches_of(data)
+                found[f"{name}, whole"] = batches_of(dataset(shards, **options))
                 again = dataset(shards, **options)
                 again.load_state_dict(state)
                 found[f"{name}, resumed"] = batches_of(again)
@@ -112,18 +122,18 @@ def test_each_rank_draws_whole_groups_of_its_own() -> None:
     with make(0) as table:
         alone = dataset(table, selector=ONCE)
         same([*ranks[0]["once"]], batches_of(alone, 3))
-        for name in ("weighted", "table"):
+        for name in WEIGHTED:
             alone = dataset(table, selector=SELECTORS[name], batches_per_epoch=6)
             same(ranks[0][name], batches_of(alone, 3), less=("weight", "priority_weight"))
         budget = dataset(table, selector=ONCE, batch_size=None, max_steps=40, batches_per_epoch=3)
         same(ranks[0]["budget"], batches_of(budget))
     for rank, found in enumerate(ranks):
         groups = set(range(100 * rank, 100 * rank + GROUPS - rank))
-        drawn = [int(p) for batch in found["once, next epoch"] for p in batch["prompt"][::SIZE]]
+        drawn = [int(p) for batch in found["once, whole"] for p in batch["prompt"][::SIZE]]
         assert set(drawn) == groups
-        assert len(found["once, next epoch"]) == 4  # on both ranks, though the second has six groups
+        assert len(found["once, whole"]) == 4  # on both ranks, though the second has six groups
         for name in SELECTORS:
-            assert len(found[f"{name}, resumed"]) == (1 if name == "once" else 3)
-        for name in ("weighted", "table"):
+            same([*found[name], *found[f"{name}, resumed"]], found[f"{name}, whole"])
+        for name in WEIGHTED:
             assert {int(p) for batch in found[name] for p in batch["prompt"]} <= groups
             same(found[f"{name}, single"], found[f"{name}, no groups"])
