@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gear_loader as gear
+from gear_loader.dataset.table_options import check_packed
+from gear_loader.distributed import Shards
 from gear_loader.errors import SchemaError
 
 SCHEMA = {
@@ -45,7 +47,7 @@ def make(episodes: Sequence[tuple[int, bool]], **options: Any) -> gear.Table:
     return table
 
 
-def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
+def dataset(table: Any, **options: Any) -> gear.ReplayDataset:
     given = {"batch_size": 4, "windows": WINDOWS, "layout": "packed", "device": "cpu", "seed": 3}
     return gear.ReplayDataset(table, **{**given, "selector": gear.Uniform(replacement=False), **options})
 
@@ -108,6 +110,15 @@ def test_padded_and_converted() -> None:
 def test_windows_that_do_not_fit(windows: dict[str, Any], message: str) -> None:
     with make([(3, True)]) as table, pytest.raises(SchemaError, match=message):
         dataset(table, windows=windows)
+
+
+def test_sources_that_do_not_fit() -> None:
+    expected = r"^Whole\(final=True\) was given with {}; expected a Table and device='cpu'"
+    with make([(3, True)]) as table:
+        with Shards([table]) as shards, pytest.raises(SchemaError, match=expected.format("Shards")):
+            dataset(shards)
+        with pytest.raises(SchemaError, match=expected.format("device='cuda:1'")):
+            check_packed(WINDOWS, "packed", shards=None, scope="global", device=torch.device("cuda:1"))
 
 
 def test_an_invalid_final() -> None:
