@@ -101,7 +101,7 @@ class PackedPlan:
 
     Attributes:
         columns: ordered by the words in which they are written, the widest first.
-        table: int64 [C, PACKED_WIDTH] on the CPU; `device_table` the same on the gathering device.
+        table: int64 [C, PACKED_WIDTH] on the CPU.
         kinds: int64 [C, 3] on the CPU, of each column: bytes of a step, whether it has one value per trajectory, and
             which words it is written in: 0 of 16 bytes, 1 of 4, 2 single bytes. What a batch's list is made from.
 
@@ -139,7 +139,24 @@ class PackedPlan:
             dtype=torch.int64,
             device="cpu",
         )
-        self.device_table = self.table.to(self.device)
+        self._device_table: torch.Tensor | None = None
+
+    @property
+    def device_table(self) -> torch.Tensor:
+        """`table` on the gathering device: a copy, which waits when it is first asked for; or what was set, int64
+        [C, PACKED_WIDTH], to which the caller copies `table` before the gather."""
+        if self._device_table is None:
+            self._device_table = self.table.to(self.device)
+        return self._device_table
+
+    @device_table.setter
+    def device_table(self, table: torch.Tensor) -> None:
+        if table.dtype != torch.int64 or table.shape != self.table.shape or table.device != self.device:
+            raise ValueError(
+                f"device_table is {table.dtype} {list(table.shape)} on {table.device}; expected torch.int64 "
+                f"{list(self.table.shape)} on {self.device}."
+            )
+        self._device_table = table
 
 
 @dataclasses.dataclass(frozen=True)

@@ -209,6 +209,12 @@ class PackedCollector(Collector):
         """The column that a window reads."""
         return self.table.schema[self._sources[name]]
 
+    @property
+    def columns_read(self) -> tuple[list[str], list[str]]:
+        """The columns of steps, and per trajectory, that windows read."""
+        steps, once = (sorted({self._sources[name] for name in names}) for names in (self.steps, self.once))
+        return steps, once
+
     def buffers(self, *, shared: bool = False) -> Buffers:
         """Buffers for one batch, which get their memory at their first gather; see `Collector.buffers`."""
         return PackedBuffers(self, shared=shared)

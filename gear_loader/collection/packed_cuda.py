@@ -1,31 +1,33 @@
-"""Packed batches for a GPU, which reads rows of different lengths out of the table itself, without padding."""
+"""Packed batches for a GPU, which reads rows of different lengths out of tables and staging memory, without padding."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from gear_loader.collection.batches import Batch
-from gear_loader.collection.collector import COUNTS, NUMBERS, ROW_KEYS, Buffers, GpuSide
+from gear_loader.collection.collector import COUNTS, NUMBERS, Buffers, GpuSide
 from gear_loader.collection.conversions import Casts, converted_dtype
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.packed import PackedBuffers, PackedCollector, grown
+from gear_loader.collection.packed_sources import PackedSource, StagedPieces, TableSources, starts_of
 from gear_loader.collection.windows import Whole
 from gear_loader.kernels.cast_plan import CastColumn
-from gear_loader.kernels.packed_plan import PIECE_WIDTH, PackedColumn, PackedPlan, PackedWork
+from gear_loader.kernels.packed_plan import PackedColumn, PackedPlan, PackedWork
+from gear_loader.kernels.plan import LINE
 from gear_loader.kernels.split_plan import SplitColumn, SplitPlan
-from gear_loader.native.packed_lines import count_lists, list_lines, list_pieces
+from gear_loader.native.packed_lines import count_lists, list_lines
 from gear_loader.storage.rows import SelectedRows
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.packing import Layout, packed_bytes, packed_views
 
-__all__ = ["CudaPackedBuffers", "CudaPackedCollector"]
+__all__ = ["CudaPackedBuffers", "CudaPackedCollector", "PackedRows"]
 
 _LIST_BYTES = 1 << 12
 """Least memory for a batch's lists of pieces and lines."""
@@ -39,18 +41,73 @@ class _PinnedBuffers(PackedBuffers):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plans:
-    """The plans of a set of buffers; made again when their memory grows.
+class PackedRows:
+    """The rows of a batch, for a GPU.
 
     Attributes:
-        gather: of all columns; those of a record are one column.
-        split: of the columns in gathered records. steps, rows: of the columns of each kind that are converted.
+        names: values of the collector's `row_keys`, int64 [n] each.
+        spans: first step and number of steps of each row, int64 [2, n]. starts: ``cu_seqlens``, int32 [n + 1].
+        sources: where they lie; those in memory that others read too may change when the gather has run.
+        weights, counts, numbers: as of `SelectedRows`.
     """
 
-    gather: PackedPlan
-    split: SplitPlan | None
-    steps: Casts | None
-    rows: Casts | None
+    names: Sequence[Array]
+    spans: Array
+    starts: Array
+    sources: Sequence[PackedSource]
+    weights: Array | None = None
+    counts: Array | None = None
+    numbers: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    """One launch of `gear_loader.kernels.packed`, with its lists on the host.
+
+    Attributes:
+        plan: of the columns that have pieces.
+        in_records: whether it gathers the records of a packed table, which are split after it.
+        own_table: whether the plan's table is one of the lists.
+        tiles, groups, pieces, ends, num_pieces: as of `PackedWork`.
+    """
+
+    plan: PackedPlan
+    in_records: bool
+    own_table: bool
+    tiles: Array
+    groups: Array
+    pieces: Array
+    ends: tuple[int, int, int, int]
+    num_pieces: tuple[int, int]
+
+    @classmethod
+    def of(cls, plan: PackedPlan, source: PackedSource, *, in_records: bool) -> _Launch:
+        """List the lines of a source's pieces."""
+        pieces, number, kinds = source.pieces, source.num_pieces, plan.kinds.numpy()
+        classes = np.zeros((len(kinds) + 1, 4), dtype=np.int64)
+        groups, tiles = (np.empty(n, dtype=np.int64) for n in count_lists(pieces, number, kinds, classes))
+        ends = np.zeros(4, dtype=np.int64)
+        list_lines(pieces, number, kinds, classes, groups, tiles, ends)
+        end_16, end_4, end_1, end = ends.tolist()
+        own_table = isinstance(source, StagedPieces)
+        numbers = number, len(pieces) - number
+        return cls(plan, in_records, own_table, tiles, groups, pieces, (end_16, end_4, end_1, end), numbers)
+
+    @property
+    def lists(self) -> list[Array]:
+        """What is copied to the GPU for it."""
+        table = [self.plan.table.numpy()] if self.own_table else []
+        return [self.tiles, self.groups, self.pieces, *table]
+
+    def run(self, lists: Sequence[torch.Tensor], programs: int | None) -> None:
+        """Queue it, with `lists` on the GPU."""
+        from gear_loader.kernels import packed
+
+        tiles, groups, pieces, *table = lists
+        if table:
+            self.plan.device_table = table[0]
+        work = PackedWork(pieces, groups, tiles, self.ends, self.num_pieces)
+        packed.gather_packed(self.plan, work, programs=programs)
 
 
 class CudaPackedBuffers(PackedBuffers):
@@ -58,19 +115,25 @@ class CudaPackedBuffers(PackedBuffers):
 
     One piece of pinned memory has what the host writes for a batch, and one of the GPU's is the copy of it::
 
-        index, anchor, generation | cu_seqlens | weights, sample_info | tiles, groups and pieces of `PackedWork`
+        row_keys | cu_seqlens | weights, sample_info | of each launch: tiles, groups and pieces of `PackedWork`, and the
+                                                       table of a plan that reads staging memory
+
+    Args:
+        collector: whose batches they hold.
+        staging: a batch in pinned memory, gathered on the CPU; None if the GPU reads the tables itself.
     """
 
-    def __init__(self, collector: CudaPackedCollector) -> None:
+    def __init__(self, collector: PackedCollector, staging: PackedBuffers | None) -> None:
         super().__init__(collector, shared=False)
         self._device = collector.device
-        staging = None if collector.zero_copy else _PinnedBuffers(collector, shared=False)
         # The first is blocking: a waiting thread sleeps instead of spinning.
         filled, released = torch.cuda.Event(blocking=True), torch.cuda.Event()
         self.gpu: GpuSide = GpuSide(None, None, None, staging, filled, released)
+        self._staged = staging
         self._list_bytes = 0
-        self._lists: tuple[torch.Tensor, ...] = ()
-        self._plans: _Plans | None = None
+        self._forget_plans()
+        self._rooms: list[torch.Tensor] = []
+        self._used_rooms = 0
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
@@ -85,7 +148,7 @@ class CudaPackedBuffers(PackedBuffers):
         if before == (self._num_rows, self._num_steps, self._list_bytes):
             return
         if before[:2] != (self._num_rows, self._num_steps):
-            self._plans = None
+            self._forget_plans()
         self.batch = Batch(
             steps=self.steps_memory,
             rows=self.rows_memory,
@@ -103,7 +166,8 @@ class CudaPackedBuffers(PackedBuffers):
         """Allocate what the host writes for `count` rows, and for the lists."""
         collector = self._collector
         self.references = None
-        parts: list[Layout] = [((3, count), torch.int64), ((count + 1,), torch.int32)]
+        keys = collector.row_keys
+        parts: list[Layout] = [((len(keys), count), torch.int64), ((count + 1,), torch.int32)]
         if collector.weighs:
             parts.append(((count,), torch.float32))
         if collector.informs:
@@ -114,7 +178,7 @@ class CudaPackedBuffers(PackedBuffers):
         self._mirror = self._empty(size, dtype=torch.uint8)
         host, mirror = packed_views(self._host, parts), packed_views(self._mirror, parts)
         self.names, self.starts_array, self.starts = host[0].numpy(), host[1].numpy(), mirror[1]
-        self.rows_memory = dict(zip(ROW_KEYS, mirror[0], strict=True))
+        self.rows_memory = dict(zip(keys, mirror[0], strict=True))
         self.weights_array, self.info_arrays, self.info_memory = None, None, {}
         if collector.weighs:
             self.weights_array, self.rows_memory["priority_weight"] = host[2].numpy(), mirror[2]
@@ -159,54 +223,152 @@ class CudaPackedBuffers(PackedBuffers):
                 casts.append(CastColumn(first[source], shown[name], collector.windows[name].scale))
         return gathered, shown, casts
 
-    # ---------------------------------------------------------------- plans and lists
+    # ---------------------------------------------------------------- staging memory
 
-    def packed_plans(self) -> _Plans:
-        """The plans for the present memory. Making them waits for the GPU, after memory has grown."""
-        if self._plans is None:
-            self._plans = self._new_plans()
-        return self._plans
+    def begin(self) -> None:
+        """Let staging memory be used again: the GPU does not read it any more."""
+        self._used_rooms = 0
 
-    def _new_plans(self) -> _Plans:
-        region = self._collector.table.region
-        layout = region.layout
-        columns, split = [], []
-        records: torch.Tensor | None = None
+    def room(self, size: int) -> torch.Tensor:
+        """Pinned memory of this batch, uint8 [at least `size`], from a multiple of 128 bytes on."""
+        number = self._used_rooms
+        self._used_rooms += 1
+        if number == len(self._rooms):
+            self._rooms.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
+        if len(self._rooms[number]) < size:
+            size = grown(size)
+            memory = torch.empty(size + LINE, dtype=torch.uint8, device="cpu", pin_memory=True)
+            first = -memory.data_ptr() % LINE
+            self._rooms[number] = memory[first : first + size]
+        return self._rooms[number]
+
+    def copy_staged(self, count: int) -> None:
+        """Queue the copy of a batch of `count` rows that was gathered on the CPU."""
+        staging = self._staged
+        assert staging is not None
+        self.reserve(count, staging.total)
+        self.total, self.longest = staging.total, staging.longest
+        torch.cuda.current_stream().wait_event(self.gpu.released)
+        _copy(self.rows(count), staging.rows(count))
+
+    # ---------------------------------------------------------------- plans
+
+    def _forget_plans(self) -> None:
+        """Make plans for other memory, each when it is needed."""
+        self._plans: dict[int, tuple[PackedPlan, bool]] = {}
+        self._records: torch.Tensor | None = None
+        self._split: SplitPlan | None = None
+        self._casts: tuple[Casts | None, Casts | None] | None = None
+
+    def _plan_of(self, source: PackedSource) -> tuple[PackedPlan, bool]:
+        """The plan that gathers a source, and whether it gathers records. The plan of a table is made once for the
+        present memory, and its first launch waits for the GPU."""
+        if isinstance(source, StagedPieces):
+            steps = self._steps if source.num_pieces else []
+            once = self._once if len(source.pieces) > source.num_pieces else []
+            columns = [PackedColumn(source.source(name), _flat(out)) for name, out in steps]
+            columns += [PackedColumn(source.source(name), _flat(out), once=True) for name, out in once]
+            return PackedPlan(columns, self.position), False
+        if id(source.table) not in self._plans:
+            self._plans[id(source.table)] = self._table_plan(source.table)
+        return self._plans[id(source.table)]
+
+    def _table_plan(self, table: Table) -> tuple[PackedPlan, bool]:
+        region, layout, in_records = table.region, table.region.layout, False
+        columns = []
         for source, values in self._steps:
-            blocks, place = torch.from_numpy(region.blocks(source)), layout.columns[source]
-            out = values.view(len(values), -1).view(torch.uint8)
-            if not place.is_packed:
-                columns.append(PackedColumn(blocks, out))
-                continue
-            assert layout.record is not None
-            if records is None:
-                records = self._empty(len(values), layout.record.bytes, dtype=torch.uint8)
-                columns.append(PackedColumn(blocks, records))
-            split.append(SplitColumn(records[:, None], out[:, None], 0, place.inside))
+            blocks = torch.from_numpy(region.blocks(source))
+            if not layout.columns[source].is_packed:
+                columns.append(PackedColumn(blocks, _flat(values)))
+            elif not in_records:  # the first column stands for the record
+                columns.append(PackedColumn(blocks, self._records_of(table)))
+                in_records = True
         for source, values in self._once:
-            out = values.view(len(values), -1).view(torch.uint8)
-            columns.append(PackedColumn(torch.from_numpy(region.blocks(source)), out, once=True))
-        return _Plans(
-            PackedPlan(columns, self.position),
-            SplitPlan(split) if split else None,
-            Casts(self._step_casts) if self._step_casts else None,
-            Casts(self._row_casts) if self._row_casts else None,
-        )
+            blocks = torch.from_numpy(region.blocks(source))
+            columns.append(PackedColumn(blocks, _flat(values), once=True))
+        return PackedPlan(columns, self.position), in_records
 
-    def write_lists(self, tiles: Array, groups: Array, pieces: Array) -> int:
-        """Write a batch's lists behind its rows; returns the bytes of both."""
-        layouts = _layouts(tiles, groups, pieces)
+    def _records_of(self, table: Table) -> torch.Tensor:
+        """Memory of gathered records, which are the same in all packed tables of a schema; uint8 [steps, bytes]."""
+        layout = table.region.layout
+        assert layout.record is not None
+        if self._records is None:
+            self._records = self._empty(len(self.position), layout.record.bytes, dtype=torch.uint8)
+            self._split = SplitPlan(
+                [
+                    SplitColumn(
+                        self._records[:, None], _flat(values)[:, None], 0, layout.columns[source].inside
+                    )
+                    for source, values in self._steps
+                    if layout.columns[source].is_packed
+                ]
+            )
+        return self._records
+
+    # ---------------------------------------------------------------- gathering
+
+    def gather(self, rows: PackedRows, programs: int | None) -> None:
+        """Queue a batch on the current stream. The host does not wait, unless the memory has to grow.
+
+        What lies in records of packed tables is gathered first and split, for all steps of the batch; then all others
+        are gathered into their places.
+        """
+        from gear_loader.kernels import split
+
+        count, total = rows.spans.shape[1], int(rows.starts[-1])
+        self.reserve(count, total, _LIST_BYTES)
+        launches = []
+        for source in rows.sources:
+            if len(source.pieces):
+                plan, in_records = self._plan_of(source)
+                launches.append(_Launch.of(plan, source, in_records=in_records))
+        launches.sort(key=lambda launch: not launch.in_records)
+        lists = [each for launch in launches for each in launch.lists]
+        self.reserve(count, total, packed_bytes(_layouts(lists)))
+        self.total, self.longest = total, int(rows.spans[1].max(initial=0))
+        self._write(rows)
+        there = self._copy_over(lists)
+        for i, launch in enumerate(launches):
+            mine, there = there[: len(launch.lists)], there[len(launch.lists) :]
+            launch.run(mine, programs)
+            if launch.in_records and not (i + 1 < len(launches) and launches[i + 1].in_records):
+                assert self._split is not None
+                split.split(self._split, total, programs=programs)
+        self._convert(count, total)
+
+    def _write(self, rows: PackedRows) -> None:
+        """Write what the host knows of the rows."""
+        count = rows.spans.shape[1]
+        self.starts_array[: count + 1] = rows.starts
+        for place, values in zip(self.names, rows.names, strict=True):
+            place[:count] = values
+        if rows.weights is not None and self.weights_array is not None:
+            self.weights_array[:count] = rows.weights
+        if rows.counts is not None and rows.numbers is not None and self.info_arrays is not None:
+            self.info_arrays[0][:, :count] = rows.counts
+            self.info_arrays[1][:, :count] = rows.numbers
+
+    def _copy_over(self, lists: Sequence[Array]) -> tuple[torch.Tensor, ...]:
+        """Write lists behind the rows, and queue one copy of both; returns the lists on the GPU."""
+        layouts = _layouts(lists)
         host = packed_views(self._host[self._lists_at :], layouts)
-        for place, part in zip(host, (tiles, groups, pieces), strict=True):
+        for place, part in zip(host, lists, strict=True):
             place.numpy()[...] = part
-        self._lists = packed_views(self._mirror[self._lists_at :], layouts)
-        return self._lists_at + packed_bytes(layouts)
-
-    def copy_rows(self, size: int) -> tuple[torch.Tensor, ...]:
-        """Queue the copy of the first bytes of what the host has written; returns tiles, groups and pieces there."""
+        size = self._lists_at + packed_bytes(layouts)
+        torch.cuda.current_stream().wait_event(self.gpu.released)
         self._mirror[:size].copy_(self._host[:size], non_blocking=True)
-        lists, self._lists = self._lists, ()
-        return lists
+        return packed_views(self._mirror[self._lists_at :], layouts)
+
+    def _convert(self, count: int, total: int) -> None:
+        """Queue the conversions of `count` rows and `total` steps."""
+        if self._casts is None:
+            steps, rows = (
+                Casts(columns) if columns else None for columns in (self._step_casts, self._row_casts)
+            )
+            self._casts = steps, rows
+        for casts, number in zip(self._casts, (total, count), strict=True):
+            if casts is not None:
+                casts.convert(number)
 
 
 class CudaPackedCollector(PackedCollector):
@@ -214,6 +376,7 @@ class CudaPackedCollector(PackedCollector):
 
     Rows are drawn on the host, which so knows their lengths. What it writes for a batch crosses the bus in one copy;
     one launch gathers all columns, one splits the records of a packed table, one for each pair of dtypes converts.
+    Trajectories that lie on disk only are read into pinned memory, from which one more launch gathers them.
     """
 
     def __init__(
@@ -227,19 +390,12 @@ class CudaPackedCollector(PackedCollector):
         informs: bool = False,
     ) -> None:
         super().__init__(table, windows, weighs=weighs, informs=informs, device=device, programs=programs)
-        layout = table.region.layout
-        strides = {}
-        for name in self.steps:
-            place = layout.columns[self.source_of(name)]
-            strides[self.source_of(name)] = (
-                table.region.blocks(self.source_of(name)).strides[0],
-                place.step_stride,
-            )
-        self._adjoin = all(stride == self._block_steps * step for stride, step in strides.values())
+        self._lister = TableSources(table, *self.columns_read)
 
     def buffers(self, *, shared: bool = False) -> Buffers:
         """Buffers for one batch, which get their memory at their first gather."""
-        return CudaPackedBuffers(self)
+        staging = None if self.zero_copy else _PinnedBuffers(self, shared=False)
+        return CudaPackedBuffers(self, staging)
 
     def gather(self, buffers: Buffers, rows: Any) -> None:
         """Queue a batch on the current stream, and record `filled` after it; see `Collector.gather`.
@@ -254,6 +410,7 @@ class CudaPackedCollector(PackedCollector):
         Raises:
             SchemaError: the batch would have 2**31 steps or more.
             CorruptTableError: the index names no slot or block. Nothing was launched.
+            LostRowsError: trajectories on disk cannot be read. Nothing was launched.
         """
         assert isinstance(buffers, CudaPackedBuffers)
         assert isinstance(rows, SelectedRows)
@@ -261,86 +418,32 @@ class CudaPackedCollector(PackedCollector):
         gpu.filled.synchronize()  # see `Collector.gather`
         try:
             if gpu.staging is not None:
-                self._gather_staged(buffers, gpu.staging, rows)
+                super().gather(gpu.staging, rows)
+                buffers.copy_staged(len(rows))
             else:
                 self._gather_listed(buffers, rows)
         finally:
             gpu.filled.record()
 
-    def _gather_staged(self, buffers: CudaPackedBuffers, staging: Buffers, rows: SelectedRows) -> None:
-        assert isinstance(staging, _PinnedBuffers)
-        super().gather(staging, rows)
-        count = len(rows)
-        buffers.reserve(count, staging.total)
-        buffers.total, buffers.longest = staging.total, staging.longest
-        torch.cuda.current_stream().wait_event(buffers.gpu.released)
-        _copy(buffers.rows(count), staging.rows(count))
-
     def _gather_listed(self, buffers: CudaPackedBuffers, rows: SelectedRows) -> None:
-        count, (spans, total, bad) = len(rows), self.measure(rows)
-        starts = np.zeros(count + 1, dtype=np.int32)
-        np.cumsum(spans[1], out=starts[1:])
-        num_pieces, pieces, more = self._pieces(rows, spans, starts)
-        self.table.reader().check_gathered(bad + more)
-        buffers.reserve(count, total, _LIST_BYTES)
-        plans = buffers.packed_plans()
-        kinds = plans.gather.kinds.numpy()
-        classes = np.zeros((len(kinds) + 1, 4), dtype=np.int64)
-        groups, tiles = (np.empty(n, dtype=np.int64) for n in count_lists(pieces, num_pieces, kinds, classes))
-        ends = np.zeros(4, dtype=np.int64)
-        list_lines(pieces, num_pieces, kinds, classes, groups, tiles, ends)
-        buffers.reserve(count, total, packed_bytes(_layouts(tiles, groups, pieces)))
-        buffers.total, buffers.longest = total, int(spans[1].max(initial=0))
-        buffers.starts_array[: count + 1] = starts
-        for place, values in zip(buffers.names, (rows.slots, rows.anchors, rows.generations), strict=True):
-            place[:count] = values
-        if rows.weights is not None and buffers.weights_array is not None:
-            buffers.weights_array[:count] = rows.weights
-        if rows.counts is not None and rows.numbers is not None and buffers.info_arrays is not None:
-            buffers.info_arrays[0][:, :count] = rows.counts
-            buffers.info_arrays[1][:, :count] = rows.numbers
-        size = buffers.write_lists(tiles, groups, pieces)
-        torch.cuda.current_stream().wait_event(buffers.gpu.released)
-        there = buffers.copy_rows(size)
-        end_16, end_4, end_1, end = ends.tolist()
-        numbers = num_pieces, len(pieces) - num_pieces
-        work = PackedWork(there[2], there[1], there[0], (end_16, end_4, end_1, end), numbers)
-        self._launch_packed(plans, work, count, total)
-
-    def _pieces(self, rows: SelectedRows, spans: Array, starts: Array) -> tuple[int, Array, int]:
-        """Number of pieces of steps, all pieces, and number of invalid slots and blocks."""
-        count = len(rows)
-        most = int((spans[1] // self._block_steps + 2).sum()) + count
-        pieces = np.empty((most, PIECE_WIDTH), dtype=np.int32)
-        found, bad = list_pieces(
-            rows.slots,
-            spans,
-            starts,
-            self._extent,
-            self._block_ids,
-            self._block_steps,
-            self.table.region.layout.num_blocks,
-            self._adjoin,
-            bool(self.once),
-            pieces,
-        )
-        return found, pieces[: found + (count if self.once else 0)], bad
-
-    def _launch_packed(self, plans: _Plans, work: PackedWork, count: int, total: int) -> None:
-        from gear_loader.kernels import packed, split
-
-        packed.gather_packed(plans.gather, work, programs=self.programs)
-        if plans.split is not None:
-            split.split(plans.split, total, programs=self.programs)
-        if plans.steps is not None:
-            plans.steps.convert(total)
-        if plans.rows is not None:
-            plans.rows.convert(count)
+        buffers.begin()
+        spans, _, bad = self.measure(rows)
+        self.table.reader().check_gathered(bad)
+        starts, which = starts_of(spans), np.arange(len(rows))
+        sources = self._lister.list(rows.slots, rows.generations, spans, starts, which, buffers.room)
+        names = rows.slots, rows.anchors, rows.generations
+        more = rows.weights, rows.counts, rows.numbers
+        buffers.gather(PackedRows(names, spans, starts, sources, *more), self.programs)
 
 
-def _layouts(tiles: Array, groups: Array, pieces: Array) -> list[Layout]:
+def _flat(values: torch.Tensor) -> torch.Tensor:
+    """The bytes of values, uint8 [n, bytes of one]."""
+    return values.view(len(values), -1).view(torch.uint8)
+
+
+def _layouts(lists: Sequence[Array]) -> list[Layout]:
     """Shapes and dtypes of a batch's lists."""
-    return [(tiles.shape, torch.int64), (groups.shape, torch.int64), (pieces.shape, torch.int32)]
+    return [(part.shape, torch.from_numpy(part).dtype) for part in lists]
 
 
 def _copy(target: Mapping[str, Any], source: Mapping[str, Any]) -> None:

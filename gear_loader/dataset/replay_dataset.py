@@ -175,7 +175,7 @@ class ReplayDataset(IterableDataset[Batch]):
         layout: ``"padded"``: columns of steps are ``[B, L, *shape]``; with `Whole` L is that of the longest row of the
             batch, which is then copied from a packed one. ``"packed"``: rows lie one after another without padding, see
             below. ``"jagged"``: so they do, and are shown as `torch.nested` tensors of layout `torch.jagged`, without a
-            copy. The latter two, and `Whole`, over `Shards` or a table with a disk tier need ``device="cpu"``.
+            copy.
         max_steps: in place of `batch_size`, most steps of a batch: it has the drawn trajectories in order until one
             does not fit, which begins the next batch. An epoch delivers every drawn trajectory exactly once, unless it
             was removed from the table meanwhile: as many as there are items, or with `batches_per_epoch` so many
@@ -344,7 +344,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self.layout: Literal["padded", "packed", "jagged"] = layout
         self._packs = whole or layout != "padded"  # rows are gathered one after another
         if self.table.has_tier:
-            check_tier(self.selector, self.device, layout, self._packs)
+            check_tier(self.selector)
         self.device_cache = None if device_cache is None else byte_count("device_cache", device_cache)
         self._cache: DeviceCache | None = None
         if self.device_cache is not None:

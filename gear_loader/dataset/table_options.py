@@ -31,21 +31,13 @@ __all__ = [
 ]
 
 
-def check_tier(selector: Selector, device: torch.device, layout: str, packs: bool) -> None:
+def check_tier(selector: Selector) -> None:
     """Raise SchemaError if batches cannot be made of trajectories that lie on disk only."""
-    given = None
-    if packs and device.type == "cuda":
-        given = (
-            f"layout={layout!r} or Whole, with device={str(device)!r}",
-            "device='cpu' (move the batch by .to(), or have Lightning do so)",
-        )
-    elif selector.unit == "step" and needs_priorities(selector):
-        given = f"selector={selector!r}", "a selector with unit='trajectory', or one without priorities"
-    if given is not None:
+    if selector.unit == "step" and needs_priorities(selector):
         raise SchemaError(
-            f"{given[0]} was given with a table that has a disk tier (Disk(size=)); expected {given[1]}, which is "
-            "the only one that reads trajectories on disk for now. Use that, or a table whose memory holds all of "
-            "them."
+            f"selector={selector!r} was given with a table that has a disk tier (Disk(size=)); expected a selector "
+            "with unit='trajectory', or one without priorities, which are the only ones that draw trajectories on disk "
+            "for now. Use that, or a table whose memory holds all of them."
         )
 
 
@@ -149,12 +141,6 @@ def check_packed(
     """Raise SchemaError if rows cannot be packed on this device, or from these shards."""
     if shards is not None and scope == "global":
         check_packed_shards(shards, layout)
-    if shards is not None and device.type == "cuda":
-        raise SchemaError(
-            f"layout={layout!r} was given with Shards and device={str(device)!r}; expected "
-            "device='cpu', which is the only one that packs rows of shards for now. Move the batch by .to(), or "
-            "have Lightning do so."
-        )
     if reads_final(windows) and (shards is not None or device.type == "cuda"):
         other = "Shards" if shards is not None else f"device={str(device)!r}"
         raise SchemaError(

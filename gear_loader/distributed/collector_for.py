@@ -14,6 +14,7 @@ from gear_loader.collection.packed_cuda import CudaPackedCollector
 from gear_loader.distributed.collector import ShardCollector
 from gear_loader.distributed.collector_cuda import CudaShardCollector
 from gear_loader.distributed.packed_collector import ShardPackedCollector
+from gear_loader.distributed.packed_cuda import CudaShardPackedCollector, StagedShardPackedCollector
 from gear_loader.distributed.shards import Shards
 from gear_loader.selection.prioritized import needs_priorities
 from gear_loader.selection.selectors import Selector
@@ -52,13 +53,17 @@ def collector_for(
     """
     made: Collector
     options: dict[str, Any] = {"batch_size": batch_size, "device": device, "programs": programs}
-    if packed and shards is not None:
-        return ShardPackedCollector(shards, windows, weighs=selector.weighs)
     if packed and device.type != "cuda":
+        if shards is not None:
+            return ShardPackedCollector(shards, windows, weighs=selector.weighs)
         return PackedCollector(table, windows, weighs=selector.weighs, informs=informs)
     if packed:
         del options["batch_size"]
-        made = CudaPackedCollector(table, windows, weighs=selector.weighs, informs=informs, **options)
+        if shards is not None:
+            packs = CudaShardPackedCollector if shards.pin(device) else StagedShardPackedCollector
+            made = packs(shards, windows, weighs=selector.weighs, **options)
+        else:
+            made = CudaPackedCollector(table, windows, weighs=selector.weighs, informs=informs, **options)
     elif shards is not None:
         zero_copy = device.type == "cuda" and shards.pin(device)
         kind = CudaShardCollector if zero_copy else ShardCollector

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from gear_loader.collection.collector import Buffers
 from gear_loader.collection.n_step import NStep
@@ -18,10 +19,18 @@ from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.remote_spans import RemoteSpans, SpanPart
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError, TableEmptyError, TransportError
+from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.schema import Window
 from gear_loader.utils.arrays import Array
 
-__all__ = ["PackedShardRows", "ShardPackedBuffers", "ShardPackedCollector", "check_packed_shards", "spans_of"]
+__all__ = [
+    "PackedShardRows",
+    "ServedRows",
+    "ShardPackedBuffers",
+    "ShardPackedCollector",
+    "check_packed_shards",
+    "spans_of",
+]
 
 _TURNS = 8  # attempts to draw spare rows
 
@@ -103,12 +112,28 @@ class ShardPackedBuffers(PackedBuffers):
         self.sources.clear()
 
 
+class ServedRows(NamedTuple):
+    """The rows of other nodes that came.
+
+    Attributes:
+        parts: the answers.
+        served: bool [n], which of the rows that were asked for, n, are in the batch.
+        numbers: their numbers in the batch, int64 [n]. lows: first step of each, int64 [n].
+    """
+
+    parts: list[SpanPart]
+    served: Array
+    numbers: Array
+    lows: Array
+
+
 class ShardPackedCollector(PackedCollector):
     """Gathers packed batches of any shards, on the CPU.
 
     Args:
         shards: the sharded table.
         windows, weighs: as for `PackedCollector`.
+        device, programs: for a subclass that gathers for a GPU, as for `Collector`.
 
     Attributes:
         num_gone: rows that were replaced, or left out, because their trajectory was gone before it was read.
@@ -118,9 +143,16 @@ class ShardPackedCollector(PackedCollector):
     row_keys = ROW_KEYS
 
     def __init__(
-        self, shards: Shards, windows: Mapping[str, Window | NStep | Whole], *, weighs: bool = False
+        self,
+        shards: Shards,
+        windows: Mapping[str, Window | NStep | Whole],
+        *,
+        weighs: bool = False,
+        device: torch.device | None = None,
+        programs: int | None = None,
     ) -> None:
-        super().__init__(shards.table, windows, weighs=weighs)
+        super().__init__(shards.table, windows, weighs=weighs, device=device, programs=programs)
+        self.zero_copy = self.awaits_pinning = False
         self.shards = shards
         self.waits = shards.exchange.size > 1
         self.num_gone = self.num_lost = 0
@@ -140,7 +172,7 @@ class ShardPackedCollector(PackedCollector):
             TableEmptyError: rows were gone, and there are no spare rows.
             SchemaError: the batch would have 2**31 steps or more.
         """
-        assert isinstance(buffers, ShardPackedBuffers)
+        assert isinstance(buffers, PackedBuffers)
         spans = self._spans(rows)
         requested: list[tuple[int, SpanPart]] = []
         missing: list[Array] = []
@@ -159,24 +191,21 @@ class ShardPackedCollector(PackedCollector):
                 requested += [(shard, part) for part in started]
         here = np.concatenate([np.empty(0, dtype=np.int64), *missing])
         far = ~np.isin(rows.shards, self.shards.local_shards())
+        unread = here[:0]
         if not len(here):  # else the places are not known before it is known which rows there are
-            self._begin(buffers, spans)
-            self._gather_local(buffers, rows, spans)
+            unread = self._gather_local(buffers, rows, spans)
         parts, gone = self._received(requested)
         served = far.copy()
         served[here], served[gone] = False, False
-        changed = np.union1d(here, gone)
         lows, numbers = spans[0], np.arange(len(rows))
-        if len(changed):
-            numbers = self._without(rows, changed)
+        changed = np.unique(np.concatenate((here, gone, unread)))
+        while len(changed):
+            moved = self._without(rows, changed)
+            numbers = np.where(numbers >= 0, moved[numbers], -1)
             spans = self._spans(rows)
-            self._begin(buffers, spans)
-            self._gather_local(buffers, rows, spans)
-        self._place(buffers, parts, served, numbers, lows)
-        still = numbers[served]
-        self._number(buffers, spans[:, still], still)
-        self._write_keys(buffers, rows)
-        buffers.convert(len(rows), buffers.total)
+            changed = self._gather_local(buffers, rows, spans)
+        served &= numbers >= 0
+        self._finish(buffers, rows, spans, ServedRows(parts, served, numbers, lows))
 
     def _spans(self, rows: ShardRows) -> Array:
         return (
@@ -236,19 +265,53 @@ class ShardPackedCollector(PackedCollector):
 
     # ---------------------------------------------------------------- rows of this node and of others
 
-    def _gather_local(self, buffers: ShardPackedBuffers, rows: ShardRows, spans: Array) -> None:
+    def _gather_local(self, buffers: PackedBuffers, rows: ShardRows, spans: Array) -> Array:
+        """Gather rows of this node's shards; return those that cannot be read from disk, int64 [n]."""
+        self._begin(buffers, spans)
         slots, generations = (np.ascontiguousarray(rows.records[name]) for name in ("slot", "generation"))
+        lost = [np.empty(0, dtype=np.int64)]
         for shard, which in self._by_shard(rows):
-            source = self.shards.source(shard)
-            if isinstance(source, RemoteShard):
+            if isinstance(self.shards.source(shard), RemoteShard):
                 continue
-            table = source.table
-            if shard not in buffers.sources:
-                names = [list(self.steps), list(self.once)]
-                steps, once = ({name: buffers.gathered[name] for name in part} for part in names)
-                buffers.sources[shard] = self.table_of(steps, table), self.table_of(once, table)
-            bad = self._copy(buffers, table, buffers.sources[shard], slots, generations, spans, which)
-            table.reader().check_gathered(bad)
+            try:
+                self._gather_shard(buffers, shard, slots, generations, spans, which)
+            except LostRowsError as error:
+                table_here(self.shards, shard).remove_lost(error)
+                lost.append(which[np.isin(slots[which], error.slots)])
+        unread: Array = np.concatenate(lost)
+        self.num_gone += len(unread)
+        return unread
+
+    def _gather_shard(
+        self,
+        buffers: PackedBuffers,
+        shard: int,
+        slots: Array,
+        generations: Array,
+        spans: Array,
+        which: Array,
+    ) -> None:
+        """Gather rows of one shard of this node; see `PackedCollector._copy`."""
+        assert isinstance(buffers, ShardPackedBuffers)
+        table = table_here(self.shards, shard)
+        if shard not in buffers.sources:
+            names = [list(self.steps), list(self.once)]
+            steps, once = ({name: buffers.gathered[name] for name in part} for part in names)
+            buffers.sources[shard] = self.table_of(steps, table), self.table_of(once, table)
+        bad = self._copy(buffers, table, buffers.sources[shard], slots, generations, spans, which)
+        table.reader().check_gathered(bad)
+
+    def _finish(self, buffers: PackedBuffers, rows: ShardRows, spans: Array, far: ServedRows) -> None:
+        """Place the rows of other nodes, and write what else the batch has."""
+        self._place(buffers, far)
+        still = far.numbers[far.served]
+        self._number(buffers, spans[:, still], still)
+        names, weights = self._names(rows)
+        for place, value in zip(buffers.names, names, strict=True):
+            place[: len(rows)] = value
+        if weights is not None:
+            buffers.rows_memory["priority_weight"].numpy()[: len(rows)] = weights
+        buffers.convert(len(rows), buffers.total)
 
     def _received(self, parts: list[tuple[int, SpanPart]]) -> tuple[list[SpanPart], Array]:
         """Wait for the parts; return those that came, and the rows that did not, int64 [n]."""
@@ -272,31 +335,21 @@ class ShardPackedCollector(PackedCollector):
             raise failure
         return came, np.unique(np.concatenate(missing))
 
-    def _place(
-        self,
-        buffers: ShardPackedBuffers,
-        parts: list[SpanPart],
-        served: Array,
-        numbers: Array,
-        lows: Array,
-    ) -> None:
-        """Place the parts of rows `served` into the batch, where they have these numbers; give the memory back."""
-        places = np.zeros(len(numbers), dtype=np.int64)
-        places[served] = buffers.starts_array[numbers[served]]
-        for part in parts:
-            which = served[part.rows]
-            part.place(buffers.gathered, places, lows, numbers, which)
+    def _place(self, buffers: PackedBuffers, far: ServedRows) -> None:
+        """Place rows of other nodes into the batch; give the memory of the parts back."""
+        places = np.zeros(len(far.numbers), dtype=np.int64)
+        places[far.served] = buffers.starts_array[far.numbers[far.served]]
+        for part in far.parts:
+            part.place(buffers.gathered, places, far.lows, far.numbers, far.served[part.rows])
             self._remote.staging.give(part.memory)
 
     # ---------------------------------------------------------------- keys
 
-    def _write_keys(self, buffers: ShardPackedBuffers, rows: ShardRows) -> None:
-        count, records = len(rows), rows.records
-        values = records["slot"], records["step"], records["generation"], rows.shards
-        for place, value in zip(buffers.names, values, strict=True):
-            place[:count] = value
+    def _names(self, rows: ShardRows) -> tuple[tuple[Array, ...], Array | None]:
+        """The values of `row_keys`, int64 [n] each, and importance weights, float32 [n], or None."""
+        records = rows.records
         weights = rows.weights if isinstance(rows, PackedShardRows) else None
-        if weights is None and rows.weigh is not None:
+        if self.weighs and weights is None and rows.weigh is not None:
             weights = rows.weigh(records["leaf"])
-        if self.weighs and weights is not None:
-            buffers.rows_memory["priority_weight"].numpy()[:count] = weights
+        names = records["slot"], records["step"], records["generation"], rows.shards
+        return names, weights if self.weighs else None

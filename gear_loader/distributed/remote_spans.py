@@ -66,12 +66,13 @@ class RemoteSpans:
 
     Args:
         columns: name in the batch -> column.
+        pinned: whether answers arrive in pinned memory, which a GPU can read.
     """
 
-    def __init__(self, columns: Mapping[str, str]) -> None:
+    def __init__(self, columns: Mapping[str, str], *, pinned: bool = False) -> None:
         self._columns = dict(columns)
         self._specs: dict[tuple[int, str], PackedSpec] = {}
-        self.staging = Staging(pinned=False)
+        self.staging = Staging(pinned=pinned)
 
     def start(self, source: RemoteShard, rows: Array, records: Array, spans: Array) -> list[SpanPart]:
         """Request the steps of rows; return the parts.
