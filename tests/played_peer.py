@@ -15,6 +15,7 @@ from gear_loader.distributed.shard_sampler import records_of
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import TransportError
 from gear_loader.storage.states import READY
+from gear_loader.transport.packed_spec import PackedSpec
 
 
 class PlayedPeer:
@@ -54,4 +55,32 @@ class PlayedPeer:
         first = spec.data_bytes(len(slots))
         out[first : first + len(slots)] = gone
         future.set_result(out[first : first + len(slots)])
+        return future
+
+    def fetch_spans(
+        self, spec: PackedSpec, slots: Any, firsts: Any, generations: Any, counts: Any, out: Any
+    ) -> Any:
+        """The same for spans of steps."""
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self.asked += len(slots)
+        if self.error is not None:
+            future.set_exception(self.error)
+            return future
+        state, generation, _ = self.table.reader().slot_states()
+        gone = np.isin(slots, list(self.gone)) | (state[slots] != READY) | (generation[slots] != generations)
+        count, total = len(slots), int(counts.sum())
+        out[:] = 255
+        status = out[spec.data_bytes(count, total) :][:count]
+        status[:] = gone
+        begins = np.cumsum(counts) - counts
+        for i in np.flatnonzero(~gone).tolist():
+            rows = self.table[int(slots[i])]
+            for span in spec.spans(count, total):
+                values = rows[spec.columns[span.name]]
+                low, begin = (0, i) if span.once else (int(firsts[i]), int(begins[i]))
+                steps = values[None] if span.once else values[low : low + int(counts[i])]
+                bytes_ = steps.contiguous().reshape(-1).view(torch.uint8).numpy()
+                first = span.offset + begin * span.step_bytes
+                out[first : first + len(bytes_)] = bytes_
+        future.set_result(status)
         return future

@@ -26,6 +26,8 @@ BATCH = 12
 COUNTS = [20, 15, 10]
 WINDOWS = gear.Window(5, -2)
 HALF = gear.Window(WINDOWS.length, WINDOWS.offset, column="obs", dtype=torch.bfloat16, scale=1 / 3)
+PACKED = gear.Window(20, -10)
+PACKED_HALF = gear.Window(PACKED.length, PACKED.offset, column="obs", dtype=torch.bfloat16, scale=1 / 3)
 SELECTORS = {"uniform": gear.Uniform, "prioritized": gear.Prioritized, "top": gear.TopK}
 _names = itertools.count()
 
@@ -45,6 +47,8 @@ class ShardScenario:
         cache: bytes of the cache for rows of other nodes.
         tier: whether half of the trajectories lie on a disk only.
         converts: whether a window has another dtype.
+        layout: of the batches; all but ``"padded"`` have a number of steps instead of rows if `budget`.
+        budget: see `layout`.
     """
 
     selector: str = "uniform"
@@ -58,6 +62,19 @@ class ShardScenario:
     cache: int | None = None
     tier: bool = False
     converts: bool = False
+    layout: str = "padded"
+    budget: bool = False
+
+    @classmethod
+    def flat(cls, seed: int) -> ShardScenario:
+        """That of a seed with packed batches, in half of them of tables of which some trajectories lie on disk."""
+        scenario, choose = cls.of(seed), random.Random(f"flat {seed}")
+        return dataclasses.replace(
+            scenario,
+            layout=choose.choice(["packed", "packed", "jagged"]),
+            budget=choose.random() < 0.5 and scenario.selector == "uniform",
+            tier=choose.random() < 0.5,
+        )
 
     @classmethod
     def of(cls, seed: int) -> ShardScenario:
@@ -107,11 +124,17 @@ def _batches(
     for shard in scenario.remote:
         peer: Any = PlayedPeer(tables[shard], set())
         shards._sources[shard] = RemoteShard(peer, "played", tables[0].schema)
-    windows: dict[str, Any] = {**dict.fromkeys(("obs", "act", "flag"), WINDOWS), "task": None}
+    packs = scenario.layout != "padded"
+    window, half = (PACKED, PACKED_HALF) if packs else (WINDOWS, HALF)
+    windows: dict[str, Any] = {**dict.fromkeys(("obs", "act", "flag"), window), "task": None}
+    sizes: dict[str, Any] = {"batch_size": BATCH}
+    if scenario.budget:
+        sizes = {"max_steps": 60, "lookahead": 2}
     data = gear.ReplayDataset(
         shards,
-        batch_size=BATCH,
-        windows={**windows, "half": HALF} if scenario.converts else WINDOWS,
+        **sizes,
+        layout=scenario.layout,
+        windows={**windows, "half": half} if scenario.converts else window,
         selector=SELECTORS[scenario.selector](),
         device=device,
         prefetch=scenario.prefetch,
@@ -125,6 +148,8 @@ def _batches(
     with torch.cuda.stream(stream):
         for number, batch in enumerate(data):
             found.append(cloned(dict(batch)))
+            if scenario.layout == "jagged":
+                found[-1] = {name: flat(value) for name, value in found[-1].items()}
             if scenario.selector != "uniform":
                 data.update_priority(batch, new_priorities(on_host(found[-1]), number).to(device))
     del batch
@@ -146,21 +171,49 @@ def _owners(tables: list[gear.Table]) -> dict[tuple[int, int, int], int]:
     return found
 
 
+def number_of_steps(number: int) -> int:
+    """Of the trajectory with this number, as `filled` adds it."""
+    return number * 7 % 23 + 1
+
+
 def _write(cuda: Cuda, tables: list[gear.Table], owners: dict[tuple[int, int, int], int]) -> None:
     for i in range(60):
-        cuda.threads.wait(lambda: cuda.machine.counts["gather"] > i // 5)  # noqa: B023
+        gathers = ("gather", "gather packed")
+        cuda.threads.wait(lambda: sum(cuda.machine.counts[each] for each in gathers) > i // 5)  # noqa: B023
         table = i % 3
         number = 100 * table + 20 + i
-        slot = tables[table].add(trajectory(number, number * 7 % 23 + 1), priority=1.0)
+        slot = tables[table].add(trajectory(number, number_of_steps(number)), priority=1.0)
         owners[table, slot, int(tables[table].reader().slot_states()[1][slot])] = number
         cuda.threads.switch()
 
 
+def flat(value: Any) -> Any:
+    """The values of a jagged tensor."""
+    return value.values() if getattr(value, "is_nested", False) else value
+
+
+def check_packed(batch: dict[str, Any]) -> None:
+    """Every row has the steps of one trajectory that its window has."""
+    starts = batch["cu_seqlens"].tolist()
+    for row, (begin, end) in enumerate(itertools.pairwise(starts)):
+        number, part = int(batch["task"][row, 0]), slice(begin, end)
+        length, low = number_of_steps(number), max(int(batch["anchor"][row]) + PACKED.offset, 0)
+        high = min(int(batch["anchor"][row]) + PACKED.offset + PACKED.length, length)
+        if batch["position"][part].tolist() != list(range(low, high)):
+            raise Mismatch(f"row {row} of {number} has steps {batch['position'][part]}; expected {low} to {high}")
+        for name, values in trajectory(number, length).items():
+            wanted = torch.from_numpy(values[low:high] if name != "task" else values)
+            found = batch[name][part] if name != "task" else batch[name][row]
+            if not torch.equal(found, wanted):
+                raise Mismatch(f"row {row} of {number}: {name} is {found}; expected {wanted}")
+
+
 @functools.cache
-def _expected(selector: str, prefetch: int) -> list[dict[str, Any]]:
-    tables = _tables(ShardScenario())
+def _expected(selector: str, prefetch: int, layout: str, budget: bool) -> list[dict[str, Any]]:
+    scenario = ShardScenario(selector, prefetch, copy=True, layout=layout, budget=budget)
+    tables = _tables(scenario)
     try:
-        return _batches(ShardScenario(selector, prefetch, copy=True), "cpu", tables)
+        return _batches(scenario, "cpu", tables)
     finally:
         for table in tables:
             table.unlink()
@@ -169,7 +222,8 @@ def _expected(selector: str, prefetch: int) -> list[dict[str, Any]]:
 
 def run_shards(scenario: ShardScenario, seed: int, policy: Policy) -> Cuda:
     """Raise an error if anything goes wrong; batches without other writers are those of the CPU."""
-    expected = None if scenario.writes else _expected(scenario.selector, scenario.prefetch)
+    case = scenario.selector, scenario.prefetch, scenario.layout, scenario.budget
+    expected = None if scenario.writes else _expected(*case)
     cuda = Cuda(seed, policy)
     cuda.refuse_pinning = not scenario.pinned
     with tempfile.TemporaryDirectory() as folder, collected_on_request(), cuda.installed():
@@ -185,7 +239,10 @@ def run_shards(scenario: ShardScenario, seed: int, policy: Policy) -> Cuda:
                 table.close()
     cuda.check()
     for number, batch in enumerate(found):
-        check_batch(batch, WINDOWS)
+        if scenario.layout == "padded":
+            check_batch(batch, WINDOWS)
+        else:
+            check_packed(batch)
         if scenario.converts and not torch.equal(batch["half"], (batch["obs"] * HALF.scale).bfloat16()):
             raise Mismatch(f"batch {number}: half is {batch['half']}; expected obs * {HALF.scale}")
         names = zip(*(batch[key].tolist() for key in ("shard", "index", "generation")), strict=True)
@@ -195,6 +252,7 @@ def run_shards(scenario: ShardScenario, seed: int, policy: Policy) -> Cuda:
                 f"batch {number} has trajectories {batch['task'][:, 0].tolist()}; expected {numbers}"
             )
         for key, value in {} if expected is None else expected[number].items():
-            if not torch.equal(batch[key], value):
+            same = torch.equal(batch[key], value) if isinstance(value, torch.Tensor) else batch[key] == value
+            if not same:
                 raise Mismatch(f"batch {number}: {key} is {batch[key]}; expected {value}")
     return cuda
