@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from gear_loader.utils import captures
+
 WAIT = 60.0
 """Seconds after which a wait that should end has failed: the machine may be busy."""
 
@@ -33,6 +35,9 @@ class Stream:
 
     def wait_stream(self, stream: Any) -> None:
         self.waited.append(stream)
+
+    def synchronize(self) -> None:
+        """Nothing is left to wait for."""
 
 
 class Event:
@@ -218,6 +223,21 @@ class OnCpu(TorchFunctionMode):
             self.pinned.add(made)
             return made
         return function(*args, **options)
+
+
+class _Driver:
+    """Stands for libcuda."""
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        return 0
+
+
+def played_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnCpu]:
+    """A fixture: `FakeCuda`, and `OnCpu` in the thread of the test."""
+    FakeCuda(monkeypatch)
+    monkeypatch.setattr(captures.ctypes, "CDLL", lambda name: _Driver())
+    with OnCpu() as mode:
+        yield mode
 
 
 def _is_cuda(device: Any) -> bool:

@@ -869,7 +869,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 # A state may precede the prefetched batches and one that a trainer fetched ahead.
                 history=_ALL_DRAWS if self._budget is not None else self.prefetch + self.keep + 2,
                 # A packed batch is drawn on the host, which lists its rows' blocks.
-                device=self.device if self.layout == "padded" else torch.device("cpu"),
+                device=torch.device("cpu") if self._packs else self.device,
                 windows=expand(self.table.schema, self.windows)[0],
                 shards=self.shards,
                 exchange=self._exchange if self._is_global else None,

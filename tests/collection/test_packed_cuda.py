@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from cuda_common import FakeCuda, OnCpu
+from checkpoint_common import flip
+from cuda_common import OnCpu, played_on_cpu
 from dataset_common import snapshot
+from tier_common import NEVER, spill
 
 import gear_loader as gear
-from gear_loader.utils import captures
 
 played = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 SCHEMA = {
@@ -28,17 +32,53 @@ DEVICE = torch.device("cuda", 1)
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnCpu]:
-    FakeCuda(monkeypatch)
-    monkeypatch.setattr(captures.ctypes, "CDLL", lambda name: Driver())
-    with OnCpu() as mode:
-        yield mode
+    yield from played_on_cpu(monkeypatch)
 
 
-class Driver:
-    """Stands for libcuda."""
+LATE = {
+    "token": SCHEMA["token"],
+    "wide": SCHEMA["wide"],
+    "reward": SCHEMA["reward"],
+    "flag": SCHEMA["flag"],
+    "advantage": gear.Column(torch.float32, (3,), late=True),
+    "score": gear.Column(torch.float16, per="trajectory", late=True),
+}
 
-    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
-        return 0
+
+def made_tiered(path: Path, *, packed: bool, again: bool = True) -> gear.Table:
+    """A table with late columns, filled in all but two trajectories. Some lie on disk; with `again` one of them is in
+    memory again, because its columns were filled there, else nothing was read from disk."""
+    disk = gear.Disk(path, sync_seconds=NEVER, size="1GiB", keep="newest")
+    sizes = {"max_steps": 1000, "max_trajectories": 20, "block_steps": 16, "max_blocks": 200}
+    table = gear.Table.create(LATE, **sizes, packed=packed, disk=disk)
+    for number, length in enumerate(LENGTHS):
+        random = np.random.default_rng(number)
+        table.add(
+            {
+                "token": random.integers(0, 1000, length, dtype=np.int32),
+                "wide": random.random((length, 64), dtype=np.float32),
+                "flag": random.random(length) < 0.5,
+                "reward": random.random(2),
+            },
+            priority=number % 4 + 0.5,
+        )
+
+    def fill(numbers: list[int]) -> None:
+        lengths = [LENGTHS[number] for number in numbers]
+        advantage = [
+            np.full((n, 3), number, dtype=np.float32) for number, n in zip(numbers, lengths, strict=True)
+        ]
+        generations = table.index.arrays.generation[numbers]
+        table.fill(
+            numbers, generation=generations, advantage=advantage, score=np.array(numbers, dtype=np.float16)
+        )
+
+    fill([0, 1, 3, 4, 5, 6, 7, 8])
+    table.save(path)
+    assert spill(table, [0, 2, 3, 5, 7, 9, 10]) == 7
+    fill([2, 11] if again else [11])
+    assert spill(table, [2]) == 0  # it is not on disk with what was filled
+    return table
 
 
 def made_table(*, packed: bool) -> gear.Table:
@@ -126,6 +166,68 @@ def test_batches_are_those_of_the_cpu(
         assert len(found) == len(expected) == 4
         for one, two in zip(found, expected, strict=True):
             same(one, two)
+
+
+TIERED: dict[str, dict[str, Any]] = {
+    "priorities": {"sample_info": True, "selector": gear.Prioritized()},
+    "budget": {"batch_size": None, "max_steps": 300, "lookahead": 2, "too_long": "truncate"},
+    "jagged": {"windows": gear.Window(9, -4), "layout": "jagged", "copy": True},
+    "padded": {"windows": gear.Whole(), "layout": "padded"},
+    "converted": {
+        "windows": {
+            "token": gear.Whole(),
+            "long": gear.Whole("token", torch.int64),
+            "advantage": gear.Whole(dtype=torch.bfloat16, scale=0.5),
+            "half": gear.Whole("advantage", torch.float16),
+            "score": gear.Window(1, dtype=torch.float32),
+            "reward": None,
+        }
+    },
+    "first blocks": {"windows": {"token": gear.Window(3, -1), "score": None}, "anchor": "last"},
+}
+
+
+@played
+@pytest.mark.parametrize("name", TIERED)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("staged", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_batches_of_a_disk_tier_are_those_of_the_cpu(
+    on_cpu: OnCpu, name: str, packed: bool, staged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows in memory, on disk, and in memory again; late columns, and those per trajectory."""
+    with made_tiered(tmp_path, packed=packed) as table:
+        expected = batches(table, "cpu", **TIERED[name])
+        options = dict(TIERED[name])
+        if staged:
+            monkeypatch.setattr(type(table.region), "pin", lambda *_, **__: False)
+            options["prefetch"] = 0  # the stand-in is not in other threads
+        found = batches(table, DEVICE, **options)
+        assert len(found) == len(expected) == 4
+        for one, two in zip(found, expected, strict=True):
+            same(one, two)
+        indices = torch.cat([batch["index"] for batch in found]).tolist()
+        assert not {9, 10} & set(indices)  # no late column is filled
+        assert {0, 3, 5, 7} & set(indices)
+        assert {1, 2, 4, 6, 8, 11} & set(indices)
+
+
+@played
+def test_rows_that_cannot_be_read_leave_the_batch(on_cpu: OnCpu, tmp_path: Path) -> None:
+    """They are removed, and the batch is drawn again, or made without them."""
+    for name, more in (("rows", {}), ("steps", {"batch_size": None, "max_steps": 300})):
+        with made_tiered(tmp_path / name, packed=True, again=False) as table:
+            for file in (tmp_path / name / "segments").glob("*/wide.npy"):
+                flip(file, os.path.getsize(file) - 1)
+            options = {"selector": gear.Uniform(replacement=False), "batches_per_epoch": None, **more}
+            found = batches(table, DEVICE, **options)
+            indices = torch.cat([batch["index"] for batch in found]).tolist()
+            assert {1, 4, 6, 8, 11} == set(indices)
+            assert table.stats().num_lost > 0
+            for batch in found:
+                for begin, end, row in zip(
+                    batch["cu_seqlens"], batch["cu_seqlens"][1:], batch["index"].tolist(), strict=False
+                ):
+                    assert torch.equal(batch["wide"][begin:end], table[row]["wide"])
 
 
 @played

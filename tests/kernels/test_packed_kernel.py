@@ -8,12 +8,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from gather_common import POISON, STEP_BYTES, Store, pinned_memory
+from gather_common import GUARD, POISON, STEP_BYTES, Store, host_memory, pinned_memory
 from packed_common import WHOLE, PackedBatch
 
+from gear_loader.collection.packed_sources import staged_pieces
 from gear_loader.kernels import packed_reference
 from gear_loader.kernels.packed import gather_packed
-from gear_loader.kernels.packed_plan import PackedColumn, PackedPlan
+from gear_loader.kernels.packed_plan import PackedColumn, PackedPlan, PackedWork
+from gear_loader.native.packed_lines import count_lists, list_lines
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
@@ -111,6 +113,53 @@ def test_random_shapes(
 
 
 @ALL
+@pytest.mark.parametrize("shift", [0, 4, 3])
+def test_rows_one_after_another_in_one_block(run: Gather, shift: int) -> None:
+    """As in staging memory: what is read begins anywhere in a line; the plan's table is among the batch's lists."""
+    random, counts, order = np.random.default_rng(shift), [70, 1, 5, 300, 12], [3, 0, 4, 1, 2]
+    begins, total = np.cumsum(counts) - counts, sum(counts)
+    outs = np.zeros(len(counts), dtype=np.int64)
+    outs[order] = np.cumsum(np.array(counts)[order]) - np.array(counts)[order]
+    pieces, number = staged_pieces(
+        begins, np.array(counts), outs, begins % 7, (np.arange(5), np.array(order))
+    )
+    columns, expected = [], []
+    for size, once in ((1, False), (12, False), (64, False), (384, False), (3, True), (16, True)):
+        rows = len(counts) if once else total
+        values = random.integers(0, 256, (rows, size), dtype=np.uint8)
+        memory = pinned_memory if torch.cuda.is_available() else host_memory
+        source = memory(-(-rows * size // 128) * 128)
+        source[: rows * size] = torch.from_numpy(values.reshape(-1))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        out = torch.full((GUARD + shift + rows * size + GUARD,), POISON, dtype=torch.uint8, device=device)
+        columns.append(PackedColumn(source[None], out[GUARD + shift : -GUARD].view(rows, size), once=once))
+        moved = np.empty_like(values)
+        for row, (begin, count) in enumerate(zip(begins, counts, strict=True)):
+            if once:
+                moved[order[row]] = values[row]
+            else:
+                moved[outs[row] : outs[row] + count] = values[begin : begin + count]
+        expected.append((out, moved))
+    position = torch.full((total,), -1, dtype=torch.int32, device=device)
+    plan = PackedPlan(columns, position)
+    plan.device_table = plan.table.to(device)
+    kinds = plan.kinds.numpy()
+    classes, ends = np.zeros((len(kinds) + 1, 4), dtype=np.int64), np.zeros(4, dtype=np.int64)
+    groups, tiles = (np.empty(n, dtype=np.int64) for n in count_lists(pieces, number, kinds, classes))
+    list_lines(pieces, number, kinds, classes, groups, tiles, ends)
+    lists = (torch.from_numpy(each).to(device) for each in (pieces, groups, tiles))
+    run(plan, PackedWork(*lists, tuple(ends.tolist()), (number, len(counts))))
+    for out, values in expected:
+        whole = out.cpu().numpy()
+        np.testing.assert_array_equal(whole[GUARD + shift : -GUARD].reshape(values.shape), values)
+        assert (whole[: GUARD + shift] == POISON).all()
+        assert (whole[-GUARD:] == POISON).all()
+    for row, count in enumerate(counts):
+        found = position[outs[row] : outs[row] + count].cpu().numpy()
+        np.testing.assert_array_equal(found, begins[row] % 7 + np.arange(count))
+
+
+@ALL
 def test_what_is_refused(run: Gather) -> None:
     batch = PackedBatch(Store([4], [20], 8), [0])
     plan, work = batch.plan, batch.work
@@ -142,6 +191,10 @@ def test_columns_that_are_refused() -> None:
         PackedPlan([column], position[:4])
     with pytest.raises(TypeError, match=r"position is torch.int64 \[5\]"):
         PackedPlan([column], position.long())
+    with pytest.raises(
+        ValueError, match=r"device_table is torch.int32 \[1, 4\] on cpu; expected torch.int64 \[1, 4\]"
+    ):
+        PackedPlan([column], position).device_table = torch.zeros(1, 4, dtype=torch.int32)
 
 
 @pytest.mark.gpu

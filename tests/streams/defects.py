@@ -18,6 +18,7 @@ from gear_loader.collection.device_cache import DeviceCache
 from gear_loader.collection.packed_cuda import CudaPackedBuffers, CudaPackedCollector
 from gear_loader.collection.references import BatchReferences
 from gear_loader.distributed.collector_cuda import CudaShardCollector
+from gear_loader.distributed.packed_cuda import CudaShardPackedCollector
 from gear_loader.selection import prioritized_cuda
 from gear_loader.selection.budget_planner import PlannedBatch
 
@@ -183,7 +184,7 @@ PACKED_DEFECTS: dict[str, Defect] = {
         Stream, "wait_event", "_deliver"
     ),
     "packed buffers are filled again without waiting for the consumer": _left_out(
-        Stream, "wait_event", "_gather_listed", "_gather_staged"
+        Stream, "wait_event", "_copy_over", "copy_staged"
     ),
     "the tickets of a planned batch are given back when the gather is queued": _early_plan,
     "the allocator is not told that the consumer uses memory that has grown": _unknown_memory,
@@ -192,6 +193,63 @@ PACKED_DEFECTS: dict[str, Defect] = {
     ),
 }
 """The same for packed batches."""
+
+
+def _one_room(patch: pytest.MonkeyPatch) -> None:
+    """Rows on disk are read into memory that all buffers share."""
+    room, rooms = CudaPackedBuffers.room, list[torch.Tensor]()
+
+    def shared(self: Any, size: int) -> torch.Tensor:
+        self._rooms = rooms
+        return room(self, size)
+
+    patch.setattr(CudaPackedBuffers, "room", shared)
+
+
+def _no_keeper(patch: pytest.MonkeyPatch) -> None:
+    """Staging memory is given up when the gather is queued."""
+    gather = CudaPackedBuffers.gather
+
+    def give_up(self: Any, rows: Any, programs: Any) -> None:
+        gather(self, rows, programs)
+        self._rooms = []
+
+    patch.setattr(CudaPackedBuffers, "gather", give_up)
+
+
+PACKED_TIER_DEFECTS: dict[str, Defect] = {
+    "rows on disk are read into memory that a packed gather still reads": _one_room,
+    "memory of rows on disk is freed when the packed gather is queued": _no_keeper,
+    "the host reads rows on disk while the last batch is still gathered": _left_out(
+        Event, "synchronize", "gather"
+    ),
+    "the tickets of packed rows are given back when the gather is queued": _early_ticket,
+}
+"""The same for packed batches of a table with a disk tier."""
+
+
+def _parts_early(patch: pytest.MonkeyPatch) -> None:
+    finish = CudaShardPackedCollector._finish
+
+    def early(self: Any, buffers: Any, *parts: Any) -> None:
+        finish(self, buffers, *parts)
+        while buffers.parts:
+            self._remote.staging.give(buffers.parts.pop())
+
+    patch.setattr(CudaShardPackedCollector, "_finish", early)
+
+
+PACKED_SHARD_DEFECTS: dict[str, Defect] = {
+    "answers of other nodes arrive in memory that a packed gather still reads": _parts_early,
+    "the host writes the lists of a packed batch over shards that a copy still reads": _left_out(
+        Event, "synchronize", "gather"
+    ),
+    "packed buffers over shards are filled again without waiting for the consumer": _left_out(
+        Stream, "wait_event", "_copy_over", "copy_staged"
+    ),
+    "tickets of packed rows of several shards are given back when the gather is queued": _early_ticket,
+}
+"""The same for packed batches over shards."""
 
 
 def _copies_beside(patch: pytest.MonkeyPatch) -> None:
@@ -248,9 +306,12 @@ CACHE_DEFECTS: dict[str, Defect] = {
 """The same for a device cache."""
 
 
+ALL = DEFECTS | SHARD_DEFECTS | PACKED_DEFECTS | PACKED_TIER_DEFECTS | PACKED_SHARD_DEFECTS | CACHE_DEFECTS
+
+
 @contextlib.contextmanager
 def put_back(name: str) -> Iterator[None]:
     """Put a defect back until the end of the block."""
     with pytest.MonkeyPatch.context() as patch:
-        (DEFECTS | SHARD_DEFECTS | PACKED_DEFECTS | CACHE_DEFECTS)[name](patch)
+        ALL[name](patch)
         yield

@@ -21,6 +21,7 @@ from gear_loader.collection.device_cache import DeviceCache
 from gear_loader.collection.packed import PackedCollector
 from gear_loader.collection.windows import expand
 from gear_loader.distributed.selection_for import selection_for
+from gear_loader.errors import StaleIndexError
 from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.storage.readers import Ticket
@@ -67,6 +68,7 @@ class Scenario:
         layout: of the batches; all but ``"padded"`` have a number of steps instead of rows if `budget`.
         budget: see `layout`. converts: whether some windows have another dtype.
         tier: whether some trajectories lie on a disk only.
+        late: whether a column is filled later, of some trajectories while batches are made.
         pairs: whether groups of two trajectories are drawn.
         cache: blocks that fit into the device's memory; 0 for no cache.
     """
@@ -91,6 +93,7 @@ class Scenario:
     mode: str = ""
     packed: bool = False
     tier: bool = False
+    late: bool = False
     layout: str = "padded"
     budget: bool = False
     converts: bool = False
@@ -114,6 +117,15 @@ class Scenario:
             pairs=choose.random() < 0.4
             and "steps" not in scenario.selector
             and scenario.selector != "distinct",
+        )
+
+    @classmethod
+    def flat_tier(cls, seed: int) -> Scenario:
+        """That of a seed with packed batches of a table with a disk tier, in half of them with a late column."""
+        scenario = cls.flat(seed)
+        selector = scenario.selector.replace("prioritized steps", "prioritized")
+        return dataclasses.replace(
+            scenario, selector=selector, layout="packed", tier=True, late=seed % 2 == 0, pairs=False
         )
 
     @classmethod
@@ -197,23 +209,40 @@ def rows_of(number: int) -> dict[str, Any]:
     }
 
 
-def made_table(*, packed: bool = False, tier: str | None = None) -> gear.Table:
-    """A table of some trajectories; with the path of a disk tier, every second of them lies there only."""
+def made_table(*, packed: bool = False, tier: str | None = None, late: bool = False) -> gear.Table:
+    """A table of some trajectories; with the path of a disk tier, every second of them lies there only. Of two in three
+    the late column, if there is one, is filled."""
     schema = {
         "value": gear.Column(torch.float32, (5,)),
         "number": gear.Column(torch.int64),
         "task": gear.Column(torch.int64, (2,), per="trajectory"),
         "pair": gear.Column(torch.int64, per="trajectory"),
     }
+    if late:
+        schema["score"] = gear.Column(torch.float16, (3,), late=True)
     sizes: dict[str, Any] = {"max_steps": 80, "max_trajectories": 30, "block_steps": 4}
     if tier is not None:  # with room for all, so that nothing moves by itself
         sizes.update(max_blocks=200, disk=gear.Disk(tier, sync_seconds=1e6, size="1GiB", keep="newest"))
     table = gear.Table.create(schema, **sizes, packed=packed, on_full="evict_oldest")
     for number in range(FIRST):
-        table.add(rows_of(number), priority=1.0 + number % 3)
+        slot = table.add(rows_of(number), priority=1.0 + number % 3)
+        if late and number % 3:
+            fill_score(table, slot)
     if tier is not None:
         spill_some(table, tier)
     return table
+
+
+def fill_score(table: gear.Table, slot: int, generation: int | None = None) -> None:
+    """Fill the late column of a trajectory by its number, if it is still there."""
+    if generation is None:
+        generation = int(table.index.arrays.generation[slot])
+    try:
+        values = table[slot]["number"]
+    except StaleIndexError:
+        return
+    score = torch.stack((values % 1000, -values % 1000, values % 7), 1).half()
+    table.fill([slot], generation=[generation], score=[score])
 
 
 def spill_some(table: gear.Table, tier: str) -> None:
@@ -257,7 +286,7 @@ class Run:
                 patch.setattr(device_cache, "PAUSE", 1)
                 patch.setattr(device_cache, "REST", 1)
                 patch.setattr(device_cache, "SHARE", 1)
-                table = made_table(packed=self.scenario.packed, tier=tier)
+                table = made_table(packed=self.scenario.packed, tier=tier, late=self.scenario.late)
                 self.tier = tier
                 try:
                     if self.scenario.pinning:
@@ -307,6 +336,8 @@ class Run:
             windows["half"] = gear.Window(
                 windows["value"].length, windows["value"].offset, column="value", dtype=torch.bfloat16, scale=1 / 3
             )  # fmt: skip
+        if scenario.late:
+            windows["score"] = windows["value"]
         if scenario.pairs:
             windows["pair"] = None
             sizes |= {"group": "pair", "group_size": 2}
@@ -403,6 +434,10 @@ class Run:
                 table.add(rows, priority=priority)
                 if self.tier is not None and number % 4 == 0:
                     spill_some(table, self.tier)
+                if self.scenario.late:  # the newest of them, and the oldest, which may lie on disk
+                    waiting = list(zip(*(part.tolist() for part in table.unfilled("score")), strict=True))
+                    for slot, generation in {waiting[0], waiting[-1]} if waiting else ():
+                        fill_score(table, slot, generation)
             self.cuda.threads.switch()
 
     def _grow(self, table: gear.Table, rows: dict[str, Any], priority: float) -> None:

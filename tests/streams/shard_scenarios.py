@@ -71,7 +71,7 @@ class ShardScenario:
         scenario, choose = cls.of(seed), random.Random(f"flat {seed}")
         return dataclasses.replace(
             scenario,
-            layout=choose.choice(["packed", "packed", "jagged"]),
+            layout="packed",
             budget=choose.random() < 0.5 and scenario.selector == "uniform",
             tier=choose.random() < 0.5,
         )
@@ -148,8 +148,6 @@ def _batches(
     with torch.cuda.stream(stream):
         for number, batch in enumerate(data):
             found.append(cloned(dict(batch)))
-            if scenario.layout == "jagged":
-                found[-1] = {name: flat(value) for name, value in found[-1].items()}
             if scenario.selector != "uniform":
                 data.update_priority(batch, new_priorities(on_host(found[-1]), number).to(device))
     del batch
@@ -187,11 +185,6 @@ def _write(cuda: Cuda, tables: list[gear.Table], owners: dict[tuple[int, int, in
         cuda.threads.switch()
 
 
-def flat(value: Any) -> Any:
-    """The values of a jagged tensor."""
-    return value.values() if getattr(value, "is_nested", False) else value
-
-
 def check_packed(batch: dict[str, Any]) -> None:
     """Every row has the steps of one trajectory that its window has."""
     starts = batch["cu_seqlens"].tolist()
@@ -200,7 +193,9 @@ def check_packed(batch: dict[str, Any]) -> None:
         length, low = number_of_steps(number), max(int(batch["anchor"][row]) + PACKED.offset, 0)
         high = min(int(batch["anchor"][row]) + PACKED.offset + PACKED.length, length)
         if batch["position"][part].tolist() != list(range(low, high)):
-            raise Mismatch(f"row {row} of {number} has steps {batch['position'][part]}; expected {low} to {high}")
+            raise Mismatch(
+                f"row {row} of {number} has steps {batch['position'][part]}; expected {low} to {high}"
+            )
         for name, values in trajectory(number, length).items():
             wanted = torch.from_numpy(values[low:high] if name != "task" else values)
             found = batch[name][part] if name != "task" else batch[name][row]

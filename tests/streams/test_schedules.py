@@ -15,9 +15,18 @@ import torch
 
 import gear_loader as gear
 from gear_loader.collection import prefetch
+from gear_loader.collection.packed_sources import TableSources
 
 from .cuda import Cuda
-from .defects import CACHE_DEFECTS, DEFECTS, PACKED_DEFECTS, SHARD_DEFECTS, put_back
+from .defects import (
+    ALL,
+    CACHE_DEFECTS,
+    DEFECTS,
+    PACKED_DEFECTS,
+    PACKED_SHARD_DEFECTS,
+    PACKED_TIER_DEFECTS,
+    put_back,
+)
 from .machine import Policy
 from .scenarios import Run, Scenario, cloned, compare, made_table, on_host
 from .shard_scenarios import ShardScenario, run_shards
@@ -145,6 +154,50 @@ def test_rows_of_a_disk_tier_in_any_order_of_work(seeds: int) -> None:
     assert placed > 10 * seeds
 
 
+class Staged:
+    """Counts the batches of which some rows were read from disk into staging memory."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.count, stage = 0, TableSources._stage
+
+        def counted(table: Any, *args: Any) -> Any:
+            self.count += 1
+            return stage(table, *args)
+
+        patch.setattr(TableSources, "_stage", counted)
+
+
+@pytest.mark.parametrize("seeds", [2, pytest.param(30, marks=pytest.mark.long)])
+def test_packed_batches_of_a_disk_tier_in_any_order_of_work(
+    seeds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows on disk are read into pinned memory, and gathered out of it; late columns are filled meanwhile."""
+    staged = Staged(monkeypatch)
+    check_all(range(FIRST, FIRST + seeds), of=Scenario.flat_tier)
+    assert staged.count > 5 * seeds
+
+
+def check_packed_shards(seeds: range) -> None:
+    for seed in seeds:
+        for policy in POLICIES:
+            scenario = ShardScenario.flat(seed)
+            try:
+                run_shards(scenario, seed, policy)
+            except Exception as error:
+                raise AssertionError(f"{scenario}, seed {seed}, policy {policy}") from error
+
+
+def test_packed_batches_over_shards_in_any_order_of_work() -> None:
+    """Rows of this node are read by the device, in memory and on disk, and those of others where they arrive."""
+    check_packed_shards(range(FIRST, FIRST + 4))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(2))
+def test_packed_batches_over_shards_in_tens_of_schedules(part: int) -> None:
+    check_packed_shards(range(FIRST + 4 + 12 * part, FIRST + 16 + 12 * part))
+
+
 def check_cached(seeds: range) -> None:
     hits = 0
     for seed in seeds:
@@ -264,6 +317,10 @@ def first_found(
                     Run(Scenario.of(seed), seed, policy).run()
                 elif name in PACKED_DEFECTS:
                     Run(Scenario.flat(seed), seed, policy).run()
+                elif name in PACKED_TIER_DEFECTS:
+                    Run(Scenario.flat_tier(seed), seed, policy).run()
+                elif name in PACKED_SHARD_DEFECTS:
+                    run_shards(ShardScenario.flat(seed), seed, policy)
                 elif name in CACHE_DEFECTS:
                     Run(Scenario.cached(seed), seed, policy, **options).run()
                 else:
@@ -288,7 +345,7 @@ LATE = {
 """The first seeds that find those that many do not: where the search begins, to save time."""
 
 
-@pytest.mark.parametrize("name", [*DEFECTS, *SHARD_DEFECTS, *PACKED_DEFECTS, *CACHE_DEFECTS])
+@pytest.mark.parametrize("name", ALL)
 def test_a_defect_put_back_is_found(name: str) -> None:
     assert first_found(name, "random", 100, LATE.get(name, 0)) is not None
 
