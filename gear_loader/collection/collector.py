@@ -473,8 +473,12 @@ class Collector:
                 if self._tier is None or not self._tier.outside(drawn.slots).any():
                     raise
                 disk = self._resolve_tiers(self._tier, gpu, host, drawn)
-        if cache is not None:  # of a table without a disk tier
-            cache.look_up(drawn.slots, drawn.anchors, extent[:count], ids[:count], self.reach)
+        if cache is not None:
+            slots, anchors, inside = drawn.slots, drawn.anchors, count - len(disk)
+            if len(disk):  # the entries of rows in memory come first
+                slots = slots[host[-1].numpy()[1, :inside]]
+                anchors = anchors[host[-1].numpy()[1, :inside]]
+            cache.look_up(slots, anchors, extent[:inside], ids[:inside], self.reach)
         if drawn.weights is not None:
             host[2].numpy()[:count] = drawn.weights
         if drawn.counts is not None and drawn.numbers is not None:

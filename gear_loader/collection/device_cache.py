@@ -10,6 +10,8 @@ before the gather:
    copies are forgotten, as are those of blocks of a trajectory that is new, has grown, or got a late column: it may
    share them with others. A block is not used again before the tickets of those that saw its trajectory live have
    ended. So under this ticket no block with a copy changes hands.
+   In a table with a disk tier a trajectory may also have left memory, of which the ring does not tell: then its copies
+   are found by their blocks, which are not, or no longer, those of the trajectory, and forgotten.
 2. Blocks that the policy has chosen (`cache_policy`) are copied over the bus into places whose blocks it has given up.
 3. The device's map is brought up to date.
 
@@ -33,6 +35,7 @@ import torch
 from gear_loader.collection.cache_policy import CacheOrder, Choice, Contents, Ranker
 from gear_loader.errors import SchemaError
 from gear_loader.kernels.plan import LINE, GatherColumn, GatherPlan
+from gear_loader.storage.counters import EPOCH
 from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.late import filled_bits
 from gear_loader.storage.rows import Reach
@@ -105,11 +108,12 @@ class DeviceCache:
         self._streams: set[int] = set()
         self._last: Any = torch.cuda.Event() if self._cuda else None  # recorded after all queued work
         self._late = bool(len(self._arrays.filled))
+        self._tier = table.has_tier
         self._hits = self._misses = 0
         self._credit = 0.0  # bytes that may be copied
         self._batches = 0
         self._requested = 0  # batch of the last request
-        self._asked_at = -1  # position in the ring of changes then
+        self._asked_at = (-1, 0)  # what `_present` was then
         self._ranker: Ranker | None = None
         self._forget()
 
@@ -131,6 +135,7 @@ class DeviceCache:
         """Begin anew, empty."""
         slots, blocks = self._arrays.num_slots, self._arrays.num_blocks
         self._position = -1  # in the ring of changes
+        self._epoch = -1  # of the table, when it was last looked what has left its memory
         self._where: Array = np.arange(blocks, dtype=np.int32)
         self._totals: Array = np.zeros(slots, dtype=np.int32)
         self._generations: Array = np.zeros(slots, dtype=np.int64)
@@ -204,6 +209,8 @@ class DeviceCache:
                     self._forget()
                 self._synced = False
                 self._follow()
+                if self._tier:
+                    self._follow_moves()
                 self._copy_blocks(row_bytes)
                 self._synced = True
                 yield
@@ -238,6 +245,21 @@ class DeviceCache:
             self._drop(np.unique(np.concatenate([~there[there < 0], np.array(places, dtype=np.int32)])))
         self._changed.append((np.empty(0, dtype=np.int64), changed))
 
+    def _follow_moves(self) -> None:
+        """Forget copies of trajectories that have left memory, whose blocks may be those of others by now."""
+        epoch = int(self._arrays.counters[EPOCH])  # another one after each time that blocks were given up
+        if epoch == self._epoch:
+            return
+        self._epoch = epoch
+        held = np.flatnonzero(self._blocks >= 0)
+        starts = self._arrays.extent[self._slots[held], 1]
+        there = np.flatnonzero(starts >= 0)
+        same: Array = np.zeros(len(held), dtype=bool)
+        # Without the lock: another trajectory may have taken the slot since, with a shorter block table.
+        places = np.minimum(starts[there] + self._numbers[held[there]], len(self._arrays.block_ids) - 1)
+        same[there] = self._arrays.block_ids[places] == self._blocks[held[there]]
+        self._drop(held[~same])
+
     def _read(self, slots: Array | None) -> tuple[Array, Array, Array]:
         """Note the trajectories in slots, int64 [n] or all, under the table's lock.
 
@@ -253,7 +275,7 @@ class DeviceCache:
         before, same = self._totals[slots].astype(np.int64), generations == self._generations[slots]
         other = np.flatnonzero((totals != before) | ~same | (bits != self._bits[slots]))
         gone = slots[other[~(ready & same)[other]]]
-        alive = other[ready[other]]
+        alive = other[ready[other] & (extent[other, 1] >= 0)]  # the others lie on disk only
         blocks: Array = np.empty(0, dtype=np.int32)
         if self._used and len(alive):
             grown = same & (bits == self._bits[slots]) & (totals > before)
@@ -335,8 +357,10 @@ class DeviceCache:
         slots, numbers = choice.slots[part], choice.numbers[part]
         totals, steps = self._totals[slots], self._block_steps
         valid = (choice.generations[part] == self._generations[slots]) & (numbers * steps < totals)
+        starts = self._arrays.extent[slots, 1]
+        valid &= starts >= 0  # else it lies on disk
         slots, numbers = slots[valid], numbers[valid]
-        ids = self._arrays.ids_at(self._arrays.extent[slots, 1] + numbers)
+        ids = self._arrays.ids_at(starts[valid] + numbers)
         ids, first = np.unique(ids, return_index=True)
         first = first[self._where[ids] >= 0]
         slots, numbers = slots[first], numbers[first]
@@ -372,16 +396,19 @@ class DeviceCache:
         choice = self._choice
         if choice is not None and not self._free and self._order == "any":
             return
-        if choice is not None and not len(choice.slots) and self._free and self._asked_at == self._position:
+        if choice is not None and not len(choice.slots) and self._free and self._asked_at == self._present():
             return  # all is there
+        totals = self._totals.copy()
+        if self._tier:
+            totals[self._arrays.extent[:, 1] < 0] = 0  # on disk only
         likelihoods = self._likelihoods() if self._order == "priority" else None
         values, event = (None, None) if likelihoods is None else likelihoods
-        self._requested, self._asked_at = self._batches, self._position
+        self._requested, self._asked_at = self._batches, self._present()
         self._ranker.request(
             Contents(
                 self._order,
                 self._block_steps,
-                self._totals.copy(),
+                totals,
                 self._generations.copy(),
                 self._arrays.sequence.copy(),
                 self._arrays.extent,
@@ -394,6 +421,10 @@ class DeviceCache:
                 event,
             )
         )
+
+    def _present(self) -> tuple[int, int]:
+        """Changes with what is in memory: the position in the ring of changes, and how many trajectories are not."""
+        return self._position, self._table.num_spilled
 
     # ---------------------------------------------------------------- looking up
 

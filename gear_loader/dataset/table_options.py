@@ -67,10 +67,10 @@ def check_cache(
             f"device_cache={given!r} was given with device={str(device)!r}; expected a CUDA device, in whose "
             "memory the cache lies. Leave it out, or give device='cuda'."
         )
-    if packs or table.has_tier:
-        other = "whole trajectories (Whole)" if packs else "a table with a disk tier (Disk(size=))"
+    if packs:
         raise SchemaError(
-            f"device_cache={given!r} was given with {other}, of which no rows are cached for now. Leave it out."
+            f"device_cache={given!r} was given with whole trajectories (Whole), of which no rows are cached for now. "
+            "Leave it out."
         )
     DeviceCache.check(table, columns, size)
 

@@ -392,7 +392,7 @@ class Schema(Mapping[str, Column]):
         columns: dict[str, Column] = {}
         for row in rows:
             fits = isinstance(row, list) and len(row) >= 3 and len(row) <= 3 + len(_OPTIONS)
-            fits = fits and all(option in _OPTIONS and row.count(option) == 1 for option in row[3:])
+            fits = fits and all(option in _OPTIONS and row[3:].count(option) == 1 for option in row[3:])
             if not fits:
                 raise SchemaError(
                     f"Column {reprlib.repr(row)} was received; expected [name, dtype, shape], and its options out of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ import pytest
 import torch
 
 import gear_loader as gear
+from gear_loader.checkpoint.promoting import promote
 from gear_loader.collection import cache_policy, device_cache
 from gear_loader.collection.cache_policy import Contents, choose, rank
 from gear_loader.collection.collector import resolve
 from gear_loader.collection.device_cache import DeviceCache
-from gear_loader.errors import LockTimeoutError, SchemaError
+from gear_loader.errors import LockTimeoutError, SchemaError, TableFullError
 from gear_loader.kernels import gather as gathering
 from gear_loader.kernels import items, reference
 from gear_loader.kernels.plan import PAD_EDGE, GatherColumn, GatherPlan
@@ -61,20 +63,23 @@ class Driven:
     Args:
         seed: decides what happens. packed: whether the columns share a record. late: whether one of them is filled
             later, for which no trajectory grows or shares steps.
+        tier: directory of a disk tier, to which trajectories are moved and from which they come back; or None.
     """
 
-    def __init__(self, seed: int, *, packed: bool, late: bool, places: int) -> None:
-        self.random, self.late = random.Random(seed), late
+    def __init__(self, seed: int, *, packed: bool, late: bool, places: int, tier: Path | None = None) -> None:
+        self.random, self.late, self.tier = random.Random(seed), late, tier
         schema = {
             "value": gear.Column(torch.int64, (3,)),
             "late": gear.Column(torch.int64, late=late),
             "task": gear.Column(torch.int64, (2,), per="trajectory"),
         }
+        sizes: dict[str, Any] = {"max_steps": 70, "max_trajectories": 12, "block_steps": 4}
+        if tier is not None:  # trajectories take each other's blocks
+            disk = gear.Disk(tier, sync_seconds=1e6, size="1GiB", keep="newest")
+            sizes |= {"max_blocks": 18, "disk": disk}
         self.table = gear.Table.create(
             schema,
-            max_steps=70,
-            max_trajectories=12,
-            block_steps=4,
+            **sizes,
             packed=packed,
             on_full="evict_oldest",
             timeout=0.001,
@@ -114,9 +119,14 @@ class Driven:
         """One random change of the table."""
         table, choose_ = self.table, self.random
         more = ["fill", "fill", "fill"] if self.late else ["grow", "grow", "chunks"]
-        kind = choose_.choice(["add", "add", "remove", "clear", "priority", *more])
+        moves = ["spill", "spill", "promote", "promote"] if self.tier is not None else []
+        kind = choose_.choice(["add", "add", "remove", "clear", "priority", *more, *moves])
         if kind == "add":
             table.add(self._rows(6 if choose_.random() < 0.7 else choose_.randrange(1, 12)), priority=1.0)
+        elif kind == "spill":
+            self._spill()
+        elif kind == "promote" and len(table):
+            promote(table, np.array(choose_.sample(table.indices().tolist(), min(3, len(table)))))
         elif kind == "grow":
             if not self.writers or choose_.random() < 0.3:
                 self.writers.append(table.writer(commit_every_step=True))
@@ -151,6 +161,16 @@ class Driven:
         elif kind == "priority" and len(table):
             table.update_priority(table.indices()[:1], [2.0])
 
+    def _spill(self) -> None:
+        """Move some trajectories to disk, if the blocks of those that were moved before are free by now."""
+        table, choose_ = self.table, self.random
+        table.save(self.tier)
+        slots = table.indices()
+        slots = slots[[choose_.random() < 0.3 for _ in slots]]
+        arrays = table.index.arrays
+        slots = slots[arrays.stored[slots, 0] == arrays.sequence[slots] + 1]
+        table.index.spill(slots, arrays.generation[slots].copy())
+
     def _steps(self, count: int) -> dict[str, Any]:
         self.number += 1
         value = self.number * 1000 + np.arange(3 * count).reshape(count, 3)
@@ -168,7 +188,7 @@ class Driven:
     def _append_under_ticket(self) -> None:
         """Let a trajectory grow, if that needs no blocks of others, which are being read."""
         if self.writers and self.random.random() < 0.3:
-            with contextlib.suppress(LockTimeoutError):
+            with contextlib.suppress(LockTimeoutError, TableFullError):
                 self._append(self.random.choice(self.writers))
 
     # ---------------------------------------------------------------- what is read
@@ -185,6 +205,14 @@ class Driven:
             slots = snapshot.slots[which]
             with self.cache.using(10**6):
                 self._append_under_ticket()  # after the cache has followed the table
+                if self.tier is not None:
+                    if self.random.random() < 0.3:
+                        self._spill()
+                    extent = reader.index_arrays()[0]
+                    inside = snapshot.slots[extent[snapshot.slots, 1] >= 0]
+                    if not len(inside):
+                        return
+                    slots = inside[which % len(inside)]
                 lengths = reader.index_arrays()[0][slots, 0]
                 anchors = np.array([self.random.randrange(int(length)) for length in lengths])
                 self._compare(slots, anchors)
@@ -213,11 +241,13 @@ class Driven:
             )
 
 
-def drive(seed: int, rounds: int = 120) -> DeviceCache:
-    driven = Driven(seed, packed=seed % 4 < 2, late=seed % 2 == 1, places=[3, 12, 200][seed % 3])
+def drive(seed: int, rounds: int = 120, tier: Path | None = None) -> DeviceCache:
+    places = [3, 12, 200][seed % 3]
+    driven = Driven(seed, packed=seed % 4 < 2, late=seed % 2 == 1, places=places, tier=tier)
     with driven.table:
         for _ in range(rounds):
-            driven.change()
+            with contextlib.suppress(TableFullError):  # its memory, from which nothing moves by itself
+                driven.change()
             driven.look()
         for writer in driven.writers:
             writer.close()
@@ -231,6 +261,15 @@ def test_rows_through_a_cache_are_those_of_the_table(seed: int) -> None:
     counts = drive(seed).counts()
     assert counts["hits"] > 20
     assert counts["misses"] > 20 or seed % 3 == 2
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(i, marks=pytest.mark.long) for i in range(3, 60))]
+)
+def test_rows_of_a_disk_tier_through_a_cache_are_those_of_the_table(seed: int, tmp_path: Path) -> None:
+    """Trajectories leave memory, and others take their blocks; some come back, to other blocks."""
+    counts = drive(seed, tier=tmp_path).counts()
+    assert counts["hits"] > 20
 
 
 def _late(patch: pytest.MonkeyPatch) -> None:
@@ -273,6 +312,26 @@ DEFECTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         device_cache, "filled_bits", lambda arrays, slots: np.zeros(len(slots), dtype=np.int64)
     ),
 }
+
+
+@pytest.mark.parametrize("part", ["_follow_moves", "_follow"])
+def test_a_cache_that_does_not_follow_moves_is_found(
+    part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With blocks that are those of others by now."""
+    follow = DeviceCache._follow
+    left_out = {
+        "_follow_moves": lambda self: None,
+        "_follow": lambda self: follow(self) if self._position < 0 else None,
+    }
+    monkeypatch.setattr(DeviceCache, part, left_out[part])
+
+    def drive_all() -> None:
+        for seed in range(30):
+            drive(seed, tier=tmp_path / str(seed))
+
+    with pytest.raises(AssertionError, match="rows differ"):
+        drive_all()
 
 
 @pytest.mark.parametrize("name", DEFECTS)

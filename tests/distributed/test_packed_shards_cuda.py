@@ -125,6 +125,8 @@ def test_batches_are_those_of_the_cpu(
     if staged:
         monkeypatch.setattr(Region, "pin", lambda *_, **__: False)
     for tiers, remote in (((), ()), ((0, 1), (2,)), ((), (1, 2)), ((2,), (0,))):
+        if name == "steps":  # tables with a disk tier refuse its selector
+            tiers = ()
         tables = [made(shard, tmp_path / f"{remote}" if shard in tiers else None) for shard in range(3)]
         prefetch = 0 if staged else 2  # the stand-in is not in other threads
         found = drawn(shards_of(tables, remote), torch.device("cuda", 1), prefetch=prefetch, **CASES[name])

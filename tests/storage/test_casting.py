@@ -179,6 +179,8 @@ def test_it_stays_with_the_table_and_its_checkpoints(tmp_path: Path) -> None:
     rows = [["x", "float32", [], "cast"], ["y", "int8", [2]]]
     assert schema.to_json() == rows
     assert Schema.from_json(rows) == schema
+    named = Schema({name: gear.Column(torch.int64, **{name: True}) for name in ("cast", "final")})
+    assert Schema.from_json(named.to_json()) == named
     assert repr(schema["x"]) == "Column(dtype=torch.float32, shape=(), cast=True)"
     for wrong in (["x", "float32", [], True], ["x", "float32", [], "cast", "cast"]):
         with pytest.raises(SchemaError, match="expected \\[name, dtype, shape\\], and its options"):
