@@ -89,10 +89,10 @@ VARIANTS = [
         Variant(
             f"gather_{word}{kind}",
             gather.gather_kernel,
-            {"WORD": word, "CHOSEN": kind == "_rows", "CACHED": kind == "_cached"},
+            {"WORD": word, "CHOSEN": "_rows" in kind, "CACHED": "_cached" in kind},
             gather.LAUNCH,
         )
-        for word, kind in itertools.product((16, 4, 1), ("", "_rows", "_cached"))
+        for word, kind in itertools.product((16, 4, 1), ("", "_rows", "_cached", "_cached_rows"))
     ),
     Variant("place", place.place_kernel, {}, place.LAUNCH),
     *(

@@ -544,8 +544,6 @@ def gather(
         raise TypeError(
             f"block_ids is {block_ids.dtype} {list(block_ids.shape)}; expected contiguous torch.int32 [H]."
         )
-    if rows is not None and plan.is_cached:
-        raise ValueError("rows were given with a plan whose columns have a cache; expected one of both.")
     if programs is not None and programs < 1:
         raise ValueError(f"programs is {programs}; expected at least 1.")
     if count == 0:

@@ -120,8 +120,10 @@ def test_blocks_in_a_cache_are_read_there(run: Gather, sizes: tuple[int, ...], s
             sizes, (40, 9, 20), (-20, -8, 0), (PAD_EDGE, PAD_HEAD, PAD_TAIL), strict=True
         )
     ]
-    plan = check_cached(run, store, specs, slots, anchors, share=share, programs=3)
-    assert plan.is_cached
+    for rows, batch in ((None, None), (choose(9, 13), 13)):
+        store = Store(sizes, [1, 31, 32, 33, 98, 150], 32, spare_lines=1)
+        options = {"share": share, "programs": 3, "rows": rows, "batch": batch}
+        assert check_cached(run, store, specs, slots, anchors, **options).is_cached
 
 
 @st.composite
@@ -345,10 +347,6 @@ def test_caches_that_are_refused() -> None:
             GatherPlan([column(cache=other)], 2)
     with pytest.raises(ValueError, match="Some columns have a cache and others have none"):
         GatherPlan([column(cache=cache), column()], 2)
-    store = Store([8], [4], 2)
-    plan = GatherPlan([dataclasses.replace(column(), cache=cache)], 2)
-    with pytest.raises(ValueError, match="rows were given with a plan whose columns have a cache"):
-        gather(plan, ints(1), ints(1), store.extent, store.block_ids, rows=ints(1))
 
 
 def test_launches_of_a_plan() -> None:

@@ -14,7 +14,7 @@ from aot_common import Report, Reports
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NAMES = {
-    *(f"gather_{word}{kind}" for word in (16, 4, 1) for kind in ("", "_rows", "_cached")),
+    *(f"gather_{word}{kind}" for word in (16, 4, 1) for kind in ("", "_rows", "_cached", "_cached_rows")),
     *("place", "split", "split_rows", "packed", "priority_draw", "priority_distinct"),
     *(
         "cast_uint8_bfloat16_scaled",
@@ -63,7 +63,7 @@ def test_what_holds_for_every_kernel(reports: Reports) -> None:
     """Nothing is spilled, each access is known to be global, and no number makes the launcher compile once more."""
     for name, report in reports.items():
         # Triton 3.6.0 aims at 128 registers here, and keeps two of them in memory.
-        spilled = (name, report["arch"], report["triton"]) == ("gather_1_cached", 80, "3.6.0")
+        spilled = (report["arch"], report["triton"]) == (80, "3.6.0") and name.startswith("gather_1_cached")
         assert report["spills"] <= 8 * spilled, name
         known = ("LDG.", "LDGSTS.", "STG.", *(("LDL", "STL") if spilled else ()))
         unknown = {part for part in report["instructions"] if not part.startswith(known)}
@@ -95,7 +95,7 @@ def test_gathers_load_lines_in_the_widest_words(reports: Reports) -> None:
             {16: "STG.E.128", 4: "STG.E", 1: "STG.E.U8"}[word],
             "STG.E.U8",
         }
-        if name == f"gather_{word}":  # no look-up of rows that are not chosen
+        if not name.endswith("_rows") and f"{name}_rows" in reports:  # no look-up of rows that are not chosen
             loads = (each["instructions"]["LDG.E.64"] for each in (report, reports[f"{name}_rows"]))
             assert next(loads) < next(loads)
 

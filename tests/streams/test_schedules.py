@@ -215,6 +215,27 @@ def test_batches_with_a_device_cache_in_any_order_of_work() -> None:
     check_cached(range(FIRST, FIRST + 3))
 
 
+def cached_tier(seed: int) -> Scenario:
+    return dataclasses.replace(
+        with_tier(seed), cache=Scenario.cached(seed).cache, pinned=True, batches=14, stops=False
+    )
+
+
+@pytest.mark.parametrize("seeds", [2, pytest.param(30, marks=pytest.mark.long)])
+def test_batches_with_a_device_cache_of_a_disk_tier_in_any_order_of_work(seeds: int) -> None:
+    hits = placed = 0
+    for seed, policy in itertools.product(range(FIRST, FIRST + seeds), POLICIES):
+        run = Run(cached_tier(seed), seed, policy)
+        try:
+            run.run()
+        except Exception as error:
+            raise AssertionError(f"{run.scenario}, seed {seed}, policy {policy}") from error
+        hits += run.cache_hits
+        placed += run.cuda.machine.counts["place"]
+    assert hits > 10 * seeds, "the cache is hardly read"
+    assert placed > 10 * seeds, "hardly any rows are read from disk"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(4))
 def test_batches_with_a_device_cache_in_a_hundred_schedules(part: int) -> None:
