@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from table_common import bits
+from table_common import Died, bits, bury, mortal
 
 import gear_loader as gear
+from gear_loader.checkpoint import promoting
 
 COLUMNS = {
     "number": gear.Column(torch.int64),
@@ -68,6 +70,20 @@ def spill(table: gear.Table, slots: Any) -> int:
     arrays = table.index.arrays
     slots = slots[arrays.stored[slots, 0] == arrays.sequence[slots] + 1]
     return table.index.spill(slots, arrays.generation[slots])
+
+
+def die_while_spilling(table: gear.Table, stores: int, slots: Any) -> None:
+    """The owner is killed after some stores of moving trajectories to disk, and another process repairs the index."""
+    arrays = table.index.arrays
+    slots = slots[(arrays.stored[slots, 0] == arrays.sequence[slots] + 1) & (arrays.extent[slots, 1] >= 0)]
+    with mortal(table, stores) as index, contextlib.suppress(Died):
+        index.spill(slots, arrays.generation[slots].copy())
+    bury(table)
+
+
+def promote(table: gear.Table, slot: int) -> None:
+    """Bring a trajectory back into memory, if it lies on disk only and there are blocks."""
+    promoting.promote(table, np.array([slot]))
 
 
 def everything(table: gear.Table) -> list[Any]:

@@ -43,7 +43,6 @@ from gear_loader.dataset.table_options import (
     check_dealing,
     check_freshness,
     check_packed,
-    check_tier,
     check_worker,
     grouping_of,
     step_budget_of,
@@ -343,8 +342,6 @@ class ReplayDataset(IterableDataset[Batch]):
         self.copy = copy
         self.layout: Literal["padded", "packed", "jagged"] = layout
         self._packs = whole or layout != "padded"  # rows are gathered one after another
-        if self.table.has_tier:
-            check_tier(self.selector)
         self.device_cache = None if device_cache is None else byte_count("device_cache", device_cache)
         self._cache: DeviceCache | None = None
         if self.device_cache is not None:

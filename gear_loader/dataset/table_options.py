@@ -24,21 +24,10 @@ __all__ = [
     "check_dealing",
     "check_freshness",
     "check_packed",
-    "check_tier",
     "check_worker",
     "grouping_of",
     "step_budget_of",
 ]
-
-
-def check_tier(selector: Selector) -> None:
-    """Raise SchemaError if batches cannot be made of trajectories that lie on disk only."""
-    if selector.unit == "step" and needs_priorities(selector):
-        raise SchemaError(
-            f"selector={selector!r} was given with a table that has a disk tier (Disk(size=)); expected a selector "
-            "with unit='trajectory', or one without priorities, which are the only ones that draw trajectories on disk "
-            "for now. Use that, or a table whose memory holds all of them."
-        )
 
 
 def check_cache(

@@ -362,7 +362,7 @@ class PrioritizedShardSampler(PrioritizedSelection, ShardSampler):
     def leaves_of(self, slots: Array) -> Array:
         """Return the leaves of trajectories that `known` returned and a read ticket keeps, concatenated."""
         with self._mutex:
-            items = self._map.all_items(slots, *self.table.reader().index_arrays())
+            items = self._all_items(slots, self.table.reader().arrays.extent[slots, 0])
             return np.where(items >= 0, self._read(items), np.float32(0))
 
     def take_leaves(self, slots: Array, generations: Array, leaves: Array, counts: Array) -> None:
@@ -380,7 +380,7 @@ class PrioritizedShardSampler(PrioritizedSelection, ShardSampler):
                 self._follow(ticket)
                 state, generation, _ = table.reader().slot_states()
                 present = (state[slots] == READY) & (generation[slots] == generations)
-                items = self._map.all_items(slots[present], *table.reader().index_arrays())
+                items = self._all_items(slots[present], counts[present])
                 leaves = leaves[np.repeat(present, counts)]
                 self._tree.update(items[items >= 0], np.ascontiguousarray(leaves[items >= 0]))
                 ticket.end()
@@ -392,14 +392,20 @@ class PrioritizedShardSampler(PrioritizedSelection, ShardSampler):
         with self._mutex:
             view = self._known()
             view = view.take(self._sequence_of[view.slots] == view.sequences)
-            leaves = self._read(self._map.all_items(view.slots, *self.table.reader().index_arrays()))
+            leaves, blocks = self._read(self._all_items(view.slots, view.lengths)), self._blocks(view)
             return {
                 "ids": self.table.ids(view.slots),
                 "lengths": view.lengths,
                 "leaves": leaves,
+                "counts": self.num_leaf_blocks(view.lengths),
+                "blocks": blocks,
                 "maximum": self._maximum,
                 "num_stale": self._num_stale,
             }
+
+    def num_leaf_blocks(self, lengths: Array) -> Array | None:
+        """Number of blocks of leaves of trajectories of so many steps (int64 [n]); None if they are the table's."""
+        return None if self._map.own is None else -(-lengths // self._map.block_steps)
 
     def update(self, updates: PriorityUpdates) -> None:
         """Set priorities; count and leave out rows whose trajectory is gone."""

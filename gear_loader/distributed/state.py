@@ -20,9 +20,13 @@ from gear_loader.utils.arrays import Array
 __all__ = ["BatchRecord", "RestoredState", "join_states", "parse_state", "save_samplers", "share_bundle"]
 
 _ROW = np.dtype([("id", "<i8"), ("step", "<i8")])
+_NOTHING_PLACED: tuple[Array, ...] = (*[np.empty(0, dtype=np.int64)] * 3, np.empty(0, dtype=np.int32))
 _LARGEST = float(np.finfo(np.float32).max)
 _PARTS = ("ids", "lengths", "leaves")
 _UPDATES = ("ids", "steps", "priorities", "delays")
+_PLACED = ("ids", "shards", "counts", "blocks")
+"""If an item is a step, of trajectories in tables with a disk tier: ids, shards, and their blocks of leaves."""
+_ALL_PARTS = (*_PARTS, *(f"update_{name}" for name in _UPDATES), *(f"placed_{name}" for name in _PLACED))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +72,17 @@ def save_samplers(samplers: Mapping[int, Any], received: Sequence[Array], draws:
         received: updates that do not count yet, `UPDATE` [n] each.
         draws: number of draws so far.
     """
-    parts: dict[str, list[Array]] = {name: [] for name in (*_PARTS, *(f"update_{name}" for name in _UPDATES))}
+    parts: dict[str, list[Array]] = {name: [] for name in _ALL_PARTS}
     maximum, stale = 1.0, 0
     for shard, sampler in samplers.items():
         saved = sampler.state_with_ids()
         for name in _PARTS:
             parts[name].append(saved[name])
+        placed = _NOTHING_PLACED
+        if saved["blocks"] is not None:
+            placed = saved["ids"], np.full_like(saved["ids"], shard), saved["counts"], saved["blocks"]
+        for name, values in zip(_PLACED, placed, strict=True):
+            parts[f"placed_{name}"].append(values)
         maximum, stale = max(maximum, saved["maximum"]), stale + saved["num_stale"]
         updates = np.concatenate([np.empty(0, dtype=UPDATE), *received])
         updates = updates[updates["shard"] == shard]
@@ -113,7 +122,7 @@ def join_states(
     bundles = share_bundle(exchange, saved)
     state: dict[str, Any] = {
         name: torch.from_numpy(np.concatenate([bundle[name] for bundle in bundles if name in bundle]))
-        for name in (*_PARTS, *(f"update_{name}" for name in _UPDATES))
+        for name in _ALL_PARTS
     }
     counters = np.stack([bundle["counters"] for bundle in bundles])
     state["maximum"], state["num_stale"] = float(counters[:, 0].max()), int(counters[:, 1].sum())
@@ -159,6 +168,8 @@ class RestoredState:
         leaves: leaves of all items, float32, concatenated.
         steps: whether an item is a step; else it is a trajectory.
         updates: ids, steps, priorities and delays (draws until they count) of updates on their way.
+        placed: ids, shards and number of blocks of the trajectories that have blocks of leaves of their own, int64 [m],
+            and the blocks, int32, concatenated.
         recent: (epoch, step) -> batch.
         maximum: largest priority so far.
         num_stale: number of updates whose trajectories were gone.
@@ -169,6 +180,7 @@ class RestoredState:
     leaves: Array
     steps: bool
     updates: tuple[Array, ...]
+    placed: tuple[Array, ...]
     recent: dict[tuple[int, int], BatchRecord]
     maximum: float
     num_stale: int
@@ -187,6 +199,7 @@ class RestoredState:
         counts = self.lengths if self.steps else np.ones_like(self.lengths)
         starts = np.cumsum(counts) - counts
         return {
+            **self._blocks_for(sampler, self.ids[places], self.lengths[places]),
             "sequences": view.sequences[known],
             "lengths": self.lengths[places],
             "leaves": self.leaves[ranges(starts[places], counts[places])],
@@ -194,6 +207,21 @@ class RestoredState:
             "num_stale": 0,
             "recent": [],
         }
+
+    def _blocks_for(self, sampler: Any, wanted: Array, lengths: Array) -> dict[str, Array]:
+        """The "blocks" of a shard's trajectories (ids and steps, int64 [n]), -1 if unknown; {} if it has none."""
+        counts = sampler.num_leaf_blocks(lengths)
+        ids, shards, had, blocks = self.placed
+        if counts is None or not (shards == sampler.shard).any():
+            return {}
+        here = np.flatnonzero(shards == sampler.shard)
+        here = here[np.argsort(ids[here], kind="stable")]
+        at = here[np.minimum(np.searchsorted(ids[here], wanted), len(here) - 1)]
+        known = (ids[at] == wanted) & (had[at] == counts)
+        starts, ends = (np.cumsum(had) - had)[at], np.cumsum(counts)
+        found: Array = np.full(int(counts.sum()), -1, dtype=np.int32)
+        found[ranges((ends - counts)[known], counts[known])] = blocks[ranges(starts[known], counts[known])]
+        return {"blocks": found}
 
     def updates_for(self, sampler: Any, shard: int, slots_of: Callable[[int, Array], Array]) -> Array:
         """Return the updates on their way to a shard's trajectories, `UPDATE` [m].
@@ -239,9 +267,13 @@ def _parse(state: Mapping[str, Any], selector: Selector) -> RestoredState | None
     """Return the validated state, or None."""
     ids, lengths, leaves = (np.asarray(state[name]) for name in _PARTS)
     updates = tuple(np.asarray(state[f"update_{name}"]) for name in _UPDATES)
+    placed = tuple(
+        np.asarray(state.get(f"placed_{name}", empty))  # not in states of earlier versions
+        for name, empty in zip(_PLACED, _NOTHING_PLACED, strict=True)
+    )
     steps = selector.unit == "step"
     counts = lengths if steps else np.ones_like(lengths)
-    if not (_valid_items(ids, lengths, leaves, counts) and _valid_updates(updates)):
+    if not (_valid_items(ids, lengths, leaves, counts) and _valid_updates(updates) and _valid_placed(placed)):
         return None
     if not (0 <= float(state["maximum"]) <= _LARGEST and int(state["num_stale"]) >= 0):
         return None
@@ -259,6 +291,7 @@ def _parse(state: Mapping[str, Any], selector: Selector) -> RestoredState | None
         leaves[ranges(starts[order], counts[order])],
         steps,
         updates,
+        placed,
         recent,
         float(state["maximum"]),
         int(state["num_stale"]),
@@ -281,6 +314,19 @@ def _valid_updates(updates: tuple[Array, ...]) -> bool:
     if len({part.shape for part in updates}) != 1 or updates[2].dtype != np.float32:
         return False
     return all(updates[i].dtype == np.int64 for i in (0, 1, 3)) and bool((updates[2] >= 0).all())
+
+
+def _valid_placed(placed: tuple[Array, ...]) -> bool:
+    """Validate the blocks of leaves of a state; see `RestoredState.placed`."""
+    ids, shards, counts, blocks = placed
+    if not ids.dtype == shards.dtype == counts.dtype == np.int64 or blocks.dtype != np.int32:
+        return False
+    if not ids.shape == shards.shape == counts.shape or ids.ndim != 1 or blocks.ndim != 1:
+        return False
+    if not bool((counts > 0).all()) or counts.sum() != len(blocks) or not bool((blocks >= -1).all()):
+        return False
+    pairs = np.stack((np.repeat(shards, counts), blocks), axis=1)[blocks >= 0]
+    return len(np.unique(pairs, axis=0)) == len(pairs)
 
 
 def _parse_batch(part: Mapping[str, Any], *, weighs: bool) -> BatchRecord | None:

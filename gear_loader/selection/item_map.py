@@ -6,6 +6,9 @@ block_steps + step within the block; so adding or removing a trajectory changes 
 Trajectories cut from one stream share blocks, and so leaves: a shared step is one item, owned by the trajectory added
 last. When the owner is removed, another sharer owns the item, which keeps its priority.
 
+In a table with a disk tier, a trajectory has no blocks while it lies on disk only, and other ones when it comes back.
+There the map itself gives it blocks of leaves (`leaf_blocks`), which it keeps until it is removed and does not share.
+
 The map reflects the table's last followed change, not its current index: it still knows the blocks of a removed
 trajectory whose slot has been reused.
 """
@@ -20,6 +23,7 @@ import numpy as np
 from gear_loader.kernels.sum_tree import GONE, UNSET
 from gear_loader.native.priority_updates import step_items
 from gear_loader.selection.complete import CompleteAnchors
+from gear_loader.selection.leaf_blocks import LeafBlocks
 from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.reader import Changes
 from gear_loader.utils.arrays import Array
@@ -64,12 +68,14 @@ class ItemMap:
     Args:
         steps: whether an item is a step; else it is a trajectory.
         num_slots, num_blocks, block_steps: the table's sizes.
+        tier: whether the table has a disk tier; `num_blocks` then has room for what lies there, too.
         complete: the steps that can be drawn, if not all; the others have no item.
 
     Attributes:
         capacity: leaves of the tree.
         position: position of the last followed change; -1 at first.
         next_sequence: trajectories with lower sequence numbers are known.
+        own: the blocks of leaves, if an item is a step, and not those of the table; else None.
 
     If an item is a step, also:
         owner: int32 [num_blocks]: slot that owns the block; -1 for a free block.
@@ -90,9 +96,11 @@ class ItemMap:
         num_slots: int,
         num_blocks: int,
         block_steps: int,
+        tier: bool = False,
         complete: CompleteAnchors | None = None,
     ) -> None:
         self.steps = steps
+        self.own = LeafBlocks(num_slots, num_blocks, block_steps) if steps and tier else None
         self._complete = complete
         self._first_step = 0 if complete is None else complete.first
         self.block_steps = block_steps
@@ -140,9 +148,16 @@ class ItemMap:
             again = grown & changes.revised  # another priority, of the same trajectory
             new = np.where(added | again, changes.priorities, _GONE)
             return Leaves(changes.slots[stale | again], new[stale | again], slots, added[stale], empty)
+        extent, block_ids = self._blocks(extent, block_ids)
+        if self.own is not None:
+            assert changes.extents is not None
+            ready = changes.slots[changes.ready]
+            extent[ready, 0], extent[ready, 2] = changes.extents[changes.ready][:, [0, 2]].T
         self._present[changes.slots[stale]] = added[stale]
         grown &= self._ends(changes.slots, extent) != self.length[changes.slots]
         blocks, kept = self._remove(changes.slots[stale])
+        if self.own is not None:
+            self.own.free(changes.slots[stale])
         pieces = [(self._all(blocks), np.full(len(blocks) * self.block_steps, _GONE))]
         step = np.arange(self.block_steps)
         for block, before in kept:  # steps that only one of the last owner and the new one has
@@ -160,6 +175,8 @@ class ItemMap:
         slots, priorities = changes.slots[order], changes.priorities[order]
         changed = [blocks, np.array([block for block, _ in kept], dtype=np.int64)]
         changed += [piece[0] // self.block_steps for piece in pieces[1:]]
+        if self.own is not None:
+            self.own.take(slots)
         for part in self._disjoint_parts(slots, extent, block_ids):
             new_blocks, *piece = self._add(slots[part], priorities[part], extent, block_ids)
             changed.append(new_blocks)
@@ -181,6 +198,18 @@ class ItemMap:
         present: Array = self._present[slots]
         return present
 
+    def _blocks(self, extent: Array, block_ids: Array) -> tuple[Array, Array]:
+        """Where the blocks of leaves are found: in these arrays of the table's index, or those of `own`."""
+        return (extent, block_ids) if self.own is None else (self.own.extent, self.own.block_ids)
+
+    def rearrange(self, slots: Array, blocks: Array, others: Array) -> None:
+        """Give all trajectories blocks of leaves again, see `LeafBlocks.restore`. The caller then sets all leaves."""
+        assert self.own is not None
+        self._remove(self.own.slots)
+        self.own.restore(slots, blocks, others)
+        given = np.concatenate((slots, others))
+        self._add(given, np.zeros(len(given), dtype=np.float32), self.own.extent, self.own.block_ids)
+
     def _all(self, blocks: Array) -> Array:
         """Items of blocks (int64 [n]), int64 [n * block_steps]."""
         items: Array = (blocks[:, None] * self.block_steps + np.arange(self.block_steps)).reshape(-1)
@@ -190,6 +219,8 @@ class ItemMap:
         """Parts of `slots` to add in order; no two slots of a part share blocks."""
         if len(slots) == 0:
             return []
+        if self.own is not None:
+            return [slice(None)]
         counts = -(-extent[slots, 0] // self.block_steps)
         blocks = block_ids[ranges(extent[slots, 1], counts)]
         if len(np.unique(blocks)) == len(blocks):
@@ -233,6 +264,8 @@ class ItemMap:
 
     def _grow(self, slot: int, extent: Array, block_ids: Array) -> Array:
         """Add the steps that a known trajectory has got since; returns their items. No other shares its blocks."""
+        if self.own is not None:
+            self.own.lengthen(slot)
         length, start, _ = extent[slot].tolist()
         count, had = -(-length // self.block_steps), int(self._count[slot])
         blocks = block_ids[start : start + count].astype(np.int64)
@@ -302,6 +335,7 @@ class ItemMap:
         """
         if not self.steps:
             return slots
+        extent, block_ids = self._blocks(extent, block_ids)
         items: Array = np.empty(len(slots), dtype=np.int64)
         known = (self.length, self.owner, self.number, self.inside)
         sizes = self.block_steps, self._first_step, bool(self._others)
@@ -317,10 +351,9 @@ class ItemMap:
         shares = any((share.slot, share.number) == (slot, number) for share in self._others.get(block, ()))
         return block * self.block_steps + at if shares and first <= at < end else -1
 
-    def all_items(self, slots: Array, extent: Array, block_ids: Array) -> Array:
-        """Items of these slots, concatenated."""
+    def all_items(self, slots: Array, lengths: Array, extent: Array, block_ids: Array) -> Array:
+        """Items of trajectories in slots (int64 [n]) of so many steps (int64 [n]), concatenated."""
         if not self.steps:
             return slots
-        lengths = extent[slots, 0]
         steps = ranges(np.zeros_like(lengths), lengths)
         return self.items(np.repeat(slots, lengths), steps, extent, block_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from gear_loader.native import priority_updates
 from gear_loader.native.priority_updates import known_items, leaves_of, live_items
 from gear_loader.selection.base import ANCHOR_KINDS, REDRAWN, Selection, SelectionContext
 from gear_loader.selection.item_map import ItemMap, Leaves
+from gear_loader.selection.leaf_blocks import LeafBlocks
 from gear_loader.selection.random import key
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Prioritized, Selector, TopK, anchors
 from gear_loader.selection.tree import PriorityTree, uniforms, weigh
@@ -24,6 +26,7 @@ from gear_loader.selection.updates import request
 from gear_loader.selection.weights import importance_weights
 from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.inline import InlineBatch, Places, prioritized_batch
+from gear_loader.storage.layout import Layout, most_blocks
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.reader import Changes, Snapshot
 from gear_loader.storage.readers import Ticket
@@ -54,6 +57,7 @@ LEAVES, ANCHORS = 3, 4  # streams of random numbers, after those of `gear_loader
 assert priority_updates.READY == READY
 _LARGEST = float(np.finfo(np.float32).max)
 _MAX_SAMPLE = 1 << 18  # most leaves read for statistics
+_MEANS_SECONDS = 1.0
 SHARE = 2.0**-10
 """Most share of the probability that leaves outside float32's range may have in a draw."""
 _DOUBTFUL_EPS = 2.0**100  # with a smaller eps, sums exceed float32's range by rounding only
@@ -105,18 +109,22 @@ class PrioritizedSelection(Selection):
     def __init__(self, context: SelectionContext, *, history: int) -> None:
         super().__init__(context)
         layout = context.table.region.layout
+        steps, blocks = context.selector.unit == "step", _leaf_blocks(layout)
+        if steps and blocks * layout.block_steps >= 2**31:
+            fewer = "fewer blocks" if layout.tier is None else "a smaller max_steps"
+            raise SchemaError(
+                f"{context.selector!r} would need {blocks * layout.block_steps:,} priorities, one for each place of a "
+                f"step; expected less than 2**31. Use unit='trajectory', or a table with {fewer}."
+            )
         self._map = ItemMap(
-            steps=context.selector.unit == "step",
+            steps=steps,
             num_slots=layout.max_trajectories,
-            num_blocks=layout.num_blocks,
+            num_blocks=blocks,
             block_steps=layout.block_steps,
+            tier=layout.tier is not None,
             complete=context.complete,
         )
-        if self._map.capacity >= 2**31:
-            raise SchemaError(
-                f"{context.selector!r} would need {self._map.capacity:,} priorities, one for each place of a step; "
-                "expected less than 2**31. Use unit='trajectory', or a table with fewer blocks."
-            )
+        self._next_means = 0.0  # time of the next `_tell_means`
         self._unset: Leaves | None = None  # leaves of changes applied to the map, perhaps not yet to the tree
         self._maximum = 1.0
         self._num_stale = 0
@@ -131,7 +139,7 @@ class PrioritizedSelection(Selection):
             and not context.counts
             and (context.complete is None or self._map.steps)
         )
-        steps, places = self._map.steps, self._map
+        places = self._map
         # Whether trajectories that the map knows are never drawn: it holds no steps that are no complete anchor.
         self._chooses = context.subset is not None or (context.complete is not None and not steps)
         self._chooses |= context.late != 0
@@ -514,6 +522,25 @@ class PrioritizedSelection(Selection):
                 if generations is None:
                     generations = np.full(len(request.slots), -1)
                 self.context.table.reader().set_priorities(request.slots, generations, request.priorities)
+            if self._map.own is not None and time.monotonic() >= self._next_means:
+                self._tell_means(self._map.own)
+
+    def _tell_means(self, own: LeafBlocks) -> None:
+        """Tell the table's owner the mean priority of each trajectory's steps: how often a step in memory is drawn.
+
+        Called at most once in `_MEANS_SECONDS`, and so seldom that it takes at most a twentieth of the time.
+        """
+        began, (alpha, eps), slots = time.monotonic(), self._exponent(), own.slots
+        if alpha > 0:
+            table = self.context.table.index.arrays
+            leaves = self._tree.leaves[: self._map.capacity].reshape(-1, self._map.block_steps)
+            masses = leaves.sum(axis=1, dtype=np.float64)
+            blocks = np.flatnonzero(self._map.owner >= 0)
+            sums = np.bincount(self._map.owner[blocks], masses[blocks], minlength=len(own.extent))
+            means = (sums[slots] / own.extent[slots, 0]) ** (1 / alpha) - eps
+            table.heat[slots] = pack_heat(table.generation[slots], np.clip(means, 0, _LARGEST))
+        now = time.monotonic()
+        self._next_means = now + max(_MEANS_SECONDS, 20 * (now - began))
 
     def _tell_tier(self, slots: Array, priorities: Array) -> None:
         """Tell the table's owner priorities (float32 [n]) of trajectories, -1 for stale rows."""
@@ -570,9 +597,8 @@ class PrioritizedSelection(Selection):
             try:
                 self._follow(ticket)
                 view = self._known()
-                leaves = self._read(
-                    self._map.all_items(view.slots, *self.context.table.reader().index_arrays())
-                )
+                leaves = self._read(self._all_items(view.slots, view.lengths))
+                blocks = self._blocks(view)
                 ticket.end()
             finally:
                 ticket.end()  # again: an exception may arrive anywhere
@@ -582,6 +608,7 @@ class PrioritizedSelection(Selection):
             policy = {} if self._freshness == 1 else {"policy": self._policy}
             return {
                 **policy,
+                **({} if blocks is None else {"blocks": torch.from_numpy(blocks)}),
                 "sequences": torch.from_numpy(view.sequences.copy()),
                 "lengths": torch.from_numpy(view.lengths.copy()),
                 "leaves": torch.from_numpy(leaves),
@@ -589,6 +616,15 @@ class PrioritizedSelection(Selection):
                 "num_stale": self.num_stale,
                 "recent": list(recent.values()),
             }
+
+    def _all_items(self, slots: Array, lengths: Array) -> Array:
+        """`ItemMap.all_items` of the table."""
+        return self._map.all_items(slots, lengths, *self.context.table.reader().index_arrays())
+
+    def _blocks(self, view: Snapshot) -> Array | None:
+        """Blocks of leaves of all trajectories of a view, int32, -1 for unknown ones; None if they are the table's."""
+        own = self._map.own
+        return None if own is None else own.blocks_of(view.slots, -(-view.lengths // self._map.block_steps))
 
     def _read(self, items: Array) -> Array:
         leaves: Array = np.where(items >= 0, self._tree.leaves[items], np.float32(0))
@@ -621,6 +657,12 @@ class PrioritizedSelection(Selection):
             SchemaError: invalid state; nothing was changed.
         """
         sequences, lengths, leaves, recent = _checked(state, self.context.selector)
+
+        def restore() -> None:
+            if self._map.own is not None and "blocks" in state:
+                self._rearrange(self._map.own, sequences, lengths, np.asarray(state["blocks"]))
+            self._restore(sequences, lengths, leaves, float(state["maximum"]), int(state["num_stale"]))
+
         with self._mutex:
             ticket = Ticket()
             try:
@@ -628,17 +670,41 @@ class PrioritizedSelection(Selection):
                 self._policy = int(
                     state.get("policy", self._policy)
                 )  # of the leaves; the next draw scales them
-                self._restore(sequences, lengths, leaves, float(state["maximum"]), int(state["num_stale"]))
+                if self._map.own is None:
+                    restore()
+                else:
+                    uninterrupted(restore)  # leaves that were moved have to be set
                 ticket.end()
             finally:
                 ticket.end()  # again: an exception may arrive anywhere
             self._history.clear()
             self._pending = recent
 
+    def _rearrange(self, own: LeafBlocks, sequences: Array, lengths: Array, blocks: Array) -> None:
+        """Give trajectories their blocks of leaves in a state, on which draws depend; the caller sets all leaves.
+
+        Args:
+            sequences, lengths: int64 [n], of the trajectories. blocks: int32, their blocks one after another.
+        """
+        counts = -(-lengths // self._map.block_steps)
+        ends = np.cumsum(counts)
+        if len(blocks) != counts.sum() or blocks.max(initial=-1) >= own.num_blocks:
+            return  # of a table of other sizes
+        slots = own.slots
+        known = self.context.table.reader().slot_states()[2][slots]
+        slots, known = slots[np.argsort(known, kind="stable")], np.sort(known)
+        places, both = _find(sequences, known)
+        if len(lengths):
+            whole = np.minimum.reduceat(blocks, ends - counts) >= 0
+            both &= (lengths[places] == own.extent[slots, 0]) & whole[places]
+        again = places[both]
+        given = blocks[ranges(ends[again] - counts[again], counts[again])]
+        self._tree.leaves[:] = 0
+        self._map.rearrange(slots[both], given, slots[~both])
+
     def _restore(
         self, sequences: Array, lengths: Array, leaves: Array, maximum: float, num_stale: int
     ) -> None:
-        extent, block_ids = self.context.table.reader().index_arrays()
         view = self._known()
         places, both = _find(sequences, view.sequences)
         both &= lengths[places] == view.lengths if len(lengths) else False
@@ -652,7 +718,7 @@ class PrioritizedSelection(Selection):
             first = self._freshened(added.slots, first)
         counts = lengths if steps else np.ones_like(lengths)
         source = ranges((np.cumsum(counts) - counts)[places], counts[places])
-        items = [self._map.all_items(part.slots, extent, block_ids) for part in (old, added)]
+        items = [self._all_items(part.slots, part.lengths) for part in (old, added)]
         repeats = added.lengths if steps else 1
         values = (leaves[source], np.repeat(first, repeats))
         joined = np.concatenate(items)
@@ -683,6 +749,13 @@ class PrioritizedSelection(Selection):
         ):
             return None
         return dataclasses.replace(rows, slots=view.slots[places], generations=view.generations[places])
+
+
+def _leaf_blocks(layout: Layout) -> int:
+    """Blocks of leaves of a priority tree: those of the memory, or room for what lies on disk, too."""
+    if layout.tier is None:
+        return layout.num_blocks
+    return most_blocks(layout.max_steps, layout.max_trajectories, layout.block_steps)
 
 
 def scaled(leaves: Array, factor: Array | float) -> Array:
@@ -787,6 +860,10 @@ def _checked(
         fits &= bool((np.diff(sequences) > 0).all() and (lengths > 0).all())
         fits &= bool(np.isfinite(leaves).all() and (leaves >= 0).all())
         fits &= int(state.get("policy", 0)) >= 0
+        blocks = np.asarray(state.get("blocks", _NO_BLOCKS))
+        fits &= blocks.dtype == np.int32 and blocks.ndim == 1
+        taken = blocks[blocks >= 0]
+        fits &= bool((blocks >= -1).all()) and len(np.unique(taken)) == len(taken)
         fits &= 0 <= float(state["maximum"]) <= _LARGEST and int(state["num_stale"]) >= 0
         for part in state["recent"]:
             recent[int(part["epoch"]), int(part["step"])] = _rows(part, weighs=selector.weighs)

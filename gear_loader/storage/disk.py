@@ -38,9 +38,9 @@ class Disk:
             all is in memory.
         keep: with `size`, which trajectories stay in memory: the ``"newest"``, the ``"oldest"``, or those of the
             highest ``"priority"``, the latest that was given to a dataset's or the table's `update_priority`, or else
-            to `Table.add` (those without one are the highest). ``"auto"`` takes what the selector of the last dataset,
-            of any process, draws most: the highest priorities for `Prioritized` and `TopK`, the oldest for `Fifo`, else
-            the newest. Draws that are uniform gain from no choice.
+            to `Table.add` (those without one are the highest); of single steps the mean. ``"auto"`` takes
+            what the selector of the last dataset, of any process, draws most: the highest priorities for `Prioritized`
+            and `TopK`, the oldest for `Fifo`, else the newest. Draws that are uniform gain from no choice.
 
     Raises:
         CheckpointError: an invalid path. SchemaError: other invalid values.

@@ -91,6 +91,7 @@ __all__ = [
     "ColumnLayout",
     "Layout",
     "Record",
+    "most_blocks",
     "read_counters",
     "read_tier",
     "round_up",
@@ -115,6 +116,11 @@ _CHECKSUM = struct.Struct("<I")
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
+
+
+def most_blocks(max_steps: int, max_trajectories: int, block_steps: int) -> int:
+    """Number of blocks that trajectories of `max_steps` steps together take at most, without their final steps."""
+    return (max_steps + min(max_steps, max_trajectories) * (block_steps - 1)) // block_steps
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,6 +42,7 @@ class Changes:
         ready: bool [n], whether the slot has a live trajectory now.
         sequences: int64 [n]. priorities: float32 [n], `UNSET` for a trajectory without one.
         revised: bool [n], whether `TableReader.revise` has set the priority of the slot since.
+        extents: int64 [n, 3], `extent` of the slots at that moment; None of a table without a disk tier.
     """
 
     position: int
@@ -53,6 +54,7 @@ class Changes:
     sequences: Array
     priorities: Array
     revised: Array
+    extents: Array | None
 
 
 class TableReader:
@@ -232,6 +234,7 @@ class TableReader:
             self.arrays.sequence[slots],
             self.arrays.priority[slots],
             self.arrays.revised[slots] > since,
+            None if self.arrays.tier is None else self.arrays.extent[slots],
         )
 
     def follow(self, since: int, read: Callable[[Array | None], _T]) -> tuple[int, _T]:

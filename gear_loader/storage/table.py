@@ -51,7 +51,7 @@ from gear_loader.storage.incoming import (
 )
 from gear_loader.storage.index import EVICT_LOWEST, EVICT_OLDEST, INLINE_BYTES, REFUSE, Claim, Index
 from gear_loader.storage.late import fill_columns, filled_bits, unfilled
-from gear_loader.storage.layout import Layout
+from gear_loader.storage.layout import Layout, most_blocks
 from gear_loader.storage.limiters import RateLimiter
 from gear_loader.storage.numa import Numa, check_numa
 from gear_loader.storage.pages import HugePages, check_huge_pages
@@ -291,8 +291,7 @@ class Table:
         huge_pages, node = check_huge_pages(huge_pages), check_numa(numa)
         max_steps, max_trajectories, block_steps = int(max_steps), int(max_trajectories), int(block_steps)
         if max_blocks is None:
-            most = min(max_steps, max_trajectories)
-            max_blocks = (max_steps + most * (block_steps - 1)) // block_steps
+            max_blocks = most_blocks(max_steps, max_trajectories, block_steps)
         options: dict[str, Any] = {
             "max_steps": max_steps,
             "max_trajectories": max_trajectories,

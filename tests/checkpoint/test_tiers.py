@@ -16,16 +16,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from table_common import Died, bury, fresh_name, mortal
+from table_common import fresh_name
 from tier_common import (
     COLUMNS,
     NEVER,
     SIZES,
     WINDOWS,
     batch_bits,
+    die_while_spilling,
     everything,
     final,
     fitting,
+    promote,
     rows,
     spill,
     tiered,
@@ -232,20 +234,6 @@ def test_any_history_equals_that_of_a_table_that_fits(
             assert table.indices().tolist() == whole.indices().tolist()
         assert everything(table) == everything(whole)
         assert table.lengths().tolist() == whole.lengths().tolist()
-
-
-def die_while_spilling(table: gear.Table, stores: int, slots: Any) -> None:
-    """The owner is killed after some stores of moving trajectories to disk, and another process repairs the index."""
-    arrays = table.index.arrays
-    slots = slots[(arrays.stored[slots, 0] == arrays.sequence[slots] + 1) & (arrays.extent[slots, 1] >= 0)]
-    with mortal(table, stores) as index, contextlib.suppress(Died):
-        index.spill(slots, arrays.generation[slots].copy())
-    bury(table)
-
-
-def promote(table: gear.Table, slot: int) -> None:
-    """Bring a trajectory back into memory, if it lies on disk only and there are blocks."""
-    promoting.promote(table, np.array([slot]))
 
 
 @pytest.mark.parametrize(("keep", "by"), [("priority", "table"), ("auto", "dataset")])
@@ -637,8 +625,6 @@ def _lose(table: gear.Table, path: Path) -> list[int]:
 def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
     with tiered(tmp_path) as table:
         add(table, 0, 5)
-        with pytest.raises(SchemaError, match="a selector with unit='trajectory'"):
-            dataset(table, selector=gear.Prioritized(unit="step"))
         with pytest.raises(
             SchemaError, match="with transport='nixl', which reads only the memory of other nodes"
         ):

@@ -135,9 +135,7 @@ def test_batches_over_shards_in_thousands_of_schedules(part: int) -> None:
 
 
 def with_tier(seed: int) -> Scenario:
-    scenario = dataclasses.replace(Scenario.of(seed), tier=True, grows=False)
-    steps = scenario.selector == "prioritized steps"  # which tables with a disk tier refuse
-    return dataclasses.replace(scenario, selector="prioritized") if steps else scenario
+    return dataclasses.replace(Scenario.of(seed), tier=True, grows=False)
 
 
 @pytest.mark.parametrize("seeds", [1, pytest.param(30, marks=pytest.mark.long)])
