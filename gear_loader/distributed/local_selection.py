@@ -109,7 +109,7 @@ def begin_epoch(exchange: SingleProcess, selection: Selection, batches: float, *
     return max(float(answer["batches"]) for answer in answers)
 
 
-_PARTS = ("sequences", "lengths", "leaves")
+_PARTS = ("sequences", "lengths", "leaves", "blocks")
 
 
 def gather_states(exchange: SingleProcess, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def gather_states(exchange: SingleProcess, state: Mapping[str, Any]) -> dict[str
         exchange: collective channel of the dataset.
         state: state of this rank's `LocalPrioritizedSelection`.
     """
-    arrays = {name: np.asarray(state[name]) for name in _PARTS}
+    arrays = {name: np.asarray(state[name]) for name in _PARTS if name in state}
     counters = [state["maximum"], state["num_stale"], *state["shares"]]
     arrays["counters"] = np.array(counters, dtype=np.float64)
     if "policy" in state:
@@ -134,7 +134,7 @@ def gather_states(exchange: SingleProcess, state: Mapping[str, Any]) -> dict[str
 
 def _state(bundle: Mapping[str, Array]) -> dict[str, Any]:
     """Return the state of one rank from its arrays."""
-    state: dict[str, Any] = {name: torch.from_numpy(bundle[name]) for name in _PARTS}
+    state: dict[str, Any] = {name: torch.from_numpy(bundle[name]) for name in _PARTS if name in bundle}
     state["maximum"], state["num_stale"] = float(bundle["counters"][0]), int(bundle["counters"][1])
     state["shares"] = tuple(bundle["counters"][2:].tolist())
     if "policy" in bundle:
