@@ -302,6 +302,8 @@ def single_priority(priority: Any) -> float:
     """
     if priority is None:
         return float(UNSET)
+    if type(priority) is float and _TINY <= priority <= _LARGEST:
+        return float(np.float32(priority))
     try:
         values = np.asarray(as_array(priority, "priority"))
     except SchemaError:

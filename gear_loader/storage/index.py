@@ -29,6 +29,7 @@ from gear_loader.storage.counters import (
     WANTED_BLOCKS,
 )
 from gear_loader.storage.ids import (
+    CLIENT_ORIGIN,
     check_origin_free,
     check_unused,
     first_free,
@@ -206,6 +207,8 @@ class Index:
         addresses: Array,
         priorities: Array,
         *,
+        ids: Array | None = None,
+        finals: Array | None = None,
         evict: int,
         wait: bool,
         step_bytes: int,
@@ -214,6 +217,8 @@ class Index:
 
         Args:
             columns, lengths, addresses: as for `gear_loader.native.copying.scatter`. priorities: float32 [n].
+            ids: int64 [n], -1 for a new id, made up by clients, so that no trajectory can have one; None for new ones.
+            finals: int64 [n], number of final steps (0 or 1) among the steps of `lengths`; None for none.
             evict, wait: as for `begin`.
             step_bytes: bytes of a step over all columns.
 
@@ -223,17 +228,20 @@ class Index:
         Raises:
             As `begin`.
         """
-        if not self.arrays.stores_at_once:
+        if not self.arrays.stores_at_once or (ids is not None and not self.takes_clients_ids):
             return None
         steps, count = int(lengths.sum()), len(lengths)
         if steps * step_bytes > INLINE_BYTES:
             return None
-        request = np.empty(REQUEST_HEAD + count * (3 + len(columns)), dtype=np.int64)
+        request = np.empty(REQUEST_HEAD + count * (5 + len(columns)), dtype=np.int64)
         request[:REQUEST_HEAD] = (count, False, 0, evict, *self.readers.here())
-        request[REQUEST_HEAD : REQUEST_HEAD + count] = lengths
-        slots = request[REQUEST_HEAD + count : REQUEST_HEAD + 2 * count]
-        request[REQUEST_HEAD + 2 * count : REQUEST_HEAD + 3 * count].view(np.float64)[:] = priorities
-        request[REQUEST_HEAD + 3 * count :] = addresses.reshape(-1)
+        parts = request[REQUEST_HEAD : REQUEST_HEAD + 5 * count].reshape(5, count)
+        slots = parts[1]
+        parts[0] = lengths if finals is None else lengths - finals
+        parts[2].view(np.float64)[:] = priorities
+        parts[3] = 0 if finals is None else finals
+        parts[4] = -1 if ids is None else ids
+        request[REQUEST_HEAD + 5 * count :] = addresses.reshape(-1)
 
         def attempt() -> int:
             request[REQUEST_NOW] = time.monotonic_ns()
@@ -244,26 +252,43 @@ class Index:
         self.allocator.obtain(needed, attempt, evict=evict, wait=wait)
         return slots.copy()
 
+    @property
+    def takes_clients_ids(self) -> bool:
+        """Whether ids that clients make up never count as numbers of the table's own."""
+        return origin_of(self.arrays.view) != CLIENT_ORIGIN
+
     def store_one(
-        self, columns: Array, length: int, addresses: list[int], priority: float, *, evict: int
+        self,
+        columns: Array,
+        length: int,
+        addresses: list[int],
+        priority: float,
+        *,
+        evict: int,
+        final: int = 0,
+        identity: int = -1,
     ) -> int | None:
         """`store` of one trajectory, if it needs no wait and no recovery.
 
         Args:
             columns: int64 [C, 3], as for `store`.
-            length: steps, at most `INLINE_BYTES` of data.
+            length: steps, at most `INLINE_BYTES` of data with the final step.
             addresses: address of the steps of each column. priority: representable as float32.
+            evict: as for `begin`. final: number of final steps (0 or 1) that follow.
+            identity: an id as for `store`, or -1.
 
         Returns:
             Its slot; None, having done nothing, if the caller must use `store` or the separate calls.
         """
         if not self.arrays.stores_at_once or self.admission.max_age is not None:
             return None
-        if self._request is None or len(self._request[0]) < REQUEST_HEAD + 3 + len(addresses):
-            memory = np.zeros(REQUEST_HEAD + 3 + len(addresses), dtype=np.int64)
-            form = struct.Struct(f"={REQUEST_HEAD + 2}qd{len(addresses)}q")
+        if identity >= 0 and not self.takes_clients_ids:
+            return None
+        if self._request is None or len(self._request[0]) < REQUEST_HEAD + 5 + len(addresses):
+            memory = np.zeros(REQUEST_HEAD + 5 + len(addresses), dtype=np.int64)
+            form = struct.Struct(f"={REQUEST_HEAD + 2}qd{2 + len(addresses)}q")
             self._request = memory, memory.data, form.pack_into
-        given = (*self.readers.here(), length, -1, priority, *addresses)
+        given = (*self.readers.here(), length, -1, priority, final, identity, *addresses)
         try:
             slot = self.recovery.lock.run(self._store_one, columns, evict, given)
         except IndexError as error:

@@ -608,6 +608,12 @@ class Schema(Mapping[str, Column]):
 
     def _as_bytes(self, name: str, value: Any, what: str) -> np.ndarray:
         column = self._columns[name]
+        dtype, shape = column.numpy_dtype, column.shape
+        plain = type(value) is np.ndarray and dtype is not None and value.dtype == dtype and value.ndim > 0
+        if (
+            plain and value.shape[1:] == shape and value.flags.c_contiguous
+        ):  # the commonest, and no text is needed
+            return value.reshape(len(value), math.prod(shape)).view(np.uint8)
         wanted = f"torch.{column.dtype_name}"
         expected = f"[{', '.join(map(str, ('T', *column.shape)))}]"
         kind = _unsupported(value)

@@ -94,6 +94,8 @@ _INTERNAL = frozenset(  # for other parts of the package; completion does not of
         "remove_lost",
         "step_addresses",
         "store",
+        "store_one",
+        "store_one",
         "tier_reader",
     )
 )
@@ -847,6 +849,30 @@ class Table:
             self.index if index is None else index, steps, priorities, ids, finals, unique=unique
         )
 
+    def store_one(
+        self, index: Index, rows: int, addresses: list[int], final: int, priority: float, identity: int
+    ) -> int | None:
+        """`store` of one small trajectory that fits the schema, without a wait.
+
+        Args:
+            index: of this table. rows: its rows, the last `final` (0 or 1) of which are final steps.
+            addresses: of each column's rows. priority: valid, or -1. identity: an id that a client has made up.
+
+        Returns:
+            Its index; None, having done nothing, if `store` has to be used, or to raise an error.
+        """
+        if rows > self._longest_inline or rows - final > self.longest:
+            return None
+        return index.store_one(
+            self._targets,
+            rows - final,
+            addresses,
+            priority,
+            evict=self.policy[0],
+            final=final,
+            identity=identity,
+        )
+
     def _checked(self, trajectories: Any, lengths: Any) -> Steps:
         if lengths is None:
             lengths = rectangular(trajectories)
@@ -872,12 +898,14 @@ class Table:
         if limiter is not None:
             limiter.check_insert(len(steps.lengths))
         evict, wait = self.policy
-        if given is None and finals is None:
+        if given is None or unique:
             stored = index.store(
                 self._targets,
                 steps.lengths,
                 steps.addresses,
                 priorities,
+                ids=given,
+                finals=finals,
                 evict=evict,
                 wait=wait,
                 step_bytes=self._step_bytes,

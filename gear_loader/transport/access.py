@@ -59,8 +59,7 @@ class ByteBudget:
 
     async def take(self, count: int) -> None:
         """Wait until `count` more bytes may be taken, and take them."""
-        if not self._waiting and self._fits(count):
-            self.held += count
+        if self.take_now(count):
             return
         granted = asyncio.get_running_loop().create_future()
         entry = count, granted
@@ -75,6 +74,13 @@ class ByteBudget:
                     self._waiting.remove(entry)
                 self._admit()
             raise
+
+    def take_now(self, count: int) -> bool:
+        """Take `count` more bytes, if that needs no wait; return whether it did."""
+        if self._waiting or not self._fits(count):
+            return False
+        self.held += count
+        return True
 
     def give(self, count: int) -> None:
         """Give back bytes that were taken."""

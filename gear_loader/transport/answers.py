@@ -18,7 +18,7 @@ from gear_loader.transport.wire import (
     read_error,
 )
 
-__all__ = ["MOST_ERROR", "receive_answer", "receive_part", "receive_refusal"]
+__all__ = ["MOST_ERROR", "receive_answer", "receive_part", "receive_refusal", "refusal", "wrong_size"]
 
 MOST_ERROR = 4 + MAX_TEXT
 """Most bytes of an ERROR or REFUSE message."""
@@ -32,19 +32,28 @@ async def receive_part(channel: Channel, header: Header, most: int, bulk: int = 
         ProtocolError: it has other sizes.
     """
     if header.small > most or header.bulk != bulk:
-        raise ProtocolError(
-            f"A message {header.kind.name} has parts of {header.small:,} and {header.bulk:,} bytes; expected at "
-            f"most {most:,}, and {bulk:,}."
-        )
+        raise wrong_size(header, most, bulk)
     small = memoryview(bytearray(header.small))
     if header.small:
         await channel.recv_into(small)
     return small
 
 
+def wrong_size(header: Header, most: int, bulk: int) -> ProtocolError:
+    """The error for an answer whose small part has more than `most` bytes, or whose bulk part not `bulk`."""
+    return ProtocolError(
+        f"A message {header.kind.name} has parts of {header.small:,} and {header.bulk:,} bytes; expected at "
+        f"most {most:,}, and {bulk:,}."
+    )
+
+
 async def receive_refusal(channel: Channel, header: Header) -> TransportError:
     """Receive the rest of a REFUSE message: why the server closes the connection."""
-    small = await receive_part(channel, header, MOST_ERROR)
+    return refusal(await receive_part(channel, header, MOST_ERROR))
+
+
+def refusal(small: memoryview) -> TransportError:
+    """The error of a REFUSE message: why the server closes the connection."""
     text = Fields(small, Kind.REFUSE.name).text("The text")
     return TransportError(f"the server closed the connection: {printable(text, MAX_TEXT)}")
 

@@ -1,6 +1,6 @@
 """A connection that the calling thread uses itself: a request takes no hand-over to another thread and back.
 
-The coroutines of the protocol run on a channel whose calls block, so that they end without an event loop.
+The coroutines of the handshake run on a channel whose calls block, so that they end without an event loop.
 """
 
 from __future__ import annotations
@@ -11,23 +11,45 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from gear_loader.errors import GearError, PeerTimeoutError, TransportError
-from gear_loader.transport.answers import receive_answer, receive_refusal
+from gear_loader.transport.answers import MOST_ERROR, refusal, wrong_size
 from gear_loader.transport.channel import Address, Bytes, Channel, as_bytes
 from gear_loader.transport.handshake import introduce
-from gear_loader.transport.request import Request
-from gear_loader.transport.session import os_error_text
+from gear_loader.transport.session import FAREWELL, os_error_text
 from gear_loader.transport.socket import AHEAD, GONE, MOST_PARTS, set_options
-from gear_loader.transport.wire import HEADER, Header, Kind, Limits, ProtocolError, send
+from gear_loader.transport.wire import HEADER, Header, Kind, Limits, ProtocolError, failure, read_error
 from gear_loader.utils.mutex import run_alone
 
-__all__ = ["BlockingLink", "connected"]
+__all__ = ["Asked", "BlockingLink", "connected"]
 
 _T = TypeVar("_T")
 _PAUSE = 1.0  # seconds between two attempts to connect
+_ANSWER = 1 << 12  # bytes of memory for an answer; it grows
+_JOINED = 1 << 18  # largest bulk part that is copied behind its header, to be sent by one call
+_SLACK = 0.05  # seconds by which a call may go beyond the deadline
+
+
+class Asked(NamedTuple):
+    """A request of a `BlockingLink`.
+
+    Attributes:
+        kind, small: the message. bulk: its bulk part in pieces. size: bytes of these.
+        answer: kind of the answer, which has a small part of at most `most` bytes and no bulk part.
+        what: returns the description of the request in errors.
+        check: returns why the server would refuse the request, or None.
+    """
+
+    kind: Kind
+    small: bytes
+    bulk: Sequence[Bytes | bytes]
+    size: int
+    answer: Kind
+    most: int
+    what: Callable[[], str]
+    check: Callable[[Limits], str | None]
 
 
 class BlockingLink:
@@ -43,78 +65,120 @@ class BlockingLink:
         self._secret = secret
         self._tls = tls
         self._guard = threading.RLock()
-        self._channel: _BlockingChannel | None = None
+        self._socket: socket.socket | None = None
         self._limits = Limits()
         self._number = 0
         self._closed = False
         self._not_before = 0.0  # of the next attempt to connect
+        self._seconds = 0.0  # time limit of the socket's calls
+        self._memory = memoryview(bytearray(_ANSWER))  # of the answer
 
-    def serve(self, request: Request[Any], seconds: float) -> bool:
-        """Send a request, wait for its answer, and set its future.
+    def ask(self, asked: Asked, seconds: float) -> bytes | None:
+        """Send a request and wait for its answer.
 
         Args:
-            seconds: until the deadline.
+            asked: the request. seconds: until the deadline.
 
         Returns:
-            False, having sent nothing, if another thread uses the connection, or the server cannot be reached at once.
+            The small part of the answer; None, having sent nothing, if another thread uses the connection, or the
+            server cannot be reached at once.
+
+        Raises:
+            PeerTimeoutError, TransportError: as the future of a `Peer`.
         """
-        return run_alone(self._guard, lambda: self._serve(request, seconds)) or False
+        return run_alone(self._guard, lambda: self._ask(asked, seconds))
 
-    def _serve(self, request: Request[Any], seconds: float) -> bool:
+    def _ask(self, asked: Asked, seconds: float) -> bytes | None:
         deadline = time.monotonic() + seconds
-        channel = self._connected(deadline)
-        if channel is None:
-            return False
-        why = None if request.check is None else request.check(self._limits)
+        connection = self._connected(deadline)
+        if connection is None:
+            return None
+        why = asked.check(self._limits)
         if why is not None:
-            request.end(TransportError(f"{self._name} was asked for {request.what}: {why}."))
-            return True
+            raise TransportError(f"{self._name} was asked for {asked.what()}: {why}.")
         try:
-            error, received = _run(self._exchange(channel, request))
-        except BaseException as failure:
+            error, received = self._exchange(connection, asked, seconds, deadline)
+        except BaseException as failed:
             self._drop()
-            request.end(self._failed(request, failure, seconds))
-            if not isinstance(failure, (GearError, OSError)):
+            if not isinstance(failed, (GearError, OSError)):
                 raise
-            return True
-        request.end(error, received)
-        return True
+            raise self._failed(asked, failed, seconds) from None
+        if error is not None:
+            raise failure(error, f"{self._name} was asked for {asked.what()}")
+        return received
 
-    def _connected(self, deadline: float) -> _BlockingChannel | None:
+    def _connected(self, deadline: float) -> socket.socket | None:
         """The connection, made if necessary; None if it cannot be made now."""
-        if self._channel is None and not self._closed and time.monotonic() >= self._not_before:
+        if self._socket is None and not self._closed and time.monotonic() >= self._not_before:
             self._not_before = time.monotonic() + _PAUSE
             with contextlib.suppress(OSError):  # errors of the transport among them
-                channel = _BlockingChannel(self._address, self._tls, deadline)
-                try:
-                    self._limits = _run(introduce(channel, self._secret, self._address, peer=self._name))
-                    self._channel = channel
-                finally:
-                    if self._channel is None:
-                        channel.end()
-        if self._channel is not None:
-            self._channel.deadline = deadline
-        return self._channel
+                found = connected(self._address, self._secret, deadline, peer=self._name, tls=self._tls)
+                self._socket, self._limits = found
+                self._seconds = 0.0
+        return self._socket
 
-    async def _exchange(
-        self, channel: _BlockingChannel, request: Request[Any]
-    ) -> tuple[TransportError | None, memoryview]:
+    def _exchange(
+        self, connection: socket.socket, asked: Asked, seconds: float, deadline: float
+    ) -> tuple[GearError | None, bytes]:
+        """Send a request and receive its answer: the error that it reports, or None; and its small part."""
         self._number += 1
-        bulk = () if request.bulk is None else (request.bulk,)
-        await send(channel, request.kind, self._number, request.small, *bulk)
-        head = memoryview(bytearray(HEADER))
-        await channel.recv_into(head)
-        header = Header.parse(head)
+        head = Header(asked.kind, self._number, len(asked.small), asked.size).pack()
+        self._limit(connection, seconds)
+        if asked.size <= _JOINED:
+            connection.sendall(b"".join((head, asked.small, *asked.bulk)))
+        else:
+            connection.sendall(head + asked.small)
+            for part in asked.bulk:
+                self._limit(connection, deadline - time.monotonic())
+                connection.sendall(as_bytes(part))
+        memory, got = self._memory, 0
+        header: Header | None = None
+        needed = HEADER
+        while got < needed:
+            left = deadline - time.monotonic()
+            if left < self._seconds - _SLACK or left > self._seconds:
+                self._limit(connection, left)
+            count = connection.recv_into(memory[got:])
+            if not count:
+                raise ConnectionResetError(errno.ECONNRESET, GONE)
+            got += count
+            if header is None and got >= HEADER:
+                header = Header.parse(memory[:HEADER])
+                needed = HEADER + self._answer_bytes(header, asked)
+                if needed > len(memory):
+                    memory = self._memory = _grown(memory, got, needed)
+        assert header is not None
+        if got > needed:
+            raise ProtocolError(f"{got - needed:,} bytes came behind the answer {header.kind.name}.")
+        small = bytes(memory[HEADER:needed])  # the next call reuses the memory
         if header.kind is Kind.REFUSE:
-            raise await receive_refusal(channel, header)
-        if header.request != self._number:
-            raise ProtocolError(f"A message {header.kind.name} answers another request than the last one.")
-        return await receive_answer(channel, header, request, self._name)
+            raise refusal(memoryview(small))
+        return (read_error(memoryview(small)) if header.kind is Kind.ERROR else None), small
 
-    def _failed(self, request: Request[Any], error: BaseException, seconds: float) -> TransportError:
+    def _answer_bytes(self, header: Header, asked: Asked) -> int:
+        """Bytes of the small part of an answer."""
+        kind, most = header.kind, asked.most
+        if kind is Kind.REFUSE or kind is Kind.ERROR:
+            most = MOST_ERROR
+        elif kind is not asked.answer:
+            raise ProtocolError(f"A message {kind.name} came; expected {asked.answer.name} or ERROR.")
+        if header.small > most or header.bulk:
+            raise wrong_size(header, most, 0)
+        if kind is not Kind.REFUSE and header.request != self._number:
+            raise ProtocolError(f"A message {kind.name} answers another request than the last one.")
+        return header.small
+
+    def _limit(self, connection: socket.socket, seconds: float) -> None:
+        """Let each of the socket's calls take so long."""
+        seconds = max(1e-3, seconds)
+        if seconds != self._seconds:
+            connection.settimeout(seconds)
+            self._seconds = seconds
+
+    def _failed(self, asked: Asked, error: GearError | OSError, seconds: float) -> TransportError:
         if isinstance(error, TimeoutError) and not isinstance(error, GearError):
             return PeerTimeoutError(
-                f"{self._name} was asked for {request.what} and did not answer within {seconds:g} s. Its server may be "
+                f"{self._name} was asked for {asked.what()} and did not answer within {seconds:g} s. Its server may be "
                 "stopped or overloaded, or the network cut; raise the timeout if it is only slow. The connection was "
                 "closed."
             )
@@ -122,38 +186,49 @@ class BlockingLink:
             os_error_text(error) if isinstance(error, OSError) and not isinstance(error, GearError) else error
         )
         return TransportError(
-            f"{self._name} was asked for {request.what}, and then the connection was lost ({why}). Its server may have "
+            f"{self._name} was asked for {asked.what()}, and then the connection was lost ({why}). Its server may have "
             "been stopped, killed or restarted: the next request reconnects."
         )
 
     def _drop(self) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.end()
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            connection.close()
 
     def close(self) -> None:
         """Disconnect; a request that is under way in another thread fails. Idempotent."""
         self._closed = True
-        channel = self._channel
-        if channel is None:
+        connection = self._socket
+        if connection is None:
             return
         if run_alone(self._guard, self._say_bye) is None:
-            channel.interrupt()
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # the thread that waits gets an error
 
     def _say_bye(self) -> bool:
-        if self._channel is not None:
-            self._channel.deadline = time.monotonic() + 0.5
+        if self._socket is not None:
             with contextlib.suppress(OSError):
-                _run(send(self._channel, Kind.BYE, 0))
+                self._limit(self._socket, FAREWELL)
+                self._socket.sendall(Header(Kind.BYE, 0, 0, 0).pack())
             self._drop()
         return True
 
 
-def connected(address: Address, secret: bytes, deadline: float, *, peer: str) -> tuple[socket.socket, Limits]:
+def _grown(memory: memoryview, got: int, needed: int) -> memoryview:
+    """Larger memory with the first `got` bytes of this."""
+    larger = memoryview(bytearray(needed))
+    larger[:got] = memory[:got]
+    return larger
+
+
+def connected(
+    address: Address, secret: bytes, deadline: float, *, peer: str, tls: ssl.SSLContext | None = None
+) -> tuple[socket.socket, Limits]:
     """Connect to a server over the carrier "socket" in the calling thread.
 
     Args:
         address, secret: of the server. deadline: by `time.monotonic`. peer: the server in errors.
+        tls: context of a client, or None.
 
     Returns:
         The connected socket, after the handshake, with some timeout; and the server's limits.
@@ -161,7 +236,7 @@ def connected(address: Address, secret: bytes, deadline: float, *, peer: str) ->
     Raises:
         OSError: it cannot be connected; HandshakeError: one side refused the other.
     """
-    channel = _BlockingChannel(address, None, deadline)
+    channel = _BlockingChannel(address, tls, deadline)
     try:
         return channel.detach(), _run(introduce(channel, secret, address, peer=peer))
     except BaseException:
@@ -180,7 +255,7 @@ def _run(work: Coroutine[Any, Any, _T]) -> _T:
 
 
 class _BlockingChannel(Channel):
-    """A connected socket whose coroutines never suspend.
+    """A connected socket whose coroutines never suspend, for the handshake.
 
     Args:
         address: of the server. tls: context of a client, or None. deadline: `time.monotonic` of all calls.
@@ -240,11 +315,6 @@ class _BlockingChannel(Channel):
         if not count:
             raise ConnectionResetError(errno.ECONNRESET, GONE)
         return count
-
-    def interrupt(self) -> None:
-        """Make the call of another thread fail."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
 
     def detach(self) -> socket.socket:
         """Return the socket."""

@@ -97,12 +97,33 @@ class Channel(abc.ABC):
             ConnectionError: the connection is closed; a part of the buffer may have been written.
         """
 
-    async def fill(self) -> None:  # noqa: B027 - most carriers read nothing ahead
+    async def fill(  # noqa: B027 - most carriers read nothing ahead
+        self, at_once: Callable[[], bool] | None = None
+    ) -> None:
         """Wait until there are bytes in `ahead`, where a carrier reads ahead at all.
+
+        Args:
+            at_once: called by the event loop when bytes have come, if the carrier can, which takes less time than to
+                go on with the waiting task; returns whether to wait for more bytes.
+
+        Raises:
+            ConnectionError: the connection is closed. Any error of `at_once`.
+        """
+
+    def arrived(self, size: int, memory: memoryview) -> memoryview | None:
+        """The next `size` bytes, if they have arrived, without a wait.
+
+        Args:
+            memory: where they are moved to, if they are more than `ahead` has.
+
+        Returns:
+            A part of `ahead`, which `skip` takes; or of `memory`, then they are taken; or None.
 
         Raises:
             ConnectionError: the connection is closed.
         """
+        ahead = self.ahead()
+        return ahead[:size] if size <= len(ahead) else None
 
     def ahead(self) -> memoryview:
         """Bytes that were received ahead, and not taken yet; empty where a carrier reads nothing ahead."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import ssl
 import threading
@@ -15,8 +16,8 @@ from gear_loader.errors import SchemaError, TransportError
 from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.advance_message import Advance, Advanced
-from gear_loader.transport.blocking_link import BlockingLink
-from gear_loader.transport.channel import Address
+from gear_loader.transport.blocking_link import Asked, BlockingLink
+from gear_loader.transport.channel import Address, Bytes
 from gear_loader.transport.fill_message import Fill, Unfilled
 from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.link import Link
@@ -25,7 +26,7 @@ from gear_loader.transport.message_schema import round_up
 from gear_loader.transport.part_message import Part
 from gear_loader.transport.read_link import ReadLink
 from gear_loader.transport.request import Request
-from gear_loader.transport.store_message import Store, step_places
+from gear_loader.transport.store_message import One, OneStore, Store, step_places
 from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import Fields, Kind, Limits, ProtocolError, pack_text
 from gear_loader.utils.arrays import Array
@@ -353,36 +354,76 @@ class Peer:
         for at, size in request.columns:
             data[at + size : at + round_up(size)] = 0
 
-        def check(limits: Limits) -> str | None:
-            if n > limits.rows or len(data) > limits.store_bytes:
-                return (
-                    f"the server takes at most {limits.rows:,} trajectories and {limits.store_bytes:,} bytes at a "
-                    "time: store fewer at once"
-                )
-            return None
-
-        def finish(small: memoryview) -> Array:
+        def finish(small: Bytes | bytes) -> Array:
             fields = Fields(small, Kind.STORED.name)
             slots = fields.array(n, "<i8", "slots")
             fields.end()
             return slots.astype(np.int64)
 
-        made: Request[Array] = Request(
-            kind=Kind.STORE,
-            small=request.pack(),
-            answer=Kind.STORED,
-            finish=finish,
-            what=f"{n:,} trajectories ({len(data):,} bytes) to be stored into table {table!r}",
-            bulk=data,
-            small_bytes=8 * n,
-            check=check,
-            seconds=seconds,
+        small, size = request.pack(), len(data)
+        check, what = _store_check(n, size), functools.partial(_store_what, n, size, table)
+        if here and (link := self._link_here()) is not None:
+            asked = Asked(Kind.STORE, small, [data], size, Kind.STORED, 8 * n, what, check)
+            done: Future[Array] = Future()
+            try:
+                stored = link.ask(asked, deadline)
+            except TransportError as error:
+                done.set_exception(error)
+                return done
+            if stored is not None:
+                if len(memory) <= _MOST_SPARE and not self._spare:
+                    self._spare.append(memory)  # nothing reads it any more
+                done.set_result(finish(stored))
+                return done
+        return self._submit(
+            Request(
+                kind=Kind.STORE,
+                small=small,
+                answer=Kind.STORED,
+                finish=finish,
+                what=what(),
+                bulk=data,
+                small_bytes=8 * n,
+                check=check,
+                seconds=seconds,
+            )
         )
-        if here and self._serve_here(made):
-            if len(memory) <= _MOST_SPARE and not self._spare:
-                self._spare.append(memory)  # nothing reads it any more
-            return made.future
-        return self._submit(made)
+
+    def store_one(
+        self,
+        kind: OneStore,
+        rows: Rows,
+        priority: float,
+        final: int,
+        identity: int,
+        *,
+        seconds: float,
+        wait: float,
+    ) -> int | None:
+        """Add one checked trajectory, and wait for it: sent by the calling thread, over a connection of its own.
+
+        Args:
+            kind: table and schema. priority: -1 for none. final: 1 if the last row is the final step, else 0.
+            identity: global id. seconds: until the deadline. wait: as for `store`.
+
+        Returns:
+            Its slot; None, having sent nothing, if it has to be stored by `store_rows`.
+
+        Raises:
+            As a future of `store_rows`.
+        """
+        link = self._link_here()
+        if link is None:
+            return None
+        one = One(rows.length, final, priority, identity, min(int(wait * 1e3), _LONGEST_WAIT))
+        small, bulk, size = kind.pack(one, rows.pieces, rows.once)
+        what, check = functools.partial(_store_what, 1, size, kind.table), _store_check(1, size)
+        stored = link.ask(Asked(Kind.STORE, small, bulk, size, Kind.STORED, 8, what, check), seconds)
+        if stored is None:
+            return None
+        if len(stored) != 8:
+            raise TransportError(f"A message STORED has {len(stored)} bytes; expected 8.")
+        return int.from_bytes(stored, "little", signed=True)
 
     def _take_memory(self, size: int) -> Array:
         """Memory for the bulk part of a request, uint8 [size or more]; that of an earlier one if it is large enough."""
@@ -565,12 +606,11 @@ class Peer:
             ) from None
         return request.future
 
-    def _serve_here(self, request: Request[Any]) -> bool:
-        """Send a request from this thread and wait for its answer; False, having done nothing, if it cannot."""
+    def _link_here(self) -> BlockingLink | None:
+        """The connection for requests that the calling thread sends itself; None without one."""
         with self._guard:
             self._check()
-        seconds = self._timeout if request.seconds is None else request.seconds
-        return self._blocking is not None and self._blocking.serve(request, seconds)
+        return self._blocking
 
     def _check(self) -> None:
         if self._pid != os.getpid():
@@ -594,6 +634,24 @@ class Peer:
             self._reading.close()
         if link is not None and loop is not None:
             loop.run(link.close())
+
+
+def _store_what(count: int, size: int, table: str) -> str:
+    return f"{count:,} trajectories ({size:,} bytes) to be stored into table {table!r}"
+
+
+def _store_check(count: int, size: int) -> Callable[[Limits], str | None]:
+    """Returns why a server would refuse so many trajectories and bytes."""
+
+    def check(limits: Limits) -> str | None:
+        if count > limits.rows or size > limits.store_bytes:
+            return (
+                f"the server takes at most {limits.rows:,} trajectories and {limits.store_bytes:,} bytes at a "
+                "time: store fewer at once"
+            )
+        return None
+
+    return check
 
 
 def _stale(small: memoryview, kind: Kind) -> int:

@@ -21,9 +21,9 @@ from gear_loader.transport.open_packed import OpenPacked
 from gear_loader.transport.open_query import OpenQuery
 from gear_loader.transport.packed_spec import PackedSpec, read_spec
 from gear_loader.transport.part_message import MOST_PART, OpenParts, Part
-from gear_loader.transport.socket import AHEAD_LENT
+from gear_loader.transport.socket import AHEAD, AHEAD_LENT
 from gear_loader.transport.spec import WindowSpec
-from gear_loader.transport.store_message import Store
+from gear_loader.transport.store_message import OneStore, Store
 from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import HEADER, Fields, Header, Kind, Limits, ProtocolError, check, pack_error
 from gear_loader.utils.arrays import Array, data_address
@@ -31,13 +31,16 @@ from gear_loader.utils.arrays import Array, data_address
 if TYPE_CHECKING:
     from gear_loader.transport.server import Server, Threads
 
-__all__ = ["Connection"]
+__all__ = ["SCRATCH", "Connection"]
 
 _T = TypeVar("_T")
 
 
 _IN_LOOP = 1 << 21  # largest reply that is gathered in the event loop; a hand-over to a thread takes longer
 _STORED_IN_LOOP = 1 << 18  # largest bulk part that is stored in the event loop
+SCRATCH = _STORED_IN_LOOP + AHEAD
+"""Bytes of the largest message with such a part: what comes before it is received ahead."""
+_LOOKS = 4  # at a message that has not arrived as a whole, until the connection's task receives it in pieces
 _OVERLAPPED = 1 << 18  # smallest reply that is sent while the next one is gathered
 _IN_A_ROW = 8  # requests that are answered until other connections take their turn
 _THREADS = 32  # connections of a server that are served in threads
@@ -73,6 +76,12 @@ class Connection:
         self._reply_turn = 0  # index of its buffer
         self._stores: set[asyncio.Task[None]] = set()
         self._parts = OpenParts(self._limits, server.open_parts)
+        self._rest: list[memoryview] | None = None  # of an answer that `_answer_at_once` has sent a part of
+        self._kept: tuple[Header, Array, Array] | None = None  # a STORE that `_store_ahead` has taken
+        self._waits_for_rest = (
+            False  # whether `_answer_ahead` has seen a part of a message, and is to look again
+        )
+        self._looks = 0  # at such a message, until now
         self.receiving_since: float | None = None
         self.sending_since: float | None = None
         limits = self._limits
@@ -112,6 +121,9 @@ class Connection:
         tasks = [*self._stores, *([self._reply] if self._reply is not None else [])]
         for task in tasks:
             task.cancel()
+        if self._kept is not None:
+            self._server.budget.give(self._kept[0].bulk)
+            self._kept = None
         await asyncio.gather(*tasks, return_exceptions=True)
         self._parts.clear()
         self._queries.clear()
@@ -138,8 +150,13 @@ class Connection:
 
     async def _serve_one(self) -> bool:
         channel = self._channel
-        await channel.fill()
-        rest = self._answer_ahead()
+        await channel.fill(None if self._in_thread else self._answer_at_once)
+        rest, self._rest = self._rest, None
+        if rest is None and self._kept is None:
+            rest = self._answer_ahead()
+        if self._kept is not None:
+            await self._go_on_storing(*self._kept)
+            return True
         if rest is not None:
             await self._finish(rest)
             return True
@@ -179,20 +196,36 @@ class Connection:
                 await self._describe(header.request, small)
         return True
 
+    def _answer_at_once(self) -> bool:
+        """Answer what was received ahead, in the event loop's call that has received it; whether to wait for more."""
+        for _ in range(_IN_A_ROW):
+            rest = self._answer_ahead()
+            if rest is None:
+                return self._waits_for_rest
+            if rest:
+                self._rest = rest
+                return False
+            if not len(self._channel.ahead()):
+                return True
+        return False
+
     def _answer_ahead(self, *, waits: bool = False) -> list[memoryview] | None:
-        """Answer a FETCH that was received ahead as a whole, in one go, and return what is left of the answer to send.
+        """Answer a FETCH or STORE that has been received as a whole, in one go; return what is left of the answer.
 
         None, having done nothing, for other messages, and where something has to be waited for or reported.
 
         Args:
-            waits: whether to wait for the table's lock.
+            waits: whether to wait for the table's lock; then only FETCH is answered.
         """
+        self._waits_for_rest = False
         ahead = self._channel.ahead()
         # Nothing else may be sending, or wait for it: a part of the answer may be left, which has to come next.
         if len(ahead) < HEADER + _FETCH.size or self._is_busy:
             return None
         header = Header.parse(ahead[:HEADER])
         end = HEADER + header.small
+        if header.kind is Kind.STORE and not waits:
+            return self._store_ahead(header, ahead)
         if header.kind is not Kind.FETCH or header.bulk or header.small < _FETCH.size or len(ahead) < end:
             return None
         number, n = _FETCH.unpack_from(ahead, HEADER)
@@ -549,7 +582,7 @@ class Connection:
 
     async def _begin_store(self, header: Header, small: Array) -> None:
         request = Store.parse(small.copy(), header.bulk, self._limits)
-        budget = self._server.budget
+        budget, self._looks = self._server.budget, 0
         self.receiving_since = None  # the server waits for itself, not for the requester
         while len(self._stores) >= _STORES:
             await asyncio.wait(self._stores, return_when=asyncio.FIRST_COMPLETED)
@@ -562,10 +595,83 @@ class Connection:
                 await self._take_turns()
                 return
         parts = self._parts.take(int(request.ids[0])) if request.parts else []
+        self._store_in_thread(header, request, parts, data)
+
+    def _store_in_thread(
+        self, header: Header, request: Store, parts: list[tuple[int, Array]], data: Array
+    ) -> None:
+        """Store in a thread of the table, which gives the bulk part back to the budget."""
         task = asyncio.ensure_future(self._store(header.request, request, parts, data))
         self._stores.add(task)
         task.add_done_callback(self._stored)
-        task.add_done_callback(lambda _: budget.give(header.bulk))
+        task.add_done_callback(lambda _: self._server.budget.give(header.bulk))
+
+    def _store_ahead(self, header: Header, ahead: memoryview) -> list[memoryview] | None:
+        """`_answer_ahead` for a STORE of one trajectory."""
+        small, bulk = header.small, header.bulk
+        size = HEADER + small + bulk
+        if HEADER + small > len(ahead) or bulk > min(_STORED_IN_LOOP, self._limits.store_bytes):
+            return None
+        if refusal(self._server.allow, Kind.STORE) is not None:
+            return None
+        found = OneStore.parse(ahead[HEADER : HEADER + small], bulk)
+        attached = None if found is None else self._server.tables.attached(found[0].table)
+        if found is None or attached is None or attached.is_dirty:
+            return None
+        message = self._whole(size, bulk)
+        if message is None:
+            return None
+        kind, one, offsets = found
+        begin = data_address(np.frombuffer(message, np.uint8)) + HEADER + small
+        try:
+            slot = attached.store_one(kind, one, [begin + at for at in offsets])
+        except Exception:  # the thread meets it too, and answers
+            slot = None
+        if size > len(ahead):  # it was taken
+            if slot is None:
+                self._keep(header, message)
+                return None
+            self._server.budget.give(bulk)
+        elif slot is None:
+            return None
+        else:
+            self._channel.skip(size)
+        answer = Header(Kind.STORED, header.request, 8, 0).pack() + slot.to_bytes(8, "little")
+        return self._channel.send_some(memoryview(answer))
+
+    def _whole(self, size: int, bulk: int) -> memoryview | None:
+        """A message of `size` bytes, if all have arrived; takes its bulk part from the budget unless it is ahead."""
+        if size <= len(self._channel.ahead()):
+            return self._channel.arrived(size, self._server.scratch)
+        if not self._server.budget.take_now(bulk):
+            return None
+        message = None
+        try:
+            message = self._channel.arrived(size, self._server.scratch)
+        finally:
+            if message is None:
+                self._server.budget.give(bulk)
+        if message is None and self._looks < _LOOKS:
+            self._looks += 1
+            self._waits_for_rest = True
+            if self.receiving_since is None:
+                self.receiving_since = self._loop.time()
+        elif message is not None:
+            self._looks, self.receiving_since = 0, None
+        return message
+
+    def _keep(self, header: Header, message: memoryview) -> None:
+        """Keep a STORE that was taken, and has to wait, for `_go_on_storing`."""
+        end = HEADER + header.small
+        data = _buffer(header.bulk)
+        data.data[:] = message[end:]
+        self._kept = header, np.frombuffer(bytes(message[HEADER:end]), np.uint8), data
+
+    async def _go_on_storing(self, header: Header, small: Array, data: Array) -> None:
+        """Store what `_store_ahead` has kept."""
+        request = Store.parse(small, header.bulk, self._limits)
+        self._kept = None
+        self._store_in_thread(header, request, [], data)
 
     def _store_at_once(self, request: Store, data: Array) -> Array | None:
         """Store in the event loop, which takes less time than a hand-over to a thread; None if that has to do it."""

@@ -8,7 +8,6 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import TypeVar
 
 import numpy as np
@@ -29,6 +28,7 @@ from gear_loader.storage.schema import Schema
 from gear_loader.transport.advance_message import Advance, Advanced
 from gear_loader.transport.client import Peer, Rows, Stacked
 from gear_loader.transport.fill_message import Fill, Unfilled
+from gear_loader.transport.store_message import OneStore
 from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import PartsMissingError
 from gear_loader.utils.arrays import Array
@@ -40,6 +40,7 @@ _T = TypeVar("_T")
 _COUNT_BITS = 14
 _RANDOM_BYTES = 4
 _LEAST = 0.5  # seconds of an attempt after a refusal
+_STORED_OR_NOT = "the trajectories may be stored or not"  # after a deadline
 _FLOWING = 15.0  # seconds that a piece may take to be sent ahead
 _PUSHED_BACK = (TableFullError, RateLimitError, LockTimeoutError)
 """Errors of a server that a later attempt may not meet: the table is full, limited, or locked."""
@@ -54,12 +55,21 @@ class _Ids:
 
     def take(self, count: int) -> Array:
         """The next ids, int64 [count]."""
+        first = self._sequence(count)
+        return joined(np.arange(first, first + count, dtype=np.int64), CLIENT_ORIGIN)
+
+    def take_one(self) -> int:
+        """The next id."""
+        return int(joined(self._sequence(1), CLIENT_ORIGIN))
+
+    def _sequence(self, count: int) -> int:
+        """The first of so many sequence numbers."""
         with self._guard:
             if count > self._left:
                 self._left = 1 << _COUNT_BITS
                 self._first = int.from_bytes(os.urandom(_RANDOM_BYTES), "little") << _COUNT_BITS
             first, self._first, self._left = self._first, self._first + count, self._left - count
-        return joined(np.arange(first, first + count, dtype=np.int64), CLIENT_ORIGIN)
+        return first
 
 
 class Delivery:
@@ -85,6 +95,7 @@ class Delivery:
         self._peer = peer
         self._table = table
         self._schema = schema
+        self._one = OneStore(table, schema)
         self._ids = _Ids()
 
     def counts(self, sizes: Array) -> int:
@@ -95,6 +106,40 @@ class Delivery:
     def ids(self, count: int) -> Array:
         """New ids for trajectories, int64 [count], count at most `most`."""
         return self._ids.take(count)
+
+    def new_id(self) -> int:
+        """A new id for a trajectory."""
+        return self._ids.take_one()
+
+    def store_one(self, rows: Rows, priority: float, final: int = 0, *, waits: bool = True) -> int:
+        """`store` of one trajectory.
+
+        Args:
+            rows: the trajectory. priority: -1 for none. final: 1 if the last row is the final step, else 0.
+            waits: as for `store`.
+
+        Returns, raises:
+            As `store`.
+        """
+        identity = self.new_id()
+
+        def attempt(again: bool, seconds: float) -> int:
+            if not again:
+                slot = self._store_one(rows, priority, final, identity, seconds)
+                if slot is not None:
+                    return slot
+            given = np.array([priority], np.float32), np.array([identity]), np.array([final])
+            options = {"again": again, "seconds": seconds, "wait": self._wait(seconds)}
+            stored = self._peer.store_rows(self._table, self._schema, [rows], *given, **options)
+            return int(stored.result()[0])
+
+        return until_done(attempt, _STORED_OR_NOT, timeout=self.timeout, waits=waits)
+
+    def _store_one(
+        self, rows: Rows, priority: float, final: int, identity: int, seconds: float
+    ) -> int | None:
+        wait = self._wait(seconds)
+        return self._peer.store_one(self._one, rows, priority, final, identity, seconds=seconds, wait=wait)
 
     def store(
         self,
@@ -124,7 +169,7 @@ class Delivery:
         """
         ids = self.ids(len(priorities))
 
-        def attempt(again: bool, seconds: float) -> Future[Array]:
+        def attempt(again: bool, seconds: float) -> Array:
             return self._peer.store_rows(
                 self._table,
                 self._schema,
@@ -136,10 +181,9 @@ class Delivery:
                 seconds=seconds,
                 wait=self._wait(seconds),
                 here=not again,
-            )
+            ).result()
 
-        what = "the trajectories may be stored or not"
-        return until_done(attempt, what, timeout=self.timeout, waits=waits)
+        return until_done(attempt, _STORED_OR_NOT, timeout=self.timeout, waits=waits)
 
     def store_rows(
         self,
@@ -161,7 +205,7 @@ class Delivery:
             ahead: pieces of the only trajectory that were sent before; if the server has lost them, all is sent again.
         """
 
-        def attempt(repeated: bool, seconds: float) -> Future[Array]:
+        def attempt(repeated: bool, seconds: float) -> Array:
             first = 0 if repeated else ahead
             return self._peer.store_rows(
                 *(self._table, self._schema, rows, priorities, ids, finals),
@@ -169,7 +213,8 @@ class Delivery:
                 again=again or repeated,
                 seconds=seconds,
                 wait=self._wait(seconds),
-            )
+                here=not first,  # parts are those of a connection
+            ).result()
 
         return until_done(attempt, "", timeout=self.timeout, total=math.inf, failed=failed)
 
@@ -177,27 +222,22 @@ class Delivery:
         """Seconds that a server may wait in an attempt of so many: its refusal comes before any deadline of ours."""
         return min(seconds - min(1.0, seconds / 4), self.timeout / 2)
 
-    def store_here(self, rows: Rows, priority: float, final: int, identity: int) -> int | GearError:
+    def store_here(self, rows: Rows, priority: float, final: int, identity: int) -> int | GearError | None:
         """One attempt to store a checked trajectory from the calling thread.
 
         Args:
-            rows: the trajectory. priority, final: of it, as for `store`. identity: its id, from `ids`.
+            rows: the trajectory. priority, final: as for `store_one`. identity: its id, from `new_id`.
 
         Returns:
-            Its index in the server's table; or an error: it may be stored or not, and `store_rows` is to go on.
+            Its index in the server's table; None if nothing was sent; or an error: it may be stored or not. In both
+            cases `store_rows` is to go on.
         """
-        given = np.array([priority], np.float32), np.array([identity]), np.array([final])
         seconds = min(self.timeout, _longest_attempt(self.timeout))
         try:
-            stored = self._peer.store_rows(
-                *(self._table, self._schema, [rows], *given),
-                seconds=seconds,
-                wait=self._wait(seconds),
-                here=True,
-            )
-            return int(stored.result()[0])
+            slot = self._store_one(rows, priority, final, identity, seconds)
         except TransportError as error:
             return error.__cause__ if isinstance(error.__cause__, GearError) else error
+        return slot
 
     def send_part(self, identity: int, number: int, piece: Mapping[str, Array]) -> bool:
         """Send steps of a trajectory that is stored later; returns whether they were sent.
@@ -228,8 +268,8 @@ class Delivery:
         """
         request = Update(self._table, updates, strict)
 
-        def attempt(_: bool, seconds: float) -> Future[int]:
-            return self._peer.update(request, seconds=seconds)
+        def attempt(_: bool, seconds: float) -> int:
+            return self._peer.update(request, seconds=seconds).result()
 
         return until_done(attempt, "the priorities may be set or not", timeout=self.timeout)
 
@@ -253,8 +293,10 @@ class Delivery:
         identity = int.from_bytes(os.urandom(8), "little")
         request = Fill(self._table, self._schema, names, slots, generations, lengths, identity, strict)
 
-        def attempt(again: bool, seconds: float) -> Future[int]:
-            return self._peer.fill(dataclasses.replace(request, again=again), values, seconds=seconds)
+        def attempt(again: bool, seconds: float) -> int:
+            return self._peer.fill(
+                dataclasses.replace(request, again=again), values, seconds=seconds
+            ).result()
 
         return until_done(attempt, "the columns may be filled or not", timeout=self.timeout)
 
@@ -276,9 +318,9 @@ class Delivery:
             identity = int.from_bytes(os.urandom(8), "little")
             request = Advance(self._table, found.version, found.memory, identity)
 
-            def attempt(again: bool, seconds: float, request: Advance = request) -> Future[Advanced]:
-                again = again and request.memory > 0
-                return self._peer.advance(dataclasses.replace(request, again=again), seconds=seconds)
+            def attempt(again: bool, seconds: float, request: Advance = request) -> Advanced:
+                asked = dataclasses.replace(request, again=again and request.memory > 0)
+                return self._peer.advance(asked, seconds=seconds).result()
 
             what = "the version may be raised or not"
             found = until_done(attempt, what, timeout=self.timeout, total=backoff.left)
@@ -288,8 +330,8 @@ class Delivery:
         """Slots and generations of trajectories that wait for late columns, int64 [n] each; see `Table.unfilled`."""
         request = Unfilled(self._table, names)
 
-        def attempt(_: bool, seconds: float) -> Future[Array]:
-            return self._peer.unfilled(request, seconds=seconds)
+        def attempt(_: bool, seconds: float) -> Array:
+            return self._peer.unfilled(request, seconds=seconds).result()
 
         slots, generations = until_done(attempt, "nothing was changed", timeout=self.timeout)
         return slots, generations
@@ -301,7 +343,7 @@ def _longest_attempt(timeout: float) -> float:
 
 
 def until_done(
-    attempt: Callable[[bool, float], Future[_T]],
+    attempt: Callable[[bool, float], _T],
     what: str,
     *,
     timeout: float,
@@ -312,7 +354,7 @@ def until_done(
     """Make a request until it is answered.
 
     Args:
-        attempt: sends it: whether it was sent before, and seconds until its deadline.
+        attempt: sends it and waits for the answer: whether it was sent before, and seconds until its deadline.
         what: the consequence of a deadline that passes, for its error.
         timeout: seconds of a call, of which an attempt has a part. total: seconds until the deadline; `timeout` by
             default.
@@ -327,7 +369,7 @@ def until_done(
     backoff = Backoff(total, shortest=0.02, longest=1.0)
     for number in itertools.count():
         try:
-            return attempt(number > 0, max(0.05, min(longest, backoff.left))).result()
+            return attempt(number > 0, max(0.05, min(longest, backoff.left)))
         except HandshakeError:
             raise
         except TransportError as error:

@@ -9,14 +9,20 @@ import os
 import ssl
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from gear_loader.errors import FilledError, GearError, HandshakeError, SchemaError, TransportError
-from gear_loader.storage.incoming import checked_priorities, listed, rectangular, stacked_bytes, with_final
+from gear_loader.storage.incoming import (
+    checked_priorities,
+    checked_priority,
+    listed,
+    rectangular,
+    stacked_bytes,
+    with_final,
+)
 from gear_loader.storage.late_values import LateValues, check_late, checked_fill
 from gear_loader.storage.priority_updates import is_strict, request
 from gear_loader.storage.rules import check_seconds
@@ -187,11 +193,10 @@ class RemoteTable:
             TransportError: the server's clients may only read, `Table.serve` with ``allow="read"``.
         """
         self._check()
+        first = checked_priority(priority)
         rows = as_mapping(trajectory) if final is None else with_final(self._added, trajectory, final)
-        finals = None if final is None else np.ones(1, dtype=np.int64)
-        priorities = checked_priorities(priority, 1)
         checked = Rows.of(self._added, rows, "trajectory 0")
-        return int(self._delivery.store([checked], priorities, finals, waits=self._waits)[0])
+        return self._delivery.store_one(checked, first, int(final is not None), waits=self._waits)
 
     def extend(
         self,
@@ -387,8 +392,8 @@ class RemoteTable:
     def report(self) -> TableReport:
         """Describe the server's table, now: see `TableReport`."""
 
-        def attempt(_: bool, seconds: float) -> Future[bytes]:
-            return self._peer.metadata("table", self.name, seconds=seconds)
+        def attempt(_: bool, seconds: float) -> bytes:
+            return self._peer.metadata("table", self.name, seconds=seconds).result()
 
         return TableReport.parse(until_done(attempt, "nothing was changed", timeout=self._timeout))
 

@@ -80,6 +80,8 @@ class RemoteWriter(StepAppender):
         self._episode = Episode()
         self._piece: Piece = nothing
         self._room = self._inside = 0  # steps of the current buffer: all, and those that are written
+        self._shown = 0  # steps of the latest buffer
+        self._has_spare = False  # whether that is free: its trajectory is stored
         self._fresh = 0  # steps that are in no committed chunk
         self._cut_last = False  # whether the last call has ended with a complete chunk
         self._committed = 0
@@ -125,7 +127,9 @@ class RemoteWriter(StepAppender):
         return ()
 
     def _append_many(self, rows: Mapping[str, Any]) -> tuple[int, ...]:
-        length, arrays = self._schema.validate(dict(rows), what="the steps")
+        length, arrays = self._plain_length(rows), None
+        if not length:
+            length, arrays = self._schema.validate(dict(rows), what="the steps")
         if not self._cuts and self.num_steps + length > self._chunk:
             raise too_long(self.num_steps + length, self._chunk)
         done = 0
@@ -133,8 +137,11 @@ class RemoteWriter(StepAppender):
             if self._inside >= self._room:
                 self._make_room(min(length - done, self._chunk - self.num_steps))
             count = min(length - done, self._room - self._inside)
-            for name, values in self._piece.items():
-                values[self._inside : self._inside + count] = arrays[name][done : done + count]
+            if arrays is None:
+                self._put_steps(self._inside, rows, done, count)
+            else:
+                for name, values in self._piece.items():
+                    values[self._inside : self._inside + count] = arrays[name][done : done + count]
             self._appended(count)
             done += count
         return ()
@@ -143,6 +150,11 @@ class RemoteWriter(StepAppender):
         """Make room for `count` more steps, at most those of a piece and of a chunk: at least for one."""
         if self.num_steps + 1 > self._chunk:
             raise too_long(self.num_steps + 1, self._chunk)
+        if self._has_spare and not self.num_steps and count <= self._shown:
+            self._spool.reserve(self._shown * self._schema.step_bytes)
+            self._episode.size += self._shown * self._schema.step_bytes
+            self._room, self._has_spare = self._shown, False
+            return
         most = min(self._spool.piece_steps, self._chunk - self._episode.rows)
         room = min(max(2 * self._room, self._inside + count, _FIRST), most)
         size = (room - self._room) * self._schema.step_bytes
@@ -155,7 +167,7 @@ class RemoteWriter(StepAppender):
 
     def _show(self, piece: Piece, room: int) -> None:
         """Make a buffer the current one."""
-        self._piece, self._room = piece, room
+        self._piece, self._room, self._shown, self._has_spare = piece, room, room, False
         self._show_data([values[None] for values in piece.values()])
 
     def _appended(self, count: int) -> None:
@@ -233,6 +245,7 @@ class RemoteWriter(StepAppender):
             return -1
         if not episode.is_stored:
             self._spool.flush(self._timeout, since)
+        self._has_spare = not self.num_steps
         return episode.index
 
     def _finish(self, priority: float, once: Piece, *, final: bool, wait: bool = False) -> Episode:

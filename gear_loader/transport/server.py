@@ -16,7 +16,7 @@ from gear_loader.transport import open_packed, open_query
 from gear_loader.transport.access import Allow, ByteBudget, check_allow
 from gear_loader.transport.capacity import capacity_report
 from gear_loader.transport.channel import Channel, Listener, carrier
-from gear_loader.transport.connection import Connection
+from gear_loader.transport.connection import SCRATCH, Connection
 from gear_loader.transport.handshake import answer, check_secret, refuse
 from gear_loader.transport.part_message import HeldBytes
 from gear_loader.transport.table_cache import TableCache
@@ -76,6 +76,7 @@ class Server:
         reading_threads: number of connections that threads serve.
         tables: the attached tables. allow: as given. budget: for the memory of requests. open_parts: that of
             PART messages.
+        scratch: memory for a message while the event loop handles it.
         metadata: functions by name, called in a thread with a table's name, that return bytes for authenticated
             requesters. "capacity" is the capacity report, "table" the schema and statistics; one-sided carriers add
             their own.
@@ -107,6 +108,7 @@ class Server:
         self.tables = TableCache(tables, store_timeout)
         self.metadata["capacity"] = lambda name: capacity_report(self.tables.get(name).table)
         self.metadata["table"] = lambda name: table_report(self.tables.get(name).table, self.allow)
+        self.scratch = memoryview(bytearray(SCRATCH))
         self.gatherers = Threads(threads or min(8, os.cpu_count() or 1), "gear-loader-gather")
         self._waiters = {name: Threads(_WAITERS, "gear-loader-wait") for name in tables}
         self._writers = {name: Threads(_WRITERS, "gear-loader-store") for name in tables}

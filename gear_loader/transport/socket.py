@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import select
 import socket
+import sys
+import termios
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from gear_loader.errors import TransportError
@@ -50,6 +53,9 @@ class SocketChannel(Channel):
         self._watched = False  # whether the loop watches the socket for data
         self._ahead = memoryview(bytearray(AHEAD))  # read-ahead buffer
         self._begin = self._end = 0
+        self._waiting = bytearray(4)  # number of bytes in the socket, as an int
+        self._at_once: Callable[[], bool] | None = None  # see `fill`
+        self._ended = False  # whether it has returned False
         self._calls = 0
         connection.setblocking(False)
         set_options(connection)
@@ -86,9 +92,43 @@ class SocketChannel(Channel):
                 views[0] = views[0][sent:]
         return views
 
-    async def fill(self) -> None:
-        if self._begin == self._end:
-            self._begin, self._end = 0, await self._receive(self._ahead)
+    async def fill(self, at_once: Callable[[], bool] | None = None) -> None:
+        while self._begin == self._end:
+            try:
+                self._receive_ahead()
+            except (BlockingIOError, InterruptedError):
+                self._at_once, self._ended = at_once if self.can_lend else None, False
+                try:
+                    await self._wait_to_read()
+                finally:
+                    self._at_once = None
+                if self._ended:
+                    return
+            else:
+                await self._yield()
+
+    def _receive_ahead(self) -> None:
+        """Fill the empty read-ahead buffer. Raises BlockingIOError if it would have to wait."""
+        count = self._receive_some(self._ahead)
+        if count == 0:
+            raise ConnectionResetError(errno.ECONNRESET, GONE)
+        self._begin, self._end = 0, count
+
+    def arrived(self, size: int, memory: memoryview) -> memoryview | None:
+        ahead = self.ahead()
+        if size <= len(ahead):
+            return ahead[:size]
+        if size > len(memory) or not self.can_lend:
+            return None
+        fcntl.ioctl(self._live(), termios.FIONREAD, self._waiting)
+        if len(ahead) + int.from_bytes(self._waiting, sys.byteorder) < size:
+            return None
+        memory[: len(ahead)] = ahead
+        at = len(ahead)
+        self._begin = self._end = 0
+        while at < size:
+            at += self._receive_some(memory[at:size])
+        return memory[:size]
 
     def ahead(self) -> memoryview:
         return self._ahead[self._begin : self._end]
@@ -248,7 +288,22 @@ class SocketChannel(Channel):
             self._watched = False
             self._loop.remove_reader(self._fd)
         elif not self._reading.done():
-            self._reading.set_result(None)
+            try:
+                if self._at_once is None or not self._goes_on(self._at_once):
+                    self._reading.set_result(None)
+            except Exception as error:  # the waiting task raises it
+                if not self._reading.done():
+                    self._reading.set_exception(error)
+
+    def _goes_on(self, at_once: Callable[[], bool]) -> bool:
+        """Receive, and call `at_once`; whether the waiting task is to wait for more."""
+        if self._begin == self._end:
+            try:
+                self._receive_ahead()
+            except (BlockingIOError, InterruptedError):
+                return True
+        self._ended = not at_once()
+        return not self._ended
 
     async def _wait_to_write(self) -> None:
         self._calls = 0

@@ -233,15 +233,17 @@ class Spool:
                 return
         index: int | None = None
         failed: GearError | None = None
+        was_sent = True
         try:
-            episode.id = int(self._delivery.ids(1)[0])
+            episode.id = self._delivery.new_id()
             rows = Rows(episode.rows, episode.pieces, episode.once)
             found = self._delivery.store_here(rows, episode.priority, episode.final, episode.id)
             index, failed = (None, found) if isinstance(found, GearError) else (found, None)
+            was_sent = found is not None
         finally:  # also after an interruption
             with self._changed:
                 if index is None:
-                    self._last, episode.again = failed, True
+                    self._last, episode.again = failed, was_sent
                     self._queue.appendleft(episode)
                     self._work.notify()
                 else:
@@ -355,7 +357,7 @@ class Spool:
         if episode.ahead != work.number or self._last is not None or size > MOST_PART:
             return
         if episode.id < 0:
-            episode.id = int(self._delivery.ids(1)[0])
+            episode.id = self._delivery.new_id()
         if self._delivery.send_part(episode.id, work.number, work.piece):
             episode.ahead += 1
 

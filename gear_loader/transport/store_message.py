@@ -6,19 +6,25 @@ import dataclasses
 import functools
 import json
 import struct
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from gear_loader.errors import TransportError
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.channel import Bytes
-from gear_loader.transport.message_schema import MAX_SPEC_BYTES, read_schema, round_up
+from gear_loader.transport.message_schema import ALIGNMENT, MAX_SPEC_BYTES, read_schema, round_up
 from gear_loader.transport.wire import MAX_TEXT, Fields, Limits, PartsMissingError, ProtocolError, pack_text
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Store", "step_places"]
+__all__ = ["One", "OneStore", "Store", "step_places"]
 
 _FINALS, _AGAIN, _PARTS = 1, 2, 4  # flags
 _REMEMBERED_BYTES = 1 << 13  # of a schema that is remembered
+_PADDING = [bytes(-count % ALIGNMENT) for count in range(ALIGNMENT)]
+# Of one trajectory: n, flags, its length, id and priority, its final steps if bit 0 of the flags is set, and wait.
+_ONE, _ONE_FINAL = struct.Struct("<IIqqfI"), struct.Struct("<IIqqfqI")
 
 
 def _schema_of(text: bytes) -> Schema:
@@ -194,6 +200,114 @@ class Store:
                 to += count
             out[to : to + size] = data[at : at + size]
         return whole, out
+
+
+class One(NamedTuple):
+    """What a STORE of one trajectory says of it.
+
+    Attributes:
+        rows: its rows, with the final step. final: 1 if the last row is that, else 0. priority: -1 for none.
+        id: global id or -1. wait: milliseconds that the server may wait.
+    """
+
+    rows: int
+    final: int
+    priority: float
+    id: int
+    wait: int
+
+
+class OneStore:
+    """STORE of one trajectory of a table, as a whole and for the first time: what all such messages have in common.
+
+    It is the commonest message; `Store` reads and writes it too, and all others.
+
+    Args:
+        table: name of the table. schema: its columns.
+    """
+
+    def __init__(self, table: str, schema: Schema) -> None:
+        self.table = table
+        self.schema = schema
+        self._tail = pack_text(table) + schema.json_bytes
+        self._columns = [(name, column.step_bytes, column.trajectory) for name, column in schema.items()]
+
+    def pack(
+        self, one: One, pieces: Sequence[Mapping[str, Array]], once: Mapping[str, Array]
+    ) -> tuple[bytes, list[Bytes | bytes], int]:
+        """Serialize.
+
+        Args:
+            pieces, once: the trajectory, as of `Rows`.
+
+        Returns:
+            The small part; the bulk part in pieces, and its bytes.
+        """
+        rows, final, priority, identity, wait = one
+        head = (
+            _ONE_FINAL.pack(1, _FINALS, rows, identity, priority, final, wait)
+            if final
+            else _ONE.pack(1, 0, rows, identity, priority, wait)
+        )
+        parts: list[Bytes | bytes] = []
+        total = 0
+        for name, step_bytes, trajectory in self._columns:
+            if trajectory:
+                parts.append(once[name])
+                size = step_bytes
+            else:
+                parts += [piece[name] for piece in pieces]
+                size = step_bytes * rows
+            padding = _PADDING[size % ALIGNMENT]
+            if padding:
+                parts.append(padding)
+            total += size + len(padding)
+        return head + self._tail, parts, total
+
+    def places(self, rows: int) -> tuple[list[int], int]:
+        """Offset of each column in the bulk part of a trajectory of so many rows, and its bytes."""
+        offsets, total = [], 0
+        for _, step_bytes, trajectory in self._columns:
+            offsets.append(total)
+            size = step_bytes if trajectory else step_bytes * rows
+            total += size + -size % ALIGNMENT
+        return offsets, total
+
+    @classmethod
+    def parse(cls, small: memoryview, bulk: int) -> tuple[OneStore, One, list[int]] | None:
+        """Parse and validate the small part of a STORE from an untrusted source.
+
+        Args:
+            bulk: bytes of the bulk part.
+
+        Returns:
+            What it says, and the offset of each column in the bulk part; None if it is not such a message, or not
+            valid, which `Store.parse` tells.
+        """
+        if len(small) < _ONE_FINAL.size:
+            return None
+        n, flags, rows, identity, priority, wait = _ONE.unpack_from(small)
+        final, size = 0, _ONE.size
+        if flags == _FINALS:
+            *_, final, wait = _ONE_FINAL.unpack_from(small)
+            size = _ONE_FINAL.size
+        elif flags:
+            return None
+        if n != 1 or not 1 <= rows <= bulk or not 0 <= final < min(rows, 2):
+            return None
+        try:
+            known = _known_table(bytes(small[size:]))
+        except (ValueError, RecursionError, TransportError):
+            return None
+        offsets, total = known.places(rows)
+        return (known, One(rows, final, priority, identity, wait), offsets) if total == bulk else None
+
+
+@functools.lru_cache(maxsize=64)
+def _known_table(tail: bytes) -> OneStore:
+    """The table and the schema of a message from an untrusted source."""
+    fields = Fields(tail, "STORE")
+    return OneStore(fields.text("table", 128), _known_schema(bytes(fields.rest())))
 
 
 def step_places(schema: Schema, rows: int) -> tuple[dict[str, tuple[int, int]], int]:

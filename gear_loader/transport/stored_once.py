@@ -40,6 +40,31 @@ class StoredOnce:
         with self._guard:
             return again or int(ids[0]) in self._running
 
+    def run_at_once(self, identity: int, store: Callable[[], int | None]) -> int | None:
+        """`run` of one trajectory that was not sent before, by a `store` that does not wait.
+
+        Args:
+            identity: its id. store: returns its slot, or None if it has stored nothing.
+
+        Returns:
+            The slot; None, having stored nothing, if `run` has to be used.
+
+        Raises:
+            Any error of `store`.
+        """
+        with self._guard:  # held meanwhile, for less time than it takes to let others know
+            if identity in self._running:
+                return None
+            slot = store()
+            if slot is not None:
+                self._remember(identity, np.array([slot]))
+            return slot
+
+    def _remember(self, key: int, slots: Array) -> None:
+        self._done[key] = slots
+        while len(self._done) > _REMEMBERED:
+            self._done.popitem(last=False)
+
     def run(self, ids: Array, store: Callable[[], Array], *, again: bool) -> Array:
         """Store trajectories, unless a request with the same ids has stored them.
 
@@ -74,9 +99,7 @@ class StoredOnce:
             raise
         with self._guard:
             del self._running[key]
-            self._done[key] = slots
-            while len(self._done) > _REMEMBERED:
-                self._done.popitem(last=False)
+            self._remember(key, slots)
         future.set_result(slots)
         return slots
 

@@ -22,7 +22,7 @@ from gear_loader.errors import (
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.native.serving import serve
 from gear_loader.storage.counters import DIRTY
-from gear_loader.storage.ids import CLIENT_ORIGIN, LARGEST_ORIGIN, check_ids
+from gear_loader.storage.ids import CLIENT_ORIGIN, LARGEST_ID, LARGEST_ORIGIN, check_ids
 from gear_loader.storage.incoming import Steps
 from gear_loader.storage.index import Index
 from gear_loader.storage.late import fill_columns
@@ -33,7 +33,7 @@ from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.transport.advance_message import Advance, Advanced
 from gear_loader.transport.fill_message import Fill
-from gear_loader.transport.store_message import Store
+from gear_loader.transport.store_message import One, OneStore, Store
 from gear_loader.transport.stored_once import StoredOnce
 from gear_loader.transport.update_message import Update
 from gear_loader.utils.arrays import Array, data_address, narrowed
@@ -43,6 +43,7 @@ __all__ = ["AttachedTable", "TableCache"]
 
 
 _LOCK_TIMEOUT = 10.0  # seconds; a change takes far less than a millisecond
+_LEAST_PRIORITY, _LARGEST_PRIORITY = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _UNDER_LOCK = 1 << 17  # largest reply that is gathered while the lock is held
 
 
@@ -186,6 +187,27 @@ class AttachedTable:
         try:
             return self._store_once(request, lambda: self._store(self._at_once, request, data))
         except (LockTimeoutError, RateLimitError, TableFullError):
+            return None
+
+    def store_one(self, kind: OneStore, one: One, addresses: list[int]) -> int | None:
+        """`store_at_once` of one trajectory.
+
+        Args:
+            kind, one: the small part of STORE. addresses: of each column's rows.
+
+        Returns:
+            Its slot; None, having stored nothing, if `store` has to do it, or to raise an error.
+        """
+        if one.id & LARGEST_ORIGIN != CLIENT_ORIGIN or not 0 <= one.id <= LARGEST_ID:
+            return None
+        if one.priority != UNSET and not _LEAST_PRIORITY <= one.priority <= _LARGEST_PRIORITY:
+            return None
+        try:
+            self.check_schema(kind.schema, added=True)
+            return self._once.run_at_once(
+                one.id, lambda: self.table.store_one(self._at_once, one.rows, addresses, *one[1:4])
+            )
+        except (LockTimeoutError, SchemaError):
             return None
 
     def _store_once(self, request: Store, store: Callable[[], Array]) -> Array:

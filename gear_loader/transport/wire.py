@@ -112,8 +112,9 @@ MAX_TEXT = 4096
 MAGIC = b"GEARWIRE"
 """The first bytes of every message."""
 _LAYOUT = struct.Struct("<8sHHIQIIQ20sI")
+_SUMMED = struct.Struct("<8sHHIQIIQ20s")  # all but the checksum
 _ZEROS = bytes(20)
-assert _LAYOUT.size == HEADER
+assert _LAYOUT.size == HEADER == _SUMMED.size + 4
 
 
 class ProtocolError(TransportError):
@@ -226,12 +227,13 @@ class Header(NamedTuple):
         Raises:
             VersionError: another protocol version. ProtocolError: invalid header.
         """
-        magic, version, kind, zero, request, small, zero2, bulk, zeros, crc = _LAYOUT.unpack(as_bytes(data))
+        view = as_bytes(data)
+        magic, version, kind, zero, request, small, zero2, bulk, zeros, crc = _LAYOUT.unpack(view)
         if magic != MAGIC:
             raise ProtocolError(f"A message begins with {magic!r}; expected {MAGIC!r}. Is that Gear Loader?")
         if version != VERSION:
             raise VersionError(f"protocol version {version}; this side speaks version {VERSION}")
-        if zlib.crc32(as_bytes(data)[: HEADER - 4]) != crc:
+        if zlib.crc32(view[: HEADER - 4]) != crc:
             raise ProtocolError(
                 f"A message's header has the checksum {crc:#010x}, which does not match its bytes."
             )
@@ -243,9 +245,7 @@ class Header(NamedTuple):
 
     def pack(self, *, version: int = VERSION) -> bytes:
         """Serialize to 64 bytes."""
-        head = _LAYOUT.pack(MAGIC, version, self.kind, 0, self.request, self.small, 0, self.bulk, _ZEROS, 0)[
-            :-4
-        ]
+        head = _SUMMED.pack(MAGIC, version, self.kind, 0, self.request, self.small, 0, self.bulk, _ZEROS)
         return head + zlib.crc32(head).to_bytes(4, "little")
 
 

@@ -286,19 +286,26 @@ def store(v: Any, columns: Any, request: Any, evict: Any) -> Any:
         return UNREADY
     count, width = request[REQUEST_COUNT], columns.shape[0]
     priorities = REQUEST_HEAD + 2 * count
-    places = priorities + count
+    ends = priorities + count
+    names = ends + count
+    places = names + count
     lengths = request[REQUEST_HEAD : REQUEST_HEAD + count]
     slots = request[REQUEST_HEAD + count : priorities]
+    finals = request[ends:names]
     addresses = request[places : places + count * width].reshape((count, width))
+    rows = np.empty(count, dtype=np.int64)
     blocks = 0
     for i in range(count):
-        blocks += blocks_of(v, lengths[i])
+        rows[i] = lengths[i] + finals[i]
+        blocks += blocks_of(v, rows[i])
     ids = np.empty(blocks, dtype=np.int32)
-    answer = begin(v, lengths, lengths[:0], evict, request[REQUEST_PID], request[REQUEST_START], slots, ids)
+    answer = begin(v, lengths, finals, evict, request[REQUEST_PID], request[REQUEST_START], slots, ids)
     if answer == DONE:
+        for i in range(count):
+            v.ident[slots[i]] = request[names + i]
         # Its machine code is linked into the cached code of this file: a change of it needs a change here.
-        scatter(columns, v.block_steps, ids, addresses, lengths)
-        commit(v, slots, request[priorities:places].view(np.float64), request[REQUEST_NOW])
+        scatter(columns, v.block_steps, ids, addresses, rows)
+        commit(v, slots, request[priorities:ends].view(np.float64), request[REQUEST_NOW])
     return answer
 
 

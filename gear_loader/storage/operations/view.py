@@ -56,8 +56,8 @@ GENEROUS = 8
 """A writer allocates at most one eighth of the free steps in advance."""
 # A row of `finish_rows`, int64: slot, steps, whether the last one is the final step, and the bits of the priority.
 FINISH_SLOT, FINISH_LENGTH, FINISH_FINAL, FINISH_PRIORITY, FINISH_WIDTH = range(5)
-# Head of a request to `store`, int64; followed by lengths [n], slots [n] (output), priorities [n] (float64) and
-# addresses [n, C].
+# Head of a request to `store`, int64; followed by lengths [n], slots [n] (output), priorities [n] (float64), numbers of
+# final steps [n], which lengths do not count, ids [n] (-1 for new ones) and addresses [n, C].
 REQUEST_COUNT, REQUEST_AT_ONCE, REQUEST_NOW, REQUEST_EVICT, REQUEST_PID, REQUEST_START, REQUEST_HEAD = range(
     7
 )
