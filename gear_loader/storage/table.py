@@ -95,7 +95,6 @@ _INTERNAL = frozenset(  # for other parts of the package; completion does not of
         "step_addresses",
         "store",
         "store_one",
-        "store_one",
         "tier_reader",
     )
 )
