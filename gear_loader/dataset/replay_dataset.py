@@ -199,8 +199,9 @@ class ReplayDataset(IterableDataset[Batch]):
             that are likeliest to be drawn, in all columns that are read. Batches are the same, and read less over the
             bus; `stats` tells how much. Beside it 4 bytes for each block and trajectory of the table. By priority the
             likeliest blocks are kept, with `Fifo` and `Lifo` (which draw with replacement) the oldest and newest; with
-            others all are as likely, and any are kept, as they come. Needs a `Table`, a CUDA device that can read it
-            (else the cache stays empty) and ``layout="padded"``.
+            others all are as likely, and any are kept, as they come. Of a table with a disk tier, blocks in memory are
+            copied. Needs a `Table`, a CUDA device that can read it (else the cache stays empty) and
+            ``layout="padded"``.
         group_max_age: seconds after which the trajectories of an incomplete group are removed from the table, counted
             from the last one that was added.
         balance: with packed batches over all `Shards`: how rows are dealt to ranks. ``"steps"``: all ranks have about

@@ -19,7 +19,7 @@ from gear_loader.kernels import packed as packing
 from gear_loader.kernels import place as placing
 from gear_loader.kernels import split as splitting
 from gear_loader.kernels.cast_plan import CastPlan
-from gear_loader.kernels.packed_plan import PackedPlan, PackedWork
+from gear_loader.kernels.packed_plan import PackedColumn, PackedPlan, PackedWork
 from gear_loader.kernels.plan import GatherPlan, PlacePlan, with_lines
 from gear_loader.kernels.split_plan import SplitPlan
 from gear_loader.kernels.sum_tree import STALE, SumTree
@@ -212,20 +212,21 @@ class Launchers:
         launch = self._launch(plan.device, "gather packed")
         table, expected = launch.read(plan.device_table), plan.table
         lists = {name: launch.read(getattr(work, name)) for name in ("pieces", "groups", "tiles")}
-        columns = [(each, launch.read(each.source), launch.write(each.out)) for each in plan.columns]
-        position = launch.write(plan.position)
+        # What waits keeps no memory alive, as a kernel's arguments do not.
+        columns = [(each.once, launch.read(each.source), launch.write(each.out)) for each in plan.columns]
+        position, ends, numbers = launch.write(plan.position), work.ends, work.num_pieces
+        del plan, work
 
         def run() -> None:
             _same(table, expected)
             columns_then = [
-                dataclasses.replace(each, source=source.tensor(), out=out.tensor())
-                for each, source, out in columns
+                PackedColumn(source.tensor(), out.tensor(), once) for once, source, out in columns
             ]
             played: Any = types.SimpleNamespace(
                 columns=columns_then, position=position.tensor(), device=torch.device("cpu")
             )
             now = {name: view.tensor() for name, view in lists.items()}
-            packed_reference.gather_packed(played, dataclasses.replace(work, **now))
+            packed_reference.gather_packed(played, PackedWork(**now, ends=ends, num_pieces=numbers))
 
         launch.queue(run)
 

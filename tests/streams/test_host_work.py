@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +95,26 @@ def test_a_packed_batch(options: dict[str, Any], copies: float, kernels: dict[st
     check(of_table(gear.Uniform(), False, **options), (copies, 0), kernels)
 
 
+def test_a_packed_batch_of_a_disk_tier(tmp_path: Path) -> None:
+    """One copy all the same; and one launch more, for rows that were read from disk."""
+    cuda = Cuda(0, "eager")
+    with cuda.installed(), made_table(packed=True, tier=str(tmp_path)) as table:
+        data = gear.ReplayDataset(
+            table,
+            batch_size=12,
+            device="cuda:1",
+            windows=gear.Window(2),  # of about as many steps, so that the memory does not grow
+            layout="packed",
+            batches_per_epoch=30,
+        )
+        found = work(cuda, data)
+        del data
+        gc.collect()
+    cuda.check()
+    assert cuda.machine.host_waits == 0
+    check(found, (1, 0), {"gather packed": 2, "split": 1, "clone": 0})
+
+
 def test_lightning_leaves_a_packed_batch_where_it_is() -> None:
     utilities = pytest.importorskip("lightning.fabric.utilities")
     cuda = Cuda(0, "eager")
@@ -169,6 +190,36 @@ def test_a_batch_over_shards() -> None:
     assert (
         3 < found["gather"] <= 4
     )  # the steps, and the values per trajectory, of each shard that was drawn from
+
+
+@pytest.mark.parametrize("remote", [(), (1,), (1, 2)])
+def test_a_packed_batch_over_shards(remote: tuple[int, ...]) -> None:
+    """One copy for all; a launch for each table of this node, and for each answer of another one; one split."""
+    cuda = Cuda(0, "eager")
+    tables: list[gear.Table] = []
+    with cuda.installed():
+        tables += [filled(f"host-work-{shard}", shard, [20, 15, 10], packed=shard != 2) for shard in range(3)]
+        shards = Shards(tables)
+        for shard in remote:
+            peer: Any = PlayedPeer(tables[shard], set())
+            shards._sources[shard] = RemoteShard(peer, "played", tables[0].schema)
+        data = gear.ReplayDataset(
+            shards,
+            batch_size=45,
+            windows=gear.Window(2),
+            layout="packed",
+            device="cuda:1",
+            prefetch=0,
+            batches_per_epoch=30,
+        )
+        found = work(cuda, data)
+        del data
+        gc.collect()
+        for table in tables:
+            table.unlink()
+            table.close()
+    cuda.check()
+    check(found, (1, 0), {"gather packed": 3, "split": 1, "place": 0, "clone": 0})
 
 
 def test_the_side_stream_has_the_priority_that_was_asked_for() -> None:

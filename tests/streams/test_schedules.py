@@ -360,6 +360,8 @@ LATE = {
     "staging memory is used again while rows are placed out of it": 26,
     "the tickets of a planned batch are given back when the gather is queued": 26,
     "the allocator is not told that the consumer uses memory that has grown": 6,
+    "the tickets of packed rows are given back when the gather is queued": 15,
+    "answers of other nodes arrive in memory that a packed gather still reads": 46,
 }
 """The first seeds that find those that many do not: where the search begins, to save time."""
 
