@@ -133,6 +133,8 @@ def test_batches_are_those_of_the_cpu(
         same(found, expected)
         for table in tables:
             table.close()
+    for table in plain:
+        table.close()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
@@ -151,6 +153,8 @@ def test_rows_that_are_gone_or_lost_are_replaced_or_left_out(
     assert not {203, 205, *lost} & set(numbers)
     assert tables[1].stats().num_lost == len(lost)
     assert len(tables[0]) == COUNTS[0]
+    for table in tables:
+        table.close()
     if "batch_size" in sizes:
         assert [len(batch["index"]) for batch in batches] == [8, 8, 8]
     else:
