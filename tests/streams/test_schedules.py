@@ -196,6 +196,15 @@ def test_packed_batches_over_shards_in_tens_of_schedules(part: int) -> None:
     check_packed_shards(range(FIRST + 4 + 12 * part, FIRST + 16 + 12 * part))
 
 
+def test_steps_of_a_disk_tier_by_priority_in_any_order_of_work() -> None:
+    placed = 0
+    for policy in POLICIES:
+        run = Run(dataclasses.replace(with_tier(FIRST), selector="prioritized steps"), FIRST, policy)
+        run.run()
+        placed += run.cuda.machine.counts["place"]
+    assert placed > 0
+
+
 def check_cached(seeds: range) -> None:
     hits = 0
     for seed in seeds:
