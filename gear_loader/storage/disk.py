@@ -38,16 +38,10 @@ class Disk:
             all is in memory.
         keep: with `size`, which trajectories stay in memory: the ``"newest"``, the ``"oldest"``, or those of the
             highest ``"priority"``, the latest that was given to a dataset's or the table's `update_priority`, or else
-<<<<<<< HEAD
-            to `Table.add` (those without one are the highest); of single steps the mean. ``"auto"`` takes
-            what the selector of the last dataset, of any process, draws most: the highest priorities for `Prioritized`
-            and `TopK`, the oldest for `Fifo`, else the newest. Draws that are uniform gain from no choice.
-=======
             to `Table.add` (those without one are the highest); where steps have priorities, the mean of a trajectory's.
             ``"auto"`` takes what the selector of the last dataset, of any process, draws most: the highest priorities
             for `Prioritized` and `TopK`, the oldest for `Fifo`, else the newest. Draws that are uniform gain from no
             choice.
->>>>>>> 6fd1d38 (Disk.keep says what counts where steps have priorities)
 
     Raises:
         CheckpointError: an invalid path. SchemaError: other invalid values.
