@@ -533,11 +533,13 @@ class PrioritizedSelection(Selection):
         began, (alpha, eps), slots = time.monotonic(), self._exponent(), own.slots
         if alpha > 0:
             table = self.context.table.index.arrays
-            leaves = self._tree.leaves[: self._map.capacity].reshape(-1, self._map.block_steps)
-            masses = leaves.sum(axis=1, dtype=np.float64)
-            blocks = np.flatnonzero(self._map.owner >= 0)
-            sums = np.bincount(self._map.owner[blocks], masses[blocks], minlength=len(own.extent))
-            means = (sums[slots] / own.extent[slots, 0]) ** (1 / alpha) - eps
+            blocks, firsts = np.flatnonzero(self._map.owner >= 0), np.arange(own.num_blocks)
+            with np.errstate(over="ignore"):
+                masses = np.add.reduceat(
+                    self._tree.leaves[: self._map.capacity], firsts * self._map.block_steps
+                )
+                sums = np.bincount(self._map.owner[blocks], masses[blocks], minlength=len(own.extent))
+                means = (sums[slots] / own.extent[slots, 0]) ** (1 / alpha) - eps
             table.heat[slots] = pack_heat(table.generation[slots], np.clip(means, 0, _LARGEST))
         now = time.monotonic()
         self._next_means = now + max(_MEANS_SECONDS, 20 * (now - began))

@@ -32,6 +32,7 @@ from gear_loader.checkpoint import promoting, spilling
 from gear_loader.errors import SchemaError, StaleIndexError
 from gear_loader.selection import prioritized
 from gear_loader.selection.leaf_blocks import LeafBlocks
+from gear_loader.storage.tier_counts import heats
 
 STEPS = [name for name, column in COLUMNS.items() if not column.trajectory]
 EXACT = gear.Prioritized(1.0, 0.5, unit="step", normalize="table")
@@ -568,6 +569,27 @@ def test_memory_keeps_the_steps_that_are_drawn_most(tmp_path: Path, monkeypatch:
 
             wait_until(inside)
             assert table.num_spilled > 5
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.001, 1.0, 4.0])
+def test_means_of_any_priorities_are_numbers(tmp_path: Path, alpha: float) -> None:
+    with tiered(tmp_path, keep="priority") as table:
+        for number in range(3):
+            table.add(rows(number, 6), priority=1.0)
+        data = dataset(table, selector=gear.Prioritized(alpha, eps=1e-3, unit="step"))
+        largest = 3e38 if alpha <= 1 else 4e9
+        given = [0.0] * 6 + [largest] * 6 + [1e-38, 0.5, 1.5, 0.5, 1.5, 2.0]
+        data.update_priority(table.indices().repeat(6), given, anchor=np.tile(np.arange(6), 3))
+        arrays = table.index.arrays
+        slots = table.indices()
+        found = heats(arrays.heat[slots], arrays.generation[slots], np.full(3, -1.0, dtype=np.float32))
+        if alpha == 0:
+            assert (found == -1).all(), "none is drawn more often"
+        else:
+            assert np.isfinite(found).all()
+            assert (np.diff(found[[0, 2, 1]]) > 0).all()
+        if alpha == 1:
+            np.testing.assert_allclose(found[[0, 2]], [0, 1.0], atol=1e-6)
 
 
 # Shards ----------------------------------------------------------------------------------------------
