@@ -270,3 +270,17 @@ def test_batches_on_a_gpu_are_those_of_the_cpu(name: str) -> None:
             if "priority_weight" in two:  # the host draws packed batches on both
                 assert torch.allclose(one.pop("priority_weight"), two.pop("priority_weight"))
             same(one, two)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TIERED)
+@pytest.mark.parametrize("packed", [False, True])
+def test_batches_of_a_disk_tier_on_a_gpu_are_those_of_the_cpu(
+    name: str, packed: bool, tmp_path: Path
+) -> None:
+    with made_tiered(tmp_path, packed=packed) as table:
+        expected = batches(table, "cpu", **TIERED[name])
+        found = batches(table, "cuda", **TIERED[name])
+        assert len(found) == len(expected) == 4
+        for one, two in zip(found, expected, strict=True):
+            same(one, two)

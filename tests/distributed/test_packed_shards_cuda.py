@@ -21,7 +21,7 @@ from gear_loader.distributed import Shards, remote_spans
 from gear_loader.distributed.remote import RemoteShard
 from gear_loader.storage.region import Region
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
+played = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 COUNTS = (10, 6, 8)
 BLOCK_STEPS = (8, 16, 4)
 WHOLE = {
@@ -45,6 +45,13 @@ CASES: dict[str, dict[str, Any]] = {
         "batches_per_epoch": 3,
     },
     "budget": {"windows": WHOLE, "selector": ONCE, "max_steps": 150, "lookahead": 2, "micro_batches": 2},
+    "local": {
+        "windows": WHOLE,
+        "selector": gear.Prioritized(),
+        "batch_size": 4,
+        "batches_per_epoch": 3,
+        "scope": "local",
+    },
 }
 
 
@@ -87,7 +94,11 @@ def drawn(shards: Shards, device: Any, **options: Any) -> list[dict[str, Any]]:
             {name: value if isinstance(value, int) else value.cpu().clone() for name, value in batch.items()}
         )
         if isinstance(data.selector, gear.Prioritized):
-            data.update_priority(batch, new_priorities(found[-1], number).to(device))
+            named = {
+                "shard": torch.zeros(1, dtype=torch.int64),
+                **found[-1],
+            }  # of one shard there are no numbers
+            data.update_priority(batch, new_priorities(named, number).to(device))
     return found
 
 
@@ -112,6 +123,7 @@ def check_rows(batch: dict[str, Any]) -> list[int]:
     return numbers
 
 
+@played
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("staged", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_batches_are_those_of_the_cpu(
@@ -120,16 +132,30 @@ def test_batches_are_those_of_the_cpu(
     """Of tables with and without records, of blocks of different sizes, in memory, on disk and on other nodes; also
     where the GPU cannot read the tables."""
     monkeypatch.setattr(remote_spans, "PART_BYTES", 700)  # rows in several parts, and cut
-    plain = [made(shard) for shard in range(3)]
-    expected = drawn(shards_of(plain), "cpu", **CASES[name])
     if staged:
         monkeypatch.setattr(Region, "pin", lambda *_, **__: False)
+    prefetch = 0 if staged else 2  # the stand-in is not in other threads
+    check_places(name, torch.device("cuda", 1), tmp_path, prefetch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_batches_on_a_gpu_are_those_of_the_cpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_spans, "PART_BYTES", 700)
+    check_places(name, torch.device("cuda", 0), tmp_path, 2)
+
+
+def check_places(name: str, device: torch.device, path: Path, prefetch: int) -> None:
+    """Compare batches on a GPU with those of the CPU, wherever the rows lie."""
+    plain = [made(shard) for shard in range(3)]
+    expected = drawn(shards_of(plain), "cpu", prefetch=prefetch, **CASES[name])
     for tiers, remote in (((), ()), ((0, 1), (2,)), ((), (1, 2)), ((2,), (0,))):
         if name == "steps":  # tables with a disk tier refuse its selector
             tiers = ()
-        tables = [made(shard, tmp_path / f"{remote}" if shard in tiers else None) for shard in range(3)]
-        prefetch = 0 if staged else 2  # the stand-in is not in other threads
-        found = drawn(shards_of(tables, remote), torch.device("cuda", 1), prefetch=prefetch, **CASES[name])
+        tables = [made(shard, path / f"{remote}" if shard in tiers else None) for shard in range(3)]
+        found = drawn(shards_of(tables, remote), device, prefetch=prefetch, **CASES[name])
         same(found, expected)
         for table in tables:
             table.close()
@@ -137,6 +163,7 @@ def test_batches_are_those_of_the_cpu(
         table.close()
 
 
+@played
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
 @pytest.mark.parametrize("sizes", [{"batch_size": 8}, {"max_steps": 150}], ids=["rows", "steps"])
 def test_rows_that_are_gone_or_lost_are_replaced_or_left_out(
