@@ -31,6 +31,7 @@ __all__ = [
     "following",
     "ids_of",
     "joined",
+    "joined_one",
     "origin_of",
     "sequences_of",
     "slots_of",
@@ -50,6 +51,11 @@ def joined(sequences: Array, origin: int) -> Array:
     """The ids that a table of this origin assigns to sequence numbers; both int64 [n]."""
     ids: Array = sequences << _BITS | origin
     return ids
+
+
+def joined_one(sequence: int, origin: int) -> int:
+    """`joined` of one sequence number."""
+    return sequence << _BITS | origin
 
 
 def sequences_of(ids: Array) -> Array:

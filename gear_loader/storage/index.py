@@ -236,7 +236,7 @@ class Index:
         request = np.empty(REQUEST_HEAD + count * (5 + len(columns)), dtype=np.int64)
         request[:REQUEST_HEAD] = (count, False, 0, evict, *self.readers.here())
         parts = request[REQUEST_HEAD : REQUEST_HEAD + 5 * count].reshape(5, count)
-        slots = parts[1]
+        slots: Array = parts[1]
         parts[0] = lengths if finals is None else lengths - finals
         parts[2].view(np.float64)[:] = priorities
         parts[3] = 0 if finals is None else finals
@@ -250,7 +250,8 @@ class Index:
 
         needed = count, int(self.arrays.blocks_of(lengths).sum()), steps
         self.allocator.obtain(needed, attempt, evict=evict, wait=wait)
-        return slots.copy()
+        stored: Array = slots.copy()
+        return stored
 
     @property
     def takes_clients_ids(self) -> bool:

@@ -613,7 +613,8 @@ class Schema(Mapping[str, Column]):
         if (
             plain and value.shape[1:] == shape and value.flags.c_contiguous
         ):  # the commonest, and no text is needed
-            return value.reshape(len(value), math.prod(shape)).view(np.uint8)
+            found: np.ndarray = value.reshape(len(value), math.prod(shape)).view(np.uint8)
+            return found
         wanted = f"torch.{column.dtype_name}"
         expected = f"[{', '.join(map(str, ('T', *column.shape)))}]"
         kind = _unsupported(value)

@@ -125,7 +125,8 @@ class BlockingLink:
         head = Header(asked.kind, self._number, len(asked.small), asked.size).pack()
         self._limit(connection, seconds)
         if asked.size <= _JOINED:
-            connection.sendall(b"".join((head, asked.small, *asked.bulk)))
+            parts: list[Any] = [head, asked.small, *asked.bulk]
+            connection.sendall(b"".join(parts))
         else:
             connection.sendall(head + asked.small)
             for part in asked.bulk:

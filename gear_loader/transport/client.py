@@ -17,7 +17,7 @@ from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.advance_message import Advance, Advanced
 from gear_loader.transport.blocking_link import Asked, BlockingLink
-from gear_loader.transport.channel import Address, Bytes
+from gear_loader.transport.channel import Address
 from gear_loader.transport.fill_message import Fill, Unfilled
 from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.link import Link
@@ -354,7 +354,7 @@ class Peer:
         for at, size in request.columns:
             data[at + size : at + round_up(size)] = 0
 
-        def finish(small: Bytes | bytes) -> Array:
+        def finish(small: memoryview) -> Array:
             fields = Fields(small, Kind.STORED.name)
             slots = fields.array(n, "<i8", "slots")
             fields.end()
@@ -373,7 +373,7 @@ class Peer:
             if stored is not None:
                 if len(memory) <= _MOST_SPARE and not self._spare:
                     self._spare.append(memory)  # nothing reads it any more
-                done.set_result(finish(stored))
+                done.set_result(finish(memoryview(stored)))
                 return done
         return self._submit(
             Request(

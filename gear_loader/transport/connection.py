@@ -155,7 +155,7 @@ class Connection:
         if rest is None and self._kept is None:
             rest = self._answer_ahead()
         if self._kept is not None:
-            await self._go_on_storing(*self._kept)
+            self._go_on_storing(*self._kept)
             return True
         if rest is not None:
             await self._finish(rest)
@@ -622,9 +622,9 @@ class Connection:
         if message is None:
             return None
         kind, one, offsets = found
-        begin = data_address(np.frombuffer(message, np.uint8)) + HEADER + small
+        data: Array = np.frombuffer(message, np.uint8, bulk, HEADER + small)
         try:
-            slot = attached.store_one(kind, one, [begin + at for at in offsets])
+            slot = attached.store_one(kind, one, data, offsets)
         except Exception:  # the thread meets it too, and answers
             slot = None
         if size > len(ahead):  # it was taken
@@ -636,7 +636,7 @@ class Connection:
             return None
         else:
             self._channel.skip(size)
-        answer = Header(Kind.STORED, header.request, 8, 0).pack() + slot.to_bytes(8, "little")
+        answer = Header(Kind.STORED, header.request, 8, 0).pack() + slot.to_bytes(8, "little", signed=True)
         return self._channel.send_some(memoryview(answer))
 
     def _whole(self, size: int, bulk: int) -> memoryview | None:
@@ -667,7 +667,7 @@ class Connection:
         data.data[:] = message[end:]
         self._kept = header, np.frombuffer(bytes(message[HEADER:end]), np.uint8), data
 
-    async def _go_on_storing(self, header: Header, small: Array, data: Array) -> None:
+    def _go_on_storing(self, header: Header, small: Array, data: Array) -> None:
         """Store what `_store_ahead` has kept."""
         request = Store.parse(small, header.bulk, self._limits)
         self._kept = None

@@ -21,7 +21,7 @@ from gear_loader.errors import (
     TableFullError,
     TransportError,
 )
-from gear_loader.storage.ids import CLIENT_ORIGIN, joined
+from gear_loader.storage.ids import CLIENT_ORIGIN, joined, joined_one
 from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
@@ -60,7 +60,7 @@ class _Ids:
 
     def take_one(self) -> int:
         """The next id."""
-        return int(joined(self._sequence(1), CLIENT_ORIGIN))
+        return joined_one(self._sequence(1), CLIENT_ORIGIN)
 
     def _sequence(self, count: int) -> int:
         """The first of so many sequence numbers."""
@@ -128,9 +128,13 @@ class Delivery:
                 slot = self._store_one(rows, priority, final, identity, seconds)
                 if slot is not None:
                     return slot
-            given = np.array([priority], np.float32), np.array([identity]), np.array([final])
-            options = {"again": again, "seconds": seconds, "wait": self._wait(seconds)}
-            stored = self._peer.store_rows(self._table, self._schema, [rows], *given, **options)
+            stored = self._peer.store_rows(
+                *(self._table, self._schema, [rows]),
+                *(np.array([priority], np.float32), np.array([identity]), np.array([final])),
+                again=again,
+                seconds=seconds,
+                wait=self._wait(seconds),
+            )
             return int(stored.result()[0])
 
         return until_done(attempt, _STORED_OR_NOT, timeout=self.timeout, waits=waits)

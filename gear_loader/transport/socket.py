@@ -127,7 +127,10 @@ class SocketChannel(Channel):
         at = len(ahead)
         self._begin = self._end = 0
         while at < size:
-            at += self._receive_some(memory[at:size])
+            count = self._receive_some(memory[at:size])
+            if count == 0:
+                raise ConnectionResetError(errno.ECONNRESET, GONE)
+            at += count
         return memory[:size]
 
     def ahead(self) -> memoryview:

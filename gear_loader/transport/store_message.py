@@ -238,7 +238,7 @@ class OneStore:
         """Serialize.
 
         Args:
-            pieces, once: the trajectory, as of `Rows`.
+            one: what is said of the trajectory. pieces, once: its rows, as of `Rows`.
 
         Returns:
             The small part; the bulk part in pieces, and its bytes.
@@ -263,6 +263,12 @@ class OneStore:
                 parts.append(padding)
             total += size + len(padding)
         return head + self._tail, parts, total
+
+    def store(self, one: One) -> Store:
+        """The same message as a `Store`."""
+        numbers = [np.array([number]) for number in (one.rows, one.id)]
+        priority, final = np.array([one.priority], dtype=np.float32), np.array([one.final])
+        return Store(self.table, self.schema, *numbers, priority, final, wait=one.wait)
 
     def places(self, rows: int) -> tuple[list[int], int]:
         """Offset of each column in the bulk part of a trajectory of so many rows, and its bytes."""
@@ -306,7 +312,7 @@ class OneStore:
 @functools.lru_cache(maxsize=64)
 def _known_table(tail: bytes) -> OneStore:
     """The table and the schema of a message from an untrusted source."""
-    fields = Fields(tail, "STORE")
+    fields = Fields(memoryview(tail), "STORE")
     return OneStore(fields.text("table", 128), _known_schema(bytes(fields.rest())))
 
 

@@ -43,7 +43,7 @@ __all__ = ["AttachedTable", "TableCache"]
 
 
 _LOCK_TIMEOUT = 10.0  # seconds; a change takes far less than a millisecond
-_LEAST_PRIORITY, _LARGEST_PRIORITY = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+_LARGEST_PRIORITY = float(np.finfo(np.float32).max)
 _UNDER_LOCK = 1 << 17  # largest reply that is gathered while the lock is held
 
 
@@ -189,26 +189,33 @@ class AttachedTable:
         except (LockTimeoutError, RateLimitError, TableFullError):
             return None
 
-    def store_one(self, kind: OneStore, one: One, addresses: list[int]) -> int | None:
+    def store_one(self, kind: OneStore, one: One, data: Array, offsets: list[int]) -> int | None:
         """`store_at_once` of one trajectory.
 
         Args:
-            kind, one: the small part of STORE. addresses: of each column's rows.
+            kind, one: the small part of STORE. data: uint8, its bulk part. offsets: of each column in it.
 
         Returns:
-            Its slot; None, having stored nothing, if `store` has to do it, or to raise an error.
+            Its slot; None, having stored nothing, if it would have to wait.
+
+        Raises:
+            As `store`.
         """
-        if one.id & LARGEST_ORIGIN != CLIENT_ORIGIN or not 0 <= one.id <= LARGEST_ID:
-            return None
-        if one.priority != UNSET and not _LEAST_PRIORITY <= one.priority <= _LARGEST_PRIORITY:
-            return None
-        try:
-            self.check_schema(kind.schema, added=True)
-            return self._once.run_at_once(
-                one.id, lambda: self.table.store_one(self._at_once, one.rows, addresses, *one[1:4])
-            )
-        except (LockTimeoutError, SchemaError):
-            return None
+        self.check_schema(kind.schema, added=True)
+        slot = None
+        if 0 <= one.id <= LARGEST_ID and one.id & LARGEST_ORIGIN == CLIENT_ORIGIN and _is_valid(one.priority):
+            begin = data_address(data)
+            addresses = [begin + offset for offset in offsets]
+            try:
+                slot = self._once.run_at_once(
+                    one.id, lambda: self.table.store_one(self._at_once, one.rows, addresses, *one[1:4])
+                )
+            except LockTimeoutError:
+                return None
+        if slot is None:  # there are rules, or writers with unfinished trajectories
+            slots = self.store_at_once(kind.store(one), data)
+            slot = None if slots is None else int(slots[0])
+        return slot
 
     def _store_once(self, request: Store, store: Callable[[], Array]) -> Array:
         """Store, unless a client has sent these trajectories before."""
@@ -288,6 +295,11 @@ class AttachedTable:
         finals = request.finals if request.has_finals else None
         steps = _located(self.schema.added, request, data)
         return self.table.store_steps(steps, priorities, given, finals, unique=unique, index=index)
+
+
+def _is_valid(priority: float) -> bool:
+    """Whether a float32 is a priority, or stands for none."""
+    return 0 <= priority <= _LARGEST_PRIORITY or priority == UNSET
 
 
 def _of_clients(ids: Array) -> bool:

@@ -116,16 +116,20 @@ def test_rows(shelf: Shelf) -> None:
     peer.close()
 
 
-def test_stores(shelf: Shelf) -> None:
+@pytest.mark.parametrize("one", [True, False])
+def test_stores(shelf: Shelf, one: bool) -> None:
     table, server = shelf
     peer = server.peer()
     delivery = Delivery(peer, str(table.name), table.schema, PATIENCE)
-    one, count = np.full(1, -1, dtype=np.float32), 0
+    unset, count = np.full(1, -1, dtype=np.float32), 0
     length, arrays = table.schema.validate(rows(9, 2))
     checked = Rows(length, [arrays], arrays)
 
     def call() -> None:
-        delivery.store([checked], one)
+        if one:
+            delivery.store_one(checked, -1.0)
+        else:
+            delivery.store([checked], unset)
 
     call()
     link = peer._blocking

@@ -65,13 +65,6 @@ def stored(
     return Header(Kind.STORE, request, len(small), size).pack() + small + data
 
 
-def general(kind: OneStore, one: One) -> Store:
-    """The same as a `Store`."""
-    numbers = [np.array([value]) for value in (one.rows, one.id)]
-    priority, final = np.array([one.priority], dtype=np.float32), np.array([one.final])
-    return Store(kind.table, kind.schema, *numbers, priority, final, wait=one.wait)
-
-
 # ---------------------------------------------------------------- its bytes
 
 
@@ -83,8 +76,8 @@ def test_it_is_the_message_that_store_reads_and_writes(name: str, count: int, fi
     one = One(count, final, 0.5, next(ids), 1234)
     small, bulk, size = kind.pack(one, given.pieces, given.once)
     data = b"".join(bulk)
-    assert small == general(kind, one).pack()
-    assert len(data) == size == general(kind, one).bulk_bytes
+    assert small == kind.store(one).pack()
+    assert len(data) == size == kind.store(one).bulk_bytes
     request = Store.parse(small, size, LIMITS)
     assert [request.lengths[0], request.finals[0], request.ids[0], request.wait] == [
         count,
@@ -131,7 +124,7 @@ def test_what_is_not_valid_is_left_to_store(seed: int, name: str, final: int) ->
             request.schema,
             [at for at, _ in request.columns],
         )
-        same = general(other, read)
+        same = other.store(read)
         for field in ("lengths", "ids", "finals", "priorities"):
             assert getattr(same, field).tobytes() == getattr(request, field).tobytes()
         assert not request.again
@@ -228,6 +221,35 @@ def test_one_connection_does_not_take_the_turns_of_others(
         slots_in(busy, 300)
     theirs = order.index(next(each for each in order if order.count(each) == 1))
     assert theirs <= 4 * _IN_A_ROW
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "limiter": {"rate_limiter": gear.SampleToInsertRatio(1.0, min_size=1, error_buffer=1e6)},
+    "age": {"max_age": 1e6},
+    "others": {},
+}
+
+
+@pytest.mark.parametrize("steps", [3, 1500])
+@pytest.mark.parametrize("rules", RULES)
+def test_rules_and_unfinished_trajectories_of_others(
+    rules: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take more than one lock, but no thread."""
+    threads: list[object] = []
+    monkeypatch.setattr(Connection, "_store_in_thread", lambda *given: threads.append(given))
+    with named(max_steps=9000, **RULES[rules]) as table, serving(str(table.name)) as server:
+        server.peer().metadata("table", str(table.name)).result(PATIENCE)
+        with table.writer() as other, server.proven() as raw:
+            if rules == "others":
+                other.append(**{name: values[0] for name, values in rows(9, 1).items()})
+            for number in range(3):
+                raw.socket.sendall(stored(table, number, steps))
+                assert number_of(table[slots_in(raw, 1)[0]]) == number
+            other.discard()
+        assert not threads
+        assert server.server.budget.held == 0
+        table.check_valid()
 
 
 @pytest.mark.parametrize("steps", [20, 1500])
@@ -335,7 +357,7 @@ def test_the_same_id_again_is_stored_once(shelf: tuple[gear.Table, Serving]) -> 
         raw.socket.sendall(stored(table, 3, 5, identity=identity))
         slot = slots_in(raw, 1)[0]
         again = dataclasses.replace(
-            general(OneStore(str(table.name), table.schema), One(5, 0, -1.0, identity, 100)), again=True
+            OneStore(str(table.name), table.schema).store(One(5, 0, -1.0, identity, 100)), again=True
         )
         _, arrays = table.schema.validate(rows(3, 5))
         bulk = OneStore(str(table.name), table.schema).pack(One(5, 0, -1.0, identity, 100), [arrays], arrays)[
