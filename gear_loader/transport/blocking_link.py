@@ -26,7 +26,8 @@ from gear_loader.utils.mutex import run_alone
 __all__ = ["Asked", "BlockingLink", "connected"]
 
 _T = TypeVar("_T")
-_PAUSE = 1.0  # seconds between two attempts to connect
+_PAUSE = 1.0  # seconds between the longest time of an attempt to connect and the next one
+_CONNECT = 2.0  # most seconds of an attempt: the request can be made in another way
 _ANSWER = 1 << 12  # bytes of memory for an answer; it grows
 _JOINED = 1 << 18  # largest bulk part that is copied behind its header, to be sent by one call
 _SLACK = 0.05  # seconds by which a call may go beyond the deadline
@@ -109,8 +110,9 @@ class BlockingLink:
 
     def _connected(self, deadline: float) -> socket.socket | None:
         """The connection, made if necessary; None if it cannot be made now."""
-        if self._socket is None and not self._closed and time.monotonic() >= self._not_before:
-            self._not_before = time.monotonic() + _PAUSE
+        if self._socket is None and not self._closed and (now := time.monotonic()) >= self._not_before:
+            deadline = min(deadline, now + _CONNECT)
+            self._not_before = deadline + _PAUSE
             with contextlib.suppress(OSError):  # errors of the transport among them
                 found = connected(self._address, self._secret, deadline, peer=self._name, tls=self._tls)
                 self._socket, self._limits = found

@@ -266,9 +266,9 @@ class OneStore:
 
     def store(self, one: One) -> Store:
         """The same message as a `Store`."""
-        numbers = [np.array([number]) for number in (one.rows, one.id)]
-        priority, final = np.array([one.priority], dtype=np.float32), np.array([one.final])
-        return Store(self.table, self.schema, *numbers, priority, final, wait=one.wait)
+        lengths, ids, finals = (np.array([number]) for number in (one.rows, one.id, one.final))
+        priorities = np.array([one.priority], dtype=np.float32)
+        return Store(self.table, self.schema, lengths, ids, priorities, finals, wait=one.wait)
 
     def places(self, rows: int) -> tuple[list[int], int]:
         """Offset of each column in the bulk part of a trajectory of so many rows, and its bytes."""
