@@ -89,11 +89,6 @@ def check_packed_shards(shards: Shards, layout: str) -> None:
             f"layout={layout!r} was given with Shards of {shards.num_stages} pipeline stages; expected one stage, or "
             "layout='padded': stages would not know each other's lengths."
         )
-    if shards.remote and shards.transport == "nixl":
-        raise SchemaError(
-            f"layout={layout!r} was given with transport='nixl', which reads windows of one length; expected 'socket' "
-            "or 'ucx'."
-        )
 
 
 class ShardPackedBuffers(PackedBuffers):

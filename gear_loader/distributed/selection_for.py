@@ -47,10 +47,10 @@ def selection_for(
         packed, deal: as for `GlobalSelection`.
     """
     if shards is not None and exchange is not None:
-        # Who draws has to know the blocks of the windows where rows are read one-sidedly.
-        reach = (
-            reach_of(context.table.schema, windows) if shards.transport == "nixl" and shards.remote else None
-        )
+        # Records carry the blocks of windows that are read one-sidedly. Those of packed rows, which may be of any
+        # length, are looked up by the reader.
+        one_sided = shards.transport == "nixl" and shards.remote and not packed
+        reach = reach_of(context.table.schema, windows) if one_sided else None
         options: dict[str, Any] = {"history": history, "reach": reach, "packed": packed, "deal": deal}
         return GlobalSelection(context, shards, exchange, **options)
     if context.grouping is not None:

@@ -7,7 +7,7 @@ Layout of a description, little endian; texts and bytes are preceded by their le
     agent        u16, name of the owner's agent, unique for each process start
     connection   u32, NIXL's metadata of the agent
     schema       u32, JSON as `Schema.to_json`
-    numbers      10 x u64, see `_NUMBERS`
+    numbers      14 x u64, see `_NUMBERS`
     columns      u64 x 5 a column: offset in the region, bytes from block to block, of a step, and from step to step;
                  offset inside the record, if it lies in one
 
@@ -35,7 +35,7 @@ from gear_loader.transport.ucx_library import before_another_ucx, quiet_environm
 
 __all__ = ["Description", "installed", "new_agent", "register", "version"]
 
-_MAGIC, _VERSION = b"GEARNIXL", 2
+_MAGIC, _VERSION = b"GEARNIXL", 3
 _NUMBERS = (
     "base",  # address of the region in the owner
     "region_bytes",
@@ -45,6 +45,10 @@ _NUMBERS = (
     "max_steps",
     "generation",  # offset of the array in the region
     "state",
+    "extent",
+    "block_ids",
+    "half",  # entries of one half of `block_ids`
+    "runs",  # offset of the number of compactions of the block tables
     "word",  # address of 8 bytes that hold `value` while this is the table of that name
     "value",
 )
@@ -209,7 +213,12 @@ class Description:
         numbers = self.numbers
         slots, blocks, steps = numbers["num_slots"], numbers["num_blocks"], numbers["block_steps"]
         limit = numbers["region_bytes"]
-        ends = [numbers["generation"] + 8 * slots, numbers["state"] + 4 * slots]
+        ends = [
+            numbers["generation"] + 8 * slots,
+            numbers["state"] + 4 * slots,
+            numbers["extent"] + 24 * slots,
+        ]
+        ends += [numbers["block_ids"] + 8 * numbers["half"], numbers["runs"] + 8]
         widest = (
             self.schema.step_bytes + self.schema.trajectory_bytes + LINE
         )  # a record is not padded by more
@@ -219,7 +228,8 @@ class Description:
             if not fits or place.step_stride * (1 if column.trajectory else steps) > place.block_stride:
                 raise _damaged(f"blocks of {place.block_stride:,} bytes, steps of {place.step_bytes:,}")
             ends.append(place.base + place.block_stride * blocks)
-        sizes = (slots, blocks, steps, numbers["max_steps"], numbers["base"], numbers["word"])
+        sizes = [slots, blocks, steps]
+        sizes += [numbers[name] for name in ("max_steps", "half", "base", "word")]
         if max(ends) > limit or numbers["base"] + limit > 1 << 63 or min(sizes) < 1 or max(sizes) > 1 << 62:
             raise _damaged(f"a region of {limit:,} bytes that holds {max(ends):,}")
 

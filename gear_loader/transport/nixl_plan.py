@@ -9,11 +9,12 @@ import numpy as np
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.kernels.plan import PAD_EDGE, PAD_HEAD, PAD_KEEP, PAD_TAIL
 from gear_loader.native.compile import compiled
+from gear_loader.storage.schema import Schema
 from gear_loader.transport.nixl_agent import Description
 from gear_loader.transport.spec import Piece, WindowSpec
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Reads", "Rows", "pieces_of", "reads_of"]
+__all__ = ["Reads", "Rows", "check_schema", "pieces_of", "reads_of"]
 
 _PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL, "edge": PAD_EDGE}
 assert (PAD_HEAD, PAD_TAIL, PAD_EDGE) == (
@@ -166,17 +167,25 @@ class Reads:
             rows[:] = records[:, :, inside : inside + rows.shape[2]]
 
 
+def check_schema(table: str, schema: Schema, described: Description) -> None:
+    """Check that a table has the columns that its reader expects.
+
+    Raises:
+        TransportError: the owner has other columns.
+    """
+    if schema.to_json() != described.schema.to_json():
+        raise TransportError(
+            f"Table {table!r} has the columns {described.schema.to_json()} at its owner; expected {schema.to_json()}."
+        )
+
+
 def reads_of(spec: WindowSpec, described: Description, count: int) -> Reads:
     """What a fetch of `count` rows reads.
 
     Raises:
         TransportError: the owner has other columns than the reader expects.
     """
-    if spec.schema.to_json() != described.schema.to_json():
-        raise TransportError(
-            f"Table {spec.table!r} has the columns {described.schema.to_json()} at its owner; expected "
-            f"{spec.schema.to_json()}."
-        )
+    check_schema(spec.table, spec.schema, described)
     places = dict(zip(described.schema, described.columns, strict=True))
     table, splits = [], []
     records: dict[tuple[int, ...], int] = {}  # without the place in memory -> number

@@ -4,13 +4,28 @@
 the owner's description, or any process that can reach UCX's sockets, can read the owner's memory. Blocks, lengths and
 slots are checked against the description before anything is read.
 
-A read may overlap with writes of the owner. After the data, two more reads follow, one after the other:
+A read may overlap with writes of the owner. After the steps, two more reads follow, one after the other:
 
 1. `state` of the slots: READY or RETIRED means that the slot's blocks had not been reused by then; and a word of the
    owner, which shows that the name still refers to this table,
 2. `generation` of the slots: if it is unchanged, the state of step 1 was that of the requested trajectory.
 
 The generation of a slot only grows, and a slot is freed before its blocks are reused. A row that fails is GONE.
+
+Windows bring their blocks along, from the rank that drew them. **Spans** of steps (`NixlPeer.fetch_spans`) do not: two
+reads before the steps look them up in the owner's index:
+
+1. `extent` of the slots: the places of their block tables; and `RUNS`, which counts compactions of the block tables. It
+   must have the value that was read before, or this read is repeated;
+2. the block ids at these places.
+
+The read of the states, after the steps, reads `RUNS` again. If it is still the same, no compaction ended in between and
+the ids are those of the trajectory: a place in `block_ids` is used again only after a compaction has moved all block
+tables away from it, or after a recovery, and both raise `RUNS` before. Until then an old place stays valid, while
+`extent` changes from one half to the other, and for a trajectory that grows, whose old place has the blocks of its old
+steps. If `RUNS` has changed, places and ids are read again, and the steps if the ids differ; those of a live trajectory
+never change. A row that is not GONE and has no valid ids is an error: the table is corrupt. Ids are checked before any
+step is read, so no read leaves the columns of the table.
 
 After a time-out the read **may still complete** later and write the reply's memory. The agent is then abandoned, the
 memory is kept until the read has ended, and the next fetch uses a new agent.
@@ -32,8 +47,11 @@ import numpy as np
 from gear_loader.errors import PeerTimeoutError, SchemaError, TransportError
 from gear_loader.storage.states import READY, RETIRED
 from gear_loader.transport.nixl_agent import Description
+from gear_loader.transport.nixl_intervals import Intervals
 from gear_loader.transport.nixl_plan import Rows, pieces_of, reads_of
 from gear_loader.transport.nixl_session import NixlRead, NixlSession
+from gear_loader.transport.nixl_spans import SpanReads, SpanRows
+from gear_loader.transport.packed_spec import PackedSpec
 from gear_loader.transport.spec import WindowSpec
 from gear_loader.utils.arrays import Array
 
@@ -41,9 +59,6 @@ __all__ = ["NixlPeer"]
 
 _SPIN = 3e-4  # seconds of polling without sleep after a read was started
 _PAUSE = 5e-5  # seconds between later polls
-_WORTH = (
-    256  # bytes that cost as much as another transfer; gaps between slots of up to this size are read, too
-)
 _QUARANTINE_POLL = 0.05  # seconds between polls of abandoned reads
 _GRACE = 0.25  # seconds before the deadline at which connecting gives up, so that its error is reported
 
@@ -56,10 +71,26 @@ class _Owners(Protocol):
 
 
 class _Fetch:
-    """One fetch: its arguments, future, session, current read and remaining steps."""
+    """One fetch: its arguments, future, session, current read and remaining steps.
 
-    def __init__(self, spec: WindowSpec, rows: Rows, out: Array, deadline: float) -> None:
-        self.spec, self.rows, self.out, self.deadline = spec, rows, out, deadline
+    Args:
+        spec, rows, out: what is read, and where to.
+        data_bytes, reply_bytes: offset of the status in `out`; least bytes of `out`.
+        work: the reads; returns which rows are gone, bool [n].
+    """
+
+    def __init__(
+        self,
+        spec: WindowSpec | PackedSpec,
+        rows: Rows | SpanRows,
+        out: Array,
+        data_bytes: int,
+        reply_bytes: int,
+        work: Callable[[_Fetch, NixlSession, Description], Generator[None, None, Array]],
+    ) -> None:
+        self.spec, self.rows, self.out = spec, rows, out
+        self.data_bytes, self.reply_bytes, self.work = data_bytes, reply_bytes, work
+        self.deadline = 0.0
         self.future: Future[Array] = Future()
         self.session: NixlSession | None = None
         self.read: NixlRead | None = None
@@ -67,7 +98,7 @@ class _Fetch:
 
 
 class NixlPeer:
-    """Fetches windows of a server's tables by one-sided reads.
+    """Fetches windows and spans of a server's tables by one-sided reads.
 
     Thread-safe; any number of fetches may be in flight. One thread runs all of them. It connects at the first fetch,
     and again after a failure, with new descriptions from the server.
@@ -126,17 +157,46 @@ class NixlPeer:
             SchemaError: arrays of other dtypes or sizes. TransportError: closed, or used after a fork.
         """
         rows = Rows(slots, anchors, generations, extent, block_ids)
-        needed = spec.reply_bytes(len(rows))
-        if out.dtype != np.uint8 or out.ndim != 1 or not out.flags.c_contiguous or out.nbytes < needed:
+        job = _Fetch(spec, rows, out, spec.data_bytes(len(rows)), spec.reply_bytes(len(rows)), self._windows)
+        return self._start(job)
+
+    def fetch_spans(
+        self, spec: PackedSpec, slots: Array, firsts: Array, generations: Array, counts: Array, out: Array
+    ) -> Future[Array]:
+        """Fetch steps of trajectories, one after another, into `out`, in the layout of `PackedSpec`.
+
+        The blocks of the steps are looked up in the owner's block tables, by one-sided reads, too.
+
+        Args:
+            slots, firsts, generations, counts: int64 [n] each: trajectory, first step, generation, number of steps.
+            out: uint8 [at least `spec.reply_bytes(n, total)`]; as for `fetch`.
+
+        Returns, raises:
+            As `fetch`. A trajectory that has fewer steps is GONE, too.
+        """
+        rows = SpanRows(slots, firsts, generations, counts)
+        sizes = len(rows), rows.total
+        job = _Fetch(spec, rows, out, spec.data_bytes(*sizes), spec.reply_bytes(*sizes), self._spans)
+        return self._start(job)
+
+    def _start(self, job: _Fetch) -> Future[Array]:
+        out = job.out
+        if (
+            out.dtype != np.uint8
+            or out.ndim != 1
+            or not out.flags.c_contiguous
+            or out.nbytes < job.reply_bytes
+        ):
             raise SchemaError(
-                f"out is {out.dtype} {list(out.shape)}; expected contiguous uint8 of at least {needed:,} bytes."
+                f"out is {out.dtype} {list(out.shape)}; expected contiguous uint8 of at least {job.reply_bytes:,} "
+                "bytes."
             )
         if os.getpid() != self._pid:
             raise TransportError(
                 f"NIXL runs in process {self._pid}, of which this one, {os.getpid()}, is a fork; it cannot be used "
                 "here. Start processes by spawning: multiprocessing.get_context('spawn')."
             )
-        job = _Fetch(spec, rows, out, time.monotonic() + self._timeout)
+        job.deadline = time.monotonic() + self._timeout
         with self._wake:
             if self._closed:
                 raise TransportError(f"The connection to {self._name} has been closed.")
@@ -209,7 +269,7 @@ class NixlPeer:
             job.session.users -= 1
         text = (
             f"{self._name}: {str(error).rstrip('.') or type(error).__name__}; {len(job.rows)} rows of table "
-            f"{job.spec.table!r} ({job.spec.data_bytes(len(job.rows)):,} bytes) were to be read by NIXL. See whether "
+            f"{job.spec.table!r} ({job.data_bytes:,} bytes) were to be read by NIXL. See whether "
             "its server runs; the next call reconnects."
         )
         kind = PeerTimeoutError if isinstance(error, TimeoutError) else TransportError
@@ -233,32 +293,94 @@ class NixlPeer:
 
     def _fetch(self, job: _Fetch) -> Iterator[None]:
         """The steps of a fetch, none of which waits for a read."""
-        spec, rows, out = job.spec, job.rows, job.out
-        count = len(rows)
-        start = spec.data_bytes(count)
-        status = out[start : start + count]
+        count = len(job.rows)
+        status = job.out[job.data_bytes : job.data_bytes + count]
         if count:
             session, described = self._connect(job)
-            reads = reads_of(spec, described, count)
-            sides = [pieces_of(spec, described, rows, reads.columns, out)]
-            session.hold(out)
-            # Columns of a record are read together, with one transfer a block, and split here.
-            records = session.borrow(reads.record_bytes) if reads.splits else out[:0]
-            if reads.splits:
-                sides.append(pieces_of(spec, described, rows, reads.records, records))
-            remote, local = (np.concatenate(parts) for parts in zip(*sides, strict=True))
-            yield from self._read(job, remote, local, out, records)
-            if reads.splits:
-                reads.split(records, out, count)
-                session.give_back(records)
-            gone = yield from self._gone(job, described)
+            gone = yield from job.work(job, session, described)
             status[:] = np.where(gone, WindowSpec.GONE, WindowSpec.SERVED)
-            for piece in spec.pieces(count) if gone.any() else ():
-                end = piece.offset + count * piece.row_bytes
-                out[piece.offset : end].reshape(count, -1)[gone] = 0
             session.users -= 1
         if not job.future.done():
             job.future.set_result(status)
+
+    def _windows(
+        self, job: _Fetch, session: NixlSession, described: Description
+    ) -> Generator[None, None, Array]:
+        """Read windows; returns which rows are gone, bool [n]."""
+        spec, rows, out, count = job.spec, job.rows, job.out, len(job.rows)
+        assert isinstance(spec, WindowSpec)
+        assert isinstance(rows, Rows)
+        reads = reads_of(spec, described, count)
+        sides = [pieces_of(spec, described, rows, reads.columns, out)]
+        session.hold(out)
+        # Columns of a record are read together, with one transfer a block, and split here.
+        records = session.borrow(reads.record_bytes) if reads.splits else out[:0]
+        if reads.splits:
+            sides.append(pieces_of(spec, described, rows, reads.records, records))
+        remote, local = (np.concatenate(parts) for parts in zip(*sides, strict=True))
+        yield from self._read(job, remote, local, out, records)
+        if reads.splits:
+            reads.split(records, out, count)
+            session.give_back(records)
+        gone, _ = yield from self._gone(job, session, described)
+        for piece in spec.pieces(count) if gone.any() else ():
+            end = piece.offset + count * piece.row_bytes
+            out[piece.offset : end].reshape(count, -1)[gone] = 0
+        return gone
+
+    def _spans(
+        self, job: _Fetch, session: NixlSession, described: Description
+    ) -> Generator[None, None, Array]:
+        """Read spans; returns which rows are gone, bool [n]. See the docstring of the module."""
+        spec, rows, out = job.spec, job.rows, job.out
+        assert isinstance(spec, PackedSpec)
+        assert isinstance(rows, SpanRows)
+        reads = SpanReads(spec, described, rows)
+        session.hold(out)
+        records = session.borrow(reads.record_bytes) if reads.record_bytes else out[:0]
+        gone, valid, read = np.zeros(len(rows), dtype=np.bool_), None, None
+        while not gone.all():
+            runs, extents = yield from self._extents(job, session, described, reads)
+            gone |= reads.lacking(extents)
+            wanted, there = reads.block_ids(extents, ~gone)
+            (found,) = yield from self._index(job, session, wanted)
+            ids = reads.listed(found, there)
+            valid = reads.valid(ids)
+            # Blocks of a live trajectory do not change: steps that were read from the same ones need no second read.
+            if read is None or reads.differ(ids, read, ~gone & valid):
+                remote, local = reads.pieces(ids, ~gone & valid, out, records)
+                yield from self._read(job, remote, local, out, records)
+            read = ids
+            replaced, latest = yield from self._gone(job, session, described)
+            gone |= replaced
+            if latest == runs:
+                break
+            session.runs[spec.table] = latest
+        if valid is not None and (broken := ~gone & ~valid).any():
+            row = int(np.argmax(broken))
+            raise TransportError(
+                f"row {row}, slot {rows.slots[row]}, has no valid block table in the memory of its owner; the table is "
+                "corrupt, or has a disk tier, which one-sided reads do not see"
+            )
+        if reads.record_bytes:
+            reads.split(records, out)
+            session.give_back(records)
+        if gone.any():
+            reads.clear(gone, out)
+        return gone
+
+    def _extents(
+        self, job: _Fetch, session: NixlSession, described: Description, reads: SpanReads
+    ) -> Generator[None, None, tuple[int, Array]]:
+        """Number of compactions before, and the extents of a fetch's rows, int64 [n, 3]."""
+        table = job.spec.table
+        while True:
+            before = session.runs.get(table, -1)
+            counter = _word(described, "runs")
+            extents, latest = yield from self._index(job, session, reads.extents(), counter)
+            if latest[0] == before:
+                return before, extents.reshape(-1, 3)
+            session.runs[table] = int(latest[0])  # read before the next extents
 
     def _connect(self, job: _Fetch) -> tuple[NixlSession, Description]:
         if self._session is None:
@@ -290,59 +412,49 @@ class NixlPeer:
             raise
         job.read = None
 
-    def _gone(self, job: _Fetch, described: Description) -> Generator[None, None, Array]:
-        """Whether the trajectory of each row is gone, bool [n]; see the docstring of the module."""
-        session = job.session
-        assert session is not None
-        slots, inverse = np.unique(job.rows.slots, return_inverse=True)
-        buffer = session.borrow(_WORTH * len(slots) + 8)
-        word, numbers = buffer[:8], described.numbers
-        also = _listed([numbers["word"]], 8), _listed([word.ctypes.data], 8)
-        state = yield from self._values(job, described, "state", slots, buffer[8:], np.int32, *also)
-        generation = yield from self._values(job, described, "generation", slots, buffer[8:], np.int64)
-        replaced = int(word.view(np.uint64)[0]) != numbers["value"]
-        session.give_back(buffer)
-        if replaced:
+    def _gone(
+        self, job: _Fetch, session: NixlSession, described: Description
+    ) -> Generator[None, None, tuple[Array, int]]:
+        """Whether the trajectory of each row is gone, bool [n], and the number of compactions; see the docstring of the
+        module."""
+        numbers, slots = described.numbers, job.rows.slots
+        state, word, runs = yield from self._index(
+            job,
+            session,
+            _entries(described, "state", slots, np.int32),
+            Intervals(numbers["word"], np.zeros(1, np.int64), np.full(1, 8, np.int64), np.uint64),
+            _word(described, "runs"),
+        )
+        (generation,) = yield from self._index(
+            job, session, _entries(described, "generation", slots, np.int64)
+        )
+        if int(word[0]) != numbers["value"]:
             raise TransportError("the table has been replaced by another of its name")
         live = (state == READY) | (state == RETIRED)
-        gone: Array = ~(live[inverse] & (generation[inverse] == job.rows.generations))
-        return gone
+        gone: Array = ~(live & (generation == job.rows.generations))
+        return gone, int(runs[0])
 
-    def _values(
-        self,
-        job: _Fetch,
-        described: Description,
-        name: str,
-        slots: Array,
-        buffer: Array,
-        dtype: type,
-        *also: Array,
-    ) -> Generator[None, None, Array]:
-        """Read an array of the owner's index at sorted, distinct slots.
-
-        Args:
-            name: of the array. buffer: registered memory for it. dtype: of its values.
-            also: remote and local side of another transfer, made at the same time.
-        """
-        size = np.dtype(dtype).itemsize
-        base, here = described.numbers["base"] + described.numbers[name], buffer.ctypes.data
-        low, span = int(slots[0]), int(slots[-1] - slots[0]) + 1
-        if span * size <= _WORTH * len(slots):  # one transfer from the first slot to the last
-            remote, local = _listed([base + low * size], span * size), _listed([here], span * size)
-            places = slots - low
-        else:
-            places = np.arange(len(slots))
-            remote, local = _listed(base + slots * size, size), _listed(here + places * size, size)
-        if also:
-            remote, local = np.concatenate((remote, also[0])), np.concatenate((local, also[1]))
+    def _index(
+        self, job: _Fetch, session: NixlSession, *wanted: Intervals
+    ) -> Generator[None, None, list[Array]]:
+        """Read values of the owner's index, at the same time."""
+        buffer = session.borrow(sum(each.nbytes for each in wanted))
+        places = np.cumsum([0, *(each.nbytes for each in wanted)]).tolist()
+        parts = [buffer[place:] for place in places[:-1]]
+        sides = [each.transfers(part) for each, part in zip(wanted, parts, strict=True)]
+        remote, local = (np.concatenate(side) for side in zip(*sides, strict=True))
         yield from self._read(job, remote, local, buffer)
-        values: Array = buffer[: (int(places[-1]) + 1) * size].view(dtype)[places]
-        return values
+        found = [each.values(part) for each, part in zip(wanted, parts, strict=True)]
+        session.give_back(buffer)
+        return found
 
 
-def _listed(addresses: Any, size: int) -> Array:
-    """Transfers of one size for NIXL, int64 [p, 5]."""
-    listed = np.empty((len(addresses), 5), dtype=np.int64)
-    listed[:, 0] = addresses
-    listed[:, 1:] = size, 0, size, 1
-    return listed
+def _entries(described: Description, name: str, slots: Array, dtype: type) -> Intervals:
+    """Entries of an array of the owner's index, one a slot."""
+    size, base = np.dtype(dtype).itemsize, described.numbers["base"] + described.numbers[name]
+    return Intervals(base, slots * size, np.full(len(slots), size, np.int64), dtype)
+
+
+def _word(described: Description, name: str) -> Intervals:
+    """A counter of the owner's index, int64."""
+    return _entries(described, name, np.zeros(1, np.int64), np.int64)

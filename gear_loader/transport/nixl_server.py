@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import TransportError
+from gear_loader.storage.counters import RUNS
 from gear_loader.storage.region import Region, region_path
 from gear_loader.transport.nixl_agent import Description, new_agent, register
 
@@ -91,6 +92,10 @@ class NixlOwner:
                     "max_steps": layout.max_steps,
                     "generation": layout.arrays["generation"][0],
                     "state": layout.arrays["state"][0],
+                    "extent": layout.arrays["extent"][0],
+                    "block_ids": layout.arrays["block_ids"][0],
+                    "half": layout.half,
+                    "runs": layout.arrays["counters"][0] + 8 * RUNS,
                     "word": self._words.ctypes.data + 8 * word,
                     "value": int(self._words[word]),
                 },

@@ -24,6 +24,7 @@ class NixlSession:
 
     Attributes:
         agent: the NIXL agent. owner: name of the owner's agent, or None. tables: descriptions by table name.
+        runs: number of compactions of the block tables of each table, as it was read last.
         registered: handle and buffer by (address, bytes), least recently used first. users: fetches that use it.
     """
 
@@ -31,15 +32,15 @@ class NixlSession:
         self.agent: Any = new_agent(f"gear-loader-{os.getpid()}-{secrets.token_hex(8)}", loopback=loopback)
         self.owner: str | None = None
         self.tables: dict[str, Description] = {}
+        self.runs: dict[str, int] = {}
         self.registered: OrderedDict[tuple[int, int], tuple[Any, Array]] = OrderedDict()
         self.users = 0
         self._free: list[Array] = []  # small registered buffers
 
     def borrow(self, count: int) -> Array:
         """Take a registered buffer of at least `count` bytes, uint8."""
-        for i, buffer in enumerate(self._free):
-            if len(buffer) >= count:
-                return self._free.pop(i)
+        if fits := [i for i, buffer in enumerate(self._free) if len(buffer) >= count]:
+            return self._free.pop(min(fits, key=lambda i: len(self._free[i])))
         buffer = np.empty(max(1 << 16, 1 << (count - 1).bit_length()), dtype=np.uint8)
         register(self.agent, buffer.ctypes.data, buffer.nbytes)
         return buffer

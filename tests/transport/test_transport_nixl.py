@@ -236,7 +236,8 @@ def _description() -> Description:
     columns = tuple(layout.columns.values())
     numbers = {"base": 1 << 40, "region_bytes": layout.region_bytes, "block_steps": 4, "num_slots": 4}
     numbers |= {"num_blocks": layout.num_blocks, "max_steps": 64, "word": 1 << 41, "value": 7}
-    numbers |= {name: layout.arrays[name][0] for name in ("generation", "state")}
+    numbers |= {name: layout.arrays[name][0] for name in ("generation", "state", "extent", "block_ids")}
+    numbers |= {"half": layout.half, "runs": layout.arrays["counters"][0]}
     return Description("agent", b"\0\1nixl", SCHEMA, columns, numbers)
 
 
@@ -283,7 +284,7 @@ def test_a_description_that_contradicts_itself_or_is_invalid() -> None:
     for data in (b"", b"GEARNIXL", json.dumps({}).encode(), b"\x80\x04\x95"):
         with pytest.raises(TransportError, match="description of its memory is invalid"):
             Description.from_bytes(data)
-    with pytest.raises(TransportError, match="describes its memory in version 1; expected 2"):
+    with pytest.raises(TransportError, match="describes its memory in version 1; expected 3"):
         Description.from_bytes(GOOD[:8] + b"\1\0" + GOOD[10:])
 
 
