@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 from collections import OrderedDict
@@ -36,6 +37,18 @@ class NixlSession:
         self.registered: OrderedDict[tuple[int, int], tuple[Any, Array]] = OrderedDict()
         self.users = 0
         self._free: list[Array] = []  # small registered buffers
+        self._is_kept = False
+
+    def keep(self) -> None:
+        """Keep the agent and its memory until the process ends.
+
+        UCX ends the process with a failed assertion (arbiter.c) if an agent is destroyed whose connection broke while
+        something was still to be sent.
+        """
+        if not self._is_kept:
+            self._is_kept = True
+            # A reference from the module would go at the end of the process, and the agent with it.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def borrow(self, count: int) -> Array:
         """Take a registered buffer of at least `count` bytes, uint8."""
@@ -111,14 +124,18 @@ class NixlRead:
             )
             self._posted = True
         except Exception as error:
-            self.release()
+            self._fail()
             raise TransportError(f"the read failed ({error or type(error).__name__})") from error
         if state == "ERR":
-            self.release()
+            self._fail()
             raise TransportError("the read failed")
         if state == "DONE":
             self.release()
         return bool(state == "DONE")
+
+    def _fail(self) -> None:
+        self.session.keep()
+        self.release()
 
     def release(self) -> None:
         """Release the handles."""

@@ -22,6 +22,7 @@ from gear_loader.distributed import Shards, remote_spans
 from gear_loader.distributed import remote as remote_module
 from gear_loader.distributed.dealing import costs_of
 from gear_loader.errors import SchemaError
+from gear_loader.transport import nixl_agent
 
 COUNTS = (30, 8, 22)
 STEPS = 3000
@@ -42,6 +43,8 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "weighted": {"selector": gear.Prioritized(normalize="table"), "max_steps": 120, "batches_per_epoch": 6},
 }
 MICRO = 2
+NO_NIXL = pytest.mark.skipif(nixl_agent.installed() is None, reason="NIXL is not installed")
+TRANSPORTS = ["socket", pytest.param("nixl", marks=[NO_NIXL, pytest.mark.long])]
 Kept = dict[str, Any]
 
 
@@ -95,10 +98,12 @@ def planned(shards: Shards, name: str, world: int, **more: Any) -> list[Kept]:
     return [check(batch) for batch in dataset(shards, **options)]
 
 
-def rank_of(rank: int, world: int, work: Callable[[Shards, int, int], Any], **options: Any) -> Any:
+def rank_of(
+    rank: int, world: int, work: Callable[[Shards, int, int], Any], transport: str = "socket", **options: Any
+) -> Any:
     table = make(f"gear-packed-{os.getppid()}-{rank}", rank, **options)
     try:  # the first two on one node, the third on another
-        shards = Shards(table, timeout=60, transport="socket", node=f"node-{rank // 2}")
+        shards = Shards(table, timeout=60, transport=transport, node=f"node-{rank // 2}")
         try:
             found = work(shards, rank, world)
             shards.exchange.barrier()
@@ -185,8 +190,9 @@ def rows_of(batch: Kept) -> list[dict[str, bytes]]:
     return found
 
 
-def test_ranks_get_the_batches_of_one_process() -> None:
-    ranks = run_ranks(3, rank_of, draw_all)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_get_the_batches_of_one_process(transport: str) -> None:
+    ranks = run_ranks(3, rank_of, draw_all, transport)
     with alone() as shards:
         whole = draw_all(shards, 0, 1)
     for name in CASES:
@@ -267,13 +273,14 @@ def churned(shards: Shards, rank: int, world: int) -> dict[str, Any]:
     return {"batches": batches, "rows": rows, "gone": data.stats()["gone"] + sized.num_gone}
 
 
-def evicting(rank: int, world: int) -> Any:
-    return rank_of(rank, world, churned, max_steps=900, on_full="evict_oldest")
+def evicting(rank: int, world: int, transport: str) -> Any:
+    return rank_of(rank, world, churned, transport, max_steps=900, on_full="evict_oldest")
 
 
 @pytest.mark.long
-def test_rows_are_whole_beside_writers_that_evict() -> None:
-    ranks = run_ranks(3, evicting)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_rows_are_whole_beside_writers_that_evict(transport: str) -> None:
+    ranks = run_ranks(3, evicting, transport)
     for found in ranks:
         assert len(found["batches"]) == 60
         assert min(found["batches"]) > 0
