@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -337,6 +339,7 @@ def test_an_owner_that_is_killed_and_comes_again(owner: Owner) -> None:
     try:
         slots = list(world.held)[:4]
         assert all(world.served(*world.whole(slots)))
+        session = weakref.ref(world.peer._session)
         world.owner.signal(signal.SIGKILL)
         world.owner.process.join()
         for message in (r"node b: .*; 4 rows of table 'nixl-spans' \([\d,]+ bytes\) were to", "node b: "):
@@ -344,6 +347,10 @@ def test_an_owner_that_is_killed_and_comes_again(owner: Owner) -> None:
                 world.served(*world.whole(slots))
         world.owner.start()
         assert all(world.served(*world.whole(slots)))
+        gc.collect()
+        kept = session()
+        assert kept is not None, "UCX may end the process when the agent is destroyed"
+        assert kept is not world.peer._session
     finally:
         world.close()
 
