@@ -17,6 +17,7 @@ from dataset_common import snapshot
 from tier_common import NEVER, spill
 
 import gear_loader as gear
+from gear_loader.collection.packed_sources import TableSources
 
 played = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 SCHEMA = {
@@ -228,6 +229,32 @@ def test_rows_that_cannot_be_read_leave_the_batch(on_cpu: OnCpu, tmp_path: Path)
                     batch["cu_seqlens"], batch["cu_seqlens"][1:], batch["index"].tolist(), strict=False
                 ):
                     assert torch.equal(batch["wide"][begin:end], table[row]["wide"])
+
+
+@played
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_that_are_moved_to_disk_while_they_are_listed(
+    on_cpu: OnCpu, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = 0
+    with made_tiered(tmp_path, packed=packed) as table:
+        expected = batches(table, "cpu", batch_size=40, batches_per_epoch=2)
+        list_, sources = TableSources._list, list[int]()
+
+        def list_later(self: Any, *args: Any) -> Any:
+            nonlocal moved
+            moved += spill(table, [1, 4, 6, 8])
+            sources.append(len(args[-1]))
+            return list_(self, *args)
+
+        monkeypatch.setattr(TableSources, "_list", list_later)
+        for one, two in zip(
+            batches(table, DEVICE, batch_size=40, batches_per_epoch=2), expected, strict=True
+        ):
+            same(one, two)
+        assert moved
+        assert len(sources) == 3  # the first batch was listed once more
+        assert sources[1] < sources[0]
 
 
 @played
