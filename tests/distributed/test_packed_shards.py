@@ -288,6 +288,41 @@ def test_rows_are_whole_beside_writers_that_evict(transport: str) -> None:
     assert sum(found["gone"] for found in ranks) > 0
 
 
+# ---------------------------------------------------------------- a node that does not come back
+
+
+def lost_rank(rank: int, world: int, transport: str) -> tuple[list[list[int]], int, int]:
+    """The server of rank 1 is killed, and not started again: shards of each batch, lost rows, rows left out."""
+    table = make(f"gear-packed-{os.getppid()}-{rank}", rank)
+    options: dict[str, Any] = {"timeout": 12, "on_failure": "redraw", "node": f"node-{rank}"}
+    try:
+        with Shards(table, transport=transport, **options) as shards:  # type: ignore[arg-type]
+            servers, seen = shards._servers, []
+            options = {"max_steps": 200, "lookahead": 4, "batches_per_epoch": 20, "prefetch": 0}
+            data = dataset(shards, **options)
+            for number, batch in enumerate(data):
+                check(batch)
+                seen.append(sorted(set(batch["shard"].tolist())))
+                if rank == 1 and number == 2:
+                    servers._start = lambda _: 1 / 0
+                    os.kill(servers.process.pid, signal.SIGKILL)
+            shards.exchange.barrier()
+            return seen, data.num_lost, data.stats()["gone"]
+    finally:
+        table.unlink()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_rows_of_a_node_that_is_lost_are_left_out(transport: str) -> None:
+    (seen, lost, gone), (own, other, _) = run_ranks(2, lost_rank, transport)
+    assert [len(seen), len(own)] == [20, 20]
+    assert [0, 1] in seen[:4]
+    assert seen[-5:] == [[0]] * 5
+    assert 0 < lost <= gone
+    assert other == 0  # node 0 answers all the time
+
+
 # ---------------------------------------------------------------- one process
 
 

@@ -276,6 +276,8 @@ def test_a_description_that_contradicts_itself_or_is_invalid() -> None:
         ("num_blocks", 1 << 40, "that holds"),
         ("block_steps", 1 << 20, r"blocks of \d+ bytes, steps of"),
         ("num_slots", 0, "is invalid"),
+        ("half", 1 << 50, "that holds"),
+        ("extent", 1 << 50, "that holds"),
     ):
         described = _description()
         described.numbers[name] = value
