@@ -118,10 +118,10 @@ tests gather 50 tests/kernels/test_gather_gpu.py
 tests priority 40 tests/kernels/test_priority_gpu.py
 tests place 20 tests/kernels/test_place.py tests/kernels/test_split.py
 tests packed 40 tests/kernels/test_packed_kernel.py tests/kernels/test_cast.py tests/collection/test_packed_cuda.py
-tests shards 25 tests/distributed/test_shard_collector.py
+tests shards 25 tests/distributed/test_packed_shards_cuda.py tests/distributed/test_shard_collector.py
 # Only files that hold GPU tests: others may import packages that are not here.
 mapfile -t files < <(grep -lE '\bmark\.gpu\b' tests/test_*.py tests/*/test_*.py |
-    grep -vE '/test_(gather_gpu|priority_gpu|place|split|packed_kernel|cast|packed_cuda|shard_collector|benchmarks.*)\.py$')
+    grep -vE '/test_(gather_gpu|priority_gpu|place|split|packed_kernel|cast|packed_cuda|packed_shards_cuda|shard_collector|benchmarks.*)\.py$')
 ((${#files[@]})) && tests other 10 "${files[@]}"
 
 # benchmark NAME SECONDS
