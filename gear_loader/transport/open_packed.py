@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from gear_loader.errors import SchemaError
+from gear_loader.errors import LockTimeoutError
 from gear_loader.native.packed import (
     PACKED_BASE,
     PACKED_BLOCKS,
@@ -15,8 +17,9 @@ from gear_loader.native.packed import (
     PACKED_WIDTH,
     gather_packed,
 )
+from gear_loader.storage.disk import LostRowsError
 from gear_loader.transport.open_table import OpenTable
-from gear_loader.transport.packed_spec import PackedSpec
+from gear_loader.transport.packed_spec import PackedSpec, Span
 from gear_loader.transport.table_cache import AttachedTable, TableCache
 from gear_loader.utils.arrays import Array
 
@@ -40,11 +43,6 @@ class OpenPacked(OpenTable):
     def _attach(self) -> AttachedTable:
         attached = self._tables.get(self.spec.table)
         attached.check_schema(self.spec.schema)
-        if attached.table.has_tier:
-            raise SchemaError(
-                f"Table {self.spec.table!r} has a disk tier (Disk(size=)), of which a server sends no rows for now. "
-                "Read it on its own machine, or create it with memory for all of its trajectories."
-            )
         region = attached.table.region
         self._columns = np.zeros((len(self.spec.columns), PACKED_WIDTH), dtype=np.int64)
         for row, column in zip(self._columns, self.spec.columns.values(), strict=True):
@@ -70,10 +68,10 @@ class OpenPacked(OpenTable):
             attached: the result of `table`.
             rows: int64 [4, n], slots, first steps, generations, numbers of steps; `reply_bytes` has checked them.
             out: uint8 [reply_bytes(rows)], aligned to 128 bytes; fully overwritten.
-            at_once: do not wait for the table's lock.
+            at_once: do not wait for the table's lock, or its disk.
 
         Raises:
-            LockTimeoutError: the lock is held.
+            LockTimeoutError: the lock is held, or rows lie on disk only.
         """
         slots, firsts, generations, counts = rows
         n, total = len(slots), int(counts.sum())
@@ -86,28 +84,89 @@ class OpenPacked(OpenTable):
             end = span.offset + (n if span.once else total) * span.step_bytes
         out[end:status], out[status + n :] = 0, 0
         once = np.array([span.once for span in spans])
+        tables = np.ascontiguousarray(table[~once]), np.ascontiguousarray(table[once])
         starts = (np.cumsum(counts) - counts).astype(np.int32)
         with attached.reading(at_once=at_once):
             served = attached.live(slots, generations)
             served &= firsts + counts <= attached.extent[:, 0].take(slots, mode="clip")
             which = np.flatnonzero(served)
-            if len(which) < n:
-                out[:status] = 0
-            bad = gather_packed(
-                np.ascontiguousarray(table[~once]),
-                np.ascontiguousarray(table[once]),
-                np.ascontiguousarray(slots),
-                np.stack((firsts, counts)),
-                starts,
-                attached.extent,
-                attached.block_ids,
-                attached.block_steps,
-                np.empty(total, dtype=np.int32),
-                False,
-                which,
-            )
-            attached.table.reader().check_gathered(bad)
+            while True:
+                if len(which) < n:
+                    out[:status] = 0
+                inside = which
+                if attached.table.has_tier:
+                    inside = which[attached.extent[slots[which], 1] >= 0]
+                    if at_once and len(inside) < len(which):
+                        raise LockTimeoutError("Rows lie on disk only, so that this takes a while.")
+                bad = self._gather(attached, tables, rows, starts, inside)
+                if bad and (attached.extent[slots[inside], 1] < 0).any():
+                    continue  # some were moved to disk meanwhile
+                attached.table.reader().check_gathered(bad)
+                if attached.table.has_tier:
+                    attached.table.tier_reader().count_hits(len(inside))
+                try:
+                    self._read_disk(attached, rows, starts, np.setdiff1d(which, inside), spans, out)
+                    break
+                except LostRowsError as error:
+                    attached.table.remove_lost(error)
+                    served &= ~np.isin(slots, error.slots)
+                    which = np.flatnonzero(served)
         np.logical_not(served, out=out[status : status + n].view(np.bool_))
+
+    def _gather(
+        self, attached: AttachedTable, tables: tuple[Array, Array], rows: Array, starts: Array, which: Array
+    ) -> int:
+        """Copy rows in memory, `which` (int64 [m]); return the number of invalid blocks.
+
+        Args:
+            tables: of the columns of steps, and of those per trajectory. rows: as for `read`.
+            starts: int32 [n], place of the first step of each row.
+        """
+        slots, firsts, _, counts = rows
+        bad: int = gather_packed(
+            *tables,
+            np.ascontiguousarray(slots),
+            np.stack((firsts, counts)),
+            starts,
+            attached.extent,
+            attached.block_ids,
+            attached.block_steps,
+            np.empty(int(counts.sum()), dtype=np.int32),
+            False,
+            which,
+        )
+        return bad
+
+    def _read_disk(
+        self,
+        attached: AttachedTable,
+        rows: Array,
+        starts: Array,
+        which: Array,
+        spans: Sequence[Span],
+        out: Array,
+    ) -> None:
+        """Read rows that lie on disk only, `which` (int64 [m]), into the reply.
+
+        Raises:
+            LostRowsError: trajectories cannot be read.
+        """
+        if not len(which):
+            return
+        slots, firsts, generations, counts = (part[which] for part in rows)
+        begins = starts[which].astype(np.int64)
+        left = list(zip(self.spec.columns.values(), spans, strict=True))
+        while left:  # at a time one of the names that show a column
+            now = dict(reversed(left))
+            outs = {
+                column: (out, span.offset + (which if span.once else begins) * span.step_bytes)
+                for column, span in now.items()
+            }
+            tier = attached.table.tier_reader()
+            tier.read(
+                slots, generations, firsts, counts, outs, drawn=len(which) if len(left) == len(spans) else 0
+            )
+            left = [(column, span) for column, span in left if now[column] is not span]
 
 
 def warm_up() -> None:

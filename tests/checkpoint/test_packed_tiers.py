@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -14,9 +15,14 @@ import torch
 from checkpoint_common import flip
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from table_common import fresh_name
 from tier_common import batch_bits, final, fitting, rows, spill, tiered
 
 import gear_loader as gear
+from gear_loader.errors import LockTimeoutError
+from gear_loader.transport.open_packed import OpenPacked
+from gear_loader.transport.packed_spec import PackedSpec
+from gear_loader.transport.table_cache import TableCache
 
 ONCE = gear.Uniform(replacement=False)
 WINDOWS = {
@@ -107,3 +113,57 @@ def test_damage_leaves_trajectories_out_of_their_batch(tmp_path: Path) -> None:
         numbers = [n for batch in data for n in batch["task"][:, 0].tolist()]
         assert sorted(numbers) == sorted(set(range(40)) - set(hit))
         assert data.stats()["gone"] == len(hit) == table.stats().num_lost
+
+
+def reply(spec: PackedSpec, tables: TableCache, asked: Any, *, on_disk: bool) -> Any:
+    """The bytes with which a server answers a request, int64 [4, n]."""
+    opened = OpenPacked(spec, tables)
+    size = opened.reply_bytes(asked)
+    out = np.full(size + 128, 7, dtype=np.uint8)
+    out = out[-out.ctypes.data % 128 :][:size]
+    if on_disk:
+        with pytest.raises(LockTimeoutError, match="Rows lie on disk only"):
+            opened.read(opened.table(), asked, out, at_once=True)
+    opened.read(opened.table(), asked, out, at_once=False)
+    return out
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_server_sends_spans_of_it(tmp_path: Path, packed: bool) -> None:
+    """Replies equal those of a table that fits, and are not made in the event loop if rows lie on disk."""
+    names = [fresh_name(), fresh_name()]
+    columns = {"number": "number", "wide": "wide", "again": "number", "task": "task"}
+    lengths = 1 + np.arange(30) * 7 % 23
+    with (
+        tiered(tmp_path, name=names[0], packed=packed) as table,
+        fitting(name=names[1], packed=packed) as whole,
+        contextlib.closing(TableCache(names, 1.0)) as tables,
+    ):
+        try:
+            for number, length in enumerate(lengths.tolist()):
+                assert table.add(rows(number, length)) == whole.add(rows(number, length))
+            slots = table.indices()
+            assert 0 < table.num_spilled < 30
+            firsts, generations = lengths // 3, table.index.arrays.generation[slots].copy()
+            counts = lengths - firsts - lengths % 2 * (lengths > 2)
+            generations[3] += 1  # gone
+            counts[5] += 2  # beyond its end
+            asked = np.stack((slots, firsts, generations, counts))
+
+            specs = [PackedSpec(name, table.schema, columns) for name in names]
+            found, expected = (reply(spec, tables, asked, on_disk=spec is specs[0]) for spec in specs)
+            assert found.tobytes() == expected.tobytes()
+            for file in tmp_path.glob("segments/*/wide.npy"):
+                os.truncate(file, 100)
+            generations[3], counts[5] = generations[3] - 1, counts[5] - 2
+            asked = np.stack((slots, firsts, generations, counts))
+            with contextlib.closing(TableCache(names, 1.0)) as others:  # which has none of the files open
+                out = reply(specs[0], others, asked, on_disk=True)
+            lost, total = ~np.isin(slots, table.indices()), int(counts.sum())
+            assert 0 < lost.sum() < 30
+            begin = specs[0].data_bytes(30, total)
+            assert (out[begin : begin + 30] == lost).all(), "those that cannot be read are gone"
+            assert not out[: 8 * total].view(np.int64)[np.repeat(lost, counts)].any()
+        finally:
+            table.unlink()
+            whole.unlink()

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -407,3 +408,39 @@ def test_what_is_refused() -> None:
             with pytest.raises(SchemaError, match=message):
                 dataset(source, **options)  # type: ignore[arg-type]
     assert remote_module.PART_BYTES == 1 << 20
+
+
+# ---------------------------------------------------------------- disks of other nodes
+
+
+def tiered_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Half of the trajectories of each node lie on its disk only."""
+    path = f"{folder}/{rank}"
+
+    def work(shards: Shards, rank: int, world: int) -> dict[str, Any]:
+        remote_spans.PART_BYTES = 700
+        table = shards.table
+        table.save(path)
+        slots = table.indices()[::2]
+        assert table.index.spill(slots, table.index.arrays.generation[slots].copy()) == len(slots)
+        shards.exchange.barrier()
+        found: dict[str, Any] = {name: draw(shards, name, world) for name in CASES}
+        found["budget"] = planned(shards, "once", world)
+        shards.exchange.barrier()
+        assert table.num_spilled == len(slots)
+        return found
+
+    disk = gear.Disk(path, sync_seconds=1e6, size="1GiB", keep="newest")
+    return rank_of(rank, world, work, max_blocks=600, disk=disk)
+
+
+def test_servers_read_their_disks(tmp_path: Path) -> None:
+    ranks = run_ranks(3, tiered_rank, str(tmp_path))
+    with alone() as shards:
+        for name in CASES:
+            for number, expected in enumerate(draw(shards, name, 1)):
+                parts = [row for found in ranks for row in rows_of(found[name][number])]
+                assert parts == rows_of(expected), (name, number)
+        whole = planned(shards, "once", 1)
+    drawn = {int(n) for found in ranks for batch in found["budget"] for n in batch["task"][:, 0]}
+    assert drawn == {int(n) for batch in whole for n in batch["task"][:, 0]}
