@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -116,8 +117,8 @@ class _TorchRL(_Mapped):
         options: dict[str, Any] = {}
         if weights.min() != weights.max():
             options["sampler"] = data.PrioritizedSampler(self.count, alpha=1.0, beta=0.4)
-        place = next(iter(self.files.values()))[0].parent / "torchrl"
-        storage = data.LazyMemmapStorage(self.count, scratch_dir=str(place))
+        place = tempfile.mkdtemp(prefix="torchrl-", dir=next(iter(self.files.values()))[0].parent)
+        storage = data.LazyMemmapStorage(self.count, scratch_dir=place)
         self.buffer = data.TensorDictReplayBuffer(storage=storage, batch_size=self.size, **options)
         rows = 200
         for first in range(0, self.count, rows):
@@ -129,7 +130,7 @@ class _TorchRL(_Mapped):
             index = torch.arange(first, first + len(values[name]))
             self.buffer.extend(tensordict.TensorDict({**values, "number": index}, batch_size=[len(index)]))
         if options:
-            self.buffer.update_priority(torch.arange(self.count), torch.from_numpy(weights))
+            self.buffer.update_priority(torch.arange(self.count), torch.from_numpy(weights).float())
 
     def batch(self) -> np.ndarray:
         self.sampled = self.buffer.sample()
