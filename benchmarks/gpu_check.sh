@@ -114,15 +114,17 @@ tests() {
         --junitxml="$out/$name-tests.xml" "$@"
 }
 
-tests gather 50 tests/kernels/test_gather_gpu.py
+# The CPU's loops, which tests and benchmarks would else compile in their own time.
+stage loops 60 loops.log env PYTHONPATH=. "$python" tests/compile_loops.py
+tests gather 60 tests/kernels/test_gather_gpu.py
 tests priority 40 tests/kernels/test_priority_gpu.py
-tests place 20 tests/kernels/test_place.py tests/kernels/test_split.py
-tests packed 40 tests/kernels/test_packed_kernel.py tests/kernels/test_cast.py tests/collection/test_packed_cuda.py
-tests shards 25 tests/distributed/test_packed_shards_cuda.py tests/distributed/test_shard_collector.py
+tests place 10 tests/kernels/test_place.py tests/kernels/test_split.py
+tests packed 30 tests/kernels/test_packed_kernel.py tests/kernels/test_cast.py tests/collection/test_packed_cuda.py
+tests shards 30 tests/distributed/test_packed_shards_cuda.py tests/distributed/test_shard_collector.py
 # Only files that hold GPU tests: others may import packages that are not here.
 mapfile -t files < <(grep -lE '\bmark\.gpu\b' tests/test_*.py tests/*/test_*.py |
     grep -vE '/test_(gather_gpu|priority_gpu|place|split|packed_kernel|cast|packed_cuda|packed_shards_cuda|shard_collector|benchmarks.*)\.py$')
-((${#files[@]})) && tests other 10 "${files[@]}"
+((${#files[@]})) && tests other 5 "${files[@]}"
 
 # benchmark NAME SECONDS
 benchmark() {
@@ -131,15 +133,15 @@ benchmark() {
 }
 
 if missing=$("$python" -c 'import rich, typer' 2>&1); then
-    benchmark single-server 60
-    benchmark collect 70
-    stage predicted 10 predicted.log "$python" -m benchmarks predict --beside "$out/collect-cuda.jsonl"
-    benchmark select 55
-    benchmark overlap 50
-    benchmark batch-size 30
-    benchmark train 30
-    benchmark packed 25
-    stage cache 20 cache-cuda.log "$python" -m benchmarks.device_cache gather --megabytes 1024 --seconds 0.7
+    benchmark single-server 50
+    benchmark collect 60
+    stage predicted 8 predicted.log "$python" -m benchmarks predict --beside "$out/collect-cuda.jsonl"
+    benchmark select 45
+    benchmark overlap 40
+    benchmark batch-size 25
+    benchmark train 25
+    benchmark packed 22
+    stage cache 15 cache-cuda.log "$python" -m benchmarks.device_cache gather --megabytes 1024 --seconds 0.7
 else
     status=1
     note benchmarks SKIPPED 0 "$(tail -n 1 <<<"$missing")"

@@ -102,7 +102,8 @@ def experiment(
         ]
         whole = signature(own, [option for option in SHARED if useful.get(option, True)])
         run.__signature__ = whole  # type: ignore[attr-defined]
-        run.__annotations__ = {name: option.annotation for name, option in whole.parameters.items()}
+        # Not `name`, which `run` uses: Python 3.12 would take it for the comprehension's.
+        run.__annotations__ = {key: option.annotation for key, option in whole.parameters.items()}
         run.__doc__, run.__module__ = work.__doc__, work.__module__
         return run
 

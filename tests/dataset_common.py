@@ -118,6 +118,13 @@ def contents(table: gear.Table) -> dict[int, dict[str, torch.Tensor]]:
     return {int(index): table[int(index)] for index in table.indices()}
 
 
+def on_host(value: Any) -> Any:
+    """A batch with its tensors in host memory."""
+    if isinstance(value, dict):
+        return {name: on_host(part) for name, part in value.items()}
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
 def snapshot(batch: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a batch that nothing recycles."""
     return {key: snapshot(part) if isinstance(part, dict) else part.clone() for key, part in batch.items()}

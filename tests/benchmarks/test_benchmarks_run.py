@@ -282,7 +282,7 @@ def test_gpu_check_runs_the_most_important_first_within_nine_minutes(tmp_path: P
     assert status == 1  # `select` failed, and those after it ran all the same
     names = ["single-server", "collect", "select", "overlap", "batch-size", "train", "packed"]
     stages = [f"{name} tests" for name in ("gather", "priority", "place", "packed", "shards")]
-    lines = [*stages, *names[:2], "predicted", *names[2:], "cache"]
+    lines = ["loops", *stages, *names[:2], "predicted", *names[2:], "cache"]
     assert [line[:14].strip() for line in summary.splitlines()] == lines
     assert [line[15:29].strip() for line in summary.splitlines()] == [
         "FAILED (3)" if name == "select" else "passed" for name in lines
@@ -307,7 +307,7 @@ def test_gpu_check_runs_the_most_important_first_within_nine_minutes(tmp_path: P
     assert calls.index(tests[-1]) < calls.index(" ".join(found[0]))
     # Each stage's line is there before the next begins.
     seen = sorted((tmp_path / "out").glob("before-*.txt"), key=lambda path: int(path.stem.split("-")[1]))
-    assert [len(path.read_text(encoding="utf-8").splitlines()) for path in seen] == [0, 1, 2, 3, 4]
+    assert [len(path.read_text(encoding="utf-8").splitlines()) for path in seen] == [1, 2, 3, 4, 5]
 
 
 def test_gpu_check_wants_a_folder_and_tests_without_a_package_of_the_benchmarks(tmp_path: Path) -> None:

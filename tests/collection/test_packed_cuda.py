@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoint_common import flip
 from cuda_common import OnCpu, played_on_cpu
-from dataset_common import snapshot
+from dataset_common import on_host, snapshot
 from tier_common import NEVER, spill
 
 import gear_loader as gear
@@ -108,8 +108,7 @@ def plain(batch: Any) -> dict[str, Any]:
         name: value.values() if getattr(value, "is_nested", False) else value for name, value in batch.items()
     }
     longest = flat.pop("max_seqlen", None)
-    flat = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in flat.items()}
-    return {**snapshot(flat), "max_seqlen": torch.tensor(-1 if longest is None else longest)}
+    return {**snapshot(on_host(flat)), "max_seqlen": torch.tensor(-1 if longest is None else longest)}
 
 
 def same(one: Any, other: Any) -> None:

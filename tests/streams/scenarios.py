@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dataset_common import on_host
 
 import gear_loader as gear
 from gear_loader.collection import device_cache
@@ -548,12 +549,6 @@ def cloned(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: cloned(part) for name, part in value.items()}
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def on_host(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: on_host(part) for name, part in value.items()}
-    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def compare(key: Any, found: Any, expected: Any) -> None:
