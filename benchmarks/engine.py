@@ -25,6 +25,7 @@ class CudaEngine:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self.device)
         self._side = torch.cuda.Stream(self.device)
+        self._urgent = torch.cuda.Stream(self.device, priority=-1)
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._filler = torch.empty(1 << 30, dtype=torch.uint8, device=self.device)
 
@@ -57,8 +58,14 @@ class CudaEngine:
         with torch.cuda.stream(self._side):
             yield self._side.cuda_stream
 
-    def beside(self, work: Launch, load: Launch, count: int) -> tuple[float, list[float]]:
-        """Queue `work` and, on another stream, `load` `count` times; `work` starts when the first of these ends."""
+    def beside(
+        self, work: Launch, load: Launch, count: int, *, urgent: bool = False
+    ) -> tuple[float, list[float]]:
+        """Queue `work` and, on another stream, `load` `count` times; `work` starts when the first of these ends.
+
+        urgent: whether the other stream has a higher priority.
+        """
+        side = self._urgent if urgent else self._side
         origin = torch.cuda.Event(enable_timing=True)  # before all others, so that no time is negative
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
         main = torch.cuda.current_stream()
@@ -66,8 +73,8 @@ class CudaEngine:
         origin.record()
         for _ in range(FILLERS):
             self._filler.zero_()
-        self._side.wait_stream(main)
-        with torch.cuda.stream(self._side):
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
             for mark in marks:
                 load()
                 mark.record()

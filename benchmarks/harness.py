@@ -32,6 +32,10 @@ class Incorrect(Exception):
     """A variant's result is not the expected one: nothing of it is timed."""
 
 
+class Unmeasured(Exception):
+    """A variant's result is right, but it cannot be timed here: it is left out, whether required or not."""
+
+
 @dataclasses.dataclass
 class Variant:
     """One way of doing the work that a comparison is about; `Incorrect` from `check` means that it does not.
@@ -212,7 +216,7 @@ class Session:
     def run(self, comparison: Comparison) -> list[Result]:
         """Check every variant, then measure them in turn; append the rows.
 
-        A variant that is not `required` and fails is left out, with the reason.
+        A variant that is not `required` and fails, or that is `Unmeasured`, is left out with the reason.
         """
         variants = list(comparison.variants)
         names = [variant.name for variant in variants]
@@ -256,7 +260,7 @@ class Session:
         try:
             return work()
         except Exception as error:
-            if not required:
+            if not required or isinstance(error, Unmeasured):
                 self.leave(what, reason(error))
                 return None
             if isinstance(error, (Incorrect, PeerFailed)):
@@ -294,7 +298,7 @@ class Session:
                     try:
                         seconds[variant.name].append(variant.measure() / variant.batches)
                     except Exception as error:
-                        if variant.required:
+                        if variant.required and not isinstance(error, Unmeasured):
                             raise
                         self.leave(f"{variant.name}, {label}", reason(error))
                         variants.remove(variant)
@@ -420,7 +424,7 @@ class Session:
 
 def reason(error: Exception) -> str:
     """An error as rows give it: errors of our own by their message alone."""
-    known = isinstance(error, (Incorrect, PeerFailed))
+    known = isinstance(error, (Incorrect, Unmeasured, PeerFailed))
     return str(error) if known else f"{type(error).__name__}: {error}"
 
 

@@ -6,7 +6,8 @@ time from the same cores. A step is forward, backward, optimizer, and waiting fo
 
 With ``--device cuda`` two kinds of training work are queued on one stream: products of two bf16 matrices, and steps of
 a small bf16 transformer on batches of W1. Beside each, on another stream and without a pause: nothing (the yardstick),
-the gather kernel on batches of W1 with a grid of p programs, or the copy engine on pinned memory. `extras` of a row:
+the gather kernel on batches of W1 with a grid of p programs, on a stream of the work's priority or of a higher one, or
+the copy engine on pinned memory. `extras` of a row:
 `slowdown`, time of the work over that of the work alone in the same turn; `gb_per_s`, what the loader moved meanwhile;
 `gb_per_s_alone`, what it moves by itself. A loader that ends before the work is given more to do, and the measurement
 is repeated. Then the same training steps fed by a loader, each on a batch of its own: `ReplayDataset`, and
@@ -30,7 +31,7 @@ import gear_loader as gear
 from benchmarks import loading
 from benchmarks.engine import YARDSTICK, Copies, CudaEngine, Engine, Launch
 from benchmarks.gather_rows import WorkloadRows, launch
-from benchmarks.harness import Incorrect, Session, Variant
+from benchmarks.harness import Incorrect, Session, Unmeasured, Variant
 from benchmarks.loading import Feed, Staged, map_styled
 from benchmarks.options import described, experiment, numbers
 from benchmarks.training import ALONE, MODELS, Clock, Training, Transformer, fed, train
@@ -119,11 +120,13 @@ def _step_seconds(feed: Feed, training: Training) -> float:
 class Sizes:
     """What to measure.
 
-    programs: sizes of the gather kernel's grid. load_bytes: of a load: a few batches, or a copy. matrix, products: rows
-    and columns of the matrices, and products of a measurement. width, layers, heads: of the transformer. steps: of it.
+    programs: sizes of the gather kernel's grid; urgent: of these, on a stream of higher priority. load_bytes: of a
+    load: a few batches, or a copy. matrix, products: rows and columns of the matrices, and products of a measurement.
+    width, layers, heads: of the transformer. steps: of it.
     """
 
-    programs: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 132)
+    programs: tuple[int, ...] = (2, 8, 16, 32, 132)
+    urgent: tuple[int, ...] = (8, 16, 32, 132)
     batch: int = 256
     load_bytes: int = 32 << 20
     matrix: int = 8192
@@ -134,7 +137,9 @@ class Sizes:
     steps: int = 8
 
 
-QUICK = Sizes(programs=(1, 8, 132), batch=64, load_bytes=8 << 20, matrix=4096, products=8, steps=4)
+QUICK = Sizes(
+    programs=(1, 8, 132), urgent=(8,), batch=64, load_bytes=8 << 20, matrix=4096, products=8, steps=4
+)
 
 
 @dataclasses.dataclass
@@ -151,7 +156,8 @@ class Work:
 
 @dataclasses.dataclass
 class Load:
-    """What goes on beside the work: `launch` queues it once, and moves so many `bytes`. refresh: gives it new rows."""
+    """What goes on beside the work: `launch` queues it once, and moves so many `bytes`. refresh: gives it new rows.
+    urgent: whether on a stream of higher priority."""
 
     name: str
     bytes: int
@@ -159,6 +165,7 @@ class Load:
     launch: Launch
     check: Callable[[], None]
     refresh: Callable[[], None] = lambda: None
+    urgent: bool = False
 
 
 def measured_on_gpu(
@@ -252,14 +259,16 @@ def _loads(engine: Engine, data: Data, table: gear.Table, sizes: Sizes) -> list[
             rows.check(i)
             poison(rows.buffers[i % 2].batch)
 
-    def kernel(programs: int) -> Load:
+    def kernel(programs: int, urgent: bool = False) -> Load:
         queue = _queue(engine, [launch(rows, i, programs) for i in range(count)])
-        name, told = f"ours, kernel, {programs} programs", {"programs": programs}
-        return Load(name, rows.bytes * count, told, queue, check, rows.refresh)
+        name = f"kernel, {programs} programs" + (", high priority" if urgent else "")
+        told = {"programs": programs, "high priority": urgent}
+        return Load(name, rows.bytes * count, told, queue, check, rows.refresh, urgent)
 
     copies = Copies.of_table(engine, table, sizes.load_bytes)
     copy = Load(YARDSTICK, copies.bytes, {}, copies.copy, copies.compare)
-    return [*map(kernel, sizes.programs), copy]
+    urgent = [kernel(programs, urgent=True) for programs in sizes.urgent]
+    return [*map(kernel, sizes.programs), *urgent, copy]
 
 
 def moved(ends: Sequence[float], seconds: float) -> float:
@@ -300,11 +309,16 @@ class Pair:
 
     def _run(self) -> tuple[float, float]:
         while True:
-            seconds, ends = self._engine.beside(self._work.launch, self._load.launch, self._count)
+            seconds, ends = self._engine.beside(
+                self._work.launch, self._load.launch, self._count, urgent=self._load.urgent
+            )
             if ends[-1] >= seconds:
                 return seconds, moved(ends, seconds) * self._load.bytes / seconds
             if self._count >= MOST_LOADS:
-                raise Incorrect(f"{self._count} loads end before the work does")
+                raise Unmeasured(
+                    f"{self._count} loads end after {ends[-1]:.2f} s, before the work, which ends after "
+                    f"{seconds:.2f} s: its kernels wait for theirs"
+                )
             passed = max(ends[-1], seconds / 8)
             self._count = min(MOST_LOADS, math.ceil(1.25 * self._count * seconds / passed))
 

@@ -99,7 +99,7 @@ class Sequences:
 def _measured(session: Session, data: Sequences, count: int) -> None:
     """Compare the ways at one number of columns."""
     with contextlib.ExitStack() as stack, data.table() as table:
-        device = torch.device(session.device)
+        device = torch.device("cuda" if session.cuda else "cpu")
         options: dict[str, Any] = {
             "windows": gear.Whole(), "layout": "packed", "max_steps": TOKENS, "device": device, "seed": SEED,
             "selector": gear.Uniform(replacement=False), "batches_per_epoch": math.inf,

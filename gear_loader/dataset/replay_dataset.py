@@ -78,6 +78,7 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least, byte_count
 from gear_loader.utils.devices import device_of
+from gear_loader.utils.forks import keep_for_ever
 
 __all__ = ["ReplayDataset"]
 
@@ -1211,6 +1212,8 @@ class ReplayDataset(IterableDataset[Batch]):
             self._forked_from = self._forked_from or os.getppid()
         if self._selection is not None:
             self._selection.after_fork()
+        if self.device.type == "cuda":
+            keep_for_ever(self._buffers, self._cache, self._sampler, self._selection)
         self._buffers = BufferPools()
         self._cache, self._sampler = None, None
 

@@ -64,7 +64,7 @@ class Rehearsal:
         yield STREAM
 
     def beside(
-        self, work: Callable[[], None], load: Callable[[], None], count: int
+        self, work: Callable[[], None], load: Callable[[], None], count: int, *, urgent: bool
     ) -> tuple[float, list[float]]:
         """Pretends that six loads end while the work goes on."""
         self.counts.append(count)
@@ -144,7 +144,16 @@ SIZES = collect.Sizes(
     copy_bytes=8192,
 )
 LOADS = overlap.Sizes(
-    programs=(1, 3), batch=2, load_bytes=8_000, matrix=32, products=2, width=16, layers=1, heads=2, steps=1
+    programs=(1, 3),
+    urgent=(3,),
+    batch=2,
+    load_bytes=8_000,
+    matrix=32,
+    products=2,
+    width=16,
+    layers=1,
+    heads=2,
+    steps=1,
 )
 SHORT = dataclasses.replace(workloads.W1, steps=6, window=gear.Window(6))
 
@@ -215,7 +224,8 @@ def test_batches_are_measured_in_all_ways(tmp_path: Path, monkeypatch: pytest.Mo
 def test_work_is_measured_beside_every_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rehearsal = Rehearsal()
     by_work: dict[str, set[str]] = {}
-    loads = {"ours, kernel, 1 programs", "ours, kernel, 3 programs", "cudaMemcpyAsync"}
+    ours = {f"kernel, {told}" for told in ("1 programs", "3 programs", "3 programs, high priority")}
+    loads = {*ours, "cudaMemcpyAsync"}
     for row in overlapped(tmp_path / "rows.jsonl", 5, rehearsal):
         check_row(row, "overlap")
         by_work.setdefault(row["parameters"]["work"], set()).add(row["variant"])
@@ -228,7 +238,7 @@ def test_work_is_measured_beside_every_load(tmp_path: Path, capsys: pytest.Captu
     assert by_work["bf16 products"] == by_work["transformer steps"] == {"alone", *loads}
     assert {"alone", *fed} <= by_work["fed transformer steps"]
     # Four loads end before the work does: more are queued until they last, and then as many at once.
-    assert rehearsal.counts == ([4, 10] * 3 + [10] * 6) * 2
+    assert rehearsal.counts == ([4, 10] * 4 + [10] * 8) * 2
     assert "gb per s alone" in capsys.readouterr().out
 
 
@@ -312,16 +322,18 @@ def test_loads_are_counted_in_parts_and_make_the_rate_beside_the_work() -> None:
         ([-0.5, 9.5, 19.5], 1.0, 0.1),
     ):
         assert overlap.moved(ends, seconds) == pytest.approx(loads)
-    nothing = types.SimpleNamespace(launch=None, check=None, refresh=lambda: None, bytes=600)
+    nothing = types.SimpleNamespace(launch=None, check=None, refresh=lambda: None, bytes=600, urgent=False)
 
     def pair(each: float) -> Any:
         timed = Rehearsal()
-        timed.beside = lambda work, load, count: (3.0, [i * each for i in range(count)])  # type: ignore[method-assign]
+        timed.beside = lambda work, load, count, urgent: (3.0, [i * each for i in range(count)])  # type: ignore[method-assign]
         return overlap.Pair(timed, nothing, nothing)
 
     made = pair(0.5)
     assert (made.measure(), made.rates) == (3.0, [1200.0])
-    with pytest.raises(harness.Incorrect, match="4096 loads end before the work does"):
+    with pytest.raises(
+        harness.Unmeasured, match=r"4096 loads end after 0.00 s, before the work, which ends after 3.00 s"
+    ):
         pair(0.0).measure()
 
 
@@ -370,11 +382,13 @@ def test_a_gpu_starts_the_work_when_the_first_load_ends(monkeypatch: pytest.Monk
     for name, value in told.items():
         monkeypatch.setattr(torch.cuda, name, value)
     gpu = object.__new__(engine.CudaEngine)
-    gpu._side, gpu._begin, gpu._end = side, Mark(), Mark()
+    gpu._side, gpu._urgent, gpu._begin, gpu._end = side, Line(), Mark(), Mark()
     gpu._filler = types.SimpleNamespace(zero_=lambda: queued(0.1))
-    seconds, ends = gpu.beside(lambda: queued(3.0), lambda: queued(2.0), 4)
-    assert seconds == pytest.approx(3.0)
-    assert ends == pytest.approx([0.0, 2.0, 4.0, 6.0])
+    for urgent in (False, True):
+        seconds, ends = gpu.beside(lambda: queued(3.0), lambda: queued(2.0), 4, urgent=urgent)
+        assert seconds == pytest.approx(3.0)
+        assert ends == pytest.approx([0.0, 2.0, 4.0, 6.0])
+        assert (gpu._urgent.time > 0) == urgent
     with gpu.aside() as handle:
         assert Line.now is side
         assert handle == 7

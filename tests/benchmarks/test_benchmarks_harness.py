@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,6 +89,16 @@ def test_a_peer_that_fails_while_it_is_timed_is_left_out_and_the_others_start_ag
     assert made.reasons == ["left out: b, W1, batch 8: IndexError: pop from empty list"]
     with pytest.raises(IndexError):
         made.run(comparison(variant("a", [1.0], log), variant("b", [1.0], log)))
+
+
+def test_what_cannot_be_timed_here_is_left_out_although_it_is_required(tmp_path: Path) -> None:
+    def check() -> None:
+        raise harness.Unmeasured("it waits for the other")
+
+    made, log = session(tmp_path / "rows.jsonl"), []
+    made.run(comparison(variant("a", [1.0], log), dataclasses.replace(variant("b", [1.0], log), check=check)))
+    assert made.reasons == ["left out: b, W1, batch 8: it waits for the other"]
+    assert [row["variant"] for row in rows_of(tmp_path / "rows.jsonl")] == ["a"]
 
 
 def test_what_is_left_out_and_what_is_no_time_are_rows_too(tmp_path: Path) -> None:

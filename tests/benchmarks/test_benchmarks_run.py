@@ -259,7 +259,8 @@ def test_gpu_check_says_that_there_is_no_gpu(tmp_path: Path) -> None:
 _INTERPRETER = """#!/bin/bash
 echo "$*" >>"$CALLS"
 case "$*" in
-    *"import rich, typer"*) [[ -z $LACKS ]] || { echo "No module named '$LACKS'"; exit 1; } ;;
+    *"import rich, typer"*) [[ $LACKS != typer ]] || { echo "No module named '$LACKS'"; exit 1; } ;;
+    *"import gymnasium"*) [[ -z $LACKS ]] || { echo "No module named '$LACKS'"; exit 1; } ;;
     *"benchmarks select"*) exit 3 ;;
     "-m pytest"*) cp "$OUT_DIR/summary.txt" "$OUT_DIR/before-$(wc -l <"$CALLS").txt" ;;
 esac
@@ -320,3 +321,13 @@ def test_gpu_check_wants_a_folder_and_tests_without_a_package_of_the_benchmarks(
     assert "No module named 'typer'" in summary
     assert any("pytest" in call for call in calls)
     assert not any(call.startswith("-m benchmarks") for call in calls)
+
+
+def test_gpu_check_leaves_training_out_without_its_environment(tmp_path: Path) -> None:
+    _, summary, calls = gpu_check(tmp_path, lacks="mujoco")
+    (line,) = (line for line in summary.splitlines() if line.startswith("train "))
+    assert "LEFT OUT" in line
+    assert "No module named 'mujoco'" in line
+    names = [call.split()[2] for call in calls if call.startswith("-m benchmarks ")]
+    assert "train" not in names
+    assert names[-1] == "packed"

@@ -189,7 +189,7 @@ def test_a_gpu_gets_the_batches_of_the_cpu(
 ) -> None:
     expected = batches("cpu", selector, prefetch)
     if not pins:
-        monkeypatch.setattr(Shards, "pin", lambda _: False)
+        monkeypatch.setattr(Shards, "pin", lambda *_: False)
     for mine, other in zip(batches("cuda", selector, prefetch, remote), expected, strict=True):
         check_batch(mine, WINDOWS)
         for key in other:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +104,24 @@ def test_a_pinned_private_table_is_not_in_forked_processes(
     table.close()
     assert not cuda.registered
     assert in_child(lambda: str(len(table))).startswith("TableClosedError")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_of_a_gpu_is_not_freed_in_a_forked_child(device: str) -> None:
+    """There torch cannot free memory that another stream has used: it ends the process."""
+    with made() as table:
+        data = gear.ReplayDataset(table, batch_size=2, windows=gear.Window(2), device="cpu")
+        data.sample()
+        data.device = torch.device(device)
+        buffers, selection = weakref.ref(data._buffers), weakref.ref(data._selection)
+
+        def drop() -> str:
+            nonlocal data
+            data = None  # type: ignore[assignment]
+            gc.collect()
+            return str([reference() is not None for reference in (buffers, selection)])
+
+        assert in_child(drop) == str([device == "cuda"] * 2)
 
 
 def test_without_pinning_a_private_table_is_copied_on_write(cuda: FakeCuda) -> None:

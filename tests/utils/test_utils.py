@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from gear_loader.errors import SchemaError
 from gear_loader.utils.arrays import data_address
 from gear_loader.utils.available_memory import available_bytes
 from gear_loader.utils.devices import device_of
+from gear_loader.utils.forks import keep_for_ever
 
 
 def test_the_current_gpu_is_named_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,3 +68,14 @@ def test_available_memory_of_control_groups(tmp_path: Path) -> None:
         (top / "a/b" / limit).write_text("100000")
         assert available_bytes(proc, groups) == 0
         shutil.rmtree(groups)
+
+
+def test_what_is_kept_for_ever_is_not_destroyed() -> None:
+    class Thing:
+        pass
+
+    kept, dropped = Thing(), Thing()
+    references = [weakref.ref(kept), weakref.ref(dropped)]
+    keep_for_ever(kept, None)
+    del kept, dropped
+    assert [reference() is not None for reference in references] == [True, False]

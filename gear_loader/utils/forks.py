@@ -1,0 +1,17 @@
+"""What a forked child must not destroy."""
+
+from __future__ import annotations
+
+import ctypes
+
+__all__ = ["keep_for_ever"]
+
+
+def keep_for_ever(*objects: object) -> None:
+    """Never destroy `objects` in this process, not even at exit.
+
+    For a forked child whose parent uses CUDA: memory of the GPU that another stream has used (`Tensor.record_stream`)
+    cannot be freed there, and torch ends the process when it is.
+    """
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
