@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gear_loader.utils import captures
+from gear_loader.collection import launch_graph
+from gear_loader.utils import captures, streams
 
 WAIT = 60.0
 """Seconds after which a wait that should end has failed: the machine may be busy."""
@@ -236,6 +237,8 @@ def played_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnCpu]:
     """A fixture: `FakeCuda`, and `OnCpu` in the thread of the test."""
     FakeCuda(monkeypatch)
     monkeypatch.setattr(captures.ctypes, "CDLL", lambda name: _Driver())
+    monkeypatch.setattr(launch_graph, "record", lambda queue, stream: None)
+    monkeypatch.setattr(streams, "_raw_stream", None)
     with OnCpu() as mode:
         yield mode
 

@@ -9,15 +9,14 @@ undefined, as there.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
 from gear_loader.kernels import cast_plan as _plan
 from gear_loader.kernels.cast_plan import CastPlan
+from gear_loader.kernels.devices import multiprocessors, on_device
 
 __all__ = ["cast"]
 
@@ -190,10 +189,9 @@ def cast(plan: CastPlan, count: int, *, programs: int | None = None) -> None:
             raise ValueError(
                 "A source or an output begins at no multiple of 16 bytes; expected what torch allocates."
             )
-    cuda = plan.device.type == "cuda"
     if programs is None:
-        programs = 4 * torch.cuda.get_device_properties(plan.device).multi_processor_count if cuda else 4
-    with torch.cuda.device(plan.device) if cuda else contextlib.nullcontext():
+        programs = 4 * multiprocessors(plan.device)
+    with on_device(plan.device):
         for (given, target, product), table, device_table in plan.launches:
             tiles = plan.tiles(table, count, LAUNCH["TILE"])
             if tiles:

@@ -31,13 +31,12 @@ of a batch looks their blocks up once (`items.resolve`, or the host).
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
 
 from gear_loader.kernels import plan as _plan
+from gear_loader.kernels.devices import multiprocessors, on_device
 from gear_loader.kernels.plan import GatherPlan
 
 __all__ = ["gather", "reciprocal"]
@@ -548,15 +547,12 @@ def gather(
         raise ValueError(f"programs is {programs}; expected at least 1.")
     if count == 0:
         return
-    cuda = plan.device.type == "cuda"
     if programs is None:
-        programs = torch.cuda.get_device_properties(plan.device).multi_processor_count if cuda else 4
+        programs = multiprocessors(plan.device)
     magic, shift = reciprocal(plan.block_steps)
-    with torch.cuda.device(plan.device) if cuda else contextlib.nullcontext():
+    with on_device(plan.device):
         for word, table, device_table in plan.launches:
-            line_tiles, mask_tiles = plan.tiles(table, count, TILE, ENTRIES)
-            lines = int(table[:, LINES.value].sum())
-            masks = int((table[:, LINES.value] == 0).sum())
+            lines, masks, line_tiles, mask_tiles = plan.tiles(table, count, TILE, ENTRIES)
             gather_kernel[(min(programs, line_tiles + mask_tiles),)](
                 device_table,
                 slots,

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from gear_loader.kernels import sum_tree as _tree
-from gear_loader.kernels.priority import check, on_device, uniform
+from gear_loader.kernels.devices import on_device
+from gear_loader.kernels.priority import check, uniform
 from gear_loader.kernels.sum_tree import SumTree
 
 __all__ = ["ANCHORS", "Blocks", "CacheMap", "Index", "locate", "resolve", "weigh"]

@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from gear_loader.kernels.devices import on_device
 from gear_loader.kernels.neighbors_reference import check_draw
-from gear_loader.kernels.priority import on_device, uniform
+from gear_loader.kernels.priority import uniform
 
 __all__ = ["WIDTHS", "draw"]
 

@@ -21,14 +21,13 @@ Columns of all sizes, and those per trajectory, are tiles of the same launch; th
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
 from gear_loader.kernels import packed_plan as _plan
+from gear_loader.kernels.devices import multiprocessors, on_device
 from gear_loader.kernels.gather import _clip, _pointers, _words
 from gear_loader.kernels.packed_plan import PackedPlan, PackedWork
 
@@ -205,10 +204,9 @@ def gather_packed(plan: PackedPlan, work: PackedWork, *, programs: int | None = 
     end_16, end_4, line_tiles, tiles = work.ends
     if line_tiles == 0:  # no row has a step or a value
         return
-    cuda = plan.device.type == "cuda"
     if programs is None:
-        programs = torch.cuda.get_device_properties(plan.device).multi_processor_count if cuda else 4
-    with torch.cuda.device(plan.device) if cuda else contextlib.nullcontext():
+        programs = multiprocessors(plan.device)
+    with on_device(plan.device):
         packed_kernel[(min(programs, tiles),)](
             plan.device_table,
             work.tiles,

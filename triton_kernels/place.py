@@ -8,7 +8,6 @@ whatever the size of a row.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import triton
 import triton.language as tl
 
 from gear_loader.kernels import plan as _plan
+from gear_loader.kernels.devices import multiprocessors, on_device
 from gear_loader.kernels.plan import LINE, PlacePlan
 
 __all__ = ["place"]
@@ -152,16 +152,15 @@ def place(plan: PlacePlan, staging: torch.Tensor, rows: torch.Tensor, *, program
         raise ValueError(f"programs is {programs}; expected at least 1.")
     if count == 0:
         return
-    cuda = plan.device.type == "cuda"
-    if cuda and not (staging.is_cuda or staging.is_pinned()):
+    if plan.device.type == "cuda" and not (staging.is_cuda or staging.is_pinned()):
         raise ValueError(
             "staging is in memory that the GPU cannot read; expected pinned memory or the GPU's own."
         )
     if programs is None:
-        programs = torch.cuda.get_device_properties(plan.device).multi_processor_count if cuda else 4
+        programs = multiprocessors(plan.device)
     tile = LAUNCH["TILE"] * LINE
     tiles = sum(-(-count * out.shape[1] // tile) for out in plan.outs)
-    with torch.cuda.device(plan.device) if cuda else contextlib.nullcontext():
+    with on_device(plan.device):
         place_kernel[(min(programs, tiles),)](
             plan.device_table,
             staging[: plan.size(count)].view(torch.int32),

@@ -280,7 +280,7 @@ class GatherPlan:
             [self._row(column) for column in columns], dtype=torch.int64, device="cpu"
         ).reshape(-1, WIDTH)
         self.launches = [(word, table, with_lines(table).to(self.device)) for word, table in self._launches()]
-        self._tiles: dict[tuple[int, int, int, int], tuple[int, int]] = {}
+        self._tiles: dict[tuple[int, int, int, int], tuple[int, int, int, int]] = {}
 
     def _row(self, column: GatherColumn) -> list[int]:
         row = [0] * WIDTH
@@ -320,17 +320,21 @@ class GatherPlan:
         parts[0][1].extend(masks)
         return [(word, torch.tensor(part, dtype=torch.int64, device="cpu")) for word, part in parts]
 
-    def tiles(self, table: torch.Tensor, count: int, tile: int, entries: int) -> tuple[int, int]:
-        """Numbers of tiles of a launch over `count` rows: of `tile` lines each, and of `entries` of a mask.
+    def tiles(self, table: torch.Tensor, count: int, tile: int, entries: int) -> tuple[int, int, int, int]:
+        """What a launch over `count` rows is made of.
 
         Args:
-            table: of one of `launches`.
+            table: of one of `launches`. tile, entries: lines, and entries of a mask, of a tile.
+
+        Returns:
+            Lines of a row; masks; tiles of lines; tiles of masks.
         """
         key = (id(table), count, tile, entries)
         if key not in self._tiles:
             masks = table[table[:, LINES] == 0, LENGTH].tolist()
-            lines = int(table[:, LINES].sum()) * count
-            self._tiles[key] = -(-lines // tile), sum(-(-length * count // entries) for length in masks)
+            lines = int(table[:, LINES].sum())
+            mask_tiles = sum(-(-length * count // entries) for length in masks)
+            self._tiles[key] = lines, len(masks), -(-lines * count // tile), mask_tiles
         return self._tiles[key]
 
     def check_rows(self, slots: torch.Tensor, anchors: torch.Tensor, rows: torch.Tensor | None = None) -> int:

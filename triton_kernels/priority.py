@@ -17,9 +17,7 @@ Exponential keys would give the same distribution, but with a pass over all item
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,9 +25,10 @@ import triton
 import triton.language as tl
 
 from gear_loader.kernels import sum_tree as _tree
+from gear_loader.kernels.devices import on_device
 from gear_loader.kernels.sum_tree import SumTree
 
-__all__ = ["build", "check", "draw", "draw_distinct", "on_device", "uniform", "update"]
+__all__ = ["build", "check", "draw", "draw_distinct", "uniform", "update"]
 
 BAD_POSITION = tl.constexpr(_tree.BAD_POSITION)
 EMPTY_DRAWS = tl.constexpr(_tree.EMPTY_DRAWS)
@@ -491,13 +490,6 @@ def draw_distinct_kernel(
 
 
 # ---------------------------------------------------------------- launchers
-
-
-@contextlib.contextmanager
-def on_device(device: torch.device) -> Iterator[None]:
-    """Make `device` the current device for launches."""
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        yield
 
 
 def check(

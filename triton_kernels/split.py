@@ -8,7 +8,6 @@ read of one record lie in the lines that the other columns read too.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import triton
 import triton.language as tl
 
 from gear_loader.kernels import split_plan as _plan
+from gear_loader.kernels.devices import multiprocessors, on_device
 from gear_loader.kernels.split_plan import SplitPlan
 
 __all__ = ["split"]
@@ -163,11 +163,10 @@ def split(
         raise ValueError(f"programs is {programs}; expected at least 1.")
     if count == 0:
         return
-    cuda = plan.device.type == "cuda"
     if programs is None:
-        programs = torch.cuda.get_device_properties(plan.device).multi_processor_count if cuda else 4
+        programs = multiprocessors(plan.device)
     tiles = plan.tiles(count, LAUNCH["TILE"])
-    with torch.cuda.device(plan.device) if cuda else contextlib.nullcontext():
+    with on_device(plan.device):
         split_kernel[(min(programs, tiles),)](
             plan.device_table,
             plan.device_table if rows is None else rows,

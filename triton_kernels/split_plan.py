@@ -100,6 +100,7 @@ class SplitPlan:
         self.device = first.device
         self.table = torch.tensor([self._row(column) for column in columns], dtype=torch.int64, device="cpu")
         self.device_table = self.table.to(self.device)
+        self._sizes = self.table[:, [SPLIT_LENGTH, SPLIT_STEP_BYTES, SPLIT_WORD]].tolist()
 
     @staticmethod
     def _row(column: SplitColumn) -> list[int]:
@@ -115,8 +116,7 @@ class SplitPlan:
 
     def tiles(self, count: int, words: int) -> int:
         """Number of tiles of `words` words each for `count` rows; a tile belongs to one column."""
-        sizes = self.table[:, [SPLIT_LENGTH, SPLIT_STEP_BYTES, SPLIT_WORD]].tolist()
-        return sum(-(-count * length * size // (word * words)) for length, size, word in sizes)
+        return sum(-(-count * length * size // (word * words)) for length, size, word in self._sizes)
 
     def check_rows(self, count: int, rows: torch.Tensor | None) -> int:
         """Validate the rows to split and return their number, at most the batch size."""

@@ -13,6 +13,7 @@ import torch
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.conversions import Casts, Conversion, converted_dtype
 from gear_loader.collection.device_cache import DeviceCache
+from gear_loader.collection.launch_graph import RepeatedWork
 from gear_loader.collection.n_step import NStep, Returns
 from gear_loader.collection.plans import Output, Plans, Staging, plans_of
 from gear_loader.collection.references import Arena, BatchReferences
@@ -23,11 +24,12 @@ from gear_loader.kernels.cast_plan import CastColumn
 from gear_loader.kernels.plan import WIDTH, GatherPlan
 from gear_loader.native import gathering, threads
 from gear_loader.storage.inline import INLINE_BATCH_BYTES, InlineBatch
-from gear_loader.storage.rows import CudaRows, Reach, SelectedRows
+from gear_loader.storage.rows import CudaRows, DrawPlaces, Reach, SelectedRows
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, outside_inference
 from gear_loader.utils.packing import Layout, packed_bytes, packed_views
+from gear_loader.utils.streams import current_stream
 
 __all__ = [
     "Buffers",
@@ -57,6 +59,7 @@ class GpuSide:
         released: event recorded when its last user has finished.
         consumers: streams that have used the batch.
         copy: the copy of the batch to deliver instead, if any.
+        work: of whole batches, if the GPU can read the region.
     """
 
     host: tuple[torch.Tensor, ...] | None
@@ -69,6 +72,7 @@ class GpuSide:
     consumers: set[int] = dataclasses.field(default_factory=set)
     copy: Batch | None = None
     tier: TierStaging | None = None
+    work: RepeatedWork = dataclasses.field(default_factory=RepeatedWork)
 
 
 @dataclasses.dataclass
@@ -101,6 +105,11 @@ class Buffers:
     computed: tuple[Returns | Conversion | Casts, ...] = ()
     inline: InlineBatch | None = None
     references: BatchReferences | None = None
+
+    @property
+    def only_launches(self) -> bool:
+        """Whether `compute` launches kernels, and allocates nothing."""
+        return all(isinstance(each, Casts) for each in self.computed)
 
     def compute(self, count: int) -> None:
         """Compute what the first `count` rows have beside gathered windows; see `Returns.compute`."""
@@ -360,7 +369,8 @@ class Collector:
             with contextlib.nullcontext() if cache is None else cache.using(len(rows) * self._row_bytes):
                 self._gather_gpu(buffers, gpu, rows, cache)
         finally:
-            gpu.filled.record()  # also after a failed batch, whose queued part reads the same memory
+            # Also after a failed batch, whose queued part reads the same memory.
+            gpu.filled.record(current_stream(self.device))
 
     def _gather_gpu(self, buffers: Buffers, gpu: GpuSide, rows: Any, cache: DeviceCache | None) -> None:
         if isinstance(rows, CudaRows):
@@ -369,7 +379,7 @@ class Collector:
             self._gather_zero_copy(buffers, gpu, gpu.host, gpu.mirror, rows, cache)
         elif gpu.staging is not None:
             self._gather_cpu(gpu.staging, rows)
-            torch.cuda.current_stream().wait_event(gpu.released)
+            current_stream(self.device).wait_event(gpu.released)
             copy_batch(buffers.rows(len(rows)), gpu.staging.rows(len(rows)))
 
     def _gather_drawn(
@@ -377,10 +387,32 @@ class Collector:
     ) -> None:
         assert gpu.random is not None
         assert gpu.mirror is not None
-        torch.cuda.current_stream().wait_event(gpu.released)
-        rows.write(gpu.random, gpu.mirror, self.reach, None if cache is None else cache.map())
-        self._launch(buffers, gpu.mirror, len(rows))
-        buffers.compute(len(rows))
+        count, stream = len(rows), current_stream(self.device)
+        stream.wait_event(gpu.released)
+        places = DrawPlaces(
+            random=gpu.random,
+            out=gpu.mirror,
+            reach=self.reach,
+            cache=None if cache is None else cache.map(),
+            work=gpu.work,
+            whole=count == self.batch_size,
+            gather=lambda: self._queue(buffers, gpu, count),
+        )
+        rows.write(places, stream)
+        if not buffers.only_launches:
+            buffers.compute(count)
+
+    def _queue(self, buffers: Buffers, gpu: GpuSide, count: int) -> None:
+        """Queue the gather of `count` rows, and of what is computed of them by kernels."""
+        assert gpu.mirror is not None
+        self._launch(buffers, gpu.mirror, count)
+        if buffers.only_launches:
+            buffers.compute(count)
+
+    def _upload(self, gpu: GpuSide) -> None:
+        assert gpu.arguments is not None
+        source, target = gpu.arguments
+        target.copy_(source, non_blocking=True)
 
     def use_on(self, stream: torch.cuda.Stream) -> None:
         """Register a stream for gathers, so that the allocator keeps their inputs until they have run."""
@@ -484,15 +516,21 @@ class Collector:
         if drawn.counts is not None and drawn.numbers is not None:
             for part, values in zip(self._info(host), (drawn.counts, drawn.numbers), strict=True):
                 part.numpy()[:, :count] = values
-        torch.cuda.current_stream().wait_event(gpu.released)
-        assert gpu.arguments is not None
-        source, target = gpu.arguments
-        target.copy_(source, non_blocking=True)
+        stream = current_stream(self.device)
+        stream.wait_event(gpu.released)
+
+        def queue() -> None:
+            self._upload(gpu)
+            self._queue(buffers, gpu, count)
+
         if len(disk):
+            self._upload(gpu)
             self._launch_tiers(buffers, gpu, mirror, count, len(disk))
-        else:
-            self._launch(buffers, mirror, count)
-        buffers.compute(count)
+            buffers.compute(count)
+            return
+        gpu.work.run("rows" if count == self.batch_size else None, queue, stream)
+        if not buffers.only_launches:
+            buffers.compute(count)
 
     def _resolve_tiers(
         self, tier: TierRows, gpu: GpuSide, host: tuple[torch.Tensor, ...], drawn: SelectedRows

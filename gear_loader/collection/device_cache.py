@@ -44,6 +44,7 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, outside_inference
 from gear_loader.utils.mutex import new_mutex
 from gear_loader.utils.packing import upload
+from gear_loader.utils.streams import current_stream
 
 __all__ = ["DeviceCache"]
 
@@ -202,7 +203,7 @@ class DeviceCache:
         with self._mutex:
             stream: Any = None
             if self._cuda:
-                stream = torch.cuda.current_stream(self._device)
+                stream = current_stream(self._device)
                 self._enter(stream)
             try:
                 if not self._synced:

@@ -26,6 +26,7 @@ from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.packing import Layout, packed_bytes, packed_views
+from gear_loader.utils.streams import current_stream
 
 __all__ = ["CudaPackedBuffers", "CudaPackedCollector", "PackedRows"]
 
@@ -248,7 +249,7 @@ class CudaPackedBuffers(PackedBuffers):
         assert staging is not None
         self.reserve(count, staging.total)
         self.total, self.longest = staging.total, staging.longest
-        torch.cuda.current_stream().wait_event(self.gpu.released)
+        current_stream(self._device).wait_event(self.gpu.released)
         _copy(self.rows(count), staging.rows(count))
 
     # ---------------------------------------------------------------- plans
@@ -355,7 +356,7 @@ class CudaPackedBuffers(PackedBuffers):
         for place, part in zip(host, lists, strict=True):
             place.numpy()[...] = part
         size = self._lists_at + packed_bytes(layouts)
-        torch.cuda.current_stream().wait_event(self.gpu.released)
+        current_stream(self._device).wait_event(self.gpu.released)
         self._mirror[:size].copy_(self._host[:size], non_blocking=True)
         return packed_views(self._mirror[self._lists_at :], layouts)
 

@@ -24,6 +24,7 @@ from gear_loader.utils.arrays import outside_inference
 from gear_loader.utils.captures import allow_captures
 from gear_loader.utils.mutex import holds_any
 from gear_loader.utils.notices import notice
+from gear_loader.utils.streams import current_stream, on_stream
 from gear_loader.utils.waiting import Interrupted, interruptible
 
 __all__ = ["Pool", "Prefetcher"]
@@ -276,7 +277,7 @@ class Prefetcher:
                 count = fill(buffers, item)
                 if self._copies and buffers.gpu is not None:
                     buffers.gpu.copy = clone_batch(buffers.rows(count))
-                    buffers.gpu.filled.record()
+                    buffers.gpu.filled.record(self._stream)
                 return count
         except BaseException:
             self._pool.free.append(buffers)
@@ -287,7 +288,7 @@ class Prefetcher:
         if self._stream is None:
             yield
         else:
-            with torch.cuda.device(self.collector.device), torch.cuda.stream(self._stream):
+            with on_stream(self.collector.device, self._stream):
                 yield
 
     # ---------------------------------------------------------------- buffers
@@ -307,7 +308,7 @@ class Prefetcher:
     def _deliver(self, buffers: Buffers, count: int) -> Batch:
         gpu = buffers.gpu
         if gpu is not None:
-            consumer = torch.cuda.current_stream(self.collector.device)
+            consumer = current_stream(self.collector.device)
             consumer.wait_event(gpu.filled)
             copy, gpu.copy = gpu.copy, None
             if copy is not None:
@@ -333,7 +334,7 @@ class Prefetcher:
                 held.append(buffers)
                 continue
             if buffers.gpu is not None and buffers.gpu.consumers:  # else only copies were delivered
-                buffers.gpu.released.record(torch.cuda.current_stream(self.collector.device))
+                buffers.gpu.released.record(current_stream(self.collector.device))
             self._pool.free.append(buffers)
         if held:  # the memory of the oldest is freed when nothing refers to it any longer
             delivered.extendleft(reversed(held[-_MOST_HELD:]))

@@ -37,6 +37,7 @@ from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.transport.spec import Piece, WindowSpec
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.streams import current_stream
 
 __all__ = ["ROW_KEYS", "ReadTickets", "ShardBuffers", "ShardCollector", "ShardRows", "awaited"]
 
@@ -185,7 +186,7 @@ class ShardCollector(Collector):
         gpu.filled.synchronize()
         yield
         assert gpu.staging is not None
-        torch.cuda.current_stream().wait_event(gpu.released)
+        current_stream(self.device).wait_event(gpu.released)
         copy_batch(buffers.batch, gpu.staging.batch)
         gpu.filled.record()
 

@@ -16,6 +16,7 @@ from gear_loader.distributed.collector import ROW_KEYS, ShardBuffers, ShardColle
 from gear_loader.distributed.records import max_window_blocks
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.packing import Layout, packed_bytes, packed_views
+from gear_loader.utils.streams import current_stream
 
 __all__ = ["CudaShardCollector", "DeviceRows"]
 
@@ -137,7 +138,7 @@ class CudaShardCollector(ShardCollector):
         while buffers.staged:
             self._staging.give(buffers.staged.pop())
         buffers.used = [0, 0]
-        torch.cuda.current_stream().wait_event(gpu.released)
+        current_stream(self.device).wait_event(gpu.released)
         try:
             yield
         finally:

@@ -6,7 +6,8 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
 import numpy as np
@@ -39,11 +40,14 @@ from gear_loader.storage.inline import InlineBatch
 from gear_loader.storage.priority_updates import check_names
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
-from gear_loader.storage.rows import CudaRows, Reach, SelectedRows
+from gear_loader.storage.rows import CudaRows, DrawPlaces, Reach, SelectedRows
 from gear_loader.utils.arrays import Array, outside_inference
 from gear_loader.utils.packing import upload
+from gear_loader.utils.streams import current_stream, on_stream
 
 __all__ = ["CudaPrioritizedSelection"]
+
+_numbers = itertools.count()  # of selections: the launches of one are not those of another
 
 
 class CudaPrioritizedSelection(PrioritizedSelection):
@@ -60,6 +64,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
     def __init__(self, context: SelectionContext, *, history: int, device: torch.device) -> None:
         self._device = device
+        self._number = next(_numbers)
         self._cuda = device.type == "cuda"  # else Triton's interpreter, in tests
         with outside_inference():
             super().__init__(context, history=history)
@@ -110,7 +115,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         """Order work queued on the current stream after all earlier work of other streams."""
         if not self._cuda:
             return
-        stream = torch.cuda.current_stream(self._device)
+        stream = current_stream(self._device)
         stream.wait_event(self._last)
         if stream.cuda_stream not in self._streams:
             # The allocator must not reuse this memory before the stream's work has finished.
@@ -120,12 +125,22 @@ class CudaPrioritizedSelection(PrioritizedSelection):
                 if isinstance(part, torch.Tensor):
                     part.record_stream(stream)
 
-    def _leave(self) -> None:
+    def _leave(self, *, told: bool = False) -> None:
+        """Order later work of other streams after all work queued on the current stream.
+
+        Args:
+            told: the GPU's status is being copied already.
+        """
+        if not told:
+            self._tell()
+        if self._cuda:
+            self._last.record(current_stream(self._device))
+
+    def _tell(self) -> None:
+        """Queue copies of the GPU's status, which `_raise_late` looks at."""
         self._status.copy_(self._wide.status, non_blocking=True)
         if self._may_leave_range:
             self._out_of_range.copy_(self._cut, non_blocking=True)
-        if self._cuda:
-            self._last.record(torch.cuda.current_stream(self._device))
 
     def _raise_late(self, *, wait: bool = False) -> None:
         """Raise an error that the GPU has reported.
@@ -180,7 +195,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         with self._mutex:
             self._raise_late()
             if self._cuda:
-                self._stream = torch.cuda.current_stream(self._device)
+                self._stream = current_stream(self._device)
             self._follow(ticket, self.context.samples(draw.count))
             if len(self.context.table) == 0:
                 raise self.context.empty()
@@ -196,46 +211,49 @@ class CudaPrioritizedSelection(PrioritizedSelection):
                 self._leave()
             return self.rows(rows.slots, rows.steps, rows.generations, None, 1.0, rows.weights)
 
-    def _draw_into(
-        self,
-        draw: Draw,
-        random: torch.Tensor,
-        out: tuple[torch.Tensor, ...],
-        reach: Reach,
-        cache: Any = None,
-    ) -> None:
+    def _draw_into(self, draw: Draw, places: DrawPlaces, stream: torch.cuda.Stream) -> None:
         """See `CudaRows.write`."""
-        random.numpy()[:] = (draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS))
+        places.random.numpy()[:] = (draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS))
+
+        def queue() -> None:
+            self.draw_rows(draw, places)
+            self._tell()
+            places.gather()
+
         with self._mutex:
             self._enter()
             try:
-                self.draw_rows(draw, random, out, reach, cache)
+                kept = self._wide, self._index, self._status, places.cache
+                places.work.run(self._repeated(draw, places), queue, stream, kept)
+                if draw.epoch < SAMPLE_EPOCH:
+                    rows, _, *weights = places.out
+                    given = weights[0][: draw.count].clone() if weights else None
+                    self._remember(draw, rows[:3, : draw.count].clone(), given)
             finally:
-                self._leave()
+                self._leave(told=True)
 
-    def draw_rows(
-        self,
-        draw: Draw,
-        random: torch.Tensor,
-        mirror: tuple[torch.Tensor, ...],
-        reach: Reach,
-        cache: Any = None,
-    ) -> None:
-        """Queue the draw of a batch into `mirror`, see `CudaRows.write`."""
+    def _repeated(self, draw: Draw, places: DrawPlaces) -> Hashable:
+        """What tells the launches of a draw from others, see `RepeatedWork.run`; None if torch's own take part."""
+        selector = self.context.selector
+        if not places.whole or not isinstance(selector, Prioritized) or self._may_leave_range:
+            return None
+        return self._number, selector.beta_at(draw.number), id(places.cache)
+
+    def draw_rows(self, draw: Draw, places: DrawPlaces) -> None:
+        """Queue the draw of a batch."""
         from gear_loader.kernels import items as kernels
         from gear_loader.kernels import priority
 
         selector, count = self.context.selector, draw.count
-        rows, ids, *weights = mirror
-        items = torch.empty(count, dtype=torch.int64, device=self._device)
+        rows, ids, *weights = places.out
         if isinstance(selector, TopK):
             items = self._top_rows(selector, count)
         else:
             assert isinstance(selector, Prioritized)
-            leaves = torch.empty(count, dtype=torch.float32, device=self._device)
+            items, leaves = self._scratch(places.work.scratch, count)
             choose = priority.draw if selector.replacement else priority.draw_distinct
             self._note_range()
-            choose(self._wide, random, items, leaves)
+            choose(self._wide, places.random, items, leaves)
             kernels.weigh(
                 self._wide,
                 leaves,
@@ -244,10 +262,18 @@ class CudaPrioritizedSelection(PrioritizedSelection):
                 table=selector.normalize == "table",
             )
         anchor = "item" if selector.unit == "step" else self.context.anchor
+        reach = Reach(*places.reach)._asdict()
         kernels.resolve(
-            self._index, items, random, rows, ids, anchor=anchor, **Reach(*reach)._asdict(), cache=cache
+            self._index, items, places.random, rows, ids, anchor=anchor, **reach, cache=places.cache
         )
-        self._remember(draw, rows[:3, :count].clone(), weights[0][:count].clone() if weights else None)
+
+    def _scratch(self, scratch: dict[Any, Any], count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tensors of the items drawn, int64 [n], and their leaves, float32 [n], which a set of buffers keeps."""
+        if count not in scratch:
+            items = torch.empty(count, dtype=torch.int64, device=self._device)
+            scratch[count] = items, torch.empty(count, dtype=torch.float32, device=self._device)
+        found: tuple[torch.Tensor, torch.Tensor] = scratch[count]
+        return found
 
     def _note_range(self) -> None:
         """Queue the check of `_check_range`; `_raise_late` raises its error."""
@@ -347,13 +373,13 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             context: Any = contextlib.nullcontext()
         else:
             # On the stream that draws, so that training does not wait for a gather queued there before.
-            consumer = torch.cuda.current_stream(self._device)
+            consumer = current_stream(self._device)
             stream = consumer if self._stream is None else self._stream
             stream.wait_stream(consumer)
             for part in (index, priority, generation, anchor):
                 if part is not None:
                     part.record_stream(stream)
-            context = torch.cuda.stream(stream)
+            context = on_stream(self._device, stream)
         alpha, eps = self._exponent()
         with context:
             self._enter()
@@ -384,7 +410,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             done = None
             if self._cuda:
                 done = torch.cuda.Event(blocking=True)
-                done.record(torch.cuda.current_stream(self._device))
+                done.record(current_stream(self._device))
             return values.numpy(), done
 
     # ---------------------------------------------------------------- state

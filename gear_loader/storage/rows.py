@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from gear_loader.utils.arrays import Array
 
-__all__ = ["CudaRows", "Reach", "SelectedRows"]
+__all__ = ["CudaRows", "DrawPlaces", "Reach", "SelectedRows"]
 
 
 class Reach(NamedTuple):
@@ -71,19 +72,40 @@ class SelectedRows:
         return self.weights, self.counts, self.numbers, self.spans
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class DrawPlaces:
+    """Where a draw on the GPU puts its rows, and what comes after it.
+
+    Attributes:
+        random: pinned int64 [3], which the draw may write on the host.
+        out: device tensors that get the rows, as `gear_loader.kernels.items.resolve` writes them; then the weights.
+        reach: that of all windows.
+        cache: the `CacheMap` of what lies in device memory, or None.
+        work: the `RepeatedWork` of the batch's buffers.
+        whole: whether the draw fills the buffers, so that its launches are those of the last such draw.
+        gather: queues the gather of the rows on the current stream.
+    """
+
+    random: torch.Tensor
+    out: tuple[torch.Tensor, ...]
+    reach: Reach
+    cache: Any
+    work: Any
+    whole: bool
+    gather: Callable[[], None]
+
+
 @dataclasses.dataclass(frozen=True)
 class CudaRows:
     """Rows of one table that the GPU draws when the batch is gathered.
 
     Attributes:
         count: number of rows.
-        write: ``write(random, out, reach, cache)`` queues the draw on the current stream. It may write int64 [3] into
-            the pinned tensor `random`, and writes the rows into `out`, as `gear_loader.kernels.items.resolve` does;
-            `reach` is that of all windows, `cache` the `CacheMap` of what lies in device memory, or None.
+        write: queues the draw, then the gather, on the given stream, the current one.
     """
 
     count: int
-    write: Callable[..., None]
+    write: Callable[[DrawPlaces, torch.cuda.Stream], None]
 
     def __len__(self) -> int:
         return self.count

@@ -346,7 +346,7 @@ def measure(
         memory.add_tensor(column.out, "an output")
     ((found, table, device_table),) = plan.launches
     assert found == word
-    tiles, _ = plan.tiles(table, batch, gather.TILE, gather.ENTRIES)
+    _, _, tiles, _ = plan.tiles(table, batch, gather.TILE, gather.ENTRIES)
     name = f"gather_{word}{'_cached' * (share is not None)}"
     runner = launch.machine(name, version, kernels)
     inputs = (device_table, slots, anchors, store.extent, block_ids, slots)

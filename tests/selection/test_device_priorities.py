@@ -15,6 +15,7 @@ from cuda_common import FakeCuda, FakeEvent
 
 import gear_loader as gear
 from gear_loader.collection.collector import Collector, GpuSide
+from gear_loader.collection.launch_graph import RepeatedWork
 from gear_loader.errors import PriorityError, SchemaError, StaleIndexError, TableEmptyError
 from gear_loader.selection.base import Anchor, SelectionContext
 from gear_loader.selection.complete import CompleteAnchors
@@ -22,6 +23,7 @@ from gear_loader.selection.prioritized import ANCHORS, LEAVES, PrioritizedSelect
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.selection.selectors import Draw, Selector
 from gear_loader.storage.readers import Ticket
+from gear_loader.storage.rows import DrawPlaces
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here, for CUDA tensors only"
@@ -76,7 +78,8 @@ def drawn(selection: CudaPrioritizedSelection, draw: Draw) -> tuple[torch.Tensor
     ticket = Ticket()
     try:
         selection._follow(ticket)
-        selection.draw_rows(draw, random, mirror, REACH)
+        places = DrawPlaces(random, mirror, REACH, None, RepeatedWork(), True, lambda: None)
+        selection.draw_rows(draw, places)
         selection._leave()
     finally:
         ticket.end()
@@ -366,7 +369,7 @@ def test_a_batch_is_gathered_from_what_the_kernels_drew(
     table: gear.Table, name: str, unit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda: types.SimpleNamespace(wait_event=lambda event: None)
+        torch.cuda, "current_stream", lambda _: types.SimpleNamespace(wait_event=lambda event: None)
     )
     windows = {"value": gear.Window(12, -5)}
     device, host = both(table, SELECTORS[name](unit))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
-import signal
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_common import FakeCuda
+from forks_common import in_child
 
 import gear_loader as gear
 from gear_loader.storage import pinning
@@ -41,24 +40,6 @@ def made(name: str | None = None) -> gear.Table:
 
 def rows(number: int) -> dict[str, Any]:
     return {"value": np.full((5, 8), number, np.float32)}
-
-
-def in_child(work: Callable[[], str]) -> str:
-    """What `work` returns in a forked process, or "Error: message"; "signal n" if that died."""
-    ours, theirs = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            answer = work()
-        except BaseException as error:
-            answer = f"{type(error).__name__}: {error}"
-        os.write(theirs, answer.encode())
-        os._exit(0)
-    os.close(theirs)
-    with open(ours, "rb") as pipe:
-        answer = pipe.read().decode()
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return answer if status == 0 else f"signal {signal.Signals(-status).name}"
 
 
 USES: list[Callable[[gear.Table], object]] = [

@@ -12,9 +12,9 @@ import pytest
 import torch
 from cuda_common import CurrentDevice
 
-from gear_loader.collection import cache_policy, prefetch
+from gear_loader.collection import cache_policy, launch_graph, prefetch
 from gear_loader.storage import pinning
-from gear_loader.utils import captures, waiting
+from gear_loader.utils import captures, streams, waiting
 
 from . import kernels
 from .machine import Event, Machine, Policy, Stream
@@ -30,6 +30,16 @@ _UNSAFE = {
     "synchronize",
     "allocate",
 }
+
+
+class Replay:
+    """Stands in for a CUDA graph: queues the work of the call that recorded it."""
+
+    def __init__(self, queue: Callable[[], object]) -> None:
+        self._queue = queue
+
+    def launch(self, stream: Stream) -> None:
+        self._queue()
 
 
 class Cuda(CurrentDevice):
@@ -270,6 +280,8 @@ class Cuda(CurrentDevice):
         patch.setattr(waiting, "time", self.threads.time)
         patch.setattr(pinning, "threading", self.threads.threading)
         patch.setattr(captures.ctypes, "CDLL", lambda name: self)
+        patch.setattr(streams, "_raw_stream", None)
+        patch.setattr(launch_graph, "record", lambda queue, stream: Replay(queue))
         kernels.install(self, patch)
         try:
             with CudaFunctions(self):
