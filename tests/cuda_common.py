@@ -256,5 +256,5 @@ class FakeEvent:
     def synchronize(self) -> None:
         self.calls.append("synchronize")
 
-    def record(self) -> None:
+    def record(self, stream: Any = None) -> None:
         self.calls.append("record")

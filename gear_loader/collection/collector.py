@@ -387,11 +387,13 @@ class Collector:
     ) -> None:
         assert gpu.random is not None
         assert gpu.mirror is not None
+        assert gpu.arguments is not None
         count, stream = len(rows), current_stream(self.device)
         stream.wait_event(gpu.released)
         places = DrawPlaces(
             random=gpu.random,
             out=gpu.mirror,
+            memory=gpu.arguments[1],
             reach=self.reach,
             cache=None if cache is None else cache.map(),
             work=gpu.work,

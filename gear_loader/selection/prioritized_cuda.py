@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Hashable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -50,6 +50,30 @@ __all__ = ["CudaPrioritizedSelection"]
 _numbers = itertools.count()  # of selections: the launches of one are not those of another
 
 
+_Rows = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+class _Drawn(NamedTuple):
+    """A batch that was drawn.
+
+    Attributes:
+        batch: epoch and step. rows: gives index, anchor and generation, int64 [3, n], and weights, float32 [n] or None.
+        memory: in which these lie, to be used again; or None.
+    """
+
+    batch: tuple[int, int]
+    rows: _Rows
+    memory: torch.Tensor | None
+
+
+def _parts(
+    memory: torch.Tensor, size: int, count: int, begin: int | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See `_Drawn.rows`: of `count` rows of a batch of `size`, whose weights begin at a byte of `memory`."""
+    rows = memory[: 3 * 8 * size].view(torch.int64).view(3, size)[:, :count]
+    return rows, None if begin is None else memory[begin : begin + 4 * count].view(torch.float32)
+
+
 class CudaPrioritizedSelection(PrioritizedSelection):
     """Draws rows for `Prioritized` or `TopK` on a GPU that can read the region.
 
@@ -70,8 +94,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             super().__init__(context, history=history)
             self._status = torch.tensor([NOWHERE, 0, 0, 0], device="cpu", pin_memory=self._cuda)
             self._out_of_range = torch.zeros(1, dtype=torch.bool, device="cpu", pin_memory=self._cuda)
-        self._drawn: collections.deque[tuple[tuple[int, int], torch.Tensor, torch.Tensor | None]]
-        self._drawn = collections.deque(maxlen=history)
+        self._drawn: collections.deque[_Drawn] = collections.deque(maxlen=history)
         self._stream: Any = None  # stream that fills batches and runs updates
         self._last: Any = torch.cuda.Event() if self._cuda else None  # recorded after all queued work
         self._streams: set[int] = set()  # streams that have used the tensors below
@@ -206,7 +229,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             try:
                 given = [np.stack((rows.slots, rows.steps, rows.generations)), rows.weights]
                 names, *weights = self._upload(*(part for part in given if part is not None))
-                self._remember(draw, names, weights[0] if weights else None)
+                self._remember(draw, lambda: (names, weights[0] if weights else None))
             finally:
                 self._leave()
             return self.rows(rows.slots, rows.steps, rows.generations, None, 1.0, rows.weights)
@@ -226,9 +249,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
                 kept = self._wide, self._index, self._status, places.cache
                 places.work.run(self._repeated(draw, places), queue, stream, kept)
                 if draw.epoch < SAMPLE_EPOCH:
-                    rows, _, *weights = places.out
-                    given = weights[0][: draw.count].clone() if weights else None
-                    self._remember(draw, rows[:3, : draw.count].clone(), given)
+                    self._remember_drawn(draw, places)
             finally:
                 self._leave(told=True)
 
@@ -292,9 +313,22 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         again: torch.Tensor = items[torch.arange(count, device=self._device) % found.clamp(min=1)]
         return again
 
-    def _remember(self, draw: Draw, rows: torch.Tensor, weights: torch.Tensor | None) -> None:
+    def _remember(self, draw: Draw, rows: _Rows, memory: torch.Tensor | None = None) -> None:
         if draw.epoch < SAMPLE_EPOCH:
-            self._drawn.append(((draw.epoch, draw.step), rows, weights))
+            self._drawn.append(_Drawn((draw.epoch, draw.step), rows, memory))
+
+    def _remember_drawn(self, draw: Draw, places: DrawPlaces) -> None:
+        """Queue a copy of what was drawn, into the memory of the entry that it replaces if possible."""
+        rows, _, *weights = places.out
+        memory, size, count = places.memory, rows.shape[1], draw.count
+        begin = weights[0].data_ptr() - memory.data_ptr() if weights else None
+        full = len(self._drawn) == self._drawn.maxlen
+        old = self._drawn.popleft().memory if full else None
+        if old is not None and old.shape == memory.shape:
+            old.copy_(memory, non_blocking=True)
+        else:
+            old = memory.clone()
+        self._remember(draw, functools.partial(_parts, old, size, count, begin), old)
 
     # ---------------------------------------------------------------- following the table
 
@@ -449,7 +483,8 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         # Batches whose slots have not been reused, by sequence number.
         _, generation, sequence = self.context.table.reader().slot_states()
         recent = []
-        for (epoch, step), rows, weights in self._drawn:
+        for entry in self._drawn:
+            (epoch, step), (rows, weights) = entry.batch, entry.rows()
             slots, steps, generations = rows.cpu().numpy()
             if (slots >= 0).all() and (generation[slots] == generations).all():
                 weight = None if weights is None else weights.cpu()

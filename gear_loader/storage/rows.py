@@ -79,6 +79,7 @@ class DrawPlaces:
     Attributes:
         random: pinned int64 [3], which the draw may write on the host.
         out: device tensors that get the rows, as `gear_loader.kernels.items.resolve` writes them; then the weights.
+        memory: uint8 device tensor, of which `out` are parts.
         reach: that of all windows.
         cache: the `CacheMap` of what lies in device memory, or None.
         work: the `RepeatedWork` of the batch's buffers.
@@ -88,6 +89,7 @@ class DrawPlaces:
 
     random: torch.Tensor
     out: tuple[torch.Tensor, ...]
+    memory: torch.Tensor
     reach: Reach
     cache: Any
     work: Any

@@ -24,6 +24,7 @@ from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.selection.selectors import Draw, Selector
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import DrawPlaces
+from gear_loader.utils.packing import packed_bytes, packed_views
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here, for CUDA tensors only"
@@ -78,7 +79,7 @@ def drawn(selection: CudaPrioritizedSelection, draw: Draw) -> tuple[torch.Tensor
     ticket = Ticket()
     try:
         selection._follow(ticket)
-        places = DrawPlaces(random, mirror, REACH, None, RepeatedWork(), True, lambda: None)
+        places = DrawPlaces(random, mirror, mirror[0], REACH, None, RepeatedWork(), True, lambda: None)
         selection.draw_rows(draw, places)
         selection._leave()
     finally:
@@ -378,11 +379,11 @@ def test_a_batch_is_gathered_from_what_the_kernels_drew(
         for _ in range(2)
     ]
     expected_buffers, buffers = (collector.buffers() for collector in made)
-    mirror: tuple[torch.Tensor, ...] = (
-        torch.full((6, BATCH), -7, dtype=torch.int64),
-        torch.full((BATCH, BLOCKS), -7, dtype=torch.int32),
-        torch.full((BATCH,), torch.nan),
-    )
+    parts = [((6, BATCH), torch.int64), ((BATCH, BLOCKS), torch.int32), ((BATCH,), torch.float32)]
+    memory = torch.zeros(packed_bytes(parts), dtype=torch.uint8)
+    mirror: tuple[torch.Tensor, ...] = packed_views(memory, parts)
+    for part in mirror:
+        part.fill_(torch.nan if part.is_floating_point() else -7)
     random = torch.empty(3, dtype=torch.int64)
     for i, key in enumerate(("index", "anchor", "generation")):
         buffers.batch[key] = mirror[0][i]
@@ -391,7 +392,7 @@ def test_a_batch_is_gathered_from_what_the_kernels_drew(
     else:
         mirror = mirror[:2]
     event: Any = FakeEvent()
-    buffers.gpu = GpuSide(None, mirror, random, None, event, event)
+    buffers.gpu = GpuSide(None, mirror, random, None, event, event, (memory, memory))
     for step in range(2):
         for value in (buffers.batch["value"], expected_buffers.batch["value"]):
             value.fill_(torch.nan)
