@@ -9,6 +9,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -31,6 +32,8 @@ __all__ = ["Pool", "Prefetcher"]
 
 Item = TypeVar("Item")
 _BATCH, _STOP, _END = object(), object(), object()
+_PATIENCE = 0.001
+"""Seconds after which a thread releases the read ticket of a batch that was queued on a GPU."""
 _MOST_HELD = 8
 """Buffers of batches that the consumer holds for longer, which a prefetcher looks after; older ones are left to it."""
 
@@ -271,10 +274,11 @@ class Prefetcher:
         try:
             if self._stream is None and not torch.is_inference_mode_enabled():
                 return fill(buffers, item)
-            if self._releaser is not None:
-                self._releaser.check()
+            reading = [] if self._releaser is None else self._releaser.check(buffers)
             with outside_inference(), self._on_stream():
                 count = fill(buffers, item)
+                if reading and self._releaser is not None:
+                    self._releaser.end(reading)
                 if self._copies and buffers.gpu is not None:
                     buffers.gpu.copy = clone_batch(buffers.rows(count))
                     buffers.gpu.filled.record(self._stream)
@@ -410,8 +414,20 @@ class Prefetcher:
 _unfinished: list[tuple[Buffers, Any]] = []  # buffers and tickets that a failed GPU may still use
 
 
+class _Reading:
+    """A read ticket and the buffers whose queued work reads under it, since a time of `time.monotonic`."""
+
+    __slots__ = ("buffers", "since", "ticket")
+
+    def __init__(self, buffers: Buffers, ticket: Any) -> None:
+        self.buffers, self.ticket, self.since = buffers, ticket, time.monotonic()
+
+
 class _Releaser:
-    """Releases read tickets in a thread as soon as the GPU has finished reading.
+    """Releases read tickets when the GPU has finished reading.
+
+    The next batches release the tickets of those before them. What no batch has released for `_PATIENCE` seconds, a
+    thread does: one that worked at each batch would take the time of the thread that asks for batches.
 
     Until then it keeps the buffers, because kernels read their pinned memory. A failed GPU may read on, so its tickets
     and buffers are kept until the process ends, and the next batch raises an error.
@@ -421,44 +437,98 @@ class _Releaser:
         index = collector.device.index
         self._device = torch.cuda.current_device() if index is None else index
         self._failure: BaseException | None = None
-        self._queue: queue.SimpleQueue[tuple[Buffers, Any] | None] = queue.SimpleQueue()
+        # Oldest first. An entry is removed after its ticket has ended; to end one twice, here and in the thread, is
+        # harmless.
+        self._entries: collections.deque[_Reading] = collections.deque()
+        self._awake = False  # whether the thread looks at the entries without a signal; it alone sets this
+        self._signals: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="gear-loader-release", daemon=True)
         self._thread.start()
 
     def put(self, buffers: Buffers, ticket: Any) -> None:
         """Release `ticket` after the work queued for `buffers`."""
-        self._queue.put((buffers, ticket))
+        self._entries.append(_Reading(buffers, ticket))
+        if not self._awake and self._signals.empty():
+            self._signals.put(True)
 
     def stop(self) -> None:
         """End the thread after it has released all tickets."""
-        self._queue.put(None)
+        self._signals.put(None)
 
-    def check(self) -> None:
-        """Raise GpuError if the GPU failed while reading."""
+    def check(self, buffers: Buffers) -> list[_Reading]:
+        """Release the tickets of what the GPU has read. Does not wait for it.
+
+        Returns:
+            What it still reads under `buffers`, for `end` after they have been filled again: filling waits for it, and
+            from then on their event tells nothing of it.
+
+        Raises:
+            GpuError: the GPU failed while reading.
+        """
+        while self._failure is None and (entry := self._oldest()) is not None:
+            if not self._release(entry, wait=False):
+                break
         if self._failure is not None:
             raise GpuError(
                 f"cuda:{self._device} failed while it gathered an earlier batch: {self._failure} Its read tickets and "
                 "buffers stay reserved until this process ends. Start the process again."
             ) from self._failure
+        return [entry for entry in tuple(self._entries) if entry.buffers is buffers]
+
+    def end(self, entries: list[_Reading]) -> None:
+        """Release the tickets of what the GPU has read meanwhile."""
+        for entry in entries:
+            entry.ticket.end()
+            self._remove(entry)
+
+    def _remove(self, entry: _Reading) -> None:
+        with contextlib.suppress(ValueError):  # another thread has released it meanwhile
+            self._entries.remove(entry)
 
     def _work(self) -> None:
         torch.cuda.set_device(self._device)  # for this thread; else waiting would make a context on GPU 0
         allow_captures()
-        while (entry := self._queue.get()) is not None:
-            self._release(*entry)
-            del entry  # frees its memory before the next entry arrives
+        while self._signals.get() is not None:
+            while self._oldest() is not None:
+                self._awake = True
+                self._release_old()
+                self._awake = False  # and looks again: an entry put before this came without a signal
+        self._release_old()
 
-    def _release(self, buffers: Buffers, ticket: Any) -> None:
-        assert buffers.gpu is not None
+    def _release_old(self) -> None:
+        """Release all entries, each when it is old enough."""
+        while (entry := self._oldest()) is not None:
+            age = time.monotonic() - entry.since
+            if age < _PATIENCE:
+                del entry  # with its memory
+                time.sleep(_PATIENCE - age)
+                continue
+            self._release(entry, wait=True)
+
+    def _oldest(self) -> _Reading | None:
         try:
-            buffers.gpu.filled.synchronize()
+            return self._entries[0]
+        except IndexError:
+            return None
+
+    def _release(self, entry: _Reading, *, wait: bool) -> bool:
+        """Release an entry's ticket, unless the GPU has not finished and this shall not wait; return whether."""
+        gpu = entry.buffers.gpu
+        assert gpu is not None
+        try:
+            if wait:
+                gpu.filled.synchronize()
+            elif not gpu.filled.query():
+                return False
         except RuntimeError as error:
-            _unfinished.append((buffers, ticket))
+            _unfinished.append((entry.buffers, entry.ticket))
             if self._failure is None:
                 self._failure = error
                 notice("gpu-failed", f"cuda:{self._device} failed while it gathered a batch: {error}")
         else:
-            ticket.end()
+            entry.ticket.end()
+        self._remove(entry)
+        return True
 
 
 def _record(batch: dict[str, Any], stream: torch.cuda.Stream) -> None:

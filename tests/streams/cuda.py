@@ -275,6 +275,7 @@ class Cuda(CurrentDevice):
         patch.setattr(self.threads, "start", start_with_mode)
         patch.setattr(prefetch, "threading", self.threads.threading)
         patch.setattr(prefetch, "queue", self.threads.queue)
+        patch.setattr(prefetch, "_PATIENCE", 0.0)
         patch.setattr(cache_policy, "threading", self.threads.threading)
         patch.setattr(cache_policy, "queue", self.threads.queue)
         patch.setattr(waiting, "time", self.threads.time)
