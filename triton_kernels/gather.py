@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from gear_loader.kernels import plan as _plan
-from gear_loader.kernels.devices import multiprocessors, on_device
+from gear_loader.kernels.devices import bus_programs, on_device
 from gear_loader.kernels.plan import GatherPlan
 
 __all__ = ["gather", "reciprocal"]
@@ -525,8 +525,8 @@ def gather(
         rows: int64 [n] on the plan's device, distinct: window b goes to row ``rows[b]`` of the outputs and masks; by
             default to row b. Values of `rows` and `slots` are not checked: an invalid one is written to, or read from,
             other memory.
-        programs: programs of the grid, each of which processes several tiles; by default one per multiprocessor. A few
-            saturate the bus and leave the rest of the GPU free.
+        programs: programs of the grid, each of which processes several tiles; by default `BUS_PROGRAMS`,
+            which saturate the bus and leave the rest of the GPU free.
 
     Does not wait for the GPU. Other rows of the outputs do not change, so a batch can be gathered from several tables
     with one launch per table (see `gear_loader.collection.plans`).
@@ -548,7 +548,7 @@ def gather(
     if count == 0:
         return
     if programs is None:
-        programs = multiprocessors(plan.device)
+        programs = bus_programs(plan.device)
     magic, shift = reciprocal(plan.block_steps)
     with on_device(plan.device):
         for word, table, device_table in plan.launches:

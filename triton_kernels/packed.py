@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from gear_loader.kernels import packed_plan as _plan
-from gear_loader.kernels.devices import multiprocessors, on_device
+from gear_loader.kernels.devices import bus_programs, on_device
 from gear_loader.kernels.gather import _clip, _pointers, _words
 from gear_loader.kernels.packed_plan import PackedPlan, PackedWork
 
@@ -191,7 +191,7 @@ def gather_packed(plan: PackedPlan, work: PackedWork, *, programs: int | None = 
         plan: the columns; their sources lie in memory that the device can read.
         work: the batch's pieces and tiles, on the plan's device, made by `gear_loader.native.packed_lines` for this
             plan. Its values are not checked: an invalid one is written to, or read from, other memory.
-        programs: programs of the grid, each of which processes several tiles; by default one per multiprocessor.
+        programs: programs of the grid, each of which processes several tiles; by default `BUS_PROGRAMS`.
 
     Does not wait for the GPU. What the batch has no step or row for does not change.
 
@@ -205,7 +205,7 @@ def gather_packed(plan: PackedPlan, work: PackedWork, *, programs: int | None = 
     if line_tiles == 0:  # no row has a step or a value
         return
     if programs is None:
-        programs = multiprocessors(plan.device)
+        programs = bus_programs(plan.device)
     with on_device(plan.device):
         packed_kernel[(min(programs, tiles),)](
             plan.device_table,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from gear_loader.kernels import plan as _plan
-from gear_loader.kernels.devices import multiprocessors, on_device
+from gear_loader.kernels.devices import bus_programs, on_device
 from gear_loader.kernels.plan import LINE, PlacePlan
 
 __all__ = ["place"]
@@ -157,7 +157,7 @@ def place(plan: PlacePlan, staging: torch.Tensor, rows: torch.Tensor, *, program
             "staging is in memory that the GPU cannot read; expected pinned memory or the GPU's own."
         )
     if programs is None:
-        programs = multiprocessors(plan.device)
+        programs = bus_programs(plan.device)
     tile = LAUNCH["TILE"] * LINE
     tiles = sum(-(-count * out.shape[1] // tile) for out in plan.outs)
     with on_device(plan.device):

@@ -160,7 +160,8 @@ class ReplayDataset(IterableDataset[Batch]):
         sample_info: whether batches carry ``sample_info``. Draws are counted by such datasets, and by all if the table
             has `max_times_sampled`; then, on a GPU, the host draws by priority.
         rate_limited: wait for the table's rate limiter and count for it. False for validation.
-        programs: programs of the gather kernel's grid on a GPU; by default one per multiprocessor.
+        programs: programs of the gather kernel's grid on a GPU; by default 16, which saturate the bus. 8 move
+            0.85 of that, and slow training down less; see docs/gpu.md.
         stream_priority: of the side stream that prepares batches on a GPU, as for `torch.cuda.Stream`: -1 gives its
             kernels the next free multiprocessors. Without it they wait behind all blocks of a training kernel that are
             queued already, and a batch can be late though the bus was idle. Use it with a few `programs`.
