@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gear_loader.collection import launch_graph
-from gear_loader.utils import captures, streams
+from gear_loader.utils import captures, launch_graph, streams
 
 WAIT = 60.0
 """Seconds after which a wait that should end has failed: the machine may be busy."""

@@ -13,8 +13,8 @@ BUS_PROGRAMS = 16
 """Programs that read host memory at a time, each on a multiprocessor of its own, unless a launch says otherwise.
 
 Measured on a H100 with PCIe 5.0 x16: 16 programs move 0.98 of what 132 do. A kernel that wants all registers of a
-multiprocessor, as large products of matrices do, waits while one of them is there; with one on each of the 132, it waits
-until no batch is being gathered.
+multiprocessor, as large products of matrices do, waits while one of them is there; with one on each of the 132, until
+no batch is being gathered.
 """
 
 _NOTHING = contextlib.nullcontext()

@@ -13,7 +13,6 @@ import torch
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.conversions import Casts, Conversion, converted_dtype
 from gear_loader.collection.device_cache import DeviceCache
-from gear_loader.collection.launch_graph import RepeatedWork
 from gear_loader.collection.n_step import NStep, Returns
 from gear_loader.collection.plans import Output, Plans, Staging, plans_of
 from gear_loader.collection.references import Arena, BatchReferences
@@ -28,6 +27,7 @@ from gear_loader.storage.rows import CudaRows, DrawPlaces, Reach, SelectedRows
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, outside_inference
+from gear_loader.utils.launch_graph import RepeatedWork
 from gear_loader.utils.packing import Layout, packed_bytes, packed_views
 from gear_loader.utils.streams import current_stream
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from gear_loader.errors import PriorityError, SchemaError
+from gear_loader.errors import PriorityError
 from gear_loader.kernels.sum_tree import (
     BAD_POSITION,
     DISTINCT_MISSING,
@@ -24,6 +24,7 @@ from gear_loader.kernels.sum_tree import (
     SumTree,
 )
 from gear_loader.selection.base import SelectionContext
+from gear_loader.selection.cuda_updates import UpdateSlot, UpdateSlots, copied
 from gear_loader.selection.item_map import Leaves
 from gear_loader.selection.prioritized import (
     ANCHORS,
@@ -89,6 +90,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
     def __init__(self, context: SelectionContext, *, history: int, device: torch.device) -> None:
         self._device = device
         self._number = next(_numbers)
+        self._updates = UpdateSlots()
         self._cuda = device.type == "cuda"  # else Triton's interpreter, in tests
         with outside_inference():
             super().__init__(context, history=history)
@@ -383,16 +385,57 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             parts = [None if part is None else next(here) for part in given]
         else:
             check_names(anchor, unit)
-            # Copied, because the update may run after the user has overwritten the tensors.
-            parts = _tensors(index, priority, generation, anchor)
+            parts = given
+        assert parts[0] is not None
+        assert parts[1] is not None
         with self._mutex:
-            self._queue_update(*parts)
+            self._queue_update(parts[0], parts[1], parts[2], parts[3])
 
     def _is_here(self, part: Any) -> bool:
         return isinstance(part, torch.Tensor) and part.device == self._device
 
     def _queue_update(
         self,
+        index: torch.Tensor,
+        priority: torch.Tensor,
+        generation: torch.Tensor | None,
+        anchor: torch.Tensor | None,
+    ) -> None:
+        """Queue an update, whose tensors are the caller's again when this returns."""
+        # The update may run after the caller has overwritten them.
+        parts = index, priority, generation, anchor
+        slot = None
+        if self._cuda:
+            with outside_inference():
+                slot = self._updates.take(parts)
+        if slot is None:
+            self._queue_copied(*copied(*parts))
+        else:
+            self._queue_repeated(slot, parts)
+
+    def _queue_repeated(self, slot: UpdateSlot, parts: tuple[torch.Tensor | None, ...]) -> None:
+        """Queue an update whose tensors need no conversion, by a recorded graph."""
+        consumer = current_stream(self._device)
+        stream = consumer if self._stream is None else self._stream
+        with outside_inference():
+            slot.fill(parts, consumer, stream)
+        stream.wait_stream(consumer)
+
+        def queue() -> None:
+            self._launch_update(slot.items, *slot.parts)
+            self._tell()
+
+        with on_stream(self._device, stream):
+            self._enter()
+            self._keep_up()
+            kept = self._wide, self._index, self._status
+            slot.work.run((self._number, self._exponent()), queue, stream, kept)
+            slot.done.record(stream)
+            self._leave(told=True)
+
+    def _launch_update(
+        self,
+        items: torch.Tensor,
         index: torch.Tensor | None,
         priority: torch.Tensor | None,
         generation: torch.Tensor | None,
@@ -403,6 +446,18 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
         assert index is not None
         assert priority is not None
+        alpha, eps = self._exponent()
+        kernels.locate(self._wide, self._index, index, items, anchor=anchor, generation=generation)
+        tree_kernels.update(self._wide, items, priority, alpha=alpha, eps=eps)
+
+    def _queue_copied(
+        self,
+        index: torch.Tensor | None,
+        priority: torch.Tensor | None,
+        generation: torch.Tensor | None,
+        anchor: torch.Tensor | None,
+    ) -> None:
+        assert index is not None
         if not self._cuda:
             context: Any = contextlib.nullcontext()
         else:
@@ -414,13 +469,10 @@ class CudaPrioritizedSelection(PrioritizedSelection):
                 if part is not None:
                     part.record_stream(stream)
             context = on_stream(self._device, stream)
-        alpha, eps = self._exponent()
         with context:
             self._enter()
             self._keep_up()
-            items = torch.empty_like(index)
-            kernels.locate(self._wide, self._index, index, items, anchor=anchor, generation=generation)
-            tree_kernels.update(self._wide, items, priority, alpha=alpha, eps=eps)
+            self._launch_update(torch.empty_like(index), index, priority, generation, anchor)
             self._leave()
 
     @property
@@ -491,37 +543,3 @@ class CudaPrioritizedSelection(PrioritizedSelection):
                 part = {"sequences": torch.from_numpy(sequence[slots]), "steps": torch.from_numpy(steps)}
                 recent.append({"epoch": epoch, "step": step, **part, "weights": weight})
         return recent
-
-
-def _tensors(
-    index: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None, anchor: torch.Tensor | None
-) -> list[torch.Tensor | None]:
-    """Copies of an update's GPU tensors in the kernels' dtypes: int64 [n], and float32 [n] for `priority`.
-
-    Raises:
-        SchemaError: other shapes or dtypes.
-    """
-    count = index.shape[0] if index.ndim == 1 else -1
-    parts: list[torch.Tensor | None] = []
-    names = ("index", "priority", "generation", "anchor")
-    for name, part in zip(names, (index, priority, generation, anchor), strict=True):
-        if part is None:
-            parts.append(None)
-            continue
-        integral = not (part.is_floating_point() or part.is_complex() or part.dtype == torch.bool)
-        fits = part.shape == (count,) and (not part.is_complex() if name == "priority" else integral)
-        if not fits:
-            kind = "numbers" if name == "priority" else "integers"
-            raise SchemaError(
-                f"{name} is {part.dtype} {list(part.shape)}; expected {kind} [{'n' if count < 0 else count}], as many "
-                "as index has. Nothing was changed."
-            )
-        part = part.detach()
-        narrow = part.to(torch.float32 if name == "priority" else torch.int64, copy=True)
-        if part.dtype == torch.float64:  # keep the sign of values that round to 0
-            tiny = torch.finfo(torch.float32).tiny
-            narrow = torch.where(
-                (narrow == 0) & (part != 0), torch.copysign(narrow.new_full((), tiny), part), narrow
-            )
-        parts.append(narrow.float().contiguous() if name == "priority" else narrow.contiguous())
-    return parts

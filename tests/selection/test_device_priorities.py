@@ -15,7 +15,6 @@ from cuda_common import FakeCuda, FakeEvent
 
 import gear_loader as gear
 from gear_loader.collection.collector import Collector, GpuSide
-from gear_loader.collection.launch_graph import RepeatedWork
 from gear_loader.errors import PriorityError, SchemaError, StaleIndexError, TableEmptyError
 from gear_loader.selection.base import Anchor, SelectionContext
 from gear_loader.selection.complete import CompleteAnchors
@@ -24,6 +23,7 @@ from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.selection.selectors import Draw, Selector
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import DrawPlaces
+from gear_loader.utils.launch_graph import RepeatedWork
 from gear_loader.utils.packing import packed_bytes, packed_views
 
 pytestmark = pytest.mark.skipif(

@@ -12,9 +12,9 @@ import pytest
 import torch
 from cuda_common import CurrentDevice
 
-from gear_loader.collection import cache_policy, launch_graph, prefetch
+from gear_loader.collection import cache_policy, prefetch
 from gear_loader.storage import pinning
-from gear_loader.utils import captures, streams, waiting
+from gear_loader.utils import captures, launch_graph, streams, waiting
 
 from . import kernels
 from .machine import Event, Machine, Policy, Stream

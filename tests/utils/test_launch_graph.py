@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from forks_common import in_child
 
-from gear_loader.collection import launch_graph
-from gear_loader.collection.launch_graph import RepeatedWork, record
+from gear_loader.utils import launch_graph
+from gear_loader.utils.launch_graph import RepeatedWork, record
 
 STREAM: Any = types.SimpleNamespace(cuda_stream=77)
 
