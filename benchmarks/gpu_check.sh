@@ -7,7 +7,7 @@
 # benchmarks, whose own tests are not run here. Results are written as they come, so that a run that is cut off leaves
 # what it had found. In OUTDIR: machine.txt; summary.txt, a line a stage; of each stage of tests NAME-tests.log, a line a
 # test, and NAME-tests.xml; of each benchmark NAME-cuda.log and NAME-cuda.jsonl; predicted.log, the model beside it.
-# Takes less than 9 minutes: every stage has its time, and what those before it left, and ends with it. A stage that
+# Takes less than 10 minutes: every stage has its time, and what those before it left, and ends with it. A stage that
 # fails does not stop the next. Benchmarks start nothing new half a minute before their time is up.
 # Exit status: 0 if every stage passed, 2 if there is no GPU or no OUTDIR, else 1.
 #
@@ -115,11 +115,11 @@ tests() {
 }
 
 # The CPU's loops, which tests and benchmarks would else compile in their own time.
-stage loops 75 loops.log env PYTHONPATH=. "$python" tests/compile_loops.py
-tests gather 50 tests/kernels/test_gather_gpu.py
+stage loops 100 loops.log env PYTHONPATH=. "$python" tests/compile_loops.py
+tests gather 60 tests/kernels/test_gather_gpu.py
 tests priority 30 tests/kernels/test_priority_gpu.py
 tests place 10 tests/kernels/test_place.py tests/kernels/test_split.py
-tests packed 30 tests/kernels/test_packed_kernel.py tests/kernels/test_cast.py tests/collection/test_packed_cuda.py
+tests packed 40 tests/kernels/test_packed_kernel.py tests/kernels/test_cast.py tests/collection/test_packed_cuda.py
 tests shards 30 tests/distributed/test_packed_shards_cuda.py tests/distributed/test_shard_collector.py
 # Only files that hold GPU tests: others may import packages that are not here.
 mapfile -t files < <(grep -lE '\bmark\.gpu\b' tests/test_*.py tests/*/test_*.py |
@@ -133,12 +133,12 @@ benchmark() {
 }
 
 if missing=$("$python" -c 'import rich, typer' 2>&1); then
-    benchmark single-server 45
+    benchmark single-server 35
     benchmark collect 80
     stage predicted 6 predicted.log "$python" -m benchmarks predict --beside "$out/collect-cuda.jsonl"
     benchmark select 45
-    benchmark overlap 45
-    benchmark batch-size 25
+    benchmark overlap 55
+    benchmark batch-size 30
     if missing=$("$python" -c 'import gymnasium, mujoco' 2>&1); then
         benchmark train 20
     else

@@ -1,14 +1,16 @@
 """``python -m benchmarks predict``: what the gather kernel should reach on a GPU, by a model of the bus; not measured.
 
-A batch takes as long as the slowest of three, plus a launch:
+A batch takes as long as the slowest of four, plus a launch:
 
 bus        all bytes at the rate of the link, where each request of 128 bytes carries a header;
 programs   each program has two tiles under way: it requests the lines of the next one before it stores a tile. The
            first waits for the loads that lead to a line's address too;
-requests   the bytes that the GPU may have outstanding, once in each latency.
+requests   the bytes that the GPU may have outstanding, once in each latency;
+rows       each row lies on a page of its own, whose address is translated first.
 
 Counted: the tiles and requests of a batch. Emulated: the time of a program for a tile, beside the bus (`WORK`).
-Assumed: what `BUSES` states, and the latencies of tests/emulation/timing.py.
+Assumed: what `BUSES` states, and the latencies of tests/emulation/timing.py. Fitted to what a H100 on PCIe 5.0 measured
+(benchmarks/results/collect-cuda.jsonl): `LAUNCH`, `WALK` and `ROW`.
 `PUBLISHED` holds figures that others have measured, which the model has to reproduce within a fifth.
 """
 
@@ -39,8 +41,14 @@ WORK = {16: 0.8e-6, 4: 1.6e-6}
 CHAIN = 3 * 0.35e-6
 """Seconds of three loads from the GPU's memory, one after another, before the first line's address is known."""
 
-LAUNCH = 4e-6
-"""Seconds of a launch."""
+LAUNCH = 2e-6
+"""Seconds of a launch within a CUDA graph."""
+
+WALK = 2.6e-6
+"""Seconds that a tile waits longer than for a read of host memory, because its rows' pages have to be found."""
+
+ROW = 18e-9
+"""Seconds of a row's page, one after another."""
 
 COPY_SETUP, COPY_RATE = 0.6e-6, 9.5e9
 """Seconds that a copy engine takes for each piece of a batched copy, and its bytes a second within one; fitted to two
@@ -73,14 +81,14 @@ def seconds(bus: Bus, row_bytes: int, batch: int, programs: int, *, step_bytes: 
     word = 16 if step_bytes % 16 == 0 else 4
     lines = batch * -(-row_bytes // LINE)
     tiles = -(-lines // TILE)
-    first = CHAIN + bus.latency + WORK[word]
+    first = CHAIN + bus.latency + WALK + WORK[word]
     by_programs = first + (-(-tiles // min(programs, tiles)) - 1) * a_tile(bus, word)
-    return LAUNCH + max(lines * LINE / bus.reads(), by_programs)
+    return LAUNCH + max(lines * LINE / bus.reads(), by_programs, batch * ROW)
 
 
-def a_tile(bus: Bus, word: int) -> float:
+def a_tile(bus: Bus, word: int, walk: float = WALK) -> float:
     """Seconds of a program from tile to tile, on a bus that is idle."""
-    return max(WORK[word], (bus.latency + WORK[word]) / UNDER_WAY)
+    return max(WORK[word], (bus.latency + walk + WORK[word]) / UNDER_WAY)
 
 
 def predicted(bus: Bus, row_bytes: int, batch: int, programs: int, *, step_bytes: int = LINE) -> float:

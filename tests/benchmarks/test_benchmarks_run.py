@@ -278,7 +278,7 @@ def gpu_check(tmp_path: Path, lacks: str) -> tuple[int, str, list[str]]:
     return done.returncode, summary, calls.read_text(encoding="utf-8").splitlines()
 
 
-def test_gpu_check_runs_the_most_important_first_within_nine_minutes(tmp_path: Path) -> None:
+def test_gpu_check_runs_the_most_important_first_within_ten_minutes(tmp_path: Path) -> None:
     status, summary, calls = gpu_check(tmp_path, lacks="")
     assert status == 1  # `select` failed, and those after it ran all the same
     names = ["single-server", "collect", "select", "overlap", "batch-size", "train", "packed"]
@@ -296,7 +296,7 @@ def test_gpu_check_runs_the_most_important_first_within_nine_minutes(tmp_path: P
         assert told[7:] == ["--out", str(tmp_path / "out" / f"{name}-cuda.jsonl"), "--repeats", "2"]
     minutes = [float(told[told.index("--minutes") + 1]) for told in found]
     assert minutes == sorted(minutes)  # what one leaves, the next may have
-    assert 0.5 < minutes[0] < minutes[-1] < 8.5
+    assert 0.5 < minutes[0] < minutes[-1] < 9.5
     # What must be correct comes first, each kind in a stage of its own, without the benchmarks' tests.
     tests = [call for call in calls if call.startswith("-m pytest")]
     for line, stage in zip(tests, stages, strict=True):

@@ -301,7 +301,7 @@ def test_a_tile_waits_for_memory_once_at_most() -> None:
 @pytest.mark.long
 def test_the_time_of_a_tile_is_that_of_the_model() -> None:
     """Of two tiles under way, each waits for the bus: what `benchmarks predict` takes a tile to cost."""
-    expected = predict.a_tile(predict.BUSES["Gen5"], 16)
+    expected = predict.a_tile(predict.BUSES["Gen5"], 16, walk=0.0)
     assert a_tile(NANOSECONDS) / 1e9 == pytest.approx(expected, rel=0.1)
 
 
