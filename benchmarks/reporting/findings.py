@@ -155,7 +155,7 @@ _GROWTHS: dict[tuple[str, str, str], tuple[str, str, str, Mapping[str, Any]]] = 
         "bytes of a row",
         "gathering 256 rows, kernel",
         "GB/s",
-        {"batch": 256},
+        {"batch": 256, "step_bytes": 128},
     ),
     ("online", "whole", "writers"): (
         *("writer processes", "adding whole trajectories one by one", "1,000/s"),

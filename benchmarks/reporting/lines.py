@@ -83,6 +83,7 @@ def draw_rows(found: Sequence[Comparison]) -> bytes | None:
     if not chosen:
         return None
     steps = grouped(chosen, lambda c: c.parameters.get("step_bytes"))
+    steps = {step: kind for step, kind in steps.items() if len({c.parameters["row_bytes"] for c in kind}) > 1}
 
     def last(axes: Any) -> None:
         _programs(axes, chosen)

@@ -14,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gear_loader.kernels.devices import BUS_PROGRAMS
+
 Row = Mapping[str, Any]
 Point = tuple[float, float, float]
 Kind = TypeVar("Kind", bound=Hashable)
@@ -170,7 +172,8 @@ class Comparison:
         It is the one called plainly ``ours``, else what all are relative to, else the kernel with the default number of
         programs, else the first measured.
         """
-        names = ["ours", *(row.get("yardstick") for row in self.rows.values()), "kernel, default"]
+        names = ["ours", *(row.get("yardstick") for row in self.rows.values())]
+        names += ["kernel, default", f"kernel, {BUS_PROGRAMS} programs"]
         found = [row for row in self.rows.values() if is_ours(row)]
         return sorted(found, key=lambda row: [*names, row["variant"]].index(row["variant"]))
 
