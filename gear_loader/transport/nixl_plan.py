@@ -8,7 +8,7 @@ import numpy as np
 
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.kernels.plan import PAD_EDGE, PAD_HEAD, PAD_KEEP, PAD_TAIL
-from gear_loader.native.compile import compiled
+from gear_loader.native.compile import compiled, inlined
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.nixl_agent import Description
 from gear_loader.transport.spec import Piece, WindowSpec
@@ -27,6 +27,28 @@ OFFSET, STRIDE, STEP_BYTES, OUT, LENGTH, FIRST, PAD, FINAL, ONCE = range(9)
 """One row a column, int64: offset in the region, bytes from block to block, bytes of a step; offset in the reply;
 steps, offset and padding of the window; whether it reads final steps; whether it is a column per trajectory, whose
 value is in the last block of the row. Of a mask the first three are 0, 0, 1."""
+
+
+@inlined
+def add_transfer(remote, local, count, source, where, many):  # type: ignore[no-untyped-def]
+    """Append a transfer of so many bytes to both lists of `count`, or to its predecessor if it goes on there.
+
+    Returns:
+        The number of transfers.
+    """
+    if (
+        count > 0
+        and remote[count - 1, 0] + remote[count - 1, 1] == source
+        and local[count - 1, 0] + local[count - 1, 1] == where
+    ):
+        for each in (remote, local):
+            each[count - 1, 1] += many
+            each[count - 1, 3] += many
+        return count
+    remote[count, 0], local[count, 0] = source, where
+    for each in (remote, local):
+        each[count, 1], each[count, 2], each[count, 3], each[count, 4] = many, 0, many, 1
+    return count + 1
 
 
 @compiled
@@ -48,11 +70,10 @@ def _walk(  # type: ignore[no-untyped-def]
                 number = np.int64(ids[b, width - 1])
                 if number < 0 or number >= num_blocks:
                     return -1 - b
-                remote[count, 0] = base + columns[c, OFFSET] + number * stride
-                local[count, 0] = out_base + columns[c, OUT] + b * size
-                for each in (remote, local):
-                    each[count, 1], each[count, 2], each[count, 3], each[count, 4] = size, 0, size, 1
-                count += 1
+                source = base + columns[c, OFFSET] + number * stride
+                count = add_transfer(
+                    remote, local, count, source, out_base + columns[c, OUT] + b * size, size
+                )
                 continue
             steps = extent[b, 0] + extent[b, 2] * columns[c, FINAL]
             first = extent[b, 1] - b * width  # the place of block 0 in row b of `ids`
@@ -83,21 +104,8 @@ def _walk(  # type: ignore[no-untyped-def]
                 if place < 0 or place >= width or ids[b, place] < 0 or ids[b, place] >= num_blocks:
                     return -1 - b
                 source = base + columns[c, OFFSET] + np.int64(ids[b, place]) * stride + inside * size
-                where, many = out_base + target, take * size
-                if (
-                    count > 0
-                    and remote[count - 1, 0] + remote[count - 1, 1] == source
-                    and local[count - 1, 0] + local[count - 1, 1] == where
-                ):
-                    for each in (remote, local):
-                        each[count - 1, 1] += many
-                        each[count - 1, 3] += many
-                else:
-                    remote[count, 0], local[count, 0] = source, where
-                    for each in (remote, local):
-                        each[count, 1], each[count, 2], each[count, 3], each[count, 4] = many, 0, many, 1
-                    count += 1
-                target += many
+                count = add_transfer(remote, local, count, source, out_base + target, take * size)
+                target += take * size
                 at += take
     return count
 

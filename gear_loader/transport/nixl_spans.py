@@ -8,7 +8,7 @@ from gear_loader.errors import SchemaError, TransportError
 from gear_loader.native.compile import compiled
 from gear_loader.transport.nixl_agent import Description
 from gear_loader.transport.nixl_intervals import Intervals
-from gear_loader.transport.nixl_plan import check_schema
+from gear_loader.transport.nixl_plan import add_transfer, check_schema
 from gear_loader.transport.packed_spec import PackedSpec
 from gear_loader.utils.arrays import Array
 
@@ -44,21 +44,8 @@ def _walk(  # type: ignore[no-untyped-def]
                 inside = step % block_steps
                 take = min(block_steps - inside, end - step)
                 source = base + columns[c, OFFSET] + np.int64(ids[place]) * stride + inside * size
-                where, many = out_base + target, take * size
-                if (
-                    count > 0
-                    and remote[count - 1, 0] + remote[count - 1, 1] == source
-                    and local[count - 1, 0] + local[count - 1, 1] == where
-                ):
-                    for each in (remote, local):
-                        each[count - 1, 1] += many
-                        each[count - 1, 3] += many
-                else:
-                    remote[count, 0], local[count, 0] = source, where
-                    for each in (remote, local):
-                        each[count, 1], each[count, 2], each[count, 3], each[count, 4] = many, 0, many, 1
-                    count += 1
-                target += many
+                count = add_transfer(remote, local, count, source, out_base + target, take * size)
+                target += take * size
                 step += take
                 place += 1
     return count
