@@ -59,11 +59,6 @@ class EventLoop:
             future.cancel()
             raise
 
-    @property
-    def is_here(self) -> bool:
-        """Whether the calling thread is the loop's."""
-        return threading.current_thread() is self._thread
-
     def stop(self) -> None:
         """Stop the loop and its thread at the end of the process."""
         if self.pid != os.getpid() or self.loop.is_closed():
