@@ -13,6 +13,7 @@ from gear_loader.checkpoint.housekeeping import (
     lock,
     refuse_links,
     sweep,
+    unlock,
 )
 from gear_loader.checkpoint.index import Entries
 from gear_loader.checkpoint.manifest import Manifest, no_manifest, open_checkpoint, read_manifest
@@ -40,6 +41,7 @@ class Place:
         self.entries: Entries | None = None
         self.is_uncertain = False
         self._lock = lock
+        self._process = os.getpid()
 
     def look(self) -> None:
         """Read the manifests, and remove files that they do not name.
@@ -65,7 +67,7 @@ class Place:
     def close(self) -> None:
         """Release the lock; idempotent."""
         if self._lock >= 0:
-            os.close(self._lock)
+            unlock(self._lock, self._process)
             os.close(self.directory.fd)
             self._lock = -1
 

@@ -36,6 +36,7 @@ __all__ = [
     "remove_checkpoint",
     "restore_previous",
     "sweep",
+    "unlock",
 ]
 
 _MANIFESTS = (MANIFEST_NAME, PREVIOUS_NAME)
@@ -131,7 +132,7 @@ class LockedError(CheckpointError):
 
 
 def lock(directory: Directory, holder: str = "") -> int:
-    """Lock a checkpoint's directory and return the descriptor whose closing releases it.
+    """Lock a checkpoint's directory and return the descriptor of the lock, for `unlock`.
 
     Args:
         holder: what the errors of others say of this one, if it holds the lock for long.
@@ -160,6 +161,16 @@ def lock(directory: Directory, holder: str = "") -> int:
     return fd
 
 
+def unlock(fd: int, process: int) -> None:
+    """Close the descriptor of a lock, and release it in the process that took it.
+
+    Closing alone does not release it while a child that was forked meanwhile has not closed its copy yet.
+    """
+    if os.getpid() == process:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
 @contextlib.contextmanager
 def locked(directory: Directory) -> Iterator[None]:
     """Hold the lock of a checkpoint's directory.
@@ -167,11 +178,11 @@ def locked(directory: Directory) -> Iterator[None]:
     Raises:
         CheckpointError: another save, or another table's background writer, holds it.
     """
-    fd = lock(directory)
+    fd, process = lock(directory), os.getpid()
     try:
         yield
     finally:
-        os.close(fd)
+        unlock(fd, process)
 
 
 def keep_previous(directory: Directory) -> None:

@@ -34,6 +34,7 @@ from waiting_common import wait_until
 import gear_loader as gear
 from gear_loader.checkpoint import behind, saving, stored
 from gear_loader.checkpoint import files as files_module
+from gear_loader.checkpoint.names import LOCK_NAME
 from gear_loader.errors import CheckpointError, SchemaError
 
 MonkeyPatch = pytest.MonkeyPatch
@@ -370,6 +371,7 @@ def test_a_forked_child_does_not_write(tmp_path: Path) -> None:
     with make(disk=disk(tmp_path)) as table:
         table.add(rows(0, 5))
         ours, theirs = os.pipe()
+        done, tell = os.pipe()
         child = os.fork()
         if child == 0:
             status = 1
@@ -379,10 +381,14 @@ def test_a_forked_child_does_not_write(tmp_path: Path) -> None:
                 refused("is written into this directory", table.save, tmp_path)
                 table.close()
                 os.close(theirs)
+                os.write(tell, b"!")
                 os.read(ours, 1)
                 status = 0
             os._exit(status)
         os.close(ours)
+        os.close(tell)
+        with open(done, "rb") as pipe:
+            assert pipe.read(1)  # its save was refused while the parent holds the lock
     try:
         assert loaded_numbers(tmp_path) == [0]
         with gear.Table.recover(tmp_path) as again:  # the living child holds no lock
@@ -391,6 +397,19 @@ def test_a_forked_child_does_not_write(tmp_path: Path) -> None:
         os.close(theirs)
         _, status = os.waitpid(child, 0)
     assert status == 0
+
+
+def test_closing_releases_the_lock_before_a_forked_child_has_closed_its_copy(tmp_path: Path) -> None:
+    with make(disk=disk(tmp_path)) as table:
+        table.add(rows(0, 5))
+        path = os.path.realpath(tmp_path / LOCK_NAME)
+        held = [fd for fd in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{fd}") == path]
+        copy = os.dup(int(held[0]))
+    try:
+        with gear.Table.recover(tmp_path) as again:
+            assert numbers_of(again) == [0]
+    finally:
+        os.close(copy)
 
 
 PROGRAM = """
