@@ -7,7 +7,7 @@ import torch
 from gear_loader.errors import SchemaError
 from gear_loader.utils.launch_graph import RepeatedWork
 
-__all__ = ["UpdateSlot", "UpdateSlots", "copied"]
+__all__ = ["Parts", "UpdateSlot", "UpdateSlots", "copied"]
 
 _SLOTS = 4
 """Updates whose tensors are kept at a time: the consumer's stream waits for the last but three."""

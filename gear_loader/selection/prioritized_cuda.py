@@ -24,7 +24,7 @@ from gear_loader.kernels.sum_tree import (
     SumTree,
 )
 from gear_loader.selection.base import SelectionContext
-from gear_loader.selection.cuda_updates import UpdateSlot, UpdateSlots, copied
+from gear_loader.selection.cuda_updates import Parts, UpdateSlot, UpdateSlots, copied
 from gear_loader.selection.item_map import Leaves
 from gear_loader.selection.prioritized import (
     ANCHORS,
@@ -409,70 +409,62 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             with outside_inference():
                 slot = self._updates.take(parts)
         if slot is None:
-            self._queue_copied(*copied(*parts))
+            self._queue_copied(tuple(copied(*parts)))
         else:
             self._queue_repeated(slot, parts)
 
-    def _queue_repeated(self, slot: UpdateSlot, parts: tuple[torch.Tensor | None, ...]) -> None:
-        """Queue an update whose tensors need no conversion, by a recorded graph."""
+    def _update_streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """The current stream, and the one for updates: that draws, so that training waits for no earlier gather."""
         consumer = current_stream(self._device)
-        stream = consumer if self._stream is None else self._stream
+        return consumer, consumer if self._stream is None else self._stream
+
+    def _queue_repeated(self, slot: UpdateSlot, parts: Parts) -> None:
+        """Queue an update whose tensors need no conversion, by a recorded graph."""
+        consumer, stream = self._update_streams()
         with outside_inference():
             slot.fill(parts, consumer, stream)
         stream.wait_stream(consumer)
 
         def queue() -> None:
-            self._launch_update(slot.items, *slot.parts)
+            self._launch_update(slot.items, slot.parts)
             self._tell()
 
         with on_stream(self._device, stream):
             self._enter()
             self._keep_up()
             kept = self._wide, self._index, self._status
-            slot.work.run((self._number, self._exponent()), queue, stream, kept)
+            slot.work.run("update", queue, stream, kept)
             slot.done.record(stream)
             self._leave(told=True)
 
-    def _launch_update(
-        self,
-        items: torch.Tensor,
-        index: torch.Tensor | None,
-        priority: torch.Tensor | None,
-        generation: torch.Tensor | None,
-        anchor: torch.Tensor | None,
-    ) -> None:
+    def _launch_update(self, items: torch.Tensor, parts: Parts) -> None:
         from gear_loader.kernels import items as kernels
         from gear_loader.kernels import priority as tree_kernels
 
+        index, priority, generation, anchor = parts
         assert index is not None
         assert priority is not None
         alpha, eps = self._exponent()
         kernels.locate(self._wide, self._index, index, items, anchor=anchor, generation=generation)
         tree_kernels.update(self._wide, items, priority, alpha=alpha, eps=eps)
 
-    def _queue_copied(
-        self,
-        index: torch.Tensor | None,
-        priority: torch.Tensor | None,
-        generation: torch.Tensor | None,
-        anchor: torch.Tensor | None,
-    ) -> None:
+    def _queue_copied(self, parts: Parts) -> None:
+        """Queue an update call by call, of tensors that belong to it."""
+        index = parts[0]
         assert index is not None
         if not self._cuda:
             context: Any = contextlib.nullcontext()
         else:
-            # On the stream that draws, so that training does not wait for a gather queued there before.
-            consumer = current_stream(self._device)
-            stream = consumer if self._stream is None else self._stream
+            consumer, stream = self._update_streams()
             stream.wait_stream(consumer)
-            for part in (index, priority, generation, anchor):
+            for part in parts:
                 if part is not None:
                     part.record_stream(stream)
             context = on_stream(self._device, stream)
         with context:
             self._enter()
             self._keep_up()
-            self._launch_update(torch.empty_like(index), index, priority, generation, anchor)
+            self._launch_update(torch.empty_like(index), parts)
             self._leave()
 
     @property

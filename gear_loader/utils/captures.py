@@ -6,9 +6,10 @@ import ctypes
 
 from gear_loader.utils.notices import notice
 
-__all__ = ["allow_captures"]
+__all__ = ["RELAXED", "allow_captures"]
 
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED: no call of any thread ends a capture."""
 
 
 def allow_captures() -> None:
@@ -18,7 +19,7 @@ def allow_captures() -> None:
     """
     try:
         exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-        code: int | str = exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
+        code: int | str = exchange(ctypes.byref(ctypes.c_int(RELAXED)))
     except (OSError, AttributeError) as error:
         code = str(error)
     if code != 0:

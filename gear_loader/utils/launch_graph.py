@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
+from gear_loader.utils.captures import RELAXED
 from gear_loader.utils.notices import notice
 
 __all__ = ["LaunchGraph", "RepeatedWork", "record"]
-
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: other calls, of any thread, do not end the recording
 
 
 @functools.cache
@@ -82,7 +81,7 @@ def record(queue: Callable[[], object], stream: torch.cuda.Stream) -> LaunchGrap
     if library is None:
         return None
     graph, handle, failure = ctypes.c_void_p(), ctypes.c_void_p(), None
-    code = library.cuStreamBeginCapture_v2(stream.cuda_stream, _RELAXED)
+    code = library.cuStreamBeginCapture_v2(stream.cuda_stream, RELAXED)
     if code == 0:
         try:
             queue()
