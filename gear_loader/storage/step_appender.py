@@ -83,11 +83,14 @@ class StepAppender:
             self._schema.validate_names(rows, what="the step")
         return rows
 
-    def _show_data(self, data: Sequence[Array]) -> None:
-        """Write into other memory from now on, uint8 [1, steps, step_bytes] a column."""
-        for column, part in zip(self._columns, data, strict=True):
-            column.data = part
-            column.show_block(0)
+    def _views(self, data: Sequence[Array]) -> list[Array]:
+        """Other memory to write into, uint8 [steps, step_bytes] a column, as values [steps, *shape]; see `_show`."""
+        return [column.as_steps(part) for column, part in zip(self._columns, data, strict=True)]
+
+    def _show(self, views: Sequence[Array]) -> None:
+        """Write into these from now on."""
+        for column, view in zip(self._columns, views, strict=True):
+            column.view = view
 
     def _joined(self, steps: Mapping[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
         steps = as_mapping(steps)
@@ -167,24 +170,25 @@ class StepColumn:
         spare: Array = np.empty(step_bytes, dtype=np.uint8)
         self.spare_address: int = spare.ctypes.data
         """Address of the value that `fits` has accepted last."""
-        self._spare = self._as_steps(spare.reshape(1, -1))
-        self._view = self._spare
+        self._spare = self.as_steps(spare.reshape(1, -1))
+        self.view = self._spare
+        """Where steps are written, values [steps, *shape]."""
 
-    def _as_steps(self, rows: Array) -> Array:
+    def as_steps(self, rows: Array) -> Array:
         """Steps uint8 [n, step_bytes], which need not lie one after another, as values [n, *shape]."""
         dtype = np.dtype(np.int16) if self._dtype is None else self._dtype
         return rows.view(dtype).reshape(len(rows), *self.shape)
 
     def show_block(self, block: int) -> None:
-        self._view = self._as_steps(self.data[block])
+        self.view = self.as_steps(self.data[block])
 
     def fits(self, value: Any) -> bool:
         """Whether `put` would accept a value of one step."""
-        view, self._view = self._view, self._spare
+        view, self.view = self.view, self._spare
         try:
             return self.put(0, value)
         finally:
-            self._view = view
+            self.view = view
 
     def takes(self, value: Array) -> bool:
         """Whether an array has steps that can be copied as they are."""
@@ -193,24 +197,24 @@ class StepColumn:
 
     def put_steps(self, place: int, value: Array, first: int, count: int) -> None:
         """Write steps of an array that the column takes."""
-        self._view[place : place + count] = value if count == len(value) else value[first : first + count]
+        self.view[place : place + count] = value if count == len(value) else value[first : first + count]
 
     def put(self, place: int, value: Any) -> bool:
         """Write the value of one step; return False, having written nothing, if it does not fit."""
         kind = type(value)
         if kind in self._always:
-            self._view[place] = value
+            self.view[place] = value
             return True
         if kind is np.ndarray and value.dtype == self._dtype and value.shape == self.shape:
-            self._view[place] = value
+            self.view[place] = value
             return self._dtype is not None
         kinds, low, high = self._quick
         if kind in kinds and low <= value <= high:
-            self._view[place] = value
+            self.view[place] = value
             return True
         if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
             if value.dtype == self._dtype and value.shape == self.shape and self._dtype is not None:
-                self._view[place] = value
+                self.view[place] = value
                 return True
             return False
         if is_tensor(value):
@@ -229,7 +233,7 @@ class StepColumn:
             return False
         if value.requires_grad or not value.is_cpu or value.is_neg():
             value = value.detach().resolve_neg().cpu()
-        self._view[place] = (value.view(torch.int16) if self._dtype is None else value).numpy()
+        self.view[place] = (value.view(torch.int16) if self._dtype is None else value).numpy()
         return True
 
     def _put_number(self, place: int, value: Any) -> bool:
@@ -247,7 +251,7 @@ class StepColumn:
             return False
         if self._dtype is None:
             number = torch.tensor(float(number), dtype=torch.bfloat16, device="cpu").view(torch.int16).item()
-        self._view[place] = number
+        self.view[place] = number
         return True
 
     def _in_range(self, value: int) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from gear_loader.errors import GearError, PeerTimeoutError, TransportError
 from gear_loader.transport.answers import MOST_ERROR, refusal, wrong_size
-from gear_loader.transport.channel import Address, Bytes, Channel, as_bytes
+from gear_loader.transport.channel import Address, Bytes, Channel, as_bytes, drop
 from gear_loader.transport.handshake import introduce
 from gear_loader.transport.session import FAREWELL, os_error_text
 from gear_loader.transport.socket import AHEAD, GONE, MOST_PARTS, set_options
@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 _PAUSE = 1.0  # seconds between the longest time of an attempt to connect and the next one
 _CONNECT = 2.0  # most seconds of an attempt: the request can be made in another way
 _ANSWER = 1 << 12  # bytes of memory for an answer; it grows
-_JOINED = 1 << 18  # largest bulk part that is copied behind its header, to be sent by one call
+_APART = 1 << 12  # bytes of a bulk part's pieces, on average, from which on they are sent without a copy
 _SLACK = 0.05  # seconds by which a call may go beyond the deadline
 
 
@@ -126,14 +126,11 @@ class BlockingLink:
         self._number += 1
         head = Header(asked.kind, self._number, len(asked.small), asked.size).pack()
         self._limit(connection, seconds)
-        if asked.size <= _JOINED:
-            parts: list[Any] = [head, asked.small, *asked.bulk]
+        parts: list[Any] = [head, asked.small, *asked.bulk]
+        if asked.size < _APART * len(asked.bulk) or isinstance(connection, ssl.SSLSocket):
             connection.sendall(b"".join(parts))
         else:
-            connection.sendall(head + asked.small)
-            for part in asked.bulk:
-                self._limit(connection, deadline - time.monotonic())
-                connection.sendall(as_bytes(part))
+            self._send(connection, parts, deadline)
         memory, got = self._memory, 0
         header: Header | None = None
         needed = HEADER
@@ -157,6 +154,14 @@ class BlockingLink:
         if header.kind is Kind.REFUSE:
             raise refusal(memoryview(small))
         return (read_error(memoryview(small)) if header.kind is Kind.ERROR else None), small
+
+    def _send(self, connection: socket.socket, parts: Sequence[Bytes | bytes], deadline: float) -> None:
+        """Send a message without a copy of its parts."""
+        views = [as_bytes(part) for part in parts]
+        drop(views, connection.sendmsg(views[:MOST_PARTS]))
+        while views:
+            self._limit(connection, deadline - time.monotonic())
+            drop(views, connection.sendmsg(views[:MOST_PARTS]))
 
     def _answer_bytes(self, header: Header, asked: Asked) -> int:
         """Bytes of the small part of an answer."""
@@ -293,10 +298,7 @@ class _BlockingChannel(Channel):
         while views:
             self._socket.settimeout(self._left())
             sent = self._socket.send(views[0]) if encrypted else self._socket.sendmsg(views[:MOST_PARTS])
-            while views and sent >= len(views[0]):
-                sent -= len(views.pop(0))
-            if sent:
-                views[0] = views[0][sent:]
+            drop(views, sent)
 
     async def recv_into(self, buffer: Bytes) -> None:
         view = as_bytes(buffer)

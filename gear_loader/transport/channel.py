@@ -41,6 +41,14 @@ def as_bytes(part: Bytes | bytes | bytearray) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
+def drop(views: list[memoryview], count: int) -> None:
+    """Remove the first `count` bytes, which have been sent."""
+    while views and count >= len(views[0]):
+        count -= len(views.pop(0))
+    if count:
+        views[0] = views[0][count:]
+
+
 CARRIERS: dict[str, tuple[str, str, str]] = {
     "socket": ("gear_loader.transport.socket", "SocketCarrier", ""),
     "ucx": (

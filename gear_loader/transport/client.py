@@ -8,7 +8,7 @@ import ssl
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -22,11 +22,11 @@ from gear_loader.transport.fill_message import Fill, Unfilled
 from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.link import Link
 from gear_loader.transport.loop import EventLoop, event_loop
-from gear_loader.transport.message_schema import round_up
 from gear_loader.transport.part_message import Part
 from gear_loader.transport.read_link import ReadLink
 from gear_loader.transport.request import Request
 from gear_loader.transport.store_message import One, OneStore, Store, step_places
+from gear_loader.transport.trajectory_rows import Rows, Stacked, bulk_parts, packed
 from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import Fields, Kind, Limits, ProtocolError, pack_text
 from gear_loader.utils.arrays import Array
@@ -35,57 +35,10 @@ if TYPE_CHECKING:
     from gear_loader.transport.packed_spec import PackedSpec
     from gear_loader.transport.spec import WindowSpec
 
-__all__ = ["Peer", "Rows", "Stacked"]
+__all__ = ["Peer"]
 
 _T = TypeVar("_T")
 _LONGEST_WAIT = 1 << 31  # milliseconds
-_MOST_SPARE = 8 << 20  # bytes that are kept for the next request
-
-
-class Rows(NamedTuple):
-    """A checked trajectory.
-
-    Attributes:
-        length: number of rows. pieces: its steps, column name -> uint8 [rows, step_bytes] for consecutive ones.
-        once: column per trajectory -> uint8 [1, step_bytes].
-    """
-
-    length: int
-    pieces: Sequence[Mapping[str, Array]]
-    once: Mapping[str, Array]
-
-    @classmethod
-    def of(cls, schema: Schema, trajectory: Mapping[str, Any], what: str) -> Rows:
-        """A trajectory as bytes, after its checks; `what` names it in errors."""
-        length, arrays = schema.validate(trajectory, what=what)
-        return cls(length, [arrays], arrays)
-
-
-class Stacked(NamedTuple):
-    """Checked trajectories of stacked arrays; trajectory i is the first ``lengths[i]`` steps of row i.
-
-    Attributes:
-        lengths: int64 [n]. columns: column name -> uint8 [n, T, step_bytes], or [n, 1, step_bytes] of columns per
-            trajectory; contiguous.
-    """
-
-    lengths: Array
-    columns: Mapping[str, Array]
-
-    def part(self, low: int, high: int) -> Stacked:
-        """Trajectories `low` to `high`."""
-        return Stacked(self.lengths[low:high], {name: each[low:high] for name, each in self.columns.items()})
-
-    def write(self, data: Array, request: Store) -> None:
-        """Write the bulk part of STORE, zeros included."""
-        present: Array | None = None
-        for (name, column), (at, size) in zip(request.schema.items(), request.columns, strict=True):
-            values = self.columns[name]
-            if not column.trajectory and (self.lengths != values.shape[1]).any():
-                if present is None:
-                    present = np.arange(values.shape[1]) < self.lengths[:, None]
-                values = values[present]
-            data[at : at + size] = values.reshape(-1)
 
 
 class Peer:
@@ -138,7 +91,6 @@ class Peer:
         self._link: Link | None = None
         self._closed = False
         self._reading = None if tls is not None else ReadLink(name, address, self._secret, self._timeout)
-        self._spare: list[Array] = []  # memory of the bulk part of an earlier request
         self._blocking: BlockingLink | None = None
         if isinstance(address, str) and Address.parse(address).carrier == "socket":
             self._blocking = BlockingLink(name, address, secret, tls)
@@ -340,19 +292,7 @@ class Peer:
         wait = deadline - min(1.0, deadline / 4) if wait is None else wait
         milliseconds = min(int(wait * 1e3), _LONGEST_WAIT)
         request = Store(table, schema, lengths, ids, priorities, finals, again, ahead, before, milliseconds)
-        memory = self._take_memory(request.bulk_bytes)
-        data = memory[: request.bulk_bytes]
-        if isinstance(rows, Stacked):
-            rows.write(data, request)
-        else:
-            for (name, column), (at, _) in zip(schema.items(), request.columns, strict=True):
-                for each in rows:
-                    for piece in [each.once] if column.trajectory else each.pieces[ahead:]:
-                        part = piece[name].reshape(-1)
-                        data[at : at + len(part)] = part
-                        at += len(part)
-        for at, size in request.columns:
-            data[at + size : at + round_up(size)] = 0
+        parts = bulk_parts(request, rows)
 
         def finish(small: memoryview) -> Array:
             fields = Fields(small, Kind.STORED.name)
@@ -360,10 +300,10 @@ class Peer:
             fields.end()
             return slots.astype(np.int64)
 
-        small, size = request.pack(), len(data)
+        small, size = request.pack(), request.bulk_bytes
         check, what = _store_check(n, size), functools.partial(_store_what, n, size, table)
         if here and (link := self._link_here()) is not None:
-            asked = Asked(Kind.STORE, small, [data], size, Kind.STORED, 8 * n, what, check)
+            asked = Asked(Kind.STORE, small, parts, size, Kind.STORED, 8 * n, what, check)
             done: Future[Array] = Future()
             try:
                 stored = link.ask(asked, deadline)
@@ -371,8 +311,6 @@ class Peer:
                 done.set_exception(error)
                 return done
             if stored is not None:
-                if len(memory) <= _MOST_SPARE and not self._spare:
-                    self._spare.append(memory)  # nothing reads it any more
                 done.set_result(finish(memoryview(stored)))
                 return done
         return self._submit(
@@ -382,7 +320,7 @@ class Peer:
                 answer=Kind.STORED,
                 finish=finish,
                 what=what(),
-                bulk=data,
+                bulk=packed(parts, size),
                 small_bytes=8 * n,
                 check=check,
                 seconds=seconds,
@@ -424,16 +362,6 @@ class Peer:
         if len(stored) != 8:
             raise TransportError(f"A message STORED has {len(stored)} bytes; expected 8.")
         return int.from_bytes(stored, "little", signed=True)
-
-    def _take_memory(self, size: int) -> Array:
-        """Memory for the bulk part of a request, uint8 [size or more]; that of an earlier one if it is large enough."""
-        try:
-            spare = self._spare.pop()  # no other thread gets it
-        except IndexError:
-            spare = np.empty(0, dtype=np.uint8)
-        if len(spare) < size:
-            spare = np.empty(max(size, min(1 << (size - 1).bit_length(), _MOST_SPARE)), dtype=np.uint8)
-        return spare
 
     def send_part(
         self, schema: Schema, identity: int, number: int, piece: Mapping[str, Array], *, seconds: float

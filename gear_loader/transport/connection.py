@@ -16,17 +16,18 @@ from gear_loader.transport.access import refusal
 from gear_loader.transport.advance_message import Advance, Advanced
 from gear_loader.transport.channel import Channel, as_bytes
 from gear_loader.transport.fill_message import Fill, Unfilled
-from gear_loader.transport.message_schema import ALIGNMENT, MAX_SPEC_BYTES
+from gear_loader.transport.message_schema import MAX_SPEC_BYTES
 from gear_loader.transport.open_packed import OpenPacked
 from gear_loader.transport.open_query import OpenQuery
 from gear_loader.transport.packed_spec import PackedSpec, read_spec
 from gear_loader.transport.part_message import MOST_PART, OpenParts, Part
 from gear_loader.transport.socket import AHEAD, AHEAD_LENT
+from gear_loader.transport.spare_memory import aligned
 from gear_loader.transport.spec import WindowSpec
 from gear_loader.transport.store_message import OneStore, Store
 from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import HEADER, Fields, Header, Kind, Limits, ProtocolError, check, pack_error
-from gear_loader.utils.arrays import Array, data_address
+from gear_loader.utils.arrays import Array
 
 if TYPE_CHECKING:
     from gear_loader.transport.server import Server, Threads
@@ -67,7 +68,7 @@ class Connection:
         self._queries: dict[int, OpenQuery | OpenPacked | GearError] = {}
         self._head = memoryview(bytearray(HEADER))
         self._small = np.empty(1 << 12, dtype=np.uint8)
-        self._staging = [_buffer(0), _buffer(0)]
+        self._staging = [aligned(0), aligned(0)]
         self._turn = 0
         self._in_thread = False
         self._answered = 0  # requests, without waiting for the next one
@@ -405,12 +406,12 @@ class Connection:
         server = self._server
 
         def work() -> int:
-            return server.tables.get(fill.table).fill(fill, data)
+            return server.tables.get(fill.table).fill(fill, data[: header.bulk])
 
         try:
             stale = await self._run(server.writers, fill.table, work, header.request, "filling columns of")
         finally:
-            server.budget.give(header.bulk)
+            self._give_bulk(header.bulk, data)
         if stale is not None:
             await self._send(Kind.FILLED, header.request, stale.to_bytes(8, "little"))
 
@@ -551,7 +552,7 @@ class Connection:
     def _this_buffer(self, size: int) -> Array:
         buffer = self._staging[self._turn]
         if size > len(buffer):
-            buffer = self._staging[self._turn] = _buffer(
+            buffer = self._staging[self._turn] = aligned(
                 min(1 << (size - 1).bit_length(), self._limits.reply_bytes)
             )
         return buffer[:size]
@@ -560,20 +561,27 @@ class Connection:
 
     async def _keep_part(self, header: Header, small: Array) -> None:
         part = Part.parse(small, header.bulk)
-        data = await self._receive_bulk(header.bulk)
+        data = await self._receive_bulk(header.bulk, kept=True)
         self._server.budget.give(header.bulk)
         if self._parts.fits(part, header.bulk):
             self._parts.add(part, data)
 
-    async def _receive_bulk(self, size: int) -> Array:
-        """Receive a bulk part when the budget has room for it; the caller gives `size` bytes back."""
+    async def _receive_bulk(self, size: int, *, kept: bool = False) -> Array:
+        """Receive a bulk part when the budget has room for it; the caller gives `size` bytes back.
+
+        Args:
+            size: its bytes. kept: whether the memory is kept after the request.
+
+        Returns:
+            uint8 [size or more]; it belongs to the server's spare memory unless it is kept.
+        """
         self.receiving_since = None  # the server waits for itself, not for the requester
         await self._server.budget.take(size)
         try:
             self.receiving_since = self._loop.time()
-            data = _buffer(size)
+            data = aligned(size) if kept else self._server.spare_memory.take(size)
             if size:
-                await self._channel.recv_into(data)
+                await self._channel.recv_into(data[:size])
         except BaseException:
             self._server.budget.give(size)
             raise
@@ -582,15 +590,15 @@ class Connection:
 
     async def _begin_store(self, header: Header, small: Array) -> None:
         request = Store.parse(small.copy(), header.bulk, self._limits)
-        budget, self._looks = self._server.budget, 0
+        self._looks = 0
         self.receiving_since = None  # the server waits for itself, not for the requester
         while len(self._stores) >= _STORES:
             await asyncio.wait(self._stores, return_when=asyncio.FIRST_COMPLETED)
         data = await self._receive_bulk(header.bulk)
         if header.bulk <= _STORED_IN_LOOP and not request.parts:
-            slots = self._store_at_once(request, data)
+            slots = self._store_at_once(request, data[: header.bulk])
             if slots is not None:
-                budget.give(header.bulk)
+                self._give_bulk(header.bulk, data)
                 await self._send(Kind.STORED, header.request, slots.astype("<i8").tobytes())
                 await self._take_turns()
                 return
@@ -600,11 +608,16 @@ class Connection:
     def _store_in_thread(
         self, header: Header, request: Store, parts: list[tuple[int, Array]], data: Array
     ) -> None:
-        """Store in a thread of the table, which gives the bulk part back to the budget."""
-        task = asyncio.ensure_future(self._store(header.request, request, parts, data))
+        """Store in a thread of the table, then give the memory of the bulk part back."""
+        task = asyncio.ensure_future(self._store(header.request, request, parts, data[: header.bulk]))
         self._stores.add(task)
         task.add_done_callback(self._stored)
-        task.add_done_callback(lambda _: self._server.budget.give(header.bulk))
+        task.add_done_callback(lambda _: self._give_bulk(header.bulk, data))
+
+    def _give_bulk(self, size: int, data: Array) -> None:
+        """Give the memory of a bulk part back, which nothing refers to any longer."""
+        self._server.budget.give(size)
+        self._server.spare_memory.give(data)
 
     def _store_ahead(self, header: Header, ahead: memoryview) -> list[memoryview] | None:
         """`_answer_ahead` for a STORE of one trajectory."""
@@ -663,7 +676,7 @@ class Connection:
     def _keep(self, header: Header, message: memoryview) -> None:
         """Keep a STORE that was taken, and has to wait, for `_go_on_storing`."""
         end = HEADER + header.small
-        data = _buffer(header.bulk)
+        data = aligned(header.bulk)
         data.data[:] = message[end:]
         self._kept = header, np.frombuffer(bytes(message[HEADER:end]), np.uint8), data
 
@@ -701,10 +714,3 @@ class Connection:
             await self._fail(request, error, f"storing into {store.table!r}")
             return
         await self._send(Kind.STORED, request, slots.astype("<i8").tobytes())
-
-
-def _buffer(size: int) -> Array:
-    """Memory aligned to `ALIGNMENT`."""
-    memory = np.empty(size + ALIGNMENT, dtype=np.uint8)
-    start = -data_address(memory) % ALIGNMENT
-    return memory[start : start + size]

@@ -26,9 +26,10 @@ from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.advance_message import Advance, Advanced
-from gear_loader.transport.client import Peer, Rows, Stacked
+from gear_loader.transport.client import Peer
 from gear_loader.transport.fill_message import Fill, Unfilled
 from gear_loader.transport.store_message import OneStore
+from gear_loader.transport.trajectory_rows import Rows, Stacked
 from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import PartsMissingError
 from gear_loader.utils.arrays import Array

@@ -13,6 +13,7 @@ __all__ = [
     "MAX_ROW_BYTES",
     "MAX_SPEC_BYTES",
     "kind_of",
+    "padding",
     "read_schema",
     "round_up",
     "shown",
@@ -25,11 +26,17 @@ MAX_SPEC_BYTES = 1 << 20
 MAX_COLUMNS = 4096
 MAX_ROW_BYTES = 1 << 40
 _MAX_NAME = 1024  # characters of a column's name
+_PADDING = [bytes(-count % ALIGNMENT) for count in range(ALIGNMENT)]
 
 
 def round_up(count: int) -> int:
     """The next multiple of `ALIGNMENT`."""
     return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def padding(count: int) -> bytes:
+    """The zeros behind a piece of so many bytes."""
+    return _PADDING[count % ALIGNMENT]
 
 
 def read_schema(rows: Any) -> Schema:

@@ -29,7 +29,7 @@ from gear_loader.storage.rules import check_seconds
 from gear_loader.storage.schema import Schema, as_mapping, keeps
 from gear_loader.storage.stats import TableStats
 from gear_loader.transport.access import refusal
-from gear_loader.transport.client import Peer, Rows, Stacked
+from gear_loader.transport.client import Peer
 from gear_loader.transport.delivery import Delivery, until_done
 from gear_loader.transport.handshake import read_secret
 from gear_loader.transport.remote_vector_writer import RemoteVectorWriter
@@ -37,6 +37,7 @@ from gear_loader.transport.remote_writer import RemoteWriter
 from gear_loader.transport.spool import Spool
 from gear_loader.transport.table_report import TableReport
 from gear_loader.transport.tls import client_context
+from gear_loader.transport.trajectory_rows import Rows, Stacked
 from gear_loader.transport.urls import Place, split_url
 from gear_loader.transport.wire import Kind
 from gear_loader.utils.arrays import Array

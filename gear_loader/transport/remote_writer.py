@@ -12,7 +12,7 @@ import numpy as np
 from gear_loader.errors import GearError, SchemaError
 from gear_loader.storage.incoming import checked_final, single_priority
 from gear_loader.storage.step_appender import StepAppender, checked_once, no_final_step, too_long
-from gear_loader.transport.spool import Episode, Piece, Spool
+from gear_loader.transport.spool import Buffer, Episode, Piece, Spool
 from gear_loader.utils.checks import at_least
 from gear_loader.utils.waiting import Backoff
 
@@ -78,10 +78,8 @@ class RemoteWriter(StepAppender):
         super().__init__(spool.schema.steps, [values[None] for values in nothing.values()])
         self._pid = os.getpid()
         self._episode = Episode()
-        self._piece: Piece = nothing
-        self._room = self._inside = 0  # steps of the current buffer: all, and those that are written
-        self._shown = 0  # steps of the latest buffer
-        self._has_spare = False  # whether that is free: its trajectory is stored
+        self._buffer = Buffer(0, nothing, ())
+        self._room = self._inside = 0  # steps of the buffer: those that may be written, and those that are
         self._fresh = 0  # steps that are in no committed chunk
         self._cut_last = False  # whether the last call has ended with a complete chunk
         self._committed = 0
@@ -140,7 +138,7 @@ class RemoteWriter(StepAppender):
             if arrays is None:
                 self._put_steps(self._inside, rows, done, count)
             else:
-                for name, values in self._piece.items():
+                for name, values in self._buffer.piece.items():
                     values[self._inside : self._inside + count] = arrays[name][done : done + count]
             self._appended(count)
             done += count
@@ -150,25 +148,29 @@ class RemoteWriter(StepAppender):
         """Make room for `count` more steps, at most those of a piece and of a chunk: at least for one."""
         if self.num_steps + 1 > self._chunk:
             raise too_long(self.num_steps + 1, self._chunk)
-        if self._has_spare and not self.num_steps and count <= self._shown:
-            self._spool.reserve(self._shown * self._schema.step_bytes)
-            self._episode.size += self._shown * self._schema.step_bytes
-            self._room, self._has_spare = self._shown, False
-            return
         most = min(self._spool.piece_steps, self._chunk - self._episode.rows)
         room = min(max(2 * self._room, self._inside + count, _FIRST), most)
-        size = (room - self._room) * self._schema.step_bytes
+        buffer = self._new_buffer(self._inside + count, room)
+        size = (buffer.steps - self._room) * self._schema.step_bytes
         self._spool.reserve(size)
         self._episode.size += size
-        grown = {name: np.empty((room, c.step_bytes), np.uint8) for name, c in self._schema.items()}
-        for name, values in grown.items():
-            values[: self._inside] = self._piece[name][: self._inside]
-        self._show(grown, room)
+        if self._inside:
+            for name, values in buffer.piece.items():
+                values[: self._inside] = self._buffer.piece[name][: self._inside]
+        self._write_into(buffer)
 
-    def _show(self, piece: Piece, room: int) -> None:
+    def _new_buffer(self, least: int, wanted: int) -> Buffer:
+        """A buffer of `least` to `wanted` steps, whose memory may be that of steps that are stored."""
+        buffer = self._spool.take_buffer(least, wanted)
+        if buffer is None or buffer.steps > wanted:
+            piece = {name: np.empty((wanted, c.step_bytes), np.uint8) for name, c in self._schema.items()}
+            buffer = Buffer(wanted, piece, self._views(list(piece.values())))
+        return buffer
+
+    def _write_into(self, buffer: Buffer) -> None:
         """Make a buffer the current one."""
-        self._piece, self._room, self._shown, self._has_spare = piece, room, room, False
-        self._show_data([values[None] for values in piece.values()])
+        self._buffer, self._room = buffer, buffer.steps
+        self._show(buffer.views)
 
     def _appended(self, count: int) -> None:
         """Count written steps; hand over a piece that is full, and cut a chunk that is complete."""
@@ -188,7 +190,11 @@ class RemoteWriter(StepAppender):
     def _end_piece(self) -> None:
         """Add what is written of the current buffer to the trajectory."""
         if self._inside:
-            self._episode.add({n: values[: self._inside] for n, values in self._piece.items()}, self._inside)
+            inside, buffer = self._inside, self._buffer
+            whole = inside == buffer.steps
+            piece = buffer.piece if whole else {name: each[:inside] for name, each in buffer.piece.items()}
+            self._episode.add(piece, inside)
+            self._episode.buffers.append(buffer)
         self._inside = self._room = 0
 
     # ---------------------------------------------------------------- committing
@@ -223,7 +229,7 @@ class RemoteWriter(StepAppender):
             if self._inside >= self._room:
                 self._make_room(1)
             for name, row in last.items():
-                self._piece[name][self._inside] = row[0]
+                self._buffer.piece[name][self._inside] = row[0]
             self._inside += 1
         began = Backoff(self._timeout)
         episode = self._finish(checked, once, final=last is not None, wait=self._wait)
@@ -245,7 +251,6 @@ class RemoteWriter(StepAppender):
             return -1
         if not episode.is_stored:
             self._spool.flush(self._timeout, since)
-        self._has_spare = not self.num_steps
         return episode.index
 
     def _finish(self, priority: float, once: Piece, *, final: bool, wait: bool = False) -> Episode:
@@ -275,11 +280,11 @@ class RemoteWriter(StepAppender):
         self._begin()
         self._cut_last = True
         if self._overlap:
-            piece = {name: np.empty((room, c.step_bytes), np.uint8) for name, c in self._schema.items()}
-            for name, values in piece.items():
+            buffer = self._new_buffer(room, room)
+            for name, values in buffer.piece.items():
                 values[: self._overlap] = common[name]
             self._episode.size = size
-            self._show(piece, room)
+            self._write_into(buffer)
             self._inside = self._overlap
 
     _last: Episode

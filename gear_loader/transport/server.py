@@ -19,6 +19,7 @@ from gear_loader.transport.channel import Channel, Listener, carrier
 from gear_loader.transport.connection import SCRATCH, Connection
 from gear_loader.transport.handshake import answer, check_secret, refuse
 from gear_loader.transport.part_message import HeldBytes
+from gear_loader.transport.spare_memory import SpareMemory
 from gear_loader.transport.table_cache import TableCache
 from gear_loader.transport.table_report import table_report
 from gear_loader.transport.unauthenticated import Unauthenticated
@@ -32,6 +33,7 @@ _LINGER = 1.0  # seconds for a refused requester to receive the reason
 _LINGER_BYTES = 1 << 20  # bytes that an unauthenticated requester may send during that time
 _LINES = 20  # log lines about failed connections between two sweeps; further ones are only counted
 _WRITERS = 4  # threads for each table that store trajectories
+_SPARE = 1 << 25  # bytes of memory of requests that are kept for later ones
 _WAITERS = 4  # threads for each table that may wait for its lock
 
 
@@ -75,7 +77,7 @@ class Server:
     Attributes:
         reading_threads: number of connections that threads serve.
         tables: the attached tables. allow: as given. budget: for the memory of requests. open_parts: that of
-            PART messages.
+            PART messages. spare_memory: of requests that have ended.
         scratch: memory for a message while the event loop handles it.
         metadata: functions by name, called in a thread with a table's name, that return bytes for authenticated
             requesters. "capacity" is the capacity report, "table" the schema and statistics; one-sided carriers add
@@ -101,6 +103,7 @@ class Server:
         self.limits = limits or Limits()
         self.allow = check_allow(allow)
         self.budget = ByteBudget(self.limits.total_bytes)
+        self.spare_memory = SpareMemory(min(_SPARE, self.limits.total_bytes // 4))
         self.open_parts = HeldBytes(self.limits.all_open_bytes)
         self.metadata: dict[str, Callable[[str], bytes]] = {}
         self._secret = check_secret(secret)

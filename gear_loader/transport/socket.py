@@ -13,7 +13,7 @@ import termios
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from gear_loader.errors import TransportError
-from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, always, as_bytes
+from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, always, as_bytes, drop
 from gear_loader.transport.tcp_listener import TcpListener, listening_sockets
 
 __all__ = ["AHEAD", "AHEAD_LENT", "GONE", "MOST_PARTS", "SocketCarrier", "SocketChannel", "set_options"]
@@ -73,10 +73,7 @@ class SocketChannel(Channel):
             except (BlockingIOError, InterruptedError):
                 await self._wait_to_write()
                 continue
-            while views and sent >= len(views[0]):
-                sent -= len(views.pop(0))
-            if sent:
-                views[0] = views[0][sent:]
+            drop(views, sent)
             await self._yield()
 
     def send_some(self, *parts: Bytes) -> list[memoryview]:
@@ -86,10 +83,7 @@ class SocketChannel(Channel):
                 sent = self._send_some(views)
             except (BlockingIOError, InterruptedError):
                 break
-            while views and sent >= len(views[0]):
-                sent -= len(views.pop(0))
-            if sent:
-                views[0] = views[0][sent:]
+            drop(views, sent)
         return views
 
     async def fill(self, at_once: Callable[[], bool] | None = None) -> None:

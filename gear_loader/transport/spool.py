@@ -7,27 +7,42 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from gear_loader.errors import GearError, PeerTimeoutError, TransportError
 from gear_loader.storage.schema import Schema
-from gear_loader.transport.client import Rows
 from gear_loader.transport.delivery import Delivery
 from gear_loader.transport.part_message import MOST_PART
+from gear_loader.transport.trajectory_rows import Rows
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.waiting import Backoff
 
-__all__ = ["Episode", "Piece", "Spool"]
+__all__ = ["Buffer", "Episode", "Piece", "Spool"]
 
 _log = logging.getLogger("gear_loader.transport")
 _OVERHEAD = 512  # bytes that a trajectory is counted with besides its steps
 _QUIET = 5.0  # seconds before a line about a server that does not answer, and between two
 _PIECE_BYTES = 1 << 18
+_SPARE_BYTES = 8 << 20  # of memory of stored trajectories that is kept: those of one request
 
 Piece = dict[str, Array]
 """Consecutive steps of a trajectory: column name -> uint8 [steps, step_bytes], contiguous."""
+
+
+class Buffer(NamedTuple):
+    """Memory of one piece.
+
+    Attributes:
+        steps: that it has room for. piece: column name -> uint8 [steps, step_bytes]. views: the same as values
+            [steps, *shape], a column each.
+    """
+
+    steps: int
+    piece: Piece
+    views: Sequence[Array]
 
 
 class Episode:
@@ -35,6 +50,7 @@ class Episode:
 
     Attributes:
         pieces: its steps; of a committed one, the final step is the last row. rows: number of rows in them.
+        buffers: their memory, for other pieces when it is stored.
         once: column per trajectory -> uint8 [1, step_bytes]. priority: -1 for none. final: 1 with a final step, else 0.
         id: its global id, once it has one; else -1. ahead: pieces that were sent before the commit.
         flows: whether pieces are sent before the commit. again: whether it was sent and may be stored.
@@ -43,12 +59,13 @@ class Episode:
     """
 
     __slots__ = (
-        *("again", "ahead", "final", "flows", "id", "index", "is_stored", "number", "once", "pieces"),
-        *("priority", "rows", "size"),
+        *("again", "ahead", "buffers", "final", "flows", "id", "index", "is_stored", "number", "once"),
+        *("pieces", "priority", "rows", "size"),
     )
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
+        self.buffers: list[Buffer] = []
         self.once: Piece = {}
         self.rows = self.final = self.size = self.ahead = self.number = 0
         self.again = self.flows = self.is_stored = False
@@ -119,6 +136,8 @@ class Spool:
         self._work = threading.Condition(guard)  # for the thread: something is to be sent
         self._queue: collections.deque[Episode | _Ahead] = collections.deque()
         self._held = 0  # bytes
+        self._spare: dict[int, list[Buffer]] = {}  # by the bit length of their steps
+        self._spare_bytes = 0
         self._committed = 0  # trajectories so far
         self._unstored: collections.OrderedDict[int, None] = (
             collections.OrderedDict()
@@ -175,6 +194,25 @@ class Spool:
                 )
             self._held += size
 
+    def take_buffer(self, least: int, wanted: int) -> Buffer | None:
+        """Memory of stored steps: for at least `least` steps, and about `wanted`, the larger number; None without."""
+        with self._changed:
+            found = self._spare.get(wanted.bit_length())
+            if not found or found[-1].steps < least:
+                return None
+            buffer = found.pop()
+            self._spare_bytes -= buffer.steps * self.schema.step_bytes
+            return buffer
+
+    def _keep_buffers(self, episode: Episode) -> None:
+        """Keep the memory of a stored trajectory for the next ones: the kernel clears each page of new memory."""
+        for buffer in episode.buffers:
+            size = buffer.steps * self.schema.step_bytes
+            if self._spare_bytes + size <= _SPARE_BYTES:
+                self._spare.setdefault(buffer.steps.bit_length(), []).append(buffer)
+                self._spare_bytes += size
+        episode.buffers.clear()
+
     def _is_full(self, size: int) -> bool:
         return self.num_waiting > 0 and (self._held + size > self._most or self._in_flight_are_most)
 
@@ -216,6 +254,7 @@ class Spool:
     def _count_out(self, episode: Episode, index: int) -> None:
         episode.index, episode.is_stored = index, True
         episode.pieces.clear()
+        self._keep_buffers(episode)
         self._held -= episode.size
         del self._unstored[episode.number]
 

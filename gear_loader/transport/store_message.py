@@ -14,7 +14,7 @@ import numpy as np
 from gear_loader.errors import TransportError
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.channel import Bytes
-from gear_loader.transport.message_schema import ALIGNMENT, MAX_SPEC_BYTES, read_schema, round_up
+from gear_loader.transport.message_schema import ALIGNMENT, MAX_SPEC_BYTES, padding, read_schema, round_up
 from gear_loader.transport.wire import MAX_TEXT, Fields, Limits, PartsMissingError, ProtocolError, pack_text
 from gear_loader.utils.arrays import Array
 
@@ -22,7 +22,6 @@ __all__ = ["One", "OneStore", "Store", "step_places"]
 
 _FINALS, _AGAIN, _PARTS = 1, 2, 4  # flags
 _REMEMBERED_BYTES = 1 << 13  # of a schema that is remembered
-_PADDING = [bytes(-count % ALIGNMENT) for count in range(ALIGNMENT)]
 # Of one trajectory: n, flags, its length, id and priority, its final steps if bit 0 of the flags is set, and wait.
 _ONE, _ONE_FINAL = struct.Struct("<IIqqfI"), struct.Struct("<IIqqfqI")
 
@@ -258,10 +257,9 @@ class OneStore:
             else:
                 parts += [piece[name] for piece in pieces]
                 size = step_bytes * rows
-            padding = _PADDING[size % ALIGNMENT]
-            if padding:
-                parts.append(padding)
-            total += size + len(padding)
+            if zeros := padding(size):
+                parts.append(zeros)
+            total += size + len(zeros)
         return head + self._tail, parts, total
 
     def store(self, one: One) -> Store:

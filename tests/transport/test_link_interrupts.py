@@ -14,8 +14,8 @@ from transport_common import PATIENCE, Serving, generations_of, poisoned, servin
 
 import gear_loader as gear
 from gear_loader.transport import Peer
-from gear_loader.transport.client import Rows
 from gear_loader.transport.delivery import Delivery
+from gear_loader.transport.trajectory_rows import Rows
 
 FILES = ("read_link.py", "blocking_link.py", "mutex.py")
 ONCE = ("_connect", "connected", "_connected")  # each connects; not in every call
