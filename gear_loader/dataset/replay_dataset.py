@@ -741,14 +741,7 @@ class ReplayDataset(IterableDataset[Batch]):
         if self.groups is not None and size % self.groups.size:
             raise SchemaError(f"batch_size is {size}; expected a multiple of group_size={self.groups.size}.")
         self._check_rate(size)
-        prefetcher = self._buffers.single(size, self.batch_size, self._collector, **self._buffering(False))
-        if self._is_global and self._buffers.active is not None:
-            raise SchemaError(
-                "sample() was called during an iteration; over Shards all ranks must draw in the same order, so end "
-                "the iteration first, or make a second ReplayDataset."
-            )
-        if needs_priorities(self.selector):
-            self._buffers.settle()  # updates queued behind prefetched batches precede this batch
+        prefetcher = self._single(size)
         rank, world = self._rank()
         number = self._position.samples * world + rank
         epoch, turn, first, count, view = SAMPLE_EPOCH, 0, 0, self._items_of(self._global_size(size)), None
@@ -764,6 +757,18 @@ class ReplayDataset(IterableDataset[Batch]):
         shown: Batch = self._shown(batch)
         return shown
 
+    def _single(self, size: int) -> Prefetcher:
+        """The prefetcher of single batches of `size` rows, after the updates of priorities that precede the next."""
+        prefetcher = self._buffers.single(size, self.batch_size, self._collector, **self._buffering(False))
+        if self._is_global and self._buffers.active is not None:
+            raise SchemaError(
+                "sample() was called during an iteration; over Shards all ranks must draw in the same order, so end "
+                "the iteration first, or make a second ReplayDataset."
+            )
+        if needs_priorities(self.selector):
+            self._buffers.settle()  # they may be queued behind prefetched batches
+        return prefetcher
+
     def _sample_steps(self, budget: StepBudget, batch_size: int | None) -> Batch:
         """`sample` with max_steps."""
         world = self._rank()[1]
@@ -774,11 +779,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 "Shards with scope='local'. Iterate over the dataset otherwise."
             )
         self._check_rate(self._num_drawn)
-        prefetcher = self._buffers.single(
-            self.batch_size, self.batch_size, self._collector, **self._buffering(False)
-        )
-        if needs_priorities(self.selector):
-            self._buffers.settle()  # updates queued behind prefetched batches precede this batch
+        prefetcher = self._single(self.batch_size)
         selection = self._selected()
         planner = self._sampler
         if planner is None or not planner.plans_for(selection):
