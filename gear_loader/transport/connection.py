@@ -38,8 +38,12 @@ _T = TypeVar("_T")
 
 
 _IN_LOOP = 1 << 21  # largest reply that is gathered in the event loop; a hand-over to a thread takes longer
-_STORED_IN_LOOP = 1 << 18  # largest bulk part that is stored in the event loop
-SCRATCH = _STORED_IN_LOOP + AHEAD
+_STORED_IN_LOOP = 1 << 20  # largest bulk part that is stored in the event loop, as replies are gathered
+_STORED_ALONE = (
+    1 << 23
+)  # the same while no other bulk part is being received or stored, which would have to wait
+_STORED_AHEAD = 1 << 18  # largest bulk part of a message that is received and stored in one go
+SCRATCH = _STORED_AHEAD + AHEAD
 """Bytes of the largest message with such a part: what comes before it is received ahead."""
 _LOOKS = 4  # at a message that has not arrived as a whole, until the connection's task receives it in pieces
 _OVERLAPPED = 1 << 18  # smallest reply that is sent while the next one is gathered
@@ -595,7 +599,9 @@ class Connection:
         while len(self._stores) >= _STORES:
             await asyncio.wait(self._stores, return_when=asyncio.FIRST_COMPLETED)
         data = await self._receive_bulk(header.bulk)
-        if header.bulk <= _STORED_IN_LOOP and not request.parts:
+        is_alone = self._server.budget.held == header.bulk
+        most = _STORED_ALONE if is_alone else _STORED_IN_LOOP
+        if header.bulk <= most and not request.parts:
             slots = self._store_at_once(request, data[: header.bulk])
             if slots is not None:
                 self._give_bulk(header.bulk, data)
@@ -623,7 +629,7 @@ class Connection:
         """`_answer_ahead` for a STORE of one trajectory."""
         small, bulk = header.small, header.bulk
         size = HEADER + small + bulk
-        if HEADER + small > len(ahead) or bulk > min(_STORED_IN_LOOP, self._limits.store_bytes):
+        if HEADER + small > len(ahead) or bulk > min(_STORED_AHEAD, self._limits.store_bytes):
             return None
         if refusal(self._server.allow, Kind.STORE) is not None:
             return None

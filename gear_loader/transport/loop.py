@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -75,7 +75,9 @@ def event_loop() -> EventLoop:
     with _guard:
         if _current is None or _current.pid != os.getpid():
             _current = EventLoop()
-            atexit.register(_current.stop)
+            # The newest finalizer runs first: those of connections, made later, still have the loop. An atexit handler
+            # would run before all of them.
+            weakref.finalize(_current, _current.stop)
         return _current
 
 

@@ -187,7 +187,8 @@ _ACTIONS = st.lists(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @example(
-    actions=[*3 * [("add", 1, 0)], *2 * [("remove", 0, 0)], ("die", 1, 1), ("add", 1, 0)], policy="evict_oldest"
+    actions=[*3 * [("add", 1, 0)], *2 * [("remove", 0, 0)], ("die", 1, 1), ("add", 1, 0)],
+    policy="evict_oldest",
 )
 @given(actions=_ACTIONS, policy=st.sampled_from(["evict_oldest", "evict_lowest_priority"]))
 def test_any_history_equals_that_of_a_table_that_fits(

@@ -613,6 +613,35 @@ def test_what_was_committed_is_stored_when_nothing_refers_to_the_connection_any_
         wait_until(lambda: numbers_in(table) == [5])
 
 
+def test_a_process_that_ends_without_close_has_stored_what_it_committed() -> None:
+    program = (
+        "import sys\n"
+        "import weakref\n"
+        "import numpy as np\n"
+        "import gear_loader\n"
+        "class Other: pass\n"
+        "weakref.finalize(other := Other(), int)\n"  # the first one registers the handler that calls them all
+        "remote = gear_loader.connect(sys.argv[1])\n"
+        "writer = remote.writer()\n"
+        "for number in range(20):\n"
+        "    writer.append(number=np.full(50_000, number))\n"  # 400 KB: a part of it is sent before the commit
+        "    writer.commit()\n"
+    )
+    with (
+        named(NUMBERS, max_steps=2_000_000, max_trajectories=40) as table,
+        serving(str(table.name)) as server,
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", program, url_of(server.address, table)],
+            env={**os.environ, "GEAR_LOADER_SECRET": SECRET.decode()},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert numbers_in(table) == list(range(20))
+
+
 @pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
 def test_a_forked_child_is_told_to_connect_itself() -> None:
     with named(NUMBERS, max_steps=40, max_trajectories=4) as table, connected(table) as remote:
