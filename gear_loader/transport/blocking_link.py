@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 _PAUSE = 1.0  # seconds between the longest time of an attempt to connect and the next one
 _CONNECT = 2.0  # most seconds of an attempt: the request can be made in another way
 _ANSWER = 1 << 12  # bytes of memory for an answer; it grows
-_JOINED = 1 << 17  # largest bulk part that is copied behind its header, which takes less than a call with more parts
+_JOINED = 1 << 17  # largest bulk part that is copied behind its header: one call with one piece takes less
 _APART = 1 << 12  # bytes of a bulk part's pieces, on average, from which on they are sent without a copy
 _SLACK = 0.05  # seconds by which a call may go beyond the deadline
 

@@ -40,7 +40,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -54,6 +54,7 @@ from gear_loader.transport.nixl_spans import SpanReads, SpanRows
 from gear_loader.transport.packed_spec import PackedSpec
 from gear_loader.transport.spec import WindowSpec
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.forks import keep_for_ever
 
 __all__ = ["NixlPeer"]
 
@@ -61,9 +62,6 @@ _SPIN = 3e-4  # seconds of polling without sleep after a read was started
 _PAUSE = 5e-5  # seconds between later polls
 _QUARANTINE_POLL = 0.05  # seconds between polls of abandoned reads
 _GRACE = 0.25  # seconds before the deadline at which connecting gives up, so that its error is reported
-
-_kept_forever: list[Any] = []
-"""Reads that had not ended when their peer was closed; their memory can never be reused."""
 
 
 class _Owners(Protocol):
@@ -243,7 +241,8 @@ class NixlPeer:
         for job in active:
             self._fail(job, TransportError(f"the connection to {self._name} has been closed"))
         self._poll_quarantine()
-        _kept_forever.extend(self._quarantine)
+        # They may still write into their memory: an agent that were destroyed at exit, after it, would do so.
+        keep_for_ever(*self._quarantine)
         self._session = None
 
     def _advance(self, job: _Fetch) -> bool:
