@@ -223,15 +223,15 @@ def test_an_owner_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
         world.check(slots, [0] * 4)
         assert world.owner.asked == 2
         wait_until(lambda: world.peer.quarantined == (0, 0))
-        # One that has not ended when the peer is closed is never destroyed.
+        # One that has not ended when the peer is closed is never destroyed: it has a reference that nobody gives up.
         stop_process(world.owner.process.pid)
         world.peer._timeout = 0.5
         with pytest.raises(PeerTimeoutError):
             world.fetch(slots, [0] * 4)
         world.peer.close()
-        ((read, _),) = world.peer._quarantine
+        (entry,) = world.peer._quarantine
         world.peer._quarantine.clear()
-        assert sys.getrefcount(read) == 3, "here, as an argument, and for ever"
+        assert sys.getrefcount(entry) == 3, "here, as an argument, and for ever"
     finally:
         world.close()
         owner.end()
