@@ -144,9 +144,10 @@ def test_a_refusal_in_the_middle_leaves_nothing_registered(cuda: SlowCuda) -> No
         assert not table.region.is_pinning
         assert table.pin() is False
         assert len(cuda.devices_of("cudaHostRegister")) == 3, "not tried again"
-        if os.fork() == 0:  # the child has a copy, as the parent reads no pinned memory
+        child = os.fork()
+        if child == 0:  # the child has a copy, as the parent reads no pinned memory
             os._exit(0 if len(table) == 20 else 1)
-        assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_an_error_in_the_thread_is_raised_by_who_waits(
@@ -204,7 +205,8 @@ def test_a_fork_in_the_middle(cuda: SlowCuda, name: str | None) -> None:
     table = made(name)
     begun(cuda, table)
     reading, writing = os.pipe()
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
         try:
             found = f"{len(table)} {table.region.is_pinning} {table.region.is_pinned}"
             table.close()
@@ -216,7 +218,7 @@ def test_a_fork_in_the_middle(cuda: SlowCuda, name: str | None) -> None:
     os.close(writing)
     with open(reading, "rb") as pipe:
         answer = pipe.read().decode()
-    os.wait()
+    os.waitpid(child, 0)
     assert answer == ("20 False False None" if name else "PrivateTableError")
     cuda.let_all_pass()
     assert table.pin()

@@ -283,7 +283,8 @@ def test_modes_of_torch_change_nothing_in_hundreds_of_schedules(mode: str) -> No
 def in_child(*calls: Callable[[], object]) -> list[str]:
     """The errors of calls in a forked child."""
     reading, writing = os.pipe()
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
         found = []
         for call in calls:
             try:
@@ -295,7 +296,7 @@ def in_child(*calls: Callable[[], object]) -> list[str]:
     os.close(writing)
     with open(reading, "rb") as pipe:
         made: list[str] = json.load(pipe)
-    os.wait()
+    os.waitpid(child, 0)
     return made
 
 
