@@ -26,6 +26,7 @@ _log = logging.getLogger("gear_loader.transport")
 _OVERHEAD = 512  # bytes that a trajectory is counted with besides its steps
 _QUIET = 5.0  # seconds before a line about a server that does not answer, and between two
 _PIECE_BYTES = 1 << 18
+_SPARE_BYTES = 1 << 25  # of memory of stored trajectories that is kept: those of a few requests
 
 Piece = dict[str, Array]
 """Consecutive steps of a trajectory: column name -> uint8 [steps, step_bytes], contiguous."""
@@ -204,11 +205,10 @@ class Spool:
             return buffer
 
     def _keep_buffers(self, episode: Episode) -> None:
-        """Keep the memory of a stored trajectory for the next ones, up to `spool_bytes` with what is held: the kernel
-        clears each page of new memory."""
+        """Keep the memory of a stored trajectory for the next ones: the kernel clears each page of new memory."""
         for buffer in episode.buffers:
             size = buffer.steps * self.schema.step_bytes
-            if self._spare_bytes + self._held <= self._most:  # which counts this buffer
+            if self._spare_bytes + size <= min(_SPARE_BYTES, self._most):
                 self._spare.setdefault(buffer.steps.bit_length(), []).append(buffer)
                 self._spare_bytes += size
         episode.buffers.clear()
