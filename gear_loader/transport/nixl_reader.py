@@ -64,6 +64,10 @@ _QUARANTINE_POLL = 0.05  # seconds between polls of abandoned reads
 _GRACE = 0.25  # seconds before the deadline at which connecting gives up, so that its error is reported
 
 
+class _TableError(TransportError):
+    """The owner's memory has other contents than expected; the connection to it is sound."""
+
+
 class _Owners(Protocol):
     def metadata(self, name: str, table: str) -> Future[bytes]: ...
 
@@ -262,10 +266,14 @@ class NixlPeer:
         if job.read is not None:
             self._quarantine.append((job.read, job.out.nbytes))
             job.read = None
-        if job.session is not None and job.session is self._session:
-            self._session = None  # the next fetch uses a new session; other fetches may finish with this one
         if job.session is not None:
+            if job.session is self._session:
+                self._session = (
+                    None  # the next fetch uses a new session; other fetches may finish with this one
+                )
             job.session.users -= 1
+            if not isinstance(error, _TableError):
+                job.session.keep()  # the error's traceback refers to it: a garbage collection would destroy the agent
         text = (
             f"{self._name}: {str(error).rstrip('.') or type(error).__name__}; {len(job.rows)} rows of table "
             f"{job.spec.table!r} ({job.data_bytes:,} bytes) were to be read by NIXL. See whether "
@@ -357,7 +365,7 @@ class NixlPeer:
             session.runs[spec.table] = latest
         if valid is not None and (broken := ~gone & ~valid).any():
             row = int(np.argmax(broken))
-            raise TransportError(
+            raise _TableError(
                 f"row {row}, slot {rows.slots[row]}, has no valid block table in the memory of its owner; the table is "
                 "corrupt, or has a disk tier, which one-sided reads do not see"
             )
@@ -428,7 +436,7 @@ class NixlPeer:
             job, session, _entries(described, "generation", slots, np.int64)
         )
         if int(word[0]) != numbers["value"]:
-            raise TransportError("the table has been replaced by another of its name")
+            raise _TableError("the table has been replaced by another of its name")
         live = (state == READY) | (state == RETIRED)
         gone: Array = ~(live & (generation == job.rows.generations))
         return gone, int(runs[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 from collections import OrderedDict
@@ -14,6 +13,7 @@ import numpy as np
 from gear_loader.errors import TransportError
 from gear_loader.transport.nixl_agent import Description, new_agent, register
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.forks import keep_for_ever
 
 __all__ = ["NixlRead", "NixlSession"]
 
@@ -43,12 +43,11 @@ class NixlSession:
         """Keep the agent and its memory until the process ends.
 
         UCX ends the process with a failed assertion (arbiter.c) if an agent is destroyed whose connection broke while
-        something was still to be sent.
+        something was still to be sent. So a session is kept after a read that failed or was given up.
         """
         if not self._is_kept:
             self._is_kept = True
-            # A reference from the module would go at the end of the process, and the agent with it.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+            keep_for_ever(self)
 
     def borrow(self, count: int) -> Array:
         """Take a registered buffer of at least `count` bytes, uint8."""

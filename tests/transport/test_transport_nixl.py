@@ -219,6 +219,10 @@ def test_an_owner_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
             world.fetch(slots, [0] * 4)
         world.peer._timeout = 20.0
         assert world.peer.quarantined == (1, world.spec.reply_bytes(4))
+        ((read, _),) = world.peer._quarantine
+        assert read.session._is_kept, (
+            "else the next garbage collection destroys it, which UCX may not survive"
+        )
         go_on(world.owner.process.pid)
         world.check(slots, [0] * 4)
         assert world.owner.asked == 2
