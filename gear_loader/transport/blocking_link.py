@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from gear_loader.errors import GearError, PeerTimeoutError, TransportError
 from gear_loader.transport.answers import MOST_ERROR, refusal, wrong_size
-from gear_loader.transport.channel import Address, Bytes, Channel, as_bytes, drop
+from gear_loader.transport.channel import Address, Bytes, Channel, as_bytes, drop_sent
 from gear_loader.transport.handshake import introduce
 from gear_loader.transport.session import FAREWELL, os_error_text
 from gear_loader.transport.socket import AHEAD, GONE, MOST_PARTS, set_options
@@ -160,10 +160,10 @@ class BlockingLink:
     def _send(self, connection: socket.socket, parts: Sequence[Bytes | bytes], deadline: float) -> None:
         """Send a message without a copy of its parts."""
         views = [as_bytes(part) for part in parts]
-        drop(views, connection.sendmsg(views[:MOST_PARTS]))
+        drop_sent(views, connection.sendmsg(views[:MOST_PARTS]))
         while views:
             self._limit(connection, deadline - time.monotonic())
-            drop(views, connection.sendmsg(views[:MOST_PARTS]))
+            drop_sent(views, connection.sendmsg(views[:MOST_PARTS]))
 
     def _answer_bytes(self, header: Header, asked: Asked) -> int:
         """Bytes of the small part of an answer."""
@@ -300,7 +300,7 @@ class _BlockingChannel(Channel):
         while views:
             self._socket.settimeout(self._left())
             sent = self._socket.send(views[0]) if encrypted else self._socket.sendmsg(views[:MOST_PARTS])
-            drop(views, sent)
+            drop_sent(views, sent)
 
     async def recv_into(self, buffer: Bytes) -> None:
         view = as_bytes(buffer)

@@ -41,8 +41,8 @@ def as_bytes(part: Bytes | bytes | bytearray) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
-def drop(views: list[memoryview], count: int) -> None:
-    """Remove the first `count` bytes, which have been sent."""
+def drop_sent(views: list[memoryview], count: int) -> None:
+    """Remove the first `count` bytes, which have been sent, from the pieces of a message."""
     while views and count >= len(views[0]):
         count -= len(views.pop(0))
     if count:

@@ -26,7 +26,7 @@ from gear_loader.transport.part_message import Part
 from gear_loader.transport.read_link import ReadLink
 from gear_loader.transport.request import Request
 from gear_loader.transport.store_message import One, OneStore, Store, step_places
-from gear_loader.transport.trajectory_rows import Rows, Stacked, bulk_parts, packed
+from gear_loader.transport.trajectory_rows import Rows, Stacked, bulk_parts, contiguous
 from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import Fields, Kind, Limits, ProtocolError, pack_text
 from gear_loader.utils.arrays import Array
@@ -320,7 +320,7 @@ class Peer:
                 answer=Kind.STORED,
                 finish=finish,
                 what=what(),
-                bulk=packed(parts, size),
+                bulk=contiguous(parts, size),
                 small_bytes=8 * n,
                 check=check,
                 seconds=seconds,

@@ -39,9 +39,7 @@ _T = TypeVar("_T")
 
 _IN_LOOP = 1 << 21  # largest reply that is gathered in the event loop; a hand-over to a thread takes longer
 _STORED_IN_LOOP = 1 << 20  # largest bulk part that is stored in the event loop, as replies are gathered
-_STORED_ALONE = (
-    1 << 23
-)  # the same while no other bulk part is being received or stored, which would have to wait
+_STORED_ALONE = 1 << 23  # the same while no other bulk part is received or stored, which would have to wait
 _STORED_AHEAD = 1 << 18  # largest bulk part of a message that is received and stored in one go
 SCRATCH = _STORED_AHEAD + AHEAD
 """Bytes of the largest message with such a part: what comes before it is received ahead."""
@@ -127,7 +125,8 @@ class Connection:
         for task in tasks:
             task.cancel()
         if self._kept is not None:
-            self._server.budget.give(self._kept[0].bulk)
+            header, _, data = self._kept
+            self._give_bulk(header.bulk, data)
             self._kept = None
         await asyncio.gather(*tasks, return_exceptions=True)
         self._parts.clear()
@@ -682,8 +681,8 @@ class Connection:
     def _keep(self, header: Header, message: memoryview) -> None:
         """Keep a STORE that was taken, and has to wait, for `_go_on_storing`."""
         end = HEADER + header.small
-        data = aligned(header.bulk)
-        data.data[:] = message[end:]
+        data = self._server.spare_memory.take(header.bulk)
+        data.data[: header.bulk] = message[end:]
         self._kept = header, np.frombuffer(bytes(message[HEADER:end]), np.uint8), data
 
     def _go_on_storing(self, header: Header, small: Array, data: Array) -> None:

@@ -245,7 +245,7 @@ class NixlPeer:
         for job in active:
             self._fail(job, TransportError(f"the connection to {self._name} has been closed"))
         self._poll_quarantine()
-        # They may still write into their memory: an agent that were destroyed at exit, after it, would do so.
+        # They may still write, and the end of the process would free their memory before it destroys the agent.
         keep_for_ever(*self._quarantine)
         self._session = None
 
@@ -268,9 +268,7 @@ class NixlPeer:
             job.read = None
         if job.session is not None:
             if job.session is self._session:
-                self._session = (
-                    None  # the next fetch uses a new session; other fetches may finish with this one
-                )
+                self._session = None  # the next fetch uses a new one; others may finish with this one
             job.session.users -= 1
             if not isinstance(error, _TableError):
                 job.session.keep()  # the error's traceback refers to it: a garbage collection would destroy the agent

@@ -159,12 +159,12 @@ class RemoteWriter(StepAppender):
                 values[: self._inside] = self._buffer.piece[name][: self._inside]
         self._write_into(buffer)
 
-    def _new_buffer(self, least: int, wanted: int) -> Buffer:
-        """A buffer of `least` to `wanted` steps, whose memory may be that of steps that are stored."""
-        buffer = self._spool.take_buffer(least, wanted)
-        if buffer is None or buffer.steps > wanted:
-            piece = {name: np.empty((wanted, c.step_bytes), np.uint8) for name, c in self._schema.items()}
-            buffer = Buffer(wanted, piece, self._views(list(piece.values())))
+    def _new_buffer(self, least: int, most: int) -> Buffer:
+        """A buffer of `least` to `most` steps, whose memory may be that of steps that are stored."""
+        buffer = self._spool.take_buffer(least, most)
+        if buffer is None:
+            piece = {name: np.empty((most, c.step_bytes), np.uint8) for name, c in self._schema.items()}
+            buffer = Buffer(most, piece, self._views(list(piece.values())))
         return buffer
 
     def _write_into(self, buffer: Buffer) -> None:

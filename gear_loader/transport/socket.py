@@ -13,7 +13,7 @@ import termios
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from gear_loader.errors import TransportError
-from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, always, as_bytes, drop
+from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, always, as_bytes, drop_sent
 from gear_loader.transport.tcp_listener import TcpListener, listening_sockets
 
 __all__ = ["AHEAD", "AHEAD_LENT", "GONE", "MOST_PARTS", "SocketCarrier", "SocketChannel", "set_options"]
@@ -73,7 +73,7 @@ class SocketChannel(Channel):
             except (BlockingIOError, InterruptedError):
                 await self._wait_to_write()
                 continue
-            drop(views, sent)
+            drop_sent(views, sent)
             await self._yield()
 
     def send_some(self, *parts: Bytes) -> list[memoryview]:
@@ -83,7 +83,7 @@ class SocketChannel(Channel):
                 sent = self._send_some(views)
             except (BlockingIOError, InterruptedError):
                 break
-            drop(views, sent)
+            drop_sent(views, sent)
         return views
 
     async def fill(self, at_once: Callable[[], bool] | None = None) -> None:

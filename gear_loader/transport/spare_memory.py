@@ -39,9 +39,7 @@ class SpareMemory:
                 buffer = self._free.pop(i)
                 self.held -= len(buffer)
                 return buffer
-        step = 1 << max(
-            0, size.bit_length() - 4
-        )  # so that it also fits the next request, which is about as large
+        step = 1 << max(0, size.bit_length() - 4)  # some room, for the next request is about as large
         return aligned(-(-size // step) * step)
 
     def give(self, buffer: Array) -> None:

@@ -194,11 +194,11 @@ class Spool:
                 )
             self._held += size
 
-    def take_buffer(self, least: int, wanted: int) -> Buffer | None:
-        """Memory of stored steps: for at least `least` steps, and about `wanted`, the larger number; None without."""
+    def take_buffer(self, least: int, most: int) -> Buffer | None:
+        """Memory of stored steps, with room for `least` to `most` of them; None if there is none of about that size."""
         with self._changed:
-            found = self._spare.get(wanted.bit_length())
-            if not found or found[-1].steps < least:
+            found = self._spare.get(most.bit_length())
+            if not found or not least <= found[-1].steps <= most:
                 return None
             buffer = found.pop()
             self._spare_bytes -= buffer.steps * self.schema.step_bytes

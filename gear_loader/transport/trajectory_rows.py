@@ -13,7 +13,7 @@ from gear_loader.transport.message_schema import padding
 from gear_loader.transport.store_message import Store
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Rows", "Stacked", "bulk_parts", "packed"]
+__all__ = ["Rows", "Stacked", "bulk_parts", "contiguous"]
 
 
 class Rows(NamedTuple):
@@ -77,8 +77,8 @@ def bulk_parts(request: Store, rows: Sequence[Rows] | Stacked) -> list[Bytes | b
     return parts
 
 
-def packed(parts: Sequence[Bytes | bytes], size: int) -> Array:
-    """The same bytes in new memory, uint8 [size]."""
+def contiguous(parts: Sequence[Bytes | bytes], size: int) -> Array:
+    """The bytes of all pieces, one after another in new memory, uint8 [size]."""
     data, at = np.empty(size, dtype=np.uint8), 0
     for part in parts:
         view = as_bytes(part)

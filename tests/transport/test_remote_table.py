@@ -77,6 +77,17 @@ def url_of(address: str, table: gear.Table) -> str:
     return f"{address.replace('socket', 'gear')}/{table.name}"
 
 
+def run_client(program: str, url: str) -> subprocess.CompletedProcess[str]:
+    """A program that knows the secret, and has the url as its argument, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", program, url],
+        env={**os.environ, "GEAR_LOADER_SECRET": SECRET.decode()},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
 @contextlib.contextmanager
 def connected(table: gear.Table, **options: Any) -> Iterator[gear.RemoteTable]:
     """A connection to a server of the table, in this process."""
@@ -411,13 +422,7 @@ def test_a_client_loads_no_torch_no_compiler_and_no_kernels() -> None:
         "goal": gear.Column(torch.float32, per="trajectory"),
     }
     with named(columns, max_steps=40, max_trajectories=8) as table, serving(str(table.name)) as server:
-        done = subprocess.run(
-            [sys.executable, "-c", program, url_of(server.address, table)],
-            env={**os.environ, "GEAR_LOADER_SECRET": SECRET.decode()},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        done = run_client(program, url_of(server.address, table))
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == []
         assert numbers_in(table) == [0, 4, 5, 6, 7]
@@ -631,13 +636,7 @@ def test_a_process_that_ends_without_close_has_stored_what_it_committed() -> Non
         named(NUMBERS, max_steps=2_000_000, max_trajectories=40) as table,
         serving(str(table.name)) as server,
     ):
-        done = subprocess.run(
-            [sys.executable, "-c", program, url_of(server.address, table)],
-            env={**os.environ, "GEAR_LOADER_SECRET": SECRET.decode()},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        done = run_client(program, url_of(server.address, table))
         assert (done.returncode, done.stderr) == (0, "")
         assert numbers_in(table) == list(range(20))
 
