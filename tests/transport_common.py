@@ -7,7 +7,8 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,74 @@ WINDOWS = {
 """Of the columns of `table_common.COLUMNS`."""
 HELLO = pack_text("socket") + pack_text("socket") + bytes(NONCE)
 """The small part of a correct first message."""
+
+
+class Proxy:
+    """Forwards connections to a server, keeps what was sent, can drop answers, and cut all connections.
+
+    A context manager, which closes it.
+    """
+
+    def __init__(self, address: str) -> None:
+        parts = Address.parse(address)
+        self._server = parts.host, parts.port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"socket://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.swallow = threading.Event()
+        """Drop the next answer of the server, and its connection."""
+        self.heard = bytearray()
+        """All bytes, in both directions."""
+        self._ends: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
+
+    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._threads.append(threading.Thread(target=work, args=arguments, daemon=True))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                self._ends.append(client)
+                server = socket.create_connection(self._server)
+                self._ends.append(server)
+                self._start(self._forward, client, server, False)
+                self._start(self._forward, server, client, True)
+
+    def _forward(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.heard += data
+                if answers and self.swallow.is_set():
+                    self.swallow.clear()
+                    break
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        """Cut all connections."""
+        for end in list(self._ends):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()
+        self.cut()
+        for thread in self._threads:
+            thread.join()
+        for each in (self._listener, *self._ends):
+            each.close()
 
 
 class Serving:

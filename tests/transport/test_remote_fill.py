@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_remote_table import Proxy, connected, named, url_of
-from transport_common import SECRET, serving
+from test_remote_table import connected, named, url_of
+from transport_common import SECRET, Proxy, serving
 
 import gear_loader as gear
 from gear_loader.errors import FilledError, SchemaError, StaleIndexError, TransportError
@@ -102,8 +102,7 @@ def test_a_server_that_is_read_only_refuses() -> None:
 
 
 def test_lost_answers_fill_once() -> None:
-    with named(COLUMNS, **SIZES) as table, serving(table.name) as server:
-        proxy = Proxy(server.address)
+    with named(COLUMNS, **SIZES) as table, serving(table.name) as server, Proxy(server.address) as proxy:
         with gear.connect(url_of(proxy.address, table), secret=SECRET, timeout=30.0) as remote:
             slots = [add(table, number) for number in range(60)]
             for number in range(0, 60, 2):
@@ -113,7 +112,6 @@ def test_lost_answers_fill_once() -> None:
                     proxy.cut()
                 pair = [number, number + 1]
                 assert remote.fill([slots[n] for n in pair], **together(pair)) == 0
-        proxy.close()
         for number in range(60):
             check(table, slots[number], number)
 

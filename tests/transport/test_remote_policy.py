@@ -7,8 +7,8 @@ import threading
 
 import pytest
 import torch
-from test_remote_table import Proxy, connected, named, url_of
-from transport_common import PATIENCE, SECRET, serving
+from test_remote_table import connected, named, url_of
+from transport_common import PATIENCE, SECRET, Proxy, serving
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError, TransportError
@@ -57,8 +57,11 @@ def test_lost_answers_of_several_trainers() -> None:
         except BaseException as error:
             failures.append(error)
 
-    with named(COLUMNS, **SIZES, version="policy") as table, serving(table.name) as server:
-        proxy = Proxy(server.address)
+    with (
+        named(COLUMNS, **SIZES, version="policy") as table,
+        serving(table.name) as server,
+        Proxy(server.address) as proxy,
+    ):
         threads = [threading.Thread(target=work, args=(url_of(proxy.address, table),)) for _ in range(3)]
         for thread in threads:
             thread.start()
@@ -69,7 +72,6 @@ def test_lost_answers_of_several_trainers() -> None:
                 proxy.cut()
         for thread in threads:
             thread.join(PATIENCE)
-        proxy.close()
         assert not failures
         assert sorted(made) == list(range(1, 76))
         assert table.policy_version == 75

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from table_common import fresh_name
-from transport_common import SECRET, serving
+from transport_common import SECRET, Proxy, serving
 from waiting_common import wait_until
 
 import gear_loader as gear
@@ -101,50 +100,6 @@ def connected(table: gear.Table, **options: Any) -> Iterator[gear.RemoteTable]:
 def numbers_in(table: gear.Table) -> list[int]:
     """The first value of every trajectory, sorted."""
     return sorted(int(table[int(index)]["number"][0]) for index in table.indices())
-
-
-class Proxy:
-    """Forwards connections to a server; can drop answers, and cut all connections."""
-
-    def __init__(self, address: str) -> None:
-        host, _, port = address.removeprefix("socket://").partition(":")
-        self._server = host, int(port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"socket://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.swallow = threading.Event()
-        """Drop the next answer of the server, and its connection."""
-        self._ends: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(self._server)
-                self._ends += [client, server]
-                for ends in ((client, server, False), (server, client, True)):
-                    threading.Thread(target=self._forward, args=ends, daemon=True).start()
-
-    def _forward(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                if answers and self.swallow.is_set():
-                    self.swallow.clear()
-                    break
-                target.sendall(data)
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def cut(self) -> None:
-        """Cut all connections."""
-        for end in self._ends:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._listener.close()
-        self.cut()
 
 
 # ---------------------------------------------------------------- what arrives
@@ -366,8 +321,11 @@ def test_several_tables_of_one_server_which_is_started_again() -> None:
 
 
 def test_priorities_of_the_servers_table_are_set() -> None:
-    with named(NUMBERS, max_steps=40, max_trajectories=4) as table, serving(table.name) as server:
-        proxy = Proxy(server.address)
+    with (
+        named(NUMBERS, max_steps=40, max_trajectories=4) as table,
+        serving(table.name) as server,
+        Proxy(server.address) as proxy,
+    ):
         table.extend([{"number": torch.tensor([number])} for number in range(4)], priority=1.0)
         selector = gear.Prioritized(alpha=1.0)
         data = gear.ReplayDataset(table, batch_size=64, windows=gear.Window(1), selector=selector, prefetch=0)
@@ -433,8 +391,11 @@ def test_a_client_loads_no_torch_no_compiler_and_no_kernels() -> None:
 
 
 def test_lost_answers_and_connections_store_nothing_twice() -> None:
-    with named(NUMBERS, max_steps=2000, max_trajectories=1000) as table, serving(table.name) as server:
-        proxy = Proxy(server.address)
+    with (
+        named(NUMBERS, max_steps=2000, max_trajectories=1000) as table,
+        serving(table.name) as server,
+        Proxy(server.address) as proxy,
+    ):
         with gear.connect(url_of(proxy.address, table), secret=SECRET, timeout=30.0) as remote:
             writer = remote.writer()
             for number in range(0, 300, 3):
@@ -447,7 +408,6 @@ def test_lost_answers_and_connections_store_nothing_twice() -> None:
                 writer.append(number=number + 2)
                 writer.commit()
             remote.flush()
-        proxy.close()
         assert numbers_in(table) == list(range(300))
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_remote_table import COLUMNS, FORK, Proxy, episode, named, url_of
-from transport_common import SECRET, Serving, serving
+from test_remote_table import COLUMNS, FORK, episode, named, url_of
+from transport_common import SECRET, Proxy, Serving, serving
 from waiting_common import wait_until
 
 import gear_loader as gear
@@ -185,8 +185,7 @@ def test_a_trajectory_whose_parts_are_lost_is_sent_as_a_whole(table: gear.Table,
         "trajectories": Limits(open_trajectories=1),
         "expired": Limits(open_seconds=0.1),
     }
-    with serving(str(table.name), limits=limits.get(how)) as server:
-        proxy = Proxy(server.address)
+    with serving(str(table.name), limits=limits.get(how)) as server, Proxy(server.address) as proxy:
         with gear.connect(url_of(proxy.address, table), secret=SECRET, timeout=20.0) as remote:
             others = [begin(remote, server, 1)] if how == "trajectories" else []
             writer = begin(remote, server, steps=8)
@@ -198,7 +197,6 @@ def test_a_trajectory_whose_parts_are_lost_is_sent_as_a_whole(table: gear.Table,
             assert is_stored(table, writer.commit(trajectory=goal(7)))
             for other in others:
                 other.close()
-        proxy.close()
         wait_until(lambda: server.server.open_parts.size == 0)
 
 

@@ -6,20 +6,18 @@ import contextlib
 import shutil
 import socket
 import subprocess
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from table_common import fresh_name, named, rows
-from transport_common import SECRET, Raw, check_fetch, serving, six, spec_of
+from transport_common import SECRET, Proxy, Raw, check_fetch, serving, six, spec_of
 
 import gear_loader as gear
 from gear_loader.errors import HandshakeError, TransportError
 from gear_loader.transport import start_server
-from gear_loader.transport.channel import Address
 from gear_loader.transport.tls import client_context, server_context
 
 COLUMNS = {"text": gear.Column(torch.uint8, (1000,))}
@@ -57,67 +55,13 @@ def marked(steps: int) -> dict[str, np.ndarray]:
     return {"text": np.tile(row, (steps, 1))}
 
 
-class Listening:
-    """Forwards connections to a server, and keeps all bytes."""
-
-    def __init__(self, address: str) -> None:
-        parts = Address.parse(address)
-        self._to = parts.host, parts.port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.place = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self.heard = bytearray()
-        self._ends: list[socket.socket] = []
-        self._threads: list[threading.Thread] = []
-        self._start(self._accept)
-
-    def _start(self, work: Callable[..., None], *arguments: socket.socket) -> None:
-        self._threads.append(threading.Thread(target=work, args=arguments))
-        self._threads[-1].start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                one, _ = self._listener.accept()
-                two = socket.create_connection(self._to)
-                self._ends += [one, two]
-                self._start(self._forward, one, two)
-                self._start(self._forward, two, one)
-
-    def _forward(self, one: socket.socket, two: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := one.recv(1 << 16):
-                self.heard += data
-                two.sendall(data)
-        for each in (one, two):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        for each in (self._listener, *self._ends):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-        for each in (self._listener, *self._ends):
-            each.close()
-
-
-@contextlib.contextmanager
-def listening(address: str) -> Iterator[Listening]:
-    made = Listening(address)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
 def test_what_is_added_is_encrypted(files: tuple[Path, Path]) -> None:
     """Small and large trajectories, streamed ones, and commits that are waited for."""
     with texts() as table, table.serve(tls=files) as server:
         assert server.url.startswith("gears://127.0.0.1:")
         address = server.url.replace("gears", "socket").rpartition("/")[0]
-        with listening(address) as wire:
-            url = f"gears://{wire.place}/{table.name}"
+        with Proxy(address) as wire:
+            url = f"{wire.address.replace('socket', 'gears')}/{table.name}"
             with gear.connect(url, secret=server.secret, ca_file=files[0], timeout=30.0) as remote:
                 for steps in (1, 3, 1500):
                     remote.add(marked(steps))
@@ -141,8 +85,10 @@ def test_without_a_certificate_it_is_not(files: tuple[Path, Path]) -> None:
     with contextlib.ExitStack() as stack:
         table = stack.enter_context(texts())
         server = stack.enter_context(serving(str(table.name)))
-        wire = stack.enter_context(listening(server.address))
-        remote = stack.enter_context(gear.connect(f"gear://{wire.place}/{table.name}", secret=SECRET))
+        wire = stack.enter_context(Proxy(server.address))
+        remote = stack.enter_context(
+            gear.connect(f"{wire.address.replace('socket', 'gear')}/{table.name}", secret=SECRET)
+        )
         remote.add(marked(1))
         assert MARK in wire.heard
 
