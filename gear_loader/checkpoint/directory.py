@@ -87,7 +87,7 @@ class Directory:
 
     def at(self, name: str) -> str:
         """The path of an entry, for errors."""
-        return os.path.join(self.path, name)
+        return f"{self.path.rstrip('/')}/{name}"
 
     # ---------------------------------------------------------------- directories
 

@@ -123,7 +123,9 @@ class Manifest:
                 "files": {
                     name: {
                         "path": f"{segment_folder(segment.number)}/{column_file(name)}",
-                        **dataclasses.asdict(record),
+                        "bytes": record.bytes,
+                        "xxh128": record.xxh128,
+                        "chunks": record.chunks,
                     }
                     for name, record in segment.files.items()
                 },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import urllib.parse
 
@@ -49,6 +50,7 @@ def index_file(number: int) -> str:
     return f"index.{number:06d}.safetensors"
 
 
+@functools.lru_cache(1 << 12)
 def column_file(column: str) -> str:
     """File name of a column: its name, percent-encoded; a long name is cut and a digest appended."""
     quoted = urllib.parse.quote(column, safe="", errors="surrogatepass")
