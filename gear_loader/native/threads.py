@@ -5,7 +5,8 @@ into chunks, which all members take from one counter: the caller starts at once,
 fewer chunks. If batches follow each other closely (about 0.1 ms of drawing and bookkeeping between them), an idle
 member polls for 0.3 ms before it sleeps, so that it is awake for the next batch. A consumer that works on its batch for
 longer needs the cores, so members sleep at once. The caller gathers batches of up to 2 MiB alone: waking a thread takes
-about as long as half of the copy.
+about as long as half of the copy. Members keep off the caller's processor, where Linux may wake them although others
+are idle: there they would wait until the copy is done.
 
 All of this except sleeping runs in compiled code without the GIL (`gear_loader.native.sharing`: `post`, `serve`,
 `finish`), through the mailbox defined there.
@@ -13,10 +14,13 @@ All of this except sleeping runs in compiled code without the GIL (`gear_loader.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import os
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +39,13 @@ _ALONE_BYTES = 1 << 21
 180 us in the median, with a member 194 us and 488 us; 128 of them took 534 us and 463 us at best."""
 
 
+# Without a release of the GIL, which may take milliseconds to get back.
+_processor: Any = (
+    getattr(ctypes.PyDLL(None), "sched_getcpu", None) if hasattr(os, "sched_setaffinity") else None
+)
+"""The processor of the calling thread; None where it is not known."""
+
+
 class _ThreadPool:
     """The caller and `members` threads."""
 
@@ -48,10 +59,15 @@ class _ThreadPool:
         self._ended = -1.0  # end of the last job, by `time.perf_counter`
         self._wake = [threading.Semaphore(0) for _ in range(members)]
         self._turn = new_mutex()
+        self._kept_off = -1  # the processor that members do not use
+        self._ids: list[int] = []  # of the members, as the kernel counts threads
         for member in range(members):
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._run, args=(member,), name=f"gear-loader-{member}", daemon=True
-            ).start()
+            )
+            thread.start()
+            assert thread.native_id is not None
+            self._ids.append(thread.native_id)
 
     def _run(self, member: int) -> None:
         while True:
@@ -99,6 +115,7 @@ class _ThreadPool:
         mailbox[sharing.SPINS] = self._spins if soon else 0
         mailbox[sharing.DONE] = chunks  # `finish` of a job that has not been posted returns at once
         try:
+            self._keep_off()
             asleep = sharing.post(base, self._members, chunks)
             for member in range(self._members):
                 if asleep >> member & 1:
@@ -115,6 +132,17 @@ class _ThreadPool:
             raise
         self._ended = time.perf_counter()
         return bad
+
+    def _keep_off(self) -> None:
+        """Let members use the processors that the caller may use, except the one that it is on."""
+        here = -1 if _processor is None else _processor()
+        if here == self._kept_off:
+            return
+        self._kept_off = here
+        allowed = os.sched_getaffinity(0)
+        for thread in self._ids:
+            with contextlib.suppress(OSError):  # a container may forbid it
+                os.sched_setaffinity(thread, allowed - {here} or allowed)
 
 
 @functools.cache

@@ -224,6 +224,22 @@ def test_a_job_that_has_not_been_posted_is_not_begun(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("three_threads")
+@pytest.mark.skipif(threads._processor is None, reason="the system does not tell the processor of a thread")
+def test_members_keep_off_the_callers_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Woken there they would wait until the caller has done everything."""
+    rows, mine = Rows(1 << 12, 64, 8), os.sched_getaffinity(0)
+    rows.gather(0, 8)
+    members = threads._pool(os.getpid(), 2)
+    assert threads._processor() in mine
+    for here in [*sorted(mine), -1]:
+        monkeypatch.setattr(threads, "_processor", lambda here=here: here)
+        rows.gather(0, 8)
+        expected = mine - {here} or mine
+        assert [os.sched_getaffinity(thread) for thread in members._ids] == [expected] * 2
+    assert os.sched_getaffinity(0) == mine
+
+
+@pytest.mark.usefixtures("three_threads")
 def test_several_threads_collect_at_once() -> None:
     failures: list[str] = []
     begin = threading.Barrier(3)

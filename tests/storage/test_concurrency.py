@@ -726,6 +726,7 @@ def test_room_in_a_full_table_is_waited_for() -> None:
         with waiting(table, 0.1), pytest.raises(TableFullError, match=message):
             table.add(rows(2, 20))
         waited = table.stats().insert_wait
+        assert waited >= table.seconds_waited >= 0.1  # the writers' and this handle's
         waits = Child(_add_that_waits, table.name, 3, 20)
         waits.hear()
         assert not waits.has_spoken
