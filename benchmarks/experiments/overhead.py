@@ -143,17 +143,13 @@ def _single(session: Session, data: Data, table: gear.Table, told: Mapping[str, 
 
 
 def _whole(session: Session, data: Data, table: gear.Table, size: int, told: Mapping[str, Any]) -> None:
-    """Batches of whole trajectories, five a turn.
-
-    With ``keep=1`` the next batch takes the memory of the last, as in `index_select`.
-    """
-    variants = [_plain("index_select", data.stacked, size, 5)]
+    """Batches of whole trajectories, five a turn."""
+    plain = _plain("index_select", data.stacked, size, 5)
+    batches = _batches(table, size, windows=W1.window, anchor="first", copy=False)
     targets = {"index_select": LEAST[size]} if size in LEAST else {}
-    for name, keep in (("ours", 2), ("ours, keep=1", 1)):
-        batches = _batches(table, size, windows=W1.window, anchor="first", copy=False, keep=keep)
-        checked, measure = _checked(data, table, batches, W1.steps), _timed(batches.__next__, 5)
-        variants.append(Variant(name, measure, checked, variants[0].amount, 5, targets=targets))
-    session.compare("W1", f"whole trajectories, batch {size}", variants, "index_select", told)
+    checked, measure = _checked(data, table, batches, W1.steps), _timed(batches.__next__, 5)
+    ours = Variant("ours", measure, checked, plain.amount, 5, targets=targets)
+    session.compare("W1", f"whole trajectories, batch {size}", [plain, ours], "index_select", told)
 
 
 def _adding(session: Session, data: Data, told: Mapping[str, Any]) -> None:
