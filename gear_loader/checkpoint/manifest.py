@@ -123,9 +123,7 @@ class Manifest:
                 "files": {
                     name: {
                         "path": f"{segment_folder(segment.number)}/{column_file(name)}",
-                        "bytes": record.bytes,
-                        "xxh128": record.xxh128,
-                        "chunks": record.chunks,
+                        **vars(record),
                     }
                     for name, record in segment.files.items()
                 },
