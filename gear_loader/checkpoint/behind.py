@@ -37,7 +37,7 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.notices import notice
 
-__all__ = ["WriteBehind", "create", "start"]
+__all__ = ["WriteBehind", "create", "finish_dropped", "start"]
 
 _LONGEST_PAUSE = 10.0
 """Most seconds between two attempts after an error, unless `sync_seconds` is longer."""
@@ -68,6 +68,7 @@ def create(
     """
     place: Place | None = None
     busy: LockedError | None = None
+    finish_dropped(disk)
     try:
         place = open_new(disk, name, exist_ok=exist_ok)
     except LockedError as error:
@@ -90,6 +91,13 @@ def create(
             if new and name is not None:
                 table.unlink()
         raise
+
+
+def finish_dropped(disk: Disk) -> None:
+    """Wait until this process no longer writes a table to this place that was dropped without `close`."""
+    for writer in list(_writers):
+        if writer.is_dropped_at(os.fspath(disk.path)):
+            writer.join()
 
 
 def start(table: Table, place: Place) -> WriteBehind:
@@ -150,6 +158,14 @@ class WriteBehind:
         if self._spiller is not None:
             self._spiller.announce(True)
         self._thread.start()
+
+    def is_dropped_at(self, path: str) -> bool:
+        """Whether the table was dropped without `close`, and the thread may still write it into the directory `path`."""
+        return self._abandoned and self._place.is_at(path)
+
+    def join(self) -> None:
+        """Wait for the end of the thread."""
+        self._thread.join()
 
     # ---------------------------------------------------------------- for the table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from gear_loader.checkpoint.behind import start
+from gear_loader.checkpoint.behind import finish_dropped, start
 from gear_loader.checkpoint.disk_place import Place, open_place, previous_of
 from gear_loader.checkpoint.housekeeping import convert_errors, restore_previous
 from gear_loader.checkpoint.loading import LoadOptions, UnfitError, load_version
@@ -22,6 +22,7 @@ _logger = logging.getLogger("gear_loader")
 def recover(kind: type[Table], disk: Disk, options: LoadOptions) -> tuple[Table, DiskWriter]:
     """Create a table from what was written last, and go on writing it. See `Table.recover`."""
     options = dataclasses.replace(options, disk=disk)
+    finish_dropped(disk)
     place = open_place(disk, options.name, recover=True)
     table = None
     try:

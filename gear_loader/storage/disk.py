@@ -24,7 +24,8 @@ class Disk:
     """A directory into which a table is written in the background; see `Table.create`.
 
     The directory is a checkpoint at every moment: `Table.recover` brings the table back and goes on writing into it,
-    `Table.load` copies it. Use it with one table at a time.
+    `Table.load` copies it. Use it with one table at a time. A table that is dropped without `close` is still written to
+    the end by its thread; `Table.create` and `Table.recover` of the same process wait for that.
 
     Attributes:
         path: a directory that is empty or to be created; it may be a symbolic link to one. Use a disk that outlives
