@@ -160,7 +160,7 @@ class WriteBehind:
         self._thread.start()
 
     def is_dropped_at(self, path: str) -> bool:
-        """Whether the table was dropped without `close`, and the thread may still write it into the directory `path`."""
+        """Whether the table was dropped without `close`, and is perhaps still written into the directory `path`."""
         return self._abandoned and self._place.is_at(path)
 
     def join(self) -> None:
