@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import queue
-import threading
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from gear_loader.errors import GpuError
 from gear_loader.storage.exchange import exchange
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.background import start_thread
 from gear_loader.utils.captures import allow_captures
 
 __all__ = ["CacheOrder", "Choice", "Contents", "Ranker", "choose", "rank"]
@@ -163,8 +163,7 @@ class Ranker:
         self._choices: queue.SimpleQueue[Choice | BaseException] = queue.SimpleQueue()
         self.busy = False
         """Whether a choice has been requested that `take` has not returned yet."""
-        self._thread = threading.Thread(target=self._work, name="gear-loader-cache", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._work, "gear-loader-cache", stop=self.stop)
 
     def request(self, contents: Contents) -> None:
         """Request a choice; `busy` until `take` has returned it."""

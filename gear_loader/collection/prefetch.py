@@ -22,6 +22,7 @@ from gear_loader.collection.references import can_count
 from gear_loader.errors import GearError, GpuError, LockTimeoutError
 from gear_loader.storage.lock import LOCK_TIMEOUT
 from gear_loader.utils.arrays import outside_inference
+from gear_loader.utils.background import start_thread
 from gear_loader.utils.captures import allow_captures
 from gear_loader.utils.mutex import holds_any
 from gear_loader.utils.notices import notice
@@ -166,10 +167,9 @@ class Prefetcher:
         for _ in range(self._prefetch):
             self._orders.put(_Order(self._take(), fill, items))
         self._accepting = True
-        self._thread = threading.Thread(
-            target=self._work, args=(signals,), name="gear-loader-prefetch", daemon=True
+        self._thread = start_thread(
+            self._work, "gear-loader-prefetch", args=(signals,), stop=self._ask_to_end
         )
-        self._thread.start()
         while True:
             self._check_process()
             signal = signals.get()
@@ -384,14 +384,17 @@ class Prefetcher:
         """
         if os.getpid() != self._pid:
             return True  # a forked child: the thread, its orders and its locks are the parent's
-        self._stopped = True
-        self._orders.put(None)
+        self._ask_to_end()
         if not self._pool.delivered:
             self._pool.delivered = self._delivered
         # Daemon threads do not run during interpreter shutdown.
         if self._thread is threading.current_thread() or sys.is_finalizing() or holds_any():
             return False
         return self.join()
+
+    def _ask_to_end(self) -> None:
+        self._stopped = True
+        self._orders.put(None)
 
     def join(self) -> bool:
         """Wait at most `LOCK_TIMEOUT` seconds for a closed prefetcher's thread; return whether it has ended."""
@@ -442,8 +445,7 @@ class _Releaser:
         self._entries: collections.deque[_Reading] = collections.deque()
         self._awake = False  # whether the thread looks at the entries without a signal; it alone sets this
         self._signals: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="gear-loader-release", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._work, "gear-loader-release", stop=self.stop)
 
     def put(self, buffers: Buffers, ticket: Any) -> None:
         """Release `ticket` after the work queued for `buffers`."""

@@ -141,6 +141,9 @@ class Exchange(SingleProcess):
         self._last_barrier: str | None = None
         self._broken: RankError | None = None
         self._group: Any = None
+        # torch's `Work` of the last collective. Without it gloo's thread would be the last to refer to the tensors, a
+        # moment later, and wait for the GIL to free them: a process that ends just then aborts.
+        self._work: Any = None
         turn = _MADE[tuple(self.ranks)] = _MADE.get(tuple(self.ranks), 0) + 1
         self._prefix = f"gear_loader/exchange/{zlib.crc32(repr(self.ranks).encode()):08x}/{turn}"
         began = time.monotonic()
@@ -294,7 +297,7 @@ class Exchange(SingleProcess):
         self._enter(_BATCH)
         search = FailureSearch(self, f"did not send {what}", time.monotonic())
         try:
-            work = start()
+            self._work = work = start()
             while not _done(work):
                 search.check()
         except RankError:

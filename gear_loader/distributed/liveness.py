@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gear_loader.distributed.topology import this_node
+from gear_loader.utils.background import start_thread
 
 __all__ = ["BEAT", "Beat", "Liveness", "SilentStoreError", "back_off", "default_store"]
 
@@ -77,8 +78,7 @@ class Liveness:
         self._stuck: threading.Thread | None = None
         self._over = threading.Event()
         self.ask(self._register, seconds=_CONNECT)
-        self._thread = threading.Thread(target=self._beats, name="gear-loader-heartbeat", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._beats, "gear-loader-heartbeat", stop=self.stop)
 
     def _register(self) -> None:
         if hasattr(self.store, "clone"):  # calls of the shared connection may block for long
@@ -207,8 +207,7 @@ class Liveness:
             except BaseException as error:
                 failure.append(error)
 
-        thread = threading.Thread(target=work, name="gear-loader-store", daemon=True)
-        thread.start()
+        thread = start_thread(work, "gear-loader-store")
         thread.join(seconds)
         if failure:
             raise failure[0]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from gear_loader.distributed.liveness import Liveness, SilentStoreError, back_off
+from gear_loader.utils.background import start_thread
 
 if TYPE_CHECKING:
     from gear_loader.distributed.failure_search import FailureSearch
@@ -129,8 +129,7 @@ def new_gloo_group(ranks: Sequence[int], timeout: float, search: FailureSearch) 
         except Exception as error:
             made.append(error)
 
-    thread = threading.Thread(target=make, name="gear-loader-rendezvous", daemon=True)
-    thread.start()
+    thread = start_thread(make, "gear-loader-rendezvous")
     while not made:
         thread.join(_SLICE)
         if not made:

@@ -16,6 +16,7 @@ import torch
 from gear_loader.errors import GearError, OverloadError, SchemaError
 from gear_loader.graph.csr import checked_nodes
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.background import start_thread
 from gear_loader.utils.checks import at_least
 
 __all__ = ["RequestBatcher", "RequestStats"]
@@ -89,8 +90,7 @@ class RequestBatcher:
         self._seconds_a_request = 1e-3  # moving average
         self._closed = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="gear-loader-requests", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "gear-loader-requests", stop=self._ask_to_end)
 
     def submit(self, nodes: Any) -> concurrent.futures.Future[torch.Tensor]:
         """Accept a request for the rows of `nodes`, integers [n], of which some may be equal.
@@ -125,10 +125,13 @@ class RequestBatcher:
 
     def close(self) -> None:
         """Serve what waits, then end the thread; idempotent."""
+        self._ask_to_end()
+        self._thread.join()
+
+    def _ask_to_end(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join()
 
     def __enter__(self) -> RequestBatcher:
         return self

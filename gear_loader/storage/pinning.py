@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
-import os
 import threading
 import time
 import warnings
@@ -15,6 +13,7 @@ import torch
 
 from gear_loader.errors import GpuError
 from gear_loader.storage.pages import populate
+from gear_loader.utils.background import is_ending, start_thread
 from gear_loader.utils.captures import allow_captures
 from gear_loader.utils.formatting import size
 from gear_loader.utils.notices import notice
@@ -29,7 +28,6 @@ _SHOWN = 1 << 30  # bytes from which on a waiting thread shows a progress bar
 _LONG = 1 << 33  # bytes from which on a notice says what it waits for
 _LOOK = 0.1  # seconds between looks at the progress
 _STALLED = 120.0  # seconds without progress after which waiting is an error
-_EXIT_TIMEOUT = 10.0  # seconds; the end of the interpreter waits for the running call
 
 
 class Pinning:
@@ -54,7 +52,7 @@ class Pinning:
         self._stopped = False
         self._failure: BaseException | None = None
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gear-loader-pin", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the thread.
@@ -62,14 +60,9 @@ class Pinning:
         Raises:
             GpuError: the process is ending.
         """
-        if _ending:
+        if is_ending():
             raise GpuError("This process is ending; memory cannot be pinned any more.")
-        _running.add(self)
-        try:
-            self._thread.start()
-        except BaseException:
-            _running.discard(self)
-            raise
+        self._thread = start_thread(self._run, "gear-loader-pin", stop=self.stop)
 
     def stop(self) -> None:
         """Let the thread unregister everything and end, after the running call. Does not wait."""
@@ -77,7 +70,8 @@ class Pinning:
 
     def join(self, timeout: float) -> None:
         """Wait for the end of the thread."""
-        self._thread.join(timeout)
+        if self._thread is not None:
+            self._thread.join(timeout)
 
     def wait(self) -> None:
         """Wait until the thread has ended, with a progress bar where there is a terminal.
@@ -123,7 +117,6 @@ class Pinning:
         try:
             self._call_ended(pinned)
         finally:
-            _running.discard(self)
             self._ended.set()
 
     def _register(self) -> bool | None:
@@ -169,21 +162,3 @@ def _clear_cuda_error() -> None:
     # A failed runtime call leaves an error code for the next launch check of this thread; a tiny launch consumes it.
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())).add_(1)
-
-
-_running: set[Pinning] = set()
-_ending = False
-os.register_at_fork(after_in_child=_running.clear)  # the threads are the parent's
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Let no call of CUDA run while the process ends."""
-    global _ending
-    _ending = True
-    running = list(_running)
-    for each in running:
-        each.stop()
-    deadline = time.monotonic() + _EXIT_TIMEOUT
-    for each in running:
-        each.join(max(0.0, deadline - time.monotonic()))

@@ -54,6 +54,7 @@ from gear_loader.transport.nixl_spans import SpanReads, SpanRows
 from gear_loader.transport.packed_spec import PackedSpec
 from gear_loader.transport.spec import WindowSpec
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.background import start_thread
 from gear_loader.utils.forks import keep_for_ever
 
 __all__ = ["NixlPeer"]
@@ -203,19 +204,21 @@ class NixlPeer:
             if self._closed:
                 raise TransportError(f"The connection to {self._name} has been closed.")
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="gear-loader-nixl", daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._run, "gear-loader-nixl", stop=self._ask_to_end)
             self._new.append(job)
             self._wake.notify()
         return job.future
 
     def close(self) -> None:
         """Fail the fetches in flight and end the thread; idempotent."""
+        self._ask_to_end()
+        if self._thread is not None and self._pid == os.getpid():
+            self._thread.join(self._timeout + 1.0)
+
+    def _ask_to_end(self) -> None:
         with self._wake:
             self._closed = True
             self._wake.notify()
-        if self._thread is not None and self._pid == os.getpid():
-            self._thread.join(self._timeout + 1.0)
 
     # ---------------------------------------------------------------- the thread
 

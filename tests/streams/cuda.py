@@ -14,7 +14,7 @@ from cuda_common import CurrentDevice
 
 from gear_loader.collection import cache_policy, prefetch
 from gear_loader.storage import pinning
-from gear_loader.utils import captures, launch_graph, streams, waiting
+from gear_loader.utils import background, captures, launch_graph, streams, waiting
 
 from . import kernels
 from .machine import Event, Machine, Policy, Stream
@@ -276,7 +276,7 @@ class Cuda(CurrentDevice):
         patch.setattr(prefetch, "threading", self.threads.threading)
         patch.setattr(prefetch, "queue", self.threads.queue)
         patch.setattr(prefetch, "_PATIENCE", 0.0)
-        patch.setattr(cache_policy, "threading", self.threads.threading)
+        patch.setattr(background, "threading", self.threads.threading)
         patch.setattr(cache_policy, "queue", self.threads.queue)
         patch.setattr(waiting, "time", self.threads.time)
         patch.setattr(pinning, "threading", self.threads.threading)

@@ -1,0 +1,46 @@
+"""A rank that ends without closing anything ends as it should: with its own exit status."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import sys
+import torch, torch.distributed as dist
+import gear_loader as gear
+from gear_loader.distributed import Shards, liveness
+
+store, rank = dist.FileStore(sys.argv[1], 2), int(sys.argv[2])
+liveness.BEAT = 0.0  # so that the heartbeat is always in the store's code
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+table = gear.Table.create({"x": gear.Column(torch.int64)}, name=f"{sys.argv[3]}-{rank}", max_steps=400,
+                          max_trajectories=100)
+table.extend([{"x": torch.arange(4)} for _ in range(100)])
+dataset = gear.ReplayDataset(Shards(table, timeout=30), selector=gear.Uniform(), windows=gear.Window(1), batch_size=16,
+                             prefetch=20, batches_per_epoch=10**6)
+batches = iter(dataset)
+for _ in range(20):
+    next(batches)
+table.unlink()
+print("done")
+"""
+
+
+def test_ranks_that_end_while_batches_are_prefetched(tmp_path: Path) -> None:
+    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(tmp_path / "store"), str(rank), f"test-exit-{os.getpid()}"],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert [out for out, _ in outputs] == ["done\n"] * 2
