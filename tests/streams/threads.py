@@ -34,6 +34,7 @@ class _Member:
         self.blocked: Callable[[], bool] | None = None
         self.ended = False
         self.identity = 0
+        self.thread: threading.Thread | None = None
 
     @property
     def can_run(self) -> bool:
@@ -86,7 +87,8 @@ class Threads:
             self._current.turn.release()
 
         self._members.append(member)
-        threading.Thread(target=run, name=name, daemon=True).start()
+        member.thread = threading.Thread(target=run, name=name, daemon=True)
+        member.thread.start()
         return member
 
     def _await_turn(self, member: _Member) -> None:
@@ -152,6 +154,9 @@ class Threads:
                 member.turn.release()
                 self._await_turn(self._members[0])
         self._current = self._members[0]
+        for member in self._members:  # other tests look for threads that were left
+            if member.thread is not None:
+                member.thread.join(WAIT)
 
     # ---------------------------------------------------------------- what modules use instead of theirs
 
