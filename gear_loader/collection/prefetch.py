@@ -22,7 +22,7 @@ from gear_loader.collection.references import can_count
 from gear_loader.errors import GearError, GpuError, LockTimeoutError
 from gear_loader.storage.lock import LOCK_TIMEOUT
 from gear_loader.utils.arrays import outside_inference
-from gear_loader.utils.background import start_thread
+from gear_loader.utils.background import is_ending, start_thread, stop_at_end
 from gear_loader.utils.captures import allow_captures
 from gear_loader.utils.mutex import holds_any
 from gear_loader.utils.notices import notice
@@ -173,6 +173,7 @@ class Prefetcher:
         while True:
             self._check_process()
             signal = signals.get()
+            stop_at_end()
             if signal is _STOP:
                 return
             if isinstance(signal, BaseException):
@@ -207,7 +208,7 @@ class Prefetcher:
             self._finish_orders()
         except BaseException as error:
             signal = error
-        if self._stopped:
+        if self._stopped and not is_ending():
             self._give_back()
         signals.put(signal)
 

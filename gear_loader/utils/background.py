@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["is_ending", "start_thread"]
+__all__ = ["is_ending", "start_thread", "stop_at_end"]
 
 _EXIT_TIMEOUT = 5.0  # seconds that the end of the interpreter waits for all threads
 
@@ -49,6 +49,15 @@ def start_thread(
 def is_ending() -> bool:
     """Whether the process ends, and threads started now would not be waited for."""
     return _ending
+
+
+def stop_at_end() -> None:
+    """Let the calling thread run no further once the process ends, if it is a daemon thread; Python does so soon after.
+
+    For what uses a background thread, which may have ended already: an error now would only be noise.
+    """
+    if _ending and threading.current_thread().daemon:
+        threading.Event().wait()
 
 
 def _end_all() -> None:

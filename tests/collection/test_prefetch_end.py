@@ -6,6 +6,8 @@ import contextlib
 import gc
 import math
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -226,3 +228,26 @@ def test_threads_of_datasets_that_reach_themselves_end() -> None:
         gc.collect()
         wait_until(lambda: gc.collect() >= 0 and not prefetch_threads())
         nothing_left(table)
+
+
+PROGRAM = """
+import threading, time, torch
+import gear_loader as gear
+
+table = gear.Table.create({"x": gear.Column(torch.int64)}, max_steps=100, max_trajectories=10)
+table.extend([{"x": torch.arange(10)} for _ in range(10)])
+dataset = gear.ReplayDataset(table, batch_size=4, windows=gear.Window(2), batches_per_epoch=10**9, prefetch=2)
+
+def work():
+    for _ in dataset:
+        pass
+    print("the loop has ended")
+
+threading.Thread(target=work, daemon=True).start()
+time.sleep(0.3)
+"""
+
+
+def test_a_daemon_thread_that_asks_for_batches_at_the_end_of_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
