@@ -9,7 +9,6 @@ import os
 import queue
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -19,13 +18,13 @@ import torch
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.collector import Buffers, Collector, clone_batch
 from gear_loader.collection.references import can_count
-from gear_loader.errors import GearError, GpuError, LockTimeoutError
+from gear_loader.collection.ticket_releaser import TicketReleaser, keep_reserved
+from gear_loader.errors import GearError, LockTimeoutError
 from gear_loader.storage.lock import LOCK_TIMEOUT
 from gear_loader.utils.arrays import outside_inference
 from gear_loader.utils.background import is_ending, start_thread, stop_at_end
 from gear_loader.utils.captures import allow_captures
 from gear_loader.utils.mutex import holds_any
-from gear_loader.utils.notices import notice
 from gear_loader.utils.streams import current_stream, on_stream
 from gear_loader.utils.waiting import Interrupted, interruptible
 
@@ -33,8 +32,6 @@ __all__ = ["Pool", "Prefetcher"]
 
 Item = TypeVar("Item")
 _BATCH, _STOP, _END = object(), object(), object()
-_PATIENCE = 0.001
-"""Seconds after which a thread releases the read ticket of a batch that was queued on a GPU."""
 _MOST_HELD = 8
 """Buffers of batches that the consumer holds for longer, which a prefetcher looks after; older ones are left to it."""
 
@@ -67,12 +64,12 @@ class Pool:
         self.free: list[Buffers] = []
         self.delivered: collections.deque[Buffers] = collections.deque()
         self.stream: torch.cuda.Stream | None = None
-        self.releaser: _Releaser | None = None
+        self.releaser: TicketReleaser | None = None
         if collector.device.type == "cuda":
             self.stream = torch.cuda.Stream(collector.device, priority=collector.stream_priority)
             collector.use_on(self.stream)
         if collector.zero_copy or collector.awaits_pinning:
-            self.releaser = _Releaser(collector)
+            self.releaser = TicketReleaser(collector)
             weakref.finalize(self, self.releaser.stop)
 
 
@@ -365,7 +362,7 @@ class Prefetcher:
             try:
                 self._stream.synchronize()
             except RuntimeError:  # a failed GPU may still be reading
-                _unfinished.append((buffers, ticket))
+                keep_reserved(buffers, ticket)
                 return
         undo()
 
@@ -413,125 +410,6 @@ class Prefetcher:
         while self._ready:
             with contextlib.suppress(IndexError):  # the thread and `join` may both be here
                 self._pool.free.append(self._ready.popleft()[0])
-
-
-_unfinished: list[tuple[Buffers, Any]] = []  # buffers and tickets that a failed GPU may still use
-
-
-class _Reading:
-    """A read ticket and the buffers whose queued work reads under it, since a time of `time.monotonic`."""
-
-    __slots__ = ("buffers", "since", "ticket")
-
-    def __init__(self, buffers: Buffers, ticket: Any) -> None:
-        self.buffers, self.ticket, self.since = buffers, ticket, time.monotonic()
-
-
-class _Releaser:
-    """Releases read tickets when the GPU has finished reading.
-
-    The next batches release the tickets of those before them. What no batch has released for `_PATIENCE` seconds, a
-    thread does: one that worked at each batch would take the time of the thread that asks for batches.
-
-    Until then it keeps the buffers, because kernels read their pinned memory. A failed GPU may read on, so its tickets
-    and buffers are kept until the process ends, and the next batch raises an error.
-    """
-
-    def __init__(self, collector: Collector) -> None:
-        index = collector.device.index
-        self._device = torch.cuda.current_device() if index is None else index
-        self._failure: BaseException | None = None
-        # Oldest first. An entry is removed after its ticket has ended; to end one twice, here and in the thread, is
-        # harmless.
-        self._entries: collections.deque[_Reading] = collections.deque()
-        self._awake = False  # whether the thread looks at the entries without a signal; it alone sets this
-        self._signals: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
-        self._thread = start_thread(self._work, "gear-loader-release", stop=self.stop)
-
-    def put(self, buffers: Buffers, ticket: Any) -> None:
-        """Release `ticket` after the work queued for `buffers`."""
-        self._entries.append(_Reading(buffers, ticket))
-        if not self._awake and self._signals.empty():
-            self._signals.put(True)
-
-    def stop(self) -> None:
-        """End the thread after it has released all tickets."""
-        self._signals.put(None)
-
-    def check(self, buffers: Buffers) -> list[_Reading]:
-        """Release the tickets of what the GPU has read. Does not wait for it.
-
-        Returns:
-            What it still reads under `buffers`, for `end` after they have been filled again: filling waits for it, and
-            from then on their event tells nothing of it.
-
-        Raises:
-            GpuError: the GPU failed while reading.
-        """
-        while self._failure is None and (entry := self._oldest()) is not None:
-            if not self._release(entry, wait=False):
-                break
-        if self._failure is not None:
-            raise GpuError(
-                f"cuda:{self._device} failed while it gathered an earlier batch: {self._failure} Its read tickets and "
-                "buffers stay reserved until this process ends. Start the process again."
-            ) from self._failure
-        return [entry for entry in tuple(self._entries) if entry.buffers is buffers]
-
-    def end(self, entries: list[_Reading]) -> None:
-        """Release the tickets of what the GPU has read meanwhile."""
-        for entry in entries:
-            entry.ticket.end()
-            self._remove(entry)
-
-    def _remove(self, entry: _Reading) -> None:
-        with contextlib.suppress(ValueError):  # another thread has released it meanwhile
-            self._entries.remove(entry)
-
-    def _work(self) -> None:
-        torch.cuda.set_device(self._device)  # for this thread; else waiting would make a context on GPU 0
-        allow_captures()
-        while self._signals.get() is not None:
-            while self._oldest() is not None:
-                self._awake = True
-                self._release_old()
-                self._awake = False  # and looks again: an entry put before this came without a signal
-        self._release_old()
-
-    def _release_old(self) -> None:
-        """Release all entries, each when it is old enough."""
-        while (entry := self._oldest()) is not None:
-            age = time.monotonic() - entry.since
-            if age < _PATIENCE:
-                del entry  # with its memory
-                time.sleep(_PATIENCE - age)
-                continue
-            self._release(entry, wait=True)
-
-    def _oldest(self) -> _Reading | None:
-        try:
-            return self._entries[0]
-        except IndexError:
-            return None
-
-    def _release(self, entry: _Reading, *, wait: bool) -> bool:
-        """Release an entry's ticket, unless the GPU has not finished and this shall not wait; return whether."""
-        gpu = entry.buffers.gpu
-        assert gpu is not None
-        try:
-            if wait:
-                gpu.filled.synchronize()
-            elif not gpu.filled.query():
-                return False
-        except RuntimeError as error:
-            _unfinished.append((entry.buffers, entry.ticket))
-            if self._failure is None:
-                self._failure = error
-                notice("gpu-failed", f"cuda:{self._device} failed while it gathered a batch: {error}")
-        else:
-            entry.ticket.end()
-        self._remove(entry)
-        return True
 
 
 def _record(batch: dict[str, Any], stream: torch.cuda.Stream) -> None:

@@ -16,7 +16,7 @@ from cuda_common import FakeCuda, OnCpu
 from waiting_common import wait_until
 
 import gear_loader as gear
-from gear_loader.collection import prefetch
+from gear_loader.collection import prefetch, ticket_releaser
 from gear_loader.errors import GpuError
 from gear_loader.storage.operations.view import READING
 from gear_loader.utils import captures, notices
@@ -200,7 +200,7 @@ def test_a_gpu_that_fails_gives_nothing_back(
     """Its read tickets and buffers stay reserved, and the next batch is an error that says what to do."""
     monkeypatch.setattr(notices, "_seen", {})
     unfinished: list[Any] = []
-    monkeypatch.setattr(prefetch, "_unfinished", unfinished)
+    monkeypatch.setattr(ticket_releaser, "_unfinished", unfinished)
     data = dataset(table, prefetch=0)
     cuda.hold()
     data.sample()

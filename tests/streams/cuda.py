@@ -12,7 +12,7 @@ import pytest
 import torch
 from cuda_common import CurrentDevice
 
-from gear_loader.collection import cache_policy, prefetch
+from gear_loader.collection import cache_policy, prefetch, ticket_releaser
 from gear_loader.storage import pinning
 from gear_loader.utils import background, captures, launch_graph, streams, waiting
 
@@ -275,7 +275,8 @@ class Cuda(CurrentDevice):
         patch.setattr(self.threads, "start", start_with_mode)
         patch.setattr(prefetch, "threading", self.threads.threading)
         patch.setattr(prefetch, "queue", self.threads.queue)
-        patch.setattr(prefetch, "_PATIENCE", 0.0)
+        patch.setattr(ticket_releaser, "queue", self.threads.queue)
+        patch.setattr(ticket_releaser, "_PATIENCE", 0.0)
         patch.setattr(background, "threading", self.threads.threading)
         patch.setattr(cache_policy, "queue", self.threads.queue)
         patch.setattr(waiting, "time", self.threads.time)

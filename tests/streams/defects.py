@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from gear_loader.collection import prefetch
+from gear_loader.collection import prefetch, ticket_releaser
 from gear_loader.collection.collector import Collector
 from gear_loader.collection.device_cache import DeviceCache
 from gear_loader.collection.packed_cuda import CudaPackedBuffers, CudaPackedCollector
@@ -55,13 +55,13 @@ def _early_ticket(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_lifetime(patch: pytest.MonkeyPatch) -> None:
-    put = prefetch._Releaser.put
+    put = ticket_releaser.TicketReleaser.put
 
     def event_only(self: Any, buffers: Any, ticket: Any) -> None:
         gpu: Any = types.SimpleNamespace(filled=buffers.gpu.filled)
         put(self, types.SimpleNamespace(gpu=gpu), ticket)  # type: ignore[arg-type]
 
-    patch.setattr(prefetch._Releaser, "put", event_only)
+    patch.setattr(ticket_releaser.TicketReleaser, "put", event_only)
 
 
 def _beside(patch: pytest.MonkeyPatch) -> None:
