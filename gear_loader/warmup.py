@@ -85,6 +85,7 @@ def _adding() -> None:
             for _ in range(9):
                 table.add(_steps(10), priority=1.0)
             table.extend_as([_steps(3)] * 2, ids=[-1, 2**40])
+            table.extend([{name: torch.from_numpy(value) for name, value in _steps(3).items()}])
             table.remove(int(table.indices()[0]))
             table.clear()
     large = {"max_steps": 2 * _LARGE, "max_trajectories": 4, "block_steps": 64}

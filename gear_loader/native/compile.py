@@ -34,14 +34,16 @@ os.register_at_fork(
 )
 
 
-def compiled(function: Any) -> Any:
+def compiled(function: Any, *, nogil: bool = True) -> Any:
     """Compile a loop that runs without the GIL, and cache the machine code on disk for the next process.
+
+    With ``nogil=False`` it holds the GIL, so that it may call what uses Python's objects.
 
     Cached code stays valid until the function's own file changes, or one that has a loop which the file uses. Constants
     from other files are asserted.
     """
     try:
-        loop = njit(nogil=True, cache=True)(function)
+        loop = njit(nogil=nogil, cache=True)(function)
         _stamp(loop)
     except RuntimeError as error:
         notice(
@@ -49,7 +51,7 @@ def compiled(function: Any) -> Any:
             f"numba finds no directory to cache compiled loops in ({error}): every process compiles them again, "
             "which takes some seconds. Set NUMBA_CACHE_DIR to a directory that can be written to.",
         )
-        loop = njit(nogil=True)(function)
+        loop = njit(nogil=nogil)(function)
     loops.append(loop)
     return loop
 

@@ -10,6 +10,7 @@ its address or its storage.
 from __future__ import annotations
 
 import operator
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,16 +113,12 @@ def located_list(expected: tuple[Expected, ...], rows: Any) -> tuple[Array, Arra
             found = _of_arrays(values, each) or _of_tensors(values, each)
             if found is None:
                 return None
-            shapes, addresses[:, c], held = found
-            if each.once:
-                if any(shape != each.shape for shape in set(shapes)) or (held < each.step_bytes).any():
-                    return None
-            else:
-                if not all(shape and shape[0] and shape[1:] == each.shape for shape in set(shapes)):
-                    return None
-                steps = np.fromiter(map(operator.itemgetter(0), shapes), np.int64, len(rows))
+            addresses[:, c], steps, held = found
+            if (held < steps * each.step_bytes).any():
+                return None
+            if not each.once:
                 lengths = steps if lengths is None else lengths
-                if (steps != lengths).any() or (held < steps * each.step_bytes).any():
+                if (steps != lengths).any():
                     return None
             owners.append(values)
     except (KeyError, RuntimeError):
@@ -129,22 +126,31 @@ def located_list(expected: tuple[Expected, ...], rows: Any) -> tuple[Array, Arra
     return None if lengths is None or not addresses.all() else (addresses, lengths, owners)
 
 
-_Found = tuple[list[Any], "list[int]", Array]
+_Found = tuple["list[int] | Array", Array, Array]
 
 
 def _of_tensors(values: list[Any], each: Expected) -> _Found | None:
-    """Shapes, addresses, and bytes from there to the storage's end (int64 [n]) of contiguous CPU tensors."""
+    """Addresses, steps (1 of values per trajectory) and bytes from there to the storage's end, int64 [n] each."""
     dtype = each.dtype
     if dtype is None or not is_tensor(values[0]) or set(map(type, values)) != {torch.Tensor}:
         return None
-    if any(value is not dtype for value in map(_DTYPE, values)) or not all(map(_IS_CPU, values)):
-        return None
-    if not all(map(torch.Tensor.is_contiguous, values)) or any(map(torch.Tensor.is_neg, values)):
+    if any(map(torch.Tensor.is_neg, values)):
         return None
     storages = map(torch.Tensor.untyped_storage, values)
     ends = np.fromiter(map(torch.UntypedStorage.nbytes, storages), np.int64, len(values))
     begins = np.fromiter(map(torch.Tensor.storage_offset, values), np.int64, len(values)) * dtype.itemsize
-    return list(map(_SHAPE, values)), list(map(torch.Tensor.data_ptr, values)), ends - begins
+    if "numba" in sys.modules:  # not in a client
+        from gear_loader.native.tensors import can_describe, describe
+
+        if can_describe():
+            described = describe(values, dtype, each.shape, once=each.once)
+            return None if described is None else (described[:, 0], described[:, 1], ends - begins)
+    if any(value is not dtype for value in map(_DTYPE, values)) or not all(map(_IS_CPU, values)):
+        return None
+    if not all(map(torch.Tensor.is_contiguous, values)):
+        return None
+    steps = _steps(list(map(_SHAPE, values)), each)
+    return None if steps is None else (list(map(torch.Tensor.data_ptr, values)), steps, ends - begins)
 
 
 def _of_arrays(values: list[Any], each: Expected) -> _Found | None:
@@ -154,7 +160,17 @@ def _of_arrays(values: list[Any], each: Expected) -> _Found | None:
     if any(value != each.array_dtype for value in set(map(_DTYPE, values))) or not all(map(_C_ORDER, values)):
         return None
     held = np.fromiter(map(_NBYTES, values), np.int64, len(values))
-    return list(map(_SHAPE, values)), list(map(data_address, values)), held
+    steps = _steps(list(map(_SHAPE, values)), each)
+    return None if steps is None else (list(map(data_address, values)), steps, held)
+
+
+def _steps(shapes: list[tuple[int, ...]], each: Expected) -> Array | None:
+    """Steps of values of these shapes, int64 [n]; None if one does not fit."""
+    if each.once:
+        return np.ones(len(shapes), dtype=np.int64) if set(shapes) == {each.shape} else None
+    if not all(shape and shape[0] and shape[1:] == each.shape for shape in set(shapes)):
+        return None
+    return np.fromiter(map(operator.itemgetter(0), shapes), np.int64, len(shapes))
 
 
 _DTYPE, _SHAPE, _IS_CPU, _NBYTES = map(operator.attrgetter, ("dtype", "shape", "is_cpu", "nbytes"))

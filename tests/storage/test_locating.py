@@ -10,6 +10,8 @@ import torch
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
+from gear_loader.native import tensors
+from gear_loader.storage.dtypes import torch_dtypes
 from gear_loader.storage.schema import Schema
 
 COLUMNS = {
@@ -50,6 +52,16 @@ def trajectory(number: int, arrays: bool = False) -> dict[str, Any]:
         "goal": torch.ones(3) * number,
     }
     return {name: value.numpy() for name, value in made.items()} if arrays else made
+
+
+@pytest.fixture(params=["by DLPack's function", "in Python"], autouse=True)
+def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How tensors are asked what they are."""
+    if request.param == "in Python":
+        monkeypatch.setattr(tensors, "can_describe", lambda: False)
+    elif not tensors.can_describe():
+        pytest.skip("this PyTorch has no table of DLPack's functions")
+    return str(request.param)
 
 
 @pytest.mark.parametrize("arrays", [False, True])
@@ -93,3 +105,24 @@ def test_values_per_trajectory_and_names_are_checked_too(change: dict[str, Any])
     assert schema.locate_list([trajectory(0), wrong]) is None
     assert schema.locate_list([trajectory(0), [1]]) is None
     assert schema.locate_list([]) is None
+
+
+@pytest.mark.parametrize("dtype", torch_dtypes().values(), ids=str)
+def test_tensors_of_any_dtype_and_shape(dtype: torch.dtype) -> None:
+    columns = {
+        "flat": gear.Column(dtype),
+        "deep": gear.Column(dtype, (2, 1, 3)),
+        "one": gear.Column(dtype, per="trajectory"),
+    }
+    steps = torch.zeros(8, 2, 1, 3, dtype=dtype)
+    rows = [
+        {"flat": torch.zeros(2, dtype=dtype), "deep": steps[1:3], "one": torch.zeros((), dtype=dtype)},
+        # Contiguous for all that can be seen, whatever the strides are.
+        {"flat": torch.zeros(9, dtype=dtype)[::9], "deep": steps[::8], "one": torch.ones((), dtype=dtype)},
+    ]
+    found = Schema(columns).locate_list(rows)
+    assert found is not None
+    assert found[0].tolist() == [[value.data_ptr() for value in each.values()] for each in rows]
+    assert found[1].tolist() == [2, 1]
+    for wrong in (steps[:2, :1], steps[:2].transpose(1, 3), steps[::2][:2]):
+        assert Schema(columns).locate_list([rows[0], {**rows[1], "deep": wrong}]) is None
