@@ -31,6 +31,7 @@ from gear_loader.checkpoint.spilling import Spiller
 from gear_loader.errors import CheckpointError, GearError, TableClosedError
 from gear_loader.storage.counters import VERSION
 from gear_loader.storage.disk import Disk, DiskStats, DiskWriter, LostRowsError
+from gear_loader.storage.lock import LOCK_TIMEOUT
 from gear_loader.storage.operations.view import REFUSE
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
@@ -94,10 +95,13 @@ def create(
 
 
 def finish_dropped(disk: Disk) -> None:
-    """Wait until this process no longer writes a table to this place that was dropped without `close`."""
+    """Wait until this process no longer writes a table to this place that was dropped without `close`.
+
+    After `LOCK_TIMEOUT` seconds it returns, and the place is still locked.
+    """
     for writer in list(_writers):
         if writer.is_dropped_at(os.fspath(disk.path)):
-            writer.join()
+            writer.join(LOCK_TIMEOUT)
 
 
 def start(table: Table, place: Place) -> WriteBehind:
@@ -163,9 +167,9 @@ class WriteBehind:
         """Whether the table was dropped without `close`, and is perhaps still written into the directory `path`."""
         return self._abandoned and self._place.is_at(path)
 
-    def join(self) -> None:
+    def join(self, timeout: float) -> None:
         """Wait for the end of the thread."""
-        self._thread.join()
+        self._thread.join(timeout)
 
     # ---------------------------------------------------------------- for the table
 

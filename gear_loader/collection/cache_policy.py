@@ -11,7 +11,7 @@ import numpy as np
 from gear_loader.errors import GpuError
 from gear_loader.storage.exchange import exchange
 from gear_loader.utils.arrays import Array
-from gear_loader.utils.background import start_thread
+from gear_loader.utils.background import background_thread
 from gear_loader.utils.captures import allow_captures
 
 __all__ = ["CacheOrder", "Choice", "Contents", "Ranker", "choose", "rank"]
@@ -163,7 +163,8 @@ class Ranker:
         self._choices: queue.SimpleQueue[Choice | BaseException] = queue.SimpleQueue()
         self.busy = False
         """Whether a choice has been requested that `take` has not returned yet."""
-        self._thread = start_thread(self._work, "gear-loader-cache", stop=self.stop)
+        self._thread = background_thread(self._work, "gear-loader-cache", stop=self.stop)
+        self._thread.start()
 
     def request(self, contents: Contents) -> None:
         """Request a choice; `busy` until `take` has returned it."""

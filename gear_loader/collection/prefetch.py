@@ -22,7 +22,7 @@ from gear_loader.collection.ticket_releaser import TicketReleaser, keep_reserved
 from gear_loader.errors import GearError, LockTimeoutError
 from gear_loader.storage.lock import LOCK_TIMEOUT
 from gear_loader.utils.arrays import outside_inference
-from gear_loader.utils.background import is_ending, start_thread, stop_at_end
+from gear_loader.utils.background import background_thread, is_ending, stop_at_end
 from gear_loader.utils.captures import allow_captures
 from gear_loader.utils.mutex import holds_any
 from gear_loader.utils.streams import current_stream, on_stream
@@ -164,9 +164,10 @@ class Prefetcher:
         for _ in range(self._prefetch):
             self._orders.put(_Order(self._take(), fill, items))
         self._accepting = True
-        self._thread = start_thread(
+        self._thread = background_thread(
             self._work, "gear-loader-prefetch", args=(signals,), stop=self._ask_to_end
         )
+        self._thread.start()
         while True:
             self._check_process()
             signal = signals.get()

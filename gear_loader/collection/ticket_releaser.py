@@ -12,7 +12,7 @@ import torch
 
 from gear_loader.collection.collector import Buffers, Collector
 from gear_loader.errors import GpuError
-from gear_loader.utils.background import start_thread
+from gear_loader.utils.background import background_thread
 from gear_loader.utils.captures import allow_captures
 from gear_loader.utils.notices import notice
 
@@ -56,7 +56,8 @@ class TicketReleaser:
         self._entries: collections.deque[Reading] = collections.deque()
         self._awake = False  # whether the thread looks at the entries without a signal; it alone sets this
         self._signals: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
-        self._thread = start_thread(self._work, "gear-loader-release", stop=self.stop)
+        self._thread = background_thread(self._work, "gear-loader-release", stop=self.stop)
+        self._thread.start()
 
     def put(self, buffers: Buffers, ticket: Any) -> None:
         """Release `ticket` after the work queued for `buffers`."""

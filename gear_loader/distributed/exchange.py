@@ -372,6 +372,7 @@ class Exchange(SingleProcess):
         if group is not None and dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(group)
+        self._work = None
 
 
 def _head(number: int, failure: BaseException | None) -> bytes:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gear_loader.distributed.liveness import BEAT, Beat, Liveness
 from gear_loader.errors import RankError
+from gear_loader.utils.background import must_end
 
 if TYPE_CHECKING:
     from gear_loader.distributed.exchange import Exchange
@@ -54,6 +55,8 @@ class FailureSearch:
         Raises:
             RankError: a rank has failed, or the deadline has passed.
         """
+        if must_end():
+            raise RankError(f"This process ends during a call in which another rank {self._what}.")
         now = time.monotonic()
         if now - self._checked < _CHECK and now < self._end:
             return

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gear_loader.distributed.topology import this_node
-from gear_loader.utils.background import start_thread
+from gear_loader.utils.background import background_thread
 
 __all__ = ["BEAT", "Beat", "Liveness", "SilentStoreError", "back_off", "default_store"]
 
@@ -78,7 +78,8 @@ class Liveness:
         self._stuck: threading.Thread | None = None
         self._over = threading.Event()
         self.ask(self._register, seconds=_CONNECT)
-        self._thread = start_thread(self._beats, "gear-loader-heartbeat", stop=self.stop)
+        self._thread = background_thread(self._beats, "gear-loader-heartbeat", stop=self.stop)
+        self._thread.start()
 
     def _register(self) -> None:
         if hasattr(self.store, "clone"):  # calls of the shared connection may block for long
@@ -207,7 +208,8 @@ class Liveness:
             except BaseException as error:
                 failure.append(error)
 
-        thread = start_thread(work, "gear-loader-store")
+        thread = background_thread(work, "gear-loader-store")
+        thread.start()
         thread.join(seconds)
         if failure:
             raise failure[0]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from gear_loader.distributed.liveness import Liveness, SilentStoreError, back_off
-from gear_loader.utils.background import start_thread
+from gear_loader.utils.background import background_thread
 
 if TYPE_CHECKING:
     from gear_loader.distributed.failure_search import FailureSearch
@@ -129,7 +129,8 @@ def new_gloo_group(ranks: Sequence[int], timeout: float, search: FailureSearch) 
         except Exception as error:
             made.append(error)
 
-    thread = start_thread(make, "gear-loader-rendezvous")
+    thread = background_thread(make, "gear-loader-rendezvous")
+    thread.start()
     while not made:
         thread.join(_SLICE)
         if not made:

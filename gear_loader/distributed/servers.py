@@ -11,7 +11,7 @@ from typing import Any
 from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.topology import Member
 from gear_loader.errors import TransportError
-from gear_loader.utils.background import start_thread
+from gear_loader.utils.background import background_thread
 
 __all__ = ["NodeServers"]
 
@@ -88,9 +88,10 @@ class NodeServers:
             )
         names = [each.table for each in members if each.table is not None]
         self.process = self._start(names)
-        self._watch = start_thread(
+        self._watch = background_thread(
             self._restart, "gear-loader-server", args=(node, names), stop=self._closed.set
         )
+        self._watch.start()
         return self.address
 
     def _start(self, names: list[str]) -> Any:

@@ -16,7 +16,7 @@ import torch
 from gear_loader.errors import GearError, OverloadError, SchemaError
 from gear_loader.graph.csr import checked_nodes
 from gear_loader.utils.arrays import Array
-from gear_loader.utils.background import start_thread
+from gear_loader.utils.background import background_thread
 from gear_loader.utils.checks import at_least
 
 __all__ = ["RequestBatcher", "RequestStats"]
@@ -90,7 +90,8 @@ class RequestBatcher:
         self._seconds_a_request = 1e-3  # moving average
         self._closed = False
         self._changed = threading.Condition()
-        self._thread = start_thread(self._run, "gear-loader-requests", stop=self._ask_to_end)
+        self._thread = background_thread(self._run, "gear-loader-requests", stop=self._ask_to_end)
+        self._thread.start()
 
     def submit(self, nodes: Any) -> concurrent.futures.Future[torch.Tensor]:
         """Accept a request for the rows of `nodes`, integers [n], of which some may be equal.

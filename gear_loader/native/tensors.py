@@ -52,9 +52,12 @@ def _function() -> int:
     table = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if table is None:
         return 0
-    find = ctypes.pythonapi.PyCapsule_GetPointer
-    find.restype, find.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    words = (ctypes.c_uint64 * (_FUNCTION + 1)).from_address(find(table, b"dlpack_exchange_api"))
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    try:
+        address = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))(table, b"dlpack_exchange_api")
+    except ValueError:
+        return 0
+    words = (ctypes.c_uint64 * (_FUNCTION + 1)).from_address(address)
     return int(words[_FUNCTION]) if words[0] & 0xFFFFFFFF == _MAJOR else 0
 
 

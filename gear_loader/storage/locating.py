@@ -139,7 +139,7 @@ def _of_tensors(values: list[Any], each: Expected) -> _Found | None:
     storages = map(torch.Tensor.untyped_storage, values)
     ends = np.fromiter(map(torch.UntypedStorage.nbytes, storages), np.int64, len(values))
     begins = np.fromiter(map(torch.Tensor.storage_offset, values), np.int64, len(values)) * dtype.itemsize
-    if "numba" in sys.modules:  # not in a client
+    if "gear_loader.native.compile" in sys.modules:  # not in a client
         from gear_loader.native.tensors import can_describe, describe
 
         if can_describe():

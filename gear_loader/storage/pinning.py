@@ -13,7 +13,7 @@ import torch
 
 from gear_loader.errors import GpuError
 from gear_loader.storage.pages import populate
-from gear_loader.utils.background import is_ending, start_thread
+from gear_loader.utils.background import background_thread, is_ending
 from gear_loader.utils.captures import allow_captures
 from gear_loader.utils.formatting import size
 from gear_loader.utils.notices import notice
@@ -62,7 +62,8 @@ class Pinning:
         """
         if is_ending():
             raise GpuError("This process is ending; memory cannot be pinned any more.")
-        self._thread = start_thread(self._run, "gear-loader-pin", stop=self.stop)
+        self._thread = background_thread(self._run, "gear-loader-pin", stop=self.stop)
+        self._thread.start()
 
     def stop(self) -> None:
         """Let the thread unregister everything and end, after the running call. Does not wait."""

@@ -54,7 +54,7 @@ from gear_loader.transport.nixl_spans import SpanReads, SpanRows
 from gear_loader.transport.packed_spec import PackedSpec
 from gear_loader.transport.spec import WindowSpec
 from gear_loader.utils.arrays import Array
-from gear_loader.utils.background import start_thread
+from gear_loader.utils.background import background_thread
 from gear_loader.utils.forks import keep_for_ever
 
 __all__ = ["NixlPeer"]
@@ -204,7 +204,8 @@ class NixlPeer:
             if self._closed:
                 raise TransportError(f"The connection to {self._name} has been closed.")
             if self._thread is None:
-                self._thread = start_thread(self._run, "gear-loader-nixl", stop=self._ask_to_end)
+                self._thread = background_thread(self._run, "gear-loader-nixl", stop=self._ask_to_end)
+                self._thread.start()
             self._new.append(job)
             self._wake.notify()
         return job.future

@@ -15,7 +15,7 @@ from gear_loader.errors import TransportError
 from gear_loader.storage.counters import RUNS
 from gear_loader.storage.region import Region, region_path
 from gear_loader.transport.nixl_agent import Description, new_agent, register
-from gear_loader.utils.background import start_thread
+from gear_loader.utils.background import background_thread
 
 __all__ = ["NixlOwner"]
 
@@ -55,7 +55,8 @@ class NixlOwner:
         self._words = np.zeros(_WORDS, dtype=np.uint64)
         self._word_list = register(self._agent, self._words.ctypes.data, self._words.nbytes)
         self._stop = threading.Event()
-        self._thread = start_thread(self._run, "gear-loader-nixl", stop=self._stop.set)
+        self._thread = background_thread(self._run, "gear-loader-nixl", stop=self._stop.set)
+        self._thread.start()
 
     def metadata(self, table: str) -> bytes:
         """The description of a table's memory; see `gear_loader.transport.nixl_agent`.

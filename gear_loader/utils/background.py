@@ -5,18 +5,21 @@ library in C++ waits for the GIL, unwinding is fatal: the process ends with "ter
 exception" and signal 6, after all its work is done. So threads that call such libraries are asked to end, and are
 waited for, by an `atexit` handler. A process that ends by `os._exit`, as forked children of multiprocessing do, does
 not need that.
+
+Handlers of `atexit` that were registered after this module was imported run before, while the threads still work.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["is_ending", "start_thread", "stop_at_end"]
+__all__ = ["background_thread", "is_ending", "must_end", "stop_at_end"]
 
 _EXIT_TIMEOUT = 5.0  # seconds that the end of the interpreter waits for all threads
 
@@ -27,10 +30,10 @@ _threads: weakref.WeakKeyDictionary[threading.Thread, Callable[[], _Stop | None]
 _ending = False
 
 
-def start_thread(
+def background_thread(
     run: Callable[..., object], name: str, *, args: tuple[Any, ...] = (), stop: _Stop | None = None
 ) -> threading.Thread:
-    """Start a daemon thread that ends before the interpreter does.
+    """Return a daemon thread, to be started, that ends before the interpreter does.
 
     Args:
         run: main function of the thread. name: of the thread. args: of `run`.
@@ -39,10 +42,6 @@ def start_thread(
     """
     thread = threading.Thread(target=run, args=args, name=name, daemon=True)
     _threads[thread] = (lambda: None) if stop is None else weakref.WeakMethod(stop)
-    # Newest last, and so run first: before the finalizers of what threads use, which `weakref` runs in a handler too.
-    atexit.unregister(_end_all)
-    atexit.register(_end_all)
-    thread.start()
     return thread
 
 
@@ -51,22 +50,41 @@ def is_ending() -> bool:
     return _ending
 
 
-def stop_at_end() -> None:
-    """Let the calling thread run no further once the process ends, if it is a daemon thread; Python does so soon after.
+def must_end() -> bool:
+    """Whether the calling thread is a daemon thread of a process that ends: what waits for long should give up."""
+    return _ending and threading.current_thread().daemon
 
-    For what uses a background thread, which may have ended already: an error now would only be noise.
+
+def stop_at_end() -> None:
+    """Hold the calling thread for some seconds if it is a daemon thread of a process that ends.
+
+    For what uses a background thread that may have ended already: an error now would only be noise, because Python
+    stops the caller too when the interpreter ends.
     """
-    if _ending and threading.current_thread().daemon:
-        threading.Event().wait()
+    if must_end():
+        time.sleep(_EXIT_TIMEOUT)
 
 
 def _end_all() -> None:
     global _ending
     _ending = True
-    alive = [(thread, stop()) for thread, stop in list(_threads.items()) if thread.is_alive()]
+    alive = [(thread, stop()) for thread, stop in _registered() if thread.is_alive()]
     for _, stop in alive:
         if stop is not None:
-            stop()
+            with contextlib.suppress(Exception):  # the others are asked all the same
+                stop()
     deadline = time.monotonic() + _EXIT_TIMEOUT
     for thread, _ in alive:
         thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _registered() -> list[tuple[threading.Thread, Callable[[], _Stop | None]]]:
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread has registered one meanwhile
+            return list(_threads.items())
+
+
+# `weakref` runs the finalizers of what threads use in a handler that the first finalizer registers. The newest handler
+# runs first: so these threads end before.
+weakref.finalize(background_thread, bool).detach()
+atexit.register(_end_all)

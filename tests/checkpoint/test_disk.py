@@ -437,6 +437,12 @@ def test_a_table_that_nothing_refers_to_any_more(tmp_path: Path) -> None:
     gc.collect()
     with gear.Table.recover(tmp_path) as table:  # waits until the thread has written the rest
         assert numbers_of(table) == [0]
+    again = make(disk=disk(tmp_path / "again"))
+    again.add(rows(0, 5))
+    del again
+    gc.collect()
+    with pytest.raises(CheckpointError, match="holds a table of 1 trajectories"):  # and not: is locked
+        make(disk=disk(tmp_path / "again"))
 
 
 @pytest.fixture(autouse=True)

@@ -64,6 +64,19 @@ def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(request.param)
 
 
+def test_the_function_is_used(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    described: list[int] = []
+    describe = tensors.describe
+
+    def counting(values: Any, *args: Any, **options: Any) -> Any:
+        described.append(len(values))
+        return describe(values, *args, **options)
+
+    monkeypatch.setattr(tensors, "describe", counting)
+    assert Schema(COLUMNS).locate_list([trajectory(i) for i in range(4)]) is not None
+    assert described == ([] if asked == "in Python" else [4, 4, 4])
+
+
 @pytest.mark.parametrize("arrays", [False, True])
 def test_it_finds_what_each_trajectory_alone_finds(arrays: bool) -> None:
     schema = Schema(COLUMNS)

@@ -8,10 +8,10 @@ import sys
 import threading
 import weakref
 
-from gear_loader.utils.background import start_thread
+from gear_loader.utils.background import background_thread
 
 BEGIN = """
-import threading, time
+import atexit, threading, time
 import torch.distributed as dist
 from gear_loader.utils import background
 """
@@ -19,13 +19,18 @@ IN_CPP = """
 class Writer:
     def __init__(self):
         self.store, self.over = dist.TCPStore("127.0.0.1", 0, 1, True), False
-        background.start_thread(self.run, "writer", stop=self.stop)
-        background.start_thread(time.sleep, "sleeper", args=(0.2,))
+        background.background_thread(self.run, "writer", stop=self.stop).start()
+        background.background_thread(self.sleep, "sleeper").start()
+        atexit.register(lambda: print("still at work:", not background.is_ending()))
 
     def run(self):
         while not self.over:
             self.store.set("key", "value")  # waits for the GIL in C++, which aborts once the interpreter ends
         print("ended")
+
+    def sleep(self):
+        time.sleep(0.3)
+        print("awake")
 
     def stop(self):
         print(background.is_ending(), [each.name for each in threading.enumerate()[1:]])
@@ -36,7 +41,7 @@ print(background.is_ending())
 """
 STUCK = """
 background._EXIT_TIMEOUT = 0.1
-background.start_thread(time.sleep, "sleeper", args=(600,))
+background.background_thread(time.sleep, "sleeper", args=(600,)).start()
 """
 
 
@@ -46,7 +51,8 @@ def outcome(program: str) -> tuple[int, str, str]:
 
 
 def test_a_thread_in_cpp_ends_before_the_interpreter() -> None:
-    assert outcome(IN_CPP) == (0, "False\nTrue ['writer', 'sleeper']\nended\n", "")
+    expected = "False\nstill at work: True\nTrue ['writer', 'sleeper']\nended\nawake\n"
+    assert outcome(IN_CPP) == (0, expected, "")
 
 
 def test_a_thread_that_does_not_end_is_left() -> None:
@@ -55,13 +61,21 @@ def test_a_thread_that_does_not_end_is_left() -> None:
 
 def test_a_thread_that_has_ended_keeps_nothing_alive() -> None:
     class Owner:
-        def stop(self) -> None: ...
+        def __init__(self) -> None:
+            self.ended = threading.Event()
+            self.thread = background_thread(self.run, "waiter", stop=self.stop)
+            self.thread.start()
 
-    owner, ended = Owner(), threading.Event()
-    thread = start_thread(ended.wait, "waiter", stop=owner.stop)
-    left = [weakref.ref(owner), weakref.ref(thread)]
-    ended.set()
-    thread.join()
-    del owner, thread
+        def run(self) -> None:
+            self.ended.wait()
+
+        def stop(self) -> None:
+            self.ended.set()
+
+    owner = Owner()
+    left = [weakref.ref(owner), weakref.ref(owner.thread)]
+    owner.stop()
+    owner.thread.join()
+    del owner
     gc.collect()
     assert [each() for each in left] == [None, None]
