@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
-import sys
+import sys, time
 import torch, torch.distributed as dist
 import gear_loader as gear
 from gear_loader.distributed import Shards, liveness
@@ -20,20 +22,25 @@ table = gear.Table.create({"x": gear.Column(torch.int64)}, name=f"{sys.argv[3]}-
                           max_trajectories=100)
 table.extend([{"x": torch.arange(4)} for _ in range(100)])
 dataset = gear.ReplayDataset(Shards(table, timeout=30), selector=gear.Uniform(), windows=gear.Window(1), batch_size=16,
-                             prefetch=20, batches_per_epoch=10**6)
+                             prefetch=5, batches_per_epoch=10**6)
 batches = iter(dataset)
-for _ in range(20):
+busy = float(sys.argv[4])
+for _ in range(20 if not busy else 1 if rank else 4):
     next(batches)
+if rank:
+    time.sleep(busy)
 table.unlink()
 print("done")
 """
 
 
-def test_ranks_that_end_while_batches_are_prefetched(tmp_path: Path) -> None:
+def end(tmp_path: Path, busy: float) -> None:
+    """Let two ranks end without closing anything; the second one later than the first by so many seconds."""
     env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    given = [str(tmp_path / "store"), f"test-exit-{os.getpid()}", str(busy)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(tmp_path / "store"), str(rank), f"test-exit-{os.getpid()}"],
+            [sys.executable, "-c", PROGRAM, given[0], str(rank), *given[1:]],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -44,3 +51,12 @@ def test_ranks_that_end_while_batches_are_prefetched(tmp_path: Path) -> None:
     outputs = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     assert [out for out, _ in outputs] == ["done\n"] * 2
+
+
+def test_ranks_that_end_while_batches_are_prefetched(tmp_path: Path) -> None:
+    end(tmp_path, busy=0)
+
+
+@pytest.mark.long
+def test_a_rank_that_ends_while_its_prefetching_waits_for_a_busy_one(tmp_path: Path) -> None:
+    end(tmp_path, busy=8)
