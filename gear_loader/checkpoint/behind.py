@@ -100,8 +100,7 @@ def finish_dropped(disk: Disk) -> None:
     After `LOCK_TIMEOUT` seconds it returns, and the place is still locked.
     """
     for writer in list(_writers):
-        if writer.is_dropped_at(os.fspath(disk.path)):
-            writer.join(LOCK_TIMEOUT)
+        writer.finish_if_dropped(os.fspath(disk.path))
 
 
 def start(table: Table, place: Place) -> WriteBehind:
@@ -163,13 +162,10 @@ class WriteBehind:
             self._spiller.announce(True)
         self._thread.start()
 
-    def is_dropped_at(self, path: str) -> bool:
-        """Whether the table was dropped without `close`, and is perhaps still written into the directory `path`."""
-        return self._abandoned and self._place.is_at(path)
-
-    def join(self, timeout: float) -> None:
-        """Wait for the end of the thread."""
-        self._thread.join(timeout)
+    def finish_if_dropped(self, path: str) -> None:
+        """Wait for the thread's end if the table was dropped without `close` and is written into this directory."""
+        if self._abandoned and self._place.is_at(path):
+            self._thread.join(LOCK_TIMEOUT)
 
     # ---------------------------------------------------------------- for the table
 

@@ -34,13 +34,13 @@ print("done")
 """
 
 
-def end(tmp_path: Path, busy: float) -> None:
+def end_without_closing(tmp_path: Path, busy: float) -> None:
     """Let two ranks end without closing anything; the second one later than the first by so many seconds."""
     env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    given = [str(tmp_path / "store"), f"test-exit-{os.getpid()}", str(busy)]
+    store, name = str(tmp_path / "store"), f"test-exit-{os.getpid()}"
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, given[0], str(rank), *given[1:]],
+            [sys.executable, "-c", PROGRAM, store, str(rank), name, str(busy)],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -54,9 +54,9 @@ def end(tmp_path: Path, busy: float) -> None:
 
 
 def test_ranks_that_end_while_batches_are_prefetched(tmp_path: Path) -> None:
-    end(tmp_path, busy=0)
+    end_without_closing(tmp_path, busy=0)
 
 
 @pytest.mark.long
 def test_a_rank_that_ends_while_its_prefetching_waits_for_a_busy_one(tmp_path: Path) -> None:
-    end(tmp_path, busy=8)
+    end_without_closing(tmp_path, busy=8)
