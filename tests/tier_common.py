@@ -68,14 +68,12 @@ def spill(table: gear.Table, slots: Any) -> int:
     """Move trajectories to disk now, those that are there already and whose blocks are not shared; return how many."""
     slots = np.asarray(slots, dtype=np.int64)
     arrays = table.index.arrays
-    slots = slots[arrays.stored[slots, 0] == arrays.sequence[slots] + 1]
     return table.index.spill(slots, arrays.generation[slots])
 
 
 def die_while_spilling(table: gear.Table, stores: int, slots: Any) -> None:
     """The owner is killed after some stores of moving trajectories to disk, and another process repairs the index."""
     arrays = table.index.arrays
-    slots = slots[(arrays.stored[slots, 0] == arrays.sequence[slots] + 1) & (arrays.extent[slots, 1] >= 0)]
     with mortal(table, stores) as index, contextlib.suppress(Died):
         index.spill(slots, arrays.generation[slots].copy())
     bury(table)

@@ -320,9 +320,7 @@ class WriteBehind:
         assert save.manifest is not None
         assert save.entries is not None
         if self._spiller is not None:
-            assert save.snapshot is not None
             self._spiller.set_full(False)
-            self._spiller.note(save.snapshot, save.entries)
             lost = self._spiller.lost([segment.number for segment in save.manifest.segments])
             if len(lost[0]):
                 table.remove_lost(LostRowsError(f"{place.directory.path} has damaged files.", *lost))
@@ -340,7 +338,7 @@ class WriteBehind:
         while True:
             save = Save(table, place.directory, place.manifest, place.entries)
             try:
-                save.run_behind(place.previous, self._arena)
+                save.run_behind(place.previous, self._arena, self._note)
                 return save
             except DiskFullError as error:
                 evict, _ = table.policy
@@ -349,6 +347,13 @@ class WriteBehind:
             except BaseException:
                 place.is_uncertain = save.manifest is not None
                 raise
+
+    def _note(self, save: Save) -> None:
+        # While the files of the write before are there: an owner that died may have noted only that one.
+        if self._spiller is not None:
+            assert save.snapshot is not None
+            assert save.entries is not None
+            self._spiller.note(save.snapshot, save.entries)
 
     def _unwritten(self) -> tuple[int, float]:
         """Number of live trajectories committed since the last write, and seconds since the first of them."""

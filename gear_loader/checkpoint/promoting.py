@@ -10,6 +10,7 @@ from gear_loader.checkpoint.places import column_places
 from gear_loader.errors import StaleIndexError
 from gear_loader.native.copying import copy_rows
 from gear_loader.storage.disk import LostRowsError
+from gear_loader.storage.late import filled_bits
 from gear_loader.storage.table import Table
 from gear_loader.storage.tier_counts import PROMOTED_BYTES
 from gear_loader.utils.arrays import Array, data_address
@@ -29,12 +30,14 @@ def promote(table: Table, slots: Array, *, most_bytes: int | None = LARGEST_BYTE
         most_bytes: of a trajectory; None for any.
     """
     arrays, schema = table.index.arrays, table.schema
-    generations, extent = arrays.generation[slots], arrays.extent[slots]
+    # Before it is read on disk, and the bits before the extent: what is filled is there if it lies there only.
+    generations, filled, extent = arrays.generation[slots], filled_bits(arrays, slots), arrays.extent[slots]
     rows = extent[:, 0] + extent[:, 2]
     chosen = extent[:, 1] < 0
     if most_bytes is not None:
         chosen &= rows * schema.step_bytes + schema.trajectory_bytes <= most_bytes
     slots, generations, rows = slots[chosen], generations[chosen], rows[chosen]
+    known = np.column_stack((extent[:, [0, 2]], filled))[chosen].tolist()
     if not len(slots):
         return 0
     ends = np.cumsum(rows)
@@ -61,7 +64,7 @@ def promote(table: Table, slots: Array, *, most_bytes: int | None = LARGEST_BYTE
             copy_rows(address, 0, size, zero, np.array([count]), zero, ids, places[name], True)
 
     done = [
-        table.index.promote(slot, generation, functools.partial(write, i))
+        table.index.promote(slot, generation, tuple(known[i]), functools.partial(write, i))
         for i, (slot, generation) in enumerate(zip(slots.tolist(), generations.tolist(), strict=True))
     ]
     arrays.tier_counts[PROMOTED_BYTES] += int(rows[done].sum()) * schema.step_bytes  # of the owner alone

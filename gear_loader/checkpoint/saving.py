@@ -202,7 +202,9 @@ class Save:
         with contextlib.suppress(CheckpointError, OSError):
             sweep(self.directory, read_manifest(self.directory))
 
-    def run_behind(self, previous: Manifest | None, arena: Arena) -> None:
+    def run_behind(
+        self, previous: Manifest | None, arena: Arena, note: Callable[[Save], None] = lambda save: None
+    ) -> None:
         """Save the table as it is at one moment, but for trajectories that are evicted before they are copied.
 
         No ticket is held while the disk is written, so no writer waits for it: the newest trajectories are copied to
@@ -211,6 +213,7 @@ class Save:
         Args:
             previous: manifest of the checkpoint before the previous one, if it is there.
             arena: memory of the copies.
+            note: called when the new checkpoint is in place, before files that it has no use for are removed.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._swept(previous))
@@ -227,6 +230,7 @@ class Save:
             self._write_segment(segments, pipeline, rows)
             snapshot = snapshot.take(self._stored.contains(snapshot))
             self._commit(segments, self._finish(snapshot), previous=True)
+        note(self)
         sweep(self.directory, self.manifest, self.old)
 
     @contextlib.contextmanager

@@ -30,6 +30,7 @@ from gear_loader.storage.counters import (
     WANTED_BLOCKS,
 )
 from gear_loader.storage.disk import Keep
+from gear_loader.storage.disk_copies import DiskCopies, are_current, copies_of, note_copies
 from gear_loader.storage.exchange import exchange
 from gear_loader.storage.index import Index
 from gear_loader.storage.late import filled_bits
@@ -48,7 +49,6 @@ EXCHANGE_BYTES = 64 << 20
 """Bytes that come back into memory in one exchange."""
 EXCHANGE_SECONDS = 1.0
 """Seconds between two exchanges, or 20 times the duration of the last look for trajectories to exchange."""
-_SEQUENCE, _SEGMENT, _FIRST, _PLACE = range(4)  # columns of `stored`
 
 
 def kept_free(layout: Layout) -> int:
@@ -81,12 +81,19 @@ def hottest(layout: Layout, entries: Entries, keep: Keep) -> Array:
 
 def note_places(index: Index, slots: Array, entries: Entries) -> None:
     """Note where trajectories, which are not committed yet, are on disk."""
-    index.arrays.stored[slots] = _places(entries)
+    index.recovery.locked(lambda: note_copies(index.arrays, slots, _copies(entries)))
 
 
-def _places(entries: Entries) -> Array:
-    """Rows of `stored`, int64 [n, 4]."""
-    return np.stack((entries.sequence + 1, entries.segment, entries.first, entries.place), axis=1)
+def _copies(entries: Entries) -> DiskCopies:
+    return DiskCopies(
+        sequences=entries.sequence,
+        segments=entries.segment,
+        first=entries.first,
+        places=entries.place,
+        lengths=entries.length,
+        finals=entries.final,
+        filled=entries.filled,
+    )
 
 
 class Spiller:
@@ -103,8 +110,6 @@ class Spiller:
         self._arrays = index.arrays
         self._late = late
         self._next = 0.0  # time of the next exchange
-        # Steps and final steps of trajectories on disk, int64 [T, 2], where `stored` names the trajectory.
-        self._lengths: Array = self._arrays.extent[:, [0, 2]]
 
     @property
     def _keep(self) -> Keep:
@@ -147,17 +152,12 @@ class Spiller:
         Args:
             snapshot: trajectories of the write. entries: the same ones, on disk.
         """
-        arrays, slots = self._arrays, snapshot.slots
-        new = _places(entries)
-        changed = np.flatnonzero((arrays.stored[slots] != new).any(axis=1))
+        arrays, slots, new = self._arrays, snapshot.slots, _copies(entries)
+        changed = np.flatnonzero(new.differ_from(copies_of(arrays, slots)))
 
         def write() -> None:
             live = changed[snapshot.take(changed).live(self._index)]
-            # Not those of which a late column was filled after the snapshot: it is not on disk.
-            live = live[filled_bits(arrays, slots[live]) == snapshot.filled[live]]
-            arrays.stored[slots[live]] = new[live]
-            self._lengths[slots[live], 0] = snapshot.lengths[live]
-            self._lengths[slots[live], 1] = snapshot.finals[live]
+            note_copies(arrays, slots[live], new.take(live))
 
         self._index.recovery.locked(write)
 
@@ -171,8 +171,8 @@ class Spiller:
         """
         arrays = self._arrays
         generations = arrays.generation.copy()
-        spilled = (arrays.state == READY) & (arrays.extent[:, 1] < 0)
-        slots = np.flatnonzero(spilled & ~np.isin(arrays.stored[:, _SEGMENT], list(segments)))
+        slots = np.flatnonzero((arrays.state == READY) & (arrays.extent[:, 1] < 0))
+        slots = slots[~np.isin(copies_of(arrays, slots).segments, list(segments))]
         return slots, generations[slots]
 
     def is_due(self) -> bool:
@@ -202,7 +202,8 @@ class Spiller:
         """Bring the hottest trajectories on disk back into memory, if it keeps colder ones; return how many."""
         arrays, now = self._arrays, time.monotonic()
         generations, sequences = arrays.generation.copy(), arrays.sequence.copy()
-        slots = np.flatnonzero((arrays.state == READY) & (arrays.stored[:, _SEQUENCE] == sequences + 1))
+        slots = np.flatnonzero(arrays.state == READY)
+        slots = slots[are_current(arrays, slots)]
         order = self._coldness(slots, sequences, generations)
         extent = arrays.extent[slots]
         blocks = arrays.blocks_of(extent[:, 0] + extent[:, 2])
@@ -230,9 +231,8 @@ class Spiller:
             arrays.generation.copy()
         )  # before the states: a slot that is reused meanwhile is skipped
         sequences = arrays.sequence.copy()
-        inside = (arrays.state == READY) & (arrays.extent[:, 1] >= 0)
-        inside &= arrays.stored[:, _SEQUENCE] == sequences + 1
-        slots = np.flatnonzero(inside & (arrays.extent[:, [0, 2]] == self._lengths).all(1))
+        slots = np.flatnonzero((arrays.state == READY) & (arrays.extent[:, 1] >= 0))
+        slots = slots[are_current(arrays, slots)]
         slots = slots[self._coldness(slots, sequences, generations)]
         if self._late:  # those of which a column is filled later last: it is filled in memory
             waiting = (filled_bits(arrays, slots) & self._late) != self._late
@@ -250,4 +250,4 @@ class Spiller:
 
     def _spill(self, slots: Array, generations: Array) -> int:
         """`Index.spill` of slots (int64 [n]); generations are of all slots."""
-        return self._index.spill(slots, generations[slots], self._lengths[slots])
+        return self._index.spill(slots, generations[slots])

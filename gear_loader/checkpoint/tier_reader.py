@@ -35,6 +35,7 @@ from gear_loader.errors import CheckpointError, StaleIndexError
 from gear_loader.native import file_reads
 from gear_loader.native.file_reads import ADDRESS, BEGIN, BYTES, CHUNK, FD, VERIFIED, WIDTH
 from gear_loader.storage.disk import LostRowsError
+from gear_loader.storage.disk_copies import copies_of
 from gear_loader.storage.tier_counts import HITS, MISSES, READ_BYTES, READ_NANOSECONDS, SLOW_SHARE, note_wait
 from gear_loader.utils.arrays import Array, data_address
 from gear_loader.utils.notices import notice
@@ -279,6 +280,14 @@ class FileReader:
         if drawn:
             self._counts.add(drawn, int(reads.pieces[:, BYTES].sum()), began, time.monotonic_ns())
 
+    def sizes(self, slots: Array) -> Array:
+        """See `gear_loader.storage.disk.TierReader.sizes`."""
+        table = self._table()
+        assert table is not None
+        index = table.index
+        copies = index.recovery.locked(lambda: copies_of(index.arrays, slots))
+        return np.stack((copies.lengths, copies.finals), axis=1)
+
     def count_hits(self, rows: int) -> None:
         """See `gear_loader.storage.disk.TierReader.count_hits`."""
         self._counts.hits += rows
@@ -303,18 +312,15 @@ class FileReader:
         index, arrays = table.index, table.index.arrays
 
         def look() -> Array:
-            found = arrays.stored[slots]
-            # Negative: a late column that nobody reads yet has been filled in memory since.
-            known = np.abs(found[:, 0]) == arrays.sequence[slots] + 1
-            gone = (arrays.generation[slots] != generations) | ~known
+            copies = copies_of(arrays, slots)
+            gone = (arrays.generation[slots] != generations) | (copies.sequences != arrays.sequence[slots])
             if gone.any():
                 raise StaleIndexError(
                     f"{int(gone.sum())} of {len(slots)} trajectories were evicted or removed before they were read "
                     f"from {self._path}; the first is index {slots[gone][0]}."
                 )
             self._counts.take(arrays.tier_counts)
-            places: Array = found[:, 1:]
-            return places
+            return np.stack((copies.segments, copies.first, copies.places), axis=1)
 
         return index.recovery.locked(look)
 

@@ -467,8 +467,8 @@ class Collector:
         buffers.compute(count)
 
     def _gather_again(self, buffers: Buffers, rows: SelectedRows, bad: int) -> None:
-        """Gather rows once more if invalid windows may be those of trajectories that were moved to disk meanwhile."""
-        if self._tier is None or not self._tier.outside(rows.slots).any():
+        """Gather rows once more if invalid windows may be those of trajectories that were on disk meanwhile."""
+        if self._tier is None:
             self.table.reader().check_gathered(bad)
         assert self._tier is not None
         self._gather_tiers(self._tier, buffers, rows)
@@ -503,8 +503,8 @@ class Collector:
         else:
             try:
                 resolve(self.table, drawn.slots, drawn.anchors, self.reach, extent[:count], ids)
-            except CorruptTableError:  # or a trajectory was moved to disk meanwhile
-                if self._tier is None or not self._tier.outside(drawn.slots).any():
+            except CorruptTableError:  # or a trajectory was on disk meanwhile
+                if self._tier is None:
                     raise
                 disk = self._resolve_tiers(self._tier, gpu, host, drawn)
         if cache is not None:

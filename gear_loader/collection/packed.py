@@ -323,7 +323,8 @@ class PackedCollector(Collector):
         inside = which
         while True:
             if table.has_tier:
-                inside = which[extent[slots[which], 1] >= 0]
+                places = extent[slots[which], 1]
+                inside = which[places >= 0]
             bad = gather_packed(
                 *columns,
                 slots,
@@ -336,8 +337,8 @@ class PackedCollector(Collector):
                 streams,
                 inside,
             )
-            if not bad or not table.has_tier or (extent[slots[inside], 1] >= 0).all():
-                break  # else some of them were moved to disk meanwhile
+            if not bad or not table.has_tier or (extent[slots[which], 1] == places).all():
+                break  # else some of them were moved to disk meanwhile, and may be back
         if len(inside) < len(which):
             outside = np.setdiff1d(which, inside, assume_unique=True)
             self._read(buffers, table, slots[outside], generations[outside], spans[:, outside], outside)

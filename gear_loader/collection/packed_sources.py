@@ -141,10 +141,11 @@ class TableSources:
         inside = which
         while True:
             if self.table.has_tier:
-                inside = which[extent[slots[which], 1] >= 0]
+                places = extent[slots[which], 1]
+                inside = which[places >= 0]
             found, bad = self._list(slots, spans, starts, inside)
-            if not bad or not self.table.has_tier or (extent[slots[inside], 1] >= 0).all():
-                break  # else some of them were moved to disk meanwhile
+            if not bad or not self.table.has_tier or (extent[slots[which], 1] == places).all():
+                break  # else some of them were moved to disk meanwhile, and may be back
         self.table.reader().check_gathered(bad)
         if len(inside) == len(which):
             return [found]

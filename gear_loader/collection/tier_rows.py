@@ -150,16 +150,15 @@ class TierRows:
         Returns:
             Entries in memory and on disk only, int64 each.
         """
-        outside = self.outside(slots)
-        while len(which := np.flatnonzero(~outside)):
-            bad = inside(which)
+        extent = self.table.index.arrays.extent
+        while True:
+            places = extent[slots, 1]
+            which, outside = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
+            bad = inside(which) if len(which) else 0
             if not bad:
-                break
-            moved = ~outside & self.outside(slots)  # since they were looked at
-            if not moved.any():
+                return which, outside
+            if (extent[slots, 1] == places).all():  # else some were moved to disk meanwhile, and may be back
                 self.table.reader().check_gathered(bad)
-            outside |= moved
-        return which, np.flatnonzero(outside)
 
     def read(
         self,
@@ -174,7 +173,8 @@ class TierRows:
         schema, size = self.table.schema, self._block_steps
         chosen, some, place = np.unique(slots, return_index=True, return_inverse=True)
         place = np.ascontiguousarray(place.reshape(-1), dtype=np.int64)
-        extent = self.table.index.arrays.extent[chosen]
+        extent = np.zeros((len(chosen), 3), dtype=np.int64)
+        extent[:, [0, 2]] = self.table.tier_reader().sizes(chosen)
         totals = extent[:, 0] + extent[:, 2]
         low, high = totals - 1, np.zeros_like(totals)
         np.minimum.at(low, place, np.clip(anchors + self._reach.first, 0, extent[place, 0] - 1))

@@ -136,7 +136,7 @@ class TableRows:
             if self._tier is not None and self.table.num_spilled:
                 return self._gather_tiers(self._tier, plan, rows, slots, steps, into)
             bad = self._gather(plan, slots, steps, into)
-            if bad and self._tier is not None and self._tier.outside(slots).any():  # moved to disk meanwhile
+            if bad and self._tier is not None:  # some may have been on disk meanwhile
                 return self._gather_tiers(self._tier, plan, rows, slots, steps, into)
             self.table.reader().check_gathered(bad)
             return 0

@@ -141,6 +141,13 @@ class TierReader(Protocol):
             LostRowsError: trajectories cannot be read. StaleIndexError: one has been evicted or removed.
         """
 
+    def sizes(self, slots: Array) -> Array:
+        """Steps and final steps of trajectories as their copies on disk have them, int64 [n, 2].
+
+        A trajectory that lay on disk only when it was looked at may have come back and grown since: of its copy this
+        and not the index says how much can be read.
+        """
+
     def count_hits(self, rows: int) -> None:
         """Count rows of a batch that were in memory."""
 

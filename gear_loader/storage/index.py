@@ -21,6 +21,7 @@ from gear_loader.storage.block_tables import BlockTables
 from gear_loader.storage.counters import (
     FIRST_SEQUENCE,
     NEXT_SEQUENCE,
+    NUM_FREE_BLOCKS,
     NUM_LOST,
     NUM_SAMPLED,
     ORIGIN,
@@ -28,6 +29,7 @@ from gear_loader.storage.counters import (
     RUNS,
     WANTED_BLOCKS,
 )
+from gear_loader.storage.disk_copies import are_current
 from gear_loader.storage.ids import (
     CLIENT_ORIGIN,
     check_origin_free,
@@ -38,7 +40,7 @@ from gear_loader.storage.ids import (
     slots_of,
 )
 from gear_loader.storage.index_arrays import IndexArrays
-from gear_loader.storage.late import set_filled
+from gear_loader.storage.late import filled_bits, set_filled
 from gear_loader.storage.operations.view import (
     DONE,
     EVICT_LOWEST,
@@ -658,13 +660,11 @@ class Index:
 
     # ---------------------------------------------------------------- disk below memory
 
-    def spill(self, slots: Array, generations: Array, lengths: Array | None = None) -> int:
-        """Take the blocks of trajectories that are on disk; see `tiers.spill`.
+    def spill(self, slots: Array, generations: Array) -> int:
+        """Take the blocks of trajectories whose copies on disk have all that they have; see `tiers.spill`.
 
         Args:
-            slots, generations: int64 [n], the trajectories; a slot may be given twice.
-            lengths: int64 [n, 2], their steps and final steps on disk; those that have grown since are skipped.
-                None: none has.
+            slots, generations: int64 [n], the trajectories; a slot may be given twice. The others are skipped.
 
         Returns:
             Number of trajectories that were spilled; -1, having done nothing, if readers hold blocks of earlier ones.
@@ -675,8 +675,9 @@ class Index:
 
         def spill() -> int:
             live = (arrays.state[slots] == READY) & (arrays.generation[slots] == generations)
-            if lengths is not None:
-                live &= (arrays.extent[slots][:, [0, 2]] == lengths[first]).all(1)
+            live &= are_current(
+                arrays, slots
+            )  # also what was so before the lock: a column may be filled since
             names = slots[live], generations[live]
             arrays.keep_versions(names[0])
             done = int(arrays.ops.spill(arrays.where, *names))
@@ -686,20 +687,26 @@ class Index:
 
         return self.recovery.locked(spill)
 
-    def promote(self, slot: int, generation: int, write: Callable[[Array], None]) -> bool:
+    def promote(
+        self, slot: int, generation: int, known: tuple[int, int, int], write: Callable[[Array], None]
+    ) -> bool:
         """Bring a trajectory that lies on disk only back into memory.
 
         Args:
             slot, generation: the trajectory.
+            known: its steps, final steps, and bits of filled columns before its rows were read from disk.
             write: copies its rows into blocks, int32 [blocks]; called under the lock.
 
         Returns:
-            False, having done nothing, if it is gone or in memory already, or too few blocks are free.
+            False, having done nothing, if it is gone, in memory already or was in between, or too few blocks are
+            free.
         """
         arrays = self.arrays
 
         def promote() -> bool:
             extent = arrays.extent[slot]
+            if (int(extent[0]), int(extent[2]), int(filled_bits(arrays, np.array([slot]))[0])) != known:
+                return False
             ids = np.empty(int(arrays.blocks_of(extent[0] + extent[2])), dtype=np.int32)
             answer = arrays.ops.take_back(arrays.where, slot, generation, ids)
             if answer == FLIP and self.allocator.flip(-1):
@@ -714,6 +721,17 @@ class Index:
             return True
 
         return self.recovery.locked(promote)
+
+    def piece(self, slots: Array, most_bytes: int) -> Array:
+        """The first of the trajectories (int64 [n], n > 0) that fit into free blocks, and one more. Takes no lock.
+
+        Args:
+            most_bytes: of these blocks.
+        """
+        arrays = self.arrays
+        blocks = arrays.blocks_of(arrays.extent[slots, 0] + arrays.extent[slots, 2])
+        most = min(int(arrays.counters[NUM_FREE_BLOCKS]), most_bytes // arrays.block_bytes)
+        return slots[: 1 + int(np.searchsorted(np.cumsum(blocks), most, side="right"))]
 
     def want_back(self, slots: Array) -> bool:
         """Whether some of the trajectories (int64 [n]) lie on disk only; asks for room for them in memory."""
@@ -766,7 +784,7 @@ class Index:
         arrays = self.arrays
 
         def remove() -> int:
-            live = slots[(arrays.state[slots] == READY) & (arrays.generation[slots] == generations)]
+            live = slots[arrays.are_outside(slots, generations)]  # not one that is back in memory
             if len(live):
                 arrays.ops.remove(arrays.where, live)
                 arrays.counters[NUM_LOST] += len(live)

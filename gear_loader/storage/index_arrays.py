@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ class IndexArrays:
         self.num_slots = layout.max_trajectories
         self.num_blocks = layout.num_blocks
         self.half_size = layout.half
+        self.block_bytes = layout.block_bytes
         self.counters: Array = region.array("counters")
         self.readers: Array = region.array("readers")
         self.extent: Array = region.array("extent")
@@ -160,9 +161,13 @@ class IndexArrays:
             raise self.corrupt(f"it counts {count} trajectories, expected 0 to {self.num_slots}")
         return count
 
-    def row(self, slot: int) -> Array:
-        """The block ids of a slot, int32 [blocks] (a copy). The caller holds the lock or a read ticket."""
-        length, start, final = self.extent[slot].tolist()
+    def row(self, slot: int, extent: Sequence[int] | None = None) -> Array:
+        """The block ids of a slot, int32 [blocks] (a copy). The caller holds the lock or a read ticket.
+
+        Args:
+            extent: its row of `extent` when it was in memory; by default the present one.
+        """
+        length, start, final = self.extent[slot].tolist() if extent is None else extent
         blocks = self.blocks_of(length + final)
         if not (
             0 < length <= self.max_steps and 0 <= final <= 1 and 0 <= start <= len(self.block_ids) - blocks

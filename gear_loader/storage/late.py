@@ -34,6 +34,8 @@ _SMALL = 1 << 17
 """Bytes up to which values are copied under the lock: it takes less time than a read ticket."""
 _AT_ONCE = 10
 """Attempts to fill trajectories that were brought back into memory before it is waited in between."""
+_PIECE_BYTES = 64 << 20
+"""Most bytes of trajectories that are brought back into memory at once, unless one has more."""
 
 
 def filled_bits(arrays: IndexArrays, slots: Array) -> Array:
@@ -111,6 +113,9 @@ class _Request:
 
     Large values are copied without the lock of the index, under a read ticket: nobody reads the bytes of a column that
     is not filled, no other call fills it, and blocks of trajectories that are removed meanwhile are not reused.
+
+    Trajectories that lie on disk only are brought back into memory, as many at a time as there is room for. They are
+    filled at once, in pieces: the table's owner may write them and move them to disk again meanwhile.
     """
 
     table: Table
@@ -120,47 +125,70 @@ class _Request:
     bits: int
     strict: bool
     again: bool
+    done: int = 0  # rows that are filled
 
     def run(self) -> int:
         """Fill the rows; return the number of stale ones."""
-        index, backoff = self.table.index, None
+        index, backoff, attempt = self.table.index, None, 0
         size = sum(each.data.size for each in self.values)
-        attempt = 0
+        left = np.arange(len(self.slots))
         while True:
-            ticket = Ticket()
+            before, ticket = self.done, Ticket()
             try:
-                located = index.recovery.locked(functools.partial(self._locate, ticket))
-                if isinstance(located, _Located):
+                located, left = index.recovery.locked(functools.partial(self._locate, ticket, left))
+                if len(located.rows):
                     if size > _SMALL:
                         self._copy(located)
                     finish = functools.partial(self._finish, located, copies=size <= _SMALL)
-                    done = index.recovery.locked(finish)
-                    if done >= 0:
-                        return done
-                    continue  # trajectories were moved to disk meanwhile
+                    left = np.concatenate((index.recovery.locked(finish), left))
             finally:
                 ticket.end()
-            self.table.bring_back(located)
+            if not len(left):
+                return len(self.slots) - self.done
+            if self.done > before:
+                backoff, attempt = None, 0
+            piece = index.piece(self.slots[left], _PIECE_BYTES)
+            self.table.bring_back(piece)
             backoff, attempt = backoff or self.table.reader().backoff(), attempt + 1
             # They may also be moved to disk again and again.
-            if (index.want_back(located) or attempt >= _AT_ONCE) and not backoff.sleep():
+            if (index.want_back(piece) or attempt >= _AT_ONCE) and not backoff.sleep():
                 raise TableFullError(
-                    f"Timed out after {backoff.timeout:g} s: {len(located)} trajectories of a fill lie on disk only, "
-                    "and there is no room to bring them into memory. Nothing was changed. Fill fewer at once, or make "
-                    "the memory of the table larger (max_blocks)."
+                    f"Timed out after {backoff.timeout:g} s: {len(left)} of {len(self.slots)} trajectories of a fill "
+                    f"lie on disk only, and there is no room to bring one into memory; {self.done} were filled. Fill "
+                    "the others again (`Table.unfilled` lists them), or make the memory of the table larger "
+                    "(max_blocks)."
                 )
 
-    def _locate(self, ticket: Ticket) -> _Located | Array:
+    def _locate(self, ticket: Ticket, left: Array) -> tuple[_Located, Array]:
         """Check the rows, or raise; the caller holds the lock.
 
+        Args:
+            left: int64 [n], those that are not filled.
+
         Returns:
-            The rows to fill, readable until the ticket ends; or slots of trajectories that lie on disk only.
+            Those in memory, readable until the ticket ends, and those that lie on disk only, int64 [m].
         """
         arrays = self.table.index.arrays
-        rows = np.flatnonzero(
-            arrays.live_rows(self.slots, self.generations, strict=self.strict, what="rows are of")
-        )
+        strict = self.strict and not self.done
+        slots, generations = self.slots[left], self.generations[left]
+        rows = left[arrays.live_rows(slots, generations, strict=strict, what="rows are of")]
+        if not self.done:
+            self._check(rows)
+        inside = arrays.extent[self.slots[rows], 1] >= 0
+        outside, rows = rows[~inside], rows[inside]
+        if self.again:
+            chosen = self.slots[rows]
+            done = (filled_bits(arrays, chosen) & self.bits) == self.bits
+            done[done] = self._have(rows[done], chosen[done])
+            self.done, rows = self.done + int(done.sum()), rows[~done]
+            _check_unfilled(self.table.schema, arrays, self.slots[rows], self.bits)
         chosen = self.slots[rows]
+        ticket.begin(self.table.index.readers)
+        return _Located(rows, chosen, arrays.generation[chosen], self._blocks(rows, chosen)), outside
+
+    def _check(self, rows: Array) -> None:
+        """Raise unless live trajectories can be filled; the caller holds the lock."""
+        arrays, chosen = self.table.index.arrays, self.slots[rows]
         _check_distinct(chosen)
         for each in self.values:
             if each.column.trajectory:
@@ -174,17 +202,6 @@ class _Request:
                 )
         if not self.again:
             _check_unfilled(self.table.schema, arrays, chosen, self.bits)
-        spilled = arrays.extent[chosen, 1] < 0
-        if spilled.any():
-            outside: Array = chosen[spilled]
-            return outside
-        if self.again:
-            done = (filled_bits(arrays, chosen) & self.bits) == self.bits
-            done[done] = self._have(rows[done], chosen[done])
-            rows, chosen = rows[~done], chosen[~done]
-            _check_unfilled(self.table.schema, arrays, chosen, self.bits)
-        ticket.begin(self.table.index.readers)
-        return _Located(rows, chosen, arrays.generation[chosen], self._blocks(rows, chosen))
 
     def _blocks(self, rows: Array, slots: Array) -> dict[str, Array]:
         """Column -> block ids of the rows, int32 [k]; the caller holds the lock."""
@@ -238,48 +255,52 @@ class _Request:
             places, ids = np.cumsum(counts) - counts, located.blocks[each.name]
             copy_rows(data.ctypes.data, 0, data.size, first, ends[rows], places, ids, column, True)
 
-    def _finish(self, located: _Located, *, copies: bool) -> int:
-        """Set the bits of the rows that are still in the table; the caller holds the lock.
+    def _finish(self, located: _Located, *, copies: bool) -> Array:
+        """Set the bits of the rows that are still where they were; the caller holds the lock.
 
         Args:
-            copies: whether to copy the values first, where they are.
+            copies: whether to copy the values first, where the rows are.
 
         Returns:
-            Number of stale rows; -1 if trajectories were moved, and nothing was changed.
+            Rows that were moved meanwhile, int64 [m].
         """
-        arrays, total = self.table.index.arrays, len(self.slots)
-        live = arrays.live_rows(located.slots, located.generations, strict=self.strict, what="rows are of")
-        rows, chosen = located.rows[live], located.slots[live]
-        if (arrays.extent[chosen, 1] < 0).any():
-            return -1
+        arrays = self.table.index.arrays
+        strict = self.strict and not self.done
+        live = arrays.live_rows(located.slots, located.generations, strict=strict, what="rows are of")
+        inside = live & (arrays.extent[located.slots, 1] >= 0)
+        if not copies:
+            inside[inside] = self._are_in(located, inside)
+        moved: Array = located.rows[live & ~inside]
+        rows, chosen = located.rows[inside], located.slots[inside]
         if copies:
-            located = _Located(rows, chosen, located.generations[live], self._blocks(rows, chosen))
-            self._copy(located)
-        elif not self._are_in(located, live):
-            return -1
-        before = int(arrays.live_rows(self.slots, self.generations, strict=False, what="").sum())
+            self._copy(_Located(rows, chosen, located.generations[inside], self._blocks(rows, chosen)))
         if not len(chosen):
-            return total - before
+            return moved
         begin_change(arrays.view)
-        if arrays.tier is not None:
-            # What is on disk does not have the values, but those of the columns that were filled before.
-            arrays.stored[chosen, 0] = -np.abs(arrays.stored[chosen, 0])
         set_filled(arrays, chosen, self.bits)
         first = int(arrays.counters[NUM_TOUCHED])
         arrays.touched[np.arange(first, first + len(chosen)) % arrays.num_slots] = chosen
         arrays.counters[NUM_TOUCHED] = first + len(chosen)
         arrays.counters[VERSION] += 1
         end_change(arrays.view)
-        return total - before
+        self.done += len(chosen)
+        return moved
 
-    def _are_in(self, located: _Located, live: Array) -> bool:
-        """Whether the live rows still have the blocks that the values were copied to; the caller holds the lock."""
-        now = self._blocks(located.rows[live], located.slots[live])
+    def _are_in(self, located: _Located, chosen: Array) -> Array:
+        """Whether rows that are in memory have the blocks that their values were copied to, bool [m].
+
+        Args:
+            chosen: bool [n], these rows of those that were located. The caller holds the lock.
+        """
+        rows = located.rows[chosen]
+        now, same = self._blocks(rows, located.slots[chosen]), np.ones(len(rows), dtype=bool)
         for each in self.values:
-            kept = np.repeat(live, self._counts(each, located.rows))
-            if not np.array_equal(now[each.name], located.blocks[each.name][kept]):
-                return False
-        return True
+            counts = self._counts(each, rows)
+            kept = np.repeat(chosen, self._counts(each, located.rows))
+            equal = now[each.name] == located.blocks[each.name][kept]
+            if len(rows):
+                same &= np.logical_and.reduceat(equal, np.cumsum(counts) - counts)
+        return same
 
 
 def _check_unfilled(schema: Schema, arrays: IndexArrays, slots: Array, bits: int) -> None:

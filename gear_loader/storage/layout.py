@@ -79,7 +79,7 @@ from gear_loader.storage.disk import Tier
 from gear_loader.storage.rules import Rules
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.shared_memory import MAGIC
-from gear_loader.storage.tier_counts import COUNTS
+from gear_loader.storage.tier_counts import COPIES_WIDTH, COUNTS
 
 __all__ = [
     "FORMAT_VERSION",
@@ -100,7 +100,7 @@ __all__ = [
 LINE = 128
 """Bytes of one line: the unit in which a GPU reads host memory, and the alignment of all arrays."""
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 _WORD = 16  # bytes that a GPU copies with fewest instructions; a record is padded to whole ones where that costs little
 HEADER_LIMIT = 1 << 20
 """Largest size of preamble and JSON, in bytes."""
@@ -242,7 +242,7 @@ class Layout:
             ("uses", np.int32, (blocks, 2)),
             ("lowest", np.float32, (-(-slots // self.group),)),
             ("parked", np.int32, (1 if tier is None else blocks,)),
-            ("stored", np.int64, (1 if tier is None else slots, 4)),
+            ("stored", np.int64, (1 if tier is None else slots, COPIES_WIDTH)),
             ("heat", np.int64, (0 if tier is None else slots,)),
             ("versions", np.int64, (0 if tier is None or self.rules.version is None else slots,)),
             ("tier_counts", np.int64, (0 if tier is None else COUNTS,)),

@@ -14,6 +14,7 @@ from gear_loader.storage.admission import Admission
 from gear_loader.storage.counters import NEXT_SEQUENCE, NUM_READY, NUM_SAMPLED, NUM_TOUCHED, VERSION
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.inline import UNCHANGED, InlineBatch, Places
+from gear_loader.storage.late import filled_bits
 from gear_loader.storage.operations.view import begin_change, end_change
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.readers import Readers, Ticket
@@ -309,24 +310,27 @@ class TableReader:
         self.arrays.ops.walk(self.arrays.where, newest, slots)
         return slots
 
-    def begin_read_of(self, slot: int, ticket: Ticket | None = None) -> Ticket:
+    def begin_read_of(self, slot: int, ticket: Ticket) -> tuple[list[int], int]:
         """`begin_read`, after a check that `slot` is live.
 
         Args:
             slot: index of the trajectory. ticket: as for `begin_read`.
 
+        Returns:
+            Its row of `extent`, and the bits of its filled columns. What lies in memory now stays readable where it
+            is; what lies on disk only may come back.
+
         Raises:
             StaleIndexError: the slot has no live trajectory.
         """
-        ticket = ticket or Ticket()
 
-        def begin() -> None:
+        def begin() -> tuple[list[int], int]:
             if not 0 <= slot < self.arrays.num_slots or self.arrays.state[slot] != READY:
                 raise stale(self.arrays, slot)
             ticket.begin(self._readers)
+            return self.arrays.extent[slot].tolist(), int(filled_bits(self.arrays, np.array([slot]))[0])
 
-        self._recovery.locked(begin)
-        return ticket
+        return self._recovery.locked(begin)
 
     def snapshot(self) -> Snapshot:
         """A snapshot of the live trajectories, oldest first."""

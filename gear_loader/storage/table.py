@@ -50,7 +50,7 @@ from gear_loader.storage.incoming import (
     with_final,
 )
 from gear_loader.storage.index import EVICT_LOWEST, EVICT_OLDEST, INLINE_BYTES, REFUSE, Claim, Index
-from gear_loader.storage.late import fill_columns, filled_bits, unfilled
+from gear_loader.storage.late import fill_columns, unfilled
 from gear_loader.storage.layout import Layout, most_blocks
 from gear_loader.storage.limiters import RateLimiter
 from gear_loader.storage.numa import Numa, check_numa
@@ -1082,16 +1082,16 @@ class Table:
             index = int(index)
         ticket = Ticket()
         try:
-            live.reader.begin_read_of(int(index), ticket)
-            length, place, more = live.arrays.extent[index].tolist()
+            # All of it at one moment: a place in memory that is read later may be one on disk, or lack what is filled.
+            extent, bits = live.reader.begin_read_of(int(index), ticket)
+            length, place, more = extent
             rows = None
             if more or not final:
-                count = length + more if final else length
+                count, names = length + more if final else length, self._filled_columns(bits)
                 if place < 0 and self.has_tier:
-                    rows = self._read_from_disk(int(index), count)
+                    rows = self._read_from_disk(int(index), names, count)
                 else:
-                    ids = live.arrays.row(int(index))
-                    names = self._filled_columns(int(index))
+                    ids = live.arrays.row(int(index), extent)
                     rows = {name: self._read_column(name, ids, count) for name in names}
             ticket.end()
             return rows
@@ -1112,10 +1112,10 @@ class Table:
             return None
         return {name: rows[name][-1] for name, column in self.schema.items() if column.final}
 
-    def _read_from_disk(self, slot: int, length: int) -> dict[str, torch.Tensor]:
-        """The columns of a trajectory that lies on disk only, or did a moment ago; under a read ticket."""
+    def _read_from_disk(self, slot: int, names: Sequence[str], length: int) -> dict[str, torch.Tensor]:
+        """Columns of a trajectory that lies on disk only, or did a moment ago; under a read ticket."""
         slots, zero = np.array([slot]), np.zeros(1, dtype=np.int64)
-        columns = {name: self.schema[name] for name in self._filled_columns(slot)}
+        columns = {name: self.schema[name] for name in names}
         outs = {
             name: np.empty(column.step_bytes * (1 if column.trajectory else length), dtype=np.uint8)
             for name, column in columns.items()
@@ -1134,11 +1134,8 @@ class Table:
             for name, column in columns.items()
         }
 
-    def _filled_columns(self, slot: int) -> list[str]:
-        """The columns of a trajectory that have values."""
-        if not self.schema.late:
-            return list(self.schema)
-        bits = int(filled_bits(self.index.arrays, np.array([slot]))[0])
+    def _filled_columns(self, bits: int) -> list[str]:
+        """The columns of a trajectory that have values, by the bits of its late columns."""
         late = self.schema.late
         return [name for name in self.schema if name not in late or bits >> late.index(name) & 1]
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from gear_loader.utils.arrays import Array
 
-__all__ = ["COUNTS", "KEEPS", "SLOW_SHARE", "TierCounts", "heats", "note_wait", "pack_heat"]
+__all__ = ["COPIES_WIDTH", "COUNTS", "KEEPS", "SLOW_SHARE", "TierCounts", "heats", "note_wait", "pack_heat"]
 
 (
     KEEP,  # 1 + position in `KEEPS`, of the last dataset that was made; 0: none was
@@ -29,6 +29,8 @@ __all__ = ["COUNTS", "KEEPS", "SLOW_SHARE", "TierCounts", "heats", "note_wait", 
 ) = range(8)
 COUNTS = 16
 """Entries of `tier_counts`."""
+COPIES_WIDTH = 11
+"""Entries of a row of `stored`, see `gear_loader.storage.disk_copies`."""
 SLOW_SHARE = 0.7
 """Share of the time that batches are read from disk from which on the loop waits for it, whatever else it does."""
 _FRESH_SECONDS = 60.0

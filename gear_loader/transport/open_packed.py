@@ -93,14 +93,14 @@ class OpenPacked(OpenTable):
             while True:
                 if len(which) < n:
                     out[:status] = 0
-                inside = which
+                inside, places = which, attached.extent[slots[which], 1]
                 if attached.table.has_tier:
-                    inside = which[attached.extent[slots[which], 1] >= 0]
+                    inside = which[places >= 0]
                     if at_once and len(inside) < len(which):
                         raise LockTimeoutError("Rows lie on disk only, so that this takes a while.")
                 bad = self._gather(attached, tables, rows, starts, inside)
-                if bad and (attached.extent[slots[inside], 1] < 0).any():
-                    continue  # some were moved to disk meanwhile
+                if bad and (attached.extent[slots[which], 1] != places).any():
+                    continue  # some were moved to disk meanwhile, and may be back
                 attached.table.reader().check_gathered(bad)
                 if attached.table.has_tier:
                     attached.table.tier_reader().count_hits(len(inside))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tier_common import NEVER, batch_bits, spill
 
 import gear_loader as gear
+from gear_loader.storage.disk_copies import copies_of
 
 COLUMNS = {
     "token": gear.Column(torch.int32),
@@ -129,8 +130,9 @@ def test_a_group_of_which_a_number_is_damaged_is_left_out(tmp_path: Path) -> Non
             add(table, number, number // SIZE, 5)
             table.save(tmp_path)
         spill(table, np.arange(8))
-        segment = int(table.region.array("stored")[4, 1])
-        hit = np.flatnonzero(table.region.array("stored")[:8, 1] == segment).tolist()
+        segments = copies_of(table.index.arrays, np.arange(8)).segments
+        segment = int(segments[4])
+        hit = np.flatnonzero(segments == segment).tolist()
         file = tmp_path / "segments" / f"{segment:06d}" / "prompt.npy"
         flip(file, file.stat().st_size - 1)
         data = dataset(table)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tier_common import NEVER, spill
 
 import gear_loader as gear
+from gear_loader.checkpoint.spilling import Spiller
 from gear_loader.errors import FilledError, TableFullError
 from gear_loader.storage import late
 
@@ -130,8 +131,6 @@ def test_a_write_that_began_before_a_fill_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The values that come while the disk is written are not on it: the trajectory stays in memory."""
-    from gear_loader.checkpoint.spilling import Spiller
-
     with tiered(tmp_path) as table:
         index = add(table, 1, 9)
         note = Spiller.note
@@ -149,19 +148,52 @@ def test_a_write_that_began_before_a_fill_does_not_count(
         assert float(table[index]["reward"]) == 2.5
 
 
-def test_more_than_the_memory_holds_is_refused(tmp_path: Path) -> None:
-    with tiered(tmp_path, blocks=20, timeout=0.5) as table:
-        slots = []
-        for number in range(12):
+@pytest.mark.parametrize("small", [0, late._SMALL])
+def test_more_than_the_memory_holds_is_filled_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int
+) -> None:
+    """Also if what is filled is moved to disk at once, and a trajectory is removed on the way."""
+    monkeypatch.setattr(late, "_SMALL", small)
+    with tiered(tmp_path, blocks=20) as table:
+        slots, has = [], {}
+        for number in range(20):
             slots.append(add(table, number, 16))
+            has[slots[-1]] = (number, 16, {"reward", "advantage"})
             table.save(tmp_path)
             spill(table, slots)
-        with pytest.raises(TableFullError, match="lie on disk only, and there is no room"):
-            table.fill(slots, reward=np.arange(12, dtype=np.float32))
-        assert len(table.unfilled("reward")[0]) == 12
-        for slot in slots:
-            table.fill(slot, reward=np.float32(slot))
-        assert not len(table.unfilled("reward")[0])
+        bring_back = table.bring_back
+        del has[slots[17]]
+
+        def beside(piece: Any) -> int:
+            if len(table.unfilled()[0]) < 15 and slots[17] in table.indices():
+                table.remove(slots[17])
+            table.save(tmp_path)
+            spill(table, table.indices())
+            return bring_back(piece)
+
+        monkeypatch.setattr(table, "bring_back", beside)
+        given = {
+            "reward": np.arange(20, dtype=np.float32),
+            "advantage": [advantage(n, 16) for n in range(20)],
+        }
+        assert table.fill(slots, **given) == 1
+        assert len(table) == 19
+        draw(table, has)
+
+
+def test_no_room_to_fill(tmp_path: Path) -> None:
+    with tiered(tmp_path, blocks=10, timeout=0.05) as table:
+        slots = [add(table, number, 16) for number in range(2)]
+        table.save(tmp_path)
+        assert spill(table, slots) == 2
+        with table.writer() as writer:
+            writer.append({"token": np.zeros(36, dtype=np.int32)})
+            with pytest.raises(
+                TableFullError, match=r"2 of 2 trajectories of a fill lie on disk only.*0 were filled"
+            ):
+                table.fill(slots, reward=np.arange(2, dtype=np.float32))
+            writer.discard()
+        assert table.fill(slots, reward=np.arange(2, dtype=np.float32)) == 0
 
 
 def test_a_trajectory_that_is_moved_while_it_is_filled(
@@ -184,3 +216,74 @@ def test_a_trajectory_that_is_moved_while_it_is_filled(
         assert moved == [1]
         assert float(table[index]["reward"]) == 2.5
         table.check_valid()
+
+
+def test_what_is_filled_between_the_choice_and_the_lock_stays_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner has chosen a trajectory whose rows are on disk, and then waits for the lock of who fills it."""
+    with tiered(tmp_path) as table:
+        index = add(table, 1, 9)
+        table.save(tmp_path)
+        spiller = Spiller(table.index, table.region.layout, "newest", 3)
+        monkeypatch.setattr(spiller, "missing", lambda: 40)
+        move = spiller._spill
+
+        def late_spill(*given: Any) -> Any:
+            table.fill(index, reward=np.float32(2.5))
+            return move(*given)
+
+        monkeypatch.setattr(spiller, "_spill", late_spill)
+        spiller.spill()
+        assert float(table[index]["reward"]) == 2.5
+        assert table.num_spilled == 0
+
+
+def test_rows_that_move_while_they_are_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To disk, and back, filled, and to disk again: what one look finds is read where that look found it."""
+    with tiered(tmp_path) as table:
+        index, other = add(table, 1, 9), add(table, 2, 9)
+        table.save(tmp_path)
+        begin, acts = table.index.reader.begin_read_of, [
+            lambda: spill(table, [index]),
+            lambda: table.fill(index, reward=np.float32(1)),
+            lambda: (table.fill(index, advantage=advantage(1, 9)), table.save(tmp_path), spill(table, [index])),
+        ]  # fmt: skip
+
+        def late(slot: int, *given: Any) -> Any:
+            found = begin(slot, *given)
+            if acts:
+                acts.pop(0)()
+            return found
+
+        monkeypatch.setattr(table.index.reader, "begin_read_of", late)
+        for late_columns in ([], [], ["reward"], ["reward", "advantage"]):
+            row = table[index]
+            assert set(row) == {"token", "number", *late_columns}
+            assert row["token"].tolist() == list(range(9))
+            assert float(row.get("reward", 1)) == 1
+        assert not acts
+        assert int(table[other]["number"]) == 2
+
+
+def test_rows_that_change_while_they_are_brought_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read on disk is old when it is to be copied: another process has filled the trajectory meanwhile."""
+    with tiered(tmp_path) as table:
+        index = add(table, 1, 9)
+        table.save(tmp_path)
+        assert spill(table, [index]) == 1
+        reader, read = table.tier_reader(), table.tier_reader().read
+
+        def late(*given: Any, **options: Any) -> None:
+            read(*given, **options)
+            monkeypatch.setattr(reader, "read", read)
+            table.fill(index, reward=np.float32(2.5))
+            table.save(tmp_path)
+            assert spill(table, [index]) == 1
+
+        monkeypatch.setattr(reader, "read", late)
+        assert table.bring_back(np.array([index])) == 0
+        assert table.bring_back(np.array([index])) == 1
+        assert float(table[index]["reward"]) == 2.5

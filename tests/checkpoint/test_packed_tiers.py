@@ -20,6 +20,7 @@ from tier_common import batch_bits, final, fitting, rows, spill, tiered
 
 import gear_loader as gear
 from gear_loader.errors import LockTimeoutError
+from gear_loader.storage.disk_copies import copies_of
 from gear_loader.transport.open_packed import OpenPacked
 from gear_loader.transport.packed_spec import PackedSpec
 from gear_loader.transport.table_cache import TableCache
@@ -103,9 +104,9 @@ def test_damage_leaves_trajectories_out_of_their_batch(tmp_path: Path) -> None:
             table.add(rows(number, 12))
         table.save(tmp_path)
         spill(table, range(40))
-        places = table.region.array("stored")
-        segment = int(places[0, 1])
-        hit = np.flatnonzero(places[:40, 1] == segment).tolist()
+        segments = copies_of(table.index.arrays, np.arange(40)).segments
+        segment = int(segments[0])
+        hit = np.flatnonzero(segments == segment).tolist()
         assert 0 < len(hit) < 40
         file = tmp_path / "segments" / f"{segment:06d}" / "wide.npy"
         flip(file, os.path.getsize(file) - 1)

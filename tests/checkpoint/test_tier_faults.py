@@ -27,6 +27,7 @@ import gear_loader as gear
 from gear_loader.checkpoint import behind, promoting, tier_reader
 from gear_loader.errors import CheckpointError, TableFullError
 from gear_loader.storage.counters import DISK_FULL
+from gear_loader.storage.disk_copies import copies_of
 
 CONTEXT = multiprocessing.get_context("forkserver")
 PATIENCE = 60.0  # seconds for what takes milliseconds
@@ -70,7 +71,9 @@ def test_a_death_at_every_store(tmp_path: Path, what: str, reads: bool, every: i
                     index.spill(np.array(slots[:3]), table.index.arrays.generation[slots[:3]].copy())
                 else:
                     for slot in slots[:3]:
-                        index.promote(slot, int(table.index.arrays.generation[slot]), lambda _: None)
+                        index.promote(
+                            slot, int(table.index.arrays.generation[slot]), (8, slot % 2, 0), lambda _: None
+                        )
                 done = True
             if what == "promote":  # the index alone is looked at: nothing was copied
                 bury(table)
@@ -154,10 +157,10 @@ def _full(path: Path) -> gear.Table:
 
 def test_damage_loses_the_trajectories_that_it_hits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with _full(tmp_path) as table:
-        places = table.region.array("stored")[table.indices()]
+        segments = copies_of(table.index.arrays, table.indices()).segments
         spilled = table.region.array("extent")[table.indices(), 1] < 0
-        number = int(np.bincount(places[spilled, 1]).argmax())
-        hit = spilled & (places[:, 1] == number)
+        number = int(np.bincount(segments[spilled]).argmax())
+        hit = spilled & (segments == number)
         file = tmp_path / "segments" / f"{number:06d}" / "wide.npy"
         flip(file, os.path.getsize(file) - 1)
         kept = table.ids(table.indices()[~hit]).tolist()

@@ -14,6 +14,7 @@ from tier_common import COLUMNS, WINDOWS, batch_bits, everything, final, fitting
 
 import gear_loader as gear
 from gear_loader.checkpoint import promoting
+from gear_loader.checkpoint.spilling import Spiller
 from gear_loader.errors import TableFullError
 
 STEPS = [name for name, column in COLUMNS.items() if not column.trajectory]
@@ -31,10 +32,8 @@ def move_out(table: gear.Table, path: Path | None = None) -> None:
     """Move to disk what lies there; write it before, with a path."""
     if path is not None:
         table.save(path)
-    arrays, spiller = table.index.arrays, table._disk._spiller  # type: ignore[union-attr]
     slots = table.indices()
-    slots = slots[arrays.stored[slots, 0] == arrays.sequence[slots] + 1]
-    spiller._spill(slots, arrays.generation.copy())
+    table.index.spill(slots, table.index.arrays.generation[slots])
 
 
 def outside(table: gear.Table, slot: int) -> bool:
@@ -177,3 +176,16 @@ def test_no_room_to_come_back(tmp_path: Path) -> None:
             other.discard()
         append(writer, 1, 9, 1)
         assert table[int(table.indices()[0])]["number"].tolist() == [1] * 10
+
+
+def test_another_owner_moves_only_what_the_disk_has(tmp_path: Path) -> None:
+    """The owner that wrote a trajectory has ended, and the trajectory has grown since."""
+    with tiered(tmp_path) as table:
+        writer = table.writer(commit_every_step=True)
+        append(writer, 1, 0, 5)
+        table.save(tmp_path)
+        append(writer, 1, 5, 2)
+        before, slots = everything(table), table.indices()
+        heir = Spiller(table.index, table.region.layout, "newest")
+        assert heir._spill(slots, table.index.arrays.generation) == 0
+        assert everything(table) == before

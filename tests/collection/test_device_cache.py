@@ -168,7 +168,6 @@ class Driven:
         slots = table.indices()
         slots = slots[[choose_.random() < 0.3 for _ in slots]]
         arrays = table.index.arrays
-        slots = slots[arrays.stored[slots, 0] == arrays.sequence[slots] + 1]
         table.index.spill(slots, arrays.generation[slots].copy())
 
     def _steps(self, count: int) -> dict[str, Any]:
