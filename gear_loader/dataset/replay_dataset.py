@@ -971,8 +971,9 @@ class ReplayDataset(IterableDataset[Batch]):
         """Migrate trajectories between the `Shards` until they are about equal. All ranks call it at the same point.
 
         The newest trajectories of the fullest shards are copied to the emptiest with free space, in all stages of a
-        pipeline, and then removed from their source. They keep their ids and updated priorities; priority updates for
-        earlier batches follow them. Trajectories that share steps with others are not migrated. If a rank is killed
+        pipeline, and then removed from their source. They keep their ids, late columns and updated priorities; priority
+        updates for earlier batches follow them. Those that share steps with others, or of which a column is filled
+        meanwhile, are not migrated. If a rank is killed
         meanwhile, a trajectory may be left in two shards; the next call, or the next dataset over these tables, removes
         the duplicate before it draws (the logger `gear_loader` reports the number). Eviction and other policies of a
         table treat migrated trajectories as new. A running pass without replacement replaces migrated items by others.
@@ -990,7 +991,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
         Raises:
             SchemaError: invalid options, a dataset that does not draw over all Shards, one with a `subset`, which
-                depends on each table's order of insertion, or tables with late columns.
+                depends on each table's order of insertion.
             RankError: another rank has failed; nothing was lost.
         """
         if by not in ("steps", "mass"):
@@ -998,10 +999,10 @@ class ReplayDataset(IterableDataset[Batch]):
         max_bytes = at_least("max_bytes", max_bytes, least=0)
         if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
             raise SchemaError(f"tolerance is {tolerance!r}; expected a number from 0 to below 1.")
-        if not self._is_global or self.subset is not None or self.table.schema.late:
+        if not self._is_global or self.subset is not None:
             raise SchemaError(
-                "rebalance was called, but this dataset has a subset, does not draw over all Shards, or its tables "
-                "have late columns, which do not migrate; make one with Shards, scope='global' and without these."
+                "rebalance was called, but this dataset has a subset, or does not draw over all Shards; make one with "
+                "Shards, scope='global' and without a subset."
             )
         selection = self._selected()
         assert isinstance(selection, GlobalSelection)

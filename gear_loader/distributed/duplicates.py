@@ -9,6 +9,7 @@ import numpy as np
 
 from gear_loader.errors import StaleIndexError
 from gear_loader.storage.ids import LARGEST_ORIGIN
+from gear_loader.storage.late import filled_bits
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
@@ -53,7 +54,8 @@ def remove_ids(table: Table, slots_of: SlotsOf, shard: int, ids: Array) -> int:
 class DuplicateSearch:
     """Finds duplicates in three collective steps, and removes all copies but one.
 
-    The copy in the shard that numbered the trajectory stays, else the copy in the first shard. Only trajectories that
+    A copy with more filled columns stays, else the copy in the shard that numbered the trajectory, else that in the
+    first shard. Only trajectories that
     came from another shard can be duplicates; so only their ids are shared.
 
     Args:
@@ -70,6 +72,7 @@ class DuplicateSearch:
         self._young: dict[tuple[int, int], Array] = {}
         self._migrated: Array = np.empty(0, dtype=np.int64)
         self._present: dict[int, Array] = {}
+        self._filled: dict[int, Array] = {}
 
     def migrated(self) -> dict[str, Array]:
         """Return the ids of migrated trajectories in this rank's shards of stage 0, by shard."""
@@ -91,16 +94,19 @@ class DuplicateSearch:
         self._migrated = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *found.values()]))
 
     def present(self) -> dict[str, Array]:
-        """Return the migrated ids of all ranks that this rank's shards of stage 0 hold, by shard."""
-        return {
-            f"{shard}": self._migrated[self._slots_of(shard, self._migrated) >= 0]
-            for shard, stage, _ in self._tables
-            if stage == 0
-        }
+        """Return the migrated ids of all ranks that this rank's shards of stage 0 hold, and bits of filled columns."""
+        found = {}
+        for shard, stage, table in self._tables:
+            if stage == 0:
+                slots = self._slots_of(shard, self._migrated)
+                found[f"{shard}"] = self._migrated[slots >= 0]
+                found[f"{shard}/filled"] = filled_bits(table.index.arrays, slots[slots >= 0])
+        return found
 
     def set_present(self, found: Mapping[str, Array]) -> None:
         """Take over the results of `present` on all ranks."""
-        self._present = {int(shard): ids for shard, ids in found.items()}
+        self._present = {int(shard): ids for shard, ids in found.items() if shard.isdigit()}
+        self._filled = {shard: found[f"{shard}/filled"] for shard in self._present}
 
     def remove(self) -> dict[str, Array]:
         """Remove the duplicates from this rank's tables; return the number removed, by shard and stage."""
@@ -128,8 +134,11 @@ class DuplicateSearch:
         sizes = [len(ids) for ids in self._present.values()]
         shards = np.repeat(list(self._present), sizes).astype(np.int64)
         ids = np.concatenate([np.empty(0, dtype=np.int64), *self._present.values()])
+        filled = np.concatenate(
+            [ids[:0], *self._filled.values()]
+        )  # of one that has what another has, not less
         # The copy that stays comes first among those of its id.
-        order = np.lexsort((shards, (ids & LARGEST_ORIGIN) != shards, ids))
+        order = np.lexsort((shards, (ids & LARGEST_ORIGIN) != shards, -filled, ids))
         ids, shards = ids[order], shards[order]
         again = np.flatnonzero(ids[1:] == ids[:-1]) + 1
         return {int(shard): ids[again][shards[again] == shard] for shard in np.unique(shards[again])}

@@ -12,7 +12,8 @@ import torch
 
 from gear_loader.distributed.shard_sampler import PrioritizedShardSampler
 from gear_loader.distributed.stage_tables import StageTable
-from gear_loader.errors import TableFullError, TransportError
+from gear_loader.errors import FilledError, StaleIndexError, TableFullError, TransportError
+from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
@@ -171,9 +172,11 @@ def _fitting(loads: Array, lengths: Array, budget: Budget) -> Array:
 
 def _shares_blocks(table: Table, slots: Array) -> Array:
     """Return which trajectories share a block with another one, bool [n]."""
-    extent, block_ids = table.reader().index_arrays()
-    counts = table.reader().arrays.blocks_at(slots)
-    blocks = block_ids[ranges(extent[slots, 1], counts)]
+    index = table.reader().arrays
+    extent = index.extent[slots]  # once: the table's owner may move trajectories to disk meanwhile
+    inside = extent[:, 1] >= 0
+    counts = np.where(inside, index.blocks_of(extent[:, 0] + extent[:, 2]), 0)
+    blocks = index.ids_at(ranges(extent[:, 1], counts))
     times = np.bincount(blocks, minlength=1)[blocks] > 1
     shared: Array = (
         np.bincount(np.repeat(np.arange(len(slots)), counts), weights=times, minlength=len(slots)) > 0
@@ -191,24 +194,21 @@ class Mover:
     def __init__(self, slots_of: Callable[[int, Array], Array]) -> None:
         self._slots_of = slots_of
 
-    def copy(self, source: Table, ids: Array, shard: int, target: StageTable) -> None:
+    def copy(self, source: Table, ids: Array, shard: int, target: StageTable, most_steps: int) -> None:
         """Copy trajectories; leave out trajectories that are gone, and stop when the target is full.
 
-        The target reports what has arrived.
+        The target reports what has arrived. Columns that are filled later follow, see `fill`.
 
         Args:
             source: table of this rank.
             ids: ids of the trajectories, int64 [n].
             shard: number of the source's shard.
             target: table to copy to.
+            most_steps: that are copied at once.
         """
-        most = max(1, _PART_BYTES // source.schema.step_bytes)
         slots = self._slots_of(shard, ids)
         ids, slots = ids[slots >= 0], slots[slots >= 0]
-        lengths = source.reader().index_arrays()[0][slots, 0]
-        parts = np.cumsum(lengths) // most
-        for part in np.unique(parts).tolist():
-            which = parts == part
+        for which in _parts(source, slots, most_steps):
             try:
                 self._copy(source, ids[which], slots[which], target)
             except (TableFullError, TransportError) as error:
@@ -218,12 +218,15 @@ class Mover:
     def _copy(self, source: Table, ids: Array, slots: Array, target: StageTable) -> None:
         ticket = Ticket()
         try:
-            source.reader().begin_read(ticket)
+            source.reader().begin_read(ticket)  # slots are not reused meanwhile
             state, _, _ = source.reader().slot_states()
             alive = (state[slots] == READY) & (source.ids(slots) == ids)
             ids, slots = ids[alive], slots[alive]
-            trajectories = [_read(source, slot) for slot in slots.tolist()]
-            finals = source.reader().arrays.extent[slots, 2].copy()
+            found = [_read(source, slot) for slot in slots.tolist()]
+            alive = np.array([each is not None for each in found], dtype=bool)
+            ids, slots, rows = ids[alive], slots[alive], [each for each in found if each is not None]
+            trajectories = [{name: row[name] for name in source.schema.added} for row, _ in rows]
+            finals = np.array([final for _, final in rows], dtype=np.int64)
             priorities = source.reader().arrays.priority[slots].copy()
             ticket.end()
         finally:
@@ -237,10 +240,61 @@ class Mover:
             for future in target.send(trajectories, priorities, ids, finals):
                 future.result()
 
+    def fill(
+        self, source: Table, ids: Array, shard: int, target: StageTable, slots: Array, generations: Array
+    ) -> Array:
+        """Copy the columns that were filled later to trajectories that have arrived.
 
-def _read(table: Table, slot: int) -> dict[str, torch.Tensor]:
-    """Return a copy of a trajectory, its final step as the last row; the caller holds a read ticket."""
-    index = table.index
-    ids, extent = index.arrays.row(slot), index.arrays.extent[slot]
-    rows = int(extent[0] + extent[2])
-    return {name: table._read_column(name, ids, rows) for name in table.schema}
+        Args:
+            source, ids, shard, target: as for `copy`.
+            slots, generations: of the trajectories in the target, int64 [n].
+
+        Returns:
+            Bits of the columns that each has been given, int64 [n]; -1 if it is gone, or cannot be filled.
+        """
+        late, bits = source.schema.late, np.full(len(ids), -1, dtype=np.int64)
+        own = self._slots_of(shard, ids)
+        there = np.flatnonzero(own >= 0)
+        for part in _parts(source, own[there], source.region.layout.max_steps):
+            rows, groups = {}, dict[tuple[str, ...], list[int]]()
+            for i in there[part].tolist():
+                found = _read(source, int(own[i]), final=False)
+                if found is not None:
+                    rows[i] = found[0]
+                    groups.setdefault(tuple(name for name in late if name in rows[i]), []).append(i)
+            for names, which in groups.items():
+                columns: dict[str, Any] = {name: [rows[i][name] for i in which] for name in names}
+                for name in names:
+                    if source.schema[name].trajectory:
+                        columns[name] = torch.stack(columns[name])
+                try:
+                    if names:
+                        target.fill(slots[which], generations[which], columns)
+                except (FilledError, TableFullError, TransportError) as error:
+                    _logger.warning("Some trajectories could not be moved: %s: %s", target, error)
+                else:
+                    bits[which] = source.schema.late_bits(names)
+        return bits
+
+
+def _parts(table: Table, slots: Array, most_steps: int) -> list[Array]:
+    """Positions of trajectories that are copied at once, int64 [n] each; at most `most_steps` steps and one more."""
+    most = max(1, min(most_steps, _PART_BYTES // table.schema.step_bytes))
+    parts = np.cumsum(table.reader().arrays.extent[slots, 0]) // most
+    return [np.flatnonzero(parts == part) for part in np.unique(parts).tolist()]
+
+
+def _read(table: Table, slot: int, *, final: bool = True) -> tuple[dict[str, torch.Tensor], int] | None:
+    """A copy of a trajectory, and the number of its final steps (0 or 1), which is the last row; None if it is gone.
+
+    Args:
+        final: whether to look for a final step.
+    """
+    try:
+        rows = table.rows(slot, final=True) if final else None
+        return (table.rows(slot) or {}, 0) if rows is None else (rows, 1)
+    except LostRowsError as error:
+        table.remove_lost(error)
+    except StaleIndexError:
+        pass
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +15,8 @@ from gear_loader.distributed.failures import collect
 from gear_loader.distributed.migration import Budget, MigrationSet, Mover, choose_migration
 from gear_loader.distributed.records import MOVE
 from gear_loader.distributed.state import share_bundle
+from gear_loader.storage.late import filled_bits
+from gear_loader.storage.table import Table
 from gear_loader.transport.capacity import free_steps
 from gear_loader.utils.arrays import Array
 
@@ -98,6 +101,10 @@ class Rebalance:
         )
         self._flows: list[Flow] = []
         self._sets: list[MigrationSet] = []
+        self._most_steps: list[int] = []  # of each flow, that are copied at once
+        # Of tables with late columns, which have one stage: of each flow, ids and bits of the columns that were copied.
+        self._has_late = bool(shards.stage_table(0, 0).schema.late)
+        self._filled: list[tuple[Array, Array]] = []
 
     def run(self) -> dict[str, Any]:
         """Rebalance the shards.
@@ -120,7 +127,7 @@ class Rebalance:
             except _AbortedError as error:
                 self._drop_copies([np.empty(0, dtype=np.int64)] * len(self._sets))
                 raise error.__cause__ or error from None
-            self._hand_over(moved)
+            moved = self._hand_over(moved)
         moves: Array = np.concatenate(moved)
         self._selection.redirect_updates(moves)
         steps = int(moves["length"].sum())
@@ -206,12 +213,18 @@ class Rebalance:
                         free_steps(table),
                         table.region.layout.max_trajectories - len(table),
                         table.region.layout.block_steps,
+                        table.longest,
                     ]
                 )
                 for shard, stage, table in self._tables
             }
 
         capacities = self._collect("report its capacity", report)
+        longest = [
+            min(int(capacities[f"{flow.target}/{stage}"][3]) for stage in range(self._stages))
+            for flow in self._flows
+        ]
+        self._most_steps = [max(1, steps // 4) for steps in longest]  # a disk tier makes room in between
 
         def choose() -> Bundle:
             found: Bundle = {}
@@ -272,8 +285,27 @@ class Rebalance:
                 for stage in stages:
                     arrived = found[f"{number}/{stage}/ids"]
                     present[number] = present[number][np.isin(present[number], arrived)]
+        if self._has_late:
+            copied = self._collect("copy columns that were filled later", lambda: self._fill(mover, found))
+            for number in range(len(self._flows)):
+                arrived, bits = found[f"{number}/0/ids"], copied[f"{number}"]
+                self._filled.append((arrived, bits))
+                present[number] = present[number][np.isin(present[number], arrived[bits >= 0])]
         self._drop_copies(present)
         return [self._moves(number, found, present[number]) for number in range(len(self._flows))]
+
+    def _fill(self, mover: Mover, found: Bundle) -> Bundle:
+        """Copy late columns from this rank's tables to what has arrived; return bits by flow, see `Mover.fill`."""
+        filled: Bundle = {}
+        for shard, _, table in self._tables:
+            for number, flow in enumerate(self._flows):
+                if flow.source == shard:
+                    ids, slots, generations = (
+                        found[f"{number}/0/{name}"] for name in ("ids", "slots", "generations")
+                    )
+                    target = self._shards.stage_table(flow.target, 0)
+                    filled[f"{number}"] = mover.fill(table, ids, shard, target, slots, generations)
+        return filled
 
     def _turns(self) -> list[int]:
         """Return the number of earlier flows into the same shard, for each flow."""
@@ -285,9 +317,10 @@ class Rebalance:
 
         def copy() -> Bundle:
             for shard, stage, table in self._tables:
-                for flow, flow_ids, flow_turn in zip(self._flows, ids, self._turns(), strict=True):
+                for number, (flow, flow_turn) in enumerate(zip(self._flows, self._turns(), strict=True)):
                     if stage in stages and flow.source == shard and flow_turn == turn:
-                        mover.copy(table, flow_ids, shard, self._shards.stage_table(flow.target, stage))
+                        target = self._shards.stage_table(flow.target, stage)
+                        mover.copy(table, ids[number], shard, target, self._most_steps[number])
             return {}
 
         return copy
@@ -328,8 +361,12 @@ class Rebalance:
 
     # ---------------------------------------------------------------- hand-over
 
-    def _hand_over(self, moved: list[Array]) -> None:
-        """Copy the leaves to the new owners, and remove the trajectories from their old shards."""
+    def _hand_over(self, moved: list[Array]) -> list[Array]:
+        """Copy the leaves to the new owners, and remove the trajectories from their old shards.
+
+        Returns:
+            The moves without those of trajectories that stay, because columns were filled meanwhile.
+        """
         for number, (flow, moves) in enumerate(zip(self._flows, moved, strict=True)):
             sampler = self._samplers.get(flow.target)
             if sampler is not None and self._selection.samplers.by_priority:
@@ -343,15 +380,32 @@ class Rebalance:
                 )
 
         def remove() -> Bundle:
+            stay: Bundle = {}
             for shard, _, table in self._tables:
-                for flow, moves in zip(self._flows, moved, strict=True):
-                    if flow.source == shard:
+                for number, (flow, moves) in enumerate(zip(self._flows, moved, strict=True)):
+                    if flow.source == shard and not self._has_late:
                         remove_ids(table, self._slots_of, shard, moves["id"])
-            return {}
+                    elif flow.source == shard:
+                        act = functools.partial(self._remove_unchanged, table, shard, number, moves["id"])
+                        stay[f"{number}"] = table.region.fill_lock.run(act)
+            return stay
 
-        self._run("remove what has moved", remove)
+        stay = self._run("remove what has moved", remove)
+        if any(map(len, stay.values())):
+            moved = [moves[~np.isin(moves["id"], stay[f"{number}"])] for number, moves in enumerate(moved)]
+            self._drop_copies([moves["id"] for moves in moved])
         count = sum(len(moves) for moves in moved)
         _logger.info("Moved %d trajectories between shards.", count)
+        return moved
+
+    def _remove_unchanged(self, table: Table, shard: int, number: int, ids: Array) -> Array:
+        """Remove trajectories of which no column was filled since it was copied; return the ids of the others."""
+        arrived, bits = self._filled[number]
+        copied, slots = bits[_positions(arrived, ids)], self._slots_of(shard, ids)
+        changed = (slots >= 0) & (filled_bits(table.index.arrays, slots) != copied)
+        remove_ids(table, self._slots_of, shard, ids[~changed])
+        left: Array = ids[changed]
+        return left
 
 
 def _positions(ids: Array, wanted: Array) -> Array:

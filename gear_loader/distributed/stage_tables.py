@@ -13,10 +13,12 @@ import numpy as np
 from gear_loader.errors import GearError, StaleIndexError, TransportError
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.counters import NEXT_SEQUENCE
+from gear_loader.storage.late_values import checked_fill
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.transport.capacity import free_steps, parse_capacity_report, priority_sum
+from gear_loader.transport.delivery import Delivery, fill_parts
 from gear_loader.utils.arrays import Array
 
 __all__ = ["StageTable", "is_refusal", "remove_stored"]
@@ -147,9 +149,24 @@ class StageTable:
             if size >= _PART_BYTES or end - first == _PART_ROWS or end == len(trajectories):
                 part = [dict(each) for each in trajectories[first:end]]
                 rows = (values[first:end].copy() for values in (priorities, given, ends))
-                futures.append(self._peer.store(self.name, self.schema, part, *rows))
+                futures.append(self._peer.store(self.name, self.schema.added, part, *rows))
                 first, size = end, 0
         return futures
+
+    def fill(self, slots: Array, generations: Array, columns: Mapping[str, Any]) -> None:
+        """Fill late columns of trajectories in the table; leave out trajectories that are gone.
+
+        Args:
+            slots, generations: int64 [n]. columns: as for `Table.fill`.
+
+        Raises:
+            As `Table.fill`, or `RemoteTable.fill`.
+        """
+        if self.table is not None:
+            self.table.fill(slots, generation=generations, **columns)
+            return
+        filler = Delivery(self._peer, self.name, self.schema, self._peer.timeout)
+        fill_parts(filler, *checked_fill(self.schema, slots, generations, columns), strict=False)
 
 
 def is_refusal(error: BaseException) -> bool:

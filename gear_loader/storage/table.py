@@ -948,7 +948,9 @@ class Table:
         """Approximate number of steps that fit without eviction. Takes no lock."""
         counters, layout = self.index.arrays.counters, self._region.layout
         steps = layout.max_steps - int(counters[NUM_STEPS] + counters[WRITING_STEPS])
-        return max(0, min(steps, int(counters[NUM_FREE_BLOCKS]) * layout.block_steps))
+        if not self.has_tier:  # which makes room in memory
+            steps = min(steps, int(counters[NUM_FREE_BLOCKS]) * layout.block_steps)
+        return max(0, steps)
 
     def column_addresses(self) -> Array:
         """int64 [C, 4]: address of each column's first step, bytes from block to block, of a step, and from step to

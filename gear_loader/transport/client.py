@@ -95,6 +95,11 @@ class Peer:
         if isinstance(address, str) and Address.parse(address).carrier == "socket":
             self._blocking = BlockingLink(name, address, secret, tls)
 
+    @property
+    def timeout(self) -> float:
+        """Seconds from a request to its deadline."""
+        return self._timeout
+
     # ---------------------------------------------------------------- requests
 
     def fetch(

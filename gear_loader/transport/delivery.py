@@ -35,7 +35,7 @@ from gear_loader.transport.wire import PartsMissingError
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.waiting import Backoff
 
-__all__ = ["Delivery", "until_done"]
+__all__ = ["Delivery", "fill_parts", "until_done"]
 
 _T = TypeVar("_T")
 _COUNT_BITS = 14
@@ -340,6 +340,28 @@ class Delivery:
 
         slots, generations = until_done(attempt, "nothing was changed", timeout=self.timeout)
         return slots, generations
+
+
+def fill_parts(
+    filler: Delivery, slots: Array, generations: Array, values: list[LateValues], *, strict: bool
+) -> int:
+    """`Delivery.fill` of any number of trajectories, in requests of a limited size; the number of stale ones."""
+    sizes = sum((each.lengths * each.column.step_bytes for each in values), np.zeros(len(slots), np.int64))
+    skipped, low = 0, 0
+    while low < len(slots):
+        high = low + filler.counts(sizes[low:])
+        part = [_part(each, low, high) for each in values]
+        skipped += filler.fill(slots[low:high], generations[low:high], part, strict=strict)
+        low = high
+    return skipped
+
+
+def _part(values: LateValues, low: int, high: int) -> LateValues:
+    """The values of trajectories `low` to `high`."""
+    ends = np.cumsum(values.lengths)
+    begin = int(ends[low] - values.lengths[low])
+    data = values.data[begin : int(ends[high - 1])]
+    return LateValues(values.name, values.column, data, values.lengths[low:high])
 
 
 def _longest_attempt(timeout: float) -> float:

@@ -23,14 +23,14 @@ from gear_loader.storage.incoming import (
     stacked_bytes,
     with_final,
 )
-from gear_loader.storage.late_values import LateValues, check_late, checked_fill
+from gear_loader.storage.late_values import check_late, checked_fill
 from gear_loader.storage.priority_updates import is_strict, request
 from gear_loader.storage.rules import check_seconds
 from gear_loader.storage.schema import Schema, as_mapping, keeps
 from gear_loader.storage.stats import TableStats
 from gear_loader.transport.access import refusal
 from gear_loader.transport.client import Peer
-from gear_loader.transport.delivery import Delivery, until_done
+from gear_loader.transport.delivery import Delivery, fill_parts, until_done
 from gear_loader.transport.handshake import read_secret
 from gear_loader.transport.remote_vector_writer import RemoteVectorWriter
 from gear_loader.transport.remote_writer import RemoteWriter
@@ -306,14 +306,7 @@ class RemoteTable:
                 )
         if len(np.unique(slots)) != count:
             raise FilledError("An index was given twice; a late column is filled once. Nothing was changed.")
-        sizes = sum((each.lengths * each.column.step_bytes for each in values), np.zeros(count, np.int64))
-        skipped, low = 0, 0
-        while low < count:
-            high = low + self._filler.counts(sizes[low:])
-            part = [_part(each, low, high) for each in values]
-            skipped += self._filler.fill(slots[low:high], generations[low:high], part, strict=strict)
-            low = high
-        return skipped
+        return fill_parts(self._filler, slots, generations, values, strict=strict)
 
     def unfilled(self, *columns: str) -> tuple[Array, Array]:
         """The trajectories of the server's table of which a late column is not filled; see `Table.unfilled`."""
@@ -477,14 +470,6 @@ def _check_whole(commit_every_step: object) -> None:
             "(overlap_steps= repeats those before, for windows); or attach to the table on its machine, "
             "gear_loader.Table.attach(name), whose writers take commit_every_step=True."
         )
-
-
-def _part(values: LateValues, low: int, high: int) -> LateValues:
-    """The values of trajectories `low` to `high`."""
-    ends = np.cumsum(values.lengths)
-    begin = int(ends[low] - values.lengths[low])
-    data = values.data[begin : int(ends[high - 1])]
-    return LateValues(values.name, values.column, data, values.lengths[low:high])
 
 
 def _end(spool: Spool, peer: Peer, timeout: float, pid: int) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from distributed_common import run_ranks
+from tier_common import NEVER, spill
 
 import gear_loader as gear
 from gear_loader.distributed import Placement, Shards
+from gear_loader.distributed.migration import Mover
 from gear_loader.errors import SchemaError, TableEmptyError
 
 COLUMNS = {
@@ -129,3 +133,99 @@ def test_all_ranks_draw_what_is_filled_and_recent() -> None:
         assert found["outdated"] == COUNT
         assert 2.9 < found["seconds"] < 20
     assert set(together["recent"]) == {50}
+
+
+# ---------------------------------------------------------------- migration
+
+
+def tiered(path: Path, shard: int, count: int, name: str | None = None) -> gear.Table:
+    """A table of `count` trajectories, of which two thirds lie on disk only, and each third one lacks something."""
+    disk = gear.Disk(path / str(shard), sync_seconds=NEVER, size="64MiB")
+    table = gear.Table.create(
+        COLUMNS, name=name, max_steps=900, max_trajectories=100, block_steps=4, max_blocks=60, disk=disk, timeout=20
+    )  # fmt: skip
+    for i in range(count):
+        number = 100 * shard + i
+        slot = add(table, number)
+        if number % 3:
+            fill(table, [slot])
+        elif number % 2:
+            table.fill(slot, reward=np.float32(number))
+    if count:
+        table.save(path / str(shard))
+        spill(table, table.indices()[: 2 * count // 3])
+        assert count // 2 < table.num_spilled < count
+    return table
+
+
+def held(table: gear.Table) -> dict[int, list[str]]:
+    """The late columns of each trajectory; fails unless every value is right."""
+    table.check_valid()
+    found = {}
+    for slot in table.indices().tolist():
+        row = table[slot]
+        number = int(row["number"])
+        assert row["token"].tolist() == [number] * (1 + number % 7)
+        assert float(row.get("reward", number)) == number
+        assert set(row.get("logprob", torch.tensor([number / 2])).tolist()) == {number / 2}
+        found[number] = sorted(set(row) & {"reward", "logprob"})
+    return found
+
+
+def test_late_columns_and_trajectories_on_disk_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a memory that holds a part of them. What is filled after its copy was made stays where it is."""
+    with tiered(tmp_path, 0, 60) as full, tiered(tmp_path, 1, 0) as empty:
+        shards = Shards([full, empty])
+        before, copy = held(full), Mover.fill
+
+        def beside(mover: Mover, source: gear.Table, *given: Any) -> Any:
+            bits = copy(mover, source, *given)
+            one, two = (slot for slot in source.indices().tolist() if int(source[slot]["number"]) in (54, 57))
+            fill(source, [one])
+            source.fill(two, logprob=source[two]["token"].double() / 2)
+            return bits
+
+        monkeypatch.setattr(Mover, "fill", beside)
+        told = dataset(shards).rebalance()
+        now = [held(full), held(empty)]
+        assert told["moved"] == len(now[1]) > 20
+        assert {54, 57} <= set(now[0])
+        assert not set(now[0]) & set(now[1])
+        assert now[0] | now[1] == before | {54: ["logprob", "reward"], 57: ["logprob", "reward"]}
+        shards.close()
+
+
+def test_of_two_copies_the_one_that_is_filled_stays(tmp_path: Path) -> None:
+    """A migration was interrupted before the columns were copied, from a shard that did not number the trajectories."""
+    with tiered(tmp_path, 0, 0) as first, tiered(tmp_path, 1, 6) as second:
+        shards = Shards([first, second])
+        ids = np.array([(7 << 16) | 2])
+        slots = [add(table, 4) for table in (first, second)]
+        for table, slot in zip((first, second), slots, strict=True):
+            table.index.arrays.ident[slot] = ids[0]
+        fill(second, [slots[1]])
+        assert dataset(shards).rebalance(max_bytes=0)["leftovers"] == 1
+        assert held(first) == {}
+        assert held(second)[4] == ["logprob", "reward"]
+        shards.close()
+
+
+def moving(rank: int, world: int, path: str) -> dict[int, list[str]]:
+    table = tiered(Path(path), rank, 40 * (1 - rank), name=f"gear-late-move-{os.getppid()}-{rank}")
+    try:
+        with Shards(table, timeout=20, transport="socket", node=f"node-{rank}") as shards:
+            told = dataset(shards).rebalance()
+            assert told["moved"] > 10
+            shards.exchange.barrier()
+            return held(table)
+    finally:
+        table.close()
+        table.unlink()
+
+
+@pytest.mark.long
+def test_they_move_to_another_node(tmp_path: Path) -> None:
+    found = run_ranks(2, functools.partial(moving, path=str(tmp_path)))
+    with tiered(tmp_path / "again", 0, 40) as table:
+        assert found[0] | found[1] == held(table)
+    assert not set(found[0]) & set(found[1])
