@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,16 @@ from gear_loader.storage.schema import Schema
 from gear_loader.storage.stats import BLOCK_ENTRY_BYTES, TableStats
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import byte_count
-from gear_loader.utils.notices import notice, notices
 
 __all__ = [
     "best_block_steps",
     "blocks_within",
     "check_memory",
     "expected_bytes",
-    "notice_waste",
+    "measured_bytes",
     "resolved_block_steps",
     "resolved_packing",
+    "waste_remedy",
 ]
 
 _MOST = 1 << 16  # steps of the largest blocks that are considered
@@ -34,6 +35,7 @@ _TOLERANCE = (
 _WASTE = 0.25  # share of the resident bytes of which a notice tells
 _LEAST_BYTES = 1 << 20  # payload from which on that matters
 _GAIN = 0.1  # share of the resident bytes that other blocks must save to be named
+_MEASURED, _CANDIDATES = 4096, 200  # lengths that are measured, and sizes of blocks that are tried
 
 
 def expected_bytes(schema: Schema, block_steps: Array, mean_length: float, *, packed: bool = False) -> Array:
@@ -51,6 +53,23 @@ def expected_bytes(schema: Schema, block_steps: Array, mean_length: float, *, pa
     Returns:
         float64 [n].
     """
+    with np.errstate(divide="ignore"):  # a mean of 1 is one step always
+        blocks = -1 / np.expm1(block_steps * np.log1p(-1 / mean_length))
+    return _bytes_of(schema, block_steps, blocks, packed=packed)
+
+
+def measured_bytes(schema: Schema, block_steps: Array, rows: Array, *, packed: bool = False) -> Array:
+    """Resident bytes of one trajectory on average, float64 [n], of trajectories that have so many rows (int64 [m]).
+
+    Other arguments as for `expected_bytes`.
+    """
+    different, counts = np.unique(rows, return_counts=True)
+    blocks = -(-different // block_steps[:, None]) @ counts / len(rows)
+    return _bytes_of(schema, block_steps, blocks, packed=packed)
+
+
+def _bytes_of(schema: Schema, block_steps: Array, blocks: Array, *, packed: bool) -> Array:
+    """Resident bytes of one trajectory with so many blocks on average, float64 [n]."""
     slot = Layout(schema, max_steps=1, max_trajectories=1, block_steps=1, num_blocks=1).slot_bytes
     record = Record.of(schema) if packed else None
     sizes = [] if record is None else [record.bytes]
@@ -61,8 +80,6 @@ def expected_bytes(schema: Schema, block_steps: Array, mean_length: float, *, pa
     ]
     strides = sum(-(-block_steps * size // LINE) * LINE for size in sizes)
     once = sum(-(-column.step_bytes // LINE) * LINE for column in schema.per_trajectory.values())
-    with np.errstate(divide="ignore"):  # a mean of 1 is one step always
-        blocks = -1 / np.expm1(block_steps * np.log1p(-1 / mean_length))
     result: Array = blocks * (strides + once + BLOCK_ENTRY_BYTES) + slot
     return result
 
@@ -166,32 +183,36 @@ def blocks_within(memory: int | str, most: int, schema: Schema, **options: Any) 
     return fits
 
 
-def notice_waste(layout: Layout, stats: TableStats, name: str) -> None:
-    """Say once if more than a quarter of a table's resident bytes hold no steps, and what to do about it.
+def waste_remedy(layout: Layout, stats: TableStats, rows_of: Callable[[], Array]) -> str | None:
+    """What to say of a table of whose resident bytes more than a quarter hold no steps, if other blocks would help.
 
     Args:
-        layout, stats: of the table. name: of the table in the notice.
+        layout, stats: of the table. rows_of: returns steps and final steps of its trajectories, int64 [n].
+
+    Returns:
+        None if nothing is to be said.
     """
-    schema, packed = layout.schema, layout.packed
-    wasted, key = 1 - stats.payload_bytes / stats.resident_bytes, f"waste {name}"
-    if stats.payload_bytes < _LEAST_BYTES or wasted <= _WASTE or key in notices():
-        return
-    mean = stats.mean_length
-    (before,) = expected_bytes(schema, np.array([stats.block_steps]), mean, packed=packed).tolist()
-    payload = mean * schema.step_bytes + schema.trajectory_bytes
-    if 1 - payload / before <= _WASTE:
-        return  # it is what writers and readers hold for now
-    best = best_block_steps(schema, mean, LARGEST_SIZE, packed=packed)
-    (after,) = expected_bytes(schema, np.array([best]), mean, packed=packed).tolist()
-    share = math.ceil(100 * (1 - payload / after))
-    remedy = (
-        f"Table.create(block_steps='auto', mean_length={mean:.0f}) takes blocks of {best}, which waste about {share}%."
-        if after < (1 - _GAIN) * before
-        else "Other blocks waste about as much: join narrow columns into one of a larger shape, or store longer "
-        "trajectories."
+    schema, fixed = layout.schema, layout.arrays["extent"][0]
+    wasted = 1 - stats.payload_bytes / stats.resident_bytes
+    if stats.payload_bytes < _LEAST_BYTES or wasted <= _WASTE or not len(rows := rows_of()):
+        return None
+    if len(rows) > _MEASURED:
+        rows = np.sort(rows)[:: -(-len(rows) // _MEASURED)]
+    longest, count = int(rows.max()), stats.num_trajectories
+    candidates = [*np.geomspace(1, min(longest, _MOST), _CANDIDATES), *(longest / np.arange(1, 33))]
+    steps = np.unique(np.ceil(np.clip(candidates, 1, _MOST)).astype(np.int64))
+    measured = fixed + count * measured_bytes(
+        schema, np.append(steps, stats.block_steps), rows, packed=layout.packed
     )
-    notice(
-        key,
-        f"{wasted:.0%} of the bytes that {name} uses hold no steps: its trajectories have {mean:.1f} steps on average, "
-        f"its blocks {stats.block_steps}, and blocks are padded to {LINE} bytes. {remedy}",
+    totals, before = measured[:-1], measured[-1]
+    if 1 - stats.payload_bytes / before <= _WASTE:
+        return None  # it is what writers and readers hold for now
+    best = np.flatnonzero(totals <= totals.min() * _TOLERANCE)[-1]
+    if totals[best] >= (1 - _GAIN) * before:
+        return None
+    share = max(0, math.ceil(100 * (1 - stats.payload_bytes / totals[best])))
+    return (
+        f"{wasted:.0%} of the bytes in use hold no steps: the trajectories have {stats.mean_length:.1f} steps on "
+        f"average, the blocks {stats.block_steps}, and blocks are padded to {LINE} bytes. With "
+        f"Table.create(block_steps={steps[best]}) these trajectories would waste about {share}%."
     )

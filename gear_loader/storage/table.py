@@ -26,9 +26,9 @@ from gear_loader.native import copying
 from gear_loader.storage.block_sizes import (
     blocks_within,
     check_memory,
-    notice_waste,
     resolved_block_steps,
     resolved_packing,
+    waste_remedy,
 )
 from gear_loader.storage.counters import (
     NUM_FREE_BLOCKS,
@@ -36,6 +36,7 @@ from gear_loader.storage.counters import (
     NUM_SPILLED,
     NUM_STEPS,
     POLICY,
+    TOLD,
     WRITING_STEPS,
 )
 from gear_loader.storage.disk import Disk, DiskWriter, LostRowsError, Tier, TierReader, checked_path
@@ -69,6 +70,7 @@ from gear_loader.storage.vector_writer import VectorWriter
 from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.formatting import size
+from gear_loader.utils.notices import notice, notices
 
 __all__ = ["Table", "Ticket"]
 
@@ -1001,8 +1003,9 @@ class Table:
 
         ``table.fill(index, generation=..., reward=rewards)``, or with the rows of a batch
         ``table.fill(batch, advantage=advantage)``. From then on datasets that read the column draw the trajectory, in
-        every process. All values are written or none. Large values are copied without the table's lock; calls of
-        all processes follow one another. Trajectories that lie on disk only are brought back into memory first.
+        every process. All values are written or none, but those of trajectories that lie on disk only: these are
+        brought back into memory and filled piece by piece. Large values are copied without the table's lock; calls of
+        all processes follow one another.
 
         Args:
             index: index of a trajectory; int [n], indices of several; or a whole batch, which supplies generations too.
@@ -1020,7 +1023,7 @@ class Table:
             FilledError: a trajectory has the column already, or is given twice. Nothing was changed.
             SchemaError: a column that is not late, or values that do not fit. Nothing was changed.
             StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
-            TableFullError: of a table with a disk tier: timed out waiting for room in memory. Nothing was changed.
+            TableFullError: of a table with a disk tier: timed out waiting for room in memory. What is filled stays.
             LockTimeoutError: timed out waiting for the lock.
         """
         self.check_open()
@@ -1210,8 +1213,9 @@ class Table:
     def stats(self) -> TableStats:
         """Counts, bytes and rates; see `TableStats`.
 
-        Logs once if more than a quarter of the resident bytes hold no steps (of tables with 1 MiB of steps or more), as
-        `ReplayDataset` does when an epoch begins.
+        Logs if more than a quarter of the resident bytes hold no steps (of tables with 1 MiB of steps or more) and
+        other blocks would save a tenth, as `ReplayDataset` does when an epoch begins: once for a table over all its
+        processes, once in a process for tables of the same columns and blocks, and of several ranks on the first.
         """
         if self._tier_reader is not None:
             self._tier_reader.flush()
@@ -1227,9 +1231,26 @@ class Table:
         Args:
             stats: of the table, if they are known.
         """
-        layout = self._region.layout
-        stats = stats_of(self.index, layout) if stats is None else stats
-        notice_waste(layout, stats, "a private table" if self.name is None else f"table {self.name!r}")
+        index, layout, told = self.index, self._region.layout, self.index.arrays.counters[TOLD]
+        key = f"waste {layout.block_steps} {self.schema.to_json()}"  # the tables of shards, and those made again
+        if told[0] or key in notices() or _is_later_rank():
+            return
+
+        def rows_of() -> Array:
+            extent = index.arrays.extent[index.reader.snapshot().slots]
+            rows: Array = extent[:, 0] + extent[:, 2]
+            return rows
+
+        remedy = waste_remedy(layout, stats_of(index, layout) if stats is None else stats, rows_of)
+        if remedy is None:
+            return
+
+        def claim() -> bool:
+            before, told[0] = bool(told[0]), 1
+            return not before
+
+        if index.recovery.locked(claim):
+            notice(key, f"Of {'a private table' if self.name is None else f'table {self.name!r}'}, {remedy}")
 
     def check_valid(self) -> None:
         """Check the consistency of the index, for tests and after a crash.
@@ -1343,6 +1364,12 @@ class Table:
         if self._index is None:
             raise self._region.absence()
         return self._index
+
+
+def _is_later_rank() -> bool:
+    """Whether another rank of torch.distributed says what all ranks would say of their tables."""
+    ranks = torch.distributed
+    return ranks.is_available() and ranks.is_initialized() and ranks.get_rank() > 0
 
 
 _ONE = np.ones(1, dtype=np.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -108,49 +109,89 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_a_table_that_wastes_much_is_named_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
+    """Returns the notices about waste since its last call, of a process that has said nothing yet."""
     monkeypatch.setattr(notices, "_seen", {})
     caplog.set_level(logging.WARNING, "gear_loader")
 
-    def messages() -> list[str]:  # not numba's, which says that it compiles
-        return [record.getMessage() for record in caplog.records if "on average" in record.getMessage()]
-
-    def told(name: str, lengths: Any, **options: Any) -> list[str]:
-        notices._seen.clear()
+    def found() -> list[str]:  # not numba's, which says that it compiles
+        texts = [record.getMessage() for record in caplog.records if "on average" in record.getMessage()]
         caplog.clear()
-        with filled(schema_of(name), lengths, **options) as table:
-            table.stats()
-            table.stats()
-        return messages()
-
-    (message,) = told("images", np.full(30, 10))
-    assert "its trajectories have 10.0 steps on average, its blocks 64" in message
-    best = best_block_steps(schema_of("images"), 10, 10**6, packed=True)
-    assert (
-        f"Table.create(block_steps='auto', mean_length=10) takes blocks of {best}, which waste about"
-        in message
-    )
-    with filled(schema_of("images"), np.full(30, 10)) as table:
         notices._seen.clear()
-        caplog.clear()
-        next(iter(gear.ReplayDataset(table, batch_size=2, windows=gear.Window(1), device="cpu", prefetch=0)))
-        assert messages() == [message]
-    assert told("images", np.full(30, 64)) == []  # exactly a block
-    assert told("images", np.full(1, 10)) == []  # too little to matter
-    (message,) = told("one number", np.full(3000, 100), block_steps=32)
-    assert "Other blocks waste about as much: join narrow columns" in message
+        return texts
+
+    return found
+
+
+LENGTHS = {
+    "all alike": np.full(60, 10),
+    "two kinds": np.repeat([4, 100], [300, 40]),
+    "most of one step": np.repeat([1, 5000], [3000, 3]),
+    "uneven": np.random.default_rng(4).integers(1, 200, 400),
+    "geometric": np.random.default_rng(5).geometric(1 / 30, 600),
+    "whole blocks": np.full(40, 64),
+}
+
+
+KEPT = ("MuJoCo", "two kinds"), ("images", "all alike"), ("whole lines", "geometric")
+
+
+@pytest.mark.parametrize(("name", "lengths"), mostly_long(itertools.product(SCHEMAS, LENGTHS), *KEPT))
+def test_the_blocks_that_a_notice_names_waste_as_little_as_it_says(
+    messages: Any, name: str, lengths: str
+) -> None:
+    """By the table's own lengths; where no blocks would save a tenth of the bytes, nothing is said."""
+    schema, rows = schema_of(name), LENGTHS[lengths]
+    rows = np.repeat(rows, max(1, -(-(1 << 20) // (int(rows.sum()) * schema.step_bytes))))
+
+    def made(steps: int) -> Any:
+        with filled(schema, rows, block_steps=steps) as table:
+            table.notice_waste()
+            return table.stats()
+
+    for steps in (64, 8):
+        now, told = made(steps), messages()
+        if told:
+            (message,) = told
+            found = re.search(
+                r"Table.create\(block_steps=(\d+)\) these trajectories would waste about (\d+)%", message
+            )
+            assert found
+            then = made(int(found[1]))
+            assert then.resident_bytes < 0.92 * now.resident_bytes
+            assert 100 * (1 - 1 / then.overhead) == pytest.approx(int(found[2]), abs=2)
+            assert messages() == []  # following it is the end
+        elif now.overhead > 1 / 0.75:
+            others = [made(other).resident_bytes for other in (1, 2, 4, 16, 32, 128, int(rows.max()))]
+            assert min(others) > 0.88 * now.resident_bytes
+            messages()  # of these
+
+
+def test_a_notice_about_waste_is_given_once(messages: Any) -> None:
+    schema = schema_of("images")
+    with filled(schema, np.full(30, 10)) as first, filled(schema, np.full(60, 10)) as second:
+        for table in (first, second):
+            next(
+                iter(
+                    gear.ReplayDataset(table, batch_size=2, windows=gear.Window(1), device="cpu", prefetch=0)
+                )
+            )
+            table.stats()
+        (message,) = messages()
+        assert "the trajectories have 10.0 steps on average, the blocks 64" in message
+        first.stats()  # as of another process
+        assert messages() == []
+    with filled(schema, np.full(1, 10)) as table:  # too little to matter
+        table.stats()
     with (
-        filled(schema_of("images"), np.full(4, 256), max_steps=4000, max_trajectories=8) as table,
+        filled(schema, np.full(4, 256), max_steps=4000, max_trajectories=8) as table,
         table.writer() as writer,
     ):
-        notices._seen.clear()
-        caplog.clear()
         for _ in range(500):
             writer.append({name: values[0] for name, values in table[0].items()})
         assert table.stats().overhead > 1 / 0.75  # of a trajectory that is being written
-        assert not messages()
+    assert messages() == []
 
 
 def test_what_is_loaded_has_a_mean_length(tmp_path: Path) -> None:
