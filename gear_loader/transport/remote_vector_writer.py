@@ -179,8 +179,7 @@ class RemoteVectorWriter(VectorRows):
         values = None
         if self.trajectory is not None:
             values = {name: rows[i] for name, rows in self.trajectory.items()}
-        episode.once = checked_once(self._spool.schema, values)
-        episode.priority, episode.final = priority, int(final)
+        episode.complete(priority, checked_once(self._spool.schema, values), final=final)
         self._spool.commit(episode)
 
     def _begin(self, i: int) -> None:

@@ -257,7 +257,7 @@ class RemoteWriter(StepAppender):
         """Hand the trajectory over; with `wait`, store it at once if possible."""
         self._end_piece()
         episode = self._last = self._episode
-        episode.priority, episode.once, episode.final = priority, once, int(final)
+        episode.complete(priority, once, final=final)
         if wait:
             self._spool.store_now(episode)
         else:

@@ -76,6 +76,11 @@ class Episode:
         self.pieces.append(piece)
         self.rows += rows
 
+    def complete(self, priority: float, once: Piece, *, final: bool) -> None:
+        """Add what is known at the commit; the values of the columns per trajectory are copied."""
+        self.once = {name: values.copy() for name, values in once.items()}
+        self.priority, self.final = priority, int(final)
+
     def last(self, count: int) -> Piece:
         """A copy of the last `count` steps."""
         found: list[Piece] = []
