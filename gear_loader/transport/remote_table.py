@@ -363,7 +363,8 @@ class RemoteTable:
         It does not wait for the server and returns no indices; `flush` waits until all is stored.
 
         Args:
-            n: number of environments. chunk_steps, overlap_steps: as for `Table.writer`.
+            n: number of environments, at most as many as memory for their first steps is available.
+            chunk_steps, overlap_steps: as for `Table.writer`.
             commit_every_step: as for `writer`.
 
         Raises:

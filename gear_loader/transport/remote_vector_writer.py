@@ -17,10 +17,13 @@ from gear_loader.storage.vector_rows import VectorRows
 from gear_loader.transport.remote_writer import check_chunks
 from gear_loader.transport.spool import Account, Episode, Piece, Spool
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.available_memory import available_bytes
+from gear_loader.utils.checks import at_least
 
 __all__ = ["RemoteVectorWriter"]
 
 _FIRST = 32  # steps of the first buffer
+_ENVIRONMENT = 512  # bytes of an environment besides its steps
 
 
 class RemoteVectorWriter(VectorRows):
@@ -46,10 +49,17 @@ class RemoteVectorWriter(VectorRows):
         overlap_steps: int = 0,
     ) -> None:
         spool.check()
+        self._chunk, self._overlap = check_chunks(spool, chunk_steps, overlap_steps)
+        first = min(_FIRST, self._chunk)
+        each, memory = _ENVIRONMENT + first * spool.schema.step_bytes, available_bytes()
+        if memory is not None and at_least("n", n) > memory // each:
+            raise SchemaError(
+                f"n is {n:,}; expected at most {memory // each:,}, as {first} steps of an environment take {each:,} "
+                f"bytes, and {memory:,} are available to this process."
+            )
         super().__init__(spool.schema, n)
         self._spool = spool
         self._owner = owner
-        self._chunk, self._overlap = check_chunks(spool, chunk_steps, overlap_steps)
         self._cuts = chunk_steps is not None
         self._pid = os.getpid()
         self._step_bytes = spool.schema.step_bytes

@@ -82,7 +82,7 @@ class Future(concurrent.futures.Future[_T]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._condition = Condition()  # type: ignore[assignment]
+        self._condition = Condition()
 
 
 def run_alone(mutex: Any, section: Callable[[], _T], timeout: float = 0.0) -> _T | None:
