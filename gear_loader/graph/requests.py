@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +16,11 @@ from gear_loader.graph.csr import checked_nodes
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.background import background_thread
 from gear_loader.utils.checks import at_least
+from gear_loader.utils.mutex import Condition, Future
 
 __all__ = ["RequestBatcher", "RequestStats"]
+
+_LOOK = 1.0  # most seconds between two looks for requests: an interrupt may have ended a notification
 
 
 @dataclasses.dataclass
@@ -44,7 +45,7 @@ class RequestStats:
 class _Request:
     nodes: Array
     deadline: float
-    future: concurrent.futures.Future[torch.Tensor]
+    future: Future[torch.Tensor]
 
 
 class RequestBatcher:
@@ -89,11 +90,11 @@ class RequestBatcher:
         self._nodes_waiting = 0
         self._seconds_a_request = 1e-3  # moving average
         self._closed = False
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._thread = background_thread(self._run, "gear-loader-requests", stop=self._ask_to_end)
         self._thread.start()
 
-    def submit(self, nodes: Any) -> concurrent.futures.Future[torch.Tensor]:
+    def submit(self, nodes: Any) -> Future[torch.Tensor]:
         """Accept a request for the rows of `nodes`, integers [n], of which some may be equal.
 
         Returns:
@@ -106,7 +107,7 @@ class RequestBatcher:
         values = checked_nodes("nodes", nodes, self.num_nodes)
         if not 1 <= len(values) <= self.max_batch:
             raise SchemaError(f"A request has {len(values):,} nodes; expected 1 to {self.max_batch:,}.")
-        request = _Request(values, self._clock() + self.max_wait, concurrent.futures.Future())
+        request = _Request(values, self._clock() + self.max_wait, Future())
         with self._changed:
             if self._closed:
                 raise GearError("A request came after RequestBatcher.close(); send it elsewhere.")
@@ -121,7 +122,7 @@ class RequestBatcher:
             self.stats.accepted += 1
             self._waiting.append(request)
             self._nodes_waiting += len(values)
-            self._changed.notify()
+            self._changed.notify_all()
         return request.future
 
     def close(self) -> None:
@@ -132,7 +133,7 @@ class RequestBatcher:
     def _ask_to_end(self) -> None:
         with self._changed:
             self._closed = True
-            self._changed.notify()
+            self._changed.notify_all()
 
     def __enter__(self) -> RequestBatcher:
         return self
@@ -155,7 +156,7 @@ class RequestBatcher:
             while not self._waiting:
                 if self._closed:
                     return []
-                self._changed.wait()
+                self._changed.wait(_LOOK)
             while not self._closed and self._nodes_waiting < self.max_batch:
                 left = self._waiting[0].deadline - self._clock()
                 if left <= 0:

@@ -30,6 +30,7 @@ from gear_loader.storage.step_writer import StepWriter
 from gear_loader.storage.vector_rows import VectorRows
 from gear_loader.storage.writer import Target, Writer, here, reserve_together
 from gear_loader.utils.arrays import Array, data_address
+from gear_loader.utils.checks import at_least
 
 __all__ = ["VectorWriter"]
 
@@ -66,10 +67,7 @@ class VectorWriter(VectorRows):
     """
 
     def __init__(self, table: Target, n: int, make_writer: Callable[[], Writer]) -> None:
-        super().__init__(table.schema.added, n)
-        self._table = table
-        count = self.num_envs
-        layout = table.region.layout
+        count, layout = at_least("n", n), table.region.layout
         most = min(layout.max_trajectories, layout.num_blocks, layout.max_steps)
         if count > most:
             raise SchemaError(
@@ -77,6 +75,8 @@ class VectorWriter(VectorRows):
                 f"its own and the table holds {layout.max_trajectories:,} trajectories, {layout.num_blocks:,} blocks "
                 f"and {layout.max_steps:,} steps. Create the table larger."
             )
+        super().__init__(table.schema.added, count)
+        self._table = table
         self._pid = here.pid
         self._writers = [make_writer() for _ in range(count)]
         columns = table.step_addresses()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import functools
 import os
 import ssl
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -30,6 +30,7 @@ from gear_loader.transport.trajectory_rows import Rows, Stacked, bulk_parts, con
 from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import Fields, Kind, Limits, ProtocolError, pack_text
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.mutex import Future, new_mutex
 
 if TYPE_CHECKING:
     from gear_loader.transport.packed_spec import PackedSpec
@@ -39,6 +40,7 @@ __all__ = ["Peer"]
 
 _T = TypeVar("_T")
 _LONGEST_WAIT = 1 << 31  # milliseconds
+_CLOSE = 5.0  # most seconds of `Peer.close`, which takes less unless the event loop is busy
 
 
 class Peer:
@@ -86,7 +88,7 @@ class Peer:
         self._timeout = float(timeout)
         self._tls = tls
         self._pid = os.getpid()
-        self._guard = threading.Lock()
+        self._guard = new_mutex()
         self._loop: EventLoop | None = None
         self._link: Link | None = None
         self._closed = False
@@ -528,7 +530,8 @@ class Peer:
             if self._link is None or self._loop is None:
                 self._loop = event_loop()
                 known = self.name, self._address, self._secret, self._timeout
-                self._link = Link(*known, self._loop.loop, self._tls)
+                made = Link(*known, self._loop.loop, self._tls)
+                self._link = self._link or made  # a signal handler may have been faster
             link, loop = self._link, self._loop
         request.future.set_running_or_notify_cancel()  # the request cannot be cancelled any more
         try:
@@ -555,18 +558,20 @@ class Peer:
             raise TransportError(f"The peer {self.name} has been closed; make another one.")
 
     def close(self) -> None:
-        """Fail all requests in flight and disconnect; idempotent. Not to be called from the loop's thread."""
+        """Fail all requests in flight and disconnect, within seconds; idempotent. Not for the loop's thread."""
         if self._pid != os.getpid():
             return
         with self._guard:
             self._closed = True
-            link, loop, self._link = self._link, self._loop, None
+            link, loop = self._link, self._loop
         if self._blocking is not None:
             self._blocking.close()
         if self._reading is not None:
             self._reading.close()
         if link is not None and loop is not None:
-            loop.run(link.close())
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                loop.run(link.close(), _CLOSE)
+            self._link = None
 
 
 def _store_what(count: int, size: int, table: str) -> str:

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -33,6 +32,7 @@ from gear_loader.transport.trajectory_rows import Rows, Stacked
 from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import PartsMissingError
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.mutex import new_mutex
 from gear_loader.utils.waiting import Backoff
 
 __all__ = ["Delivery", "fill_parts", "until_done"]
@@ -51,7 +51,7 @@ class _Ids:
     """Ids that no other trajectory has: 32 random bits, new ones after each 16,384, and a count; thread-safe."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        self._guard = new_mutex()
         self._first, self._left = 0, 0
 
     def take(self, count: int) -> Array:

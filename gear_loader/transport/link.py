@@ -11,6 +11,7 @@ from typing import Any
 from gear_loader.errors import PeerTimeoutError, TransportError
 from gear_loader.transport.channel import Address, Channel, carrier
 from gear_loader.transport.handshake import check_library, introduce
+from gear_loader.transport.loop import within
 from gear_loader.transport.request import Request
 from gear_loader.transport.session import FAREWELL, Session, os_error_text
 from gear_loader.transport.wire import Limits
@@ -18,6 +19,7 @@ from gear_loader.transport.wire import Limits
 __all__ = ["Link"]
 
 _SHORTEST, _LONGEST = 0.02, 0.25  # seconds between attempts to connect
+_CLOSED = "the peer was closed."
 
 
 class Link:
@@ -43,14 +45,17 @@ class Link:
         self._task: asyncio.Task[None] | None = None
         self._session: Session | None = None
         self._last: str = ""
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()  # sessions
+        self._is_closed = False
 
     def submit(self, request: Request[Any]) -> None:
         """Queue a request and start its deadline; connect if necessary."""
         seconds = self._timeout if request.seconds is None else request.seconds
         request.timer = self._loop.call_later(seconds, self._expired, request)
         self._waiting.append(request)
-        if self._session is not None and self._session.is_open:
+        if self._is_closed:
+            self._fail_waiting(TransportError(_CLOSED))
+        elif self._session is not None and self._session.is_open:
             self._session.wake()
         elif self._task is None:
             self._task = self._loop.create_task(self._run())
@@ -140,8 +145,13 @@ class Link:
         )  # short enough to find a restarted server before the deadline
         self._last = ""
         while self._waiting:
+            connecting = asyncio.ensure_future(self._attempt())
             try:
-                return await asyncio.wait_for(self._attempt(), attempt)
+                return await within(attempt, connecting)
+            except asyncio.CancelledError:
+                if not connecting.cancelled() and connecting.exception() is None:
+                    await connecting.result()[0].close()
+                raise
             except TransportError:
                 raise
             except asyncio.TimeoutError:
@@ -174,8 +184,9 @@ class Link:
             raise
 
     async def close(self) -> None:
-        """Fail all requests and disconnect."""
-        error = TransportError("the peer was closed.")
+        """Fail all requests and disconnect, within seconds; may be called again, also after a call was cancelled."""
+        self._is_closed = True
+        error = TransportError(_CLOSED)
         self._fail_waiting(error)
         task, session = self._task, self._session
         if session is not None:
@@ -184,7 +195,7 @@ class Link:
         elif task is not None:
             task.cancel()
         if task is not None:
-            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.wait((task,), timeout=FAREWELL)
         self._fail_waiting(error)
         if self._closing:
             await asyncio.wait(self._closing, timeout=FAREWELL)

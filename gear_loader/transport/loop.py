@@ -6,14 +6,15 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["EventLoop", "event_loop"]
+from gear_loader.utils.mutex import Future, new_mutex, uninterrupted
+
+__all__ = ["EventLoop", "event_loop", "within"]
 
 _T = TypeVar("_T")
-_guard = threading.Lock()
+_guard = new_mutex()
 _current: EventLoop | None = None
 
 
@@ -28,7 +29,16 @@ class EventLoop:
         self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="gear-loader-transport", daemon=True)
+        self._is_started = False
+
+    def begin(self) -> None:
+        """Start the thread, unless it has been started; an interrupted call is to be repeated."""
+        if not self._is_started:
+            uninterrupted(self._start_thread)
+
+    def _start_thread(self) -> None:
         self._thread.start()
+        self._is_started = True
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -43,14 +53,29 @@ class EventLoop:
         self.loop.call_soon_threadsafe(call, *args)
 
     def start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Start a coroutine in the loop; returns its future."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        """Start a coroutine in the loop; returns its future, which cancels it."""
+        future: Future[_T] = Future()
+
+        def ended(task: asyncio.Task[_T]) -> None:
+            if task.cancelled():
+                future.cancel()
+            elif future.set_running_or_notify_cancel():
+                error = task.exception()
+                future.set_result(task.result()) if error is None else future.set_exception(error)
+
+        def begin() -> None:
+            task = self.loop.create_task(work)
+            task.add_done_callback(ended)
+            future.add_done_callback(lambda each: self.soon(task.cancel) if each.cancelled() else None)
+
+        self.soon(begin)
+        return future
 
     def run(self, work: Coroutine[Any, Any, _T], timeout: float | None = None) -> _T:
         """Run a coroutine in the loop and wait for its result. Not to be called from the loop's thread.
 
         Raises:
-            TimeoutError: no result within `timeout` seconds; the coroutine is cancelled.
+            concurrent.futures.TimeoutError: no result within `timeout` seconds; the coroutine is cancelled.
         """
         future = self.start(work)
         try:
@@ -78,12 +103,39 @@ def event_loop() -> EventLoop:
             # The newest finalizer runs first: those of connections, made later, still have the loop. An atexit handler
             # would run before all of them.
             weakref.finalize(_current, _current.stop)
+        _current.begin()
         return _current
+
+
+async def within(seconds: float, work: Awaitable[_T]) -> _T:
+    """Wait for a coroutine or a future, for so many seconds at most; then it is cancelled.
+
+    As `asyncio.wait_for`, but a cancellation of the caller always ends it: before Python 3.12 `wait_for` returns the
+    result instead if both come at the same time, and the task that was cancelled goes on.
+
+    Raises:
+        asyncio.TimeoutError: it has not ended in time.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((task,), timeout=seconds)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait((task,))
+        if not task.cancelled():
+            task.exception()  # it counts as seen
+        raise
+    if task.cancelled():
+        raise asyncio.TimeoutError
+    return task.result()
 
 
 def _after_fork() -> None:
     global _guard
-    _guard = threading.Lock()
+    _guard = new_mutex()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -38,7 +38,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Protocol
 
@@ -56,12 +55,14 @@ from gear_loader.transport.spec import WindowSpec
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.background import background_thread
 from gear_loader.utils.forks import keep_for_ever
+from gear_loader.utils.mutex import Condition, Future, uninterrupted
 
 __all__ = ["NixlPeer"]
 
 _SPIN = 3e-4  # seconds of polling without sleep after a read was started
 _PAUSE = 5e-5  # seconds between later polls
 _QUARANTINE_POLL = 0.05  # seconds between polls of abandoned reads
+_LOOK = 1.0  # most seconds between two looks for new work
 _GRACE = 0.25  # seconds before the deadline at which connecting gives up, so that its error is reported
 
 
@@ -119,7 +120,7 @@ class NixlPeer:
     ) -> None:
         self._peer, self._timeout, self._name, self._loopback = peer, timeout, name, loopback
         self._pid = os.getpid()
-        self._wake = threading.Condition()
+        self._wake = Condition()
         self._new: deque[_Fetch] = deque()
         self._closed = False
         self._session: NixlSession | None = None
@@ -205,9 +206,10 @@ class NixlPeer:
                 raise TransportError(f"The connection to {self._name} has been closed.")
             if self._thread is None:
                 self._thread = background_thread(self._run, "gear-loader-nixl", stop=self._ask_to_end)
-                self._thread.start()
+            if self._thread.ident is None:
+                uninterrupted(self._thread.start)
             self._new.append(job)
-            self._wake.notify()
+            self._wake.notify_all()
         return job.future
 
     def close(self) -> None:
@@ -219,7 +221,7 @@ class NixlPeer:
     def _ask_to_end(self) -> None:
         with self._wake:
             self._closed = True
-            self._wake.notify()
+            self._wake.notify_all()
 
     # ---------------------------------------------------------------- the thread
 
@@ -229,7 +231,7 @@ class NixlPeer:
         while True:
             with self._wake:
                 while not (self._new or active or self._closed):
-                    self._wake.wait(_QUARANTINE_POLL if self._quarantine else None)
+                    self._wake.wait(_QUARANTINE_POLL if self._quarantine else _LOOK)
                     if self._quarantine:
                         break
                 if self._closed:

@@ -24,6 +24,7 @@ from gear_loader.transport.access import Allow, check_allow
 from gear_loader.transport.channel import CARRIERS, is_loopback
 from gear_loader.transport.child_process import child_command
 from gear_loader.transport.handshake import check_secret
+from gear_loader.transport.loop import within
 from gear_loader.transport.server import Server
 from gear_loader.transport.tls import server_context
 
@@ -153,7 +154,7 @@ async def _serve(
     ancestor = os.getppid()
     while parent is None or os.getppid() == ancestor:  # a forked child of the parent may keep the pipe open
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(over.wait(), _LOOK)
+            await within(_LOOK, over.wait())
             break
     await asyncio.wait([asyncio.ensure_future(server.close())], timeout=_CLOSE)
     sys.stdout.flush()

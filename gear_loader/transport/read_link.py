@@ -15,7 +15,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from gear_loader.errors import GearError, PeerTimeoutError, TransportError
@@ -36,7 +35,7 @@ from gear_loader.transport.wire import (
     read_error,
 )
 from gear_loader.utils.arrays import Array
-from gear_loader.utils.mutex import run_alone
+from gear_loader.utils.mutex import Future, run_alone
 
 if TYPE_CHECKING:
     from gear_loader.transport.packed_spec import PackedSpec

@@ -168,6 +168,7 @@ class RemoteTable:
         where = f"table {name!r} of {peer.name}"
         self._spool = Spool(added, report.longest, self._delivery, where, spool_bytes, max_in_flight)
         self._end = weakref.finalize(self, _end, self._spool, peer, timeout, os.getpid())
+        self._spool.start()
 
     # ---------------------------------------------------------------- adding
 
@@ -355,7 +356,8 @@ class RemoteTable:
         It does not wait for the server and returns no indices; `flush` waits until all is stored.
 
         Args:
-            n: number of environments. chunk_steps, overlap_steps: as for `Table.writer`.
+            n: number of environments, at most as many as memory for their first steps is available.
+            chunk_steps, overlap_steps: as for `Table.writer`.
             commit_every_step: as for `writer`.
 
         Raises:
@@ -432,21 +434,25 @@ class RemoteTable:
         """Wait until all that was committed is stored, and disconnect; idempotent.
 
         Raises:
-            As `flush`; it is disconnected all the same, and what was not stored is lost, as the message says.
+            As `flush`; it is disconnected all the same, and what was not stored is lost, as the message says. Any other
+            exception (Ctrl-C): what is committed is still being stored; call it again.
         """
         if not self._end.alive:
             return
         try:
-            self.flush()
+            if not self._spool.is_stopped:  # by a call that was interrupted
+                self.flush()
         except GearError as error:
             lost = self.num_waiting
+            self._disconnect()
             if lost:
                 raise type(error)(f"{lost:,} committed trajectories were not stored: {error}") from None
             raise
-        finally:
-            self._end.detach()
-            self._spool.stop()
-            self._peer.close()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        _stop(self._spool, self._peer)
+        self._end.detach()
 
     def __enter__(self) -> RemoteTable:
         return self
@@ -480,5 +486,10 @@ def _end(spool: Spool, peer: Peer, timeout: float, pid: int) -> None:
         spool.flush(timeout)
     if spool.num_waiting:
         spool.report_loss()
+    _stop(spool, peer)
+
+
+def _stop(spool: Spool, peer: Peer) -> None:
     spool.stop()
-    peer.close()
+    peer.close()  # ends the request of the thread
+    spool.join()

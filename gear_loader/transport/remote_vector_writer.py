@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -14,12 +15,15 @@ from gear_loader.storage.incoming import checked_final, checked_priorities
 from gear_loader.storage.step_appender import checked_once, too_long
 from gear_loader.storage.vector_rows import VectorRows
 from gear_loader.transport.remote_writer import check_chunks
-from gear_loader.transport.spool import Episode, Piece, Spool
+from gear_loader.transport.spool import Account, Episode, Piece, Spool
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.available_memory import available_bytes
+from gear_loader.utils.checks import at_least
 
 __all__ = ["RemoteVectorWriter"]
 
 _FIRST = 32  # steps of the first buffer
+_ENVIRONMENT = 512  # bytes of an environment besides its steps
 
 
 class RemoteVectorWriter(VectorRows):
@@ -45,10 +49,17 @@ class RemoteVectorWriter(VectorRows):
         overlap_steps: int = 0,
     ) -> None:
         spool.check()
+        self._chunk, self._overlap = check_chunks(spool, chunk_steps, overlap_steps)
+        first = min(_FIRST, self._chunk)
+        each, memory = _ENVIRONMENT + first * spool.schema.step_bytes, available_bytes()
+        if memory is not None and at_least("n", n) > memory // each:
+            raise SchemaError(
+                f"n is {n:,}; expected at most {memory // each:,}, as {first} steps of an environment take {each:,} "
+                f"bytes, and {memory:,} are available to this process."
+            )
         super().__init__(spool.schema, n)
         self._spool = spool
         self._owner = owner
-        self._chunk, self._overlap = check_chunks(spool, chunk_steps, overlap_steps)
         self._cuts = chunk_steps is not None
         self._pid = os.getpid()
         self._step_bytes = spool.schema.step_bytes
@@ -57,7 +68,8 @@ class RemoteVectorWriter(VectorRows):
         self._before = np.zeros(self.num_envs, dtype=np.int64)  # steps in the pieces of each episode
         self._inside = np.zeros(self.num_envs, dtype=np.int64)  # steps in the buffer
         self._fresh = np.zeros(self.num_envs, dtype=np.int64)  # steps that are in no committed chunk
-        self._room = self._held = 0  # steps of the buffer for each environment; bytes counted for it
+        self._room = self._held = 0  # steps of the buffer for each environment; bytes of it
+        self._account = Account()  # of the buffer, and of what a call commits
         self._buffer: Piece = {}
 
     # ---------------------------------------------------------------- appending
@@ -92,7 +104,8 @@ class RemoteVectorWriter(VectorRows):
             PeerTimeoutError: the spool is full, and the server took nothing before the deadline.
             GearError: the server refused an earlier trajectory.
 
-        After an error nothing was appended; after a time-out the call can be repeated.
+        After an error nothing was appended; after a time-out the call can be repeated. After any other exception
+        (Ctrl-C) all open trajectories are discarded.
         """
         self._check_usable()
         ending = np.zeros(self.num_envs, dtype=bool) if done is None else self._mask("done", done)
@@ -108,20 +121,32 @@ class RemoteVectorWriter(VectorRows):
         whole = acting & (steps + 1 == self._chunk) if self._cuts else np.zeros(self.num_envs, dtype=bool)
         full = acting & (self._inside + 1 >= self._spool.piece_steps)
         due = np.flatnonzero(ending | whole | full)
-        self._make_room(int(self._inside[acting].max(initial=0)) + 1 + (last is not None))
-        size = int((self._inside[due] + 2).sum()) * self._step_bytes
-        self._spool.reserve(size)
-        self._write(arrays, np.flatnonzero(acting))
-        for i in due.tolist():
-            if whole[i]:
-                self._cut(i, float(priorities[i]))
-            elif full[i]:
-                self._end_piece(i)
-                self._spool.send_ahead(self._episodes[i])
-            if ending[i]:
-                self._commit(i, float(priorities[i]), last)
-        self._spool.release(size)
+        with self._all_or_nothing():
+            self._make_room(int(self._inside[acting].max(initial=0)) + 1 + (last is not None))
+            size = int((self._inside[due] + 2).sum()) * self._step_bytes
+            self._spool.reserve(self._account, self._held + size)
+            self._write(arrays, np.flatnonzero(acting))
+            for i in due.tolist():
+                if whole[i]:
+                    self._cut(i, float(priorities[i]))
+                elif full[i]:
+                    self._end_piece(i)
+                    self._spool.send_ahead(self._episodes[i])
+                if ending[i]:
+                    self._commit(i, float(priorities[i]), last)
+            self._spool.hold(self._account, self._held)
         return self._no_index.copy()
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Discard all open trajectories if the block is interrupted, because its progress is unknown."""
+        try:
+            yield
+        except GearError:
+            raise
+        except BaseException:
+            self.close()
+            raise
 
     def _check_lengths(self, steps: Array, ending: Array, *, final: bool) -> None:
         """Check that no trajectory of these lengths is too long, with a final step if it ends."""
@@ -142,7 +167,7 @@ class RemoteVectorWriter(VectorRows):
             return
         room = max(2 * self._room, steps, min(_FIRST, self._chunk))
         size = (room - self._room) * self._step_bytes * self.num_envs
-        self._spool.reserve(size)
+        self._spool.reserve(self._account, self._account.size + size)
         self._held += size
         buffer = {n: np.empty((self.num_envs, room, c.step_bytes), np.uint8) for n, c in self._steps.items()}
         for name, values in self._buffer.items():
@@ -166,9 +191,7 @@ class RemoteVectorWriter(VectorRows):
         count, episode = int(self._inside[i]), self._episodes[i]
         if count:
             episode.add({name: values[i, :count].copy() for name, values in self._buffer.items()}, count)
-            size = count * self._step_bytes
-            self._spool.count(size)
-            episode.size += size
+            self._spool.hold(episode, episode.size + count * self._step_bytes)
         self._before[i] += count
         self._inside[i] = 0
 
@@ -179,8 +202,7 @@ class RemoteVectorWriter(VectorRows):
         values = None
         if self.trajectory is not None:
             values = {name: rows[i] for name, rows in self.trajectory.items()}
-        episode.once = checked_once(self._spool.schema, values)
-        episode.priority, episode.final = priority, int(final)
+        episode.complete(priority, checked_once(self._spool.schema, values), final=final)
         self._spool.commit(episode)
 
     def _begin(self, i: int) -> None:
@@ -208,7 +230,7 @@ class RemoteVectorWriter(VectorRows):
                 self._buffer[name][i, self._inside[i]] = values[0]
             self._inside[i] += 1
         elif not self._fresh[i]:  # the last chunk is complete
-            self._spool.release(self._episodes[i].size)
+            self._spool.hold(self._episodes[i], 0)
             self._begin(i)
             return
         self._end_piece(i)
@@ -228,7 +250,8 @@ class RemoteVectorWriter(VectorRows):
             -1 for each environment, int64 [n].
 
         Raises:
-            As `append`; then nothing was committed.
+            As `append`; then nothing was committed. After any other exception (Ctrl-C) a trajectory will be stored, or
+            is discarded.
         """
         self._check_usable()
         chosen = np.ones(self.num_envs, dtype=bool) if mask is None else self._mask("mask", mask)
@@ -237,12 +260,13 @@ class RemoteVectorWriter(VectorRows):
         last = None if final is None else self._checked_final(final)
         self._check_trajectory()
         self._check_lengths(self.num_steps * chosen, chosen, final=last is not None)
-        self._make_room(int(self._inside[chosen].max(initial=0)) + (last is not None))
-        size = int((self._inside[chosen] + 1).sum()) * self._step_bytes
-        self._spool.reserve(size)
-        for i in np.flatnonzero(chosen).tolist():
-            self._commit(i, float(priorities[i]), last)
-        self._spool.release(size)
+        with self._all_or_nothing():
+            self._make_room(int(self._inside[chosen].max(initial=0)) + (last is not None))
+            size = int((self._inside[chosen] + 1).sum()) * self._step_bytes
+            self._spool.reserve(self._account, self._held + size)
+            for i in np.flatnonzero(chosen).tolist():
+                self._commit(i, float(priorities[i]), last)
+            self._spool.hold(self._account, self._held)
         return self._no_index.copy()
 
     def discard(self, mask: Any = None) -> None:
@@ -254,15 +278,16 @@ class RemoteVectorWriter(VectorRows):
         self._check_process()
         chosen = np.ones(self.num_envs, dtype=bool) if mask is None else self._mask("mask", mask)
         for i in np.flatnonzero(chosen).tolist():
-            self._spool.release(self._episodes[i].size)
+            if not self._spool.is_committed(self._episodes[i]):
+                self._spool.hold(self._episodes[i], 0)
             self._begin(i)
 
     def close(self) -> None:
         """As `discard`; idempotent."""
         if os.getpid() == self._pid:
             self.discard()
-            self._spool.release(self._held)
             self._buffer, self._room, self._held = {}, 0, 0
+            self._spool.hold(self._account, 0)
 
     def _check_usable(self) -> None:
         self._check_process()

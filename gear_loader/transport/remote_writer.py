@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -81,6 +82,7 @@ class RemoteWriter(StepAppender):
         self._buffer = Buffer(0, nothing, ())
         self._room = self._inside = 0  # steps of the buffer: those that may be written, and those that are
         self._fresh = 0  # steps that are in no committed chunk
+        self._following: Episode | None = None  # while a chunk is cut
         self._cut_last = False  # whether the last call has ended with a complete chunk
         self._committed = 0
 
@@ -108,7 +110,7 @@ class RemoteWriter(StepAppender):
             GearError: the server refused an earlier trajectory.
 
         After an error nothing was appended, except for the steps of completed chunks. After a time-out the call can be
-        repeated with the same step.
+        repeated with the same step. Any other exception (Ctrl-C) may discard the steps appended since the last commit.
         """
         rows = self._given(steps, columns)
         self._spool.check()
@@ -131,17 +133,18 @@ class RemoteWriter(StepAppender):
         if not self._cuts and self.num_steps + length > self._chunk:
             raise too_long(self.num_steps + length, self._chunk)
         done = 0
-        while done < length:
-            if self._inside >= self._room:
-                self._make_room(min(length - done, self._chunk - self.num_steps))
-            count = min(length - done, self._room - self._inside)
-            if arrays is None:
-                self._put_steps(self._inside, rows, done, count)
-            else:
-                for name, values in self._buffer.piece.items():
-                    values[self._inside : self._inside + count] = arrays[name][done : done + count]
-            self._appended(count)
-            done += count
+        with self._all_or_nothing():
+            while done < length:
+                if self._inside >= self._room:
+                    self._make_room(min(length - done, self._chunk - self.num_steps))
+                count = min(length - done, self._room - self._inside)
+                if arrays is None:
+                    self._put_steps(self._inside, rows, done, count)
+                else:
+                    for name, values in self._buffer.piece.items():
+                        values[self._inside : self._inside + count] = arrays[name][done : done + count]
+                self._appended(count)
+                done += count
         return ()
 
     def _make_room(self, count: int) -> None:
@@ -152,8 +155,7 @@ class RemoteWriter(StepAppender):
         room = min(max(2 * self._room, self._inside + count, _FIRST), most)
         buffer = self._new_buffer(self._inside + count, room)
         size = (buffer.steps - self._room) * self._schema.step_bytes
-        self._spool.reserve(size)
-        self._episode.size += size
+        self._spool.reserve(self._episode, self._episode.size + size)
         if self._inside:
             for name, values in buffer.piece.items():
                 values[: self._inside] = self._buffer.piece[name][: self._inside]
@@ -169,8 +171,9 @@ class RemoteWriter(StepAppender):
 
     def _write_into(self, buffer: Buffer) -> None:
         """Make a buffer the current one."""
-        self._buffer, self._room = buffer, buffer.steps
+        self._room = 0  # until all columns show it
         self._show(buffer.views)
+        self._buffer, self._room = buffer, buffer.steps
 
     def _appended(self, count: int) -> None:
         """Count written steps; hand over a piece that is full, and cut a chunk that is complete."""
@@ -178,14 +181,26 @@ class RemoteWriter(StepAppender):
         self._fresh += count
         if self._cuts and self.num_steps == self._chunk:
             try:
-                self._cut()
+                with self._all_or_nothing():
+                    self._cut()
             except GearError:
                 self._inside -= count
                 self._fresh -= count
                 raise
         elif self._inside >= self._spool.piece_steps:
-            self._end_piece()
-            self._spool.send_ahead(self._episode)
+            with self._all_or_nothing():
+                self._end_piece()
+                self._spool.send_ahead(self._episode)
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Discard the open trajectory, unless it was committed, if the block is interrupted."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, GearError) or self._spool.is_committed(self._episode):
+                self.discard()
+            raise
 
     def _end_piece(self) -> None:
         """Add what is written of the current buffer to the trajectory."""
@@ -218,6 +233,8 @@ class RemoteWriter(StepAppender):
             SchemaError: as `Writer.commit`; the appended steps are kept.
             PeerTimeoutError: not stored before the deadline; it stays in the spool and will be, so do not repeat it.
             GearError: the server refused it, or an earlier trajectory.
+
+        After any other exception (Ctrl-C) it will be stored, or is discarded.
         """
         self._spool.check()
         checked = single_priority(priority)
@@ -225,15 +242,16 @@ class RemoteWriter(StepAppender):
         once = checked_once(self._spool.schema, self.trajectory if trajectory is None else trajectory)
         if not self._fresh and (last is None or not self._overlap):
             return self._end_stream(with_final=last is not None)
-        if last is not None:
-            if self._inside >= self._room:
-                self._make_room(1)
-            for name, row in last.items():
-                self._buffer.piece[name][self._inside] = row[0]
-            self._inside += 1
         began = Backoff(self._timeout)
-        episode = self._finish(checked, once, final=last is not None, wait=self._wait)
-        self._begin()
+        with self._all_or_nothing():
+            if last is not None:
+                if self._inside >= self._room:
+                    self._make_room(1)
+                for name, row in last.items():
+                    self._buffer.piece[name][self._inside] = row[0]
+                self._inside += 1
+            episode = self._finish(checked, once, final=last is not None, wait=self._wait)
+            self._begin()
         return self._answer(episode, began)
 
     def _end_stream(self, *, with_final: bool) -> int:
@@ -257,7 +275,7 @@ class RemoteWriter(StepAppender):
         """Hand the trajectory over; with `wait`, store it at once if possible."""
         self._end_piece()
         episode = self._last = self._episode
-        episode.priority, episode.once, episode.final = priority, once, int(final)
+        episode.complete(priority, once, final=final)
         if wait:
             self._spool.store_now(episode)
         else:
@@ -273,33 +291,39 @@ class RemoteWriter(StepAppender):
             max(2 * self._overlap, _FIRST), max(self._spool.piece_steps, self._overlap + 1), self._chunk
         )
         size = room * self._schema.step_bytes if self._overlap else 0
-        self._spool.reserve(size)
+        self._following = following = Episode()
+        self._spool.reserve(following, size)
         self._end_piece()
         common = self._episode.last(self._overlap) if self._overlap else {}
         self._finish(priority, once, final=False)
-        self._begin()
+        self._begin(following)
         self._cut_last = True
         if self._overlap:
             buffer = self._new_buffer(room, room)
             for name, values in buffer.piece.items():
                 values[: self._overlap] = common[name]
-            self._episode.size = size
             self._write_into(buffer)
             self._inside = self._overlap
 
     _last: Episode
 
-    def _begin(self) -> None:
+    def _begin(self, episode: Episode | None = None) -> None:
         """Begin another trajectory."""
-        self._episode = Episode()
+        self._episode, self._following = Episode() if episode is None else episode, None
         self._inside = self._room = self._fresh = 0
         self._cut_last = False
 
     def discard(self) -> None:
         """Discard the steps appended since the last commit; completed chunks stay."""
         self._check_process()
-        self._spool.release(self._episode.size)
+        self._release()
         self._begin()
+
+    def _release(self) -> None:
+        """Give back the bytes of what is not committed."""
+        for episode in (self._episode, self._following):
+            if episode is not None and not self._spool.is_committed(episode):
+                self._spool.hold(episode, 0)
 
     def close(self) -> None:
         """As `discard`; idempotent."""
@@ -314,7 +338,7 @@ class RemoteWriter(StepAppender):
 
     def __del__(self) -> None:
         if getattr(self, "_episode", None) is not None and os.getpid() == self._pid:
-            self._spool.release(self._episode.size)
+            self._release()
 
     def __repr__(self) -> str:
         chunks = f", chunks of {self._chunk:,} steps, {self._overlap:,} overlapping" if self._cuts else ""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gear_loader.errors import TransportError
 from gear_loader.transport.wire import Kind, Limits
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.mutex import Future
 
 if TYPE_CHECKING:
     from gear_loader.transport.packed_spec import PackedSpec

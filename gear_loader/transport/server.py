@@ -18,6 +18,7 @@ from gear_loader.transport.capacity import capacity_report
 from gear_loader.transport.channel import Channel, Listener, carrier
 from gear_loader.transport.connection import SCRATCH, Connection
 from gear_loader.transport.handshake import answer, check_secret, refuse
+from gear_loader.transport.loop import within
 from gear_loader.transport.part_message import HeldBytes
 from gear_loader.transport.spare_memory import SpareMemory
 from gear_loader.transport.table_cache import TableCache
@@ -175,7 +176,7 @@ class Server:
         self._unproven.add(channel)
         try:
             proof = answer(channel, self._secret, name, self.limits, lambda: self._admit(channel))
-            await asyncio.wait_for(proof, self.limits.handshake)
+            await within(self.limits.handshake, proof)
             connection = self._proven[channel] = Connection(channel, self)
             await connection.run()
         except (HandshakeError, ConnectionRefusedError) as error:
@@ -217,7 +218,7 @@ class Server:
 
     async def _refuse(self, channel: Channel, why: str) -> None:
         with contextlib.suppress(asyncio.TimeoutError, OSError):
-            await asyncio.wait_for(refuse(channel, why), _LINGER)
+            await within(_LINGER, refuse(channel, why))
             await channel.linger(_LINGER)
 
     async def _sweep(self) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from gear_loader.errors import GearError, TransportError
 from gear_loader.transport.answers import MOST_ERROR, receive_answer, receive_part, receive_refusal
 from gear_loader.transport.channel import Channel
+from gear_loader.transport.loop import within
 from gear_loader.transport.request import Request
 from gear_loader.transport.wire import HEADER, Header, Kind, Limits, ProtocolError, failure, send
 
@@ -100,7 +101,7 @@ class Session:
             return
         self._is_sending = True
         with contextlib.suppress(OSError, asyncio.TimeoutError):
-            await asyncio.wait_for(send(self._channel, Kind.BYE, 0), FAREWELL)
+            await within(FAREWELL, send(self._channel, Kind.BYE, 0))
 
     async def close(self) -> None:
         """Close the channel; buffers that it may write into are kept until then."""

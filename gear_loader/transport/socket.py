@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from gear_loader.errors import TransportError
 from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, always, as_bytes, drop_sent
+from gear_loader.transport.loop import within
 from gear_loader.transport.tcp_listener import TcpListener, listening_sockets
 
 __all__ = ["AHEAD", "AHEAD_LENT", "GONE", "MOST_PARTS", "SocketCarrier", "SocketChannel", "set_options"]
@@ -230,7 +231,7 @@ class SocketChannel(Channel):
         # A close with unread data resets the connection, and the other side would lose data it has not read.
         with contextlib.suppress(OSError, asyncio.TimeoutError):
             self._live().shutdown(socket.SHUT_WR)
-            await asyncio.wait_for(self._discard(most), seconds)
+            await within(seconds, self._discard(most))
 
     async def _discard(self, most: float) -> None:
         while most > 0:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -18,13 +20,18 @@ from gear_loader.transport.delivery import Delivery
 from gear_loader.transport.part_message import MOST_PART
 from gear_loader.transport.trajectory_rows import Rows
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.mutex import Condition, uninterrupted
 from gear_loader.utils.waiting import Backoff
 
-__all__ = ["Buffer", "Episode", "Piece", "Spool"]
+__all__ = ["Account", "Buffer", "Episode", "Piece", "Spool"]
 
 _log = logging.getLogger("gear_loader.transport")
 _OVERHEAD = 512  # bytes that a trajectory is counted with besides its steps
 _QUIET = 5.0  # seconds before a line about a server that does not answer, and between two
+_LOOK = (
+    1.0  # most seconds between two looks at what is waited for: an interrupt may have ended a notification
+)
+_END = 5.0  # most seconds that the end of the thread is waited for
 _PIECE_BYTES = 1 << 18
 _SPARE_BYTES = 1 << 25  # of memory of stored trajectories that is kept: those of a few requests
 
@@ -45,7 +52,20 @@ class Buffer(NamedTuple):
     views: Sequence[Array]
 
 
-class Episode:
+class Account:
+    """Bytes of a spool that somebody holds.
+
+    Attributes:
+        size: that number.
+    """
+
+    __slots__ = ("size",)
+
+    def __init__(self) -> None:
+        self.size = 0
+
+
+class Episode(Account):
     """A trajectory on its way to the server.
 
     Attributes:
@@ -54,27 +74,33 @@ class Episode:
         once: column per trajectory -> uint8 [1, step_bytes]. priority: -1 for none. final: 1 with a final step, else 0.
         id: its global id, once it has one; else -1. ahead: pieces that were sent before the commit.
         flows: whether pieces are sent before the commit. again: whether it was sent and may be stored.
-        number: of the commit among those of its spool. is_stored: whether the server has confirmed it.
-        size: bytes that it is counted with. index: in the server's table, -1 until it is known.
+        here: whether the thread that committed it sends it. number: of the commit in its spool, 0 before it.
+        is_stored: whether the server has confirmed it. index: in the server's table, -1 until it is known.
     """
 
     __slots__ = (
-        *("again", "ahead", "buffers", "final", "flows", "id", "index", "is_stored", "number", "once"),
-        *("pieces", "priority", "rows", "size"),
+        *("again", "ahead", "buffers", "final", "flows", "here", "id", "index", "is_stored", "number"),
+        *("once", "pieces", "priority", "rows"),
     )
 
     def __init__(self) -> None:
+        super().__init__()
         self.pieces: list[Piece] = []
         self.buffers: list[Buffer] = []
         self.once: Piece = {}
-        self.rows = self.final = self.size = self.ahead = self.number = 0
-        self.again = self.flows = self.is_stored = False
+        self.rows = self.final = self.ahead = self.number = 0
+        self.again = self.flows = self.here = self.is_stored = False
         self.priority, self.id, self.index = -1.0, -1, -1
 
     def add(self, piece: Piece, rows: int) -> None:
         """Add steps."""
         self.pieces.append(piece)
         self.rows += rows
+
+    def complete(self, priority: float, once: Piece, *, final: bool) -> None:
+        """Add what is known at the commit; the values of the columns per trajectory are copied."""
+        self.once = {name: values.copy() for name, values in once.items()}
+        self.priority, self.final = priority, int(final)
 
     def last(self, count: int) -> Piece:
         """A copy of the last `count` steps."""
@@ -90,11 +116,28 @@ class Episode:
 
 
 class _Ahead(NamedTuple):
-    """A piece that is sent before its trajectory is committed: its trajectory, its number, and its rows."""
+    """A piece that is sent before its trajectory is committed.
 
+    Attributes:
+        order: among all that is sent. episode: its trajectory. number: of the piece in it. piece: its rows.
+    """
+
+    order: int
     episode: Episode
     number: int
     piece: Piece
+
+
+class _Attempt:
+    """What came of an attempt to store a trajectory.
+
+    Attributes:
+        found: as `Delivery.store_here` returns it. has_ended: whether it has.
+    """
+
+    def __init__(self) -> None:
+        self.found: int | GearError | None = None
+        self.has_ended = False
 
 
 class Spool:
@@ -106,6 +149,9 @@ class Spool:
     When the server cannot be reached, the thread goes on trying and writers go on until the spool is full; then they
     wait for space. When the server refuses a trajectory for good (another schema or secret, say), every later call
     raises its error.
+
+    An exception at any bytecode of a writer leaves it usable: a trajectory is committed by one insertion into a
+    dictionary, counters are computed again after a change that was interrupted, and no lock stays held.
 
     Args:
         schema: the table's columns. longest: steps of the longest trajectory that it holds.
@@ -131,17 +177,18 @@ class Spool:
         self._most = spool_bytes
         self._most_in_flight = max_in_flight
         self._delivery = delivery
-        guard = threading.Lock()
-        self._changed = threading.Condition(guard)  # for writers: something is stored
-        self._work = threading.Condition(guard)  # for the thread: something is to be sent
-        self._queue: collections.deque[Episode | _Ahead] = collections.deque()
-        self._held = 0  # bytes
+        self._changed = Condition()  # something is to be sent, or is stored
+        self._ahead: collections.deque[_Ahead] = collections.deque()
+        self._accounts: set[Account] = set()
+        self._held = 0  # bytes of all accounts
         self._spare: dict[int, list[Buffer]] = {}  # by the bit length of their steps
         self._spare_bytes = 0
-        self._committed = 0  # trajectories so far
-        self._unstored: collections.OrderedDict[int, None] = (
+        self._is_settled = True  # False while `_held` and `_spare_bytes` are changed
+        self._order = itertools.count(1)  # of commits and pieces
+        self._committed = 0  # order of the last commit
+        self._unstored: collections.OrderedDict[int, Episode] = (
             collections.OrderedDict()
-        )  # their numbers, ascending
+        )  # committed, by their numbers, which ascend
         self._stopped = False
         self._failed: GearError | None = None  # for good
         self._last: GearError | None = None  # of the latest attempt
@@ -149,7 +196,10 @@ class Spool:
         self._asked = time.monotonic()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name=f"gear-loader-spool-{name}", daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Start the thread; `stop` ends it."""
+        uninterrupted(self._thread.start)
 
     # ---------------------------------------------------------------- writers
 
@@ -172,8 +222,8 @@ class Spool:
         """Committed trajectories that the server has not confirmed yet."""
         return len(self._unstored)
 
-    def reserve(self, size: int) -> None:
-        """Count bytes of steps that a writer is about to hold; while the spool is full, wait until something is stored.
+    def reserve(self, account: Account, size: int) -> None:
+        """Let an account hold `size` bytes of steps; while they do not fit, wait until something is stored.
 
         What is not committed is never waited for: open trajectories alone may take more. With `max_in_flight`, w
         writers that have begun a trajectory each may commit w - 1 more.
@@ -183,16 +233,48 @@ class Spool:
         """
         with self._changed:
             backoff = Backoff(self._delivery.timeout)
-            while self._is_full(size) and self._failed is None and not self._stopped and backoff.left:
-                self._changed.wait(min(backoff.left, 1.0))
+            while (
+                (is_full := self._is_full(size - account.size))
+                and self._failed is None
+                and not self._stopped
+                and backoff.left
+            ):
+                self._changed.wait(min(backoff.left, _LOOK))
             self.check()
-            if self._is_full(size):
+            if is_full:
                 limit = "max_in_flight" if self._in_flight_are_most else "spool_bytes"
                 raise PeerTimeoutError(
                     f"The spool is full: {self.num_waiting:,} trajectories wait for {self.name}. {self._why()} Nothing "
                     f"is lost: retry, or connect with a larger {limit}."
                 )
-            self._held += size
+            self._hold(account, size)
+
+    def hold(self, account: Account, size: int) -> None:
+        """Let an account hold `size` bytes without a wait; 0 closes it."""
+        with self._changed:
+            self._hold(account, size)
+            if not size:
+                self._changed.notify_all()
+
+    def _hold(self, account: Account, size: int) -> None:
+        self._settle()
+        self._is_settled = False
+        change, account.size = size - account.size, size
+        if size:
+            self._accounts.add(account)
+        else:
+            self._accounts.discard(account)
+        if not self._is_settled:  # else a signal handler has made a change meanwhile, and counted this one
+            self._held += change
+            self._is_settled = True
+
+    def _settle(self) -> None:
+        """Compute the counters again, if a change of them was interrupted."""
+        if not self._is_settled:
+            self._held = sum(account.size for account in list(self._accounts))
+            steps = sum(buffer.steps for found in self._spare.values() for buffer in found)
+            self._spare_bytes = steps * self.schema.step_bytes
+            self._is_settled = True
 
     def take_buffer(self, least: int, most: int) -> Buffer | None:
         """Memory of stored steps, with room for `least` to `most` of them; None if there is none of about that size."""
@@ -200,94 +282,101 @@ class Spool:
             found = self._spare.get(most.bit_length())
             if not found or not least <= found[-1].steps <= most:
                 return None
+            self._settle()
+            self._is_settled = False
             buffer = found.pop()
             self._spare_bytes -= buffer.steps * self.schema.step_bytes
+            self._is_settled = True
             return buffer
 
     def _keep_buffers(self, episode: Episode) -> None:
         """Keep the memory of a stored trajectory for the next ones: the kernel clears each page of new memory."""
-        for buffer in episode.buffers:
+        self._settle()
+        self._is_settled = False
+        while episode.buffers:
+            buffer = episode.buffers.pop()  # first: memory that were kept twice would be given to two writers
             size = buffer.steps * self.schema.step_bytes
             if self._spare_bytes + size <= min(_SPARE_BYTES, self._most):
                 self._spare.setdefault(buffer.steps.bit_length(), []).append(buffer)
                 self._spare_bytes += size
-        episode.buffers.clear()
+        self._is_settled = True
 
     def _is_full(self, size: int) -> bool:
+        self._settle()
         return self.num_waiting > 0 and (self._held + size > self._most or self._in_flight_are_most)
 
     @property
     def _in_flight_are_most(self) -> bool:
         return self._most_in_flight is not None and self.num_waiting >= self._most_in_flight
 
-    def count(self, size: int) -> None:
-        """Count bytes without a wait, for what was reserved before under another size."""
-        with self._changed:
-            self._held += size
-
-    def release(self, size: int) -> None:
-        """Give back bytes of `reserve`."""
-        with self._changed:
-            self._held -= size
-            self._changed.notify_all()
-
     def send_ahead(self, episode: Episode) -> None:
         """Send the last piece of an open trajectory."""
         episode.flows = True
-        with self._work:
-            self._queue.append(_Ahead(episode, len(episode.pieces) - 1, episode.pieces[-1]))
-            self._work.notify()
+        with self._changed:
+            self._ahead.append(
+                _Ahead(next(self._order), episode, len(episode.pieces) - 1, episode.pieces[-1])
+            )
+            self._changed.notify_all()
 
     def commit(self, episode: Episode) -> None:
-        """Hand over a trajectory."""
-        with self._work:
+        """Hand over a trajectory; `is_committed` tells whether an interrupted call has done so."""
+        with self._changed:
             self._count_in(episode)
-            self._queue.append(episode)
-            self._work.notify()
+            self._changed.notify_all()
+
+    def is_committed(self, episode: Episode) -> bool:
+        """Whether a trajectory was handed over: it is stored, or will be."""
+        return episode.is_stored or episode.number in self._unstored
 
     def _count_in(self, episode: Episode) -> None:
-        episode.size += _OVERHEAD
-        self._held += _OVERHEAD
-        self._committed = episode.number = self._committed + 1
-        self._unstored[episode.number] = None
+        self._hold(episode, episode.size + _OVERHEAD)
+        number = next(self._order)
+        self._committed = number
+        episode.number = number
+        self._unstored[number] = episode
 
     def _count_out(self, episode: Episode, index: int) -> None:
-        episode.index, episode.is_stored = index, True
-        episode.pieces.clear()
-        self._keep_buffers(episode)
-        self._held -= episode.size
-        del self._unstored[episode.number]
+        if episode.number in self._unstored:
+            episode.index, episode.is_stored = index, True
+            del self._unstored[episode.number]
+            self._hold(episode, 0)
+            episode.pieces.clear()
+            self._keep_buffers(episode)
 
     def store_now(self, episode: Episode) -> None:
         """Store a trajectory from the calling thread if no other waits, without hand-overs between threads.
 
         If that is not possible, or fails, it is handed over as by `commit`.
         """
-        with self._changed:
-            is_alone = not self._unstored and not self._queue and not episode.flows
-            self._count_in(episode)
-            if not is_alone:
-                self._queue.append(episode)
-                self._work.notify()
-                return
-        index: int | None = None
-        failed: GearError | None = None
-        was_sent = True
+        attempt = _Attempt()
         try:
-            episode.id = self._delivery.new_id()
-            rows = Rows(episode.rows, episode.pieces, episode.once)
-            found = self._delivery.store_here(rows, episode.priority, episode.final, episode.id)
-            index, failed = (None, found) if isinstance(found, GearError) else (found, None)
-            was_sent = found is not None
-        finally:  # also after an interruption
-            with self._changed:
-                if index is None:
-                    self._last, episode.again = failed, was_sent
-                    self._queue.appendleft(episode)
-                    self._work.notify()
-                else:
-                    self._count_out(episode, index)
+            try:
+                with self._changed:
+                    episode.here = not self._unstored and not self._ahead and not episode.flows
+                    self._count_in(episode)
                     self._changed.notify_all()
+                if not episode.here:
+                    return
+                episode.id = self._delivery.new_id()
+                rows = Rows(episode.rows, episode.pieces, episode.once)
+                attempt.found = self._delivery.store_here(rows, episode.priority, episode.final, episode.id)
+                attempt.has_ended = True
+            finally:  # also after an interruption
+                if episode.here:
+                    self._end_here(episode, attempt)
+        finally:
+            if episode.here:  # that was interrupted
+                self._end_here(episode, attempt)
+
+    def _end_here(self, episode: Episode, attempt: _Attempt) -> None:
+        found = attempt.found
+        with self._changed:
+            if isinstance(found, int):
+                self._count_out(episode, found)
+            else:
+                self._last, episode.again = found, found is not None or not attempt.has_ended
+            episode.here = False
+            self._changed.notify_all()
 
     def _why(self) -> str:
         """What the thread waits for, as a sentence for errors."""
@@ -309,7 +398,7 @@ class Spool:
         with self._changed:
             target = self._committed
             while (waits := self._waits_for(target)) and self._failed is None and backoff.left:
-                self._changed.wait(min(backoff.left, 1.0))
+                self._changed.wait(min(backoff.left, _LOOK))
         self.check()
         if waits:
             raise PeerTimeoutError(
@@ -327,12 +416,21 @@ class Spool:
             "%d committed trajectories were not stored by %s: %s", self.num_waiting, self.name, self._last
         )
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopped
+
     def stop(self) -> None:
-        """End the thread after its current request; idempotent."""
+        """Let the thread end after its current request; idempotent."""
+        self._stopped = True
         with self._changed:
-            self._stopped = True
             self._changed.notify_all()
-            self._work.notify()
+
+    def join(self) -> None:
+        """Wait for the end of the thread, for seconds at most."""
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(_END)
 
     # ---------------------------------------------------------------- the thread
 
@@ -360,27 +458,32 @@ class Spool:
 
     def _next(self) -> list[Episode] | _Ahead | None:
         """Wait for work: a piece, or committed trajectories for one request; None when the thread is to end."""
-        with self._work:
-            while not self._queue and not self._stopped:
-                self._work.wait()
-            if self._stopped:
-                return None
-            first = self._queue.popleft()
-            if isinstance(first, _Ahead):
-                return first
-            if self._goes_alone(first):
-                return [first]
-            chosen, size = [first], self._bytes(first)
-            while self._queue and len(chosen) < self._delivery.most:
-                following = self._queue[0]
-                if isinstance(following, _Ahead) or self._goes_alone(following):
-                    break
-                size += self._bytes(following)
-                if size > self._delivery.request_bytes:
-                    break
-                chosen.append(following)
-                self._queue.popleft()
-            return chosen
+        with self._changed:
+            while not self._stopped:
+                before = self._ahead[0].order if self._ahead else sys.maxsize
+                chosen = self._take(before)
+                if chosen:
+                    return chosen
+                if self._ahead:
+                    return self._ahead.popleft()
+                self._changed.wait(_LOOK)
+            return None
+
+    def _take(self, before: int) -> list[Episode]:
+        """The next committed trajectories for one request, of those with a smaller number than `before`."""
+        chosen: list[Episode] = []
+        size = 0
+        for episode in self._unstored.values():
+            if episode.here:
+                continue
+            size += self._bytes(episode)
+            alone = self._goes_alone(episode)
+            if episode.number > before or (chosen and (alone or size > self._delivery.request_bytes)):
+                break
+            chosen.append(episode)
+            if alone or len(chosen) == self._delivery.most:
+                break
+        return chosen
 
     def _goes_alone(self, episode: Episode) -> bool:
         """Whether a trajectory needs a request of its own: parts of it, or all of it, were sent before."""

@@ -32,6 +32,7 @@ from typing import Any
 
 from gear_loader.errors import HandshakeError, TransportError
 from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, always, family, is_loopback
+from gear_loader.transport.loop import within
 from gear_loader.transport.tcp_listener import TcpListener, listening_sockets
 from gear_loader.transport.ucx_library import Library, available, library_in_loop
 
@@ -208,7 +209,7 @@ class UcxChannel(Channel):
             return  # `close` waits
         with contextlib.suppress(OSError, asyncio.TimeoutError):
             self._writer.write_eof()
-            await asyncio.wait_for(self._discard(most), seconds)
+            await within(seconds, self._discard(most))
 
     async def _discard(self, most: float) -> None:
         while most > 0:
@@ -226,7 +227,7 @@ class UcxChannel(Channel):
                 self._writer.write(_NUMBER.pack(self._counts[0]))
                 self._writer.write_eof()
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._gone.wait(), _LINGER)
+                    await within(_LINGER, self._gone.wait())
         except OSError:
             pass
         finally:
@@ -235,7 +236,7 @@ class UcxChannel(Channel):
                 self._watcher.cancel()
             self._writer.close()
             with contextlib.suppress(OSError, asyncio.TimeoutError):
-                await asyncio.wait_for(self._writer.wait_closed(), _LINGER)
+                await within(_LINGER, self._writer.wait_closed())
 
 
 class UcxCarrier(Carrier):

@@ -7,6 +7,8 @@ import contextlib
 import time
 from collections.abc import Hashable
 
+from gear_loader.transport.loop import within
+
 __all__ = ["Unauthenticated"]
 
 _FIRST = 0.1  # seconds that a handshake is assumed to take before one has been measured
@@ -46,7 +48,7 @@ class Unauthenticated:
             self._left.clear()
             since, _ = next(iter(self._since.values()))
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._left.wait(), since + self.patience - time.monotonic())
+                await within(since + self.patience - time.monotonic(), self._left.wait())
 
     def trim(self, count: int | None = None) -> bool:
         """Cancel the tasks of the oldest connections beyond `count` (by default the limit) whose time is over.

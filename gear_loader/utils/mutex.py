@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import _thread
+import collections
+import concurrent.futures
 import contextlib
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["holds_any", "new_mutex", "run_alone", "uninterrupted"]
+__all__ = ["Condition", "Future", "holds_any", "new_mutex", "run_alone", "uninterrupted"]
 
 _T = TypeVar("_T")
 
+_RLock: Any = _thread.RLock
 _CHECK_INTERVAL = 0.1  # seconds between checks while waiting for a thread
 _mutexes: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -31,6 +34,55 @@ def holds_any() -> bool:
         if mutex is not None and mutex._is_owned():
             return True
     return False
+
+
+class Condition(_RLock):  # type: ignore[misc]
+    """As `threading.Condition`, for threads that a signal handler may interrupt by an exception.
+
+    ``with`` takes and gives back a lock in C, between which and the block Python raises nothing; `threading.Condition`
+    does so in functions of Python, and an exception in one of them leaves its lock held for ever.
+    """
+
+    def __init__(self) -> None:
+        self._waiters: collections.deque[Any] = collections.deque()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Give the lock back until `notify_all`, for `timeout` seconds at most; returns whether it came.
+
+        An exception of a caller of `notify_all` may have come before it: wait with a timeout, and look again.
+        """
+        waiter = _thread.allocate_lock()
+        waiter.acquire()
+        self._waiters.append(waiter)
+        state: Any = (1, _thread.get_ident())
+        try:
+            try:
+                state = self._release_save()
+                seconds = -1.0 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
+                return waiter.acquire(timeout=seconds)
+            finally:
+                if not self._is_owned():
+                    self._acquire_restore(state)
+        finally:
+            if not self._is_owned():  # the line above was interrupted
+                self._acquire_restore(state)
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+    def notify_all(self) -> None:
+        """Wake all threads that wait."""
+        while self._waiters:
+            if self._waiters[0].locked():
+                self._waiters[0].release()
+            self._waiters.popleft()
+
+
+class Future(concurrent.futures.Future[_T]):
+    """A future for which a thread that a signal handler may interrupt can wait; see `Condition`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = Condition()
 
 
 def run_alone(mutex: Any, section: Callable[[], _T], timeout: float = 0.0) -> _T | None:

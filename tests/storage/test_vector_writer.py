@@ -157,6 +157,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
         for n, message in (
             (0, "n is 0; expected an integer"),
             (9, "n is 9; expected at most 8"),
+            (10**9, "n is 1,000,000,000; expected at most 8"),
             (2.0, "n is 2.0"),
         ):
             with pytest.raises(SchemaError, match=message):

@@ -17,6 +17,7 @@ from transport_common import SECRET, Proxy, Serving, serving
 from waiting_common import wait_until
 
 import gear_loader as gear
+from gear_loader.errors import SchemaError
 from gear_loader.transport import Limits, spool, start_server
 from gear_loader.transport.part_message import HeldBytes, OpenParts, Part
 
@@ -99,6 +100,16 @@ def test_remote_writers_store_what_writers_store(options: dict[str, int], seed: 
         assert contents(table) == contents(local)
         assert server.server.open_parts.size == 0
         table.check_valid()
+
+
+def test_no_vector_writer_is_made_for_more_environments_than_there_is_memory_for() -> None:
+    with (
+        named(COLUMNS, max_steps=100, max_trajectories=10) as table,
+        serving(str(table.name)) as server,
+        gear.connect(url_of(server.address, table), secret=SECRET) as remote,
+        pytest.raises(SchemaError, match=r"n is 1,000,000,000,000; expected at most [\d,]+, as 32 steps"),
+    ):
+        remote.writers(10**12)
 
 
 def write_vectors_at_random(table: Any, chance: random.Random, **options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
@@ -32,6 +33,10 @@ from gear_loader.transport import process as process_module
 from gear_loader.transport.channel import is_loopback
 from gear_loader.transport.connection import Connection
 from gear_loader.transport.handshake import read_secret
+from gear_loader.transport.link import Link
+from gear_loader.transport.loop import event_loop, within
+from gear_loader.transport.request import Request
+from gear_loader.transport.wire import Kind, pack_text
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
 FORK = multiprocessing.get_context("fork")
@@ -135,6 +140,48 @@ def test_a_server_that_is_not_there(table: gear.Table) -> None:
         with pytest.raises(PeerTimeoutError, match=r"could not be reached \(.*Connection refused\)\. Is its"):
             future.result(PATIENCE)
     peer.close()
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_cancellation_is_not_lost_when_the_result_comes_at_the_same_time(turns: int) -> None:
+    """`asyncio.wait_for` of Python 3.11 loses it after some of these turns of the loop."""
+
+    async def work() -> bool:
+        result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        waiting = asyncio.ensure_future(within(PATIENCE, result))
+        await asyncio.sleep(0)
+        result.set_result(5)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        asked = waiting.cancel()
+        await asyncio.wait((waiting,))
+        return waiting.cancelled() == asked
+
+    assert asyncio.run(work())
+
+
+def test_a_connection_is_closed_at_each_turn_of_the_loop_while_it_is_made(table: gear.Table) -> None:
+    async def connect(address: str, turns: int) -> bool:
+        """Ask for something, and close after so many turns of the loop; whether there was a connection then."""
+        link = Link("node b", address, SECRET, PATIENCE, asyncio.get_running_loop())
+        request: Request[bytes] = Request(
+            Kind.METADATA, pack_text("table") + pack_text(str(table.name)), Kind.DESCRIBED, bytes, "a report"
+        )
+        link.submit(request)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        connected = link._session is not None
+        await link.close()
+        assert link._task is None or link._task.done(), f"closed after {turns} turns, it goes on"
+        assert request.future.done()
+        return connected
+
+    with serving(str(table.name)) as server:
+        turns = 0
+        while not event_loop().run(connect(server.address, turns), PATIENCE):
+            turns += 1
+        assert turns > 5
+        wait_until(lambda: not server.server._tasks, "the server's connections to end")
 
 
 def test_a_slow_server(table: gear.Table, monkeypatch: pytest.MonkeyPatch) -> None:
