@@ -23,6 +23,7 @@ from gear_loader.sources.episodes import (
     convert,
     describe,
     is_finite_role,
+    listing,
     plan_dtype,
     refuse_objects,
     requested,
@@ -30,6 +31,7 @@ from gear_loader.sources.episodes import (
 )
 from gear_loader.sources.hdf5 import read_hdf5
 from gear_loader.sources.minari import read_minari
+from gear_loader.sources.time_steps import how_to_cut, is_frame, is_hugging_face, refuse_steps
 from gear_loader.storage.block_sizes import resolved_block_steps, resolved_packing
 from gear_loader.storage.incoming import checked_priorities, with_final
 from gear_loader.storage.schema import Column, Schema, as_mapping, copied, keeps
@@ -80,7 +82,8 @@ def load(
         source: the path of a D4RL-style file (ending in .hdf5 or .h5, see `read_hdf5`); a Minari data set, its
             id or its directory (see `read_minari`); a reader that one of these two returned, with options of
             its own; or an iterable of episodes, each ``{column: array [T, *shape]}``, as `collect` returns them, or a
-            TensorDict.
+            TensorDict. Rows that are time steps (of a DataFrame, of most data sets of Hugging Face) are refused as far
+            as they can be told: cut them at the episodes, ``load([rows[start:end] for start, end in bounds])``.
         table: the table to add to; None makes one.
         columns: names of the columns to take, or {name in the table: name in the source}. None takes the
             table's columns, or without a table the source's standard ones (all of an iterable's).
@@ -122,7 +125,7 @@ def load(
         columns = list(table.schema.added)
     if table is not None:  # else what the table can hold would be rounded on the way
         keep_float64 = keep_float64 or any(column.dtype == torch.float64 for column in table.schema.values())
-    wanted = None if final else []
+    wanted: list[str] | None = None if final else []
     if table is not None:
         wanted = list(table.schema.finals or ())
     options: dict[str, Any] = {
@@ -195,8 +198,10 @@ def _open(
     if isinstance(as_mapping(source), Mapping) or not isinstance(source, Iterable):
         raise SourceError(
             f"{describe(source)} was received; expected a path, a Minari data set, a reader or an iterable of "
-            "episodes. A single episode goes into a list: load([episode])."
+            f"episodes. A single episode goes into a list: load([episode]). {how_to_cut(source)}"
         )
+    if is_frame(source):
+        raise SourceError(f"{describe(source)} was received, whose rows are time steps. {how_to_cut(source)}")
     return _IterableReader(source, most, schema, finals, **options)
 
 
@@ -245,17 +250,20 @@ class _IterableReader(EpisodeReader):
         chosen: dict[str, str] = {}
         planned: dict[str, Column] = {}
         kept = keeps(episodes)
-        for number, episode in enumerate(_watched(itertools.islice(episodes, most), source)):
+        for number, item in enumerate(_watched(itertools.islice(episodes, most), source)):
             where = f"{source}, episode {number}"
-            episode = as_mapping(episode)
+            episode = as_mapping(item)
             if not isinstance(episode, Mapping) or not episode:
+                rows = f" {how_to_cut(item if is_frame(item) else episodes)}"
                 raise SourceError(
-                    f"{where} is {describe(episode)}; expected a mapping of columns to arrays [T, ...]."
+                    f"{where} is {describe(episode)}; expected a mapping of columns to arrays [T, ...].{rows}"
                 )
             if not chosen:
                 chosen = select(requested(columns, list(episode)), list(episode), f"{where},")
                 objects = {role: _object(episode[role]) for role in chosen.values() if _object(episode[role])}
                 refuse_objects(where, objects, chosen, "numbers or flags [T, ...]")
+                if schema is None:
+                    refuse_steps(episodes, item, episode, chosen.values(), where)
             arrays: dict[str, Any] = {}
             for name, role in chosen.items():
                 if role not in episode:
@@ -286,6 +294,12 @@ class _IterableReader(EpisodeReader):
             lengths.append(next(iter(steps.values())))
         if not lengths:
             raise SourceError(f"{source} has no episodes; expected at least one.")
+        flat = schema is None and not any(column.shape for column in planned.values())
+        if flat and is_hugging_face(episodes) and len(lengths) > 1 and len(set(lengths)) == 1:
+            raise SourceError(
+                f"Each of {len(lengths):,} rows of {describe(episodes)} has {lengths[0]} numbers in "
+                f"{listing(chosen.values())}: they look like time steps, not like episodes. {how_to_cut(episodes)}"
+            )
         if schema is not None:
             planned = {name: schema.get(name, column) for name, column in planned.items()}
         super().__init__(source, np.array(lengths), planned, self._episodes[0].final)

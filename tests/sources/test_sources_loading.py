@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensordict_stand_in
 import torch
 from sources_common import (
     LENGTHS,
@@ -109,6 +110,64 @@ def test_columns_of_text_are_named_with_the_columns_that_leave_them_out() -> Non
         assert list(table.schema) == list(numbers)
     with pytest.raises(SourceError, match=r"Leave it out with columns=\{'a': 'action'\}"):
         load([numbers | texts], columns={"a": "action", "t": "task"}, progress=False)
+
+
+class HuggingFace:
+    """What `datasets.Dataset` shows of itself: rows by iteration, columns of some rows by a slice."""
+
+    features: Any = None
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self.columns_of, self.column_names = columns, list(columns)
+
+    def with_format(self, _: str) -> HuggingFace:
+        return self
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for row in zip(*self.columns_of.values(), strict=True):
+            yield dict(zip(self.columns_of, row, strict=True))
+
+    def __getitem__(self, key: slice) -> dict[str, Any]:
+        return {name: np.asarray(values[key]) for name, values in self.columns_of.items()}
+
+
+STEPS: dict[str, Any] = {"state": np.zeros((6, 4), np.float32), "reward": np.ones(6, np.float32)}
+FRAME = type("DataFrame", (), {"shape": (6, 2), "columns": ["a", "b"], "__iter__": lambda self: iter("ab")})
+NO_TIME = tensordict_stand_in.TensorDict({"state": torch.zeros(4)}, [])
+# fmt: off
+ROWS: list[tuple[Any, Any, str]] = [  # source, columns, message
+    (HuggingFace(STEPS), ["state"], r"episode 0 looks like one time step.*'reward' is a single number.*with_format"),
+    (HuggingFace({name: torch.as_tensor(v) for name, v in STEPS.items()}), ["state"], "'reward' is a single number"),
+    (HuggingFace({"image": np.zeros((3, 8, 8)), "label": [1, 2, 3]}), ["image"], "'label' is a single number"),
+    (HuggingFace({"state": STEPS["state"]}), None, "Each of 6 rows of .* has 4 numbers in 'state': they look like"),
+    (list(HuggingFace(STEPS)), ["state"], r"one time step.*'reward' is a single number.*\{column: array \[T, ...\]\}"),
+    (list(HuggingFace(STEPS)), None, "'reward' is a single number"),
+    ([NO_TIME] * 6, None, r"its batch_size is \[\] and no column has more than one dimension"),
+    (FRAME(), None, "DataFrame was received, whose rows are time steps.*groupby"),
+    ([FRAME()], None, r"episode 0 is an object of type DataFrame; expected a mapping.*groupby"),
+]
+# fmt: on
+
+
+def test_rows_that_are_time_steps_are_refused() -> None:
+    """Vectors of a step would become trajectories of scalars."""
+    for source, columns, message in ROWS:
+        with pytest.raises(SourceError, match=message):
+            load(source, columns=columns, progress=False)
+
+
+def test_rows_that_are_episodes_are_taken() -> None:
+    rows = HuggingFace(STEPS).with_format("numpy")
+    words = {"ids": [[1, 2, 3], [4, 5], [6]]}
+    whole = {"state": [[[0.0] * 4] * 3, [[1.0] * 4] * 3], "reward": [[1.0] * 3] * 2}
+    for source, lengths in (
+        ([rows[0:2], rows[2:6]], [2, 4]),
+        (HuggingFace(words), [3, 2, 1]),
+        (HuggingFace(whole), [3, 3]),
+        (list(HuggingFace({"ids": [[1, 2], [3, 4]]})), [2, 2]),
+    ):
+        with load(source, progress=False) as table:
+            assert table.lengths().tolist() == lengths
 
 
 def test_what_follows_the_last_step_is_stored_in_final_columns(tmp_path: Path) -> None:
