@@ -8,10 +8,10 @@ import importlib.util
 import multiprocessing
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
+
+from tables_directory import make_directory
 
 # Libraries read these when they are first imported, so they come before the imports below. Spawned
 # processes inherit them.
@@ -21,13 +21,9 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUM
 
 os.environ.setdefault("GEAR_LOADER_PEERS", "")  # the benchmarks' peers are not what is tested
 
-# Named tables of this process and its children lie in a directory of their own, which is removed in the end. A
-# worker of xdist makes its own in that of the process that started it.
-TABLES = Path(
-    tempfile.mkdtemp(
-        prefix=f"gear-loader-tests-{os.getpid()}-", dir=os.environ.get("GEAR_LOADER_DIR") or "/dev/shm"
-    )
-)
+# Named tables of this process and its children lie in a directory of their own, which is removed in the end, or by the
+# next run. A worker of xdist makes its own in that of the process that started it.
+TABLES = make_directory(os.environ.get("GEAR_LOADER_DIR") or "/dev/shm")
 TABLES.chmod(0o711)  # a test becomes another user, who has to reach a directory in it
 os.environ["GEAR_LOADER_DIR"] = str(TABLES)
 

@@ -14,6 +14,7 @@ import torch
 from gymnasium import spaces
 
 import gear_loader as gear
+from gear_loader.sources import Episode
 
 LENGTHS = (3, 1, 7, 64, 65, 2)
 
@@ -79,6 +80,10 @@ def same_episodes(left: Iterable[Mapping[str, Any]], right: Iterable[Mapping[str
         assert list(one) == list(other)
         for name in one:
             same(one[name], other[name])
+        if isinstance(one, Episode) and isinstance(other, Episode):
+            assert set(one.final) == set(other.final)
+            for name in one.final:
+                same(one.final[name], other.final[name])
 
 
 def contents(table: gear.Table) -> list[dict[str, torch.Tensor]]:

@@ -181,8 +181,8 @@ class ReplayDataset(IterableDataset[Batch]):
             does not fit, which begins the next batch. An epoch delivers every drawn trajectory exactly once, unless it
             was removed from the table meanwhile: as many as there are items, or with `batches_per_epoch` so many
             batches. Order and resuming are as with `batch_size`, for any `prefetch` and `num_workers`. `stats` tells
-            how full batches are. Not for `sample`, `TopK`, `drop_last` and selectors of which every batch has the same
-            trajectories.
+            how full batches are. Not for `TopK`, `drop_last` and selectors of which every batch has the same
+            trajectories; `sample` draws so on one rank, from a `Table` or with ``scope="local"``.
         lookahead: with `max_steps`: number of drawn trajectories that do not fit which a batch may pass over to find
             others that do. The next batch begins with them, so none waits for more than ``lookahead + 1`` batches.
         too_long: with `max_steps`: what becomes of a drawn trajectory with more steps. ``"error"`` raises an error that

@@ -36,7 +36,8 @@ def collect(
     """Run a policy in an environment and return the episodes.
 
     Each episode has the standard columns (see `gear_loader.sources.episodes`); `next_observation` comes when
-    `columns` asks for it. `observation` holds the T observations on which the T actions were taken. Box
+    `columns` asks for it. `observation` holds the T observations on which the T actions were taken, `Episode.final`
+    the one after them. Box
     spaces keep shape and dtype, except that float64 becomes float32; Discrete becomes int64 scalars,
     MultiDiscrete int64 [n], MultiBinary int8 [n]; Dict and Tuple spaces become one column for each leaf.
 
@@ -47,8 +48,8 @@ def collect(
     episodes: the k-th episode of environment i is number ``k * n + i`` of the result. `episodes` and `max_steps` count
     in this order, so they keep the same episodes however long each takes; further ones are dropped. In mode NEXT_STEP
     the policy also sees the last observation of an episode; its action there is ignored. In mode SAME_STEP,
-    `next_observation` ends with the first observation of the next episode if an environment hands out one array again
-    and again, because Gymnasium does not copy it.
+    `next_observation` and `Episode.final` have the first observation of the next episode at the end if an environment
+    hands out one array again and again, because Gymnasium does not copy it.
 
     Args:
         env: a Gymnasium environment or vector environment (left open), or the id,
@@ -70,7 +71,7 @@ def collect(
             AsyncVectorEnv yourself. None for a single environment, or the given vector environment.
 
     Returns:
-        Episodes, each ``{column: array [T, *shape]}``, T >= 1.
+        Episodes, each ``{column: array [T, *shape]}``, T >= 1, with the last observation as `Episode.final`.
 
     Raises:
         SourceError: an environment that cannot be made, raises, or returns something that does not fit its
@@ -112,7 +113,8 @@ def collect_iter(
     """Like `collect`, but yields each episode as soon as it (and, of several environments, all before it) is complete.
 
     For collections that do not fit in memory beside the table, or whose finished episodes should outlast an
-    error: ``for episode in collect_iter(...): table.add(episode)``.
+    error: ``for episode in collect_iter(...): table.add(episode)``, with ``final=episode.final`` if the table's
+    observations have ``Column(final=True)``.
     """
     gymnasium = require("gymnasium", "Collecting episodes")
     check_count("episodes", episodes)
@@ -273,4 +275,5 @@ def _run_episode(
         truncated = bool(truncated) or step == limits.episode_steps
         recorder.end(values, reward, bool(terminated), truncated)
         if terminated or truncated:
+            recorder.keep_final(values, observation, number, step)
             return step

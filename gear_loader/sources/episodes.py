@@ -11,6 +11,8 @@ An episode is a mapping of column names to arrays ``[T, *shape]``, one entry a s
 | `truncated` | bool | the episode was cut off there |
 | `next_observation` | as the source has it | what it saw afterwards; only on request |
 
+The last `next_observation` is in `Episode.final` without a request, where the source has it.
+
 A nested observation or action becomes one column for each leaf, with the keys (or positions) joined by
 dots: ``{"image": ..., "pose": {"position": ...}}`` gives `observation.image` and
 `observation.pose.position`, a tuple `observation.0`, `observation.1` and so on.
@@ -51,8 +53,23 @@ __all__ = [
     "select",
 ]
 
-Episode = dict[str, np.ndarray]
-"""One episode: column name -> array [T, *shape]."""
+
+class Episode(dict[str, np.ndarray]):
+    """One episode: column name -> array ``[T, *shape]``.
+
+    Attributes:
+        final: values after the last step, column name -> array ``[*shape]``: the observation that follows the last
+            action, without which a truncated episode has no last target. Empty if the source does not have it.
+            `load` stores it where the table's columns have ``Column(final=True)``; so does
+            ``table.add(episode, final=episode.final)``.
+    """
+
+    def __init__(
+        self, columns: Mapping[str, np.ndarray] | None = None, final: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        super().__init__(columns or {})
+        self.final = dict(final or {})
+
 
 Columns = Iterable[str] | Mapping[str, str] | None
 """Which columns to take: names, or {name in the table: name in the source}, or None for the standard ones."""
@@ -72,10 +89,14 @@ class EpisodeReader(abc.ABC):
         source: name of the data set in errors.
         lengths: steps of each episode, int64 [n], read-only.
         schema: the columns of every episode, as `gear_loader.Table.create` takes them.
+        finals: the columns of `Episode.final`.
     """
 
-    def __init__(self, source: str, lengths: np.ndarray, schema: Mapping[str, Column]) -> None:
+    def __init__(
+        self, source: str, lengths: np.ndarray, schema: Mapping[str, Column], finals: Iterable[str] = ()
+    ) -> None:
         self.source = source
+        self.finals = frozenset(finals)
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.lengths.flags.writeable = False
         self.schema = dict(schema)

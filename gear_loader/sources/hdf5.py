@@ -61,6 +61,7 @@ READ_BYTES = 64 * 2**20
 """Bytes read at once, but at least one trajectory."""
 
 _FLAG_ROWS = 2**20  # rows of the flags read at once
+_SPARSE = 16  # steps of a trajectory from which on its last row is read alone
 
 
 def read_hdf5(
@@ -79,7 +80,8 @@ def read_hdf5(
     A trajectory ends with the step at which `terminals` or `timeouts` (or both) is set. The arrays get the
     standard names: observations -> observation, actions -> action, rewards -> reward, terminals ->
     terminated, timeouts -> truncated, next_observations -> next_observation, infos/qpos -> info.qpos; any
-    other array of as many rows is a column of its own name, with dots for slashes.
+    other array of as many rows is a column of its own name, with dots for slashes. `Episode.final` has the last row of
+    next_observations; it is empty if the file has none, as the next row of observations is that of another trajectory.
 
     Args:
         path: the file.
@@ -159,6 +161,7 @@ class HDF5Episodes(EpisodeReader):
             self._flags = [readable(found[role], source) for role in flags]
             self._columns = {name: self._resolve(found, role, source) for name, role in chosen.items()}
             rows = self._check_rows(file, source)
+            self._following = _following(chosen, found)
             self._ends, self._cut = _split(
                 self._read_flags(file, source, rows), rows, max_episode_steps, unfinished == "keep"
             )
@@ -176,7 +179,7 @@ class HDF5Episodes(EpisodeReader):
             what = f"{source}: column {array.path!r}"
             dtype = plan_dtype(array.role, array.dtype, what, keep_float64=keep_float64)
             schema[name] = column_of(dtype, array.step_shape, what)
-        super().__init__(source, self._ends - starts, schema)
+        super().__init__(source, self._ends - starts, schema, self._following)
 
     @staticmethod
     def _resolve(found: dict[str, FileArray | Exception], role: str, source: str) -> FileArray | None:
@@ -248,9 +251,14 @@ class HDF5Episodes(EpisodeReader):
                 last = max(first + 1, int(np.searchsorted(self._ends, start + rows, side="right")))
                 stop = int(self._ends[last - 1])
                 slab = {name: self._load(file, name, first, last, start, stop) for name in self._columns}
-                for end, length in zip(self._ends[first:last], self.lengths[first:last], strict=True):
-                    piece = slice(int(end - length) - start, int(end) - start)
-                    yield {name: values[piece] for name, values in slab.items()}
+                finals = {name: self._load_finals(file, name, first, last) for name in self._following}
+                for number in range(first, last):
+                    end, length = int(self._ends[number]), int(self.lengths[number])
+                    piece = slice(end - length - start, end - start)
+                    yield Episode(
+                        {name: values[piece] for name, values in slab.items()},
+                        {name: values[number - first] for name, values in finals.items()},
+                    )
                 first = last
 
     def _load(self, file: Any, name: str, first: int, last: int, start: int, stop: int) -> np.ndarray:
@@ -275,6 +283,23 @@ class HDF5Episodes(EpisodeReader):
         if array is None or array.role == "truncated":
             values[self._ends[first:last][self._cut[first:last]] - 1 - start] = True
         return values
+
+    def _load_finals(self, file: Any, name: str, first: int, last: int) -> np.ndarray:
+        """The next observations of the last steps of the trajectories `first` to `last` - 1, one row for each."""
+        array, ends = self._following[name], self._ends[first:last]
+        start = int(ends[0] - self.lengths[first])
+        try:
+            if int(ends[-1]) - start < _SPARSE * len(ends):
+                values = read_rows(file, array, start, int(ends[-1]))[ends - 1 - start]
+            else:
+                values = np.concatenate([read_rows(file, array, end - 1, end) for end in ends.tolist()])
+        except ReadError as error:
+            raise self._locate(file, array, first, last, error) from error
+        try:
+            return convert(values, self.schema[name].dtype)
+        except MisfitError as misfit:
+            place = self._place(int(ends[misfit.step or 0]) - 1)
+            raise SourceError(f"{self.source}, {place}: column {array.path!r} {misfit.problem}.") from None
 
     def _locate(self, file: Any, array: FileArray, first: int, last: int, error: ReadError) -> SourceError:
         """The error of a failed read, with the first trajectory that cannot be read."""
@@ -307,6 +332,16 @@ def _select(
     roles = {array.path: role for role, array in found.items() if isinstance(array, FileArray)}
     wanted = {name: roles.get(wish, wish) for name, wish in requested(columns, STANDARD).items()}
     return select(wanted, list(found) if has_timeouts else [*found, "truncated"], source)
+
+
+def _following(chosen: dict[str, str], found: dict[str, FileArray | Exception]) -> dict[str, FileArray]:
+    """The arrays of the next values of columns, without those that are damaged: name in the table -> array."""
+    pairs = {name: (found.get(role), found.get(f"next_{role}")) for name, role in chosen.items()}
+    return {
+        name: array
+        for name, (own, array) in pairs.items()
+        if isinstance(own, FileArray) and isinstance(array, FileArray) and own.shape == array.shape
+    }
 
 
 def _split(

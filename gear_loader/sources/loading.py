@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ from gear_loader.errors import SourceError
 from gear_loader.sources.episodes import (
     FINITE_REMEDY,
     Columns,
+    Episode,
     EpisodeReader,
     MisfitError,
     check_count,
@@ -21,6 +23,7 @@ from gear_loader.sources.episodes import (
     convert,
     describe,
     is_finite_role,
+    listing,
     plan_dtype,
     refuse_objects,
     requested,
@@ -28,7 +31,9 @@ from gear_loader.sources.episodes import (
 )
 from gear_loader.sources.hdf5 import read_hdf5
 from gear_loader.sources.minari import read_minari
+from gear_loader.sources.time_steps import how_to_cut, is_frame, is_hugging_face, refuse_steps
 from gear_loader.storage.block_sizes import resolved_block_steps, resolved_packing
+from gear_loader.storage.incoming import checked_priorities, with_final
 from gear_loader.storage.schema import Column, Schema, as_mapping, copied, keeps
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import unreadable
@@ -51,6 +56,7 @@ def load(
     block_steps: int | Literal["auto"] = 64,
     name: str | None = None,
     priority: float = 1.0,
+    final: bool = False,
     keep_float64: bool = False,
     allow_nonfinite: bool = False,
     download: bool = False,
@@ -62,6 +68,10 @@ def load(
     is left over. With a table, the trajectories are added to it, with values brought to its columns' dtypes
     where nothing is lost by it but precision of floating-point numbers.
 
+    A table whose columns have ``Column(final=True)`` gets the values after the last step too, if the source has them
+    for all of these columns: `Episode.final`, which the readers and `collect` give for observations, or in episodes of
+    your own the last row of ``next_<column>`` or ``next.<column>``.
+
     Readers and files are read piece by piece (256 MiB), never as a whole. If one fails halfway, what had been
     added of it is removed again; a table made here is closed and its name removed. Batches drawn from a table
     in the meantime may have seen those trajectories. A table that evicts gets a file of more than one piece
@@ -72,7 +82,8 @@ def load(
         source: the path of a D4RL-style file (ending in .hdf5 or .h5, see `read_hdf5`); a Minari data set, its
             id or its directory (see `read_minari`); a reader that one of these two returned, with options of
             its own; or an iterable of episodes, each ``{column: array [T, *shape]}``, as `collect` returns them, or a
-            TensorDict.
+            TensorDict. Rows that are time steps (of a DataFrame, of most data sets of Hugging Face) are refused as far
+            as they can be told: cut them at the episodes, ``load([rows[start:end] for start, end in bounds])``.
         table: the table to add to; None makes one.
         columns: names of the columns to take, or {name in the table: name in the source}. None takes the
             table's columns, or without a table the source's standard ones (all of an iterable's).
@@ -81,6 +92,8 @@ def load(
             length of the episodes. See `gear_loader.Table.create`.
         name: the name of the table made here, under which other processes attach; None makes a private one.
         priority: of every trajectory.
+        final: give ``final=True`` to the columns whose values after the last step the source has, in the table made
+            here.
         keep_float64: keep float64 columns in the table made here instead of making them float32.
         allow_nonfinite: take NaN and infinite rewards, which otherwise are an error.
         download: fetch the Minari data set of this id if it is not on this machine.
@@ -112,6 +125,9 @@ def load(
         columns = list(table.schema.added)
     if table is not None:  # else what the table can hold would be rounded on the way
         keep_float64 = keep_float64 or any(column.dtype == torch.float64 for column in table.schema.values())
+    wanted: list[str] | None = None if final else []
+    if table is not None:
+        wanted = list(table.schema.finals or ())
     options: dict[str, Any] = {
         "columns": columns,
         "keep_float64": keep_float64,
@@ -122,13 +138,17 @@ def load(
         raise SourceError(
             f"download=True was given with {given}; expected the id of a Minari data set: nothing else is fetched."
         )
-    reader = _open(source, options, max_trajectories, None if table is None else table.schema.added, download)
+    added = None if table is None else table.schema.added
+    reader = _open(source, options, max_trajectories, added, download, finals=wanted)
     lengths = reader.lengths[:max_trajectories]
     if table is not None:
         _check_fit(reader, lengths, table)
         return _fill(table, reader, lengths, priority, progress)
     steps, count = int(lengths.sum()), len(lengths)
-    schema = Schema(reader.schema)
+    finals = reader.finals if final else frozenset()
+    schema = Schema(
+        {n: dataclasses.replace(c, final=True) if n in finals else c for n, c in reader.schema.items()}
+    )
     packed = resolved_packing(schema, "auto")
     in_blocks: int = resolved_block_steps(
         schema, block_steps, None, max_steps=steps, max_trajectories=count, packed=packed
@@ -138,7 +158,7 @@ def load(
         packed=packed,
         max_steps=steps,
         max_trajectories=count,
-        max_blocks=Table.required_blocks(lengths, in_blocks),
+        max_blocks=Table.required_blocks(lengths + bool(finals), in_blocks),
         block_steps=in_blocks,
         name=name,
     )
@@ -161,6 +181,8 @@ def _open(
     most: int | None,
     schema: Mapping[str, Column] | None,
     download: bool,
+    *,
+    finals: Collection[str] | None,
 ) -> EpisodeReader:
     if isinstance(source, EpisodeReader):
         if options["columns"] is None:
@@ -176,9 +198,11 @@ def _open(
     if isinstance(as_mapping(source), Mapping) or not isinstance(source, Iterable):
         raise SourceError(
             f"{describe(source)} was received; expected a path, a Minari data set, a reader or an iterable of "
-            "episodes. A single episode goes into a list: load([episode])."
+            f"episodes. A single episode goes into a list: load([episode]). {how_to_cut(source)}"
         )
-    return _IterableReader(source, most, schema, **options)
+    if is_frame(source):
+        raise SourceError(f"{describe(source)} was received, whose rows are time steps. {how_to_cut(source)}")
+    return _IterableReader(source, most, schema, finals, **options)
 
 
 class _Renamed(EpisodeReader):
@@ -186,13 +210,24 @@ class _Renamed(EpisodeReader):
 
     def __init__(self, reader: EpisodeReader, chosen: dict[str, str]) -> None:
         super().__init__(
-            reader.source, reader.lengths, {name: reader.schema[c] for name, c in chosen.items()}
+            reader.source,
+            reader.lengths,
+            {name: reader.schema[c] for name, c in chosen.items()},
+            [name for name, c in chosen.items() if c in reader.finals],
         )
         self._reader, self._chosen = reader, chosen
 
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+    def __iter__(self) -> Iterator[Episode]:
         for episode in self._reader:
-            yield {name: episode[column] for name, column in self._chosen.items()}
+            final = _final(episode)
+            yield Episode(
+                {name: episode[column] for name, column in self._chosen.items()},
+                {name: final[column] for name, column in self._chosen.items() if column in final},
+            )
+
+
+def _final(episode: Any) -> Mapping[str, Any]:
+    return episode.final if isinstance(episode, Episode) else {}
 
 
 class _IterableReader(EpisodeReader):
@@ -203,36 +238,40 @@ class _IterableReader(EpisodeReader):
         episodes: Iterable[Any],
         most: int | None,
         schema: Mapping[str, Column] | None,
+        finals: Collection[str] | None,
         *,
         columns: Columns,
         keep_float64: bool,
         allow_nonfinite: bool,
     ) -> None:
         source = "The source"
-        self._episodes: list[dict[str, Any]] = []
+        self._episodes: list[Episode] = []
         lengths: list[int] = []
         chosen: dict[str, str] = {}
         planned: dict[str, Column] = {}
         kept = keeps(episodes)
-        for number, episode in enumerate(_watched(itertools.islice(episodes, most), source)):
+        for number, item in enumerate(_watched(itertools.islice(episodes, most), source)):
             where = f"{source}, episode {number}"
-            episode = as_mapping(episode)
+            episode = as_mapping(item)
             if not isinstance(episode, Mapping) or not episode:
+                rows = f" {how_to_cut(item if is_frame(item) else episodes)}"
                 raise SourceError(
-                    f"{where} is {describe(episode)}; expected a mapping of columns to arrays [T, ...]."
+                    f"{where} is {describe(episode)}; expected a mapping of columns to arrays [T, ...].{rows}"
                 )
             if not chosen:
                 chosen = select(requested(columns, list(episode)), list(episode), f"{where},")
                 objects = {role: _object(episode[role]) for role in chosen.values() if _object(episode[role])}
                 refuse_objects(where, objects, chosen, "numbers or flags [T, ...]")
-            arrays = {}
+                if schema is None:
+                    refuse_steps(episodes, item, episode, chosen.values(), where)
+            arrays: dict[str, Any] = {}
             for name, role in chosen.items():
                 if role not in episode:
                     raise SourceError(
                         f"{where} has no column {role!r}; it has {list(episode)}. Expected the columns of the first."
                     )
                 values = _array(episode[role], f"{where}: column {role!r}")
-                if not kept or type(episode) is not dict:
+                if not kept or type(episode) not in (dict, Episode):
                     values = copied(values)
                 if name not in planned:
                     planned[name] = _plan(values, role, f"{where}: column {role!r}", keep_float64)
@@ -244,16 +283,47 @@ class _IterableReader(EpisodeReader):
                 raise SourceError(
                     f"{where} has columns of {steps} steps; expected as many in each, at least one."
                 )
-            self._episodes.append(arrays)
+            last = {}
+            for name in arrays if finals is None else [name for name in arrays if name in finals]:
+                value = _last(episode, chosen[name], len(arrays[name]), where)
+                if value is not None:
+                    target = planned[name] if schema is None else schema[name]
+                    what = f"{where}: the value after the last step of column {chosen[name]!r}"
+                    last[name] = copied(_fitted(value, target, what, finite=False)[0])
+            self._episodes.append(Episode(arrays, last))
             lengths.append(next(iter(steps.values())))
         if not lengths:
             raise SourceError(f"{source} has no episodes; expected at least one.")
+        flat = schema is None and not any(column.shape for column in planned.values())
+        if flat and is_hugging_face(episodes) and len(lengths) > 1 and len(set(lengths)) == 1:
+            raise SourceError(
+                f"Each of {len(lengths):,} rows of {describe(episodes)} has {lengths[0]} numbers in "
+                f"{listing(chosen.values())}: they look like time steps, not like episodes. {how_to_cut(episodes)}"
+            )
         if schema is not None:
             planned = {name: schema.get(name, column) for name, column in planned.items()}
-        super().__init__(source, np.array(lengths), planned)
+        super().__init__(source, np.array(lengths), planned, self._episodes[0].final)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Episode]:
         return iter(self._episodes)
+
+
+def _last(episode: Mapping[str, Any], role: str, steps: int, where: str) -> _Values | None:
+    """The value after the last of an episode's steps, ``[1, *shape]``; None if the episode does not tell it."""
+    own = _final(episode)
+    if role in own:
+        return _array(own[role], f"{where}: the value after the last step of column {role!r}", scalar=True)[
+            None
+        ]
+    following = next((name for name in (f"next_{role}", f"next.{role}") if name in episode), None)
+    if following is None:
+        return None
+    values = _array(episode[following], f"{where}: column {following!r}")
+    if len(values) != steps:
+        raise SourceError(
+            f"{where} has {len(values)} steps of column {following!r} and {steps} of {role!r}; expected as many."
+        )
+    return values[-1:]
 
 
 def _watched(episodes: Iterable[Any], source: str) -> Iterator[Any]:
@@ -280,7 +350,7 @@ def _object(values: Any) -> str:
     return "an array of objects" if isinstance(values, np.ndarray) and values.dtype.kind == "O" else ""
 
 
-def _array(values: Any, where: str) -> _Values:
+def _array(values: Any, where: str, *, scalar: bool = False) -> _Values:
     if not isinstance(values, (np.ndarray, torch.Tensor)):
         try:
             values = np.asarray(values)
@@ -292,7 +362,7 @@ def _array(values: Any, where: str) -> _Values:
         kind = unreadable(values)
         if kind is not None:
             raise SourceError(f"{where} is a {kind}; expected a strided tensor with its data.")
-    if values.ndim == 0:
+    if values.ndim == 0 and not scalar:
         raise SourceError(f"{where} is {describe(values)}; expected an array [T, ...].")
     if isinstance(values, torch.Tensor):
         tensor = values.detach().resolve_neg().cpu()
@@ -375,7 +445,7 @@ def _fill(table: Table, reader: EpisodeReader, lengths: np.ndarray, priority: fl
         with progress_bar("Loading", total, unit="steps", enabled=progress) as (advance, _):
             episodes = _advancing(_fitted_episodes(reader, table), lengths, advance)
             for count in pieces:
-                added.append(table.extend(list(itertools.islice(episodes, count)), priority=priority))
+                added.append(_add(table, list(itertools.islice(episodes, count)), priority))
     except BaseException:
         if added:
             # Skip trajectories that a later piece evicted. A reused index belongs to this load, too.
@@ -383,6 +453,16 @@ def _fill(table: Table, reader: EpisodeReader, lengths: np.ndarray, priority: fl
             table.remove(mine[np.isin(mine, table.indices())])
         raise
     return table
+
+
+def _add(table: Table, episodes: list[Episode], priority: float) -> np.ndarray:
+    """`Table.extend`, with the final values of episodes that have them."""
+    finals = np.array([bool(episode.final) for episode in episodes], dtype=np.int64)
+    if not finals.any():
+        return table.extend(list(map(dict, episodes)), priority=priority)
+    schema = table.schema.added
+    rows = [with_final(schema, each, each.final) if each.final else dict(each) for each in episodes]
+    return table.store(rows, checked_priorities(priority, len(rows)), finals=finals)
 
 
 def _pieces(lengths: np.ndarray, most_steps: int) -> list[int]:
@@ -397,13 +477,24 @@ def _pieces(lengths: np.ndarray, most_steps: int) -> list[int]:
     return counts
 
 
-def _fitted_episodes(reader: EpisodeReader, table: Table) -> Iterator[dict[str, _Values]]:
+def _fitted_episodes(reader: EpisodeReader, table: Table) -> Iterator[Episode]:
+    finals: Mapping[str, Column] = table.schema.finals or {}
     for number, episode in enumerate(reader):
         where = f"{reader.source}, episode {number}{{}}: column "
-        yield {
+        values: dict[str, Any] = {
             name: _fitted(episode[name], column, f"{where}{name!r}", finite=False)
             for name, column in table.schema.added.items()
         }
+        final = _final(episode)
+        last: dict[str, Any] = {}
+        if finals and all(name in final for name in finals):
+            last = {
+                name: _fitted(
+                    final[name][None], column, f"{where}{name!r} after the last step", finite=False
+                )[0]
+                for name, column in finals.items()
+            }
+        yield Episode(values, last)
 
 
 def _advancing(episodes: Iterator[Any], lengths: np.ndarray, advance: Any) -> Iterator[Any]:

@@ -45,8 +45,10 @@ def read_minari(
     """The episodes of a Minari data set.
 
     Minari keeps T + 1 observations for T steps: `observation` holds the first T of them, `next_observation`
-    (when `columns` asks for it) the last T. Infos, where the data set has them, are columns `info.<key>`,
-    aligned with `observation`. Dict and Tuple spaces become one column for each leaf.
+    (when `columns` asks for it) the last T, and `Episode.final` the last one. Infos, where the data set has them, are
+    columns `info.<key>`, aligned with `observation`. An info that `reset` does not give has T values, those of the
+    observations 1 to T; at step 0 it is NaN, or 0 or False in a dtype without NaN. Dict and Tuple spaces become one
+    column for each leaf.
 
     Args:
         dataset: a `minari.MinariDataset` (with its selection of episodes), the id of one, or the directory
@@ -132,7 +134,7 @@ class MinariEpisodes(EpisodeReader):
             name: self._column(role, f"{source}: column {role!r}", keep_float64)
             for name, role in self._chosen.items()
         }
-        super().__init__(source, lengths, schema)
+        super().__init__(source, lengths, schema, [n for n, role in self._chosen.items() if role in observed])
 
     def _column(self, role: str, what: str, keep_float64: bool) -> Column:
         if role in self._leaves:
@@ -176,7 +178,12 @@ class MinariEpisodes(EpisodeReader):
         for position in range(len(self)):
             loaded = self._load(self.source, position)
             self._check_lengths(position, loaded)
-            yield {name: self._values(position, loaded, name, role) for name, role in self._chosen.items()}
+            values = {name: self._values(position, loaded, name, role) for name, role in self._chosen.items()}
+            steps = int(self.lengths[position])
+            yield Episode(
+                {name: value[:steps] for name, value in values.items()},
+                {name: values[name][steps] for name in values if name in self.finals},
+            )
 
     def _check_lengths(self, position: int, loaded: dict[str, Any]) -> None:
         index, steps = self._indices[position], int(self.lengths[position])
@@ -195,6 +202,7 @@ class MinariEpisodes(EpisodeReader):
                 )
 
     def _values(self, position: int, loaded: dict[str, Any], name: str, role: str) -> np.ndarray:
+        """One column of an episode of T steps: T + 1 observations, T values of anything else."""
         index, steps = self._indices[position], int(self.lengths[position])
         kind = role.split(".")[0]
         try:
@@ -209,8 +217,8 @@ class MinariEpisodes(EpisodeReader):
             raise _damaged(self.source, index, f"column {role!r} cannot be read: {_text(error)}") from error
         # T + 1 observations and infos, T actions.
         expected = steps + 1 if kind in ("observation", "next_observation", "info") else steps
-        if kind == "info" and len(values) == steps:
-            expected = steps
+        if kind == "info" and len(values) == steps:  # reset gives none: they are those of the steps 1 to T
+            values = np.concatenate((_absent(values), values))
         shape = self.schema[name].shape
         if values.shape != (expected, *shape):
             raise _damaged(
@@ -218,7 +226,8 @@ class MinariEpisodes(EpisodeReader):
                 index,
                 f"column {role!r} has shape {list(values.shape)}; expected {[expected, *shape]} for {steps} steps",
             )
-        values = values[1:] if kind == "next_observation" else values[:steps]
+        values = values[1:] if kind == "next_observation" else values
+        values = values[:steps] if kind == "info" else values
         finite = is_finite_role(role, self._allow_nonfinite)
         try:
             return convert(values, self.schema[name].dtype, finite=finite)
@@ -236,6 +245,11 @@ def _walk_infos(infos: Any, name: str = "info") -> Iterator[tuple[str, np.ndarra
             yield from _walk_infos(value, f"{name}.{key}")
         elif np.ndim(value) >= 1:
             yield f"{name}.{key}", np.asarray(value)
+
+
+def _absent(values: np.ndarray) -> np.ndarray:
+    """A row for a step without a value, of the dtype of the other rows."""
+    return np.full((1, *values.shape[1:]), np.nan if values.dtype.kind == "f" else 0, values.dtype)
 
 
 def _length(values: Any) -> int | None:

@@ -28,6 +28,7 @@ from gear_loader.sources.episodes import (
 from gear_loader.storage.schema import Column
 
 __all__ = [
+    "FINAL",
     "Limits",
     "Recorder",
     "Values",
@@ -39,7 +40,9 @@ __all__ = [
 ]
 
 Values = dict[str, list[Any]]
-"""Values of one episode: standard column -> one value a step."""
+"""Values of one episode: standard column -> one value a step; under `FINAL` the observation after the last step."""
+
+FINAL = "final"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,9 +214,25 @@ class Recorder:
             if role in self.used:
                 values[role].append(value)
 
+    def keep_final(self, values: Values, value: Any, number: int, step: int) -> None:
+        """Record the observation after the last step, as `keep`."""
+        rows = {
+            role: self._leaf(role, value, (), number, step).copy() for role in self._wanted["observation"]
+        }
+        values[FINAL] = [rows]
+
     def episode(self, values: Values, number: int) -> Episode:
         """Arrays of an episode."""
-        return {name: self._array(values[role], role, name, number) for name, role in self._chosen.items()}
+        (last,) = values.get(FINAL) or [{}]
+        final = {
+            name: self._array([last[role]], role, name, number)[0]
+            for name, role in self._chosen.items()
+            if role in last
+        }
+        return Episode(
+            {name: self._array(values[role], role, name, number) for name, role in self._chosen.items()},
+            final,
+        )
 
     def _leaf(
         self, role: str, value: Any, count: tuple[int, ...], number: int | None, step: int

@@ -14,7 +14,7 @@ import numpy as np
 
 from gear_loader.errors import SourceError
 from gear_loader.sources.episodes import Episode, describe
-from gear_loader.sources.recording import Limits, Recorder, Values, action_seed, first_too_long
+from gear_loader.sources.recording import FINAL, Limits, Recorder, Values, action_seed, first_too_long
 from gear_loader.utils.progress import progress_bar
 
 __all__ = ["collect_vector", "make_vector"]
@@ -82,9 +82,9 @@ def collect_vector(
             queue.keep(acting, stepper.rows("observation", stepper.observations))
             actions = stepper.act(policy, draw, acting)
             queue.keep(acting, stepper.rows("action", actions))
-            rewards, terminated, truncated, last = stepper.advance(actions, queue.lengths + 1, acting)
+            rewards, terminated, truncated, last, finals = stepper.advance(actions, queue.lengths + 1, acting)
             queue.keep(acting, last)
-            queue.end_step(acting, rewards, terminated, truncated)
+            queue.end_step(acting, rewards, terminated, truncated, finals)
             for number, values, length in queue.complete():
                 yield recorder.episode(values, number)
                 advance(1 if unit == "episodes" else length)
@@ -130,14 +130,23 @@ class _Queue:
             for role, batch in rows.items():
                 self._open[i][role].append(batch[i].copy())
 
-    def end_step(self, acting: Array, rewards: Array, terminated: Array, truncated: Array) -> None:
-        """Record rewards and flags, [n], and end episodes."""
+    def end_step(
+        self,
+        acting: Array,
+        rewards: Array,
+        terminated: Array,
+        truncated: Array,
+        finals: dict[int, dict[str, Array]],
+    ) -> None:
+        """Record rewards and flags, [n], and end episodes, with their last observations: environment -> columns."""
         self.lengths += acting
         self._held += int(acting.sum())
         ended = terminated | truncated
         for i in np.flatnonzero(acting).tolist():
             self._recorder.end(self._open[i], rewards[i], bool(terminated[i]), bool(truncated[i]))
             if ended[i]:
+                if i in finals:
+                    self._open[i][FINAL] = [finals[i]]
                 self._done[int(self._numbers[i])] = self._open[i], int(self.lengths[i])
                 self._open[i], self.lengths[i] = self._recorder.new(), 0
                 self._numbers[i] += self._count
@@ -261,7 +270,7 @@ class _Stepper:
 
     def advance(
         self, actions: Any, lengths: Array, acting: Array
-    ) -> tuple[Array, Array, Array, dict[str, Array]]:
+    ) -> tuple[Array, Array, Array, dict[str, Array], dict[int, dict[str, Array]]]:
         """Take one step in all environments.
 
         Args:
@@ -269,7 +278,8 @@ class _Stepper:
 
         Returns:
             Rewards [n], terminated and truncated, bool [n], and the next observations as far as they are recorded:
-            standard column -> [n, ...]; where an episode ends, its last observation.
+            standard column -> [n, ...]; where an episode ends, its last observation. These again, as far as
+            observations are recorded: environment -> standard column -> [*shape].
         """
         count = self._envs.num_envs
         try:
@@ -289,10 +299,28 @@ class _Stepper:
         if last and self._mode == SAME_STEP:
             last = {role: batch.copy() for role, batch in last.items()}
             self._insert_final(last, infos, ended & acting)
+        finals = self._finals(infos, ended & acting, cut)
         self.resetting = ended if self._mode == NEXT_STEP else np.zeros(count, dtype=bool)
         self._over = (cut | ended) if self._mode == DISABLED else cut & ~ended
         self.step += 1
-        return rewards, flags[0], flags[1] | cut, last
+        return rewards, flags[0], flags[1] | cut, last, finals
+
+    def _finals(self, infos: Any, ended: Array, cut: Array) -> dict[int, dict[str, Array]]:
+        """Copies of the last observations of episodes that end; without those that the environment does not give."""
+        over = np.flatnonzero(ended | cut).tolist()
+        finals: dict[int, dict[str, Array]] = {}
+        if not over:
+            return finals
+        rows = self.rows("observation", self.observations)
+        for i in over:
+            if self._mode == SAME_STEP and ended[i]:
+                if "final_obs" not in infos:
+                    continue
+                found = self._recorder.rows("observation", infos["final_obs"][i], (), self.step)
+            else:
+                found = {role: batch[i] for role, batch in rows.items()}
+            finals[i] = {role: value.copy() for role, value in found.items()}
+        return finals
 
     def _insert_final(self, last: dict[str, Array], infos: Any, ended: Array) -> None:
         """Put the last observations of episodes, which mode SAME_STEP returns apart, into the batch."""

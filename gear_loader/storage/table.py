@@ -247,9 +247,8 @@ class Table:
                 it falls behind, or the disk does, additions wait, at most `timeout`. When what is on disk reaches
                 `Disk.size`, `on_full` decides: the evicting policies evict from the whole table, ``"error"`` raises. A
                 file system without space is an error with every policy but ``"wait"``, until it has. A trajectory
-                that cannot be read back is removed, logged and counted, and its batch is drawn once more. On a GPU
-                batches are padded; trajectories do not grow (`commit_every_step`), and are not drawn by priorities of
-                single steps, or over `Shards` with NIXL: each of these is refused. See docs/tiers.md.
+                that cannot be read back is removed, logged and counted, and its batch is drawn once more. `Shards`
+                over NIXL refuse such a table. See docs/tiers.md.
 
         Raises:
             SchemaError: invalid sizes, columns or options, a NUMA node that does not exist, or the existing table

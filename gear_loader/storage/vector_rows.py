@@ -71,9 +71,24 @@ class VectorRows:
             )
         return value if value.flags.c_contiguous else np.ascontiguousarray(value)
 
-    def _checked_final(self, final: Any) -> dict[str, Any]:
+    def _checked_final(self, final: Any, ends: Array) -> dict[str, Any]:
+        """Check the values after the last step.
+
+        Args:
+            final: column name -> ``[n, *shape]``; or one object for each environment, None where no trajectory ends, as
+                Gymnasium gives ``info["final_obs"]``: an array [n] of them for each column, or of mappings.
+            ends: bool [n], environments whose trajectory ends; of objects only theirs are looked at.
+
+        Returns:
+            Column name -> ``[n, *shape]``; of objects, zeros for the other environments.
+
+        Raises:
+            SchemaError: a value does not fit.
+        """
         final, finals = as_mapping(final), self._whole_schema.finals
         wanted: Mapping[str, Column] = {} if finals is None else finals
+        if isinstance(final, np.ndarray) and final.dtype == object and final.shape == ends.shape:
+            final = _by_column(final, wanted, ends)
         if not isinstance(final, Mapping) or set(final) != set(wanted):
             given = sorted(map(str, final)) if isinstance(final, Mapping) else type(final).__name__
             raise SchemaError(
@@ -82,6 +97,9 @@ class VectorRows:
         rows = dict(settled(final))
         if finals is None:
             return rows
+        for name, value in rows.items():
+            if value is None or _holds_objects(value):
+                rows[name] = _stacked_ends(name, finals[name], value, ends)
         length, _, _ = finals.locate(rows, what=f"final, {self._what}")
         if length != self.num_envs:
             raise SchemaError(
@@ -104,3 +122,61 @@ class VectorRows:
             raise SchemaError(
                 f"The attribute trajectory has {length} rows; expected one for each of {self.num_envs} environments."
             )
+
+
+def _holds_objects(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return bool(value.dtype == object)
+    return isinstance(value, (list, tuple)) and any(each is None for each in value)
+
+
+def _by_column(final: Array, wanted: Mapping[str, Column], ends: Array) -> dict[str, Array]:
+    """Mappings of environments, an array [n] of objects, as an array [n] of objects for each column."""
+    columns = {name: np.full(len(final), None, dtype=object) for name in wanted}
+    for i in np.flatnonzero(ends).tolist():
+        row = as_mapping(final[i])
+        if not isinstance(row, Mapping) or set(row) != set(wanted):
+            given = (
+                f"has {sorted(map(str, row))}" if isinstance(row, Mapping) else f"is a {type(row).__name__}"
+            )
+            raise SchemaError(
+                f"final of environment {i}, whose trajectory ends, {given}; expected a mapping of the columns "
+                f"{sorted(wanted)}: all with Column(final=True) and no other."
+            )
+        for name, value in row.items():
+            columns[name][i] = value
+    return columns
+
+
+def _stacked_ends(name: str, column: Column, values: Any, ends: Array) -> Any:
+    """Objects of environments as ``[n, *shape]``: those of trajectories that end; zeros elsewhere."""
+    which = np.flatnonzero(ends)
+    count = len(values) if isinstance(values, (list, tuple)) or np.ndim(values) else 0
+    if values is not None and count != len(ends):
+        raise SchemaError(
+            f"Column {name!r} of final has {count} rows; expected one for each of {len(ends)} environments."
+        )
+    found = [None if values is None else values[i] for i in which.tolist()]
+    rows: list[Any] = [each if each is None or is_tensor(each) else np.asarray(each) for each in found]
+    for i, row in zip(which.tolist(), rows, strict=True):
+        if row is None or tuple(row.shape) != column.shape:
+            given = "None" if row is None else f"of shape {list(row.shape)}"
+            raise SchemaError(
+                f"Column {name!r} of final is {given} for environment {i}, whose trajectory ends; expected its value "
+                f"after the last action, of shape {list(column.shape)}."
+            )
+    shape = (len(ends), *column.shape)
+    if any(is_tensor(row) for row in rows):
+        stacked = torch.stack([torch.as_tensor(row) for row in rows])
+        tensor = torch.zeros(shape, dtype=stacked.dtype, device=stacked.device)
+        tensor[torch.from_numpy(which).to(stacked.device)] = stacked
+        return tensor
+    if not rows:
+        return (
+            np.zeros(shape, column.numpy_dtype)
+            if column.numpy_dtype
+            else torch.zeros(shape, dtype=column.dtype)
+        )
+    array = np.zeros(shape, np.stack(rows).dtype)
+    array[which] = rows
+    return array

@@ -142,7 +142,9 @@ class VectorWriter(VectorRows):
                 default all. Gymnasium's autoreset mode NEXT_STEP needs it: the row after `done` is a reset.
             priority: initial priority of what this call commits, as for `Table.add`: one number, or [n].
             final: values after the last step, as for `Writer.commit`: ``[n, *shape]`` for each column with
-                ``Column(final=True)``, of which the rows of the environments that are done are read.
+                ``Column(final=True)``, of which the rows of the environments that are done are read. Objects are taken
+                too, one for each environment, None where nothing ended: ``{"obs": info.get("final_obs")}`` in
+                Gymnasium's autoreset mode SAME_STEP; of a Dict space ``info.get("final_obs")`` itself.
 
         Returns:
             Index of the trajectory (or chunk) that this call has committed for each environment, -1 without one,
@@ -160,7 +162,10 @@ class VectorWriter(VectorRows):
         ending = None if done is None else self._mask("done", done)
         acting = None if active is None else self._mask("active", active)
         priorities = None if priority is None else checked_priorities(priority, self.num_envs)
-        last = None if final is None else self._checked_final(final)
+        last = None
+        if final is not None:
+            ends = self._nobody if ending is None else ending
+            last = self._checked_final(final, ends if acting is None else ends & acting)
         self._check_trajectory()
         addresses, hold = self._located(rows, columns)
         self.appended = self._nobody
@@ -388,11 +393,12 @@ class VectorWriter(VectorRows):
         self._check_usable()
         chosen = np.ones(self.num_envs, dtype=bool) if mask is None else self._mask("mask", mask)
         priorities = None if priority is None else checked_priorities(priority, self.num_envs)
-        last = None if final is None else self._checked_final(final)
+        chosen = chosen & (self.num_steps > 0)
+        last = None if final is None else self._checked_final(final, chosen)
         self._check_trajectory()
         indices = self._no_index.copy()
         try:
-            for i in np.flatnonzero(chosen & (self.num_steps > 0)).tolist():
+            for i in np.flatnonzero(chosen).tolist():
                 if not isinstance(self._writers[i], StepWriter):
                     self._count(i)
                 indices[i] = self._commit(i, priorities, last)

@@ -112,7 +112,7 @@ class RemoteVectorWriter(VectorRows):
         acting = np.ones(self.num_envs, dtype=bool) if active is None else self._mask("active", active)
         ending = ending & acting
         priorities = checked_priorities(priority, self.num_envs)
-        last = None if final is None else self._checked_final(final)
+        last = None if final is None else self._checked_final(final, ending)
         self._check_trajectory()
         length, arrays = self._steps.validate(self._given(rows, columns), what=self._what)
         self._check_count(length)
@@ -257,7 +257,7 @@ class RemoteVectorWriter(VectorRows):
         chosen = np.ones(self.num_envs, dtype=bool) if mask is None else self._mask("mask", mask)
         chosen = chosen & (self.num_steps > 0)
         priorities = checked_priorities(priority, self.num_envs)
-        last = None if final is None else self._checked_final(final)
+        last = None if final is None else self._checked_final(final, chosen)
         self._check_trajectory()
         self._check_lengths(self.num_steps * chosen, chosen, final=last is not None)
         with self._all_or_nothing():

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensordict_stand_in
 import torch
 from sources_common import (
     LENGTHS,
@@ -27,7 +28,7 @@ from sources_common import (
 import gear_loader as gear
 from gear_loader import sources
 from gear_loader.errors import SchemaError, SourceError, TableFullError
-from gear_loader.sources import collect, collect_iter, infer_schema, load, loading, read_hdf5
+from gear_loader.sources import Episode, collect, collect_iter, infer_schema, load, loading, read_hdf5
 from gear_loader.sources.episodes import MisfitError, convert, plan_dtype
 
 SCHEMA = {
@@ -109,6 +110,123 @@ def test_columns_of_text_are_named_with_the_columns_that_leave_them_out() -> Non
         assert list(table.schema) == list(numbers)
     with pytest.raises(SourceError, match=r"Leave it out with columns=\{'a': 'action'\}"):
         load([numbers | texts], columns={"a": "action", "t": "task"}, progress=False)
+
+
+class HuggingFace:
+    """What `datasets.Dataset` shows of itself: rows by iteration, columns of some rows by a slice."""
+
+    features: Any = None
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self.columns_of, self.column_names = columns, list(columns)
+
+    def with_format(self, _: str) -> HuggingFace:
+        return self
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for row in zip(*self.columns_of.values(), strict=True):
+            yield dict(zip(self.columns_of, row, strict=True))
+
+    def __getitem__(self, key: slice) -> dict[str, Any]:
+        return {name: np.asarray(values[key]) for name, values in self.columns_of.items()}
+
+
+STEPS: dict[str, Any] = {"state": np.zeros((6, 4), np.float32), "reward": np.ones(6, np.float32)}
+FRAME = type("DataFrame", (), {"shape": (6, 2), "columns": ["a", "b"], "__iter__": lambda self: iter("ab")})
+NO_TIME = tensordict_stand_in.TensorDict({"state": torch.zeros(4)}, [])
+# fmt: off
+ROWS: list[tuple[Any, Any, str]] = [  # source, columns, message
+    (HuggingFace(STEPS), ["state"], r"episode 0 looks like one time step.*'reward' is a single number.*with_format"),
+    (HuggingFace({name: torch.as_tensor(v) for name, v in STEPS.items()}), ["state"], "'reward' is a single number"),
+    (HuggingFace({"image": np.zeros((3, 8, 8)), "label": [1, 2, 3]}), ["image"], "'label' is a single number"),
+    (HuggingFace({"state": STEPS["state"]}), None, "Each of 6 rows of .* has 4 numbers in 'state': they look like"),
+    (list(HuggingFace(STEPS)), ["state"], r"one time step.*'reward' is a single number.*\{column: array \[T, ...\]\}"),
+    (list(HuggingFace(STEPS)), None, "'reward' is a single number"),
+    ([NO_TIME] * 6, None, r"its batch_size is \[\] and no column has more than one dimension"),
+    (FRAME(), None, "DataFrame was received, whose rows are time steps.*groupby"),
+    ([FRAME()], None, r"episode 0 is an object of type DataFrame; expected a mapping.*groupby"),
+]
+# fmt: on
+
+
+def test_rows_that_are_time_steps_are_refused() -> None:
+    """Vectors of a step would become trajectories of scalars."""
+    for source, columns, message in ROWS:
+        with pytest.raises(SourceError, match=message):
+            load(source, columns=columns, progress=False)
+
+
+def test_rows_that_are_episodes_are_taken() -> None:
+    rows = HuggingFace(STEPS).with_format("numpy")
+    words = {"ids": [[1, 2, 3], [4, 5], [6]]}
+    whole = {"state": [[[0.0] * 4] * 3, [[1.0] * 4] * 3], "reward": [[1.0] * 3] * 2}
+    for source, lengths in (
+        ([rows[0:2], rows[2:6]], [2, 4]),
+        (HuggingFace(words), [3, 2, 1]),
+        (HuggingFace(whole), [3, 3]),
+        (list(HuggingFace({"ids": [[1, 2], [3, 4]]})), [2, 2]),
+    ):
+        with load(source, progress=False) as table:
+            assert table.lengths().tolist() == lengths
+
+
+def test_what_follows_the_last_step_is_stored_in_final_columns(tmp_path: Path) -> None:
+    """From environments, readers and lists; the table made here has room for it where lengths fill blocks."""
+    arrays = flat_arrays()
+    following = arrays["observations"] + 1
+    path = write(tmp_path / "data.hdf5", arrays | {"next_observations": following})
+    columns = {"state": "observation", "action": "action"}
+    mine = [
+        {"observation": e["observation"], "action": e["action"], "next.observation": following[:n] * 0 + 7}
+        for e, n in zip(episodes(), LENGTHS, strict=True)
+    ]
+    played = collect(ScriptedEnv(), episodes=6, columns=["observation", "action", "next_observation"])
+    for source, expected in (
+        (path, list(following[np.cumsum(LENGTHS) - 1])),
+        (read_hdf5(path), list(following[np.cumsum(LENGTHS) - 1])),
+        (mine, [np.full(5, 7, np.float32)] * 6),
+        (played, [e["next_observation"][-1] for e in played]),
+        ([{name: e[name] for name in e} for e in played], [e["next_observation"][-1] for e in played]),
+        (
+            [Episode({name: e[name] for name in ("observation", "action")}, e.final) for e in played],
+            [e["next_observation"][-1] for e in played],
+        ),
+    ):
+        with load(source, columns=columns, final=True, block_steps=1) as made:
+            finals = {name: column.final for name, column in made.schema.items()}
+            assert finals == {"state": True, "action": False}
+            schema = {
+                "state": gear.Column(torch.float32, made.schema["state"].shape, final=True),
+                "action": gear.Column(torch.float32, (2,)),
+            }
+            with gear.Table.create(schema, max_steps=1000, max_trajectories=10) as given:
+                load(source, given, columns=columns)
+                for table in (made, given):
+                    table.check_valid()
+                    assert table.lengths().tolist() == list(LENGTHS)
+                    for index, last in zip(table.indices().tolist(), expected, strict=True):
+                        same(table.final(index)["state"], last)
+        with load(source, columns=columns) as plain:
+            assert plain.schema.finals is None
+
+
+def test_a_source_without_what_follows_leaves_final_columns_empty(tmp_path: Path) -> None:
+    columns = {
+        "observation": gear.Column(torch.float32, (5,), final=True),
+        "action": gear.Column(torch.float32, (2,)),
+    }
+    damaged = flat_arrays() | {"next_observations": np.zeros((7, 5), np.float32)}  # too short
+    for source in (
+        episodes(),
+        write(tmp_path / "a.hdf5", flat_arrays()),
+        write(tmp_path / "b.hdf5", damaged),
+    ):
+        with gear.Table.create(columns, max_steps=1000, max_trajectories=10) as table:
+            load(source, table)
+            assert [table.final(int(index)) for index in table.indices()] == [None] * 6
+    uneven = [{"observation": np.zeros((3, 5), np.float32), "next_observation": np.zeros((4, 5), np.float32)}]
+    with pytest.raises(SourceError, match="has 4 steps of column 'next_observation' and 3 of 'observation'"):
+        load(uneven, columns=["observation"], final=True)
 
 
 def test_max_trajectories_takes_the_first(tmp_path: Path) -> None:

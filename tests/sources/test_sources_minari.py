@@ -140,6 +140,16 @@ def test_minari_and_collect_record_the_same() -> None:
         same(episode["info.inner.xy"], np.stack([episode["observation"][:, 0] / 8] * 2, axis=1))
 
 
+def test_infos_that_reset_does_not_give_belong_to_the_next_observation() -> None:
+    steps = np.arange(1, 6)
+    infos = {"both": np.arange(6), "speed": steps / 2, "hit": steps > 2, "xy": np.stack([steps, -steps], 1)}
+    (episode,) = read_minari(build([buffer(5, infos=infos)]), columns=["info"])
+    same(episode["info.both"], np.arange(5))
+    same(episode["info.speed"], np.array([np.nan, 0.5, 1, 1.5, 2], np.float32))
+    same(episode["info.hit"], np.array([False, False, False, True, True]))
+    same(episode["info.xy"], np.stack([np.arange(5), -np.arange(5)], 1))
+
+
 def test_dict_and_tuple_spaces() -> None:
     columns = [*NESTED, "next_observation.pose.gear"]
     env = NestedEnv()

@@ -294,6 +294,42 @@ def test_final_steps_and_steps_at_once(options: dict[str, Any]) -> None:
         assert sorted(scalars(table)) == [list(range(100 * i, 100 * i + n)) for i, n in enumerate(lengths)]
 
 
+def test_final_steps_as_gymnasium_gives_them() -> None:
+    """In autoreset mode SAME_STEP: an array of objects, None where no episode ended; nothing where none did."""
+    columns = {"x": gear.Column(torch.float32, (2,), final=True), "y": gear.Column(torch.int64, final=True)}
+    rows = {"x": np.zeros((3, 2), np.float32), "y": np.zeros(3, np.int64)}
+    done, active = np.array([True, False, True]), np.array([True, True, False])
+    last = np.array([None] * 3)
+    last[0] = {"x": np.array([1, 2], np.float32), "y": np.int64(3)}
+    by_column = {name: np.array([None, None, None]) for name in columns}
+    for name, values in by_column.items():
+        values[0] = last[0][name]
+    lists = {name: list(values) for name, values in by_column.items()}
+    with gear.Table.create(columns, max_steps=200, max_trajectories=20) as table:
+        writer = table.writers(3)
+        for final in (last, by_column, lists):
+            writer.append(rows, done=np.zeros(3, bool), final=dict.fromkeys(columns))
+            index = writer.append(rows, done=done, active=active, final=final)[0]
+            assert {name: value.tolist() for name, value in table.final(int(index)).items()} == {
+                "x": [1, 2],
+                "y": 3,
+            }
+        writer.discard()
+        short = by_column | {"x": [np.zeros(1, np.float32), None, None]}
+        for wrong, message in (
+            (by_column, "Column 'x' of final is None for environment 2, whose trajectory ends"),
+            (
+                last,
+                "final of environment 2, whose trajectory ends, is a NoneType; expected a mapping of the columns",
+            ),
+            (short, r"Column 'x' of final is of shape \[1\] for environment 0"),
+            ({"x": [None], "y": [None]}, "Column 'x' of final has 1 rows; expected one for each of 3"),
+        ):
+            with pytest.raises(SchemaError, match=message):
+                writer.append(rows, done=done, final=wrong)
+        assert writer.num_steps.tolist() == [0, 0, 0]
+
+
 @pytest.mark.parametrize("options", [{}, {"commit_every_step": True}])
 def test_one_lock_for_all_environments(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """One for room for all, one for room for final steps, one for commits; also when the table is full."""

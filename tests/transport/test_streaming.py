@@ -123,6 +123,8 @@ def write_vectors_at_random(table: Any, chance: random.Random, **options: Any) -
             done = np.array([chance.random() < 0.15 for _ in range(3)])
             active = np.array([chance.random() < 0.8 for _ in range(3)])
             final = {"obs": torch.full((3, 3), -1.0 - number)} if chance.random() < 0.5 else None
+            if final is not None and chance.random() < 0.5:  # as Gymnasium has it: None where nothing ended
+                final = {"obs": [final["obs"][i] if done[i] else None for i in range(3)]}
             given = {"done": done, "active": active if chance.random() < 0.5 else None, "final": final}
             writer.append(rows, priority=chance.choice([None, 0.5]), **given)
             if chance.random() < 0.05:
