@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gear_loader.utils import captures, launch_graph, streams
+from gear_loader.utils import driver, streams
 
 WAIT = 60.0
 """Seconds after which a wait that should end has failed: the machine may be busy."""
@@ -145,6 +145,8 @@ class FakeCuda(CurrentDevice):
         }
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(driver, "library", lambda: None)
+        monkeypatch.setattr(streams, "_unused", {})
         monkeypatch.setattr(
             torch.Tensor, "record_stream", lambda tensor, stream: cuda.recorded.append(tensor.data_ptr())
         )
@@ -225,18 +227,9 @@ class OnCpu(TorchFunctionMode):
         return function(*args, **options)
 
 
-class _Driver:
-    """Stands for libcuda."""
-
-    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
-        return 0
-
-
 def played_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnCpu]:
     """A fixture: `FakeCuda`, and `OnCpu` in the thread of the test."""
     FakeCuda(monkeypatch)
-    monkeypatch.setattr(captures.ctypes, "CDLL", lambda name: _Driver())
-    monkeypatch.setattr(launch_graph, "record", lambda queue, stream: None)
     monkeypatch.setattr(streams, "_raw_stream", None)
     with OnCpu() as mode:
         yield mode

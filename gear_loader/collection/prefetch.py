@@ -25,7 +25,7 @@ from gear_loader.utils.arrays import outside_inference
 from gear_loader.utils.background import background_thread, is_ending, stop_at_end
 from gear_loader.utils.captures import allow_captures
 from gear_loader.utils.mutex import holds_any
-from gear_loader.utils.streams import current_stream, on_stream
+from gear_loader.utils.streams import current_stream, on_stream, own_stream
 from gear_loader.utils.waiting import Interrupted, interruptible
 
 __all__ = ["Pool", "Prefetcher"]
@@ -66,7 +66,7 @@ class Pool:
         self.stream: torch.cuda.Stream | None = None
         self.releaser: TicketReleaser | None = None
         if collector.device.type == "cuda":
-            self.stream = torch.cuda.Stream(collector.device, priority=collector.stream_priority)
+            self.stream = own_stream(collector.device, collector.stream_priority, self)
             collector.use_on(self.stream)
         if collector.zero_copy or collector.awaits_pinning:
             self.releaser = TicketReleaser(collector)

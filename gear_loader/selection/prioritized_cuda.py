@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -238,64 +238,68 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
     def _draw_into(self, draw: Draw, places: DrawPlaces, stream: torch.cuda.Stream) -> None:
         """See `CudaRows.write`."""
-        places.random.numpy()[:] = (draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS))
 
         def queue() -> None:
-            self.draw_rows(draw, places)
+            self._launch_draw(draw, places)
             self._tell()
             places.gather()
 
         with self._mutex:
             self._enter()
             try:
-                kept = self._wide, self._index, self._status, places.cache
-                places.work.run(self._repeated(draw, places), queue, stream, kept)
+                self._prepare_draw(draw, places)
+                kept = self._wide, self._index, self._status, self._cut, self._out_of_range, places.cache
+                key = (self._number, id(places.cache)) if places.whole else None
+                places.work.run(key, queue, stream, kept)
                 if draw.epoch < SAMPLE_EPOCH:
                     self._remember_drawn(draw, places)
             finally:
                 self._leave(told=True)
 
-    def _repeated(self, draw: Draw, places: DrawPlaces) -> Hashable:
-        """What tells the launches of a draw from others, see `RepeatedWork.run`; None if torch's own take part."""
-        selector = self.context.selector
-        if not places.whole or not isinstance(selector, Prioritized) or self._may_leave_range:
-            return None
-        return self._number, selector.beta_at(draw.number), id(places.cache)
-
     def draw_rows(self, draw: Draw, places: DrawPlaces) -> None:
         """Queue the draw of a batch."""
+        self._prepare_draw(draw, places)
+        self._launch_draw(draw, places)
+
+    def _prepare_draw(self, draw: Draw, places: DrawPlaces) -> None:
+        """Write what changes from draw to draw, and queue what only torch computes, which is not recorded."""
+        selector = self.context.selector
+        places.random.numpy()[:] = (draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS))
+        items = self._scratch(places.work.scratch, draw.count)[0]
+        if isinstance(selector, TopK):
+            items.copy_(self._top_rows(selector, draw.count))
+        else:
+            assert isinstance(selector, Prioritized)
+            places.beta.numpy()[0] = selector.beta_at(draw.number)
+            self._note_range()
+
+    def _launch_draw(self, draw: Draw, places: DrawPlaces) -> None:
+        """Queue the launches of a draw, which are the same for each batch of as many rows."""
         from gear_loader.kernels import items as kernels
         from gear_loader.kernels import priority
 
         selector, count = self.context.selector, draw.count
         rows, ids, *weights = places.out
-        if isinstance(selector, TopK):
-            items = self._top_rows(selector, count)
-        else:
-            assert isinstance(selector, Prioritized)
-            items, leaves = self._scratch(places.work.scratch, count)
-            choose = priority.draw if selector.replacement else priority.draw_distinct
-            self._note_range()
-            choose(self._wide, places.random, items, leaves)
-            kernels.weigh(
-                self._wide,
-                leaves,
-                weights[0][:count],
-                beta=selector.beta_at(draw.number),
-                table=selector.normalize == "table",
-            )
+        items, leaves, *more = self._scratch(places.work.scratch, count)
+        if isinstance(selector, Prioritized):
+            if selector.replacement:
+                priority.draw(self._wide, places.random, items, leaves)
+            else:
+                priority.draw_distinct(self._wide, places.random, items, leaves, (more[0], more[1]))
+            table = selector.normalize == "table"
+            kernels.weigh(self._wide, leaves, weights[0][:count], beta=places.beta, table=table)
         anchor = "item" if selector.unit == "step" else self.context.anchor
         reach = Reach(*places.reach)._asdict()
         kernels.resolve(
             self._index, items, places.random, rows, ids, anchor=anchor, **reach, cache=places.cache
         )
 
-    def _scratch(self, scratch: dict[Any, Any], count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tensors of the items drawn, int64 [n], and their leaves, float32 [n], which a set of buffers keeps."""
+    def _scratch(self, scratch: dict[Any, Any], count: int) -> tuple[torch.Tensor, ...]:
+        """Twice: tensors of the items drawn, int64 [n], and their leaves, float32 [n]; a set of buffers keeps them."""
         if count not in scratch:
-            items = torch.empty(count, dtype=torch.int64, device=self._device)
-            scratch[count] = items, torch.empty(count, dtype=torch.float32, device=self._device)
-        found: tuple[torch.Tensor, torch.Tensor] = scratch[count]
+            kinds = (torch.int64, torch.float32) * 2
+            scratch[count] = tuple(torch.empty(count, dtype=kind, device=self._device) for kind in kinds)
+        found: tuple[torch.Tensor, ...] = scratch[count]
         return found
 
     def _note_range(self) -> None:

@@ -37,7 +37,7 @@ SELECTORS = {
     "uniform": lambda: gear.Uniform(),
     "steps": lambda: gear.Uniform(unit="step"),
     "pass": lambda: gear.Uniform(replacement=False),
-    "prioritized": lambda: gear.Prioritized(0.6, eps=1e-3),
+    "prioritized": lambda: gear.Prioritized(0.6, gear.LinearSchedule(0.4, 1.0, batches=9), eps=1e-3),
     "prioritized steps": lambda: gear.Prioritized(1.0, unit="step", normalize="table"),
     "distinct": lambda: gear.Prioritized(1.0, replacement=False, normalize="batch"),
     "top": lambda: gear.TopK(),
@@ -412,6 +412,8 @@ class Run:
         if scenario.updates and self.choose.random() < 0.8:
             number = len(self._updates) + self._updated
             priority = priorities(batch, number, self._by_index)
+            if number % 3 == 0:
+                priority = priority.half()
             if scenario.updates == "host":
                 priority = priority.cpu()
             self._updates.append((self.expected[key], number))

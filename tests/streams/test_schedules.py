@@ -360,6 +360,7 @@ def first_found(
 
 
 LATE = {
+    "a recorded draw allocates its scratch": 23,
     "a batch that is still referred to is filled again": 6,
     "buffers are filled again one request early": 26,
     "a copy is delivered before it is complete": 8,
