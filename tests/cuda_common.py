@@ -41,7 +41,8 @@ class Stream:
 
 
 class Event:
-    """Done as soon as it is recorded, unless the stand-in is told to `hold`; `error` is what waiting for it raises."""
+    """Done as soon as it is recorded, unless the stand-in is told to `hold`; `error` is what waiting for it raises, once
+    or, if it is `lasting`, always."""
 
     def __init__(self, *, blocking: bool = False, cuda: FakeCuda | None = None) -> None:
         assert cuda is not None
@@ -51,6 +52,14 @@ class Event:
         self.done = threading.Event()
         self.done.set()
         self.error: Exception | None = None
+        self.lasting = True
+
+    def _raise(self) -> None:
+        error = self.error
+        if not self.lasting:
+            self.error = None
+        if error is not None:
+            raise error
 
     def record(self, stream: Any = None) -> None:
         self._cuda.note("record")
@@ -65,13 +74,11 @@ class Event:
             self._cuda.host_waits += 1
             self.done.set()  # what it waits for happens in the meantime
         assert self.done.wait(WAIT)
-        if self.error is not None:
-            raise self.error
+        self._raise()
 
     def query(self) -> bool:
         self._cuda.note("event.query")
-        if self.error is not None:
-            raise self.error
+        self._raise()
         return self.done.is_set()
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import CudaRows, DrawPlaces, Reach, SelectedRows
 from gear_loader.utils.arrays import Array, outside_inference
+from gear_loader.utils.captures import beside_captures, refuse_capture
 from gear_loader.utils.packing import upload
 from gear_loader.utils.streams import current_stream, on_stream
 
@@ -51,6 +52,7 @@ __all__ = ["CudaPrioritizedSelection"]
 _numbers = itertools.count()  # of selections: the launches of one are not those of another
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _Rows = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -75,6 +77,18 @@ def _parts(
     return rows, None if begin is None else memory[begin : begin + 4 * count].view(torch.float32)
 
 
+def _beside_captures(method: _Method) -> _Method:
+    """A method that a user's thread calls, while others may capture CUDA graphs; as part of one it is an error."""
+
+    @functools.wraps(method)
+    def call(self: CudaPrioritizedSelection, *args: Any, **options: Any) -> Any:
+        refuse_capture(self._device, f"{method.__name__} of a selection by priority")
+        with beside_captures(self._device):
+            return method(self, *args, **options)
+
+    return call  # type: ignore[return-value]
+
+
 class CudaPrioritizedSelection(PrioritizedSelection):
     """Draws rows for `Prioritized` or `TopK` on a GPU that can read the region.
 
@@ -92,7 +106,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         self._number = next(_numbers)
         self._updates = UpdateSlots()
         self._cuda = device.type == "cuda"  # else Triton's interpreter, in tests
-        with outside_inference():
+        with outside_inference(), beside_captures(device):
             super().__init__(context, history=history)
             self._status = torch.tensor([NOWHERE, 0, 0, 0], device="cpu", pin_memory=self._cuda)
             self._out_of_range = torch.zeros(1, dtype=torch.bool, device="cpu", pin_memory=self._cuda)
@@ -168,7 +182,8 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             self._out_of_range.copy_(self._cut, non_blocking=True)
 
     def _raise_late(self, *, wait: bool = False) -> None:
-        """Raise an error that the GPU has reported.
+        """Raise an error that the GPU has reported. The caller holds the mutex: another thread's draw or update would
+        write the same status.
 
         Args:
             wait: wait for all queued work first.
@@ -364,6 +379,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
     # ---------------------------------------------------------------- updating
 
+    @_beside_captures
     def update_priority(
         self,
         index: Any,
@@ -375,7 +391,8 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         between: Callable[[Callable[[], object]], None],
     ) -> None:
         """See `ReplayDataset.update_priority`."""
-        self._raise_late()
+        with self._mutex:
+            self._raise_late()
         unit = self.context.selector.unit
         given = [index, priority, generation, anchor]
         if stale == "error" or not all(part is None or self._is_here(part) for part in given):
@@ -474,9 +491,19 @@ class CudaPrioritizedSelection(PrioritizedSelection):
     @property
     def num_stale(self) -> int:
         """Number of stale rows that updates have skipped. Waits for the GPU."""
-        self._enter()
-        return int(self._wide.status[STALE])
+        return self._get_num_stale()
 
+    @_beside_captures
+    def _get_num_stale(self) -> int:
+        with self._mutex:
+            self._enter()
+            return int(self._wide.status[STALE])
+
+    state_dict = _beside_captures(PrioritizedSelection.state_dict)
+    load_state_dict = _beside_captures(PrioritizedSelection.load_state_dict)
+    quantiles = _beside_captures(PrioritizedSelection.quantiles)
+
+    @_beside_captures
     def likelihoods(self) -> tuple[Array, Any]:
         """See `Selection.likelihoods`. Does not wait for the GPU: the values are there after the event."""
         with self._mutex:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
 from gear_loader.errors import GpuError
 from gear_loader.utils import driver
 from gear_loader.utils.notices import notice
+from gear_loader.utils.streams import current_stream
 
-__all__ = ["RELAXED", "allow_captures", "is_capturing", "permitting_captures", "refuse_capture"]
+__all__ = ["RELAXED", "allow_captures", "beside_captures", "refuse_capture"]
 
 RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED: no call of any thread ends a capture."""
@@ -21,14 +22,12 @@ RELAXED = 2
 def _exchange(mode: int) -> int:
     """Set this thread's capture mode, and return the one before."""
     library, held = driver.library(), ctypes.c_int(mode)
-    code = "libcuda.so.1 cannot be used" if library is None else None
-    if library is not None:
-        code = library.cuThreadExchangeStreamCaptureMode(ctypes.byref(held)) or None
-    if code is not None:
+    code = None if library is None else library.cuThreadExchangeStreamCaptureMode(ctypes.byref(held))
+    if code != 0:
         notice(
             "captures",
-            f"Calls that prepare batches may disturb the capture of CUDA graphs ({code}): capture them with "
-            "torch.cuda.graph(..., capture_error_mode='thread_local').",
+            f"Calls that prepare batches may disturb the capture of CUDA graphs ({code or 'no libcuda.so.1'}): capture "
+            "them with torch.cuda.graph(..., capture_error_mode='thread_local').",
         )
     return held.value
 
@@ -41,32 +40,30 @@ def allow_captures() -> None:
     _exchange(RELAXED)
 
 
-class permitting_captures(contextlib.ContextDecorator):
-    """`allow_captures` for a block or a function, of a thread that is a user's. May be nested."""
+@contextlib.contextmanager
+def beside_captures(device: torch.device) -> Iterator[None]:
+    """`allow_captures` for a block of a user's thread, if the device is a GPU. May be nested."""
+    if device.type != "cuda":
+        yield
+        return
+    before = _exchange(RELAXED)
+    try:
+        yield
+    finally:
+        _exchange(before)
 
-    def __enter__(self) -> None:
-        self._before = _exchange(RELAXED)
 
-    def __exit__(self, *_: object) -> None:
-        _exchange(self._before)
-
-    def _recreate_cm(self) -> Any:
-        return type(self)()
-
-
-def is_capturing(stream: torch.cuda.Stream) -> bool:
-    """Whether work queued on a stream goes into a CUDA graph."""
-    library, status = driver.library(), ctypes.c_int()
-    if library is None:
-        return False
+def refuse_capture(device: torch.device, what: str) -> None:
+    """Raise GpuError if the current stream is capturing a CUDA graph, into which `what` cannot be taken."""
+    library = driver.library()
+    if library is None or device.type != "cuda":
+        return
+    status = ctypes.c_int()
     # An error is left to the call that comes next: it says more.
-    return not library.cuStreamIsCapturing(stream.cuda_stream, ctypes.byref(status)) and status.value != 0
-
-
-def refuse_capture(stream: torch.cuda.Stream, what: str) -> None:
-    """Raise GpuError if a stream is capturing a CUDA graph, into which `what` cannot be taken."""
-    if is_capturing(stream):
+    library.cuStreamIsCapturing(current_stream(device).cuda_stream, ctypes.byref(status))
+    if status.value:
         raise GpuError(
-            f"The current stream is capturing a CUDA graph, and {what} cannot be part of one. Call it before the "
-            "capture begins, and let the graph read tensors that are filled from the batch. Nothing was changed."
+            f"The current stream of {device} is capturing a CUDA graph, and {what} cannot be part of one. Call it "
+            "before the capture begins, and let the graph read tensors of yours that the batch is copied into. Nothing "
+            "was changed."
         )
