@@ -128,4 +128,4 @@ class OverloadError(GearError, RuntimeError):
 
 
 class GpuError(GearError, RuntimeError):
-    """The GPU failed while reading a table; the process must be restarted."""
+    """The GPU failed while reading a table: start the process again. Or a call cannot be part of a CUDA graph."""

@@ -47,12 +47,12 @@ _NAMES = {
     "first addresses rows indptr nodes neighbors tiles groups counts",
     "*i32": "block_ids staging known steps owner number ids indices parts position where totals",
     "*fp64": "sums",
-    "*fp32": "values leaves mins maxs maximum drawn_leaves weights",
+    "*fp32": "values leaves mins maxs maximum drawn_leaves weights beta",
     "i32": "num_columns num_masks lines batch line_tiles num_tiles block_steps shift num_pieces count depth first_row "
     "first_phase last_phase num_slots num_blocks num_ids size width first last offset anchor_first ahead ahead_final "
     "once fanout end_16 end_4",
     "i64": "magic",
-    "fp32": "floor alpha eps beta",
+    "fp32": "floor alpha eps",
 }
 TYPES = {
     f"p_{name}" if kind.startswith("*") else name: kind

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gear_loader.utils import captures, launch_graph, streams
+from gear_loader.utils import driver, streams
 
 WAIT = 60.0
 """Seconds after which a wait that should end has failed: the machine may be busy."""
@@ -41,7 +41,8 @@ class Stream:
 
 
 class Event:
-    """Done as soon as it is recorded, unless the stand-in is told to `hold`; `error` is what waiting for it raises."""
+    """Done as soon as it is recorded, unless the stand-in is told to `hold`; `error` is what waiting for it raises, once
+    or, if it is `lasting`, always."""
 
     def __init__(self, *, blocking: bool = False, cuda: FakeCuda | None = None) -> None:
         assert cuda is not None
@@ -51,6 +52,14 @@ class Event:
         self.done = threading.Event()
         self.done.set()
         self.error: Exception | None = None
+        self.lasting = True
+
+    def _raise(self) -> None:
+        error = self.error
+        if not self.lasting:
+            self.error = None
+        if error is not None:
+            raise error
 
     def record(self, stream: Any = None) -> None:
         self._cuda.note("record")
@@ -65,13 +74,11 @@ class Event:
             self._cuda.host_waits += 1
             self.done.set()  # what it waits for happens in the meantime
         assert self.done.wait(WAIT)
-        if self.error is not None:
-            raise self.error
+        self._raise()
 
     def query(self) -> bool:
         self._cuda.note("event.query")
-        if self.error is not None:
-            raise self.error
+        self._raise()
         return self.done.is_set()
 
 
@@ -145,6 +152,8 @@ class FakeCuda(CurrentDevice):
         }
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(driver, "library", lambda: None)
+        monkeypatch.setattr(streams, "_unused", {})
         monkeypatch.setattr(
             torch.Tensor, "record_stream", lambda tensor, stream: cuda.recorded.append(tensor.data_ptr())
         )
@@ -225,18 +234,9 @@ class OnCpu(TorchFunctionMode):
         return function(*args, **options)
 
 
-class _Driver:
-    """Stands for libcuda."""
-
-    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
-        return 0
-
-
 def played_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnCpu]:
     """A fixture: `FakeCuda`, and `OnCpu` in the thread of the test."""
     FakeCuda(monkeypatch)
-    monkeypatch.setattr(captures.ctypes, "CDLL", lambda name: _Driver())
-    monkeypatch.setattr(launch_graph, "record", lambda queue, stream: None)
     monkeypatch.setattr(streams, "_raw_stream", None)
     with OnCpu() as mode:
         yield mode

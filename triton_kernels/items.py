@@ -394,14 +394,14 @@ def resolve(
 # ---------------------------------------------------------------- weigh
 
 
-@triton.jit(do_not_specialize=["offset", "count", "beta"])
+@triton.jit(do_not_specialize=["offset", "count"])
 def weigh_kernel(
     p_leaves,  # float32 [B], of the rows
     p_mins,
+    p_beta,  # float32 [1]
     p_weights,  # float32 [B]
     offset,
     count,
-    beta,
     TABLE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -415,6 +415,7 @@ def weigh_kernel(
             b_least = tl.minimum(b_least, tl.where(b_leaf > 0, b_leaf, float("inf")))
         least = tl.min(b_least, axis=0)
     least = least.to(tl.float64)
+    beta = tl.load(p_beta)
     for i in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
         i_row = i * ROWS + tl.arange(0, ROWS)
         b_leaf = tl.load(p_leaves + i_row, mask=i_row < count, other=0.0)
@@ -424,13 +425,16 @@ def weigh_kernel(
         tl.store(p_weights + i_row, b_weight.to(tl.float32), mask=i_row < count)
 
 
-def weigh(tree: SumTree, leaves: torch.Tensor, weights: torch.Tensor, *, beta: float, table: bool) -> None:
+def weigh(
+    tree: SumTree, leaves: torch.Tensor, weights: torch.Tensor, *, beta: torch.Tensor, table: bool
+) -> None:
     """Compute importance weights ``(least / leaf) ** beta`` of drawn items.
 
     Args:
         tree: the tree.
         leaves: float32 [n], leaves of the items. weights: float32 [n], filled; 0 where the leaf is 0.
-        beta: exponent, rounded to float32.
+        beta: float32 [1] in memory that the device can read, the exponent: it may change from one replay of a CUDA
+            graph to the next.
         table: whether `least` is the smallest positive leaf of the tree, or else of the batch.
 
     Does not wait for the GPU.
@@ -441,9 +445,10 @@ def weigh(tree: SumTree, leaves: torch.Tensor, weights: torch.Tensor, *, beta: f
     count = len(leaves)
     check("leaves", leaves, torch.float32, (count,), tree.device)
     check("weights", weights, torch.float32, (count,), tree.device)
+    check("beta", beta, torch.float32, (1,), beta.device)
     if count == 0:
         return
     programs = min(triton.cdiv(count, WEIGH["ROWS"]), 32)
     offset = tree.shape[-1][0]
     with on_device(tree.device):
-        weigh_kernel[(programs,)](leaves, tree.mins, weights, offset, count, beta, TABLE=table, **WEIGH)
+        weigh_kernel[(programs,)](leaves, tree.mins, beta, weights, offset, count, TABLE=table, **WEIGH)

@@ -695,17 +695,29 @@ def draw(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch
         )
 
 
-def draw_distinct(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch.Tensor) -> None:
+def draw_distinct(
+    tree: SumTree,
+    random: torch.Tensor,
+    items: torch.Tensor,
+    values: torch.Tensor,
+    scratch: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
     """Draw distinct items, one after another, each in proportion to the remaining leaves.
 
     Arguments and errors as for `draw`. Rows without a remaining item get -1 and 0 and are counted in `tree.status`. The
     tree is unchanged afterwards. After a first draw by many programs, a single one drops repetitions and redraws, so
     large batches are slow.
+
+    Args:
+        scratch: tensors as `items` and `values`, overwritten; new ones by default. Recorded in a CUDA graph, they are
+            written by each replay, so their owner has to keep them as long.
     """
     count = check_draw(tree, random, items, values)
+    drawn, leaves = (torch.empty_like(items), torch.empty_like(values)) if scratch is None else scratch
+    for name, part, dtype in (("scratch[0]", drawn, torch.int64), ("scratch[1]", leaves, torch.float32)):
+        check(name, part, dtype, (count,), tree.device)
     if count == 0:
         return
-    drawn, leaves = torch.empty_like(items), torch.empty_like(values)
     arguments: list[Any] = [random, tree.leaves, tree.sums, tree.mins, tree.maxs, tree.levels, tree.status]
     with on_device(tree.device):
         draw_kernel[(triton.cdiv(count, DRAW["ROWS"]),)](

@@ -162,8 +162,14 @@ def _choose(children: torch.Tensor, uniform: torch.Tensor, *, leaves: bool) -> t
     return place
 
 
-def draw_distinct(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch.Tensor) -> None:
-    """See `gear_loader.kernels.priority.draw_distinct`."""
+def draw_distinct(
+    tree: SumTree,
+    random: torch.Tensor,
+    items: torch.Tensor,
+    values: torch.Tensor,
+    scratch: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """See `gear_loader.kernels.priority.draw_distinct`; without use for scratch."""
     count, filled, turn = len(items), 0, 0
     if count and not tree.total() > 0:
         tree.status[EMPTY_DRAWS] += 1

@@ -52,7 +52,8 @@ class GpuSide:
             the extent; int32 [B, K] of the windows' block ids; float32 [B] of weights if batches carry them;
             int64 [2, B] and float32 [2, B] of ``sample_info`` if they carry it. None if the GPU cannot read the region.
         mirror: copies of `host` on the device.
-        random: pinned int64 [3]: key, counter and anchor key of a draw on the GPU.
+        random: pinned int64 [3]: key, counter and anchor key of a draw on the GPU; and pinned float32 [1]: the exponent
+            of its weights. None if the GPU cannot read the region.
         staging: a batch in pinned memory, gathered on the CPU; None if the GPU can read the region.
         tier: if the GPU can read the region, memory of rows that lie on disk only; None without a disk tier.
         filled: event recorded when the batch is complete.
@@ -64,7 +65,7 @@ class GpuSide:
 
     host: tuple[torch.Tensor, ...] | None
     mirror: tuple[torch.Tensor, ...] | None
-    random: torch.Tensor | None
+    random: tuple[torch.Tensor, torch.Tensor] | None
     staging: Buffers | None
     filled: torch.cuda.Event
     released: torch.cuda.Event
@@ -231,7 +232,10 @@ class Collector:
         staging = random = arguments = None
 
         if self.zero_copy:
-            random = torch.empty(3, dtype=torch.int64, device="cpu", pin_memory=True)
+            random = (
+                torch.empty(3, dtype=torch.int64, device="cpu", pin_memory=True),
+                torch.empty(1, dtype=torch.float32, device="cpu", pin_memory=True),
+            )
             parts = self._parts()
             size = packed_bytes(parts)
             memory = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -391,7 +395,8 @@ class Collector:
         count, stream = len(rows), current_stream(self.device)
         stream.wait_event(gpu.released)
         places = DrawPlaces(
-            random=gpu.random,
+            random=gpu.random[0],
+            beta=gpu.random[1],
             out=gpu.mirror,
             memory=gpu.arguments[1],
             reach=self.reach,

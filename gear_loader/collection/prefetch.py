@@ -18,14 +18,14 @@ import torch
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.collector import Buffers, Collector, clone_batch
 from gear_loader.collection.references import can_count
-from gear_loader.collection.ticket_releaser import TicketReleaser, keep_reserved
+from gear_loader.collection.ticket_releaser import TicketReleaser, failure_of, keep_reserved
 from gear_loader.errors import GearError, LockTimeoutError
 from gear_loader.storage.lock import LOCK_TIMEOUT
 from gear_loader.utils.arrays import outside_inference
 from gear_loader.utils.background import background_thread, is_ending, stop_at_end
-from gear_loader.utils.captures import allow_captures
+from gear_loader.utils.captures import beside_captures, refuse_capture
 from gear_loader.utils.mutex import holds_any
-from gear_loader.utils.streams import current_stream, on_stream
+from gear_loader.utils.streams import current_stream, on_stream, own_stream
 from gear_loader.utils.waiting import Interrupted, interruptible
 
 __all__ = ["Pool", "Prefetcher"]
@@ -66,7 +66,8 @@ class Pool:
         self.stream: torch.cuda.Stream | None = None
         self.releaser: TicketReleaser | None = None
         if collector.device.type == "cuda":
-            self.stream = torch.cuda.Stream(collector.device, priority=collector.stream_priority)
+            with beside_captures(collector.device):
+                self.stream = own_stream(collector.device, collector.stream_priority, self)
             collector.use_on(self.stream)
         if collector.zero_copy or collector.awaits_pinning:
             self.releaser = TicketReleaser(collector)
@@ -119,6 +120,7 @@ class Prefetcher:
 
     def one(self, fill: Callable[[Buffers, Item], int], item: Item) -> Batch:
         """Fill and deliver one batch now."""
+        refuse_capture(self.collector.device, "a batch")
         self._recycle()
         buffers = self._take()
         return self._deliver(buffers, self._run(fill, buffers, item))
@@ -144,6 +146,7 @@ class Prefetcher:
         ready, more = self._ready, True
         failure: Exception | None = None
         while ready or more:
+            refuse_capture(self.collector.device, "a batch")
             self._recycle()  # the consumer has asked for one more
             try:
                 for item in itertools.islice(items, self._prefetch + 1 - len(ready) if more else 0):
@@ -170,6 +173,7 @@ class Prefetcher:
         self._thread.start()
         while True:
             self._check_process()
+            refuse_capture(self.collector.device, "a batch")
             signal = signals.get()
             stop_at_end()
             if signal is _STOP:
@@ -193,8 +197,6 @@ class Prefetcher:
         """Main function of the thread."""
         signal: BaseException | object = _STOP
         try:
-            if self._stream is not None:
-                allow_captures()
             with interruptible(lambda: self._stopped):
                 while self._execute(self._orders.get(), signals):
                     pass
@@ -273,8 +275,8 @@ class Prefetcher:
         try:
             if self._stream is None and not torch.is_inference_mode_enabled():
                 return fill(buffers, item)
-            reading = [] if self._releaser is None else self._releaser.check(buffers)
             with outside_inference(), self._on_stream():
+                reading = [] if self._releaser is None else self._releaser.check(buffers)
                 count = fill(buffers, item)
                 if reading and self._releaser is not None:
                     self._releaser.end(reading)
@@ -291,7 +293,8 @@ class Prefetcher:
         if self._stream is None:
             yield
         else:
-            with on_stream(self.collector.device, self._stream):
+            device = self.collector.device
+            with beside_captures(device), on_stream(device, self._stream):
                 yield
 
     # ---------------------------------------------------------------- buffers
@@ -359,12 +362,12 @@ class Prefetcher:
             undo: releases `ticket` and uncounts the draw.
             ticket: read ticket of the batch.
         """
-        if self._releaser is not None and self._stream is not None:
-            try:
-                self._stream.synchronize()
-            except RuntimeError:  # a failed GPU may still be reading
-                keep_reserved(buffers, ticket)
-                return
+        stream = self._stream if self._releaser is not None else None
+        if (
+            stream is not None and failure_of(stream.synchronize) is not None
+        ):  # a failed GPU may still be reading
+            keep_reserved(buffers, ticket)
+            return
         undo()
 
     @property

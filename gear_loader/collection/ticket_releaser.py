@@ -6,6 +6,7 @@ import collections
 import contextlib
 import queue
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from gear_loader.utils.background import background_thread
 from gear_loader.utils.captures import allow_captures
 from gear_loader.utils.notices import notice
 
-__all__ = ["TicketReleaser", "keep_reserved"]
+__all__ = ["TicketReleaser", "failure_of", "keep_reserved"]
 
 _PATIENCE = 0.001
 """Seconds after which a thread releases the read ticket of a batch that was queued on a GPU."""
@@ -26,6 +27,22 @@ _unfinished: list[tuple[Buffers, Any]] = []
 def keep_reserved(buffers: Buffers, ticket: Any) -> None:
     """Keep buffers and a read ticket, which a failed GPU may still use, until the process ends."""
     _unfinished.append((buffers, ticket))
+
+
+def failure_of(wait: Callable[[], object]) -> RuntimeError | None:
+    """Wait for a GPU, and return its error, or None.
+
+    An error of CUDA that meets one call alone is none of the GPU: after a failure every later call raises it again.
+    """
+    failure: RuntimeError | None = None
+    for _ in range(2):
+        try:
+            wait()
+        except RuntimeError as error:
+            failure = error
+        else:
+            return None
+    return failure
 
 
 class Reading:
@@ -129,16 +146,23 @@ class TicketReleaser:
         """Release an entry's ticket, unless the GPU has not finished and this shall not wait; return whether."""
         gpu = entry.buffers.gpu
         assert gpu is not None
-        try:
+        done = True
+
+        def look() -> None:
+            nonlocal done
             if wait:
                 gpu.filled.synchronize()
-            elif not gpu.filled.query():
-                return False
-        except RuntimeError as error:
+            else:
+                done = gpu.filled.query()
+
+        error = failure_of(look)
+        if error is not None:
             keep_reserved(entry.buffers, entry.ticket)
             if self._failure is None:
                 self._failure = error
                 notice("gpu-failed", f"cuda:{self._device} failed while it gathered a batch: {error}")
+        elif not done:
+            return False
         else:
             entry.ticket.end()
         self._remove(entry)

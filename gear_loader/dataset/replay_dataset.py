@@ -76,6 +76,7 @@ from gear_loader.storage.priority_updates import is_strict
 from gear_loader.storage.schema import Window, as_mapping
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.captures import beside_captures, refuse_capture
 from gear_loader.utils.checks import at_least, byte_count
 from gear_loader.utils.devices import device_of
 from gear_loader.utils.forks import keep_for_ever
@@ -570,6 +571,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _iterate(self, number: int, workers: int, *, in_worker: bool) -> Iterator[Batch]:
         # A generator: an iterator dropped before its first request does not use up an epoch.
+        refuse_capture(self.device, "a batch")
         position = self._position
         epoch, before, step = position.begin(self.table.region.lock.run)
         prefetch = 0 if in_worker else self.prefetch
@@ -759,6 +761,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _single(self, size: int) -> Prefetcher:
         """The prefetcher of single batches of `size` rows, after the updates of priorities that precede the next."""
+        refuse_capture(self.device, "a batch")
         prefetcher = self._buffers.single(size, self.batch_size, self._collector, **self._buffering(False))
         if self._is_global and self._buffers.active is not None:
             raise SchemaError(
@@ -1177,19 +1180,20 @@ class ReplayDataset(IterableDataset[Batch]):
         return {"keep": self.keep, "copy": in_worker or self.copy, "complete": complete}
 
     def _collector(self, size: int) -> Collector:
-        return collector_for(
-            self.table,
-            self.windows,
-            batch_size=size,
-            device=self.device,
-            selector=self.selector,
-            shards=self.shards if self._is_global else None,
-            packed=self._packs,
-            informs=self.sample_info,
-            programs=self.programs,
-            stream_priority=self.stream_priority,
-            cache=self._device_cache,
-        )
+        with beside_captures(self.device):
+            return collector_for(
+                self.table,
+                self.windows,
+                batch_size=size,
+                device=self.device,
+                selector=self.selector,
+                shards=self.shards if self._is_global else None,
+                packed=self._packs,
+                informs=self.sample_info,
+                programs=self.programs,
+                stream_priority=self.stream_priority,
+                cache=self._device_cache,
+            )
 
     def check_worker(self, number: int, in_worker: bool) -> None:
         """Raise an error if a `DataLoader` worker of this number cannot iterate."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import torch
 
 from gear_loader.errors import SchemaError
@@ -10,7 +12,11 @@ from gear_loader.utils.launch_graph import RepeatedWork
 __all__ = ["Parts", "UpdateSlot", "UpdateSlots", "copied"]
 
 _SLOTS = 4
-"""Updates whose tensors are kept at a time: the consumer's stream waits for the last but three."""
+"""Updates of a kind whose tensors are kept at a time: the consumer's stream waits for the last but three."""
+_KINDS = 8
+"""Numbers of rows, the last ones, for which slots are kept."""
+_NAMES = ("index", "priority", "generation", "anchor")
+_DTYPES = (torch.int64, torch.float32, torch.int64, torch.int64)
 
 Parts = tuple[torch.Tensor | None, ...]
 """index, priority, generation and anchor of an update."""
@@ -25,9 +31,12 @@ class UpdateSlot:
     """
 
     def __init__(self, like: Parts) -> None:
-        self.parts: Parts = tuple(None if part is None else torch.empty_like(part) for part in like)
-        assert like[0] is not None
-        self.items = torch.empty_like(like[0])
+        self.parts: Parts = tuple(
+            None if part is None else torch.empty(part.shape, dtype=kind, device=part.device)
+            for part, kind in zip(like, _DTYPES, strict=True)
+        )
+        assert self.parts[0] is not None
+        self.items = torch.empty_like(self.parts[0])
         self.work = RepeatedWork()
         self.done = torch.cuda.Event()
         self._streams: set[int] = set()
@@ -46,45 +55,49 @@ class UpdateSlot:
                         kept.record_stream(user)
         for kept, part in zip(self.parts, parts, strict=True):
             if kept is not None and part is not None:
-                kept.copy_(part.detach(), non_blocking=True)
+                kept.copy_(_with_sign(part.detach()), non_blocking=True)
 
 
 class UpdateSlots:
-    """The slots of the updates that follow one another with as many rows."""
+    """The slots of updates, by their number of rows and by which of their tensors are given."""
 
     def __init__(self) -> None:
-        self._slots: list[UpdateSlot] = []
-        self._next = 0
+        self._slots: collections.OrderedDict[tuple[object, ...], collections.deque[UpdateSlot]]
+        self._slots = collections.OrderedDict()
 
     def take(self, parts: Parts) -> UpdateSlot | None:
-        """The slot for an update's tensors; None if these have to be converted, or checked by `copied`.
+        """The slot for an update's tensors; None if there are no rows, or these have to be checked by `copied`.
 
         New slots are allocated on the current stream, that of the consumer, which writes them first.
         """
         index = parts[0]
-        for place, part in enumerate(parts):
-            kind = torch.float32 if place == 1 else torch.int64
-            if part is not None and (part.dtype != kind or index is None or part.shape != index.shape):
-                return None
         if index is None or index.ndim != 1 or len(index) == 0:
             return None
-        if self._slots and not _alike(self._slots[0].parts, parts):
-            self._slots.clear()
-            self._next = 0
-        if len(self._slots) < _SLOTS:
-            slot = UpdateSlot(parts)
-            self._slots.append(slot)
-            return slot
-        slot = self._slots[self._next]
-        self._next = (self._next + 1) % _SLOTS
+        given = zip(_NAMES, parts, strict=True)
+        if not all(part is None or _fits(name, part, len(index)) for name, part in given):
+            return None
+        kind = len(index), *(part is None for part in parts)
+        slots = self._slots.setdefault(kind, collections.deque())
+        self._slots.move_to_end(kind)
+        if len(self._slots) > _KINDS:
+            self._slots.popitem(last=False)
+        slot = UpdateSlot(parts) if len(slots) < _SLOTS else slots.popleft()
+        slots.append(slot)
         return slot
 
 
-def _alike(kept: Parts, given: Parts) -> bool:
-    return all(
-        (one is None) == (other is None) and (one is None or other is None or one.shape == other.shape)
-        for one, other in zip(kept, given, strict=True)
-    )
+def _fits(name: str, part: torch.Tensor, count: int) -> bool:
+    integral = not (part.is_floating_point() or part.is_complex() or part.dtype == torch.bool)
+    return part.shape == (count,) and (not part.is_complex() if name == "priority" else integral)
+
+
+def _with_sign(part: torch.Tensor) -> torch.Tensor:
+    """A tensor whose values keep their sign when they become float32."""
+    if part.dtype != torch.float64:
+        return part
+    narrow, tiny = part.float(), torch.finfo(torch.float32).tiny
+    lost = (narrow == 0) & (part != 0)
+    return torch.where(lost, torch.copysign(narrow.new_full((), tiny), part), narrow)
 
 
 def copied(
@@ -97,25 +110,16 @@ def copied(
     """
     count = index.shape[0] if index.ndim == 1 else -1
     parts: list[torch.Tensor | None] = []
-    names = ("index", "priority", "generation", "anchor")
-    for name, part in zip(names, (index, priority, generation, anchor), strict=True):
+    given = (index, priority, generation, anchor)
+    for name, dtype, part in zip(_NAMES, _DTYPES, given, strict=True):
         if part is None:
             parts.append(None)
             continue
-        integral = not (part.is_floating_point() or part.is_complex() or part.dtype == torch.bool)
-        fits = part.shape == (count,) and (not part.is_complex() if name == "priority" else integral)
-        if not fits:
+        if not _fits(name, part, count):
             kind = "numbers" if name == "priority" else "integers"
             raise SchemaError(
                 f"{name} is {part.dtype} {list(part.shape)}; expected {kind} [{'n' if count < 0 else count}], as many "
                 "as index has. Nothing was changed."
             )
-        part = part.detach()
-        narrow = part.to(torch.float32 if name == "priority" else torch.int64, copy=True)
-        if part.dtype == torch.float64:  # keep the sign of values that round to 0
-            tiny = torch.finfo(torch.float32).tiny
-            narrow = torch.where(
-                (narrow == 0) & (part != 0), torch.copysign(narrow.new_full((), tiny), part), narrow
-            )
-        parts.append(narrow.float().contiguous() if name == "priority" else narrow.contiguous())
+        parts.append(_with_sign(part.detach()).to(dtype, copy=True).contiguous())
     return parts

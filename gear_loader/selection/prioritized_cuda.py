@@ -7,8 +7,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import CudaRows, DrawPlaces, Reach, SelectedRows
 from gear_loader.utils.arrays import Array, outside_inference
+from gear_loader.utils.captures import beside_captures, refuse_capture
 from gear_loader.utils.packing import upload
 from gear_loader.utils.streams import current_stream, on_stream
 
@@ -51,6 +52,7 @@ __all__ = ["CudaPrioritizedSelection"]
 _numbers = itertools.count()  # of selections: the launches of one are not those of another
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _Rows = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -75,6 +77,18 @@ def _parts(
     return rows, None if begin is None else memory[begin : begin + 4 * count].view(torch.float32)
 
 
+def _beside_captures(method: _Method) -> _Method:
+    """A method that a user's thread calls, while others may capture CUDA graphs; as part of one it is an error."""
+
+    @functools.wraps(method)
+    def call(self: CudaPrioritizedSelection, *args: Any, **options: Any) -> Any:
+        refuse_capture(self._device, f"{method.__name__} of a selection by priority")
+        with beside_captures(self._device):
+            return method(self, *args, **options)
+
+    return call  # type: ignore[return-value]
+
+
 class CudaPrioritizedSelection(PrioritizedSelection):
     """Draws rows for `Prioritized` or `TopK` on a GPU that can read the region.
 
@@ -92,7 +106,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         self._number = next(_numbers)
         self._updates = UpdateSlots()
         self._cuda = device.type == "cuda"  # else Triton's interpreter, in tests
-        with outside_inference():
+        with outside_inference(), beside_captures(device):
             super().__init__(context, history=history)
             self._status = torch.tensor([NOWHERE, 0, 0, 0], device="cpu", pin_memory=self._cuda)
             self._out_of_range = torch.zeros(1, dtype=torch.bool, device="cpu", pin_memory=self._cuda)
@@ -168,7 +182,8 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             self._out_of_range.copy_(self._cut, non_blocking=True)
 
     def _raise_late(self, *, wait: bool = False) -> None:
-        """Raise an error that the GPU has reported.
+        """Raise an error that the GPU has reported. The caller holds the mutex: another thread's draw or update would
+        write the same status.
 
         Args:
             wait: wait for all queued work first.
@@ -238,64 +253,68 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
     def _draw_into(self, draw: Draw, places: DrawPlaces, stream: torch.cuda.Stream) -> None:
         """See `CudaRows.write`."""
-        places.random.numpy()[:] = (draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS))
 
         def queue() -> None:
-            self.draw_rows(draw, places)
+            self._launch_draw(draw, places)
             self._tell()
             places.gather()
 
         with self._mutex:
             self._enter()
             try:
-                kept = self._wide, self._index, self._status, places.cache
-                places.work.run(self._repeated(draw, places), queue, stream, kept)
+                self._prepare_draw(draw, places)
+                kept = self._wide, self._index, self._status, self._cut, self._out_of_range, places.cache
+                key = (self._number, id(places.cache)) if places.whole else None
+                places.work.run(key, queue, stream, kept)
                 if draw.epoch < SAMPLE_EPOCH:
                     self._remember_drawn(draw, places)
             finally:
                 self._leave(told=True)
 
-    def _repeated(self, draw: Draw, places: DrawPlaces) -> Hashable:
-        """What tells the launches of a draw from others, see `RepeatedWork.run`; None if torch's own take part."""
-        selector = self.context.selector
-        if not places.whole or not isinstance(selector, Prioritized) or self._may_leave_range:
-            return None
-        return self._number, selector.beta_at(draw.number), id(places.cache)
-
     def draw_rows(self, draw: Draw, places: DrawPlaces) -> None:
         """Queue the draw of a batch."""
+        self._prepare_draw(draw, places)
+        self._launch_draw(draw, places)
+
+    def _prepare_draw(self, draw: Draw, places: DrawPlaces) -> None:
+        """Write what changes from draw to draw, and queue what only torch computes, which is not recorded."""
+        selector = self.context.selector
+        places.random.numpy()[:] = (draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS))
+        items = self._scratch(places.work.scratch, draw.count)[0]
+        if isinstance(selector, TopK):
+            items.copy_(self._top_rows(selector, draw.count))
+        else:
+            assert isinstance(selector, Prioritized)
+            places.beta.numpy()[0] = selector.beta_at(draw.number)
+            self._note_range()
+
+    def _launch_draw(self, draw: Draw, places: DrawPlaces) -> None:
+        """Queue the launches of a draw, which are the same for each batch of as many rows."""
         from gear_loader.kernels import items as kernels
         from gear_loader.kernels import priority
 
         selector, count = self.context.selector, draw.count
         rows, ids, *weights = places.out
-        if isinstance(selector, TopK):
-            items = self._top_rows(selector, count)
-        else:
-            assert isinstance(selector, Prioritized)
-            items, leaves = self._scratch(places.work.scratch, count)
-            choose = priority.draw if selector.replacement else priority.draw_distinct
-            self._note_range()
-            choose(self._wide, places.random, items, leaves)
-            kernels.weigh(
-                self._wide,
-                leaves,
-                weights[0][:count],
-                beta=selector.beta_at(draw.number),
-                table=selector.normalize == "table",
-            )
+        items, leaves, *more = self._scratch(places.work.scratch, count)
+        if isinstance(selector, Prioritized):
+            if selector.replacement:
+                priority.draw(self._wide, places.random, items, leaves)
+            else:
+                priority.draw_distinct(self._wide, places.random, items, leaves, (more[0], more[1]))
+            table = selector.normalize == "table"
+            kernels.weigh(self._wide, leaves, weights[0][:count], beta=places.beta, table=table)
         anchor = "item" if selector.unit == "step" else self.context.anchor
         reach = Reach(*places.reach)._asdict()
         kernels.resolve(
             self._index, items, places.random, rows, ids, anchor=anchor, **reach, cache=places.cache
         )
 
-    def _scratch(self, scratch: dict[Any, Any], count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tensors of the items drawn, int64 [n], and their leaves, float32 [n], which a set of buffers keeps."""
+    def _scratch(self, scratch: dict[Any, Any], count: int) -> tuple[torch.Tensor, ...]:
+        """Twice: tensors of the items drawn, int64 [n], and their leaves, float32 [n]; a set of buffers keeps them."""
         if count not in scratch:
-            items = torch.empty(count, dtype=torch.int64, device=self._device)
-            scratch[count] = items, torch.empty(count, dtype=torch.float32, device=self._device)
-        found: tuple[torch.Tensor, torch.Tensor] = scratch[count]
+            kinds = (torch.int64, torch.float32) * 2
+            scratch[count] = tuple(torch.empty(count, dtype=kind, device=self._device) for kind in kinds)
+        found: tuple[torch.Tensor, ...] = scratch[count]
         return found
 
     def _note_range(self) -> None:
@@ -360,6 +379,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
     # ---------------------------------------------------------------- updating
 
+    @_beside_captures
     def update_priority(
         self,
         index: Any,
@@ -371,7 +391,8 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         between: Callable[[Callable[[], object]], None],
     ) -> None:
         """See `ReplayDataset.update_priority`."""
-        self._raise_late()
+        with self._mutex:
+            self._raise_late()
         unit = self.context.selector.unit
         given = [index, priority, generation, anchor]
         if stale == "error" or not all(part is None or self._is_here(part) for part in given):
@@ -470,9 +491,19 @@ class CudaPrioritizedSelection(PrioritizedSelection):
     @property
     def num_stale(self) -> int:
         """Number of stale rows that updates have skipped. Waits for the GPU."""
-        self._enter()
-        return int(self._wide.status[STALE])
+        return self._get_num_stale()
 
+    @_beside_captures
+    def _get_num_stale(self) -> int:
+        with self._mutex:
+            self._enter()
+            return int(self._wide.status[STALE])
+
+    state_dict = _beside_captures(PrioritizedSelection.state_dict)
+    load_state_dict = _beside_captures(PrioritizedSelection.load_state_dict)
+    quantiles = _beside_captures(PrioritizedSelection.quantiles)
+
+    @_beside_captures
     def likelihoods(self) -> tuple[Array, Any]:
         """See `Selection.likelihoods`. Does not wait for the GPU: the values are there after the event."""
         with self._mutex:

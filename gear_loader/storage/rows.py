@@ -77,7 +77,7 @@ class DrawPlaces:
     """Where a draw on the GPU puts its rows, and what comes after it.
 
     Attributes:
-        random: pinned int64 [3], which the draw may write on the host.
+        random: pinned int64 [3], which the draw may write on the host, as `beta`, pinned float32 [1].
         out: device tensors that get the rows, as `gear_loader.kernels.items.resolve` writes them; then the weights.
         memory: uint8 device tensor, of which `out` are parts.
         reach: that of all windows.
@@ -88,6 +88,7 @@ class DrawPlaces:
     """
 
     random: torch.Tensor
+    beta: torch.Tensor
     out: tuple[torch.Tensor, ...]
     memory: torch.Tensor
     reach: Reach

@@ -1,30 +1,69 @@
-"""CUDA graphs that other threads capture."""
+"""CUDA graphs that users capture, in any thread, while batches are made."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 
+import torch
+
+from gear_loader.errors import GpuError
+from gear_loader.utils import driver
 from gear_loader.utils.notices import notice
+from gear_loader.utils.streams import current_stream
 
-__all__ = ["RELAXED", "allow_captures"]
+__all__ = ["RELAXED", "allow_captures", "beside_captures", "refuse_capture"]
 
 RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED: no call of any thread ends a capture."""
 
 
-def allow_captures() -> None:
-    """Allow other threads to capture CUDA graphs during any call of this thread.
-
-    By default a capture fails if another thread waits for an event or allocates meanwhile.
-    """
-    try:
-        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-        code: int | str = exchange(ctypes.byref(ctypes.c_int(RELAXED)))
-    except (OSError, AttributeError) as error:
-        code = str(error)
+def _exchange(mode: int) -> int:
+    """Set this thread's capture mode, and return the one before."""
+    library, held = driver.library(), ctypes.c_int(mode)
+    code = None if library is None else library.cuThreadExchangeStreamCaptureMode(ctypes.byref(held))
     if code != 0:
         notice(
             "captures",
-            f"Threads that prepare batches may disturb the capture of CUDA graphs ({code}): capture them with "
-            "torch.cuda.graph(..., capture_error_mode='thread_local').",
+            f"Calls that prepare batches may disturb the capture of CUDA graphs ({code or 'no libcuda.so.1'}): capture "
+            "them with torch.cuda.graph(..., capture_error_mode='thread_local').",
+        )
+    return held.value
+
+
+def allow_captures() -> None:
+    """Allow other threads to capture CUDA graphs during any call of this thread.
+
+    By default a capture fails if another thread waits for an event or allocates meanwhile, and so does that call.
+    """
+    _exchange(RELAXED)
+
+
+@contextlib.contextmanager
+def beside_captures(device: torch.device) -> Iterator[None]:
+    """`allow_captures` for a block of a user's thread, if the device is a GPU. May be nested."""
+    if device.type != "cuda":
+        yield
+        return
+    before = _exchange(RELAXED)
+    try:
+        yield
+    finally:
+        _exchange(before)
+
+
+def refuse_capture(device: torch.device, what: str) -> None:
+    """Raise GpuError if the current stream is capturing a CUDA graph, into which `what` cannot be taken."""
+    library = driver.library()
+    if library is None or device.type != "cuda":
+        return
+    status = ctypes.c_int()
+    # An error is left to the call that comes next: it says more.
+    library.cuStreamIsCapturing(current_stream(device).cuda_stream, ctypes.byref(status))
+    if status.value:
+        raise GpuError(
+            f"The current stream of {device} is capturing a CUDA graph, and {what} cannot be part of one. Call it "
+            "before the capture begins, and let the graph read tensors of yours that the batch is copied into. Nothing "
+            "was changed."
         )

@@ -8,7 +8,6 @@ numbers, that other threads use.
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import weakref
 from collections.abc import Callable, Hashable
@@ -16,31 +15,14 @@ from typing import Any
 
 import torch
 
+from gear_loader.utils import driver
 from gear_loader.utils.captures import RELAXED
 from gear_loader.utils.notices import notice
 
 __all__ = ["LaunchGraph", "RepeatedWork", "record"]
 
-
-@functools.cache
-def _library() -> Any:
-    """The driver's library; None without one that has graphs."""
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-        pointer = ctypes.c_void_p
-        for name, types in (
-            ("cuStreamBeginCapture_v2", [pointer, ctypes.c_int]),
-            ("cuStreamEndCapture", [pointer, pointer]),
-            ("cuGraphInstantiateWithFlags", [pointer, pointer, ctypes.c_ulonglong]),
-            ("cuGraphDestroy", [pointer]),
-            ("cuGraphExecDestroy", [pointer]),
-            ("cuGraphLaunch", [pointer, pointer]),
-        ):
-            function = getattr(library, name)
-            function.argtypes, function.restype = types, ctypes.c_int
-    except (OSError, AttributeError):
-        return None
-    return library
+_MOST_FAILURES = 3
+"""Recordings in which something was allocated, perhaps by another thread, after which no more are tried."""
 
 
 class LaunchGraph:
@@ -71,33 +53,88 @@ class LaunchGraph:
             raise RuntimeError(f"CUDA could not queue a batch: cuGraphLaunch returned {code}.")
 
 
+class _Allocated(Exception):
+    """Memory of the GPU was allocated during a recording: a replay could write where it has become somebody else's."""
+
+
+class _Recording:
+    """The capture of a stream, which ends with the block, whatever is raised in it.
+
+    Attributes:
+        graph: what was captured; 0 if it could not be. code: 0, or what the driver returned.
+    """
+
+    def __init__(self, library: Any, stream: torch.cuda.Stream) -> None:
+        self._library, self._handle = library, stream.cuda_stream
+        self._open = False
+        self.graph, self.code = ctypes.c_void_p(), 0
+
+    def run(self, queue: Callable[[], object]) -> None:
+        """Capture what `queue` queues."""
+        try:
+            try:
+                self._open = True  # before it is: an exception may arrive in between
+                self.code = self._library.cuStreamBeginCapture_v2(self._handle, RELAXED)
+                if self.code:
+                    self._open = False
+                else:
+                    queue()
+            finally:
+                self._end()
+        finally:
+            self._end()  # again: the one above may have been interrupted
+
+    def _end(self) -> None:
+        if not self._open:
+            return
+        code = self._library.cuStreamEndCapture(self._handle, ctypes.byref(self.graph))
+        self._open = False
+        self.code = self.code or code
+
+
+def _allocations(stream: torch.cuda.Stream) -> Any:
+    """A number that changes when memory of the stream's GPU is allocated; None if PyTorch does not count."""
+    try:
+        return torch.cuda.memory_stats_as_nested_dict(stream.device)["allocation"]["all"]["allocated"]
+    except (KeyError, RuntimeError):  # another allocator
+        return None
+
+
 def record(queue: Callable[[], object], stream: torch.cuda.Stream) -> LaunchGraph | None:
     """Record what `queue` queues on `stream`, the current one, which is not run; None if that cannot be recorded.
 
     Args:
         queue: launches kernels that are loaded, and copies between memory that its caller keeps; allocates nothing.
+
+    Raises:
+        _Allocated: memory of the GPU was allocated meanwhile, by `queue` or another thread.
     """
-    library = _library()
+    library = driver.library()
     if library is None:
         return None
-    graph, handle, failure = ctypes.c_void_p(), ctypes.c_void_p(), None
-    code = library.cuStreamBeginCapture_v2(stream.cuda_stream, RELAXED)
-    if code == 0:
-        try:
-            queue()
-        except Exception as error:
-            failure = error
-        code = library.cuStreamEndCapture(stream.cuda_stream, ctypes.byref(graph))
-    if code == 0 and failure is None:
-        code = library.cuGraphInstantiateWithFlags(ctypes.byref(handle), graph, 0)
-    if graph.value:
-        library.cuGraphDestroy(graph)
-    if code or failure is not None or handle.value is None:
-        notice(
-            "launch-graph", f"Batches are queued kernel by kernel: no CUDA graph of them ({failure or code})."
-        )
+    recording, handle, failure = _Recording(library, stream), ctypes.c_void_p(), None
+    before = _allocations(stream)
+    try:
+        recording.run(queue)
+        if recording.code == 0 and _allocations(stream) != before:
+            raise _Allocated
+        if recording.code == 0:
+            recording.code = library.cuGraphInstantiateWithFlags(ctypes.byref(handle), recording.graph, 0)
+    except _Allocated:
+        raise
+    except Exception as error:
+        failure = error
+    finally:
+        if recording.graph.value:
+            library.cuGraphDestroy(recording.graph)
+    if recording.code or failure is not None or handle.value is None:
+        _refuse(failure or recording.code)
         return None
     return LaunchGraph(library, handle.value)
+
+
+def _refuse(reason: object) -> None:
+    notice("launch-graph", f"Batches are queued kernel by kernel: no CUDA graph of them ({reason}).")
 
 
 class RepeatedWork:
@@ -112,7 +149,7 @@ class RepeatedWork:
         self._key: Hashable = None
         self._graph: LaunchGraph | None = None
         self._kept: object = None
-        self._refused = False
+        self._failures = 0
 
     def run(
         self, key: Hashable, queue: Callable[[], object], stream: torch.cuda.Stream, keep: object = None
@@ -120,22 +157,38 @@ class RepeatedWork:
         """Queue work on `stream`, the current one. Does not wait for the GPU.
 
         Args:
-            key: tells one piece of work from another: equal keys mean equal launches with equal arguments. None for
-                work that is not repeated.
+            key: tells one piece of work from another: equal keys mean equal launches with equal arguments. Numbers that
+                change lie in memory that the launches read. None for work that is not repeated.
             queue: queues it; see `record`.
             keep: what holds the memory that it uses.
         """
-        if key is None or self._refused:
+        if key is None or self._failures >= _MOST_FAILURES:
             queue()
             return
         if key != self._key:
-            self._key, self._graph, self._kept = key, None, None
+            # In this order: an exception may arrive in between, and no graph must be found under another key.
+            self._graph = self._key = self._kept = None
             queue()
+            self._key = key
             return
         if self._graph is None:
-            self._graph, self._kept = record(queue, stream), keep
-            self._refused = self._graph is None
+            self._kept = keep
+            self._graph = self._record(queue, stream)
         if self._graph is None:
             queue()
         else:
             self._graph.launch(stream)
+
+    def _record(self, queue: Callable[[], object], stream: torch.cuda.Stream) -> LaunchGraph | None:
+        try:
+            graph = record(queue, stream)
+        except _Allocated:
+            self._failures += 1
+            if self._failures == _MOST_FAILURES:
+                _refuse(
+                    "memory was allocated during each of 3 recordings, by other threads or a defect of ours"
+                )
+            return None
+        if graph is None:
+            self._failures = _MOST_FAILURES
+        return graph

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import threading
 from collections.abc import Iterator
@@ -16,10 +15,12 @@ from cuda_common import FakeCuda, OnCpu
 from waiting_common import wait_until
 
 import gear_loader as gear
-from gear_loader.collection import prefetch, ticket_releaser
+from gear_loader.collection import ticket_releaser
 from gear_loader.errors import GpuError
 from gear_loader.storage.operations.view import READING
-from gear_loader.utils import captures, notices
+from gear_loader.utils import driver as drivers
+from gear_loader.utils import notices
+from gear_loader.utils.captures import RELAXED, allow_captures
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_gather_gpu.py uses CUDA itself")
 DEVICE = torch.device("cuda", 1)
@@ -27,15 +28,25 @@ BATCH = 6
 
 
 class Driver:
-    """Stands for libcuda: which threads said that others may capture graphs."""
+    """Stands for libcuda: which threads have said that others may capture graphs."""
 
     def __init__(self) -> None:
-        self.relaxed: list[str] = []
+        self.modes: dict[str, int] = {}
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
-        assert mode._obj.value == 2  # relaxed
-        self.relaxed.append(threading.current_thread().name)
+        name = threading.current_thread().name
+        before, self.modes[name] = self.modes.get(name, 0), mode._obj.value
+        mode._obj.value = before
         return 0
+
+    def cuStreamIsCapturing(self, stream: int, status: Any) -> int:
+        return 0
+
+    def cuStreamCreateWithPriority(self, handle: Any, flags: int, priority: int) -> int:
+        return 1  # so that PyTorch's are used
+
+    def cuStreamBeginCapture_v2(self, stream: int, mode: int) -> int:
+        return 1  # nothing is recorded
 
 
 @pytest.fixture
@@ -46,7 +57,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
-    monkeypatch.setattr(captures.ctypes, "CDLL", lambda name: made)
+    monkeypatch.setattr(drivers, "library", lambda: made)
     return made
 
 
@@ -171,7 +182,8 @@ def test_the_thread_is_on_the_dataset_s_device(
     wait_until(lambda: readers(table) == 0, "the tickets")
     assert set(cuda.devices_of("event.synchronize")) == {1}
     assert set(cuda.devices_of("record")) <= {0, 1}  # `released`, on the consumer's thread
-    assert driver.relaxed == ["gear-loader-pin", "gear-loader-release"]  # and never the caller's thread
+    main = threading.current_thread().name  # in the default mode again
+    assert driver.modes == {"gear-loader-pin": RELAXED, "gear-loader-release": RELAXED, main: 0}
     assert cuda.devices_of("cudaHostRegister") == [1]
     table.close()
     assert cuda.synchronized == [1]
@@ -179,14 +191,29 @@ def test_the_thread_is_on_the_dataset_s_device(
 
 
 def test_without_the_driver_s_call_a_notice_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
-        raise OSError(f"{name}: cannot open shared object file")
-
     monkeypatch.setattr(notices, "_seen", {})
-    monkeypatch.setattr(ctypes, "CDLL", missing)
-    prefetch.allow_captures()
+    monkeypatch.setattr(drivers, "library", lambda: None)
+    allow_captures()
+    assert "(no libcuda.so.1): capture them with torch" in notices.notices()["captures"]
     assert "capture_error_mode='thread_local'" in notices.notices()["captures"]
-    assert "libcuda.so.1: cannot open shared object file" in notices.notices()["captures"]
+
+
+def test_an_error_of_one_call_is_no_failure_of_the_gpu(
+    cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table
+) -> None:
+    """As when somebody captures a CUDA graph: the call that met it asks again, and the ticket is given back."""
+    data = dataset(table, prefetch=0)
+    cuda.hold()
+    data.sample()
+    event = (cuda.held or [])[0]
+    event.error, event.lasting = (
+        RuntimeError("CUDA error: operation not permitted when stream is capturing"),
+        False,
+    )
+    cuda.finish()
+    wait_until(lambda: readers(table) == 0, "the ticket")
+    assert event.error is None
+    data.sample()
 
 
 def test_a_gpu_that_fails_gives_nothing_back(

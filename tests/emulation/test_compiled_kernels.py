@@ -424,7 +424,7 @@ def test_weights_by_the_table(version: str, monkeypatch: pytest.MonkeyPatch) -> 
             return lambda *arguments, **_: launch.launch(runner, "items_weigh_table", grid[0], arguments)
 
     monkeypatch.setattr(items, "weigh_kernel", Emulated())
-    items.weigh(tree, tree.leaves[:1100], weights, beta=0.4, table=True)
+    items.weigh(tree, tree.leaves[:1100], weights, beta=torch.tensor([0.4]), table=True)
     least = float(tree.leaves[:3000].min())
     expected = (least / tree.leaves[:1100].double()) ** float(np.float32(0.4))
     assert torch.allclose(weights.double(), expected, rtol=2.4e-7, atol=0)

@@ -112,9 +112,11 @@ def test_a_bad_value_changes_nothing() -> None:
 def test_draw_gather_and_update_in_a_cuda_graph() -> None:
     """What stands between the draw and the next one, captured once and replayed: as if launched one by one."""
 
+    beta = torch.tensor([0.4]).pin_memory()
+
     def step(tree: SumTree, random: Any, items: Any, leaves: Any, weights: Any) -> None:
         priority.draw(tree, random, items, leaves)
-        item_kernels.weigh(tree, leaves, weights, beta=0.4, table=True)
+        item_kernels.weigh(tree, leaves, weights, beta=beta, table=True)
         priority.update(tree, items, leaves * 0.5)
         random[1] += 1
 

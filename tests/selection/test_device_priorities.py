@@ -18,7 +18,7 @@ from gear_loader.collection.collector import Collector, GpuSide
 from gear_loader.errors import PriorityError, SchemaError, StaleIndexError, TableEmptyError
 from gear_loader.selection.base import Anchor, SelectionContext
 from gear_loader.selection.complete import CompleteAnchors
-from gear_loader.selection.prioritized import ANCHORS, LEAVES, PrioritizedSelection, draw_key
+from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.selection.selectors import Draw, Selector
 from gear_loader.storage.readers import Ticket
@@ -75,11 +75,11 @@ def drawn(selection: CudaPrioritizedSelection, draw: Draw) -> tuple[torch.Tensor
     )
     if selection.context.selector.weighs:
         mirror += (torch.full((BATCH,), torch.nan),)
-    random = torch.tensor([draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS)])
+    random, beta = torch.empty(3, dtype=torch.int64), torch.empty(1)
     ticket = Ticket()
     try:
         selection._follow(ticket)
-        places = DrawPlaces(random, mirror, mirror[0], REACH, None, RepeatedWork(), True, lambda: None)
+        places = DrawPlaces(random, beta, mirror, mirror[0], REACH, None, RepeatedWork(), True, lambda: None)
         selection.draw_rows(draw, places)
         selection._leave()
     finally:
@@ -384,7 +384,7 @@ def test_a_batch_is_gathered_from_what_the_kernels_drew(
     mirror: tuple[torch.Tensor, ...] = packed_views(memory, parts)
     for part in mirror:
         part.fill_(torch.nan if part.is_floating_point() else -7)
-    random = torch.empty(3, dtype=torch.int64)
+    random = torch.empty(3, dtype=torch.int64), torch.empty(1)
     for i, key in enumerate(("index", "anchor", "generation")):
         buffers.batch[key] = mirror[0][i]
     if device.context.selector.weighs:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
+import itertools
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -14,10 +17,10 @@ from cuda_common import CurrentDevice
 
 from gear_loader.collection import cache_policy, prefetch, ticket_releaser
 from gear_loader.storage import pinning
-from gear_loader.utils import background, captures, launch_graph, streams, waiting
+from gear_loader.utils import background, driver, streams, waiting
 
 from . import kernels
-from .machine import Event, Machine, Policy, Stream
+from .machine import Captured, Event, Machine, Policy, Stream
 from .memory import Memory, View
 from .tensors import CudaFunctions, DeviceTensor, allow_cuda_devices, device_empty
 from .threads import Threads
@@ -32,14 +35,26 @@ _UNSAFE = {
 }
 
 
-class Replay:
-    """Stands in for a CUDA graph: queues the work of the call that recorded it."""
+GLOBAL, RELAXED = 0, 2
+"""Capture modes of a thread, and of a capture."""
+_POOL = 32
+"""Streams that PyTorch has for each device and priority."""
 
-    def __init__(self, queue: Callable[[], object]) -> None:
-        self._queue = queue
 
-    def launch(self, stream: Stream) -> None:
-        self._queue()
+@dataclasses.dataclass(eq=False)
+class Capture:
+    """A capture that goes on.
+
+    Attributes:
+        thread: which began it. mode: of it. stream: which it captures; None for one that nobody here uses.
+        allocations: of the thread before it. broken: what ended it.
+    """
+
+    thread: int
+    mode: int
+    stream: Stream | None = None
+    allocations: int = 0
+    broken: str = ""
 
 
 class Cuda(CurrentDevice):
@@ -60,6 +75,12 @@ class Cuda(CurrentDevice):
         self.refuse_pinning = False
         self.may_pin: Callable[[], bool] = lambda: True
         self._defaults = [Stream(self.machine, number) for number in range(devices)]
+        self._pool: dict[tuple[int, int], list[Stream]] = collections.defaultdict(list)
+        self._next: collections.Counter[tuple[int, int]] = collections.Counter()
+        self._captures: list[Capture] = []
+        self._graphs: dict[int, list[Captured]] = {}
+        self._handles = itertools.count(1)
+        self.machine.check_call = self._check_call
 
     # ---------------------------------------------------------------- devices and streams
 
@@ -122,7 +143,6 @@ class Cuda(CurrentDevice):
 
     def upload(self, source: torch.Tensor, target: DeviceTensor, *, non_blocking: bool) -> None:
         """Copy to a device. Memory that is not pinned has been read when this returns."""
-        self.machine.counts["copies to the device"] += 1
         stream = self.current_stream(target.where)
         into, view = View.of(target), View.of(source)
         if self.memory.is_pinned(view):
@@ -144,7 +164,6 @@ class Cuda(CurrentDevice):
 
     def download(self, source: DeviceTensor, target: torch.Tensor, *, non_blocking: bool) -> None:
         """Copy to the host; to memory that is not pinned, or if blocking, it has arrived when this returns."""
-        self.machine.counts["copies to the host"] += 1
         stream = self.current_stream(source.where)
         view, into = View.of(source), View.of(target)
         pinned = self.memory.is_pinned(into)
@@ -209,26 +228,104 @@ class Cuda(CurrentDevice):
     def cudaHostUnregister(self, address: int) -> int:
         return 0 if self.memory.registered.pop(address, None) else 713
 
+    # ---------------------------------------------------------------- captures and graphs, as the driver has them
+
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
-        assert mode._obj.value == 2  # relaxed
-        self._thread.relaxed = True
+        before, self._thread.mode = getattr(self._thread, "mode", GLOBAL), mode._obj.value
+        mode._obj.value = before
         return 0
 
+    def set_mode(self, mode: int) -> None:
+        """The capture mode of the calling thread, as a user's own call sets it."""
+        self._thread.mode = mode
+
+    def _check_call(self, name: str) -> None:
+        """A call that waits or allocates ends the captures that it may disturb, and is refused."""
+        mode, me = getattr(self._thread, "mode", GLOBAL), threading.get_ident()
+        if name not in _UNSAFE or mode == RELAXED:
+            return
+        disturbed = [
+            each
+            for each in self._captures
+            if (each.mode != RELAXED if each.thread == me else each.mode == GLOBAL and mode == GLOBAL)
+        ]
+        for capture in disturbed:
+            capture.broken = (
+                f"{name} in thread {threading.current_thread().name} ended the capture of a graph"
+            )
+        if disturbed:
+            self.machine.fail(disturbed[0].broken)
+            raise RuntimeError(
+                f"CUDA error: operation not permitted when stream is capturing: {disturbed[0].broken}"
+            )
+
     @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
-        """This thread captures a graph: calls that wait or allocate fail it, in every thread that is not relaxed."""
-
-        def check(name: str) -> None:
-            if name in _UNSAFE and not getattr(self._thread, "relaxed", False):
-                self.machine.fail(
-                    f"{name} in thread {threading.current_thread().name} ended the capture of a graph"
-                )
-
-        before, self.machine.check_call = self.machine.check_call, check
+    def capturing(self, stream: Stream | None = None) -> Iterator[None]:
+        """This thread captures a graph in the default mode, of work that is the user's own."""
+        capture = Capture(threading.get_ident(), GLOBAL, stream)
+        self._captures.append(capture)
+        if stream is not None:
+            stream.captured = []
         try:
             yield
         finally:
-            self.machine.check_call = before
+            self._captures.remove(capture)
+            if stream is not None:
+                stream.captured = None
+
+    def _stream(self, handle: int) -> Stream:
+        return next(each for each in self.machine.streams if each.cuda_stream == handle)
+
+    def cuStreamCreateWithPriority(self, handle: Any, flags: int, priority: int) -> int:
+        assert flags == 1
+        handle._obj.value = Stream(self.machine, self.current, priority).cuda_stream
+        return 0
+
+    def cuStreamIsCapturing(self, handle: int, status: Any) -> int:
+        status._obj.value = int(self._stream(handle).captured is not None)
+        return 0
+
+    def cuStreamBeginCapture_v2(self, handle: int, mode: int) -> int:
+        stream = self._stream(handle)
+        self.machine.counts["recordings"] += 1
+        if stream.captured is not None:
+            return 900
+        stream.captured = []
+        me = threading.get_ident()
+        self._captures.append(Capture(me, mode, stream, self.memory.counts[me]))
+        return 0
+
+    def cuStreamEndCapture(self, handle: int, graph: Any) -> int:
+        stream = self._stream(handle)
+        found = [each for each in self._captures if each.stream is stream]
+        if not found or stream.captured is None:
+            return 401
+        graph._obj.value = next(self._handles)
+        self._graphs[graph._obj.value] = stream.captured
+        stream.captured = None
+        self._captures.remove(found[0])
+        if self.memory.counts[found[0].thread] != found[0].allocations:
+            self.machine.fail("memory was allocated in a recording")
+        return 901 if found[0].broken else 0
+
+    def cuGraphInstantiateWithFlags(self, handle: Any, graph: Any, flags: int) -> int:
+        self.machine.counts["graphs"] += 1
+        handle._obj.value = next(self._handles)
+        self._graphs[handle._obj.value] = self._graphs[graph.value]
+        return 0
+
+    def cuGraphDestroy(self, graph: Any) -> int:
+        del self._graphs[graph.value]
+        return 0
+
+    def cuGraphExecDestroy(self, handle: int) -> int:
+        del self._graphs[handle]
+        return 0
+
+    def cuGraphLaunch(self, handle: int, stream: int) -> int:
+        self.machine.on_call("replays")
+        self.machine.replay(self._stream(stream), self._graphs[handle])
+        return 0
 
     # ---------------------------------------------------------------- in the place of torch.cuda
 
@@ -237,7 +334,13 @@ class Cuda(CurrentDevice):
         machine, cuda = self.machine, self
 
         def stream(device: Any = None, priority: int = 0) -> Stream:
-            return Stream(machine, cuda.index(device), priority)
+            """The next one of the pool, which somebody else may have too."""
+            kind = cuda.index(device), priority
+            pool, number = self._pool[kind], self._next[kind] % _POOL
+            self._next[kind] += 1
+            if number == len(pool):
+                pool.append(Stream(machine, *kind))
+            return pool[number]
 
         return {
             "is_available": lambda: True,
@@ -249,6 +352,10 @@ class Cuda(CurrentDevice):
             "synchronize": lambda device=None: machine.synchronize(self.index(device)),
             "cudart": lambda: self,
             "Stream": stream,
+            "ExternalStream": lambda handle, device=None: self._stream(handle),
+            "memory_stats_as_nested_dict": lambda device=None: {
+                "allocation": {"all": {"allocated": self.memory.counts.total()}}
+            },
             "Event": lambda blocking=False: Event(machine, blocking=blocking),
             "current_stream": self.current_stream,
             "default_stream": lambda device=None: self._defaults[self.index(device)],
@@ -281,9 +388,9 @@ class Cuda(CurrentDevice):
         patch.setattr(cache_policy, "queue", self.threads.queue)
         patch.setattr(waiting, "time", self.threads.time)
         patch.setattr(pinning, "threading", self.threads.threading)
-        patch.setattr(captures.ctypes, "CDLL", lambda name: self)
+        patch.setattr(driver, "library", lambda: self)
         patch.setattr(streams, "_raw_stream", None)
-        patch.setattr(launch_graph, "record", lambda queue, stream: Replay(queue))
+        patch.setattr(streams, "_unused", {})
         kernels.install(self, patch)
         try:
             with CudaFunctions(self):

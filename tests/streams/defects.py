@@ -21,6 +21,7 @@ from gear_loader.distributed.collector_cuda import CudaShardCollector
 from gear_loader.distributed.packed_cuda import CudaShardPackedCollector
 from gear_loader.selection import cuda_updates, prioritized_cuda
 from gear_loader.selection.budget_planner import PlannedBatch
+from gear_loader.utils import launch_graph
 
 from .machine import Event, Stream
 from .tensors import DeviceTensor
@@ -108,7 +109,19 @@ def _one_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(prefetch.Prefetcher, "__init__", less)
 
 
+def _scratch_of_the_call(patch: pytest.MonkeyPatch) -> None:
+    """A recorded draw allocates what only its kernels use, and the recording does not notice."""
+    scratch = prioritized_cuda.CudaPrioritizedSelection._scratch
+
+    def fresh(self: Any, kept: dict[Any, Any], count: int) -> tuple[torch.Tensor, ...]:
+        return *scratch(self, kept, count)[:2], *scratch(self, {}, count)[2:]
+
+    patch.setattr(prioritized_cuda.CudaPrioritizedSelection, "_scratch", fresh)
+    patch.setattr(launch_graph, "_allocations", lambda stream: None)
+
+
 DEFECTS: dict[str, Defect] = {
+    "a recorded draw allocates its scratch": _scratch_of_the_call,
     "a batch is delivered without waiting for the stream that fills it": _left_out(
         Stream, "wait_event", "_deliver"
     ),

@@ -286,37 +286,49 @@ class Launchers:
         self._queue_draw(priority_reference.draw, tree, random, items, values)
 
     def draw_distinct(
-        self, tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch.Tensor
+        self,
+        tree: SumTree,
+        random: torch.Tensor,
+        items: torch.Tensor,
+        values: torch.Tensor,
+        scratch: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        self._draw_distinct(tree, random, items, values)
-        self._queue_draw(priority_reference.draw_distinct, tree, random, items, values)
+        self._draw_distinct(tree, random, items, values, scratch)
+        self._queue_draw(priority_reference.draw_distinct, tree, random, items, values, *scratch)
 
     def _queue_draw(
         self,
         twin: Callable[..., None],
         tree: SumTree,
         random: torch.Tensor,
-        items: torch.Tensor,
-        values: torch.Tensor,
+        *outs: torch.Tensor,
     ) -> None:
         launch = self._launch(tree.device, "draw")
         now, numbers = self._tree(launch, tree), launch.read(random)
-        outs = [launch.write(items), launch.write(values)]
-        launch.queue(lambda: twin(now(), numbers.tensor(), *(out.tensor() for out in outs)))
+        views = [launch.write(out) for out in outs]
+
+        def run() -> None:
+            items, values, *scratch = (view.tensor() for view in views)
+            for part in scratch:
+                part.fill_(7)
+            twin(now(), numbers.tensor(), items, values)
+
+        launch.queue(run)
 
     # ---------------------------------------------------------------- items and rows
 
     def weigh(
-        self, tree: SumTree, leaves: torch.Tensor, weights: torch.Tensor, *, beta: float, table: bool
+        self, tree: SumTree, leaves: torch.Tensor, weights: torch.Tensor, *, beta: torch.Tensor, table: bool
     ) -> None:
         self._weigh(tree, leaves, weights, beta=beta, table=table)
         launch = self._launch(tree.device, "weigh")
         mins, given, out = launch.read(tree.mins), launch.read(leaves), launch.write(weights)
+        exponents = launch.read(beta)
         offset = tree.shape[-1][0]
 
         def run() -> None:
             found = given.tensor().double()
-            exponent = float(torch.tensor(beta, dtype=torch.float32, device="cpu"))
+            exponent = float(exponents.tensor())
             some = found[found > 0]
             least = mins.tensor()[offset : offset + 32].min() if table else some.min() if len(some) else 1.0
             ratio = torch.where(found > 0, least / found.clamp(min=1e-300), 1.0)

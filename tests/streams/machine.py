@@ -8,7 +8,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -41,8 +41,17 @@ class Operation:
         return self.clock.get(other.stream.cuda_stream, 0) >= other.number
 
 
+class Captured(NamedTuple):
+    """An operation of a graph: what it does, by the addresses that it was recorded with."""
+
+    label: str
+    call: Callable[[], object] | None
+    reads: list[Span]
+    writes: list[Span]
+
+
 class Stream:
-    """A queue of operations, which run in its order."""
+    """A queue of operations, which run in its order. While it captures, they go into `captured` instead."""
 
     def __init__(self, machine: Machine, device: int, priority: int = 0) -> None:
         self.machine, self.device, self.priority = machine, device, priority
@@ -52,11 +61,14 @@ class Stream:
         self.count = 0
         self.weight = machine.random.choice([0.0, 0.05, 0.3, 1.0])
         self.last: Operation | None = None
+        self.captured: list[Captured] | None = None
         machine.streams.append(self)
 
     def wait_event(self, event: Event) -> None:
         self.machine.on_call("wait_event")
         if event.marker is not None:
+            if self.captured is not None or event.marker.number == 0:
+                raise RuntimeError("CUDA error: dependency created on uncaptured work in another stream")
             self.machine.enqueue(self, "wait", None, after=[event.marker])
 
     def wait_stream(self, other: Stream) -> None:
@@ -69,6 +81,7 @@ class Stream:
 
     def synchronize(self) -> None:
         self.machine.on_call("stream.synchronize")
+        assert self.captured is None, "operation not permitted when stream is capturing"
         if self.last is not None:
             self.machine.await_operation(self.last)
 
@@ -131,6 +144,7 @@ class Machine:
         self.wait_for: Callable[..., None] | None = None  # of the threads, see `Threads.wait`
         self.maybe_switch: Callable[[], None] = lambda: None
         self.check_call: Callable[[str], None] = lambda name: None
+        self.turn_of: Callable[[Span], int] = lambda span: 0  # of the memory, see `Block`
         self.current_stream: Callable[[], Stream] = lambda: self.streams[0]
         self._process = os.getpid()
         self._hosts: dict[int, dict[int, int]] = collections.defaultdict(
@@ -160,8 +174,15 @@ class Machine:
         reads: Iterable[Span] = (),
         writes: Iterable[Span] = (),
         after: Iterable[Operation] = (),
+        captured: bool = True,
     ) -> Operation:
-        """Queue an operation. Never runs other threads, so that the garbage collector may call it."""
+        """Queue an operation, or let a stream that captures record it, unless that is the allocator's.
+
+        Never runs other threads, so that the garbage collector may call it.
+        """
+        if stream.captured is not None and captured:
+            stream.captured.append(Captured(label, call, list(reads), list(writes)))
+            return Operation(stream, 0, label, None, [], {}, done=True)
         stream.count += 1
         clock = stream.clock
         for other in (self.host_clock, *(operation.clock for operation in after)):
@@ -178,6 +199,15 @@ class Machine:
         if self.policy == "eager":
             self._run_until(operation)
         return operation
+
+    def replay(self, stream: Stream, operations: Iterable[Captured]) -> None:
+        """Queue what was recorded, as it was: with the memory that it had then."""
+        for label, call, reads, writes in operations:
+            for span in (*reads, *writes):
+                if self.checks_order and self.turn_of(span) != span.turn:
+                    self.fail(f"the replay of {label} uses memory that was given back since it was recorded")
+            self.counts[label] += 1
+            self.enqueue(stream, label, call, reads=reads, writes=writes)
 
     def _order(self, operation: Operation, span: Span, write: bool) -> None:
         """Note an access, and fail if nothing orders it with an earlier one."""
@@ -228,7 +258,7 @@ class Machine:
                     operation.call()
             except Exception as error:
                 self.fail(f"{operation.label} failed: {type(error).__name__}: {error}")
-        operation.call = None
+        operation.call = None  # which a graph may keep
         operation.after.clear()
         operation.done = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import math
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,11 +22,12 @@ POISON = 0xA5
 
 
 class Span(NamedTuple):
-    """Bytes from `first` to before `end`, in an allocated block."""
+    """Bytes from `first` to before `end`, in an allocated block that had been given back `turn` times."""
 
     first: int
     end: int
     block: int | None
+    turn: int = 0
 
 
 class _Holder(np.ndarray[Any, Any]):
@@ -69,6 +71,7 @@ class Block:
         stream: whose pool it is in; None for pinned memory.
         used: other streams that were recorded as its users.
         ended: work of its former users that the allocator of pinned memory has seen done.
+        turn: how often it has been given back.
     """
 
     def __init__(self, address: int, size: int, memory: Any) -> None:
@@ -76,6 +79,7 @@ class Block:
         self.stream: Stream | None = None
         self.used: set[int] = set()
         self.ended: list[Operation] = []
+        self.turn = 0
 
     def poison(self) -> None:
         self.memory[:] = POISON
@@ -98,12 +102,15 @@ class Memory:
         self._blocks: dict[int, Block] = {}
         self._pages: dict[int, int] = {}
         self.registered: dict[int, int] = {}
+        self.counts: collections.Counter[int] = collections.Counter()  # thread -> its allocations of devices
+        machine.turn_of = lambda span: 0 if span.block is None else self._blocks[span.block].turn
 
     # ---------------------------------------------------------------- allocating
 
     def allocate(self, count: int, stream: Stream | None) -> torch.Tensor:
         """Bytes of a stream's pool, or pinned; uint8 [count] as the host sees them. Never runs other threads."""
         self._machine.check_call("allocate")
+        self.counts[threading.get_ident()] += stream is not None
         self._recycle()
         size = max(-(-count // ROUND) * ROUND, ROUND)
         pool = self._free[-1 if stream is None else stream.cuda_stream, size]
@@ -130,9 +137,11 @@ class Memory:
         return block
 
     def _freed(self, block: Block) -> None:
+        block.turn += 1
         users = [stream for stream in self._machine.streams if stream.cuda_stream in block.used]
         if users:
-            self._pending.append((block, [self._machine.enqueue(stream, "free", None) for stream in users]))
+            markers = [self._machine.enqueue(stream, "free", None, captured=False) for stream in users]
+            self._pending.append((block, markers))
         else:
             self._reusable(block)
 
@@ -153,7 +162,12 @@ class Memory:
             return
         span = Span(block.address, block.address + block.size, block.address)
         self._machine.enqueue(
-            block.stream, "the next user of freed memory", block.poison, writes=[span], after=after
+            block.stream,
+            "the next user of freed memory",
+            block.poison,
+            writes=[span],
+            after=after,
+            captured=False,
         )
         self._free[block.stream.cuda_stream, block.size].append(block)
 
@@ -172,7 +186,8 @@ class Memory:
 
     def span(self, view: View) -> Span:
         block = self.block(view.address)
-        return Span(view.address, view.address + view.bytes, None if block is None else block.address)
+        known = (None, 0) if block is None else (block.address, block.turn)
+        return Span(view.address, view.address + view.bytes, *known)
 
     def is_pinned(self, view: View) -> bool:
         """Whether the host memory of a tensor is page-locked."""

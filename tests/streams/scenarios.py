@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from gear_loader.selection.prioritized import PrioritizedSelection, needs_priori
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.storage.readers import Ticket
 
-from .cuda import Cuda
+from .cuda import GLOBAL, RELAXED, Cuda
 from .machine import Policy
 
 BATCH = 6
@@ -37,7 +37,7 @@ SELECTORS = {
     "uniform": lambda: gear.Uniform(),
     "steps": lambda: gear.Uniform(unit="step"),
     "pass": lambda: gear.Uniform(replacement=False),
-    "prioritized": lambda: gear.Prioritized(0.6, eps=1e-3),
+    "prioritized": lambda: gear.Prioritized(0.6, gear.LinearSchedule(0.4, 1.0, batches=9), eps=1e-3),
     "prioritized steps": lambda: gear.Prioritized(1.0, unit="step", normalize="table"),
     "distinct": lambda: gear.Prioritized(1.0, replacement=False, normalize="batch"),
     "top": lambda: gear.TopK(),
@@ -64,7 +64,8 @@ class Scenario:
         drops: whether the dataset is dropped while the device still works.
         looks: whether the consumer asks for counts and states.
         mode: what else torch is told: ``"inference"`` mode, another ``"default device"`` or current ``"device"``, or
-            the ``"capture"`` of a graph while other threads go on.
+            the ``"capture"`` of a graph while other threads go on, or ``"captures elsewhere"``, by another thread while
+            the consumer asks for something.
         packed: whether the columns share a record.
         layout: of the batches; all but ``"padded"`` have a number of steps instead of rows if `budget`.
         budget: see `layout`. converts: whether some windows have another dtype.
@@ -276,6 +277,7 @@ class Run:
         self.cache_hits = 0
         self._updates: list[tuple[dict[str, Any], int]] = []
         self._updated = 0
+        self._asking = 0
 
     def run(self) -> None:
         """Raise an error if anything goes wrong."""
@@ -319,6 +321,30 @@ class Run:
                 for _ in range(self.choose.choice([1, 3])):
                     self.cuda.threads.switch()
 
+    def _asked(self, call: Callable[[], Any]) -> Any:
+        """What a call of ours returns. With "captures elsewhere" others may capture in it, and only in it."""
+        if self.scenario.mode != "captures elsewhere":
+            return call()
+        self.cuda.set_mode(GLOBAL)
+        self._asking += 1
+        try:
+            return call()
+        finally:
+            self._asking -= 1
+            self.cuda.set_mode(RELAXED)
+
+    def _batches(self, data: gear.ReplayDataset) -> Iterator[Any]:
+        batches = iter(data)
+        return iter(lambda: self._asked(lambda: next(batches, None)), None)
+
+    def _capture(self) -> None:
+        """The thread that captures elsewhere."""
+        while True:
+            self.cuda.threads.wait(lambda: self._asking > 0)
+            with self.cuda.capturing():
+                for _ in range(self.choose.choice([1, 3])):
+                    self.cuda.threads.switch() or self.cuda.machine.step()
+
     # ---------------------------------------------------------------- the consumer
 
     def _consume(self, table: gear.Table) -> None:
@@ -358,20 +384,23 @@ class Run:
         self._watch(data)
         if scenario.writes:
             self.cuda.threads.start(self._write, (table,), "writer")
+        if scenario.mode == "captures elsewhere":
+            self.cuda.threads.start(self._capture, (), "capturer")
+            self.cuda.set_mode(RELAXED)
         stream = torch.cuda.Stream(DEVICE) if scenario.side else None
         read: list[tuple[tuple[int, int], dict[str, Any]]] = []
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
             for epoch in range(scenario.epochs):
                 held: list[tuple[tuple[int, int], Any]] = []
                 early = scenario.stops or epoch + 1 < scenario.epochs
-                for number, batch in enumerate(data):
+                for number, batch in enumerate(self._batches(data)):
                     self._take((epoch, number), batch, read, held, data)
                     if early and number == scenario.batches // 2:
                         break
                 for key, batch in held if scenario.copy is not False else ():
                     read.append((key, cloned(batch)))
                 for number in range(scenario.samples):
-                    batch = data.sample()
+                    batch = self._asked(data.sample)
                     read.append(((-1, epoch * scenario.samples + number), cloned(batch)))
                 held.clear()
                 del batch
@@ -412,15 +441,17 @@ class Run:
         if scenario.updates and self.choose.random() < 0.8:
             number = len(self._updates) + self._updated
             priority = priorities(batch, number, self._by_index)
+            if number % 3 == 0:
+                priority = priority.half()
             if scenario.updates == "host":
                 priority = priority.cpu()
             self._updates.append((self.expected[key], number))
-            data.update_priority(batch, priority)
+            self._asked(lambda: data.update_priority(batch, priority))
             priority.fill_(-1.0)  # it is the caller's again
         if scenario.looks and self.choose.random() < 0.3:
-            data.state_dict()
+            self._asked(data.state_dict)
             if needs_priorities(data.selector):
-                assert data.num_stale >= 0
+                assert self._asked(lambda: data.num_stale) >= 0
 
     # ---------------------------------------------------------------- the other thread
 

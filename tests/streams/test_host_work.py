@@ -9,19 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from cases import mostly_long
 from distributed_common import filled
 from played_peer import PlayedPeer
 
 import gear_loader as gear
 from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.shards import Shards
+from gear_loader.utils import driver
 
 from .cuda import Cuda
-from .scenarios import FIRST, made_table, rows_of
+from .scenarios import FIRST, cloned, compare, made_table, on_host, rows_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 WINDOWS = {"value": gear.Window(3), "number": gear.Window(3)}
-COPIES = ("copies to the device", "copies to the host")
+COPIES = ("copy to the device", "copy to the host")
 WAITS = ("blocking copies", "stream.synchronize", "synchronize")
 
 
@@ -145,6 +147,56 @@ def test_a_batch_drawn_by_priority_on_the_gpu(unit: Any, updates: bool) -> None:
     check(of_table(gear.Prioritized(unit=unit), updates), (0, 1 + updates), kernels)
 
 
+CHANGING: dict[str, tuple[Any, Any]] = {
+    "annealed": (gear.Prioritized(beta=gear.LinearSchedule(0.4, 1.0, batches=30)), None),
+    "distinct": (gear.Prioritized(replacement=False), None),
+    "large alpha": (gear.Prioritized(2.0), None),
+    "top": (gear.TopK(), None),
+    "half precision": (gear.Prioritized(), lambda number: (4, torch.float16)),
+    "float64": (gear.Prioritized(), lambda number: (4, torch.float64)),
+    "alternating sizes": (gear.Prioritized(), lambda number: (2 + number % 3, torch.float32)),
+}
+
+
+@pytest.mark.parametrize("case", mostly_long(list(CHANGING), "annealed", "alternating sizes"))
+def test_what_changes_from_batch_to_batch_is_no_reason_to_record_again(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All batches are replayed but the first of each set of buffers, and are those that are queued call by call."""
+    selector, updates = CHANGING[case]
+
+    def batches(cuda: Cuda) -> list[dict[str, Any]]:
+        cuda.threads.frequency = 0.0
+        with made_table() as table:
+            data = gear.ReplayDataset(
+                table, batch_size=4, windows=WINDOWS, device="cuda:1", batches_per_epoch=40, selector=selector
+            )
+            found = []
+            for number, batch in enumerate(data):
+                found.append(cloned(dict(batch)))
+                if updates is not None:
+                    count, dtype = updates(number)
+                    priority = torch.full((count,), 1.0 + number % 5, dtype=dtype, device="cuda:1")
+                    index, generation = (batch[name][:count] for name in ("index", "generation"))
+                    data.update_priority(index, priority, generation=generation)
+            del data, batch
+            gc.collect()
+        return [on_host(each) for each in found]
+
+    cuda, plain = Cuda(0, "eager"), Cuda(0, "eager")
+    with cuda.installed():
+        recorded = batches(cuda)
+    cuda.check()
+    with plain.installed():
+        monkeypatch.setattr(driver, "library", lambda: None)
+        queued = batches(plain)
+    sets, slots = 4, 0 if updates is None else 4 * len({updates(number) for number in range(40)})
+    assert cuda.machine.counts["replays"] == 40 - sets + bool(updates) * (40 - slots) >= 36
+    assert plain.machine.counts["replays"] == 0
+    for number, (one, other) in enumerate(zip(recorded, queued, strict=True)):
+        compare(number, one, other)
+
+
 def test_a_change_of_the_table_is_one_copy() -> None:
     cuda = Cuda(0, "eager")
     with cuda.installed(), made_table() as table:
@@ -158,10 +210,10 @@ def test_a_change_of_the_table_is_one_copy() -> None:
         )
         for _ in range(5):
             data.sample()
-        before = cuda.machine.counts["copies to the device"]
+        before = cuda.machine.counts["copy to the device"]
         table.add(rows_of(FIRST))
         data.sample()
-        assert cuda.machine.counts["copies to the device"] == before + 1
+        assert cuda.machine.counts["copy to the device"] == before + 1
         del data
         gc.collect()
     cuda.check()
@@ -222,11 +274,19 @@ def test_a_packed_batch_over_shards(remote: tuple[int, ...]) -> None:
     check(found, (1, 0), {"gather packed": 3, "split": 1, "place": 0, "clone": 0})
 
 
-def test_the_side_stream_has_the_priority_that_was_asked_for() -> None:
-    cuda = Cuda(0, "eager")
+def test_the_side_stream_is_its_own_and_has_the_priority_that_was_asked_for() -> None:
+    """PyTorch's pool hands out each of its streams to many; the next dataset gets that of one that is gone."""
+    cuda, seen = Cuda(0, "eager"), []
     with cuda.installed(), made_table() as table:
-        data = gear.ReplayDataset(table, batch_size=4, device="cuda:1", windows=WINDOWS, stream_priority=-1)
-        data.sample()
-        assert [stream.priority for stream in cuda.machine.streams if stream not in cuda._defaults] == [-1]
-        del data
-        gc.collect()
+        for _ in range(2):
+            data = gear.ReplayDataset(
+                table, batch_size=4, device="cuda:1", windows=WINDOWS, stream_priority=-1
+            )
+            data.sample()
+            (pool,) = data._buffers.pools.values()
+            seen.append(pool.stream)
+            assert pool.stream not in [torch.cuda.Stream("cuda:1", priority=-1) for _ in range(40)]
+            del data, pool
+            gc.collect()
+    assert seen[0] is seen[1]
+    assert seen[0].priority == -1  # type: ignore[union-attr]

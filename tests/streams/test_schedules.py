@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -14,8 +17,13 @@ import pytest
 import torch
 
 import gear_loader as gear
-from gear_loader.collection import prefetch
+from gear_loader.collection import prefetch, ticket_releaser
+from gear_loader.collection.collector import Collector
 from gear_loader.collection.packed_sources import TableSources
+from gear_loader.dataset import replay_dataset
+from gear_loader.errors import GpuError
+from gear_loader.selection import prioritized_cuda
+from gear_loader.storage.operations.view import READING
 
 from .cuda import Cuda
 from .defects import (
@@ -33,7 +41,7 @@ from .shard_scenarios import ShardScenario, run_shards
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 POLICIES: tuple[Policy, ...] = ("random", "latest", "eager")
-MODES = ("inference", "default device", "device", "capture")
+MODES = ("inference", "default device", "device", "capture", "captures elsewhere")
 FIRST = int(os.environ.get("GEAR_LOADER_FIRST_SEED", "0"))
 """The first seed of the tests below."""
 
@@ -332,6 +340,64 @@ def test_a_fork_between_two_batches(prefetch: int) -> None:
     cuda.check()
 
 
+@pytest.mark.parametrize("selector", [gear.Uniform(), gear.Prioritized()])
+def test_a_call_into_the_capture_of_its_own_stream_is_refused(selector: Any) -> None:
+    """Before anything is touched: the next one goes on, and no read ticket is left."""
+    cuda = Cuda(0, "latest")
+    options: dict[str, Any] = {"windows": gear.Window(2), "selector": selector, "batches_per_epoch": 9}
+
+    def run(table: gear.Table) -> None:
+        data = gear.ReplayDataset(table, batch_size=4, device="cuda:1", **options)
+        calls: list[Callable[[], object]] = [lambda: next(iter(data)), data.sample]
+        for turn in range(2):
+            stream: Any = torch.cuda.current_stream("cuda:1")
+            with cuda.capturing(stream):
+                for call in calls:
+                    with pytest.raises(
+                        GpuError, match=r"of cuda:1 is capturing a CUDA graph.* Call it before"
+                    ):
+                        call()
+                assert not stream.captured
+            batch = data.sample()
+            if isinstance(selector, gear.Prioritized) and turn == 0:
+                calls += [functools.partial(data.update_priority, batch, torch.ones(4)), data.state_dict]
+        assert len(list(data)) == 9
+
+    with cuda.installed(), made_table() as table:
+        run(table)
+        gc.collect()
+        torch.cuda.synchronize("cuda:1")
+        cuda.threads.finish()
+        assert not (table.region.array("readers")[:, READING] > 0).any()
+    cuda.check()
+
+
+def test_an_interrupted_recording_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a batch is recorded: the next batches are gathered."""
+    cuda, launch = Cuda(0, "latest"), Collector._launch
+
+    def interrupted(self: Collector, *args: Any) -> None:
+        if any(stream.captured is not None for stream in cuda.machine.streams):
+            monkeypatch.setattr(Collector, "_launch", launch)
+            raise KeyboardInterrupt
+        launch(self, *args)
+
+    with cuda.installed(), made_table() as table:
+        options: dict[str, Any] = {"batch_size": 4, "windows": gear.Window(2), "anchor": "first"}
+        options["selector"] = gear.Lifo()
+        data = gear.ReplayDataset(table, device="cuda:1", **options)
+        expected = gear.ReplayDataset(table, device="cpu", **options).sample()
+        monkeypatch.setattr(Collector, "_launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            collections.deque((data.sample() for _ in range(10)), maxlen=0)
+        for number in range(10):
+            batch = {name: on_host(value) for name, value in data.sample().items()}
+            compare(number, batch, expected)
+        del data
+        gc.collect()
+    cuda.check()
+
+
 # ---------------------------------------------------------------- what the stand-in finds
 
 
@@ -360,6 +426,7 @@ def first_found(
 
 
 LATE = {
+    "a recorded draw allocates its scratch": 23,
     "a batch that is still referred to is filled again": 6,
     "buffers are filled again one request early": 26,
     "a copy is delivered before it is complete": 8,
@@ -396,9 +463,15 @@ def test_rows_of_a_disk_tier_read_too_early_are_found() -> None:
     assert errors
 
 
-def test_threads_that_may_disturb_a_capture_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "allow_captures", lambda: None)
-    errors = [play(Scenario.of(seed, "capture"), seed, "random") for seed in range(10)]
+@pytest.mark.parametrize(
+    ("mode", "call"), [("capture", "allow_captures"), ("captures elsewhere", "beside_captures")]
+)
+def test_threads_that_may_disturb_a_capture_are_found(
+    mode: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (prefetch, ticket_releaser, prioritized_cuda, replay_dataset):
+        monkeypatch.setattr(module, call, lambda *_: contextlib.nullcontext(), raising=False)
+    errors = (play(Scenario.of(seed, mode), seed, "random") for seed in range(10))
     assert any("ended the capture of a graph" in str(error) for error in errors)
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from forks_common import in_child
 
+from gear_loader.utils import driver as drivers
 from gear_loader.utils import launch_graph
 from gear_loader.utils.launch_graph import RepeatedWork, record
 
-STREAM: Any = types.SimpleNamespace(cuda_stream=77)
+STREAM: Any = types.SimpleNamespace(cuda_stream=77, device=None)
 
 
 class Library:
@@ -21,6 +22,7 @@ class Library:
 
     def __init__(self, **codes: int) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.allocations = 0
         self._codes = codes
 
     def _called(self, name: str, *arguments: Any) -> int:
@@ -50,7 +52,8 @@ class Library:
 
 def driver(monkeypatch: pytest.MonkeyPatch, **codes: int) -> Library:
     library = Library(**codes)
-    monkeypatch.setattr(launch_graph, "_library", lambda: library)
+    monkeypatch.setattr(drivers, "library", lambda: library)
+    monkeypatch.setattr(launch_graph, "_allocations", lambda stream: library.allocations)
     return library
 
 
@@ -113,16 +116,64 @@ def test_work_that_cannot_be_recorded_is_queued_each_time(
     assert ("launch", 6, 77) not in library.calls
 
 
+@pytest.mark.parametrize("where", ["begin", "queue", "end"])
+def test_an_interrupt_ends_the_recording(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at any point of it: what is queued next is queued, and not recorded."""
+    library, work, queued = driver(monkeypatch), RepeatedWork(), 0
+    work.run("rows", lambda: None, STREAM)
+
+    def queue() -> None:
+        nonlocal queued
+        queued += 1
+        if where == "queue" and queued == 1:
+            raise KeyboardInterrupt
+
+    for name in {"begin": ["cuStreamBeginCapture_v2"], "end": ["cuStreamEndCapture"]}.get(where, []):
+        call = getattr(library, name)
+
+        def interrupted(*arguments: Any, call: Any = call, name: str = name) -> int:
+            monkeypatch.setattr(library, name, call)
+            if where == "begin":
+                call(*arguments)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(library, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        work.run("rows", queue, STREAM)
+    assert [call[0] for call in library.calls if call[0] in ("begin", "end")] == ["begin", "end"]
+    library.calls.clear()
+    work.run("rows", queue, STREAM)
+    assert [call[0] for call in library.calls] == ["begin", "end", "instantiate", "destroy", "launch"]
+
+
+def test_a_recording_in_which_something_is_allocated_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replays would write memory that is somebody else's by then. Another thread's is no reason to give up."""
+    library, work = driver(monkeypatch), RepeatedWork()
+
+    def queue() -> None:
+        library.allocations += 1
+
+    for number in range(6):
+        work.run("rows", queue, STREAM)
+        names = [call[0] for call in library.calls]
+        assert names.count("begin") == names.count("end") == names.count("destroy") == min(number, 3)
+        assert "launch" not in names
+    other = RepeatedWork()
+    for allocate in (0, 1, 0):
+        other.run("rows", lambda: setattr(library, "allocations", library.allocations + allocate), STREAM)  # noqa: B023
+    assert library.calls[-1][0] == "launch"
+
+
 def test_without_a_driver_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_graph, "_library", lambda: None)
+    monkeypatch.setattr(drivers, "library", lambda: None)
     assert record(lambda: pytest.fail("queued"), STREAM) is None
 
     def no_library(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.undo()
-    monkeypatch.setattr(launch_graph.ctypes, "CDLL", no_library)
-    assert launch_graph._library.__wrapped__() is None
+    monkeypatch.setattr(drivers.ctypes, "CDLL", no_library)
+    assert drivers.library.__wrapped__() is None
 
 
 def test_a_launch_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
