@@ -315,8 +315,7 @@ class PrioritizedSelection(Selection):
     def _put(self, items: Array, leaves: Array) -> None:
         """Set leaves (float32 [n]) of items (int64 [n]); of duplicates the last one counts."""
         if len(items) > self._map.capacity // 8:
-            self._tree.leaves[items] = leaves
-            self._tree.build()
+            self._write(items, leaves)
         else:
             self._tree.update(items, leaves)
 
@@ -327,8 +326,12 @@ class PrioritizedSelection(Selection):
         policy = self.context.table.policy_version
         if policy != self._policy:
             factor = self._freshness ** (policy - self._policy)
-            self._policy = policy
-            self._scale(factor)
+
+            def scale() -> None:
+                self._scale(factor)
+                self._policy = policy
+
+            uninterrupted(scale)
 
     def _scale(self, factor: float) -> None:
         """Multiply all leaves."""
@@ -633,8 +636,11 @@ class PrioritizedSelection(Selection):
         return leaves
 
     def _write(self, items: Array, leaves: Array) -> None:
-        self._tree.leaves[items] = leaves
-        self._tree.build()
+        def write() -> None:
+            self._tree.leaves[items] = leaves
+            self._tree.build()
+
+        uninterrupted(write)
 
     def _get_maximum(self) -> float:
         return self._maximum
