@@ -17,6 +17,7 @@ PAGES = [
     "README.md",
     "docs/from-reverb.md",
     "docs/graph-serving.md",
+    "docs/preemption.md",
     "docs/sequences.md",
     "docs/tiers.md",
     *NEEDS,

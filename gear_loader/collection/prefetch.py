@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -145,15 +145,20 @@ class Prefetcher:
 
         Args:
             fill: draws a batch, gathers it into the buffers and returns its number of rows.
-            items: second arguments of `fill`.
+            items: second arguments of `fill`. A generator is closed if this ends, and no thread uses it.
         """
-        if self._prefetch == 0:
-            for item in items:
-                yield self.one(fill, item)
-        elif self.collector.zero_copy and not self.collector.waits:
-            yield from self._ahead_on_stream(fill, items)
-        else:
+        if self._prefetch and (not self.collector.zero_copy or self.collector.waits):
             yield from self._ahead_in_thread(fill, items)
+            return
+        try:
+            if self._prefetch:
+                yield from self._ahead_on_stream(fill, items)
+            else:
+                for item in items:
+                    yield self.one(fill, item)
+        finally:
+            if isinstance(items, Generator):
+                items.close()  # what it holds for an item ends, also while a traceback refers to it
 
     def _ahead_on_stream(
         self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]

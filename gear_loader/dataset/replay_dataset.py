@@ -800,12 +800,14 @@ class ReplayDataset(IterableDataset[Batch]):
                 state=state,
             )
         self._sampler = None  # after an error the next call goes on from the last delivered batch
-        plan = planner.next()
-        assert plan is not None, "an endless stream has ended"
+        plan: PlannedBatch | None = None
         try:
+            plan = planner.next()
+            assert plan is not None, "an endless stream has ended"
             batch = prefetcher.one(self._filler(prefetcher).fill_planned, plan)
         finally:
-            plan.end()
+            if plan is not None:
+                plan.end()
         self._sampler = planner
         self._sample_progress.delivered(SAMPLE_EPOCH, plan.state, plan.counts, None)
         self._position.sampled(0)

@@ -305,7 +305,8 @@ class Features:
         self, number: int, numbers: Array, nodes: Array, outs: Sequence[torch.Tensor], into: Array
     ) -> None:
         source, ticket = self._zero_copy[number], Ticket()
-        try:
+
+        def gather() -> None:
             rows = source.rows.begin(ticket)
             slots, steps, missing = rows.locate(numbers)
             if missing:
@@ -313,8 +314,8 @@ class Features:
             source.gather(slots, steps, outs, into)
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()  # until then the ticket keeps the rows
-        finally:
-            ticket.end()
+
+        ticket.during(gather)
         self._count(host=len(numbers))
 
     def _located(self, nodes: Array) -> tuple[Array, Array]:

@@ -128,18 +128,11 @@ class _Request:
         attempt = 0
         while True:
             ticket = Ticket()
-            try:
-                located = index.recovery.locked(functools.partial(self._locate, ticket))
-                if isinstance(located, _Located):
-                    if size > _SMALL:
-                        self._copy(located)
-                    finish = functools.partial(self._finish, located, copies=size <= _SMALL)
-                    done = index.recovery.locked(finish)
-                    if done >= 0:
-                        return done
-                    continue  # trajectories were moved to disk meanwhile
-            finally:
-                ticket.end()
+            located = ticket.during(functools.partial(self._attempt, ticket, size))
+            if isinstance(located, int):
+                if located >= 0:
+                    return located
+                continue  # trajectories were moved to disk meanwhile
             self.table.bring_back(located)
             backoff, attempt = backoff or self.table.reader().backoff(), attempt + 1
             # They may also be moved to disk again and again.
@@ -149,6 +142,20 @@ class _Request:
                     "and there is no room to bring them into memory. Nothing was changed. Fill fewer at once, or make "
                     "the memory of the table larger (max_blocks)."
                 )
+
+    def _attempt(self, ticket: Ticket, size: int) -> int | Array:
+        """Fill the rows, of `size` bytes, under a read ticket.
+
+        Returns:
+            Number of stale rows, or -1 if trajectories were moved to disk meanwhile; else what `_locate` returns.
+        """
+        index = self.table.index
+        located = index.recovery.locked(functools.partial(self._locate, ticket))
+        if not isinstance(located, _Located):
+            return located
+        if size > _SMALL:
+            self._copy(located)
+        return index.recovery.locked(functools.partial(self._finish, located, copies=size <= _SMALL))
 
     def _locate(self, ticket: Ticket) -> _Located | Array:
         """Check the rows, or raise; the caller holds the lock.
