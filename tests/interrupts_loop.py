@@ -2,6 +2,7 @@
 
     python interrupts_loop.py opcodes CALLS COUNT SEED   raise at COUNT random opcodes of each call; 0: at every one
     python interrupts_loop.py signals COUNT SEED         raise COUNT times, from a signal's handler at a random time
+    python interrupts_loop.py states CALLS COUNT SEED    ask for states and saves at COUNT random opcodes of each call
 
 It prints how often calls were interrupted, and ends with 1 and a traceback if anything was left.
 """
@@ -16,8 +17,10 @@ import gc
 import math
 import os
 import random
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -28,7 +31,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from tier_common import NEVER, spill
+
 import gear_loader as gear
+from gear_loader.collection.collector import Buffers
 from gear_loader.storage.operations.view import PID, READING
 from gear_loader.storage.states import WRITING
 from gear_loader.utils.mutex import holds_any
@@ -64,6 +70,24 @@ class Subject:
         self.once, self.fifo = dataset(0, gear.Uniform(replacement=False)), dataset(0, gear.Fifo())
         self.prioritized = dataset(0, gear.Prioritized(unit="step"))
         self.prioritized_ahead = dataset(2, gear.Prioritized())
+        self.folder = tempfile.mkdtemp(prefix="gear-loader-tests-")
+        self.late = self._late_table()
+        self.tiered = self._tiered_table()
+        whole: dict[str, Any] = {"windows": gear.Whole(), "layout": "packed", "batches_per_epoch": math.inf}
+        self.packed = gear.ReplayDataset(self.table, batch_size=4, device="cpu", **whole)
+        self.budget = gear.ReplayDataset(self.table, max_steps=30, prefetch=0, device="cpu", **whole)
+        self.from_disk = gear.ReplayDataset(self.tiered, selector=gear.Prioritized(unit="step"), **options)
+        self.packed_from_disk = gear.ReplayDataset(
+            self.tiered, batch_size=4, prefetch=0, device="cpu", **whole
+        )
+        self.mixture = gear.Mixture(
+            {"one": (dataset(0), 0.5), "other": (dataset(0, gear.Prioritized()), 0.5)},
+            batch_size=8,
+            batches_per_epoch=1000,
+        )
+        fixed = gear.Table.create(SCHEMA, max_steps=10, max_trajectories=1)
+        fixed.add(self.rows(10))
+        self.features = gear.Features(fixed, "x")
         self.writers: list[Any] = []
         self.calls: dict[str, Callable[[], object]] = {
             "add": lambda: self.table.add(self.rows(5)),
@@ -82,8 +106,33 @@ class Subject:
             "iterate": lambda: self.iterate(self.uniform),
             "iterate_ahead": lambda: self.iterate(self.ahead),
             "iterate_prioritized": lambda: self.iterate(self.prioritized_ahead),
+            "break_off": lambda: self.break_off(self.ahead),
+            "packed": lambda: self.iterate(self.packed),
+            "budget": lambda: (self.budget.sample(), self.iterate(self.budget)),
+            "mixture": lambda: self.break_off(self.mixture),
+            "fill": self.fill,
+            "features": lambda: self.features[[0, 5, 9]],
+            "save": lambda: self.late.save(f"{self.folder}/saved"),
+            "from_disk": lambda: (self.from_disk.sample(), self.break_off(self.from_disk)),
+            "packed_from_disk": lambda: self.packed_from_disk.sample(),
+            "add_on_disk": lambda: self.tiered.add(self.rows(5)),
             "state": lambda: self.prioritized_ahead.load_state_dict(self.prioritized_ahead.state_dict()),
         }
+
+    def _late_table(self) -> gear.Table:
+        schema = {**SCHEMA, "value": gear.Column(torch.float32, (2000,), late=True)}
+        sizes: dict[str, Any] = {"max_steps": 100, "max_trajectories": 20, "block_steps": 4}
+        return gear.Table.create(schema, **sizes, on_full="evict_oldest")
+
+    def _tiered_table(self) -> gear.Table:
+        """A table of which half lies on disk only."""
+        disk = gear.Disk(f"{self.folder}/tier", sync_seconds=NEVER, size="1GiB", keep="newest")
+        sizes: dict[str, Any] = {"max_steps": 400, "max_trajectories": 40, "block_steps": 4, "max_blocks": 60}
+        table = gear.Table.create(SCHEMA, **sizes, disk=disk, on_full="evict_oldest")
+        slots = table.extend([self.rows(7) for _ in range(20)])
+        table.save(f"{self.folder}/tier")
+        spill(table, slots[:10])
+        return table
 
     @staticmethod
     def rows(length: int) -> dict[str, Any]:
@@ -108,6 +157,16 @@ class Subject:
     def update(self, dataset: gear.ReplayDataset, batch: Any) -> None:
         dataset.update_priority(batch, torch.rand(4) + 0.5)
 
+    def fill(self) -> None:
+        slots = self.late.extend([self.rows(7) for _ in range(4)])
+        values = [np.ones((7, 2000), dtype=np.float32) for _ in slots]
+        self.late.fill(slots, generation=self.late.index.arrays.generation[slots], value=values)
+
+    def break_off(self, dataset: Any) -> None:
+        for number, _ in enumerate(dataset):
+            if number:
+                break
+
     def iterate(self, dataset: gear.ReplayDataset) -> None:
         batches = iter(dataset)
         with contextlib.closing(batches):  # type: ignore[type-var]
@@ -115,6 +174,21 @@ class Subject:
                 batch = next(batches)
                 if dataset is self.prioritized_ahead:
                     self.update(dataset, batch)
+
+    def ask(self) -> None:
+        """What a handler asks for in the middle of a call."""
+        for dataset in (self.uniform, self.ahead, self.budget, self.mixture, *self.by_priority):
+            state: dict[str, Any] = dataset.state_dict()
+            if dataset in self.by_priority:
+                leaves = state["priorities"]["leaves"]
+                assert len(leaves) > 10, len(leaves)
+                assert (leaves > 0).all(), leaves
+        for table in (self.table, self.late):
+            table.save(f"{self.folder}/{table.name or 'late'}")
+
+    @property
+    def by_priority(self) -> tuple[gear.ReplayDataset, ...]:
+        return self.prioritized, self.prioritized_ahead
 
     # ---------------------------------------------------------------- what is left
 
@@ -155,16 +229,32 @@ class Subject:
 
     def _check_tickets(self) -> None:
         # A prefetch thread may still be at work if closing its iterator was interrupted.
-        readers = self.table.region.array("readers")
         end = time.monotonic() + PATIENCE
-        while (taken := np.flatnonzero((readers[:, PID] == os.getpid()) & (readers[:, READING] > 0))).size:
-            assert time.monotonic() < end, f"the tickets in rows {taken.tolist()} are left"
-            time.sleep(1e-3)
+        for table in (self.table, self.late, self.tiered):
+            readers = table.region.array("readers")
+            while (taken := np.flatnonzero((readers[:, PID] == os.getpid()) & (readers[:, READING] > 0))).size:
+                assert time.monotonic() < end, f"the tickets in rows {taken.tolist()} are left"
+                time.sleep(1e-3)
+
+    def check_end(self) -> None:
+        """No thread is left, and no more buffers than the datasets use."""
+        end = time.monotonic() + PATIENCE
+        while threads := [each.name for each in threading.enumerate() if "prefetch" in each.name]:
+            assert time.monotonic() < end, f"{len(threads)} threads are left"
+            gc.collect()
+            time.sleep(1e-2)
+        gc.collect()
+        held = sum(issubclass(type(each), Buffers) for each in gc.get_objects())
+        assert held < 150, f"{held} buffers are left"
+        for table in (self.late, self.tiered):
+            table.check_valid()
 
     def close(self) -> None:
         self.other.close()
         self.table.unlink()
-        self.table.close()
+        for table in (self.table, self.late, self.tiered):
+            table.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class _Other:
@@ -297,6 +387,37 @@ def at_opcodes(names: str, count: int, seed: int) -> int:
                 error = None
             call()
             subject.check()
+        subject.check_end()
+        return done
+    finally:
+        subject.close()
+
+
+def at_states(names: str, count: int, seed: int) -> int:
+    """Ask for states at `count` random opcodes of each call, as a signal handler does; how often."""
+    generator, subject, done = random.Random(seed), Subject(), 0
+    try:
+        warm_up()
+        for name in list(subject.calls) if names == "all" else names.split(","):
+            call = subject.calls[name]
+            call()
+            subject.ask()
+            for number in generator.sample(range(opcodes_of(call)), count):
+                left = number
+
+                def opcode(frame: types.FrameType) -> None:
+                    nonlocal left
+                    left -= 1
+                    if left == 0:
+                        try:
+                            subject.ask()
+                        except BaseException as error:
+                            where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+                            raise AssertionError(f"{name}, opcode {number}, {where}: {error}") from error
+
+                traced(call, opcode)
+                done += left <= 0
+                subject.check()
         return done
     finally:
         subject.close()
@@ -365,6 +486,7 @@ def at_signals(count: int, seed: int) -> int:
         for call in subject.calls.values():
             call()
         subject.check()
+        subject.check_end()
         return count
     finally:
         subject.close()
@@ -375,5 +497,7 @@ if __name__ == "__main__":
     kind, *options = sys.argv[1:]
     if kind == "opcodes":
         print(at_opcodes(options[0], int(options[1]), int(options[2])))
+    elif kind == "states":
+        print(at_states(options[0], int(options[1]), int(options[2])))
     else:
         print(at_signals(int(options[0]), int(options[1])))

@@ -17,7 +17,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = {"docs/from-sb3.md": ["stable_baselines3"], "docs/from-torchrl.md": ["torchrl", "tensordict"]}
-PAGES = ["docs/from-reverb.md", "docs/graph-serving.md", "docs/sequences.md", "docs/tiers.md", *NEEDS]
+PAGES = [
+    "docs/from-reverb.md",
+    "docs/graph-serving.md",
+    "docs/preemption.md",
+    "docs/sequences.md",
+    "docs/tiers.md",
+    *NEEDS,
+]
 COMMON = "Each snippet below runs alone after these lines:\n\n"
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

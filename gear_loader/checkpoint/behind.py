@@ -36,6 +36,7 @@ from gear_loader.storage.operations.view import REFUSE
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.mutex import holds_any, new_mutex, run_alone
 from gear_loader.utils.notices import notice
 
 __all__ = ["WriteBehind", "create", "finish_dropped", "start"]
@@ -44,6 +45,9 @@ _LONGEST_PAUSE = 10.0
 """Most seconds between two attempts after an error, unless `sync_seconds` is longer."""
 _RETRY = 0.5
 """Seconds until the second attempt to write a table with a disk tier, whose writers may wait for it."""
+_AMID_TIMEOUT = (
+    5.0  # seconds that a signal handler waits for a write that may be waiting for what it interrupted
+)
 _TICK = 0.005
 """Seconds between two looks at the free blocks of a table with a disk tier."""
 _SLOW_TICK = 0.1
@@ -136,7 +140,7 @@ class WriteBehind:
         self._table: Table | None = Table(table.region)
         self._place, self._pid = place, os.getpid()
         self._known = "the private table" if table.name is None else f"table {table.name!r}"
-        self._mutex = threading.Lock()  # of a write
+        self._mutex = new_mutex()  # of a write
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gear-loader-disk", daemon=True)
         self._arena = Arena()
@@ -177,10 +181,20 @@ class WriteBehind:
         """Write everything that is committed now.
 
         Raises:
-            CheckpointError: it could not be written; the checkpoint before it is unchanged.
+            CheckpointError: it could not be written; the checkpoint before it is unchanged. Or this is a signal handler
+                amid a write of this thread, or amid a call that a write of another thread waits for.
         """
-        with self._mutex:
+        patience = _AMID_TIMEOUT if holds_any() else -1
+
+        def write() -> bool:
             self._write()
+            return True
+
+        if run_alone(self._mutex, write, patience) is None:
+            raise CheckpointError(
+                f"A signal handler has asked for {self._known} to be written to {self._place.directory.path} in the "
+                "middle of another call, which has to end first. Save after that call, or into another directory."
+            )
 
     def stats(self) -> DiskStats | None:
         """State of the copy on disk; None in a forked child, which does not write."""

@@ -6,12 +6,13 @@ written with O_DIRECT where the file system supports it, because they would push
 
 from __future__ import annotations
 
-import concurrent.futures
+import _thread
 import contextlib
 import errno
 import fcntl
 import mmap
 import os
+import queue
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -153,6 +154,62 @@ class Arena:
         return [self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
+class _Call:
+    """A call that a `_Caller` makes."""
+
+    def __init__(self, function: Callable[..., None], given: tuple[Any, ...]) -> None:
+        self._function, self._given = function, given
+        self._error: BaseException | None = None
+        self._ended = False
+        self._bell = _thread.allocate_lock()
+        self._bell.acquire()
+
+    def make(self) -> None:
+        try:
+            self._function(*self._given)
+        except BaseException as error:
+            self._error = error
+        self._ended = True
+        self._bell.release()
+
+    def wait(self) -> None:
+        """Wait for its end, also again."""
+        while not self._ended:
+            self._bell.acquire(timeout=0.1)
+
+    def result(self) -> None:
+        """Wait for its end; raise its error."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class _Caller:
+    """A thread that makes calls one after another.
+
+    Unlike an executor it takes no lock that other threads or executors of the process take: a save may run in a signal
+    handler, in the middle of a call that holds such a lock.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        _thread.start_new_thread(self._work, (self._calls,))
+
+    @staticmethod
+    def _work(calls: queue.SimpleQueue[_Call | None]) -> None:
+        while (call := calls.get()) is not None:
+            call.make()
+
+    def submit(self, function: Callable[..., None], *given: Any) -> _Call:
+        call = _Call(function, given)
+        self._calls.put(call)
+        return call
+
+    def end(self) -> None:
+        """End the thread after all calls."""
+        self._calls.put(None)
+
+
 class Pipeline:
     """A ring of buffers and a thread that writes one while the caller fills another.
 
@@ -169,13 +226,13 @@ class Pipeline:
         self._memory = [mmap.mmap(-1, size) for _ in range(BUFFERS)]  # whole pages, for O_DIRECT
         self._views = [memoryview(memory) for memory in self._memory]
         self._arrays = [np.frombuffer(memory, dtype=np.uint8) for memory in self._memory]
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="gear-loader-checkpoint")
+        self._thread = _Caller()
 
     def __enter__(self) -> Pipeline:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._thread.shutdown()
+        self._thread.end()
 
     def write(
         self,
@@ -204,7 +261,7 @@ class Pipeline:
             Size and checksums.
         """
         checksum = _Checksum(chunk_bytes)
-        work: list[concurrent.futures.Future[None] | None] = [None] * BUFFERS
+        work: list[_Call | None] = [None] * BUFFERS
         path = directory.at(name)
         fd = _open_new(directory, name)
         try:
@@ -231,9 +288,9 @@ class Pipeline:
             with named(path):
                 os.fsync(fd)
         finally:
-            concurrent.futures.wait(
-                [future for future in work if future]
-            )  # the thread uses the descriptor until then
+            for call in work:
+                if call is not None:
+                    call.wait()  # the thread uses the descriptor until then
             os.close(fd)
         written = steps * step_bytes if ready is None else len(ready)
         return FileRecord(len(header) + written, *checksum.digests())
@@ -245,7 +302,7 @@ class Pipeline:
         header: bytes,
         ready: Array,
         checksum: _Checksum,
-        work: list[concurrent.futures.Future[None] | None],
+        work: list[_Call | None],
     ) -> None:
         """Write a header and bytes in memory, whose checksum is computed meanwhile. `work`: of the pieces."""
         self._arrays[0][: len(header)] = np.frombuffer(header, dtype=np.uint8)
@@ -258,10 +315,10 @@ class Pipeline:
             self._advance(len(view))
 
 
-def _wait(work: list[concurrent.futures.Future[None] | None], turn: int) -> None:
-    future = work[turn]
-    if future is not None:
-        future.result()
+def _wait(work: list[_Call | None], turn: int) -> None:
+    call = work[turn]
+    if call is not None:
+        call.result()
 
 
 def _write_piece(fd: int, path: str, view: memoryview) -> None:

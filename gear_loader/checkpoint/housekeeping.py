@@ -36,6 +36,7 @@ __all__ = [
     "remove_checkpoint",
     "restore_previous",
     "sweep",
+    "under_lock",
     "unlock",
 ]
 
@@ -131,11 +132,12 @@ class LockedError(CheckpointError):
         self.holder = holder
 
 
-def lock(directory: Directory, holder: str = "") -> int:
+def lock(directory: Directory, holder: str = "", taken: list[int] | None = None) -> int:
     """Lock a checkpoint's directory and return the descriptor of the lock, for `unlock`.
 
     Args:
         holder: what the errors of others say of this one, if it holds the lock for long.
+        taken: gets the descriptor before it is locked, for a caller that unlocks it whatever interrupts this.
 
     Raises:
         LockedError: another one holds it.
@@ -143,6 +145,8 @@ def lock(directory: Directory, holder: str = "") -> int:
     path = directory.at(LOCK_NAME)
     fd = directory.open_lock(LOCK_NAME)
     try:
+        if taken is not None:
+            taken.append(fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -156,7 +160,8 @@ def lock(directory: Directory, holder: str = "") -> int:
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, holder.encode(), 0)
     except BaseException:
-        os.close(fd)
+        if not taken:
+            os.close(fd)
         raise
     return fd
 
@@ -169,6 +174,31 @@ def unlock(fd: int, process: int) -> None:
     if os.getpid() == process:
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
+
+
+def under_lock(directory: Directory, section: Callable[[], object]) -> None:
+    """Call `section` while holding the lock of a checkpoint's directory, also if an exception arrives at any bytecode.
+
+    Raises:
+        CheckpointError: another save, or another table's background writer, holds it.
+    """
+    taken: list[int] = []
+    process = os.getpid()
+
+    def release() -> None:
+        if taken and os.getpid() == process:
+            fcntl.flock(taken[0], fcntl.LOCK_UN)
+        while taken:
+            os.close(taken.pop())
+
+    try:
+        try:
+            lock(directory, taken=taken)
+            section()
+        finally:
+            release()
+    finally:
+        release()  # again: the call above may be interrupted
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ def identity(table: Table, index: Index) -> tuple[str, str]:
             index.arrays.counters[IDENTITY] = name, parent, *here
         return f"{name:016x}", f"{parent:016x}"
 
-    return table.region.lock.run(look)
+    return table.region.lock.read(look)
 
 
 def _process(table: Table) -> tuple[int, int]:

@@ -18,9 +18,9 @@ from gear_loader.checkpoint.housekeeping import (
     convert_errors,
     is_unfinished_save,
     keep_previous,
-    locked,
     refuse_links,
     sweep,
+    under_lock,
 )
 from gear_loader.checkpoint.identity import identity
 from gear_loader.checkpoint.index import Entries, read_entries
@@ -91,9 +91,7 @@ def save_into(table: Table, directory: Directory, *, progress: bool = False) -> 
     """
     check_owned(directory, MANIFEST_NAME, is_unfinished_save, what="checkpoint")
     refuse_links(directory)
-    with locked(directory):
-        old = _previous(directory)
-        Save(table, directory, old).run(progress)
+    under_lock(directory, lambda: Save(table, directory, _previous(directory)).run(progress))
 
 
 def _previous(directory: Directory) -> Manifest | None:
@@ -174,9 +172,9 @@ class Save:
 
     def run(self, progress: bool) -> None:
         """Save the table as it is at one moment. After a failure the previous checkpoint is unchanged."""
-        ticket = Ticket()
+        ticket = Ticket()  # of a round; what is interrupted drops it, which ends it
         with contextlib.ExitStack() as stack:
-            stack.callback(lambda: ticket.end())  # the ticket of the last round
+            stack.callback(lambda: ticket.end())
             stack.enter_context(self._swept(None))
             snapshot = take_snapshot(self.index, ticket)
             self._stored.keep_dense(snapshot)

@@ -65,7 +65,8 @@ def take_snapshot(index: Index, ticket: Ticket | None = None) -> Snapshot:
 
     def take() -> Snapshot:
         now = time.monotonic_ns()  # before expiry, so that no remaining trajectory exceeds the maximum age
-        index.admission.expire()
+        if not amid:
+            index.admission.expire()
         slots = np.flatnonzero(arrays.state == READY)
         next_sequence = int(arrays.counters[NEXT_SEQUENCE])
         snapshot = Snapshot(
@@ -88,5 +89,6 @@ def take_snapshot(index: Index, ticket: Ticket | None = None) -> Snapshot:
             ticket.begin(index.readers)
         return snapshot
 
-    snapshot = index.recovery.locked(take)
+    amid = index.recovery.lock.is_mine  # in a signal handler
+    snapshot = index.recovery.read(take)
     return snapshot.take(np.argsort(snapshot.sequences, kind="stable"))

@@ -7,6 +7,7 @@ from typing import Any
 
 from gear_loader.collection.collector import Collector
 from gear_loader.collection.prefetch import Pool, Prefetcher
+from gear_loader.utils.mutex import holds_any
 
 __all__ = ["BufferPools"]
 
@@ -63,13 +64,14 @@ class BufferPools:
             self.active = None
 
     def finish_closed(self) -> None:
-        """Wait for the thread of a closed iteration, if `close` could not."""
+        """Wait for the thread of an iteration that has ended, if `close` could not, or was interrupted."""
         active = self.active
-        if active is not None and active.closed and active.join():
+        if active is not None and active.closed and not holds_any() and active.join():
             self.active = None
 
     def between(self, call: Callable[[], object]) -> None:
         """Call a function between two batches of the running iteration; see `Prefetcher.between`."""
+        self.finish_closed()
         active = self.active
         if active is None:
             call()
@@ -78,6 +80,7 @@ class BufferPools:
 
     def settle(self) -> None:
         """Wait until the running iteration has finished all requests; see `Prefetcher.settle`."""
+        self.finish_closed()
         active = self.active
         if active is not None:
             active.settle()

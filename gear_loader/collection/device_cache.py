@@ -186,10 +186,10 @@ class DeviceCache:
         self._own_extent = extent.to(device)
         self._own_slots = torch.arange(most, device="cpu").to(device)
         self._own_anchors = torch.zeros(most, dtype=torch.int64, device="cpu").to(device)
-        self._memory = memory
         self._streams.clear()
         self._ranker = Ranker(MOST_CHOSEN)
         weakref.finalize(self, self._ranker.stop)
+        self._memory = memory  # last: it tells that everything is there
 
     # ---------------------------------------------------------------- order of work
 

@@ -57,50 +57,77 @@ class PackedBuffers(Buffers):
         self._num_rows = self._num_steps = -1  # capacity
         self.total, self.longest = 0, 0
         self.gathered: dict[str, torch.Tensor] = {}  # name -> values as they are gathered
+        # Set by `_replace`.
+        self.rows_memory: dict[str, torch.Tensor]
+        self.info_memory: dict[str, torch.Tensor]
+        self.steps_memory: dict[str, torch.Tensor]
+        self.starts: torch.Tensor
+        self.position: torch.Tensor
+        self.starts_array: Array
+        self.position_array: Array
+        self.once_columns: Array
+        self._row_conversions: list[Conversion]
+        self._step_conversions: list[Conversion]
 
     def reserve(self, num_rows: int, num_steps: int) -> None:
-        """Make room for a batch of so many rows and steps; the tensors hold no batch any longer if they grow."""
+        """Make room for a batch of so many rows and steps; the tensors hold no batch any longer if they grow.
+
+        After a failure or an interruption, rows and steps each have their old memory and size, or all of the new ones.
+        """
         if num_rows > self._num_rows:
             count = num_rows if self._shared else grown(num_rows)
-            self._allocate_rows(count)
-            self._num_rows = count
+            self._replace(_num_rows=count, **self._new_rows(count))
         if num_steps > self._num_steps:
             count = num_steps if self._shared else grown(num_steps)
-            self._allocate_steps(count)
-            self._num_steps = count
+            self._replace(_num_steps=count, **self._new_steps(count))
+
+    def _replace(self, **made: Any) -> None:
+        """Put new memory in place: attributes that belong together, with its size, in one step."""
+        self.__dict__.update(made, references=None)
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
         return tensor.share_memory_() if self._shared else tensor
 
-    def _allocate_rows(self, count: int) -> None:
+    def _new_rows(self, count: int) -> dict[str, Any]:
+        """Memory for the values of `count` rows, as attributes for `_replace`."""
         collector = self._collector
-        self.references = None
         names = self._empty(len(collector.row_keys), count, dtype=torch.int64)
-        once, converted, self._row_conversions = self._values(collector.once, count)
-        self.rows_memory = {**dict(zip(collector.row_keys, names, strict=True)), **once, **converted}
-        self.gathered |= once
+        once, converted, conversions = self._values(collector.once, count)
+        memory = {**dict(zip(collector.row_keys, names, strict=True)), **once, **converted}
         if collector.weighs:
-            self.rows_memory["priority_weight"] = self._empty(count, dtype=torch.float32)
+            memory["priority_weight"] = self._empty(count, dtype=torch.float32)
         if collector.final:
-            self.rows_memory[FINAL_KEY] = self._empty(count, dtype=torch.bool)
-        self.info_memory = {}
+            memory[FINAL_KEY] = self._empty(count, dtype=torch.bool)
+        info: dict[str, torch.Tensor] = {}
         if collector.informs:
             counts, numbers = (self._empty(2, count, dtype=kind) for kind in (torch.int64, torch.float32))
-            self.info_memory = dict(zip(COUNTS + NUMBERS, (*counts, *numbers), strict=True))
-        self.starts = self._empty(count + 1, dtype=torch.int32)
-        self.names, self.starts_array = names.numpy(), self.starts.numpy()
-        self.once_columns = collector.table_of(once)
+            info = dict(zip(COUNTS + NUMBERS, (*counts, *numbers), strict=True))
+        starts = self._empty(count + 1, dtype=torch.int32)
+        return {
+            "rows_memory": memory,
+            "info_memory": info,
+            "starts": starts,
+            "names": names.numpy(),
+            "starts_array": starts.numpy(),
+            "once_columns": collector.table_of(once),
+            "gathered": {**self.gathered, **once},
+            "_row_conversions": conversions,
+        }
 
-    def _allocate_steps(self, count: int) -> None:
+    def _new_steps(self, count: int) -> dict[str, Any]:
+        """Memory for the values of `count` steps, as attributes for `_replace`."""
         collector = self._collector
-        self.references = None
-        steps, converted, self._step_conversions = self._values(collector.steps, count)
-        self.steps_memory = {**steps, **converted}
-        self.gathered |= steps
-        self.position = self._empty(count, dtype=torch.int32)
-        self.position_array = self.position.numpy()
-        self.columns = collector.table_of(steps)
+        steps, converted, conversions = self._values(collector.steps, count)
+        position = self._empty(count, dtype=torch.int32)
+        return {
+            "steps_memory": {**steps, **converted},
+            "position": position,
+            "position_array": position.numpy(),
+            "columns": collector.table_of(steps),
+            "gathered": {**self.gathered, **steps},
+            "_step_conversions": conversions,
+        }
 
     def _values(
         self, columns: Mapping[str, tuple[int, ...]], count: int

@@ -132,7 +132,20 @@ class CudaPackedBuffers(PackedBuffers):
         self.gpu: GpuSide = GpuSide(None, None, None, staging, filled, released)
         self._staged = staging
         self._list_bytes = 0
-        self._forget_plans()
+        self._lists_at = 0
+        self._host: torch.Tensor
+        self._mirror: torch.Tensor
+        self._once: list[tuple[str, torch.Tensor]]
+        self._steps: list[tuple[str, torch.Tensor]]
+        self._once_shown: dict[str, torch.Tensor]
+        self._row_casts: list[CastColumn]
+        self._step_casts: list[CastColumn]
+        self.weights_array: Array | None
+        self.info_arrays: tuple[Array, Array] | None
+        # For the present memory, see `_no_plans`: plans of tables; records and their split; conversions.
+        self._plans: dict[int, tuple[PackedPlan, bool]] = {}
+        self._records: tuple[torch.Tensor, SplitPlan] | None = None
+        self._casts: tuple[Casts | None, Casts | None] | None = None
         self._rooms: list[torch.Tensor] = []
         self._used_rooms = 0
 
@@ -141,57 +154,74 @@ class CudaPackedBuffers(PackedBuffers):
 
     def reserve(self, num_rows: int, num_steps: int, list_bytes: int = 0) -> None:
         """Make room for a batch; what grows is allocated on the current stream, and holds no batch any longer."""
-        before = self._num_rows, self._num_steps, self._list_bytes
         super().reserve(num_rows, num_steps)
         if list_bytes > self._list_bytes:
-            self._list_bytes = grown(list_bytes)
-            self._allocate_names(self._num_rows)
-        if before == (self._num_rows, self._num_steps, self._list_bytes):
-            return
-        if before[:2] != (self._num_rows, self._num_steps):
-            self._forget_plans()
-        self.batch = Batch(
-            steps=self.steps_memory,
-            rows=self.rows_memory,
-            info=self.info_memory,
-            position=self.position,
-            cu_seqlens=self.starts,
-        )
+            size = grown(list_bytes)
+            self._replace(**self._new_names(self._num_rows, size, self._once_shown))
+
+    def _replace(self, **made: Any) -> None:
+        """See `PackedBuffers._replace`; without plans for columns that are replaced."""
         self.gpu.consumers.clear()  # the allocator does not know them as users of the new memory
+        now = {**vars(self), **made}
+        parts = {
+            "steps": "steps_memory",
+            "rows": "rows_memory",
+            "info": "info_memory",
+            "position": "position",
+            "cu_seqlens": "starts",
+        }
+        batch = Batch({key: now[name] for key, name in parts.items() if name in now})
+        columns = "_num_rows" in made or "_num_steps" in made
+        super()._replace(batch=batch, **(self._no_plans() if columns else {}), **made)
 
-    def _allocate_rows(self, count: int) -> None:
-        self._once, self._once_shown, self._row_casts = self._columns(self._collector.once, count)
-        self._allocate_names(count)
+    def _new_rows(self, count: int) -> dict[str, Any]:
+        once, shown, casts = self._columns(self._collector.once, count)
+        names = self._new_names(count, self._list_bytes, shown)
+        return {**names, "_once": once, "_once_shown": shown, "_row_casts": casts}
 
-    def _allocate_names(self, count: int) -> None:
-        """Allocate what the host writes for `count` rows, and for the lists."""
+    def _new_names(self, count: int, list_bytes: int, shown: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Memory of what the host writes for `count` rows, and for lists of so many bytes.
+
+        Args:
+            shown: the delivered columns per trajectory.
+        """
         collector = self._collector
-        self.references = None
         keys = collector.row_keys
         parts: list[Layout] = [((len(keys), count), torch.int64), ((count + 1,), torch.int32)]
         if collector.weighs:
             parts.append(((count,), torch.float32))
         if collector.informs:
             parts += [((2, count), torch.int64), ((2, count), torch.float32)]
-        self._lists_at = packed_bytes(parts)
-        size = self._lists_at + self._list_bytes
-        self._host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-        self._mirror = self._empty(size, dtype=torch.uint8)
-        host, mirror = packed_views(self._host, parts), packed_views(self._mirror, parts)
-        self.names, self.starts_array, self.starts = host[0].numpy(), host[1].numpy(), mirror[1]
-        self.rows_memory = dict(zip(keys, mirror[0], strict=True))
-        self.weights_array, self.info_arrays, self.info_memory = None, None, {}
+        lists_at = packed_bytes(parts)
+        size = lists_at + list_bytes
+        host_memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        mirror_memory = self._empty(size, dtype=torch.uint8)
+        host, mirror = packed_views(host_memory, parts), packed_views(mirror_memory, parts)
+        made: dict[str, Any] = {
+            "_lists_at": lists_at,
+            "_list_bytes": list_bytes,
+            "_host": host_memory,
+            "_mirror": mirror_memory,
+            "names": host[0].numpy(),
+            "starts_array": host[1].numpy(),
+            "starts": mirror[1],
+            "rows_memory": dict(zip(keys, mirror[0], strict=True)),
+            "weights_array": None,
+            "info_arrays": None,
+            "info_memory": {},
+        }
         if collector.weighs:
-            self.weights_array, self.rows_memory["priority_weight"] = host[2].numpy(), mirror[2]
+            made["weights_array"], made["rows_memory"]["priority_weight"] = host[2].numpy(), mirror[2]
         if collector.informs:
-            self.info_arrays = host[-2].numpy(), host[-1].numpy()
-            self.info_memory = dict(zip(COUNTS + NUMBERS, (*mirror[-2], *mirror[-1]), strict=True))
-        self.rows_memory.update(self._once_shown)
+            made["info_arrays"] = host[-2].numpy(), host[-1].numpy()
+            made["info_memory"] = dict(zip(COUNTS + NUMBERS, (*mirror[-2], *mirror[-1]), strict=True))
+        made["rows_memory"].update(shown)
+        return made
 
-    def _allocate_steps(self, count: int) -> None:
-        self.references = None
-        self._steps, self.steps_memory, self._step_casts = self._columns(self._collector.steps, count)
-        self.position = self._empty(count, dtype=torch.int32)
+    def _new_steps(self, count: int) -> dict[str, Any]:
+        steps, shown, casts = self._columns(self._collector.steps, count)
+        position = self._empty(count, dtype=torch.int32)
+        return {"_steps": steps, "steps_memory": shown, "_step_casts": casts, "position": position}
 
     def _columns(
         self, columns: Mapping[str, tuple[int, ...]], count: int
@@ -254,12 +284,10 @@ class CudaPackedBuffers(PackedBuffers):
 
     # ---------------------------------------------------------------- plans
 
-    def _forget_plans(self) -> None:
-        """Make plans for other memory, each when it is needed."""
-        self._plans: dict[int, tuple[PackedPlan, bool]] = {}
-        self._records: torch.Tensor | None = None
-        self._split: SplitPlan | None = None
-        self._casts: tuple[Casts | None, Casts | None] | None = None
+    @staticmethod
+    def _no_plans() -> dict[str, Any]:
+        """Attributes without plans, each of which is made when it is needed."""
+        return {"_plans": {}, "_records": None, "_casts": None}
 
     def _plan_of(self, source: PackedSource) -> tuple[PackedPlan, bool]:
         """The plan that gathers a source, and whether it gathers records. The plan of a table is made once for the
@@ -294,17 +322,14 @@ class CudaPackedBuffers(PackedBuffers):
         layout = table.region.layout
         assert layout.record is not None
         if self._records is None:
-            self._records = self._empty(len(self.position), layout.record.bytes, dtype=torch.uint8)
-            self._split = SplitPlan(
-                [
-                    SplitColumn(
-                        self._records[:, None], _flat(values)[:, None], 0, layout.columns[source].inside
-                    )
-                    for source, values in self._steps
-                    if layout.columns[source].is_packed
-                ]
-            )
-        return self._records
+            records = self._empty(len(self.position), layout.record.bytes, dtype=torch.uint8)
+            columns = [
+                SplitColumn(records[:, None], _flat(values)[:, None], 0, layout.columns[source].inside)
+                for source, values in self._steps
+                if layout.columns[source].is_packed
+            ]
+            self._records = records, SplitPlan(columns)
+        return self._records[0]
 
     # ---------------------------------------------------------------- gathering
 
@@ -333,8 +358,8 @@ class CudaPackedBuffers(PackedBuffers):
             mine, there = there[: len(launch.lists)], there[len(launch.lists) :]
             launch.run(mine, programs)
             if launch.in_records and not (i + 1 < len(launches) and launches[i + 1].in_records):
-                assert self._split is not None
-                split.split(self._split, total, programs=programs)
+                assert self._records is not None
+                split.split(self._records[1], total, programs=programs)
         self._convert(count, total)
 
     def _write(self, rows: PackedRows) -> None:

@@ -9,8 +9,9 @@ import os
 import queue
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -32,6 +33,10 @@ __all__ = ["Pool", "Prefetcher"]
 
 Item = TypeVar("Item")
 _BATCH, _STOP, _END = object(), object(), object()
+_LOOK = 1.0  # seconds between the looks of an idle thread at whether its consumer is still there
+_AMID_TIMEOUT = (
+    0.5  # seconds that a signal handler waits for a thread that may be waiting for what it interrupted
+)
 _MOST_HELD = 8
 """Buffers of batches that the consumer holds for longer, which a prefetcher looks after; older ones are left to it."""
 
@@ -89,10 +94,19 @@ class Prefetcher:
             makes when the batch is complete. None leaves a batch that is still referred to its memory, and takes other
             buffers instead. False recycles it all the same.
         complete: finish requested draws after `close`, because they precede calls of `between`.
+        consumer: what lives as long as the iteration and is referred to weakly: when it is gone the thread ends, also
+            if an interruption has come before `close`.
     """
 
     def __init__(
-        self, pool: Pool, *, prefetch: int, keep: int, copy: bool | None, complete: bool = False
+        self,
+        pool: Pool,
+        *,
+        prefetch: int,
+        keep: int,
+        copy: bool | None,
+        complete: bool = False,
+        consumer: Callable[..., object] | None = None,
     ) -> None:
         self.collector = pool.collector
         self._pool = pool
@@ -109,11 +123,14 @@ class Prefetcher:
         self._pid = os.getpid()
         # A plain flag: an Event's lock would stay taken if a signal handler raised inside `set`.
         self._stopped = False
+        self._consumer = None if consumer is None else weakref.ref(consumer)
         self._thread: threading.Thread | None = None
         # Requests to the thread, in order: fill buffers, call a function, or None to stop.
         self._orders: queue.SimpleQueue[_Order | Callable[[], object] | None] = queue.SimpleQueue()
         self._accepting = False
-        self._turn = threading.Lock()  # guards `_accepting`
+        self._turn: Any = (
+            threading.RLock()
+        )  # guards `_accepting`; a signal handler may find it taken by what it interrupted
         self._ready: collections.deque[tuple[Buffers, int]] = collections.deque()  # filled, not yet delivered
 
     # ---------------------------------------------------------------- delivering
@@ -130,15 +147,20 @@ class Prefetcher:
 
         Args:
             fill: draws a batch, gathers it into the buffers and returns its number of rows.
-            items: second arguments of `fill`.
+            items: second arguments of `fill`. A generator is closed if this ends, and no thread uses it.
         """
-        if self._prefetch == 0:
-            for item in items:
-                yield self.one(fill, item)
-        elif self.collector.zero_copy and not self.collector.waits:
-            yield from self._ahead_on_stream(fill, items)
-        else:
+        if self._prefetch and (not self.collector.zero_copy or self.collector.waits):
             yield from self._ahead_in_thread(fill, items)
+            return
+        try:
+            if self._prefetch:
+                yield from self._ahead_on_stream(fill, items)
+            else:
+                for item in items:
+                    yield self.one(fill, item)
+        finally:
+            if isinstance(items, Generator):
+                items.close()  # what it holds for an item ends, also while a traceback refers to it
 
     def _ahead_on_stream(
         self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]
@@ -197,8 +219,8 @@ class Prefetcher:
         """Main function of the thread."""
         signal: BaseException | object = _STOP
         try:
-            with interruptible(lambda: self._stopped):
-                while self._execute(self._orders.get(), signals):
+            with interruptible(lambda: self.closed):
+                while self._execute(self._next_order(), signals):
                     pass
         except Interrupted:
             pass  # closed while waiting: the batch is no longer wanted
@@ -208,9 +230,18 @@ class Prefetcher:
             self._finish_orders()
         except BaseException as error:
             signal = error
-        if self._stopped and not is_ending():
+        if self.closed and not is_ending():
             self._give_back()
         signals.put(signal)
+
+    def _next_order(self) -> _Order | Callable[[], object] | None:
+        """Wait for a request; None also if the consumer is gone, and was interrupted before it could say so."""
+        while True:
+            try:
+                return self._orders.get(timeout=_LOOK)
+            except queue.Empty:
+                if self.closed:
+                    return None
 
     def _execute(
         self,
@@ -223,7 +254,7 @@ class Prefetcher:
                 order()
             return order is not None
         item = _END
-        if not self._stopped or self._complete:
+        if not self.closed or self._complete:
             item = next(order.items, _END)
         if item is _END:
             self._pool.free.append(order.buffers)
@@ -236,8 +267,8 @@ class Prefetcher:
         """Carry out the remaining requests at the thread's end: return unfilled buffers, call functions."""
         while True:
             with self._turn:  # so that `between` keeps the order of requests
-                if self._orders.empty():
-                    self._accepting = False
+                self._accepting = not self._orders.empty()
+                if not self._accepting:
                     return
                 order = self._orders.get()
             if isinstance(order, _Order):
@@ -261,15 +292,31 @@ class Prefetcher:
     def settle(self) -> None:
         """Wait until the thread, if any, has finished all requests.
 
+        A signal handler that has interrupted a call under a lock, for which the thread may be waiting, waits at most
+        `_AMID_TIMEOUT` seconds: then some requests are not finished.
+
         Raises:
             LockTimeoutError: timed out.
         """
-        done = threading.Event()
-        self.between(done.set)
-        if not done.wait(LOCK_TIMEOUT):
-            raise LockTimeoutError(
-                f"Timed out after {LOCK_TIMEOUT:g} s waiting for batches being prefetched. Is the table's lock held?"
-            )
+        amid = holds_any() or self._turn._is_owned()
+        patience = _AMID_TIMEOUT if amid else LOCK_TIMEOUT
+        deadline = time.monotonic() + patience
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.between(lambda: done.put(None))
+        while True:
+            try:
+                done.get(timeout=min(0.1, patience))
+                return
+            except queue.Empty:
+                pass
+            if self._thread is None or not self._thread.is_alive():
+                self._finish_orders()  # it has ended, or this interrupts what starts or joins it
+            elif time.monotonic() > deadline:
+                if amid:
+                    return
+                raise LockTimeoutError(
+                    f"Timed out after {patience:g} s waiting for batches being prefetched. Is the table's lock held?"
+                )
 
     def _run(self, fill: Callable[[Buffers, Item], int], buffers: Buffers, item: Item) -> int:
         try:
@@ -372,8 +419,8 @@ class Prefetcher:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` has been called."""
-        return self._stopped
+        """Whether the iteration has ended: by `close`, or because its consumer is gone."""
+        return self._stopped or (self._consumer is not None and self._consumer() is None)
 
     def close(self) -> bool:
         """Stop the thread and return the buffers; the last delivered batches are recycled by the next iterator.
@@ -400,6 +447,7 @@ class Prefetcher:
 
     def join(self) -> bool:
         """Wait at most `LOCK_TIMEOUT` seconds for a closed prefetcher's thread; return whether it has ended."""
+        self._ask_to_end()  # again: `close` may have been interrupted
         thread = self._thread
         if thread is not None and thread.is_alive():
             thread.join(LOCK_TIMEOUT)

@@ -108,13 +108,15 @@ def planned_batches(
     """
     while number < count:
         mine = planner.number == number * world + rank
-        plan = planner.next()
-        if plan is None:
-            return
+        plan: PlannedBatch | None = None
         try:
+            plan = planner.next()
+            if plan is None:
+                return
             if mine:
                 planned.append(plan)
                 yield plan
                 number += every
         finally:
-            plan.end()
+            if plan is not None:
+                plan.end()

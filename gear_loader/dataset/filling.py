@@ -72,7 +72,8 @@ class Filler:
                     self._table.remove_lost(error)
                     plan.leave_out(error)
             while plan.tickets:  # what is taken from here ends when a GPU has read its rows
-                prefetcher.release(buffers, plan.tickets.pop())
+                prefetcher.release(buffers, plan.tickets[-1])
+                plan.tickets.pop()
             return plan.gathered()
         except BaseException:
             while plan.tickets:

@@ -73,18 +73,24 @@ class Position:
             self._shared[_EPOCH], self._shared[_BEFORE] = start[0] + 1, 0
         else:
             start = alone(lambda: self._join(info.id, info.seed))
-        self.current = start
-        self.past, self.open = self.past + self.open, start[1] + start[2]
+        self._set(current=start, past=self.past + self.open, open=start[1] + start[2])
         return start
+
+    def _set(self, **values: Any) -> None:
+        """Set attributes in one step, so that a signal handler that asks for the state sees all of them or none."""
+        self.__dict__.update(values)
 
     def delivered(self, epoch: int, before: int, step: int) -> None:
         """Record the number of delivered batches of the iteration."""
-        self.current, self.open = (epoch, before, step), before + step
+        self._set(current=(epoch, before, step), open=before + step)
 
     def end(self, epoch: int) -> None:
         """Record the end of an iteration in the main process: the next epoch follows."""
-        self.current = (epoch + 1, 0, 0)
-        self.past, self.open = self.past + self.open, 0
+        self._set(current=(epoch + 1, 0, 0), past=self.past + self.open, open=0)
+
+    def sampled(self, items: int) -> None:
+        """Record a batch of `ReplayDataset.sample`, of so many drawn items."""
+        self._set(samples=self.samples + 1, sampled_items=self.sampled_items + items)
 
     def _can_join(self, worker: int, seed: int) -> bool:
         key, opened, joined = self._shared[[_KEY, _ROUND, _JOINED + worker]].tolist()

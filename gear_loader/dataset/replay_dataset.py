@@ -575,11 +575,16 @@ class ReplayDataset(IterableDataset[Batch]):
         position = self._position
         epoch, before, step = position.begin(self.table.region.lock.run)
         prefetch = 0 if in_worker else self.prefetch
+
+        def consumer() -> None:
+            """Lives as long as this generator, however that ends."""
+
         prefetcher = self._buffers.open(
             self.batch_size,
             self._collector,
             prefetch=prefetch,
             shared=in_worker,
+            consumer=consumer,
             **self._buffering(in_worker),
         )
         first = before + number + workers * step
@@ -597,9 +602,9 @@ class ReplayDataset(IterableDataset[Batch]):
                     if done is not None and not done.counts.batches:
                         continue  # its trajectories were lost, and the stream has ended
                     step += 1
-                    position.delivered(epoch, before, step)
-                    if done is not None:
+                    if done is not None:  # first: it keeps the states before too, for the position
                         self._progress.delivered(epoch, done.state, done.counts, self._selected())
+                    position.delivered(epoch, before, step)
                     yield self._shown(batch)
                 if not in_worker:
                     # A worker keeps its end position, so that it ends again if resumed while others have batches left.
@@ -754,8 +759,7 @@ class ReplayDataset(IterableDataset[Batch]):
             epoch, count = SAMPLE_EPOCH + 1 + rank, min(count, items - first)
         draw = Draw(self._draw_seed(), epoch, number, first, count, turn, self._position.samples)
         batch = prefetcher.one(self._filler(prefetcher).fill, (draw, view))
-        self._position.samples += 1
-        self._position.sampled_items += count
+        self._position.sampled(count)
         shown: Batch = self._shown(batch)
         return shown
 
@@ -799,15 +803,17 @@ class ReplayDataset(IterableDataset[Batch]):
                 state=state,
             )
         self._sampler = None  # after an error the next call goes on from the last delivered batch
-        plan = planner.next()
-        assert plan is not None, "an endless stream has ended"
+        plan: PlannedBatch | None = None
         try:
+            plan = planner.next()
+            assert plan is not None, "an endless stream has ended"
             batch = prefetcher.one(self._filler(prefetcher).fill_planned, plan)
         finally:
-            plan.end()
+            if plan is not None:
+                plan.end()
         self._sampler = planner
-        self._position.samples += 1
         self._sample_progress.delivered(SAMPLE_EPOCH, plan.state, plan.counts, None)
+        self._position.sampled(0)
         shown: Batch = self._shown(batch)
         return shown
 

@@ -37,11 +37,11 @@ class IdMap:
             ticket.end()
         finally:
             ticket.end()  # again: an exception may arrive anywhere
-        self._position = changes.position
         for slot, old in zip(changes.slots.tolist(), self._id_of[changes.slots].tolist(), strict=True):
             if old >= 0 and self._slots.get(old) == slot:
                 del self._slots[old]
         self._id_of[changes.slots] = np.where(changes.ready, changed_ids, -1)
         ready = changes.ready
         self._slots.update(zip(changed_ids[ready].tolist(), changes.slots[ready].tolist(), strict=True))
+        self._position = changes.position  # last: after an interruption the changes are applied again
         return np.array([self._slots.get(each, -1) for each in ids.tolist()], dtype=np.int64)

@@ -98,13 +98,8 @@ class ShardPackedBuffers(PackedBuffers):
         super().__init__(collector, shared=shared)
         self.sources: dict[int, tuple[Array, Array]] = {}
 
-    def _allocate_rows(self, count: int) -> None:
-        super()._allocate_rows(count)
-        self.sources.clear()
-
-    def _allocate_steps(self, count: int) -> None:
-        super()._allocate_steps(count)
-        self.sources.clear()
+    def _replace(self, **made: Any) -> None:
+        super()._replace(sources={}, **made)
 
 
 class ServedRows(NamedTuple):

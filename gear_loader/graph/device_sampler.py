@@ -72,7 +72,11 @@ class DeviceSampler:
 
             draw = twin
         self._draw = draw
-        self._places = torch.full((graph.num_nodes,), -1, dtype=torch.int64, device=self.device)
+        self._places: torch.Tensor | None = self._no_places()  # None while a sample is made
+
+    def _no_places(self) -> torch.Tensor:
+        """Number in the subgraph of each node, int64 [N]: -1, none."""
+        return torch.full((self.graph.num_nodes,), -1, dtype=torch.int64, device=self.device)
 
     def sample(self, seeds: Any, *, step: int = 0) -> Subgraph:
         """The sampled neighbourhood of distinct seeds, on the device. Waits for the GPU once for each hop and more.
@@ -88,26 +92,29 @@ class DeviceSampler:
         words = [key_of(self.seed), signed(integer("step", step))]
         random = torch.tensor(words, dtype=torch.int64, device=self.device)
         nodes = torch.from_numpy(values).to(self.device)
-        places = self._places
+        places, self._places = (
+            self._places,
+            None,
+        )  # after an interruption they are dropped: they may not be clear
+        places = self._no_places() if places is None else places
         places[nodes] = torch.arange(len(nodes), device=self.device)
         begin, counts = 0, [len(nodes)]
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        try:
-            for fanout in self.fanouts:
-                frontier = nodes[begin:]
-                drawn = torch.empty(len(frontier), fanout, dtype=torch.int64, device=self.device)
-                self._draw(self.graph.indptr, self.graph.indices, frontier, random, drawn)
-                exists = drawn >= 0
-                targets = exists.nonzero()[:, 0] + begin
-                found = drawn[exists]
-                new = _first_occurrences(found[places[found] < 0])
-                begin = len(nodes)
-                places[new] = torch.arange(begin, begin + len(new), device=self.device)
-                nodes = torch.cat((nodes, new))
-                parts.append((places[found], targets))
-                counts.append(len(new))
-        finally:
-            places[nodes] = -1
+        for fanout in self.fanouts:
+            frontier = nodes[begin:]
+            drawn = torch.empty(len(frontier), fanout, dtype=torch.int64, device=self.device)
+            self._draw(self.graph.indptr, self.graph.indices, frontier, random, drawn)
+            exists = drawn >= 0
+            targets = exists.nonzero()[:, 0] + begin
+            found = drawn[exists]
+            new = _first_occurrences(found[places[found] < 0])
+            begin = len(nodes)
+            places[new] = torch.arange(begin, begin + len(new), device=self.device)
+            nodes = torch.cat((nodes, new))
+            parts.append((places[found], targets))
+            counts.append(len(new))
+        places[nodes] = -1
+        self._places = places
         edges = torch.stack([torch.cat(row) for row in zip(*parts, strict=True)])
         return Subgraph(nodes, edges, counts[0], counts, [len(targets) for _, targets in parts])
 

@@ -132,8 +132,8 @@ class Features:
                 if source.table.region.pin(self.device):
                     self._zero_copy[number] = DeviceRows(source, self.device)
         self._mutex = new_mutex()
-        self._caches: tuple[RowCache, ...] = ()  # the nearest first
-        self._seen: list[Rows] = []  # rows of each table of this machine, as of the caches
+        # The nearest first; and the rows of each table of this machine, as of them.
+        self._caches: tuple[tuple[RowCache, ...], list[Rows]] = (), []
         self.reads = FeatureReads()
 
     @property
@@ -231,8 +231,8 @@ class Features:
         ]
         pinned = self._prioritize(chance)  # may fail, for instance when it waits for a table's lock
         with self._mutex:
-            self._caches = tuple(cache for cache in caches if cache is not None)
-            self._seen, self.reads = seen, FeatureReads()
+            self._caches = tuple(cache for cache in caches if cache is not None), seen
+            self.reads = FeatureReads()
         bytes_of = (len(device) * self.row_bytes, len(host) * self.row_bytes)
         return FeatureTiers(len(device), bytes_of[0], len(host), bytes_of[1], pinned)
 
@@ -305,7 +305,8 @@ class Features:
         self, number: int, numbers: Array, nodes: Array, outs: Sequence[torch.Tensor], into: Array
     ) -> None:
         source, ticket = self._zero_copy[number], Ticket()
-        try:
+
+        def gather() -> None:
             rows = source.rows.begin(ticket)
             slots, steps, missing = rows.locate(numbers)
             if missing:
@@ -313,8 +314,8 @@ class Features:
             source.gather(slots, steps, outs, into)
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()  # until then the ticket keeps the rows
-        finally:
-            ticket.end()
+
+        ticket.during(gather)
         self._count(host=len(numbers))
 
     def _located(self, nodes: Array) -> tuple[Array, Array]:
@@ -341,15 +342,16 @@ class Features:
 
     def _followed(self) -> tuple[RowCache, ...]:
         """The caches, without nodes that were removed from tables of this machine since they were filled."""
-        if not self._caches:
+        caches, seen = self._caches
+        if not caches:
             return ()
         local = [source for source in self._sources if isinstance(source, TableRows)]
         now = [source.look() for source in local]
-        if any(rows is not known for rows, known in zip(now, self._seen, strict=True)):
+        if any(rows is not known for rows, known in zip(now, seen, strict=True)):
             with self._mutex:
-                self._caches = tuple(cache.without(self._gone(cache.nodes)) for cache in self._caches)
-                self._seen = now
-        return self._caches
+                caches = tuple(cache.without(self._gone(cache.nodes)) for cache in self._caches[0])
+                self._caches = caches, now
+        return caches
 
     def _gone(self, nodes: Array) -> Array:
         """Which nodes are in no table any more, bool [n]; of those of other nodes this is not known."""

@@ -91,10 +91,7 @@ class TableRows:
         known = self.table.reader().known()
         if known is None or known.version != self._rows.version:
             ticket = Ticket()
-            try:
-                self.begin(ticket)
-            finally:
-                ticket.end()
+            ticket.during(lambda: self.begin(ticket))
         return self._rows
 
     def begin(self, ticket: Ticket) -> Rows:
@@ -126,22 +123,25 @@ class TableRows:
         if not len(numbers):
             return 0
         ticket = Ticket()
-        try:
-            rows = self.begin(ticket)
-            slots, steps, missing = rows.locate(numbers)
-            if missing:
-                raise unknown_nodes(nodes[slots < 0], rows.count)
-            plan = self._plan.copy()
-            plan[:, OUT] = [out.data_ptr() for out in outs]
-            if self._tier is not None and self.table.num_spilled:
-                return self._gather_tiers(self._tier, plan, rows, slots, steps, into)
-            bad = self._gather(plan, slots, steps, into)
-            if bad and self._tier is not None:  # some may have been on disk meanwhile
-                return self._gather_tiers(self._tier, plan, rows, slots, steps, into)
-            self.table.reader().check_gathered(bad)
-            return 0
-        finally:
-            ticket.end()
+        return ticket.during(lambda: self._gather_rows(ticket, numbers, nodes, outs, into))
+
+    def _gather_rows(
+        self, ticket: Ticket, numbers: Array, nodes: Array, outs: Sequence[torch.Tensor], into: Array | None
+    ) -> int:
+        """`gather` under a ticket, which it begins."""
+        rows = self.begin(ticket)
+        slots, steps, missing = rows.locate(numbers)
+        if missing:
+            raise unknown_nodes(nodes[slots < 0], rows.count)
+        plan = self._plan.copy()
+        plan[:, OUT] = [out.data_ptr() for out in outs]
+        if self._tier is not None and self.table.num_spilled:
+            return self._gather_tiers(self._tier, plan, rows, slots, steps, into)
+        bad = self._gather(plan, slots, steps, into)
+        if bad and self._tier is not None:  # some may have been on disk meanwhile
+            return self._gather_tiers(self._tier, plan, rows, slots, steps, into)
+        self.table.reader().check_gathered(bad)
+        return 0
 
     def _gather(self, plan: Array, slots: Array, steps: Array, into: Array | None) -> int:
         extent, block_ids = self.table.reader().index_arrays()

@@ -299,8 +299,9 @@ class BudgetPlanner:
             weights = None if state.weights is None else state.weights[present]
             self._enqueue(names, [weights, None, None, rows[0, present]])
             self._counts.gone += len(slots) - len(present)
-        finally:
             ticket.end()
+        finally:
+            ticket.end()  # again: an exception may arrive anywhere
         self._draws = {drawn[0]: drawn for drawn in state.draws}
         return True
 

@@ -184,8 +184,8 @@ class PrioritizedGroupSelection(PrioritizedSelection):
         return draw.count * self._grouping.size
 
     def _put(self, items: Array, leaves: Array) -> None:
+        self._groups = None  # first: after an interruption they are formed again
         self._members[items] = leaves
-        self._groups = None
 
     def _scale(self, factor: float) -> None:
         self._put(np.arange(len(self._members)), scaled(self._members, factor))

@@ -12,7 +12,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from gear_loader.errors import GearError, PriorityError, SchemaError, StaleIndexError, TableEmptyError
+from gear_loader.errors import (
+    GearError,
+    LockTimeoutError,
+    PriorityError,
+    SchemaError,
+    StaleIndexError,
+    TableEmptyError,
+)
 from gear_loader.kernels.sum_tree import GONE, LOWEST_LEAF, UNSET
 from gear_loader.native import priority_updates
 from gear_loader.native.priority_updates import known_items, leaves_of, live_items
@@ -34,7 +41,7 @@ from gear_loader.storage.rows import CudaRows, SelectedRows
 from gear_loader.storage.states import READY
 from gear_loader.storage.tier_counts import pack_heat
 from gear_loader.utils.arrays import Array
-from gear_loader.utils.mutex import new_mutex, uninterrupted
+from gear_loader.utils.mutex import holds_any, new_mutex, uninterrupted
 
 __all__ = [
     "ANCHORS",
@@ -58,6 +65,7 @@ assert priority_updates.READY == READY
 _LARGEST = float(np.finfo(np.float32).max)
 _MAX_SAMPLE = 1 << 18  # most leaves read for statistics
 _MEANS_SECONDS = 1.0
+_AMID_TIMEOUT = 2.0  # seconds that a signal handler waits for another thread's change of the priorities
 SHARE = 2.0**-10
 """Most share of the probability that leaves outside float32's range may have in a draw."""
 _DOUBTFUL_EPS = 2.0**100  # with a smaller eps, sums exceed float32's range by rounding only
@@ -126,6 +134,10 @@ class PrioritizedSelection(Selection):
         )
         self._next_means = 0.0  # time of the next `_tell_means`
         self._unset: Leaves | None = None  # leaves of changes applied to the map, perhaps not yet to the tree
+        self._changes = 0  # of the map or of all leaves, by another thread: odd while one is under way
+        self._known_before: int | None = (
+            None  # the next sequence number before changes that are being applied
+        )
         self._maximum = 1.0
         self._num_stale = 0
         self._freshness = getattr(context.selector, "freshness", 1.0)
@@ -266,6 +278,7 @@ class PrioritizedSelection(Selection):
             self._map.position, self._map.next_sequence = changes.position, changes.next_sequence
             return
         try:
+            self._known_before = known[1]
             self._take_in(changes)
         except BaseException:
             if self._unset is None:  # else the map is complete and only the tree is behind
@@ -290,7 +303,7 @@ class PrioritizedSelection(Selection):
             self._unset = self._map.follow(changes, chosen, *arrays)
 
         if self._map.steps:
-            uninterrupted(follow)  # a map of steps cannot resume from a partial change
+            self._change(follow)  # a map of steps cannot resume from a partial change
         else:
             follow()
         self._set_unset()
@@ -300,6 +313,7 @@ class PrioritizedSelection(Selection):
         if self._unset is not None:
             self._set(self._unset)
             self._unset = None
+        self._known_before = None
 
     def _set(self, leaves: Leaves) -> None:
         self._maximum = max(self._maximum, float(leaves.priorities.max(initial=0)))
@@ -315,8 +329,7 @@ class PrioritizedSelection(Selection):
     def _put(self, items: Array, leaves: Array) -> None:
         """Set leaves (float32 [n]) of items (int64 [n]); of duplicates the last one counts."""
         if len(items) > self._map.capacity // 8:
-            self._tree.leaves[items] = leaves
-            self._tree.build()
+            self._write(items, leaves)
         else:
             self._tree.update(items, leaves)
 
@@ -327,8 +340,27 @@ class PrioritizedSelection(Selection):
         policy = self.context.table.policy_version
         if policy != self._policy:
             factor = self._freshness ** (policy - self._policy)
-            self._policy = policy
-            self._scale(factor)
+
+            def scale() -> None:
+                self._scale(factor)
+                self._policy = policy
+
+            self._change(scale)
+
+    def _change(self, section: Callable[[], object]) -> None:
+        """Call a function that changes the map or all leaves, completely or not at all; see `uninterrupted`."""
+
+        def counted() -> None:
+            if self._changes % 2:  # a part of such a function
+                section()
+                return
+            self._changes += 1
+            try:
+                section()
+            finally:
+                self._changes += 1
+
+        uninterrupted(counted)
 
     def _scale(self, factor: float) -> None:
         """Multiply all leaves."""
@@ -593,31 +625,71 @@ class PrioritizedSelection(Selection):
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Leaves of all trajectories with sequence numbers, counters, and the rows of the last batches."""
+        """Leaves of all trajectories with sequence numbers, counters, and the rows of the last batches.
+
+        In a signal handler amid a call of this thread under a lock: the state before that call, perhaps with a part of
+        what it sets. Trajectories that it was taking in are left out; a restored selection meets them as new ones.
+
+        Raises:
+            LockTimeoutError: another thread was changing the priorities for over `_AMID_TIMEOUT` seconds amid a call.
+        """
+        if holds_any():
+            return self._state_amid()
         with self._mutex:
             ticket = Ticket()
             try:
                 self._follow(ticket)
-                view = self._known()
-                leaves = self._read(self._all_items(view.slots, view.lengths))
-                blocks = self._blocks(view)
+                state = self._state(self._map.next_sequence)
                 ticket.end()
             finally:
                 ticket.end()  # again: an exception may arrive anywhere
-            recent = {(part["epoch"], part["step"]): part for part in self._recent()}
-            for (epoch, step), rows in self._pending.items():
-                recent.setdefault((epoch, step), {"epoch": epoch, "step": step, **_tensors(rows)})
-            policy = {} if self._freshness == 1 else {"policy": self._policy}
-            return {
-                **policy,
-                **({} if blocks is None else {"blocks": torch.from_numpy(blocks)}),
-                "sequences": torch.from_numpy(view.sequences.copy()),
-                "lengths": torch.from_numpy(view.lengths.copy()),
-                "leaves": torch.from_numpy(leaves),
-                "maximum": self._get_maximum(),
-                "num_stale": self.num_stale,
-                "recent": list(recent.values()),
-            }
+            return state
+
+    def _state_amid(self) -> dict[str, Any]:
+        """`state_dict` without waiting for what this thread holds: its paused call goes on when this has returned."""
+        # Another thread that holds the mutex may wait for a lock of the paused call; then it changes nothing.
+        free = self._mutex.acquire(timeout=_AMID_TIMEOUT / 4)
+        try:
+            deadline = time.monotonic() + _AMID_TIMEOUT
+            while True:
+                before = self._changes
+                if before % 2 == 0:
+                    if free:
+                        self._set_unset()
+                    # The map may know more than the tree, until `_follow` has ended.
+                    known = self._known_before
+                    state = self._state(self._map.next_sequence if known is None else known)
+                    if self._changes == before and (free or self._unset is None):
+                        return state
+                if time.monotonic() > deadline:
+                    raise LockTimeoutError(
+                        "The state was asked for in a signal handler, in the middle of a call, while another thread "
+                        f"changes the priorities for over {_AMID_TIMEOUT:g} s. Ask again after the call has returned."
+                    )
+                time.sleep(1e-3)
+        finally:
+            if free:
+                self._mutex.release()
+
+    def _state(self, following: int) -> dict[str, Any]:
+        """`state_dict` of the trajectories with sequence numbers below `following`."""
+        view = self.view()
+        view = view.take(view.sequences < following)
+        leaves, blocks = self._read(self._all_items(view.slots, view.lengths)), self._blocks(view)
+        recent = {(part["epoch"], part["step"]): part for part in self._recent()}
+        for (epoch, step), rows in list(self._pending.items()):
+            recent.setdefault((epoch, step), {"epoch": epoch, "step": step, **_tensors(rows)})
+        policy = {} if self._freshness == 1 else {"policy": self._policy}
+        return {
+            **policy,
+            **({} if blocks is None else {"blocks": torch.from_numpy(blocks)}),
+            "sequences": torch.from_numpy(view.sequences.copy()),
+            "lengths": torch.from_numpy(view.lengths.copy()),
+            "leaves": torch.from_numpy(leaves),
+            "maximum": self._get_maximum(),
+            "num_stale": self.num_stale,
+            "recent": list(recent.values()),
+        }
 
     def _all_items(self, slots: Array, lengths: Array) -> Array:
         """`ItemMap.all_items` of the table."""
@@ -633,8 +705,11 @@ class PrioritizedSelection(Selection):
         return leaves
 
     def _write(self, items: Array, leaves: Array) -> None:
-        self._tree.leaves[items] = leaves
-        self._tree.build()
+        def write() -> None:
+            self._tree.leaves[items] = leaves
+            self._tree.build()
+
+        self._change(write)
 
     def _get_maximum(self) -> float:
         return self._maximum
@@ -645,7 +720,7 @@ class PrioritizedSelection(Selection):
     def _recent(self) -> list[dict[str, Any]]:
         return [
             {"epoch": epoch, "step": step, **_tensors(_as_items(rows))}
-            for (epoch, step), rows in self._history
+            for (epoch, step), rows in list(self._history)
         ]
 
     def _known(self) -> Snapshot:
@@ -675,7 +750,7 @@ class PrioritizedSelection(Selection):
                 if self._map.own is None:
                     restore()
                 else:
-                    uninterrupted(restore)  # leaves that were moved have to be set
+                    self._change(restore)  # leaves that were moved have to be set
                 ticket.end()
             finally:
                 ticket.end()  # again: an exception may arrive anywhere

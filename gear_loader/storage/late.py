@@ -134,15 +134,7 @@ class _Request:
         left = np.arange(len(self.slots))
         while True:
             before, ticket = self.done, Ticket()
-            try:
-                located, left = index.recovery.locked(functools.partial(self._locate, ticket, left))
-                if len(located.rows):
-                    if size > _SMALL:
-                        self._copy(located)
-                    finish = functools.partial(self._finish, located, copies=size <= _SMALL)
-                    left = np.concatenate((index.recovery.locked(finish), left))
-            finally:
-                ticket.end()
+            left = ticket.during(functools.partial(self._attempt, ticket, size, left))
             if not len(left):
                 return len(self.slots) - self.done
             if self.done > before:
@@ -158,6 +150,21 @@ class _Request:
                     "the others again (`Table.unfilled` lists them), or make the memory of the table larger "
                     "(max_blocks)."
                 )
+
+    def _attempt(self, ticket: Ticket, size: int, left: Array) -> Array:
+        """Fill those of the rows `left` (int64 [n]) that are in memory, under a read ticket; return those still left.
+
+        Args:
+            size: bytes of all values.
+        """
+        index = self.table.index
+        located, left = index.recovery.locked(functools.partial(self._locate, ticket, left))
+        if len(located.rows):
+            if size > _SMALL:
+                self._copy(located)
+            finish = functools.partial(self._finish, located, copies=size <= _SMALL)
+            left = np.concatenate((index.recovery.locked(finish), left))
+        return left
 
     def _locate(self, ticket: Ticket, left: Array) -> tuple[_Located, Array]:
         """Check the rows, or raise; the caller holds the lock.

@@ -105,6 +105,7 @@ class IndexLock:
         self._name = name
         self._fd = fd
         self._mutex = new_mutex()
+        self._wanted = False  # whether the owner of the mutex keeps the record lock, or waits for it
         self._bell: _Bell | None = None
         _locks.add(self)
 
@@ -136,6 +137,28 @@ class IndexLock:
             if owned():  # the release above was interrupted
                 self._drop(mutex)
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread is in a section under the lock, or waits for it: asked in a signal handler."""
+        owned: bool = self._mutex._is_owned()
+        return owned
+
+    def read(self, section: Callable[[], _T]) -> _T:
+        """`run` a section that only reads what each store leaves whole, also amid another section of this thread.
+
+        That is paused by a signal handler, which calls this, and goes on when it has returned.
+        """
+        if not self.is_mine:
+            return self.run(section)
+        if self._fd is None:
+            return section()
+        self._lock_file(self._fd)  # at once, if the paused section has it
+        try:
+            return section()
+        finally:
+            if not self._wanted:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, self._place)
+
     def __enter__(self) -> IndexLock:
         mutex = self._mutex
         if mutex._is_owned():
@@ -164,12 +187,14 @@ class IndexLock:
                 f"for over {self.timeout:g} s."
             )
         if self._fd is not None:
+            self._wanted = True
             self._lock_file(self._fd)
 
     def _drop(self, mutex: Any) -> None:
         """Release the record lock and the mutex, which the caller owns. May be repeated after an interruption."""
         try:
             if self._fd is not None:
+                self._wanted = False
                 fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, self._place)
                 if self._bell is not None and self._bell.waiting.value:
                     self._bell.ring()

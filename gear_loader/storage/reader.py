@@ -151,7 +151,7 @@ class TableReader:
             The ticket; the caller ends it.
         """
         ticket = ticket or Ticket()
-        self._recovery.locked(lambda: ticket.begin(self._readers))
+        self._recovery.read(lambda: ticket.begin(self._readers))
         return ticket
 
     def under_lock(self, section: Callable[[], _T]) -> _T:
@@ -333,13 +333,16 @@ class TableReader:
         return self._recovery.locked(begin)
 
     def snapshot(self) -> Snapshot:
-        """A snapshot of the live trajectories, oldest first."""
+        """A snapshot of the live trajectories, oldest first; also for a signal handler amid another call."""
 
         def look() -> Snapshot:
+            if amid:
+                return Log().snapshot(self.arrays.view, lambda _: None)
             self._admission.expire()
             return self._snapshot()
 
-        return self._recovery.locked(look)
+        amid = self._recovery.lock.is_mine
+        return self._recovery.read(look)
 
     def count_samples(self, slots: Array, generations: Array) -> Array:
         """Count rows as drawn, and retire trajectories that reach `max_times_sampled`.

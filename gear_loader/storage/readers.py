@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,6 +17,7 @@ from gear_loader.storage.operations.view import READING, TICKET
 
 __all__ = ["Readers", "Ticket"]
 
+_T = TypeVar("_T")
 _numbers = itertools.count(1)
 
 
@@ -21,7 +25,7 @@ class Ticket:
     """Keeps the current contents of a table readable from `begin` to `end`. Used for one read.
 
     Its number identifies its row in `readers` even if `begin` was interrupted, so `end` in an exception handler always
-    releases it. In a forked child it has no effect.
+    releases it; at the latest it is released when nothing refers to it any longer. In a forked child it has no effect.
 
     Attributes:
         number: unique in this process.
@@ -37,6 +41,21 @@ class Ticket:
         self.counted = 0
         self._pid = os.getpid()
         self._readers: Readers | None = None
+
+    def __del__(self) -> None:
+        # What interrupted its user may have come in the call of `end`.
+        if getattr(self, "_readers", None) is not None and not sys.is_finalizing():
+            self.end()
+
+    def during(self, section: Callable[[], _T]) -> _T:
+        """Call a function that begins the ticket, and end it, also if an exception arrives at any bytecode."""
+        try:
+            try:
+                return section()
+            finally:
+                self.end()
+        finally:
+            self.end()  # again: the call above may be interrupted
 
     def begin(self, readers: Readers) -> None:
         """Register the ticket; the caller holds the lock. Raises `GearError` if all rows of `readers` are in use."""

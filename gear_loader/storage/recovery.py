@@ -96,6 +96,11 @@ class Recovery:
 
         return self.lock.run(recovered)
 
+    def read(self, section: Callable[[], _T]) -> _T:
+        """`locked` for a section that only reads slots, also in a signal handler amid another section: see
+        `IndexLock.read`. Slots are whole at every store; what is derived from them may not be."""
+        return self.lock.read(section) if self.lock.is_mine else self.locked(section)
+
     def check_bounds(self) -> None:
         """Check that all values of the index are in range. Takes the lock only if a check without it fails.
 

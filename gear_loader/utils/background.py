@@ -13,20 +13,24 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+from gear_loader.utils.mutex import uninterrupted
+
 __all__ = ["background_thread", "is_ending", "must_end", "stop_at_end"]
 
 _EXIT_TIMEOUT = 5.0  # seconds that the end of the interpreter waits for all threads
 
 _Stop = Callable[[], object]
-_threads: weakref.WeakKeyDictionary[threading.Thread, Callable[[], _Stop | None]] = (
-    weakref.WeakKeyDictionary()
-)
+# Of each thread at work, the object that can ask it to end, and the method that does. Without callbacks of weak
+# references: Python calls them while it tears objects down, and an exception of a signal handler is lost in them.
+_Asks = tuple["weakref.ref[Any]", Callable[[Any], object]] | None
+_threads: dict[threading.Thread, _Asks] = {}
 _ending = False
 
 
@@ -40,9 +44,37 @@ def background_thread(
         stop: a method that asks the thread to end, without waiting; its object is referred to weakly. None: the thread
             ends by itself.
     """
-    thread = threading.Thread(target=run, args=args, name=name, daemon=True)
-    _threads[thread] = (lambda: None) if stop is None else weakref.WeakMethod(stop)
+    method: Any = stop
+    asks = None if stop is None else (weakref.ref(method.__self__), method.__func__)
+
+    def work() -> None:
+        try:
+            if _ending:
+                _ask(asks)
+            run(*args)
+        finally:
+            _threads.pop(thread, None)
+
+    thread = _Thread(target=work, name=name, daemon=True)
+    thread.asks = asks
     return thread
+
+
+class _Thread(threading.Thread):
+    asks: _Asks = None
+
+    def start(self) -> None:
+        """Start completely or not at all: an interrupted `threading.Thread.start` may leave one that never runs."""
+
+        def begin() -> None:
+            _threads[self] = self.asks
+            try:
+                threading.Thread.start(self)
+            except BaseException:
+                _threads.pop(self, None)
+                raise
+
+        uninterrupted(begin)
 
 
 def is_ending() -> bool:
@@ -65,20 +97,27 @@ def stop_at_end() -> None:
         time.sleep(_EXIT_TIMEOUT)
 
 
+def _ask(asks: _Asks) -> None:
+    """Ask a thread to end."""
+    owner = None if asks is None else asks[0]()
+    if asks is not None and owner is not None:
+        with contextlib.suppress(Exception):  # the others are asked all the same
+            asks[1](owner)
+
+
 def _end_all() -> None:
     global _ending
     _ending = True
-    alive = [(thread, stop()) for thread, stop in _registered() if thread.is_alive()]
-    for _, stop in alive:
-        if stop is not None:
-            with contextlib.suppress(Exception):  # the others are asked all the same
-                stop()
+    alive = [(thread, asks) for thread, asks in _registered() if thread.ident is None or thread.is_alive()]
+    for _, asks in alive:
+        _ask(asks)
     deadline = time.monotonic() + _EXIT_TIMEOUT
     for thread, _ in alive:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        with contextlib.suppress(RuntimeError):  # it has not been started yet
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _registered() -> list[tuple[threading.Thread, Callable[[], _Stop | None]]]:
+def _registered() -> list[tuple[threading.Thread, _Asks]]:
     while True:
         with contextlib.suppress(RuntimeError):  # another thread has registered one meanwhile
             return list(_threads.items())
@@ -88,3 +127,4 @@ def _registered() -> list[tuple[threading.Thread, Callable[[], _Stop | None]]]:
 # runs first: so these threads end before.
 weakref.finalize(background_thread, bool).detach()
 atexit.register(_end_all)
+os.register_at_fork(after_in_child=_threads.clear)

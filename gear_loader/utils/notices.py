@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import logging
-import threading
 
 __all__ = ["notice", "notices"]
 
 _logger = logging.getLogger("gear_loader")
-_seen: dict[str, str] = {}
-_lock = threading.Lock()
+_seen: dict[
+    str, list[str]
+] = {}  # without a lock, which a signal handler would wait for if it interrupts its holder
 
 
 def notice(key: str, message: str) -> None:
     """Log `message` as a warning, once for each `key` in this process."""
-    with _lock:
-        if key in _seen:
-            return
-        _seen[key] = message
+    entry = [message]
+    if _seen.setdefault(key, entry) is not entry:
+        return
     _logger.warning("%s", message)
 
 
 def notices() -> dict[str, str]:
     """All notices of this process so far, by key."""
-    with _lock:
-        return dict(_seen)
+    return {key: entry[0] for key, entry in list(_seen.items())}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import threading
@@ -194,6 +195,46 @@ def test_a_batch_that_is_kept_stays_as_it_is(table: gear.Table) -> None:
 def snapshot_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the tensors of a batch."""
     return snapshot({key: value for key, value in batch.items() if key != "max_seqlen"})
+
+
+@pytest.mark.parametrize("failing", range(7))
+def test_memory_that_could_not_grow_is_as_it_was(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    allocate, calls = torch.empty, itertools.count()
+
+    def empty(*shape: Any, **options: Any) -> torch.Tensor:
+        if next(calls) == failing:
+            raise MemoryError
+        return allocate(*shape, **options)
+
+    with make_table([3] * 8, max_steps=4000) as table:
+        data = dataset(table, selector=gear.Fifo(), windows=GROWING, prefetch=0, sample_info=True)
+        for _ in range(6):
+            data.sample()
+        fill_again(table, [400] * 8)
+        monkeypatch.setattr(torch, "empty", empty)
+        with contextlib.suppress(MemoryError):
+            data.sample()
+        assert next(calls) > failing
+        monkeypatch.setattr(torch, "empty", allocate)
+        fill_again(table, [3, 1, 2, 3])
+        for _ in range(3):
+            batch = data.sample()
+            check_packed(batch)
+            assert torch.equal(batch["half"], batch["wide"].half())
+        nothing_left(table)
+
+
+GROWING: dict[str, Any] = {
+    **{name: gear.Window(1) if name == "prompt" else gear.Whole() for name in SCHEMA},
+    "half": gear.Whole("wide", torch.float16),
+}
+
+
+def fill_again(table: gear.Table, lengths: list[int]) -> None:
+    """Other trajectories in place of those of a table."""
+    table.clear()
+    for number, length in enumerate(lengths):
+        table.add(episode(number, length))
 
 
 def test_memory_is_reused(table: gear.Table) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Iterator
@@ -272,6 +274,38 @@ def test_a_held_batch_stays_as_it_is_while_others_grow(on_cpu: OnCpu) -> None:
         assert len({len(batch["token"]) for batch, _ in held}) > 2
         for batch, before in held:
             same(plain(batch), before)
+
+
+@played
+@pytest.mark.parametrize("failing", [2, 5, 8])
+def test_memory_that_could_not_grow_is_as_it_was(
+    on_cpu: OnCpu, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """Interrupted when an allocation has returned, as by Ctrl-C; the tensors' places are those of the plans after it."""
+    allocate, calls = torch.empty, itertools.count()
+
+    def empty(*shape: Any, **options: Any) -> torch.Tensor:
+        made = allocate(*shape, **options)
+        if next(calls) == failing:
+            raise KeyboardInterrupt
+        return made
+
+    with made_table(packed=True) as table:
+        options: dict[str, Any] = {"batch_size": 2, "windows": CONVERTED, "layout": "packed", "prefetch": 0}
+        data = [
+            gear.ReplayDataset(table, device=device, selector=gear.Fifo(), **options)
+            for device in (DEVICE, "cpu")
+        ]
+        for which, times in (([1, 2], 4), ([3, 4], 1), ([9, 11], 3)):  # of 13 steps, of 203, and of 10
+            monkeypatch.setattr(torch, "empty", empty if times == 1 else allocate)
+            held: list[Any] = []  # so that all buffers are used
+            for each in data:
+                each.subset = functools.partial(np.isin, test_elements=which)
+                with contextlib.suppress(KeyboardInterrupt):
+                    held.append([each.sample() for _ in range(times)])
+        assert next(calls) > failing
+        for one, other in zip(*held, strict=True):
+            same(plain(one), plain(other))
 
 
 @played

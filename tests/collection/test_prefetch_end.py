@@ -50,6 +50,7 @@ def _dropped(dataset: gear.ReplayDataset, held: contextlib.AbstractContextManage
         asker = threading.Thread(target=next, args=(batches,))
         asker.start()
         asker.join()
+        wait_until(active._orders.empty)  # it is at work on what it was asked for
         del batches, cycle, asker
         gc.collect()
         assert thread.is_alive(), "closing has waited for a thread that waits for this one"

@@ -148,6 +148,22 @@ def test_invalid_fanouts(fanouts: Any) -> None:
         NeighborSampler(random_graph(4, 8, 0), fanouts)
 
 
+def test_an_interrupted_sample_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_graph(50, 400, 1)
+    sampler, concatenate = twin(graph, [3, 3], 1), torch.cat
+
+    def interrupted(*_: Any) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "cat", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sampler.sample([1, 2])
+    monkeypatch.setattr(torch, "cat", concatenate)
+    found, expected = sampler.sample([3, 4]), twin(graph, [3, 3], 1).sample([3, 4])
+    assert torch.equal(found.n_id, expected.n_id)
+    assert torch.equal(found.edge_index, expected.edge_index)
+
+
 def test_a_device_takes_fanouts_up_to_128() -> None:
     with pytest.raises(SchemaError, match=r"^fanouts is \[-1\]; expected 1 to 128"):
         DeviceSampler(random_graph(4, 8, 0), [-1], device="cpu")

@@ -25,7 +25,8 @@ HERE = Path(__file__).parents[1]
 CALLS = (
     *("add", "extend", "extend_in_three_steps", "read", "remove", "stats", "write", "write_chunks"),
     *("write_overlapping_chunks", "sample", "sample_once", "sample_fifo", "sample_prioritized", "iterate"),
-    *("iterate_ahead", "iterate_prioritized", "state"),
+    *("iterate_ahead", "iterate_prioritized", "break_off", "packed", "budget", "mixture", "fill", "features"),
+    *("save", "from_disk", "packed_from_disk", "add_on_disk", "state"),
 )
 
 
@@ -55,10 +56,19 @@ def test_exceptions_at_many_opcodes_leave_nothing(call: str) -> None:
     assert 100 < interrupted("opcodes", call, 250, 5) <= 250
 
 
-@pytest.mark.long
-@pytest.mark.timeout(3700)
-def test_signals_leave_nothing() -> None:
-    assert interrupted("signals", 2700, 3, timeout=3600) == 2700
+@pytest.mark.parametrize(
+    "count",
+    [60, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.exhaustive, pytest.mark.timeout(3700)])],
+)
+def test_signals_leave_nothing(count: int) -> None:
+    assert interrupted("signals", count, 3, timeout=3600) == count
+
+
+@pytest.mark.parametrize(
+    "count", [1, pytest.param(40, marks=[pytest.mark.long, pytest.mark.exhaustive, pytest.mark.timeout(3700)])]
+)
+def test_a_handler_gets_the_state_in_the_middle_of_any_call(count: int) -> None:
+    assert interrupted("states", "all", count, 7, timeout=3600) > len(CALLS) * count // 2
 
 
 def test_a_lock_is_not_taken_twice_by_a_thread() -> None:

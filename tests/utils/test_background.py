@@ -79,3 +79,26 @@ def test_a_thread_that_has_ended_keeps_nothing_alive() -> None:
     del owner
     gc.collect()
     assert [each() for each in left] == [None, None]
+
+
+def test_a_thread_and_what_stops_it_die_without_callbacks() -> None:
+    """Python calls callbacks of weak references while the interpreter ends, and loses what a signal raises in them."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.itself, self.thread = self, background_thread(bool, "owner", stop=self.stop)
+            self.thread.start()
+            self.thread.join()
+
+        def stop(self) -> None:
+            pass
+
+    called: list[str] = []
+    dead = weakref.ref(Owner())
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_filename))
+    try:
+        gc.collect()
+    finally:
+        sys.setprofile(None)
+    assert dead() is None
+    assert weakref.__file__ not in called
