@@ -23,6 +23,7 @@ from gear_loader.lightning.split import Split
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.checks import at_least
+from gear_loader.utils.paths import local_path
 
 __all__ = ["ReplayDataModule"]
 
@@ -161,6 +162,8 @@ class ReplayDataModule(LightningDataModule):
                 "function that returns a Table or Shards."
             )
         self._source = os.fspath(table) if isinstance(table, (str, os.PathLike)) else table
+        if self._is_path():
+            local_path(self._source, SchemaError, "table")
         self._options = {"batch_size": batch_size, "windows": windows, **options}
         self._val_fraction = val_fraction
         self._val_batches = val_batches

@@ -32,6 +32,7 @@ from gear_loader.storage.block_sizes import resolved_block_steps, resolved_packi
 from gear_loader.storage.schema import Column, Schema, as_mapping, copied, keeps
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import unreadable
+from gear_loader.utils.paths import local_path
 from gear_loader.utils.progress import progress_bar
 
 __all__ = ["load"]
@@ -167,7 +168,7 @@ def _open(
             return source
         return _Renamed(source, select(requested(options["columns"], ()), list(source.schema), source.source))
     if isinstance(source, (str, os.PathLike)):
-        path = os.fspath(source)
+        path = local_path(source, SourceError)
         if _is_hdf5(path):
             return read_hdf5(path, **options)
         return read_minari(source, **options, download=download)

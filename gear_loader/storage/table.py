@@ -38,7 +38,7 @@ from gear_loader.storage.counters import (
     POLICY,
     WRITING_STEPS,
 )
-from gear_loader.storage.disk import Disk, DiskWriter, LostRowsError, Tier, TierReader, checked_path
+from gear_loader.storage.disk import Disk, DiskWriter, LostRowsError, Tier, TierReader
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.incoming import (
     Steps,
@@ -69,6 +69,7 @@ from gear_loader.storage.vector_writer import VectorWriter
 from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.formatting import size
+from gear_loader.utils.paths import local_path
 
 __all__ = ["Table", "Ticket"]
 
@@ -415,11 +416,11 @@ class Table:
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
 
         Raises:
-            CheckpointError: the disk is full or fails; the directory holds other files or a checkpoint of another
+            CheckpointError: `path` is not local (``s3://...``); the disk is full or fails; the directory holds other files or a checkpoint of another
                 schema or version; one of its own directories or files is a symbolic link; or another save into it is
                 running. The previous checkpoint is unchanged.
         """
-        path = checked_path(path)
+        path = local_path(path)
         if self._disk is not None and self._disk.writes_to(path):
             self._disk.flush()
             return
@@ -475,7 +476,7 @@ class Table:
             on_full=on_full,
             progress=progress,
         )
-        table: Table = _checkpoint("loading").load(cls, checked_path(path), options)
+        table: Table = _checkpoint("loading").load(cls, local_path(path), options)
         return table
 
     @classmethod
