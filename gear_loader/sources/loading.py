@@ -174,7 +174,11 @@ def _open(
         return read_minari(source, **options, download=download)
     if hasattr(source, "storage") and hasattr(source, "iterate_episodes"):
         return read_minari(source, **options)
-    if isinstance(as_mapping(source), Mapping) or not isinstance(source, Iterable):
+    if (
+        isinstance(as_mapping(source), Mapping)
+        or not isinstance(source, Iterable)
+        or getattr(source, "ndim", 1) == 0
+    ):
         raise SourceError(
             f"{describe(source)} was received; expected a path, a Minari data set, a reader or an iterable of "
             "episodes. A single episode goes into a list: load([episode])."
@@ -285,19 +289,25 @@ def _array(values: Any, where: str) -> _Values:
     if not isinstance(values, (np.ndarray, torch.Tensor)):
         try:
             values = np.asarray(values)
-        except ValueError as error:
+        except Exception as error:  # uneven lengths, or whatever its own __array__ raises
             raise SourceError(
                 f"{where} is {describe(values)}; expected an array [T, ...]: {error}"
             ) from error
-    if isinstance(values, torch.Tensor):
-        kind = unreadable(values)
-        if kind is not None:
-            raise SourceError(f"{where} is a {kind}; expected a strided tensor with its data.")
+    kind = unreadable(values) if isinstance(values, torch.Tensor) else None
+    if isinstance(values, np.ma.MaskedArray):
+        kind = "masked array"
+    if kind is not None:
+        raise SourceError(f"{where} is a {kind}; expected an array or a strided tensor with its data.")
     if values.ndim == 0:
         raise SourceError(f"{where} is {describe(values)}; expected an array [T, ...].")
     if isinstance(values, torch.Tensor):
-        tensor = values.detach().resolve_neg().cpu()
-        return tensor if tensor.dtype == torch.bfloat16 else tensor.numpy()
+        tensor = values.detach().resolve_conj().resolve_neg().cpu()
+        if tensor.dtype == torch.bfloat16:
+            return tensor
+        try:
+            return tensor.numpy()
+        except (TypeError, RuntimeError):  # numpy lacks the dtype
+            raise SourceError(f"{where} is {describe(values)}; expected a dtype of a column.") from None
     return np.asarray(values)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 from gear_loader.errors import CheckpointError, SchemaError
 from gear_loader.storage.rules import check_seconds
 from gear_loader.utils.arrays import Array
-from gear_loader.utils.checks import byte_count
+from gear_loader.utils.checks import byte_count, one_of
 from gear_loader.utils.paths import local_path
 
 __all__ = ["Disk", "DiskStats", "DiskWriter", "Keep", "LostRowsError", "Tier", "TierReader"]
@@ -59,8 +59,7 @@ class Disk:
         object.__setattr__(self, "sync_seconds", check_seconds("sync_seconds", self.sync_seconds))
         if self.size is not None:
             object.__setattr__(self, "size", byte_count("size", self.size))
-        if self.keep not in _KEEPS:
-            raise SchemaError(f"keep is {self.keep!r}; expected one of {', '.join(map(repr, _KEEPS))}.")
+        one_of("keep", self.keep, _KEEPS)
 
     def tier(self) -> Tier | None:
         """The tier below the memory; None without `size`."""

@@ -65,7 +65,8 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
     """Read a secret from a file, without surrounding white space.
 
     Raises:
-        HandshakeError: the path is not local, other users may write or read the file, it belongs to another user, or the secret is invalid.
+        HandshakeError: the path is not local, other users may write or read the file, it belongs to another user, or
+            the secret is invalid.
         OSError: the file cannot be read.
     """
     with open(local_path(path, HandshakeError, "The secret file"), "rb") as file:
