@@ -12,12 +12,12 @@ from gear_loader.utils.arrays import shown
 __all__ = ["check_device", "device_of"]
 
 
-def check_device(device: str | torch.device) -> None:
+def check_device(device: str | torch.device | int) -> None:
     """Raise SchemaError if this is not a device name. Does not initialize CUDA."""
     _named_device(device)
 
 
-def _named_device(device: str | torch.device) -> torch.device:
+def _named_device(device: str | torch.device | int) -> torch.device:
     chosen = None
     if isinstance(device, torch.device):
         chosen = device
