@@ -435,9 +435,11 @@ def print_environment_for_ucx(
 
     from gear_loader.errors import TransportError
     from gear_loader.transport import ucx_links
+    from gear_loader.utils.paths import local_path
 
     try:
-        variables = ucx_links.link_ucx(Path(folder).absolute() if folder else ucx_links.links_folder())
+        place = Path(local_path(folder, TransportError)).absolute() if folder else ucx_links.links_folder()
+        variables = ucx_links.link_ucx(place)
     except (TransportError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None

@@ -10,7 +10,8 @@ import torch
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.schema import Schema, Window
-from gear_loader.utils.checks import at_least
+from gear_loader.utils.arrays import shown
+from gear_loader.utils.checks import at_least, finite
 
 __all__ = ["NStep", "Returns", "n_step"]
 
@@ -54,15 +55,11 @@ class NStep:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n", at_least("n", self.n))
-        if (
-            isinstance(self.gamma, bool)
-            or not isinstance(self.gamma, (int, float))
-            or not 0 <= self.gamma <= 1
-        ):
-            raise SchemaError(f"gamma is {self.gamma!r}; expected a number from 0 to 1.")
+        if not finite(self.gamma) or not 0 <= self.gamma <= 1:
+            raise SchemaError(f"gamma is {shown(self.gamma)}; expected a number from 0 to 1.")
         for name in ("column", "done"):
             if not isinstance(getattr(self, name), str):
-                raise SchemaError(f"{name} is {getattr(self, name)!r}; expected the name of a column.")
+                raise SchemaError(f"{name} is {shown(getattr(self, name))}; expected the name of a column.")
 
     def windows(self, schema: Schema) -> dict[str, Window]:
         """The windows that it is computed from: ``reward``, ``done``, and ``follows``, of which only the mask is read.

@@ -13,6 +13,8 @@ from gear_loader.collection.n_step import NStep
 from gear_loader.errors import SchemaError
 from gear_loader.storage.rows import Reach
 from gear_loader.storage.schema import BATCH_KEYS, Schema, Window
+from gear_loader.utils.arrays import shown
+from gear_loader.utils.checks import one_of
 
 __all__ = [
     "FINAL_KEY",
@@ -69,7 +71,7 @@ class Whole:
 
     def __post_init__(self) -> None:
         if not isinstance(self.final, bool):
-            raise SchemaError(f"Whole final is {self.final!r}; expected True or False.")
+            raise SchemaError(f"Whole final is {shown(self.final)}; expected True or False.")
         self.window()
 
     def __repr__(self) -> str:
@@ -89,7 +91,11 @@ def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
         raise SchemaError(
             f"columns is {columns!r}; expected a sequence of column names, for example [{columns!r}]."
         )
-    if windows == {} or (columns is not None and not len(columns)):
+    if columns is not None and not (
+        isinstance(columns, (Sequence, set, frozenset)) and all(isinstance(name, str) for name in columns)
+    ):
+        raise SchemaError(f"columns is {shown(columns)}; expected a sequence of column names.")
+    if (isinstance(windows, Mapping) and not windows) or (columns is not None and not len(columns)):
         raise SchemaError("No columns were asked for; expected at least one in windows or columns.")
     if isinstance(windows, (Window, Whole)):
         if windows.column is not None:
@@ -99,7 +105,7 @@ def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
         return
     if not isinstance(windows, Mapping):
         raise SchemaError(
-            f"windows is {windows!r}; expected a Window or a mapping of column names to Windows, or in place of a "
+            f"windows is {shown(windows)}; expected a Window or a mapping of column names to Windows, or in place of a "
             "Window gear_loader.Whole()."
         )
     if columns is not None and set(columns) != set(windows):
@@ -109,12 +115,12 @@ def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
     for name, window in windows.items():
         if window is not None and not isinstance(window, (Window, NStep, Whole)):
             raise SchemaError(
-                f"The window of column {name!r} is {window!r}; expected gear_loader.Window, gear_loader.NStep or "
+                f"The window of column {name!r} is {shown(window)}; expected gear_loader.Window, gear_loader.NStep or "
                 "gear_loader.Whole, or None for a column per trajectory."
             )
         if not isinstance(name, str) or not name or name in BATCH_KEYS:
             raise SchemaError(
-                f"A window has the name {name!r}; expected a non-empty string other than {', '.join(BATCH_KEYS)}."
+                f"A window has the name {shown(name)}; expected a non-empty string other than {', '.join(BATCH_KEYS)}."
             )
 
 
@@ -126,8 +132,7 @@ def has_whole(windows: Any) -> bool:
 
 def check_layout(layout: Any, windows: Any) -> None:
     """Raise SchemaError for a layout that is invalid, or that these windows, which are valid, cannot have."""
-    if layout not in LAYOUTS:
-        raise SchemaError(f"layout is {layout!r}; expected {', '.join(map(repr, LAYOUTS))}.")
+    one_of("layout", layout, LAYOUTS)
     each = windows.values() if isinstance(windows, Mapping) else [windows]
     if layout == "padded" and not has_whole(windows):
         return

@@ -16,8 +16,8 @@ from gear_loader.dataset.position import Position
 from gear_loader.dataset.replay_dataset import ReplayDataset
 from gear_loader.errors import SchemaError
 from gear_loader.selection.random import uniforms
-from gear_loader.utils.arrays import Array
-from gear_loader.utils.checks import at_least, integer
+from gear_loader.utils.arrays import Array, shown
+from gear_loader.utils.checks import at_least, integer, one_of
 
 __all__ = ["Mixture"]
 
@@ -65,11 +65,10 @@ class Mixture(IterableDataset[Batch]):
         self.sources = _checked_sources(sources)
         self.batch_size = at_least("batch_size", batch_size)
         self.batches_per_epoch = at_least("batches_per_epoch", batches_per_epoch)
-        if shares not in ("exact", "expected"):
-            raise SchemaError(f"shares is {shares!r}; expected 'exact' or 'expected'.")
+        one_of("shares", shares, ("exact", "expected"))
         if schedule is not None and not callable(schedule):
             raise SchemaError(
-                f"schedule is {schedule!r}; expected a function of the number of batches, or None."
+                f"schedule is {shown(schedule)}; expected a function of the number of batches, or None."
             )
         self.shares: Literal["exact", "expected"] = shares
         self.schedule = schedule
@@ -205,7 +204,7 @@ class Mixture(IterableDataset[Batch]):
             SchemaError: an invalid state, or one of a mixture with other options or datasets.
         """
         if not isinstance(state, Mapping) or not isinstance(state.get("sources"), Mapping):
-            raise SchemaError(f"The state is {state!r}; expected a state_dict() of a Mixture.")
+            raise SchemaError(f"The state is {shown(state)}; expected a state_dict() of a Mixture.")
         if state.get("config") != self._config():
             raise SchemaError(
                 f"The state belongs to a mixture with the options {state.get('config')}; these are {self._config()}. "
@@ -248,7 +247,9 @@ def _checked_sources(sources: Any) -> dict[str, ReplayDataset]:
         for each in sources.values()
     )
     if not fits:
-        raise SchemaError(f"sources is {sources!r}; expected a mapping of name to (ReplayDataset, share).")
+        raise SchemaError(
+            f"sources is {shown(sources)}; expected a mapping of name to (ReplayDataset, share)."
+        )
     datasets = {str(name): dataset for name, (dataset, _) in sources.items()}
     first_name, first = next(iter(datasets.items()))
     for name, dataset in datasets.items():
@@ -293,12 +294,14 @@ def _dtypes(one: ReplayDataset, other: ReplayDataset) -> dict[str, tuple[Any, An
 def _normalized(shares: Any, names: list[str]) -> Array:
     """Shares in the order of `names`, float64 [n], with the sum 1."""
     if not isinstance(shares, Mapping) or set(shares) != set(names):
-        raise SchemaError(f"The shares are {shares!r}; expected a number for each of {names}.")
+        raise SchemaError(f"The shares are {shown(shares)}; expected a number for each of {names}.")
     for name in names:
         share = shares[name]
         fits = isinstance(share, (int, float, np.integer, np.floating)) and not isinstance(share, bool)
         if not fits or not math.isfinite(share) or share < 0:
-            raise SchemaError(f"The share of {name!r} is {share!r}; expected a finite number of at least 0.")
+            raise SchemaError(
+                f"The share of {name!r} is {shown(share)}; expected a finite number of at least 0."
+            )
     values = np.array([float(shares[name]) for name in names])
     if values.sum() <= 0:
         raise SchemaError(f"The shares are {dict(shares)}; expected at least one above 0.")

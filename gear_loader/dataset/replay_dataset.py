@@ -75,9 +75,9 @@ from gear_loader.selection.step_budget import BudgetProgress, StepBudget, TooLon
 from gear_loader.storage.priority_updates import is_strict
 from gear_loader.storage.schema import Window, as_mapping
 from gear_loader.storage.table import Table
-from gear_loader.utils.arrays import Array
+from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.captures import beside_captures, refuse_capture
-from gear_loader.utils.checks import at_least, byte_count
+from gear_loader.utils.checks import at_least, byte_count, flag, one_of
 from gear_loader.utils.devices import device_of
 from gear_loader.utils.forks import keep_for_ever
 
@@ -287,9 +287,9 @@ class ReplayDataset(IterableDataset[Batch]):
         device_cache: int | str | None = None,
     ) -> None:
         if not isinstance(table, (Table, Shards)):
-            remedy = f" Attach to it by its name: gear_loader.Table.attach({table!r})."
+            remedy = f" Attach to it by its name: gear_loader.Table.attach({shown(table)})."
             raise SchemaError(
-                f"table is {table!r}; expected a gear_loader.Table or gear_loader.distributed.Shards."
+                f"table is {shown(table)}; expected a gear_loader.Table or gear_loader.distributed.Shards."
                 f"{remedy if isinstance(table, str) else ''}"
             )
         self.check_options(
@@ -324,6 +324,9 @@ class ReplayDataset(IterableDataset[Batch]):
             balance=balance,
             micro_batches=micro_batches,
             device_cache=device_cache,
+            drop_last=drop_last,
+            sample_info=sample_info,
+            rate_limited=rate_limited,
         )
         self.shards = table if isinstance(table, Shards) else None
         self.table: Table = table.table if isinstance(table, Shards) else table
@@ -334,9 +337,7 @@ class ReplayDataset(IterableDataset[Batch]):
         if output == "tensordict":
             check_nesting(self.windows)
         self.selector: Selector = Uniform() if selector is None else selector
-        if not isinstance(complete, bool):
-            raise SchemaError(f"complete is {complete!r}; expected True or False.")
-        self.complete = CompleteAnchors.of(table.schema, self.windows) if complete else None
+        self.complete = CompleteAnchors.of(table.schema, self.windows) if flag("complete", complete) else None
         whole = has_whole(self.windows)
         self.anchor: Literal["uniform", "first", "last"] = "first" if whole else anchor
         self.seed = int(seed)
@@ -1003,11 +1004,10 @@ class ReplayDataset(IterableDataset[Batch]):
                 depends on each table's order of insertion.
             RankError: another rank has failed; nothing was lost.
         """
-        if by not in ("steps", "mass"):
-            raise SchemaError(f"by is {by!r}; expected 'steps' or 'mass'.")
+        one_of("by", by, ("steps", "mass"))
         max_bytes = at_least("max_bytes", max_bytes, least=0)
         if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
-            raise SchemaError(f"tolerance is {tolerance!r}; expected a number from 0 to below 1.")
+            raise SchemaError(f"tolerance is {shown(tolerance)}; expected a number from 0 to below 1.")
         if not self._is_global or self.subset is not None:
             raise SchemaError(
                 "rebalance was called, but this dataset has a subset, or does not draw over all Shards; make one with "
@@ -1044,7 +1044,7 @@ class ReplayDataset(IterableDataset[Batch]):
         selection = self._by_priority("priority_quantiles")
         values = np.asarray(shares, dtype=np.float64)
         if values.ndim != 1 or not ((values >= 0) & (values <= 1)).all():
-            raise SchemaError(f"shares is {shares!r}; expected numbers from 0 to 1.")
+            raise SchemaError(f"shares is {shown(shares)}; expected numbers from 0 to 1.")
         found: list[float] = selection.quantiles(values).tolist()
         return found
 
@@ -1292,7 +1292,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 drop_last, or of a worker with another number of workers.
         """
         if not isinstance(state, Mapping) or not isinstance(state.get("config"), Mapping):
-            raise SchemaError(f"The state is {state!r}; expected a state_dict() of a ReplayDataset.")
+            raise SchemaError(f"The state is {shown(state)}; expected a state_dict() of a ReplayDataset.")
         values, budget = Position.check_state(state), checked_positions(state)
         saved, mine = state["config"], self._config()
         different = {

@@ -16,6 +16,7 @@ from gear_loader.errors import CheckpointError
 from gear_loader.storage.rules import OnFull
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.table import Table
+from gear_loader.utils.paths import local_path
 
 __all__ = ["load"]
 
@@ -77,6 +78,7 @@ def load(
         seen: list[ShardsManifest] = []
 
         def look() -> dict[str, Any]:
+            local_path(path)
             with _opened(where, stage) as directory:
                 seen.append(_expected_shards(directory, expected))
             return {"save": seen[0].save}

@@ -33,6 +33,7 @@ from gear_loader.errors import CheckpointError
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.table import Table
 from gear_loader.utils.notices import notice
+from gear_loader.utils.paths import local_path
 
 __all__ = ["save"]
 
@@ -71,7 +72,7 @@ def save(
     """
     ranks = CheckpointRanks(rank, world_size, agree)
     with contextlib.ExitStack() as stack:
-        part = _Part(table, os.path.abspath(os.fspath(path)), stage, ranks, stack, progress=progress)
+        part = _Part(table, path, stage, ranks, stack, progress=progress)
         answers = ranks.run("begin to save", part.begin)
         _check_alike(answers)
         number, replaces = answers[0]["number"], answers[0]["replaces"]
@@ -107,7 +108,7 @@ class _Part:
     def __init__(
         self,
         table: Table,
-        path: str,
+        path: str | os.PathLike[str],
         stage: str | None,
         ranks: CheckpointRanks,
         stack: contextlib.ExitStack,
@@ -115,7 +116,8 @@ class _Part:
         progress: bool,
     ) -> None:
         self._table = table
-        self._path = path
+        self._given = path
+        self._path = ""  # checked by `begin`, which tells the other ranks
         self._stage = stage
         self._rank = ranks.rank
         self._stack = stack
@@ -125,6 +127,7 @@ class _Part:
 
     def begin(self) -> dict[str, Any]:
         """Describe the table; on rank 0 also lock the directory, and number the save."""
+        self._path = os.path.abspath(local_path(self._given))
         answer: dict[str, Any] = {"origin": self._table.origin, "schema": self._table.schema.to_json()}
         if self._rank == 0:
             with convert_errors(self._path):

@@ -25,7 +25,8 @@ from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import SelectedRows
 from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
-from gear_loader.utils.arrays import Array
+from gear_loader.utils.arrays import Array, shown
+from gear_loader.utils.checks import at_least, finite
 
 try:
     from gymnasium import spaces
@@ -60,6 +61,7 @@ _PARTS = (
     "_given",
     "_ahead",
     "_ended",
+    "_outcomes",
 )
 
 
@@ -89,6 +91,9 @@ class ReplayBuffer(_ReplayBuffer):
             in batches.
         copy: a batch stays as it is while anything refers to it, as SB3's do; else until two more have been sampled.
         name: name of the table, by which other processes attach to read it; None for private memory.
+        n_steps: steps of the returns in batches, as SB3's NStepReplayBuffer computes them; 1 for single rewards.
+        gamma: discount of a step, for `n_steps` above 1. SB3 gives both to a buffer of its own only, so pass them:
+            ``replay_buffer_kwargs={"n_steps": 3, "gamma": 0.99}``.
 
     Attributes:
         table: the table.
@@ -100,6 +105,8 @@ class ReplayBuffer(_ReplayBuffer):
 
     pos: int
     full: bool
+    n_steps: int = 1
+    gamma: float = 0.99
 
     def __init__(
         self,
@@ -113,7 +120,13 @@ class ReplayBuffer(_ReplayBuffer):
         *,
         copy: bool = True,
         name: str | None = None,
+        n_steps: int = 1,
+        gamma: float = 0.99,
     ) -> None:
+        self.n_steps = at_least("n_steps", n_steps)
+        if not finite(gamma) or not 0 <= gamma <= 1:
+            raise SchemaError(f"gamma is {shown(gamma)}; expected a number from 0 to 1.")
+        self.gamma = gamma
         if isinstance(observation_space, spaces.Dict):
             raise SchemaError(
                 f"The observation space {observation_space} was received; expected one that is not a Dict. Flatten it "
@@ -176,6 +189,7 @@ class ReplayBuffer(_ReplayBuffer):
             (self.n_envs, 3), dtype=np.int64
         )  # slot, steps, capacity; see `copying.put_steps`
         self._pools = BufferPools()
+        self._outcomes: Collector | None = None
         for member in range(self.n_envs):
             self._begin(member)
 
@@ -238,7 +252,17 @@ class ReplayBuffer(_ReplayBuffer):
         done: Array,
         infos: list[dict[str, Any]],
     ) -> None:
-        """Add one transition of each environment, as SB3's buffer does; `sample` may draw it from now on."""
+        """Add one transition of each environment, as SB3's buffer does; `sample` may draw it from now on.
+
+        Raises:
+            SchemaError: `infos` is one mapping, as Gymnasium's vector environments return it.
+        """
+        if isinstance(infos, dict):
+            raise SchemaError(
+                f"infos is a dict with the keys {list(infos)}; expected a list with one dict for each environment, as "
+                "SB3's VecEnv returns it. Of a Gymnasium vector environment: "
+                "[{'TimeLimit.truncated': bool(t)} for t in truncations]."
+            )
         given, ended = self._given, self._ended
         observation, following = given["observation"], given[_NEXT]
         if self._discrete:  # [n_envs] -> [n_envs, 1]
@@ -404,7 +428,8 @@ class ReplayBuffer(_ReplayBuffer):
 
         Returns:
             observations and next_observations ``[B, *shape]``, actions ``[B, action_dim]``, dones and rewards
-            float32 ``[B, 1]``, on the buffer's device.
+            float32 ``[B, 1]``, on the buffer's device. With `n_steps` above 1 rewards are n-step returns, dones and
+            next_observations are of their last steps, and there are discounts ``[B, 1]``.
 
         Raises:
             TableEmptyError: nothing has been added.
@@ -422,6 +447,8 @@ class ReplayBuffer(_ReplayBuffer):
         count = len(batch_inds)
         # With one environment SB3's draw takes nothing from the random state.
         members = _randint(0, self.n_envs, size=count) if self.n_envs > 1 else np.zeros(count, np.int64)
+        if self.n_steps > 1:
+            return self._n_step_samples(batch_inds, members, env)
         batch = self._gather(batch_inds, members)
         keys = ("observation", "action", _NEXT)
         observation, action, following = (batch[key] for key in keys)
@@ -432,6 +459,44 @@ class ReplayBuffer(_ReplayBuffer):
             following = self._normalized(following, env)
             reward = self.to_torch(self._normalize_reward(reward.cpu().numpy(), env))
         return ReplayBufferSamples(observation, action, following, dones, reward)
+
+    def _n_step_samples(self, rows: Array, members: Array, env: Any) -> ReplayBufferSamples:
+        """As SB3's NStepReplayBuffer: returns up to the end of an episode, or to the newest transition."""
+        count, steps = len(rows), np.arange(self.n_steps)
+        newest = (self.pos - 1 - rows) % self.buffer_size  # calls of `add` after each row
+        places = (rows[:, None] + np.minimum(steps, newest[:, None])) % self.buffer_size
+        outcome = self._outcome(places.reshape(-1), np.repeat(members, self.n_steps))
+        reward, terminated, truncated = (part.reshape(count, -1) for part in outcome)
+        ended = terminated | truncated | (steps >= newest[:, None])
+        last = np.where(ended.any(1), ended.argmax(1), self.n_steps - 1)
+        counted = steps <= last[:, None]
+        discounts = self.gamma ** steps.astype(np.float32)
+        returns = (self._normalize_reward(reward, env) * discounts * counted).sum(1, keepdims=True)
+        following = (rows + last) % self.buffer_size
+        batch = self._gather(np.concatenate((rows, following)), np.concatenate((members, members)))
+        observation, following = batch["observation"][:count], batch[_NEXT][count:]
+        if env is not None:
+            observation, following = self._normalized(observation, env), self._normalized(following, env)
+        return ReplayBufferSamples(
+            observation,
+            batch["action"][:count],
+            following,
+            batch["terminated"][count:].to(torch.float32).reshape(-1, 1),
+            self.to_torch(returns.astype(np.float32)),
+            discounts=self.to_torch(self.gamma ** (last[:, None] + 1).astype(np.float32)),
+        )
+
+    def _outcome(self, rows: Array, members: Array) -> tuple[Array, Array, Array]:
+        """reward, terminated and truncated of transitions, [n] each, on the host."""
+        if self._outcomes is None or self._outcomes.batch_size != len(rows):
+            windows = {key: Window(1, squeeze=True) for key in ("reward", "terminated", "truncated")}
+            self._outcomes = Collector(self.table, windows, batch_size=len(rows), device=torch.device("cpu"))
+        buffers = self._outcomes.buffers()
+        self._outcomes.gather(buffers, self._drawn(rows, members))
+        reward, terminated, truncated = (
+            buffers.batch[key].numpy() for key in ("reward", "terminated", "truncated")
+        )
+        return reward, terminated, truncated
 
     def _normalized(self, observation: torch.Tensor, env: Any) -> torch.Tensor:
         normalized: torch.Tensor = self.to_torch(self._normalize_obs(observation.cpu().numpy(), env))

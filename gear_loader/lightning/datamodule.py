@@ -22,7 +22,9 @@ from gear_loader.lightning.evaluation import EvaluationDataset, evaluation_datas
 from gear_loader.lightning.split import Split
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import at_least
+from gear_loader.utils.paths import local_path
 
 __all__ = ["ReplayDataModule"]
 
@@ -142,25 +144,27 @@ class ReplayDataModule(LightningDataModule):
         super().__init__()
         numbers = (int, float, np.integer, np.floating)
         if not isinstance(val_fraction, numbers) or not 0 <= val_fraction < 1:
-            raise SchemaError(f"val_fraction is {val_fraction!r}; expected a share from 0 to below 1.")
+            raise SchemaError(f"val_fraction is {shown(val_fraction)}; expected a share from 0 to below 1.")
         if isinstance(split_seed, bool) or not isinstance(split_seed, (int, np.integer)):
-            raise SchemaError(f"split_seed is {split_seed!r}; expected an integer.")
+            raise SchemaError(f"split_seed is {shown(split_seed)}; expected an integer.")
         at_least("num_workers", num_workers, least=0)
         for name, value in (("val_batches", val_batches), ("val_batch_size", val_batch_size)):
             if value is not None:
                 at_least(name, value)
         if load_options is not None and not isinstance(load_options, Mapping):
-            raise SchemaError(f"load_options is {load_options!r}; expected a mapping of options.")
+            raise SchemaError(f"load_options is {shown(load_options)}; expected a mapping of options.")
         if "subset" in options:
             raise SchemaError(
                 "subset was given; ReplayDataModule sets it. Use val_fraction, or ReplayDataset."
             )
         if not isinstance(table, (Table, Shards, str, os.PathLike)) and not callable(table):
             raise SchemaError(
-                f"table is {table!r}; expected a Table, Shards, a table's name, the path of an HDF5 file, or a "
+                f"table is {shown(table)}; expected a Table, Shards, a table's name, the path of an HDF5 file, or a "
                 "function that returns a Table or Shards."
             )
         self._source = os.fspath(table) if isinstance(table, (str, os.PathLike)) else table
+        if self._is_path():
+            local_path(self._source, SchemaError, "table")
         self._options = {"batch_size": batch_size, "windows": windows, **options}
         self._val_fraction = val_fraction
         self._val_batches = val_batches
@@ -371,7 +375,7 @@ class ReplayDataModule(LightningDataModule):
             self.table = opened
         else:
             raise SchemaError(
-                f"The function that was given as table returned {opened!r}; expected a Table or Shards."
+                f"The function that was given as table returned {shown(opened)}; expected a Table or Shards."
             )
 
     def _check_shards(self, shards: Shards) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
-from gear_loader.utils.arrays import Array, as_array
+from gear_loader.utils.arrays import Array
+from gear_loader.utils.arrays import numbers as numbers_of
 from gear_loader.utils.checks import at_least
 
 __all__ = ["balance"]
@@ -38,8 +39,8 @@ def balance(costs: Sequence[float] | Array | torch.Tensor, ranks: int) -> Array:
         [[0, 1, 5], [2, 3, 4]]
     """
     ranks = at_least("ranks", ranks)
-    values = np.asarray(as_array(costs, "costs"))
-    if values.ndim != 1 or values.dtype.kind not in "iuf" or len(values) % ranks or not len(values):
+    values = numbers_of(costs, "costs", "iuf", f"numbers [n], n a positive multiple of ranks={ranks}")
+    if values.ndim != 1 or len(values) % ranks or not len(values):
         raise SchemaError(
             f"costs has dtype {values.dtype} and shape {list(values.shape)}; expected numbers [n], n a positive "
             f"multiple of ranks={ranks}."

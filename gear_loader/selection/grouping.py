@@ -12,8 +12,8 @@ from gear_loader.errors import SchemaError
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.table import Table
-from gear_loader.utils.arrays import Array
-from gear_loader.utils.checks import at_least
+from gear_loader.utils.arrays import Array, shown
+from gear_loader.utils.checks import at_least, one_of
 
 __all__ = ["GroupPriority", "Grouping", "Groups", "TrajectoryValues", "expired_members", "form_groups"]
 
@@ -49,17 +49,18 @@ class Grouping:
             SchemaError: an option is invalid.
         """
         at_least("group_size", size)
-        if priority not in ("max", "mean"):
-            raise SchemaError(f"group_priority is {priority!r}; expected 'max' or 'mean'.")
-        fits = column in schema.per_trajectory and schema[column].dtype in _INTEGERS
+        one_of("group_priority", priority, ("max", "mean"))
+        fits = (
+            isinstance(column, str) and column in schema.per_trajectory and schema[column].dtype in _INTEGERS
+        )
         if not fits or schema[column].shape != () or schema[column].late:
             raise SchemaError(
-                f"group is {column!r}; expected the name of an integer column with per='trajectory', shape () and "
+                f"group is {shown(column)}; expected the name of an integer column with per='trajectory', shape () and "
                 f"without late; the table has {dict(schema.per_trajectory)}."
             )
-        if varies is not None and varies not in schema.per_trajectory:
+        if varies is not None and not (isinstance(varies, str) and varies in schema.per_trajectory):
             raise SchemaError(
-                f"group_varies is {varies!r}; expected the name of a column with per='trajectory': "
+                f"group_varies is {shown(varies)}; expected the name of a column with per='trajectory': "
                 f"{list(schema.per_trajectory)}."
             )
         return cls(column, int(size), priority, varies, max_age)

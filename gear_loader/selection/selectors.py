@@ -12,7 +12,8 @@ import numpy as np
 from gear_loader.errors import SchemaError
 from gear_loader.selection.random import integers, permutation
 from gear_loader.storage.reader import Snapshot
-from gear_loader.utils.arrays import Array
+from gear_loader.utils.arrays import Array, shown
+from gear_loader.utils.checks import finite, flag, one_of
 
 __all__ = [
     "SAMPLE_EPOCH",
@@ -80,11 +81,8 @@ class Selector:
     keeps: Literal["newest", "oldest", "priority"] = "newest"
 
     def __init__(self, *, replacement: Any, unit: Any, passes: bool) -> None:
-        if not isinstance(replacement, bool):
-            raise SchemaError(f"replacement is {replacement!r}; expected True or False.")
-        if unit not in ("trajectory", "step"):
-            raise SchemaError(f"unit is {unit!r}; expected 'trajectory' or 'step'.")
-        self.replacement = replacement
+        self.replacement = flag("replacement", replacement)
+        one_of("unit", unit, ("trajectory", "step"))
         self.unit = unit
         self.passes = passes
 
@@ -100,7 +98,7 @@ class SnapshotSelector(Selector):
     """Base of the selectors that draw from a snapshot."""
 
     def __init__(self, replacement: bool = True, unit: Unit = "trajectory") -> None:
-        super().__init__(replacement=replacement, unit=unit, passes=not replacement)
+        super().__init__(replacement=replacement, unit=unit, passes=replacement is False)
 
     def select(self, snapshot: Snapshot, draw: Draw) -> tuple[Array, Array | None]:
         """Draw positions in the snapshot, int64 [count], and their steps, int64 [count] or None for trajectories."""
@@ -176,8 +174,11 @@ class LinearSchedule:
     batches: int
 
     def __post_init__(self) -> None:
-        if not (_finite(self.start) and _finite(self.end) and _finite(self.batches) and self.batches >= 1):
-            raise SchemaError(f"{self} is invalid; expected finite numbers and at least 1 batch.")
+        if not (finite(self.start) and finite(self.end) and finite(self.batches) and self.batches >= 1):
+            given = ", ".join(shown(value) for value in (self.start, self.end, self.batches))
+            raise SchemaError(
+                f"LinearSchedule({given}) was received; expected a finite start and end, and at least 1 batch."
+            )
 
     def __call__(self, number: int) -> float:
         """Value after `number` batches."""
@@ -231,14 +232,15 @@ class Prioritized(Selector):
         freshness: float = 1.0,
     ) -> None:
         super().__init__(replacement=replacement, unit=unit, passes=False)
-        if not _finite(freshness) or not 0 < freshness <= 1 or (freshness < 1 and unit == "step"):
+        if not finite(freshness) or not 0 < freshness <= 1 or (freshness < 1 and unit == "step"):
             raise SchemaError(
-                f"freshness is {freshness!r} and unit {unit!r}; expected a number above 0, and at most 1, and with one "
+                f"freshness is {shown(freshness)} and unit {unit!r}; expected a number above 0, and at most 1, and "
+                "with one "
                 "below 1 unit='trajectory'."
             )
         for name, value in (("alpha", alpha), ("eps", eps)):
-            if not _finite(value) or value < 0:
-                raise SchemaError(f"{name} is {value!r}; expected a finite number of at least 0.")
+            if not finite(value) or value < 0:
+                raise SchemaError(f"{name} is {shown(value)}; expected a finite number of at least 0.")
         if alpha > _LARGEST_ALPHA:
             raise SchemaError(
                 f"alpha is {alpha!r}; expected at most {_LARGEST_ALPHA:g}: with a larger one only priorities close to "
@@ -249,12 +251,11 @@ class Prioritized(Selector):
                 f"eps is {eps!r} and alpha {alpha!r}; expected an eps of at most {_LARGEST:.2g}, and (1 + eps) ** "
                 "alpha of at most that, which is the largest weight that float32 holds. Use a smaller eps."
             )
-        if not callable(beta) and (not _finite(beta) or beta < 0):
+        if not callable(beta) and (not finite(beta) or beta < 0):
             raise SchemaError(
-                f"beta is {beta!r}; expected a number of at least 0, or a function of the number of batches drawn."
+                f"beta is {shown(beta)}; expected a number of at least 0, or a function of the number of batches drawn."
             )
-        if normalize not in ("batch", "table"):
-            raise SchemaError(f"normalize is {normalize!r}; expected 'batch' or 'table'.")
+        one_of("normalize", normalize, ("batch", "table"))
         self.alpha = float(alpha)
         self.freshness = float(freshness)
         self.beta = beta
@@ -271,9 +272,10 @@ class Prioritized(Selector):
         if type(beta) is float and 0.0 <= beta < math.inf:
             return beta
         beta = beta(number) if callable(beta) else beta
-        if not _finite(beta) or beta < 0:
+        if not finite(beta) or beta < 0:
             raise SchemaError(
-                f"The schedule {self.beta!r} gave {beta!r} for batch {number}; expected a finite number of at least 0."
+                f"The schedule {self.beta!r} gave {shown(beta)} for batch {number}; expected a finite number of at "
+                "least 0."
             )
         return float(beta)
 
@@ -306,20 +308,10 @@ class TopK(Selector):
 
     def __init__(self, largest: bool = True, *, unit: Unit = "trajectory") -> None:
         super().__init__(replacement=True, unit=unit, passes=False)
-        if not isinstance(largest, bool):
-            raise SchemaError(f"largest is {largest!r}; expected True or False.")
-        self.largest = largest
+        self.largest = flag("largest", largest)
 
     def __repr__(self) -> str:
         return f"TopK(largest={self.largest}, unit={self.unit!r})"
-
-
-def _finite(value: Any) -> bool:
-    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    try:
-        return number and math.isfinite(value)
-    except OverflowError:  # an integer beyond a float's range
-        return False
 
 
 # ---------------------------------------------------------------- from a snapshot

@@ -13,7 +13,7 @@ from gear_loader.errors import SchemaError
 from gear_loader.selection.base import Selection
 from gear_loader.selection.selectors import Fifo, Prioritized, Selector, TopK
 from gear_loader.utils.arrays import Array
-from gear_loader.utils.checks import at_least
+from gear_loader.utils.checks import at_least, one_of
 
 __all__ = [
     "BudgetCounts",
@@ -54,8 +54,7 @@ class StepBudget:
         if at_least("max_steps", max_steps) >= 2**31:
             raise SchemaError(f"max_steps is {max_steps:,}; expected less than 2**31.")
         at_least("lookahead", lookahead, least=0)
-        if too_long not in ("error", "truncate", "skip"):
-            raise SchemaError(f"too_long is {too_long!r}; expected 'error', 'truncate' or 'skip'.")
+        one_of("too_long", too_long, ("error", "truncate", "skip"))
         if selector is None:
             return
         if isinstance(selector, TopK) or (isinstance(selector, Fifo) and selector.replacement):

@@ -32,6 +32,7 @@ import torch
 from gear_loader.errors import SchemaError, SourceError
 from gear_loader.storage.dtypes import ITEM_BYTES, NUMPY_DTYPES, dtype_names, torch_dtypes
 from gear_loader.storage.schema import Column, as_mapping
+from gear_loader.utils.arrays import shown, unreadable
 
 __all__ = [
     "FINITE_REMEDY",
@@ -157,7 +158,9 @@ def infer_schema(episodes: Any) -> dict[str, Column]:
 def _schema_of(episode: Any, where: str) -> dict[str, Column]:
     episode = as_mapping(episode)
     if not isinstance(episode, Mapping) or not episode:
-        raise SourceError(f"{where} is {episode!r}; expected a mapping of column names to arrays [T, ...].")
+        raise SourceError(
+            f"{where} is {shown(episode)}; expected a mapping of column names to arrays [T, ...]."
+        )
     schema = {}
     for name, values in episode.items():
         if not isinstance(values, (np.ndarray, torch.Tensor)) or values.ndim == 0:
@@ -192,7 +195,8 @@ def column_of(dtype: torch.dtype, shape: tuple[int, ...], what: str) -> Column:
 def describe(values: Any) -> str:
     """Type, and of an array dtype and shape, of a value; for error messages."""
     if isinstance(values, (np.ndarray, torch.Tensor)):
-        return f"an array of {values.dtype} and shape {list(values.shape)}"
+        kind = unreadable(values) if isinstance(values, torch.Tensor) else None
+        return f"a {kind}" if kind else f"an array of {values.dtype} and shape {list(values.shape)}"
     return f"an object of type {type(values).__name__}"
 
 
@@ -329,7 +333,7 @@ def check_count(option: str, value: Any) -> None:
     """
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if value is not None and not (whole and value >= 1):
-        raise SourceError(f"{option}={value!r}; expected a whole number of at least 1, or None.")
+        raise SourceError(f"{option}={shown(value)}; expected a whole number of at least 1, or None.")
 
 
 def requested(columns: Columns, default: Sequence[str]) -> dict[str, str]:
@@ -344,11 +348,15 @@ def requested(columns: Columns, default: Sequence[str]) -> dict[str, str]:
         raise SourceError(
             f"columns={columns!r} is one string; expected a list of names: columns=[{columns!r}]."
         )
+    if not isinstance(columns, (Mapping, Sequence, set, frozenset)) or isinstance(
+        columns, (bytes, bytearray)
+    ):
+        raise SourceError(f"columns= is {shown(columns)}; expected a list of names, or a mapping of them.")
     pairs = list(columns.items()) if isinstance(columns, Mapping) else [(name, name) for name in columns]
     names: dict[str, str] = {}
     for name, wish in pairs:
         if not isinstance(name, str) or not isinstance(wish, str):
-            raise SourceError(f"columns= holds {(name, wish)!r}; expected names of columns, as strings.")
+            raise SourceError(f"columns= holds {shown((name, wish))}; expected names of columns, as strings.")
         if name in names:
             raise SourceError(f"columns= names {name!r} twice; expected each column once.")
         names[name] = wish

@@ -46,6 +46,7 @@ from gear_loader.sources.hdf5_file import (
     readable,
 )
 from gear_loader.storage.schema import Column
+from gear_loader.utils.paths import local_path
 
 __all__ = ["HDF5Episodes", "read_hdf5"]
 
@@ -113,7 +114,7 @@ def read_hdf5(
         raise SourceError(f"unfinished={unfinished!r}; expected 'keep' or 'drop'.")
     check_count("max_episode_steps", max_episode_steps)
     return HDF5Episodes(
-        os.fspath(path),
+        local_path(path, SourceError),
         columns,
         terminals=terminals,
         timeouts=timeouts,

@@ -37,6 +37,7 @@ from gear_loader.storage.incoming import checked_priorities, with_final
 from gear_loader.storage.schema import Column, Schema, as_mapping, copied, keeps
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import unreadable
+from gear_loader.utils.paths import local_path
 from gear_loader.utils.progress import progress_bar
 
 __all__ = ["load"]
@@ -189,13 +190,17 @@ def _open(
             return source
         return _Renamed(source, select(requested(options["columns"], ()), list(source.schema), source.source))
     if isinstance(source, (str, os.PathLike)):
-        path = os.fspath(source)
+        path = local_path(source, SourceError)
         if _is_hdf5(path):
             return read_hdf5(path, **options)
         return read_minari(source, **options, download=download)
     if hasattr(source, "storage") and hasattr(source, "iterate_episodes"):
         return read_minari(source, **options)
-    if isinstance(as_mapping(source), Mapping) or not isinstance(source, Iterable):
+    if (
+        isinstance(as_mapping(source), Mapping)
+        or not isinstance(source, Iterable)
+        or getattr(source, "ndim", 1) == 0
+    ):
         raise SourceError(
             f"{describe(source)} was received; expected a path, a Minari data set, a reader or an iterable of "
             f"episodes. A single episode goes into a list: load([episode]). {how_to_cut(source)}"
@@ -354,19 +359,25 @@ def _array(values: Any, where: str, *, scalar: bool = False) -> _Values:
     if not isinstance(values, (np.ndarray, torch.Tensor)):
         try:
             values = np.asarray(values)
-        except ValueError as error:
+        except Exception as error:  # uneven lengths, or whatever its own __array__ raises
             raise SourceError(
                 f"{where} is {describe(values)}; expected an array [T, ...]: {error}"
             ) from error
-    if isinstance(values, torch.Tensor):
-        kind = unreadable(values)
-        if kind is not None:
-            raise SourceError(f"{where} is a {kind}; expected a strided tensor with its data.")
+    kind = unreadable(values) if isinstance(values, torch.Tensor) else None
+    if isinstance(values, np.ma.MaskedArray):
+        kind = "masked array"
+    if kind is not None:
+        raise SourceError(f"{where} is a {kind}; expected an array or a strided tensor with its data.")
     if values.ndim == 0 and not scalar:
         raise SourceError(f"{where} is {describe(values)}; expected an array [T, ...].")
     if isinstance(values, torch.Tensor):
-        tensor = values.detach().resolve_neg().cpu()
-        return tensor if tensor.dtype == torch.bfloat16 else tensor.numpy()
+        tensor = values.detach().resolve_conj().resolve_neg().cpu()
+        if tensor.dtype == torch.bfloat16:
+            return tensor
+        try:
+            return tensor.numpy()
+        except (TypeError, RuntimeError):  # numpy lacks the dtype
+            raise SourceError(f"{where} is {describe(values)}; expected a dtype of a column.") from None
     return np.asarray(values)
 
 

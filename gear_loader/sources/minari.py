@@ -28,6 +28,7 @@ from gear_loader.sources.episodes import (
 )
 from gear_loader.sources.recording import check_leaves, leaf_column, leaves
 from gear_loader.storage.schema import Column
+from gear_loader.utils.paths import local_path
 
 __all__ = ["MinariEpisodes", "read_minari"]
 
@@ -79,7 +80,7 @@ def _open(minari: Any, dataset: Any, download: bool) -> Any:
         raise SourceError(
             f"{describe(dataset)} was received; expected a minari.MinariDataset, the id of one, or its directory."
         )
-    path = Path(dataset)
+    path = Path(local_path(dataset, SourceError))
     folder = next((p for p in (path, path / "data") if (p / "metadata.json").is_file()), None)
     try:
         if folder is not None:

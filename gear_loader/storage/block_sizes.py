@@ -14,7 +14,7 @@ from gear_loader.storage.disk import Tier
 from gear_loader.storage.layout import LARGEST_COUNT, LARGEST_SIZE, LINE, Layout, Record
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.stats import BLOCK_ENTRY_BYTES, TableStats
-from gear_loader.utils.arrays import Array
+from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import byte_count
 
 __all__ = [
@@ -113,7 +113,8 @@ def resolved_block_steps(
     if not isinstance(block_steps, str):
         if mean_length is not None:
             raise SchemaError(
-                f"mean_length is {mean_length!r} with block_steps={block_steps!r}; it goes with block_steps='auto'."
+                f"mean_length is {shown(mean_length)} with block_steps={shown(block_steps)}; it goes with "
+                "block_steps='auto'."
             )
         return block_steps
     if block_steps != "auto":
@@ -125,7 +126,9 @@ def resolved_block_steps(
         mean_length = max(1.0, max_steps / max_trajectories)
     real = isinstance(mean_length, (numbers.Real, np.generic)) and not isinstance(mean_length, bool)
     if not real or not 1 <= mean_length <= LARGEST_SIZE:  # False for NaN
-        raise SchemaError(f"mean_length is {mean_length!r}; expected a mean number of steps, at least 1.")
+        raise SchemaError(
+            f"mean_length is {shown(mean_length)}; expected a mean number of steps, at least 1."
+        )
     return best_block_steps(schema, float(mean_length), int(max_steps), packed=packed)
 
 
@@ -135,10 +138,10 @@ def resolved_packing(schema: Schema, packed: Any) -> bool:
     Raises:
         SchemaError: anything else.
     """
-    if packed == "auto":
+    if isinstance(packed, str) and packed == "auto":
         return Record.of(schema) is not None
     if not isinstance(packed, bool):
-        raise SchemaError(f"packed is {packed!r}; expected True, False or 'auto'.")
+        raise SchemaError(f"packed is {shown(packed)}; expected True, False or 'auto'.")
     return packed
 
 
@@ -149,7 +152,9 @@ def check_memory(memory: int | str | None, max_blocks: int | None, tier: Tier | 
         SchemaError: it is given twice, or missing.
     """
     if memory is not None and max_blocks is not None:
-        raise SchemaError(f"memory is {memory!r} and max_blocks {max_blocks!r}; expected one of them.")
+        raise SchemaError(
+            f"memory is {shown(memory)} and max_blocks {shown(max_blocks)}; expected one of them."
+        )
     if tier is not None and memory is None and max_blocks is None:
         raise SchemaError(
             "disk has a size, and neither memory nor max_blocks was given: then everything is in memory, and nothing "

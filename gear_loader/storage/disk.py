@@ -10,9 +10,10 @@ from typing import Any, Literal, Protocol
 from gear_loader.errors import CheckpointError, SchemaError
 from gear_loader.storage.rules import check_seconds
 from gear_loader.utils.arrays import Array
-from gear_loader.utils.checks import byte_count
+from gear_loader.utils.checks import byte_count, one_of
+from gear_loader.utils.paths import local_path
 
-__all__ = ["Disk", "DiskStats", "DiskWriter", "Keep", "LostRowsError", "Tier", "TierReader", "checked_path"]
+__all__ = ["Disk", "DiskStats", "DiskWriter", "Keep", "LostRowsError", "Tier", "TierReader"]
 
 _MANIFEST_NAME = "manifest.json"
 Keep = Literal["auto", "newest", "oldest", "priority"]
@@ -45,7 +46,7 @@ class Disk:
             choice.
 
     Raises:
-        CheckpointError: an invalid path. SchemaError: other invalid values.
+        CheckpointError: a path that is invalid, or not local (``s3://...``). SchemaError: other invalid values.
     """
 
     path: str | os.PathLike[str]
@@ -54,12 +55,11 @@ class Disk:
     keep: Keep = "auto"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", os.path.abspath(checked_path(self.path)))
+        object.__setattr__(self, "path", os.path.abspath(local_path(self.path)))
         object.__setattr__(self, "sync_seconds", check_seconds("sync_seconds", self.sync_seconds))
         if self.size is not None:
             object.__setattr__(self, "size", byte_count("size", self.size))
-        if self.keep not in _KEEPS:
-            raise SchemaError(f"keep is {self.keep!r}; expected one of {', '.join(map(repr, _KEEPS))}.")
+        one_of("keep", self.keep, _KEEPS)
 
     def tier(self) -> Tier | None:
         """The tier below the memory; None without `size`."""
@@ -203,17 +203,3 @@ class DiskWriter(Protocol):
 
     def close(self) -> None:
         """Write the rest and end; idempotent."""
-
-
-def checked_path(path: str | os.PathLike[str]) -> str:
-    """Return the path of a checkpoint as a string that the file system can encode."""
-    try:
-        text = os.fspath(path)
-        if isinstance(text, str) and b"\0" not in os.fsencode(text):
-            return text
-    except (TypeError, UnicodeEncodeError):
-        pass
-    raise CheckpointError(
-        f"The path {path!r} was received; expected the path of a directory, a string without NUL that the file "
-        "system can encode."
-    )

@@ -14,7 +14,7 @@ import numpy as np
 from gear_loader.errors import SchemaError
 from gear_loader.storage.counters import NEXT_SEQUENCE, ORIGIN
 from gear_loader.storage.states import READY, WRITING
-from gear_loader.utils.arrays import Array, as_array
+from gear_loader.utils.arrays import Array, numbers, shown
 
 if TYPE_CHECKING:
     from gear_loader.storage.operations.view import View
@@ -92,7 +92,7 @@ def check_origin(shard: Any) -> int:
         SchemaError: not an integer from 0 to `LARGEST_ORIGIN`.
     """
     if isinstance(shard, bool) or not isinstance(shard, (int, np.integer)):
-        raise SchemaError(f"shard is {shard!r}; expected an integer from 0 to {LARGEST_ORIGIN}.")
+        raise SchemaError(f"shard is {shown(shard)}; expected an integer from 0 to {LARGEST_ORIGIN}.")
     if not 0 <= shard <= LARGEST_ORIGIN:
         raise SchemaError(
             f"shard is {shard}; expected an integer from 0 to {LARGEST_ORIGIN}: an id has {_BITS} bits for it."
@@ -106,9 +106,7 @@ def check_ids(ids: Any, count: int) -> Array:
     Raises:
         SchemaError: an id is invalid or given twice.
     """
-    values = np.asarray(as_array(ids, "ids"))
-    if values.dtype.kind not in "iu" and values.size:
-        raise SchemaError(f"ids has dtype {values.dtype}; expected int64 [{count}], -1 for a new id.")
+    values = numbers(ids, "ids", "iu", f"int64 [{count}], -1 for a new id")
     if values.shape != (count,):
         raise SchemaError(
             f"ids has shape {list(values.shape)}; expected [{count}], one for each trajectory, -1 for a new id."

@@ -14,7 +14,7 @@ from gear_loader.errors import SchemaError
 from gear_loader.kernels.special_priorities import UNSET
 from gear_loader.storage.casting import cast_to
 from gear_loader.storage.schema import Column, Schema, as_mapping, keeps, settled
-from gear_loader.utils.arrays import Array, as_array, narrowed, shown, unreadable
+from gear_loader.utils.arrays import Array, narrowed, numbers, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor
 
 __all__ = [
@@ -131,6 +131,9 @@ def _one_step(name: str, value: Any, column: Column) -> Any:
     if isinstance(value, (bool, int, float, np.generic)) and not column.shape:
         number = value.item() if isinstance(value, np.generic) else value
         return cast_to([number], column.dtype_name, f"Column {name!r} of final")
+    kind = unreadable(value) if is_tensor(value) else None
+    if kind is not None:
+        raise SchemaError(f"Column {name!r} of final is a {kind}; expected shape {list(column.shape)}.")
     has_shape = isinstance(value, np.ndarray) or is_tensor(value)
     if has_shape and tuple(value.shape) == column.shape:
         return value[None]
@@ -176,7 +179,7 @@ def stacked(schema: Schema, columns: Any, lengths: Any) -> Steps:
     """
     columns, counts = _columns_and_counts(columns, lengths)
     if len(counts) == 0:
-        schema.validate_names(columns, what="the stacked trajectories")
+        _check_empty(schema, columns)
         return Steps(np.empty((0, len(schema)), dtype=np.int64), np.empty(0, dtype=np.int64), None)
     located = schema.locate_stacked(columns, len(counts))
     padded, places, apart, hold = (
@@ -195,7 +198,7 @@ def stacked_bytes(schema: Schema, columns: Any, lengths: Any) -> tuple[Array, di
     """
     columns, counts = _columns_and_counts(columns, lengths)
     if len(counts) == 0:
-        schema.validate_names(columns, what="the stacked trajectories")
+        _check_empty(schema, columns)
         return np.empty(0, dtype=np.int64), {}
     padded, arrays = _bytes_of(schema, columns, len(counts))
     _check_counts(counts, padded)
@@ -211,17 +214,27 @@ def _columns_and_counts(columns: Any, lengths: Any) -> tuple[Mapping[str, Any], 
             f"With lengths a {type(columns).__name__} was received; expected one mapping of stacked arrays "
             "[n, T, ...]."
         )
-    try:
-        counts = np.asarray(as_array(lengths, "lengths"))
-    except SchemaError:
-        raise
-    except ValueError:
-        raise SchemaError(f"lengths is {lengths!r}; expected integers [n].") from None
-    if counts.ndim != 1 or (counts.dtype.kind not in "iu" and counts.size):
+    counts = numbers(lengths, "lengths", "iu", "integers [n]")
+    if counts.ndim != 1:
         raise SchemaError(
             f"lengths has dtype {counts.dtype} and shape {list(counts.shape)}; expected integers [n]."
         )
     return columns, counts
+
+
+def _check_empty(schema: Schema, columns: Mapping[str, Any]) -> None:
+    """Raise SchemaError unless stacked arrays have no trajectories, as `lengths` has."""
+    schema.validate_names(columns, what="the stacked trajectories")
+    for name, value in columns.items():
+        count = value.shape[0] if isinstance(value, np.ndarray) and value.ndim else 0
+        count = len(value) if not count and isinstance(value, (list, tuple)) else count
+        if is_tensor(value) and unreadable(value) is None and value.ndim:
+            count = value.shape[0]
+        if count:
+            raise SchemaError(
+                f"lengths has no entries, and column {name!r} of the stacked trajectories {count}; expected one length "
+                "for each trajectory."
+            )
 
 
 def _check_counts(counts: Array, padded: int) -> None:
@@ -304,18 +317,13 @@ def single_priority(priority: Any) -> float:
         return float(UNSET)
     if type(priority) is float and _TINY <= priority <= _LARGEST:
         return float(np.float32(priority))
-    try:
-        values = np.asarray(as_array(priority, "priority"))
-    except SchemaError:
-        raise
-    except (TypeError, ValueError, RuntimeError):
-        values = np.empty(0)
-    if values.shape != () or values.dtype.kind not in "biuf":
+    values = numbers(priority, "priority", "biuf", "a number")
+    if values.shape != ():
         raise SchemaError(f"priority is {shown(priority)}; expected a number.")
     narrow, bad = narrowed(values.astype(np.float64).reshape(1))
     if bad >= 0:
         raise SchemaError(
-            f"priority is {priority!r}; expected a finite number (as float32) that is not negative."
+            f"priority is {shown(priority)}; expected a finite number (as float32) that is not negative."
         )
     return float(narrow[0])
 
@@ -324,22 +332,16 @@ def checked_priorities(priority: Any, count: int) -> Array:
     """Priorities of `count` trajectories, float32 [count].
 
     Args:
-        priority: a number, [count] numbers, or None for `UNSET`.
+        priority: a number, [count] or [count, 1] numbers, or None for `UNSET`.
 
     Raises:
         SchemaError: a value that is not a finite number of at least 0.
     """
     if priority is None:
         return np.full(count, UNSET, dtype=np.float32)
-    priority = as_array(priority, "priority")
-    try:
-        values = np.asarray(priority)
-        fits = values.dtype.kind in "biuf" or not values.size
-    except (TypeError, ValueError, RuntimeError):
-        fits = False
-    if not fits:
-        raise SchemaError(f"priority is {shown(priority)}; expected a number or {count} of them.")
-    values = values.astype(np.float64)
+    values = numbers(priority, "priority", "biuf", f"a number or {count} of them").astype(np.float64)
+    if values.shape == (count, 1):  # TD errors
+        values = values[:, 0]
     if values.ndim and values.shape != (count,):
         raise SchemaError(f"priority has shape {list(values.shape)}; expected one number or [{count}].")
     values = np.broadcast_to(values, (count,))

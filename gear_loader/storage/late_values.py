@@ -12,7 +12,7 @@ from gear_loader.errors import SchemaError
 from gear_loader.storage.dtypes import DtypeName
 from gear_loader.storage.priority_updates import checked_rows
 from gear_loader.storage.schema import Column, Schema, as_mapping
-from gear_loader.utils.arrays import Array
+from gear_loader.utils.arrays import Array, numbers, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor
 
 __all__ = ["LateValues", "check_late", "checked_fill"]
@@ -36,10 +36,10 @@ class LateValues:
 
 def check_late(schema: Schema, names: list[str]) -> None:
     """Raise SchemaError unless these are names of late columns, at least one."""
-    wrong = [name for name in names if name not in schema.late]
+    wrong = [name for name in names if not isinstance(name, str) or name not in schema.late]
     if wrong or not names:
         raise SchemaError(
-            f"The columns {names} were received; expected one or more of those with Column(late=True): "
+            f"The columns {shown(names)} were received; expected one or more of those with Column(late=True): "
             f"{list(schema.late)}. Nothing was changed."
         )
 
@@ -57,7 +57,11 @@ def checked_fill(
     """
     check_late(schema, list(columns))
     starts: Any = None
-    single = isinstance(index, (int, np.integer)) or (is_tensor(index) and index.ndim == 0)
+    single = (
+        np.ndim(index) == 0 and not isinstance(index, bool)
+        if isinstance(index, (int, np.integer, np.ndarray))
+        else (is_tensor(index) and unreadable(index) is None and index.ndim == 0)
+    )
     batch = as_mapping(index)
     if isinstance(batch, Mapping):
         if generation is not None or "index" not in batch or "generation" not in batch:
@@ -67,8 +71,10 @@ def checked_fill(
             )
         index, generation, starts = batch["index"], batch["generation"], batch.get("cu_seqlens")
     elif single:
-        index = [int(index)]
-        generation = None if generation is None else np.asarray(generation).reshape(-1)
+        index = numbers(index, "index", "iu", "an integer or integers [n]").reshape(1)
+        generation = (
+            None if generation is None else numbers(generation, "generation", "iu", "an integer").reshape(-1)
+        )
         columns = {name: value if schema[name].trajectory else [value] for name, value in columns.items()}
     slots, generations = checked_rows(index, generation)
     values = [
@@ -107,7 +113,7 @@ def _values(name: str, column: Column, value: Any, count: int, starts: Any, sing
             "trajectory; or [total, ...] with a packed batch as index. Nothing was changed."
         )
     data = plain.validate({name: value}, what="the values")[1][name]
-    bounds: Array = np.asarray(starts).astype(np.int64)
+    bounds = numbers(starts, "cu_seqlens", "iu", "integers [n + 1], as the batch has").astype(np.int64)
     lengths = bounds[1:] - bounds[:-1]
     if len(lengths) != count or lengths.sum() != len(data):
         raise SchemaError(

@@ -20,10 +20,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from fractions import Fraction
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, ClassVar, Literal
 
 from gear_loader.errors import SchemaError
+from gear_loader.utils.arrays import shown
+from gear_loader.utils.checks import at_least
 
 __all__ = ["MinSize", "Queue", "RateLimiter", "SampleToInsertRatio"]
 
@@ -325,20 +327,21 @@ class SampleToInsertRatio(RateLimiter):
         if isinstance(error_buffer, (tuple, list)):
             if len(error_buffer) != 2:
                 raise SchemaError(
-                    f"error_buffer is {error_buffer!r}; expected a number or a pair (min_diff, max_diff)."
+                    f"error_buffer is {shown(error_buffer)}; expected a number or a pair (min_diff, max_diff)."
                 )
             low = _bound("min_diff of error_buffer", error_buffer[0], never=math.inf)
             high = _bound("max_diff of error_buffer", error_buffer[1], never=-math.inf)
             if math.isfinite(low) and math.isfinite(high) and _fraction(high) - _fraction(low) < apart:
                 raise SchemaError(
-                    f"error_buffer is {error_buffer!r}; expected a min_diff and a max_diff at least {_show(apart)} "
+                    f"error_buffer is {shown(error_buffer)}; expected a min_diff and a max_diff at least "
+                    f"{_show(apart)} "
                     "(2 * max(1, ratio)) apart, so that a row and a trajectory fit between them."
                 )
         else:
             buffer = _number("error_buffer", error_buffer, "a number or a pair (min_diff, max_diff)")
             if buffer < 0 or (math.isfinite(buffer) and _fraction(buffer) < apart / 2):
                 raise SchemaError(
-                    f"error_buffer is {error_buffer!r}; expected a number of at least {_show(apart / 2)} "
+                    f"error_buffer is {shown(error_buffer)}; expected a number of at least {_show(apart / 2)} "
                     "(max(1, ratio)), so that a row and a trajectory fit into it."
                 )
             low, high = -math.inf, math.inf
@@ -347,12 +350,13 @@ class SampleToInsertRatio(RateLimiter):
                     low, high = float(start - _fraction(buffer)), float(start + _fraction(buffer))
                 except OverflowError:
                     raise SchemaError(
-                        f"error_buffer is {error_buffer!r}, which is too large with ratio {ratio!r} and min_size "
+                        f"error_buffer is {shown(error_buffer)}, which is too large with ratio {ratio!r} and min_size "
                         f"{min_size}; use math.inf for no bounds."
                     ) from None
         if low > start:
             raise SchemaError(
-                f"error_buffer is {error_buffer!r}; with a min_diff above min_size * ratio = {_show(start)}, nothing "
+                f"error_buffer is {shown(error_buffer)}; with a min_diff above min_size * ratio = {_show(start)}, "
+                "nothing "
                 f"could be sampled when min_size = {min_size} trajectories are there. Lower min_diff or raise min_size."
             )
         super().__init__(ratio, min_size, low, high)
@@ -416,14 +420,14 @@ def _number(name: str, value: Any, expected: str) -> float:
             number = math.nan
         if not math.isnan(number):
             return number
-    raise SchemaError(f"{name} is {value!r}; expected {expected}.")
+    raise SchemaError(f"{name} is {shown(value)}; expected {expected}.")
 
 
 def _ratio(name: str, value: Any) -> float:
     expected = "a finite number above 0, the rows to sample for each trajectory added"
     ratio = _number(name, value, expected)
     if not 0 < ratio < math.inf:
-        raise SchemaError(f"{name} is {value!r}; expected {expected}.")
+        raise SchemaError(f"{name} is {shown(value)}; expected {expected}.")
     return ratio
 
 
@@ -431,14 +435,12 @@ def _bound(name: str, value: Any, *, never: float) -> float:
     expected = f"a number, or {-never} for no bound"
     bound = _number(name, value, expected)
     if bound == never:
-        raise SchemaError(f"{name} is {value!r}; expected {expected}.")
+        raise SchemaError(f"{name} is {shown(value)}; expected {expected}.")
     return bound
 
 
 def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise SchemaError(f"{name} is {value!r}; expected an integer of at least 1.")
-    return int(value)
+    return at_least(name, value)
 
 
 def _fraction(value: float) -> Fraction:

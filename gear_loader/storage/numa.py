@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
+from gear_loader.utils.arrays import shown
 from gear_loader.utils.notices import notice
 
 __all__ = [
@@ -82,11 +83,11 @@ def check_numa(value: Any) -> int | None:
     if value is None:
         return None
     nodes = nodes_with_memory()
-    if value == "auto":
+    if isinstance(value, str) and value == "auto":
         return _automatic() if len(nodes) > 1 else None
     if isinstance(value, bool) or not isinstance(value, int) or value not in (nodes or [0]):
         raise SchemaError(
-            f"numa is {value!r}; expected 'auto', None, or a NUMA node with memory, of which this machine has "
+            f"numa is {shown(value)}; expected 'auto', None, or a NUMA node with memory, of which this machine has "
             f"{nodes or [0]}."
         )
     return value

@@ -19,9 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from gear_loader.errors import RegionError, SchemaError
+from gear_loader.errors import RegionError
 from gear_loader.storage import shared_memory
 from gear_loader.storage.layout import round_up
+from gear_loader.utils.checks import one_of
 from gear_loader.utils.formatting import size
 
 __all__ = [
@@ -65,9 +66,10 @@ _libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 def check_huge_pages(value: object) -> HugePages:
     """Return `value` if it is an option of huge pages; raises SchemaError."""
-    if value is True or value is False or value == "auto":
-        return value
-    raise SchemaError(f"huge_pages is {value!r}; expected 'auto', True or False.")
+    chosen: HugePages = (
+        value if isinstance(value, bool) else one_of("huge_pages", value, ("auto",), ", True or False")
+    )
+    return chosen
 
 
 # ---------------------------------------------------------------- mapping

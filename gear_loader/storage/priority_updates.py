@@ -7,7 +7,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from gear_loader.errors import PriorityError, SchemaError
-from gear_loader.utils.arrays import Array, as_array, narrowed, shown
+from gear_loader.utils.arrays import Array, narrowed, numbers
+from gear_loader.utils.checks import one_of
 
 __all__ = ["PriorityUpdates", "check_names", "checked_rows", "invalid", "is_strict", "request"]
 
@@ -86,9 +87,7 @@ def is_strict(stale: Any) -> bool:
     Raises:
         SchemaError: neither "ignore" nor "error".
     """
-    if stale not in ("ignore", "error"):
-        raise SchemaError(f"stale is {stale!r}; expected 'ignore' or 'error'.")
-    return bool(stale == "error")
+    return bool(one_of("stale", stale, ("ignore", "error")) == "error")
 
 
 def _int64(values: Array) -> Array:
@@ -110,17 +109,15 @@ def check_names(anchor: Any, unit: Literal["trajectory", "step"]) -> None:
 
 
 def _array(name: str, value: Any, kinds: str, count: int | None = None) -> Array:
-    value = as_array(value, name)
-    try:
-        array = np.atleast_1d(np.asarray(value))
-        fits = array.dtype.kind in kinds or array.size == 0
-    except (TypeError, ValueError, RuntimeError):
-        fits = False
-    if not fits or array.ndim != 1 or (count is not None and len(array) != count):
-        shape = f"{array.dtype} {list(array.shape)}" if fits else shown(value)
-        kind = "numbers" if "f" in kinds else "integers"
+    expected = (
+        f"{'numbers' if 'f' in kinds else 'integers'} [{'n' if count is None else count}]"
+        f"{'' if count is None else ', as many as index has'}"
+    )
+    array = np.atleast_1d(numbers(value, name, kinds, f"{expected}. Nothing was changed"))
+    if array.ndim == 2 and array.shape[1] == 1 and "f" in kinds:  # TD errors [n, 1]
+        array = array[:, 0]
+    if array.ndim != 1 or (count is not None and len(array) != count):
         raise SchemaError(
-            f"{name} is {shape}; expected {kind} [{'n' if count is None else count}]"
-            f"{'' if count is None else ', as many as index has'}. Nothing was changed."
+            f"{name} is {array.dtype} {list(array.shape)}; expected {expected}. Nothing was changed."
         )
     return array

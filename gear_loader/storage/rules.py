@@ -10,7 +10,8 @@ import numpy as np
 from gear_loader.errors import SchemaError
 from gear_loader.storage.limiters import RateLimiter
 from gear_loader.storage.schema import Schema
-from gear_loader.utils.checks import at_least
+from gear_loader.utils.arrays import shown
+from gear_loader.utils.checks import at_least, one_of
 
 __all__ = ["OnFull", "Rules", "check_on_full", "check_seconds"]
 
@@ -46,23 +47,26 @@ class Rules:
         check_on_full(self.on_full)
         if self.rate_limiter is not None and not isinstance(self.rate_limiter, RateLimiter):
             raise SchemaError(
-                f"rate_limiter is {self.rate_limiter!r}; expected None or a limiter such as gear_loader.MinSize(1000)."
+                f"rate_limiter is {shown(self.rate_limiter)}; expected None or a limiter such as "
+                "gear_loader.MinSize(1000)."
             )
         times = self.max_times_sampled
         if times is not None and (
             isinstance(times, bool) or not isinstance(times, (int, np.integer)) or not 1 <= times < 2**31
         ):
-            raise SchemaError(f"max_times_sampled is {times!r}; expected None or an integer of at least 1.")
+            raise SchemaError(
+                f"max_times_sampled is {shown(times)}; expected None or an integer of at least 1."
+            )
         else:
             object.__setattr__(self, "max_times_sampled", None if times is None else int(times))
         if self.max_age is not None:
             object.__setattr__(self, "max_age", check_seconds("max_age", self.max_age))
         if self.version is not None and not isinstance(self.version, str):
-            raise SchemaError(f"version is {self.version!r}; expected the name of a column, or None.")
+            raise SchemaError(f"version is {shown(self.version)}; expected the name of a column, or None.")
         if self.max_lag is not None:
             if self.version is None:
                 raise SchemaError(
-                    f"max_lag is {self.max_lag!r} without version; give the column of the versions."
+                    f"max_lag is {shown(self.max_lag)} without version; give the column of the versions."
                 )
             object.__setattr__(self, "max_lag", at_least("max_lag", self.max_lag, least=0))
 
@@ -99,9 +103,7 @@ class Rules:
 
 def check_on_full(on_full: Any) -> None:
     """Raise SchemaError unless `on_full` is a policy."""
-    if on_full not in _POLICIES:
-        expected = ", ".join(map(repr, _POLICIES[:-1]))
-        raise SchemaError(f"on_full is {on_full!r}; expected {expected} or {_POLICIES[-1]!r}.")
+    one_of("on_full", on_full, _POLICIES)
 
 
 def check_seconds(name: str, value: Any) -> float:
@@ -109,6 +111,6 @@ def check_seconds(name: str, value: Any) -> float:
     fits = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not fits or not 0 < value < _LONGEST:
         raise SchemaError(
-            f"{name} is {value!r}; expected a positive number of seconds, less than {_LONGEST:.0e}."
+            f"{name} is {shown(value)}; expected a positive number of seconds, less than {_LONGEST:.0e}."
         )
     return float(value)

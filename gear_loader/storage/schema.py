@@ -10,7 +10,7 @@ import operator
 import reprlib
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +19,8 @@ from gear_loader.errors import SchemaError
 from gear_loader.storage.casting import can_cast, cast_to
 from gear_loader.storage.dtypes import ITEM_BYTES, NUMPY_DTYPES, DtypeName, dtype_names, torch_dtypes
 from gear_loader.storage.locating import Expected, located, located_list
-from gear_loader.utils.arrays import address_of, data_address, unreadable
+from gear_loader.utils.arrays import address_of, data_address, shown, unreadable
+from gear_loader.utils.checks import finite, flag, one_of
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
 __all__ = ["BATCH_KEYS", "Column", "Schema", "Window", "as_mapping", "copied", "keeps", "settled"]
@@ -73,10 +74,8 @@ class Column:
     """The stored name of the dtype, for example ``"float32"``."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.final, bool):
-            raise SchemaError(f"Column final is {self.final!r}; expected True or False.")
-        if self.per not in ("step", "trajectory"):
-            raise SchemaError(f"Column per is {self.per!r}; expected 'step' or 'trajectory'.")
+        flag("Column final", self.final)
+        one_of("Column per", self.per, ("step", "trajectory"))
         if self.final and self.trajectory:
             raise SchemaError(
                 "A column has final=True and per='trajectory'; expected one of them: it has no steps, so none that "
@@ -90,27 +89,28 @@ class Column:
             name = dtype_names()[given]
         else:
             raise SchemaError(
-                f"Column dtype {given!r} is not supported; expected one of torch.{', torch.'.join(ITEM_BYTES)}."
+                f"Column dtype {shown(given)} is not supported; expected one of torch.{', torch.'.join(ITEM_BYTES)}."
             )
         object.__setattr__(self, "dtype_name", name)
         shape: Any = self.shape
         if isinstance(shape, (int, np.integer)) and not isinstance(shape, bool):
             shape = (shape,)
         try:
-            extents = tuple(operator.index(extent) for extent in shape)
-            integers = not any(isinstance(extent, bool) for extent in shape)
+            integers = isinstance(shape, (Sequence, np.ndarray)) and not isinstance(
+                shape, (str, bytes, bytearray, memoryview)
+            )
+            extents = tuple(operator.index(extent) for extent in shape) if integers else ()
+            integers = integers and not any(isinstance(extent, (bool, np.bool_)) for extent in shape)
         except TypeError:
             integers, extents = False, ()
         if not integers or any(extent < 1 for extent in extents):
             raise SchemaError(
-                f"Column shape {self.shape!r} is not a sequence of positive integers; expected the shape of one "
+                f"Column shape {shown(self.shape)} is not a sequence of positive integers; expected the shape of one "
                 "step, for example (11,) or () for a scalar."
             )
         object.__setattr__(self, "shape", extents)
-        if not isinstance(self.cast, bool):
-            raise SchemaError(f"Column cast is {self.cast!r}; expected True or False.")
-        if not isinstance(self.late, bool):
-            raise SchemaError(f"Column late is {self.late!r}; expected True or False.")
+        flag("Column cast", self.cast)
+        flag("Column late", self.late)
         if self.late and self.final:
             raise SchemaError("A column has late=True and final=True; expected one of them.")
 
@@ -199,24 +199,26 @@ class Window:
         for field in ("length", "offset"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-                raise SchemaError(f"Window {field} is {value!r}; expected an integer number of steps.")
+                raise SchemaError(f"Window {field} is {shown(value)}; expected an integer number of steps.")
             object.__setattr__(self, field, int(value))
         if self.length < 1:
             raise SchemaError(f"Window length is {self.length}; expected at least 1 step.")
-        if self.pad not in ("keep", "head", "tail", "edge"):
-            raise SchemaError(f"Window pad is {self.pad!r}; expected 'keep', 'head', 'tail' or 'edge'.")
+        one_of("Window pad", self.pad, ("keep", "head", "tail", "edge"))
+        flag("Window squeeze", self.squeeze)
         if self.length >= 2**31 or abs(self.offset) >= 2**31:
             raise SchemaError(f"{self} is out of range; length and offset must be below 2**31 steps.")
         if self.column is not None and not isinstance(self.column, str):
-            raise SchemaError(f"Window column is {self.column!r}; expected the name of a column, or None.")
+            raise SchemaError(
+                f"Window column is {shown(self.column)}; expected the name of a column, or None."
+            )
         if self.squeeze and self.length != 1:
             raise SchemaError(f"{self} has squeeze and {self.length} steps; expected length 1.")
-        if self.dtype is not None and self.dtype not in torch_dtypes().values():
+        if self.dtype is not None and not any(self.dtype is dtype for dtype in torch_dtypes().values()):
             raise SchemaError(
-                f"Window dtype is {self.dtype!r}; expected one of {', '.join(ITEM_BYTES)}, as torch.float32."
+                f"Window dtype is {shown(self.dtype)}; expected one of {', '.join(ITEM_BYTES)}, as torch.float32."
             )
-        if self.scale is not None and not _is_finite(self.scale):
-            raise SchemaError(f"Window scale is {self.scale!r}; expected a finite number, or None.")
+        if self.scale is not None and not finite(self.scale):
+            raise SchemaError(f"Window scale is {shown(self.scale)}; expected a finite number, or None.")
 
     @property
     def span(self) -> tuple[int, int, str]:
@@ -235,11 +237,6 @@ class Window:
         return f"Window({', '.join(fields)})"
 
 
-def _is_finite(value: Any) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value)
-
-
 class Schema(Mapping[str, Column]):
     """The columns of a table by name, in the given order.
 
@@ -251,12 +248,12 @@ class Schema(Mapping[str, Column]):
     def __init__(self, columns: Mapping[str, Column]) -> None:
         if not isinstance(columns, Mapping) or not columns:
             raise SchemaError(
-                f"A schema of {columns!r} was received; expected a mapping of column names to gear_loader.Column, "
+                f"A schema of {shown(columns)} was received; expected a mapping of column names to gear_loader.Column, "
                 "with at least one column."
             )
         for name, column in columns.items():
             if not isinstance(name, str) or not name:
-                raise SchemaError(f"Column name {name!r} was received; expected a non-empty string.")
+                raise SchemaError(f"Column name {shown(name)} was received; expected a non-empty string.")
             if any(unicodedata.category(letter) in _UNPRINTABLE for letter in name):
                 raise SchemaError(
                     f"Column name {name!r} was received; expected one without control characters and line breaks. "
@@ -268,7 +265,7 @@ class Schema(Mapping[str, Column]):
                 )
             if not isinstance(column, Column):
                 raise SchemaError(
-                    f"Column {name!r} is {column!r}; expected gear_loader.Column(dtype, shape), "
+                    f"Column {name!r} is {shown(column)}; expected gear_loader.Column(dtype, shape), "
                     "for example Column(torch.float32, (11,))."
                 )
         self._columns = dict(columns)
@@ -580,9 +577,7 @@ class Schema(Mapping[str, Column]):
         wanted, values = self.per_trajectory, as_mapping(values)
         if not isinstance(values, Mapping) or set(values) != set(wanted):
             given = (
-                f"has {sorted(map(str, values))}"
-                if isinstance(values, Mapping)
-                else f"is {reprlib.repr(values)}"
+                f"has {sorted(map(str, values))}" if isinstance(values, Mapping) else f"is {shown(values)}"
             )
             raise SchemaError(
                 f"{what} {given}; expected all columns with per='trajectory' and no other: {sorted(wanted)}."

@@ -92,8 +92,10 @@ def region_path(name: str) -> str:
         RegionError: an invalid name, or a directory that cannot hold tables.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
+        from gear_loader.utils.arrays import shown  # loads numpy, which the command line can do without
+
         raise RegionError(
-            f"Table name {name!r} was received; expected 1 to 128 letters, digits, '_', '.', '-', "
+            f"Table name {shown(name)} was received; expected 1 to 128 letters, digits, '_', '.', '-', "
             "not starting with '.' or '-'."
         )
     check_directory()

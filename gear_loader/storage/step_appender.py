@@ -13,7 +13,7 @@ from gear_loader.errors import SchemaError
 from gear_loader.storage.casting import can_cast
 from gear_loader.storage.dtypes import largest_float
 from gear_loader.storage.schema import Column, Schema, as_mapping, settled
-from gear_loader.utils.arrays import Array, address_of, unreadable
+from gear_loader.utils.arrays import Array, address_of, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
 __all__ = ["StepAppender", "StepColumn", "checked_once", "no_final_step", "too_long"]
@@ -274,7 +274,7 @@ class StepColumn:
         elif isinstance(value, np.ndarray) or is_tensor(value):
             what = f"has dtype {value.dtype} and shape {list(value.shape)}"
         else:
-            what = f"is {value!r}, of type {type(value).__name__}"
+            what = f"is {shown(value)}, of type {type(value).__name__}"
         return SchemaError(
             f"Column {self.name!r} of the step {what}; expected an array or a tensor of {expected}"
             f"{', or a number' if not shape else ''}.{remedy} Nothing was appended."

@@ -12,7 +12,7 @@ from gear_loader.errors import SchemaError, TableFullError
 from gear_loader.storage.incoming import checked_final
 from gear_loader.storage.operations.view import GROWN_RUN, GROWN_SLOT, GROWN_STEPS, GROWN_WIDTH
 from gear_loader.storage.writer import Target, Writer
-from gear_loader.utils.arrays import Array, data_address
+from gear_loader.utils.arrays import Array, data_address, shown
 
 __all__ = ["StepWriter"]
 
@@ -167,7 +167,7 @@ class StepWriter(Writer):
         self._check_usable()
         if priority is not None:
             raise SchemaError(
-                f"priority is {priority!r}, but the trajectory is visible already; set writer.priority before its "
+                f"priority is {shown(priority)}, but the trajectory is visible already; set writer.priority before its "
                 "first step, or call ReplayDataset.update_priority."
             )
         if trajectory is not None:

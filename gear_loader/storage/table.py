@@ -39,7 +39,7 @@ from gear_loader.storage.counters import (
     TOLD,
     WRITING_STEPS,
 )
-from gear_loader.storage.disk import Disk, DiskWriter, LostRowsError, Tier, TierReader, checked_path
+from gear_loader.storage.disk import Disk, DiskWriter, LostRowsError, Tier, TierReader
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.incoming import (
     Steps,
@@ -68,9 +68,12 @@ from gear_loader.storage.step_writer import StepWriter
 from gear_loader.storage.tier_counts import KEEP, KEEPS, pack_heat
 from gear_loader.storage.vector_writer import VectorWriter
 from gear_loader.storage.writer import Writer
-from gear_loader.utils.arrays import Array
+from gear_loader.utils.arrays import Array, numbers, shown
+from gear_loader.utils.checks import at_least, flag
+from gear_loader.utils.devices import check_device
 from gear_loader.utils.formatting import size
 from gear_loader.utils.notices import notice, notices
+from gear_loader.utils.paths import local_path
 
 __all__ = ["Table", "Ticket"]
 
@@ -272,7 +275,7 @@ class Table:
         if isinstance(disk, Tier):  # of a table that is recovered, and written later
             tier, disk = disk, None
         elif disk is not None and not isinstance(disk, Disk):
-            raise SchemaError(f"disk is {disk!r}; expected None or a gear_loader.Disk.")
+            raise SchemaError(f"disk is {shown(disk)}; expected None or a gear_loader.Disk.")
         else:
             tier = None if disk is None else disk.tier()
         check_memory(memory, max_blocks, tier)
@@ -281,7 +284,7 @@ class Table:
             sizes["max_blocks"] = max_blocks
         for key, value in sizes.items():
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 2**37:
-                raise SchemaError(f"{key} is {value!r}; expected an integer from 1 to {2**37 - 1:,}.")
+                raise SchemaError(f"{key} is {shown(value)}; expected an integer from 1 to {2**37 - 1:,}.")
         rules = Rules(on_full, rate_limiter, max_times_sampled, max_age, version, max_lag)
         rules.check_columns(schema)
         if rate_limiter is not None and rate_limiter.min_size > max_trajectories:
@@ -310,6 +313,8 @@ class Table:
                 "2**31 of each. Raise block_steps or split the table."
             )
         layout = Layout(schema, num_blocks=int(max_blocks), **options)
+        flag("exist_ok", exist_ok)
+        flag("replace", replace)
         if (exist_ok or replace) and (name is None or (exist_ok and replace)):
             raise SchemaError(
                 f"name is {name!r}, exist_ok {exist_ok} and replace {replace}; expected one of the two, and a "
@@ -383,9 +388,9 @@ class Table:
         """
         values = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths))
         if len(values) and (values.ndim != 1 or values.dtype.kind not in "iu" or values.min() < 1):
-            raise SchemaError(f"lengths is {lengths!r}; expected integers of at least 1.")
+            raise SchemaError(f"lengths is {shown(lengths)}; expected integers of at least 1.")
         if isinstance(block_steps, bool) or not isinstance(block_steps, (int, np.integer)) or block_steps < 1:
-            raise SchemaError(f"block_steps is {block_steps!r}; expected a positive integer.")
+            raise SchemaError(f"block_steps is {shown(block_steps)}; expected a positive integer.")
         return int((-(-values.astype(np.int64) // block_steps)).sum())
 
     # ---------------------------------------------------------------- checkpoints
@@ -416,11 +421,11 @@ class Table:
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
 
         Raises:
-            CheckpointError: the disk is full or fails; the directory holds other files or a checkpoint of another
-                schema or version; one of its own directories or files is a symbolic link; or another save into it is
-                running. The previous checkpoint is unchanged.
+            CheckpointError: `path` is not local (``s3://...``); the disk is full or fails; the directory holds other
+                files or a checkpoint of another schema or version; one of its own directories or files is a symbolic
+                link; or another save into it is running. The previous checkpoint is unchanged.
         """
-        path = checked_path(path)
+        path = local_path(path)
         if self._disk is not None and self._disk.writes_to(path):
             self._disk.flush()
             return
@@ -476,7 +481,7 @@ class Table:
             on_full=on_full,
             progress=progress,
         )
-        table: Table = _checkpoint("loading").load(cls, checked_path(path), options)
+        table: Table = _checkpoint("loading").load(cls, local_path(path), options)
         return table
 
     @classmethod
@@ -553,9 +558,10 @@ class Table:
             GpuError: no progress for two minutes.
         """
         self.check_open()
-        if isinstance(device, int):
-            device = torch.device("cuda", device)
-        return self._region.pin(None if device is None else torch.device(device), wait=wait)
+        if device is not None:
+            check_device(device)
+            device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        return self._region.pin(device, wait=wait)
 
     def close(self) -> None:
         """Detach; idempotent. A private table's memory is freed, a named table stays until `unlink`.
@@ -715,13 +721,13 @@ class Table:
             SchemaError: invalid options, or chunks that are to be committed step by step.
         """
         late = [name for name in self.schema.late if not self.schema[name].trajectory]
-        if late and (overlap_steps or commit_every_step is True):
+        overlap_steps = at_least("overlap_steps", overlap_steps, least=0)
+        flag("commit_every_step", commit_every_step)
+        if late and (overlap_steps or commit_every_step):
             raise SchemaError(
                 f"The columns {late} have late=True and a value for each step; expected a writer without overlap_steps "
                 "and commit_every_step: steps that several trajectories share, or that follow, cannot be filled once."
             )
-        if not isinstance(commit_every_step, bool):
-            raise SchemaError(f"commit_every_step is {commit_every_step!r}; expected True or False.")
         if commit_every_step:
             if chunk_steps is not None or overlap_steps:
                 raise SchemaError(
@@ -1081,7 +1087,7 @@ class Table:
         if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
             if not (isinstance(index, torch.Tensor) and index.ndim == 0 and not index.is_floating_point()):
                 raise TypeError(
-                    f"Table index {index!r} was received; expected one integer, as add() returns it."
+                    f"Table index {shown(index)} was received; expected one integer, as add() returns it."
                 )
             index = int(index)
         ticket = Ticket()
@@ -1186,7 +1192,13 @@ class Table:
         Returns:
             int64 [n].
         """
-        return ids_of(self.index.arrays.view, slots)
+        slots = numbers(slots, "slots", "iu", "integers [n]")
+        try:
+            return ids_of(self.index.arrays.view, slots.reshape(-1).astype(np.int64, copy=False))
+        except IndexError:
+            raise StaleIndexError(
+                f"slots has {int(slots.max())}; expected indices of live trajectories, as add() returns them."
+            ) from None
 
     def remove(self, index: int | Sequence[int] | Array) -> None:
         """Remove one trajectory, or several atomically.
@@ -1196,11 +1208,10 @@ class Table:
 
         Raises:
             StaleIndexError: an index without a live trajectory, or given twice. Nothing was changed.
+            SchemaError: anything but integers. Nothing was changed.
         """
-        slots = np.asarray(index, dtype=None).reshape(-1)
-        if len(slots) and slots.dtype.kind not in "iu":
-            raise StaleIndexError(f"Indices of dtype {slots.dtype} were received; expected integers.")
-        self.index.remove(slots.astype(np.int64))
+        slots = numbers(index, "index", "iu", "an integer, or integers [n], as add() returns them")
+        self.index.remove(slots.reshape(-1).astype(np.int64))
 
     def clear(self) -> None:
         """Remove all trajectories that are live now, at once. Open writers are not affected.

@@ -9,7 +9,7 @@ import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.schema import Column, Schema, as_mapping, settled
-from gear_loader.utils.arrays import Array, address_of, as_array, shown
+from gear_loader.utils.arrays import Array, address_of, numbers, shown
 from gear_loader.utils.checks import at_least
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
@@ -60,10 +60,7 @@ class VectorRows:
             if fits and address_of(value):
                 value = value.numpy()
         if type(value) is not np.ndarray:
-            try:
-                value = np.asarray(as_array(value, name))
-            except (TypeError, ValueError, RuntimeError):
-                value = np.empty(0, dtype=object)
+            value = numbers(value, name, "b", f"a mask, bool [{self.num_envs}]. Nothing was changed")
         if value.dtype != _BOOL or value.shape != (self.num_envs,):
             raise SchemaError(
                 f"{name} has dtype {value.dtype} and shape {list(value.shape)}; expected a mask, bool "

@@ -31,6 +31,7 @@ from gear_loader.transport.wire import (
     receive_small,
     send,
 )
+from gear_loader.utils.paths import local_path
 
 __all__ = ["MIN_SECRET", "answer", "check_library", "check_secret", "introduce", "read_secret", "refuse"]
 
@@ -60,14 +61,15 @@ def check_secret(secret: bytes) -> bytes:
     return secret
 
 
-def read_secret(path: str) -> bytes:
+def read_secret(path: str | os.PathLike[str]) -> bytes:
     """Read a secret from a file, without surrounding white space.
 
     Raises:
-        HandshakeError: other users may write or read the file, it belongs to another user, or the secret is invalid.
+        HandshakeError: the path is not local, other users may write or read the file, it belongs to another user, or
+            the secret is invalid.
         OSError: the file cannot be read.
     """
-    with open(path, "rb") as file:
+    with open(local_path(path, HandshakeError, "The secret file"), "rb") as file:
         info = os.fstat(file.fileno())
         secret = file.read(_MOST_SECRET).strip()
     if not stat.S_ISCHR(info.st_mode):  # a terminal is readable only while the secret is typed

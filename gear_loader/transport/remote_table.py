@@ -126,7 +126,7 @@ def _secret(secret: bytes | None, secret_file: str | os.PathLike[str] | None) ->
     if secret is not None and secret_file is not None:
         raise HandshakeError("secret and secret_file were both given; expected one of them.")
     if secret_file is not None:
-        return read_secret(os.fspath(secret_file))
+        return read_secret(secret_file)
     found = os.environb.get(b"GEAR_LOADER_SECRET", b"").strip() if secret is None else secret
     if not found:
         raise HandshakeError(

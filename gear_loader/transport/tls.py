@@ -14,6 +14,7 @@ from gear_loader.errors import HandshakeError, TransportError
 from gear_loader.transport.channel import Bytes
 from gear_loader.transport.socket import SocketCarrier, SocketChannel
 from gear_loader.transport.wire import MAGIC, Header, Kind, pack_text
+from gear_loader.utils.paths import local_path
 
 __all__ = ["TlsCarrier", "TlsChannel", "client_context", "server_context"]
 
@@ -31,13 +32,15 @@ def server_context(cert_file: str | os.PathLike[str], key_file: str | os.PathLik
     Raises:
         TransportError: a file cannot be read, or the key is not that of the certificate.
     """
+    cert_file = local_path(cert_file, TransportError, "The certificate")
+    key_file = local_path(key_file, TransportError, "The key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
         context.load_cert_chain(cert_file, key_file, password=_no_password)
     except (OSError, ValueError) as error:
         raise TransportError(
-            f"The certificate {os.fspath(cert_file)} and the key {os.fspath(key_file)} cannot be used ({error}); "
+            f"The certificate {cert_file} and the key {key_file} cannot be used ({error}); "
             "expected PEM files of a certificate and its private key, which has no password."
         ) from None
     return context
@@ -62,11 +65,12 @@ def client_context(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext:
     if ca_file is None:
         context.load_default_certs()
         return context
+    ca_file = local_path(ca_file, TransportError, "The ca_file")
     try:
         context.load_verify_locations(cafile=ca_file)
     except OSError as error:
         raise TransportError(
-            f"The file {os.fspath(ca_file)} cannot be used as ca_file ({error}); expected certificates as PEM."
+            f"The file {ca_file} cannot be used as ca_file ({error}); expected certificates as PEM."
         ) from None
     return context
 

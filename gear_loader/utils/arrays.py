@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import reprlib
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ __all__ = [
     "as_array",
     "data_address",
     "narrowed",
+    "numbers",
     "outside_inference",
     "shown",
     "unreadable",
@@ -67,32 +70,103 @@ def unreadable(tensor: torch.Tensor) -> str | None:
     return None
 
 
+class _Short(reprlib.Repr):
+    """A short text of any value, which never fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = _MOST_TEXT
+        self.maxlevel = 3
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        if is_tensor(x) or isinstance(x, np.ndarray):
+            return _first_elements(x)
+        return super().repr_instance(x, level)
+
+
+_MOST_TEXT = 200
+"""Most characters of a part of a value in an error message."""
+_FIRST = 6
+"""Elements of an array in an error message."""
+
+
+def _first_elements(value: Any) -> str:
+    """Dtype, shape and first elements of an array or a tensor."""
+    kind = unreadable(value) if is_tensor(value) else None
+    if kind is not None:
+        return f"a {kind}"
+    text = f"{value.dtype} {list(value.shape)}"
+    try:
+        first = value.detach().reshape(-1)[:_FIRST].cpu() if is_tensor(value) else value.reshape(-1)[:_FIRST]
+        elements = ", ".join(reprlib.repr(each) for each in first.tolist())
+    except Exception:  # values that cannot be shown, as of objects
+        return text
+    size = value.numel() if is_tensor(value) else value.size
+    return f"{text}: {elements}{', ...' if size > _FIRST else ''}" if size else text
+
+
 def shown(value: Any) -> str:
-    """A value for an error message. (torch cannot print tensors whose elements cannot be read.)"""
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            kind = unreadable(item) if is_tensor(item) else None
-            if kind is not None:
-                return f"a {type(value).__name__} that holds a {kind}"
-    return repr(value)
+    """A value for an error message: short, and whatever it is.
+
+    Of a tensor or an array dtype, shape and first elements, also inside lists and mappings; of others the beginning of
+    their `repr`.
+    """
+    text = _first_elements(value) if isinstance(value, np.ndarray) or is_tensor(value) else _short.repr(value)
+    return text if len(text) <= 2 * _MOST_TEXT else f"{text[: 2 * _MOST_TEXT]}..."
+
+
+_short = _Short()
 
 
 def as_array(value: Any, name: str) -> Any:
-    """Convert a tensor to an array on the host, bfloat16 to float32; other values are returned unchanged.
+    """Convert a tensor to an array on the host, floats that numpy lacks to float32; return other values unchanged.
 
     Args:
         value: a tensor or any other value. name: of the value in errors.
 
     Raises:
-        SchemaError: the elements of the tensor cannot be read.
+        SchemaError: the elements of the tensor cannot be read, or numpy lacks their dtype.
     """
     if is_tensor(value):
         kind = unreadable(value)
-        if kind is not None:
-            raise SchemaError(f"{name} is a {kind}; expected a strided tensor with its data, or an array.")
-        value = value.detach().resolve_conj().resolve_neg().cpu()
-        return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+        if kind is None:
+            value = value.detach().resolve_conj().resolve_neg().cpu()
+            try:
+                return (
+                    value.float() if value.is_floating_point() and value.dtype not in _floats() else value
+                ).numpy()
+            except (TypeError, RuntimeError):  # numpy lacks the dtype
+                kind = f"tensor of {value.dtype}"
+        raise SchemaError(f"{name} is a {kind}; expected a strided tensor with its data, or an array.")
     return value
+
+
+@functools.cache
+def _floats() -> frozenset[Any]:
+    return frozenset((torch.float16, torch.float32, torch.float64))
+
+
+def numbers(value: Any, name: str, kinds: str, expected: str) -> Array:
+    """Check that a value is an array, a tensor or nested sequences of numbers, and return it as an array on the host.
+
+    Args:
+        value: anything. name: of the value in errors.
+        kinds: kinds of numpy dtypes; an array without elements may have any.
+        expected: what the value should be, in errors.
+
+    Raises:
+        SchemaError: anything else, also masked arrays, whose masks would be lost.
+    """
+    given = as_array(value, name)
+    try:
+        array = np.asarray(given)
+        fits = not isinstance(given, np.ma.MaskedArray) and (array.dtype.kind in kinds or not array.size)
+    except Exception:  # uneven lengths, or whatever the value's own __array__ raises
+        fits = False
+    if not fits:
+        mask = "a masked array, " if isinstance(given, np.ma.MaskedArray) else ""
+        raise SchemaError(f"{name} is {mask}{shown(value)}; expected {expected}.")
+    return array
 
 
 def narrowed(values: Array) -> tuple[Array, int]:

@@ -2,32 +2,73 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from gear_loader.errors import SchemaError
+from gear_loader.errors import GearError, SchemaError
+from gear_loader.utils.arrays import shown
 
-__all__ = ["at_least", "byte_count", "integer"]
+__all__ = ["at_least", "byte_count", "finite", "flag", "integer", "one_of"]
 
 _UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
+
+
+LARGEST = 2**62
+"""Largest integer of an option."""
+
+
+def one_of(
+    name: str, value: Any, choices: Iterable[str], otherwise: str = "", error: type[GearError] = SchemaError
+) -> Any:
+    """Return `value` if it is one of these strings; else raise `error`.
+
+    Args:
+        otherwise: other accepted values, for the error.
+    """
+    if isinstance(value, str) and value in choices:
+        return value
+    *first, last = map(repr, choices)
+    listed = f"{', '.join(first)} or {last}" if first else last
+    raise error(f"{name} is {shown(value)}; expected {listed}{otherwise}.")
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return `value` if it is True or False; else SchemaError."""
+    if not isinstance(value, bool):
+        raise SchemaError(f"{name} is {shown(value)}; expected True or False.")
+    return value
+
+
+def finite(value: Any) -> bool:
+    """Whether a value is a finite number, of Python or numpy, that is no bool."""
+    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    try:
+        return number and math.isfinite(value)
+    except OverflowError:  # an integer beyond a float's range
+        return False
 
 
 def integer(name: str, value: Any) -> int:
     """Return `value` as an int; SchemaError if it is not an integer."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise SchemaError(f"{name} is {value!r}; expected an integer.")
+        raise SchemaError(f"{name} is {shown(value)}; expected an integer.")
     return int(value)
 
 
 def at_least(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
-    """Return `value` as an int; SchemaError if it is not an integer of at least `least`.
+    """Return `value` as an int; SchemaError if it is not an integer of at least `least`, or too large.
 
     Args:
         otherwise: other accepted values, for the error.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise SchemaError(f"{name} is {value!r}; expected an integer of at least {least}{otherwise}.")
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= LARGEST:
+        most = " and at most 2**62" if isinstance(value, int) and value > LARGEST else ""
+        raise SchemaError(
+            f"{name} is {shown(value)}; expected an integer of at least {least}{most}{otherwise}."
+        )
     return int(value)
 
 
@@ -44,6 +85,6 @@ def byte_count(name: str, value: Any) -> int:
     elif not isinstance(value, bool) and isinstance(value, (int, np.integer)) and 1 <= value < 2**62:
         return int(value)
     raise SchemaError(
-        f"{name} is {value!r}; expected a number of bytes, at least 1, or a text with a unit ({', '.join(_UNITS)}), "
-        "such as '20GiB'."
+        f"{name} is {shown(value)}; expected a number of bytes, at least 1, or a text with a unit "
+        f"({', '.join(_UNITS)}), such as '20GiB'."
     )

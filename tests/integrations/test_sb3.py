@@ -54,12 +54,15 @@ def same_samples(ours: ReplayBuffer, theirs: Any, seed: int, **options: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("n_envs", "optimize", "copy"), [(1, False, True), (3, False, False), (3, True, True)]
+    ("n_envs", "optimize", "copy", "n_steps"),
+    [(1, False, True, 1), (3, False, False, 1), (3, True, True, 1), (1, True, False, 5), (3, False, True, 3)],
 )
-def test_the_same_batches_as_the_buffer_of_sb3(n_envs: int, optimize: bool, copy: bool) -> None:
+def test_the_same_batches_as_the_buffer_of_sb3(n_envs: int, optimize: bool, copy: bool, n_steps: int) -> None:
     """Through filling, wrapping around, and pickling in the middle of an episode."""
-    theirs = buffers.ReplayBuffer(600, BOX, spaces.Discrete(3), device="cpu", n_envs=n_envs)
-    options = {"optimize_memory_usage": optimize, "copy": copy, "n_envs": n_envs, "device": "cpu"}
+    returns: dict[str, Any] = {} if n_steps == 1 else {"n_steps": n_steps, "gamma": 0.9}
+    kind = buffers.NStepReplayBuffer if returns else buffers.ReplayBuffer
+    theirs = kind(600, BOX, spaces.Discrete(3), device="cpu", n_envs=n_envs, **returns)
+    options = {"optimize_memory_usage": optimize, "copy": copy, "n_envs": n_envs, "device": "cpu", **returns}
     ours = ReplayBuffer(600, BOX, spaces.Discrete(3), **options)
     for number, call in enumerate(calls(n_envs, 1500 // n_envs, mean=30)):
         theirs.add(*call)
@@ -181,3 +184,19 @@ def test_training_is_the_same_to_the_bit(tmp_path: Path, algorithm: str, env: st
             model.learn(100, reset_num_timesteps=False)
         trained.append(torch.cat([value.flatten() for value in model.policy.state_dict().values()]))
     assert torch.equal(*trained)
+
+
+def test_options_and_infos_that_do_not_fit() -> None:
+    for options, message in (
+        ({"n_steps": 0}, "n_steps is 0"),
+        ({"n_steps": 2, "gamma": 2}, "gamma is 2; expected a"),
+    ):
+        with pytest.raises(SchemaError, match=message):
+            ReplayBuffer(100, BOX, spaces.Discrete(3), **options)
+    buffer = ReplayBuffer(100, BOX, spaces.Discrete(3), device="cpu", n_envs=2)
+    *call, _ = next(calls(2, 1, 9))
+    with pytest.raises(
+        SchemaError, match=r"infos is a dict with the keys .*; expected a list with one dict for each"
+    ):
+        buffer.add(*call, {"TimeLimit.truncated": np.zeros(2, bool)})
+    assert buffer.size() == 0

@@ -235,6 +235,8 @@ KINDS: dict[str, Callable[[list[Any]], Any]] = {
     "half": lambda values: torch.tensor(values).half(),
     "integers": lambda values: torch.tensor(values).long(),
     "with gradient": lambda values: torch.tensor(values, requires_grad=True) * 1,
+    "column, as td_error": lambda values: torch.tensor(values)[:, None],
+    "float8": lambda values: torch.tensor(values).to(torch.float8_e5m2),
     "not contiguous": lambda values: torch.tensor([[v, -1.0] for v in values])[:, 0],
 }
 
@@ -441,7 +443,10 @@ def test_large_and_small_priorities_that_fit_are_drawn_as_they_are() -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"priority": [1.0]}, r"priority is float64 \[1\]; expected numbers \[2\], as many as index"),
     ({"priority": [1.0] * 3}, r"priority is float64 \[3\]; expected numbers \[2\]"),
-    ({"priority": torch.ones(2, 1)}, r"priority is float32 \[2, 1\]; expected numb"),
+    ({"priority": torch.ones(1, 2)}, r"priority is float32 \[1, 2\]; expected numb"),
+    ({"priority": torch.ones(2, 1, 1)}, r"priority is float32 \[2, 1, 1\]; expected numb"),
+    ({"priority": np.ma.masked_array([1.0, 2.0], [0, 1])}, r"priority is a masked array, float64 \[2\]: "),
+    ({"index": torch.zeros(2, 1, dtype=torch.int64)}, r"index is int64 \[2, 1\]; expected integers \[n\]\."),
     ({"priority": None}, r"priority is None; expected numbers \[2\]"),
     ({"priority": ["1", "2"]}, r"priority is \['1', '2'\]; expected numbers \[2\]"),
     ({"priority": [1j, 2]}, r"priority is \[1j, 2\]; expected numbers \[2\]"),

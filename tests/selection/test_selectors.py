@@ -241,7 +241,7 @@ def test_a_wrong_schedule_is_refused() -> None:
         ("0", 1, 5),
     ]
     for arguments in (*wrong, (0, 1, None)):
-        message = r"^LinearSchedule\(start=.*\) is invalid; expected finite numbers and at least 1 batch"
+        message = r"^LinearSchedule\(.*\) was received; expected a finite start and end, and at least 1 batch"
         with pytest.raises(SchemaError, match=message):
             gear.LinearSchedule(*arguments)
 

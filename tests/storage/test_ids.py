@@ -155,9 +155,9 @@ def test_what_is_no_id_changes_nothing(on_full: Any) -> None:
         ([4, 4], "ids[0] and ids[1] are both 4; expected different ids. Store each trajectory once."),
         ([4], "ids has shape [1]; expected [2], one for each trajectory, -1 for a new id."),
         (4, "ids has shape []; expected [2]"),
-        ([4.0, 5.0], "ids has dtype float64; expected int64 [2], -1 for a new id."),
-        (["a", "b"], "ids has dtype <U1; expected int64 [2]"),
-        (None, "ids has dtype object; expected int64 [2]"),
+        ([4.0, 5.0], "ids is [4.0, 5.0]; expected int64 [2], -1 for a new id."),
+        (["a", "b"], "ids is ['a', 'b']; expected int64 [2]"),
+        (None, "ids is None; expected int64 [2]"),
         ([77, 4], "The id 77 is that of a trajectory that is here already, at index 1; expected one of a "),
         ([2 << 16, 4], "The id 131072 is that of a trajectory that is here already, at index 2; expected"),
     ]

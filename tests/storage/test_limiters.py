@@ -19,6 +19,7 @@ from cases import mostly_long
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.limiters import MinSize, Queue, RateLimiter, SampleToInsertRatio
+from gear_loader.utils.arrays import shown
 
 Bound = Fraction | float
 
@@ -405,7 +406,7 @@ def test_numbers_that_are_refused() -> None:
         (lambda bad: RateLimiter(1, 10, 0, bad), "max_diff is {}; expected a number, or inf"),
     ]
     cases = [
-        (make, bad, said.format(repr(bad)))
+        (make, bad, said.format(shown(bad)))
         for make, said in makes
         for bad in (True, math.nan, "4", None, 1j, 10**400, {})
     ]

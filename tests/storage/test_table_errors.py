@@ -385,7 +385,7 @@ def test_names_policies_and_paths() -> None:
             table.unlink()
             for path in wrong:
                 for load in (table.save, gear.Table.load):
-                    with pytest.raises(CheckpointError, match="expected the path of a directory"):
+                    with pytest.raises(CheckpointError, match="expected the path of a local"):
                         load(path)
 
 

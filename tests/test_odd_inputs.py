@@ -1,0 +1,330 @@
+"""Every entry point with every odd input: an error of ours that names the argument, briefly, and nothing changed."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gear_loader as gear
+from gear_loader.errors import GearError, SchemaError
+from tests.odd_inputs_common import Broken, complaint, odd_inputs
+
+Call = Callable[[Any], object]
+
+COLUMNS = {
+    "x": gear.Column(torch.float32, (2,), final=True),
+    "done": gear.Column(torch.bool),
+    "n": gear.Column(torch.int64, cast=True),
+    "goal": gear.Column(torch.int32, (3,), per="trajectory"),
+}
+LATE = {**COLUMNS, "late": gear.Column(torch.float32, late=True)}
+GOAL = {"goal": np.zeros(3, np.int32)}
+
+
+def new_table(schema: Any = None) -> gear.Table:
+    table = gear.Table.create(schema or LATE, max_steps=4096, max_trajectories=64, block_steps=16)
+    table.extend([trajectory(4), trajectory(6), trajectory(3)])
+    return table
+
+
+def trajectory(steps: int = 4, **columns: Any) -> dict[str, Any]:
+    return {**rows(steps), "goal": np.zeros(3, np.int32), **columns}
+
+
+def rows(count: int, **columns: Any) -> dict[str, Any]:
+    found = {"x": np.ones((count, 2), np.float32), "done": np.zeros(count, bool), "n": np.arange(count)}
+    return {**found, **columns}
+
+
+def stacked(**columns: Any) -> dict[str, Any]:
+    return {**{name: np.stack([value, value]) for name, value in trajectory().items()}, **columns}
+
+
+def step(**columns: Any) -> dict[str, Any]:
+    return {"x": np.ones(2, np.float32), "done": False, "n": 1, **columns}
+
+
+def of_table(table: gear.Table) -> Iterator[tuple[str, Call]]:
+    """Calls of a table that add, read and remove."""
+    fill = np.zeros(4, np.float32)
+    yield "add", table.add
+    yield "extend", table.extend
+    yield "extend, item", lambda v: table.extend([trajectory(), v])
+    yield "extend, stacked", lambda v: table.extend(v, lengths=[4, 2])
+    yield "extend, lengths", lambda v: table.extend(stacked(), lengths=v)
+    yield "extend, priority", lambda v: table.extend([trajectory(), trajectory()], priority=v)
+    yield "extend_as, ids", lambda v: table.extend_as([trajectory(), trajectory()], ids=v)
+    yield "add, priority", lambda v: table.add(trajectory(), priority=v)
+    yield "add, final", lambda v: table.add(trajectory(), final=v)
+    yield "add, final x", lambda v: table.add(trajectory(), final={"x": v})
+    for name in COLUMNS:
+        yield f"add, {name}", lambda v, name=name: table.add(trajectory(**{name: v}))
+        yield f"stacked, {name}", lambda v, name=name: table.extend(stacked(**{name: v}), lengths=[4, 2])
+    for read in (table.__getitem__, table.rows, table.final, table.remove, table.ids, table.set_origin):
+        yield read.__name__, read
+    yield "unfilled", lambda v: table.unfilled(v)
+    yield "update_priority, index", lambda v: table.update_priority(v, [1.0, 2.0])
+    yield "update_priority, priority", lambda v: table.update_priority([0, 1], v)
+    for name in ("generation", "stale"):
+        yield f"update_priority, {name}", lambda v, name=name: table.update_priority([0], [1.0], **{name: v})
+        yield f"fill, {name}", lambda v, name=name: table.fill([0], late=[fill], **{name: v})
+    yield "fill, index", lambda v: table.fill(v, late=fill)
+    yield "fill, late", lambda v: table.fill(0, late=v)
+    yield "pin", lambda v: None if v is None else table.pin(v)
+    yield "save", lambda v: None if isinstance(v, str) else table.save(v)
+    for name in ("chunk_steps", "overlap_steps", "commit_every_step"):
+        yield f"writer, {name}", lambda v, name=name: table.writer(**{"chunk_steps": 4, name: v})
+    yield "writers", table.writers
+
+
+def of_writers(table: gear.Table, *, each: bool) -> Iterator[tuple[str, Call]]:
+    """Calls of a writer and of a vector writer; `each`: that commit every step."""
+
+    def one(then: Callable[[gear.Writer], object], first: Any = None, trajectory: Any = GOAL) -> object:
+        writer = table.writer(commit_every_step=each)
+        writer.trajectory = trajectory
+        if first is not None:
+            writer.append(first)
+        try:
+            return then(writer)
+        finally:
+            writer.close()
+
+    def two(then: Callable[[gear.VectorWriter], object], first: Any = None, trajectory: Any = None) -> object:
+        writer = table.writers(2, commit_every_step=each)
+        writer.trajectory = {"goal": np.zeros((2, 3), np.int32)} if trajectory is None else trajectory
+        if first is not None:
+            writer.append(first)
+        try:
+            return then(writer)
+        finally:
+            writer.close()
+
+    yield "append", lambda v: one(lambda w: w.append(v))
+    yield "append, vector", lambda v: two(lambda w: w.append(v))
+    for name in ("x", "done", "n"):
+        yield f"append, {name}", lambda v, name=name: one(lambda w: w.append(**step(**{name: v})))
+        yield f"append, {name} of many", lambda v, name=name: one(lambda w: w.append(rows(4, **{name: v})))
+        yield f"append, {name}, vector", lambda v, name=name: two(lambda w: w.append(rows(2, **{name: v})))
+    for name in ("done", "active", "priority", "final"):
+        yield (
+            f"append, option {name}",
+            lambda v, name=name: two(lambda w: w.append(rows(2), **{"done": [True, True], name: v})),
+        )
+    yield (
+        "append, option final x",
+        lambda v: two(lambda w: w.append(rows(2), done=[True] * 2, final={"x": v})),
+    )
+    yield "trajectory, vector", lambda v: two(lambda w: w.append(rows(2), done=[True] * 2), trajectory=v)
+    yield (
+        "trajectory goal, vector",
+        lambda v: two(lambda w: w.append(rows(2), done=[True] * 2), trajectory={"goal": v}),
+    )
+    if each:
+        return  # what follows would leave the steps before it in the table
+    for name in ("priority", "final", "trajectory"):
+        yield f"commit, {name}", lambda v, name=name: one(lambda w: w.commit(**{name: v}), step())
+    yield "commit, goal", lambda v: one(lambda w: w.commit(trajectory={"goal": v}), step())
+    yield "trajectory", lambda v: one(lambda w: w.commit(), step(), v)
+    for name in ("mask", "priority", "final"):
+        yield f"commit, {name}, vector", lambda v, name=name: two(lambda w: w.commit(**{name: v}), rows(2))
+    yield "discard", lambda v: two(lambda w: w.discard(v), rows(2))
+
+
+def of_dataset(table: gear.Table) -> Iterator[tuple[str, Call]]:
+    """A dataset's options, calls and updates; also of a mixture and a data module."""
+
+    def make(**options: Any) -> gear.ReplayDataset:
+        plain = {"batch_size": 2, "windows": gear.Window(2), "columns": ["x", "n"], "device": "cpu"}
+        return gear.ReplayDataset(table, **{**plain, **options})
+
+    def update(unit: Any, **change: Any) -> object:
+        data = make(selector=gear.Prioritized(unit=unit))
+        batch = data.sample()
+        given = {"index": batch["index"], "priority": np.ones(2), "anchor": batch["anchor"]}
+        if unit == "trajectory":
+            del given["anchor"]
+        return data.update_priority(**{**given, **change})
+
+    for name in list(inspect.signature(gear.ReplayDataset).parameters)[1:]:
+        rest = {"columns": None} if name == "windows" else {}
+        yield f"dataset, {name}", lambda v, name=name, rest=rest: make(**{**rest, name: v})
+    yield "dataset", lambda v: gear.ReplayDataset(v, batch_size=1, windows=gear.Window(1))
+    yield "sample", lambda v: make().sample(v)
+    yield "load_state_dict", lambda v: make().load_state_dict(v)
+    for unit, name in itertools.product(
+        ("trajectory", "step"), ("index", "priority", "anchor", "generation", "stale")
+    ):
+        yield f"update, {unit}, {name}", lambda v, unit=unit, name=name: update(unit, **{name: v})
+    sizes: dict[str, Any] = {"batch_size": 2, "batches_per_epoch": 3}
+    yield "mixture", lambda v: gear.Mixture(v, **sizes)
+    yield "mixture, source", lambda v: gear.Mixture({"a": v}, **sizes)
+    for name in list(inspect.signature(gear.Mixture).parameters)[1:]:
+        yield f"mixture, {name}", lambda v, name=name: gear.Mixture({"a": (make(), 1)}, **{**sizes, name: v})
+    given: dict[str, Any] = {"table": table, "batch_size": 2, "windows": gear.Window(1)}
+    names = [
+        "table",
+        "val_fraction",
+        "val_batches",
+        "val_batch_size",
+        "split_seed",
+        "num_workers",
+        "load_options",
+    ]
+    for name in [*given, *names]:
+        yield f"module, {name}", lambda v, name=name: gear.ReplayDataModule(**{**given, name: v})
+
+
+def of_options() -> Iterator[tuple[str, Call]]:
+    """Constructors of options, one argument each time; and functions without a table."""
+    makes: list[tuple[Any, dict[str, Any]]] = [
+        (gear.Column, {"dtype": torch.float32}),
+        (gear.Window, {"length": 1}),
+        (gear.Whole, {}),
+        (gear.NStep, {"column": "x", "n": 1, "gamma": 0.9, "done": "done"}),
+        (gear.Disk, {"path": "nowhere"}),
+        (gear.Uniform, {}),
+        (gear.Fifo, {}),
+        (gear.Lifo, {}),
+        (gear.TopK, {}),
+        (gear.Prioritized, {}),
+        (gear.LinearSchedule, {"start": 0.0, "end": 1.0, "batches": 10}),
+        (gear.MinSize, {"min_size": 1}),
+        (gear.Queue, {"size": 4}),
+        (gear.SampleToInsertRatio, {"ratio": 1.0, "min_size": 1, "error_buffer": 10.0}),
+        (gear.RateLimiter, {"samples_per_insert": 1.0, "min_size": 1, "min_diff": -9.0, "max_diff": 9.0}),
+        (gear.balance, {"costs": [1, 2], "ranks": 2}),
+    ]
+    for make, given in makes:
+        for name, parameter in inspect.signature(make).parameters.items():
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+                yield (
+                    f"{make.__name__}, {name}",
+                    lambda v, make=make, given=given, name=name: make(**{**given, name: v}),
+                )
+    yield "sources.load", gear.sources.load
+    yield "sources.load, columns", lambda v: gear.sources.load([{"a": np.zeros(4, np.float32)}], columns=v)
+    yield "sources.load, episode", lambda v: gear.sources.load([v])
+    yield "sources.load, column", lambda v: gear.sources.load([{"a": np.zeros(4, np.float32), "b": v}])
+    yield "schema", gear.Schema
+    yield "schema, column", lambda v: gear.Schema({"a": v})
+    sizes: dict[str, Any] = {"schema": COLUMNS, "max_steps": 64, "max_trajectories": 8}
+    for name in inspect.signature(gear.Table.create).parameters:
+
+        def create(value: Any, name: str = name) -> None:
+            if not (name == "name" and isinstance(value, str)):
+                gear.Table.create(**{**sizes, name: value}).close()
+
+        yield f"create, {name}", create
+    for call in (gear.Table.attach, gear.Table.load, gear.Table.recover):
+        yield call.__name__, call
+
+
+def state(table: gear.Table) -> list[Any]:
+    table.check_valid()
+    arrays = table.index.arrays
+    found = [(int(i), {name: v.tolist() for name, v in table[int(i)].items()}) for i in table.indices()]
+    return [found, table.num_steps, arrays.priority[table.indices()].tolist()]
+
+
+@pytest.mark.long
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["table", "writers", "step writers", "dataset", "options"])
+def test_an_odd_input_is_refused_briefly_or_taken_and_changes_nothing_else(
+    kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    makes: dict[str, Callable[[gear.Table], Iterator[tuple[str, Call]]]] = {
+        "table": of_table,
+        "writers": lambda table: of_writers(table, each=False),
+        "step writers": lambda table: of_writers(table, each=True),
+        "dataset": of_dataset,
+        "options": lambda _: of_options(),
+    }
+    wrong: list[str] = []
+    table = new_table(None if kind in ("table", "dataset", "options") else COLUMNS)
+    for entry in range(len(list(makes[kind](table)))):
+        for name, value in odd_inputs().items():
+            what, call = list(makes[kind](table))[entry]
+            before = state(table)
+            taken = False
+
+            def watched(value: Any, call: Call = call) -> None:
+                nonlocal taken
+                call(value)
+                taken = True
+
+            found = complaint(watched, value)
+            if found is None and not taken and state(table) != before:
+                found = "it was refused, and the table has changed"
+            if found is not None:
+                wrong.append(f"{what}: {name}: {found}")
+            if taken:
+                table.close()
+                table = new_table(None if kind in ("table", "dataset", "options") else COLUMNS)
+    table.close()
+    assert not wrong, f"{len(wrong)} of them:\n" + "\n".join(wrong[:40])
+
+
+MASKED = np.ma.masked_array([1.0, 2.0], [True, False])
+ACCEPTED: dict[str, Callable[[gear.Table], object]] = {
+    "no lengths for two rows": lambda table: table.extend(stacked(), lengths=[]),
+    "lengths under a mask": lambda table: table.extend(stacked(), lengths=MASKED.astype(int)),
+    "priorities under a mask": lambda table: table.extend([trajectory()] * 2, priority=MASKED),
+    "updates under a mask": lambda table: table.update_priority([0, 1], MASKED),
+    "ids under a mask": lambda table: table.extend_as([trajectory()] * 2, ids=MASKED.astype(int)),
+    "a mask under a mask": lambda table: table.writers(2).discard(MASKED.astype(bool)),
+    "rows under a mask": lambda table: gear.sources.load([{"a": MASKED}]),
+    "costs under a mask": lambda table: gear.balance(MASKED, 2),
+    "ids of anything": lambda table: table.ids(None),  # type: ignore[arg-type]
+    "ids of a slice": lambda table: table.ids(slice(3)),  # type: ignore[arg-type]
+    "a shape of bytes": lambda table: gear.Column(torch.float32, b"ab"),  # type: ignore[arg-type]
+    "a shape of keys": lambda table: gear.Column(torch.float32, {3: 1}),  # type: ignore[arg-type]
+    "a shape without order": lambda table: gear.Column(torch.float32, {2, 3}),  # type: ignore[arg-type]
+    "squeeze": lambda table: gear.Window(1, squeeze="no"),  # type: ignore[arg-type]
+    "exist_ok": lambda table: gear.Table.create(COLUMNS, max_steps=9, max_trajectories=9, exist_ok=[]),  # type: ignore[arg-type]
+    "drop_last": lambda table: gear.ReplayDataset(
+        table, batch_size=1, windows=gear.Window(1), drop_last="no"
+    ),  # type: ignore[arg-type]
+    "a batch of 10**30": lambda table: gear.ReplayDataset(table, batch_size=10**30, windows=gear.Window(1)),
+    "keep of 2**63": lambda table: gear.ReplayDataset(
+        table, batch_size=1, windows=gear.Window(1), keep=2**63
+    ),
+}
+
+
+@pytest.mark.parametrize("call", ACCEPTED.values(), ids=list(ACCEPTED))
+def test_what_was_taken_by_mistake_is_refused(call: Callable[[gear.Table], object]) -> None:
+    with new_table(COLUMNS) as table:
+        before = state(table)
+        with pytest.raises(GearError, match="expected"):
+            call(table)
+        assert state(table) == before
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.zeros((3, 84, 84)), np.zeros((84, 84)).tolist(), torch.zeros(3, 84, 84), {"a": "x" * 9999}, Broken()],
+)
+def test_a_message_shows_the_beginning_of_a_value(value: Any) -> None:
+    with new_table(COLUMNS) as table:
+        calls: list[Call] = [
+            lambda v: table.add(trajectory(n=v)),
+            lambda v: table.add(trajectory(), final={"x": v}),
+            lambda v: table.add(trajectory(), priority=v),
+            lambda v: table.update_priority([0], v),
+            lambda v: table.writer().append(**step(done=v)),
+            gear.Window,
+        ]
+        for call in calls:
+            with pytest.raises(SchemaError) as caught:
+                call(value)
+            assert len(str(caught.value)) < 600

@@ -1,0 +1,86 @@
+"""Calls that take a path: a remote one is refused, before anything is written."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import gear_loader as gear
+from gear_loader import errors
+from gear_loader.transport.tls import client_context, server_context
+from tests.table_common import fresh_name
+
+COLUMNS = {"x": gear.Column(torch.int64)}
+
+
+def new_table(**options: Any) -> gear.Table:
+    return gear.Table.create(COLUMNS, max_steps=64, max_trajectories=4, **options)
+
+
+def serve(**options: Any) -> None:
+    with new_table(name=fresh_name()) as table:
+        try:
+            table.serve(**options)
+        finally:
+            table.unlink()
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "save": lambda path: new_table().save(path),
+    "load": gear.Table.load,
+    "recover": gear.Table.recover,
+    "disk": lambda path: new_table(disk=gear.Disk(path)),
+    "tier": lambda path: new_table(disk=gear.Disk(path, size="1MiB"), memory="1MiB"),
+    "shards, save": lambda path: gear.distributed.save(gear.distributed.Shards(new_table()), path),
+    "shards, load": gear.distributed.load,
+    "sources.load": gear.sources.load,
+    "hdf5": gear.sources.read_hdf5,
+    "minari": gear.sources.read_minari,
+    "module": lambda path: gear.ReplayDataModule(
+        os.fspath(path) + ".hdf5", batch_size=1, windows=gear.Window(1)
+    ),
+    "secret": lambda path: gear.connect("gear://127.0.0.1:1/x", secret_file=path),
+    "authorities": lambda path: gear.connect("gears://127.0.0.1:1/x", secret=b"0" * 16, ca_file=path),
+    "client": client_context,
+    "certificate": lambda path: server_context(path, "key.pem"),
+    "serve": lambda path: serve(tls=(path, "key.pem"), secret=b"0" * 16),
+}
+
+
+@pytest.mark.parametrize(
+    "path", ["s3://bucket/x", pathlib.Path("gs://bucket/x"), "simplecache::s3://bucket/x", "file:///tmp/x"]
+)
+@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
+def test_a_path_with_a_scheme_is_refused_before_anything_is_written(
+    call: Callable[[Any], Any], path: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        errors.GearError, match=r"has a scheme; expected the path of a local file or directory"
+    ):
+        call(path)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_local_path_may_look_like_one(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("./s3://bucket/x", "a:b/c", tmp_path / "here" / "s3:"):
+        new_table().save(path)
+    assert sorted(os.listdir(tmp_path)) == ["a:b", "here", "s3:"]
+
+
+def test_the_command_line_refuses_them(tmp_path: pathlib.Path) -> None:
+    for command in (["serve", "x", "--secret-file", "s3://b/x"], ["ucx-env", "s3://b/x"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "gear_loader", *command], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 1
+        assert "has a scheme" in done.stderr
+    assert not os.listdir(tmp_path)
