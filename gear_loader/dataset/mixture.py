@@ -121,6 +121,7 @@ class Mixture(IterableDataset[Batch]):
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
+        self._check_prepared()
         return self.batches_per_epoch
 
     def __iter__(self) -> Iterator[Batch]:
@@ -128,7 +129,7 @@ class Mixture(IterableDataset[Batch]):
         number, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         for dataset in self.sources.values():
             dataset.check_worker(number, info is not None)
-        error = loader_error(self, tensordicts=False)
+        error = self._prepared_error() or loader_error(self, tensordicts=False)
         if error is not None:
             return refuse(error)
         self._position.current = self._position.next()
@@ -161,6 +162,18 @@ class Mixture(IterableDataset[Batch]):
             batch.setdefault("priority_weight", torch.ones_like(batch["index"], dtype=torch.float32))
         batch["source"] = torch.cat(which).to(batch["index"].device)
         return batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration epoch number `epoch`, from its start. Otherwise epochs count up."""
+        self._check_prepared()
+        self._position.set_epoch(at_least("epoch", epoch, least=0))
+
+    def _prepared_error(self) -> str | None:
+        return next(filter(None, (dataset.prepared_error() for dataset in self.sources.values())), None)
+
+    def _check_prepared(self) -> None:
+        if error := self._prepared_error():
+            raise SchemaError(error)
 
     # ---------------------------------------------------------------- priorities and state
 

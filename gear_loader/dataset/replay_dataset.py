@@ -38,6 +38,7 @@ from gear_loader.dataset.draws import EpochDraws, planned_batches
 from gear_loader.dataset.filling import Filler
 from gear_loader.dataset.options import check_options
 from gear_loader.dataset.position import Position
+from gear_loader.dataset.prepared import dealer, prepared_error
 from gear_loader.dataset.table_options import (
     check_cache,
     check_dealing,
@@ -240,7 +241,12 @@ class ReplayDataset(IterableDataset[Batch]):
 
     On a GPU the host does not wait from the draw to the batch; the consumer's stream waits for the side stream by an
     event. If the GPU fails during a gather, the next batch raises GpuError, and its read tickets and buffers stay
-    reserved until the process ends. Works with torchdata's `StatefulDataLoader`.
+    reserved until the process ends.
+
+    **Other loaders:** torchdata's `StatefulDataLoader` and Lightning's Fabric work as `DataLoader` does. On several
+    ranks `accelerate.Accelerator.prepare` deals the batches of rank 0 to all: give the dataset ``rank=0,
+    world_size=1``; otherwise, for Shards and for packed batches, the loader stays out of `prepare`. What would deliver
+    other rows raises SchemaError.
 
     Raises:
         SchemaError: options that are invalid for this table.
@@ -539,7 +545,10 @@ class ReplayDataset(IterableDataset[Batch]):
                 the draws.
             TableEmptyError: there is nothing to draw from.
             RateLimitError: timed out waiting for the rate limiter.
+            SchemaError: `accelerate` would deal other rows than the dataset's batches.
         """
+        if error := self.prepared_error():
+            raise SchemaError(error)
         if self.batches_per_epoch is None:
             if self._budget is not None:
                 raise TypeError(
@@ -562,7 +571,7 @@ class ReplayDataset(IterableDataset[Batch]):
         info = get_worker_info()
         number, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         self.check_worker(number, info is not None)
-        error = loader_error(self, tensordicts=self.output == "tensordict")
+        error = self.prepared_error() or loader_error(self, tensordicts=self.output == "tensordict")
         if error is not None:
             return refuse(error)
         self._position.current = self._position.next()
@@ -821,6 +830,11 @@ class ReplayDataset(IterableDataset[Batch]):
     def collate(batch: Any) -> Any:
         """Return a batch as it is: the `collate_fn` of a `DataLoader`, whose own cannot handle TensorDicts."""
         return batch
+
+    def prepared_error(self) -> str | None:
+        """The error of a loader of accelerate that calls this and would deal other rows than the batches, or None."""
+        joins = self.shards is None and self.layout == "padded"
+        return prepared_error(dealer(), world_size=self._rank()[1], joins=joins)
 
     def _check_rate(self, size: int) -> None:
         limiter = self.table.rules.rate_limiter
@@ -1244,6 +1258,8 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch number `epoch`, from its start. Otherwise epochs count up."""
+        if error := self.prepared_error():
+            raise SchemaError(error)
         self._position.set_epoch(at_least("epoch", epoch, least=0))
         if isinstance(self._selection, (PrioritizedSelection, GlobalSelection)):
             self._selection.forget_pending()
