@@ -402,6 +402,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self._position = Position()
         self._buffers = BufferPools()
         self._noticed_epoch = False
+        self._dispatched = False  # whether accelerate deals this rank's batches to all ranks
         self._selection: Selection | None = None
         self._selected_for: tuple[Any, ...] = ()  # options of `_selection`
         self._forked_from = 0  # in a forked child with Shards: id of the process that made the connections
@@ -890,8 +891,17 @@ class ReplayDataset(IterableDataset[Batch]):
                 exchange=self._exchange if self._is_global else None,
                 packed=self._packs,
                 deal=self._deal(),
+                shared=self._is_shared,
             )
         return self._selection
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether other ranks, each with a selection of its own, may draw from the table."""
+        ranks = 1 if self._shard is None else self._shard[1]
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            ranks = max(ranks, torch.distributed.get_world_size())
+        return ranks > 1 and self.shards is None and self.table.name is not None
 
     def _deal(self) -> Callable[[Array], Array] | None:
         """What deals the rows of packed batches over Shards to ranks; None for slices."""
@@ -932,8 +942,10 @@ class ReplayDataset(IterableDataset[Batch]):
             stale: how to treat rows of removed trajectories: ``"ignore"`` skips and counts them (`num_stale`),
                 ``"error"`` changes nothing and raises.
 
-        If items are trajectories, a table with ``on_full="evict_lowest_priority"`` gets the priorities too. For updates
-        that other processes see, see `Table.update_priority`.
+        Priorities are the dataset's, over `Shards` those of all ranks. If items are trajectories, a table with
+        ``on_full="evict_lowest_priority"`` gets them too; and where several ranks draw from one named table, all
+        datasets of the table, in any process, as by `Table.update_priority`: from their next draw on, so such batches
+        depend on when ranks call this (over `Shards` they do not), and the host draws.
 
         The update affects all batches requested later, but not those already prefetched. If the GPU draws, CUDA tensors
         stay there and nothing waits; the GPU then detects an invalid value, ignores the update, and a later call raises
@@ -942,10 +954,14 @@ class ReplayDataset(IterableDataset[Batch]):
         Raises:
             PriorityError: a priority is NaN, infinite or negative; the message names the first. Nothing was changed.
             StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
-            SchemaError: other shapes or dtypes, or a selector that does not draw by priority. Nothing was changed.
+            SchemaError: other shapes or dtypes, a selector that does not draw by priority, or one of steps where
+                several ranks draw from one named table, because the others would not learn of it: `Shards` do that.
+                Nothing was changed.
         """
         selection = self._by_priority("update_priority")
         is_strict(stale)
+        if self._is_shared and isinstance(selection, PrioritizedSelection):
+            self._share(selection)
         index = as_mapping(index)
         if isinstance(index, Mapping):
             index, generation, anchor, shard = self._names(index, generation, anchor, shard)
@@ -960,6 +976,25 @@ class ReplayDataset(IterableDataset[Batch]):
                 "shard was received, but this dataset draws from one table; leave it out. Nothing was changed."
             )
         selection.update_priority(index, priority, **names, stale=stale, between=self._buffers.between)
+
+    def _share(self, selection: PrioritizedSelection) -> None:
+        """Let the other ranks of the table learn of updates, or raise SchemaError if they cannot."""
+        dispatched, ranks = self._dispatched, self._rank()[1]
+        if self.selector.unit == "step" and (ranks > 1 or dispatched):
+            raise SchemaError(
+                f"update_priority was called for single steps of table {self.table.name!r}, from which several ranks "
+                "draw: priorities of steps are each rank's own, so the others would not learn of them. Give each "
+                "rank a table of its own and draw from gear_loader.distributed.Shards; or draw trajectories "
+                "(unit='trajectory'), whose priorities all ranks share. If this table is this rank's alone, pass "
+                "rank=0, world_size=1. Nothing was changed."
+            )
+        if self.selector.unit == "trajectory" and not selection.can_share:
+            raise SchemaError(
+                "update_priority was called on several ranks, but the dataset has drawn on its GPU before "
+                "torch.distributed was initialised, and other ranks would not learn of it. Make it afterwards. "
+                "Nothing was changed."
+            )
+        selection.shares = True
 
     def _names(self, batch: Batch, generation: Any, anchor: Any, shard: Any) -> tuple[Any, Any, Any, Any]:
         """index, generation, anchor and shard of a batch's rows."""
@@ -1260,6 +1295,7 @@ class ReplayDataset(IterableDataset[Batch]):
         """Make the next iteration epoch number `epoch`, from its start. Otherwise epochs count up."""
         if error := self.prepared_error():
             raise SchemaError(error)
+        self._dispatched = dealer() == "dispatcher"
         self._position.set_epoch(at_least("epoch", epoch, least=0))
         if isinstance(self._selection, (PrioritizedSelection, GlobalSelection)):
             self._selection.forget_pending()
