@@ -22,6 +22,7 @@ from gear_loader.collection.buffer_pools import BufferPools
 from gear_loader.collection.cache_policy import CacheOrder
 from gear_loader.collection.collector import Collector
 from gear_loader.collection.device_cache import DeviceCache
+from gear_loader.collection.n_step import NStep
 from gear_loader.collection.output import as_jagged, as_padded, as_tensordict, check_nesting
 from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.collection.windows import (
@@ -30,6 +31,7 @@ from gear_loader.collection.windows import (
     has_whole,
     packed_span,
     reach_of,
+    single_steps,
     source_of,
     steps_only,
     windows_of,
@@ -66,7 +68,7 @@ from gear_loader.errors import GearError, RankError, SchemaError
 from gear_loader.selection.base import Selection, SelectionContext
 from gear_loader.selection.budget_planner import BudgetPlanner, PlannedBatch
 from gear_loader.selection.complete import CompleteAnchors
-from gear_loader.selection.epochs import notice_short_epoch
+from gear_loader.selection.epochs import notice_short_epoch, notice_uneven_lengths
 from gear_loader.selection.group_selection import GroupSelection, PrioritizedGroupSelection
 from gear_loader.selection.grouping import GroupPriority
 from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
@@ -96,7 +98,8 @@ class ReplayDataset(IterableDataset[Batch]):
 
     ============== ==================================================================================
     column         ``[B, L, *shape]`` in the column's dtype; steps that do not exist are zeros
-    ``mask``       bool ``[B, L]``, True where the step exists; with differing windows a dict of them by column
+    ``mask``       bool ``[B, L]``, True where the step exists; if `windows` is a mapping, a dict of them by its names;
+                   with one window for columns with and without final steps, by column
     ``index``      int64 ``[B]``: the trajectory's index, as `Table.add` returned it
     ``anchor``     int64 ``[B]``: the step that the windows are relative to
     ``generation`` int64 ``[B]``: generation of the index, which changes when another trajectory reuses it
@@ -144,7 +147,9 @@ class ReplayDataset(IterableDataset[Batch]):
             trajectory that has none is never drawn; `stats` counts them.
         anchor: ``"uniform"`` over the trajectory's steps, ``"first"`` or ``"last"``. A selector with
             ``unit="step"`` chooses the anchors itself.
-        selector: `Uniform()` by default.
+        selector: by default `Uniform()`, or where every window has one step ``Uniform(unit="step")``, unless `anchor`
+            or `group` are given. The logger `gear_loader` says once if by default the shorter half of the trajectories,
+            with half of the rows, has less than a quarter of the steps.
         seed: seed of all draws.
         device: ``"auto"`` (the current GPU if there is one, else the CPU) or a torch device.
         prefetch: batches prepared ahead: by a thread on the CPU, on a side stream on a GPU. 0 disables prefetching.
@@ -335,10 +340,20 @@ class ReplayDataset(IterableDataset[Batch]):
         table = self.table
         self.batch_size = 0 if batch_size is None else int(batch_size)
         self.windows = windows_of(table.schema, windows, columns)
+        self.mask_names: tuple[str, ...] | None = None
+        if isinstance(windows, Mapping):
+            steps = steps_only(table.schema, self.windows).items()
+            self.mask_names = tuple(name for name, window in steps if not isinstance(window, NStep))
         self.output: Literal["dict", "tensordict"] = output
         if output == "tensordict":
             check_nesting(self.windows)
-        self.selector: Selector = Uniform() if selector is None else selector
+        # Whether nothing tells if trajectories or steps are to be equally likely.
+        self._by_default = selector is None and anchor == "uniform" and group is None
+        self._by_default &= not has_whole(self.windows)
+        by_step = self._by_default and single_steps(table.schema, self.windows)
+        if selector is None:
+            selector = Uniform(unit="step" if by_step else "trajectory")
+        self.selector: Selector = selector
         if not isinstance(complete, bool):
             raise SchemaError(f"complete is {complete!r}; expected True or False.")
         self.complete = CompleteAnchors.of(table.schema, self.windows) if complete else None
@@ -401,6 +416,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self._exchange = self._new_exchange()
         self._position = Position()
         self._buffers = BufferPools()
+        self._sample_epoch = SAMPLE_EPOCH  # number of the epoch of `sample`
         self._noticed_epoch = False
         self._dispatched = False  # whether accelerate deals this rank's batches to all ranks
         self._selection: Selection | None = None
@@ -629,6 +645,7 @@ class ReplayDataset(IterableDataset[Batch]):
         if draws.rank == number == 0 and (epoch == 0 or get_worker_info() is None):
             self.table.notice_waste()
             self._noticed_epoch = self._noticed_epoch or self._notice_epoch(view)
+            self._notice_uneven(view)
         if self._exchange is not None and not self._is_global:
             count = begin_epoch(self._exchange, self._selected(), count, fresh=number == 0)
         yield from draws.draws(
@@ -754,13 +771,23 @@ class ReplayDataset(IterableDataset[Batch]):
         prefetcher = self._single(size)
         rank, world = self._rank()
         number = self._position.samples * world + rank
-        epoch, turn, first, count, view = SAMPLE_EPOCH, 0, 0, self._items_of(self._global_size(size)), None
+        epoch, turn, first, count, view = (
+            self._sample_epoch,
+            0,
+            0,
+            self._items_of(self._global_size(size)),
+            None,
+        )
         if self.selector.passes:
             view = self._selected().await_items()
             items = self.selector.num_items(view)
             turn, first = divmod(self._position.sampled_items, max(items, 1))
-            epoch, count = SAMPLE_EPOCH + 1 + rank, min(count, items - first)
+            epoch, count = epoch + 1 + rank, min(count, items - first)
         draw = Draw(self._draw_seed(), epoch, number, first, count, turn, self._position.samples)
+        if (
+            self._by_default and self._position.samples & (self._position.samples - 1) == 0
+        ):  # the table may grow
+            self._notice_uneven()
         batch = prefetcher.one(self._filler(prefetcher).fill, (draw, view))
         self._position.samples += 1
         self._position.sampled_items += count
@@ -818,9 +845,14 @@ class ReplayDataset(IterableDataset[Batch]):
         shown: Batch = self._shown(batch)
         return shown
 
-    def seek_sample(self, number: int, items: int) -> None:
-        """Make the next call of `sample` number `number`, after `items` drawn items of passes."""
+    def seek_sample(self, number: int, items: int, *, stream: int = 0) -> None:
+        """Make the next call of `sample` number `number`, after `items` drawn items of passes.
+
+        Args:
+            stream: of random numbers, for this call and those after it.
+        """
         self._position.samples, self._position.sampled_items = number, items
+        self._sample_epoch = SAMPLE_EPOCH + (stream << 32)
 
     @property
     def draws_by_priority(self) -> bool:
@@ -848,6 +880,8 @@ class ReplayDataset(IterableDataset[Batch]):
             return as_jagged(batch, steps_only(self.table.schema, self.windows))
         if self._packs and self.layout == "padded":
             batch = as_padded(batch, list(steps_only(self.table.schema, self.windows)))
+        if self.mask_names is not None and isinstance(mask := batch.get("mask"), torch.Tensor):
+            batch = Batch({**batch, "mask": dict.fromkeys(self.mask_names, mask)})
         return batch if self.output == "dict" else as_tensordict(batch)
 
     # ---------------------------------------------------------------- selection
@@ -1207,6 +1241,12 @@ class ReplayDataset(IterableDataset[Batch]):
             steps=view.num_steps,
             widest=max(each.length for each in expand(self.table.schema, self.windows)[0].values()),
         )
+
+    def _notice_uneven(self, view: Any = None) -> None:
+        """Log a notice, once, if trajectories of very uneven lengths are drawn by default, whatever their length."""
+        if self._by_default and self.selector.unit == "trajectory" and self.shards is None:
+            view = self._selected().look() if view is None else view
+            self._by_default = not notice_uneven_lengths(self.selector, view.lengths)
 
     def _rank(self) -> tuple[int, int]:
         if self.shards is not None:  # all ranks draw each batch together, or each draws from its own shard

@@ -78,7 +78,7 @@ def _host_draws(context: SelectionContext, shared: bool) -> bool:
     notice(
         "host-draws",
         f"{context.selector!r} is drawn on the host, because sample_info, max_times_sampled, late columns, "
-        "max_lag, freshness, on_full='evict_lowest_priority', a disk tier or other ranks of the same table need to know what is drawn or updated: the "
-        "GPU only gathers.",
+        "max_lag, freshness, on_full='evict_lowest_priority', a disk tier or other ranks of the same named table need "
+        "to know what is drawn or updated: the GPU only gathers.",
     )
     return True
