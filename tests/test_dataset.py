@@ -102,7 +102,13 @@ def test_windows_of_columns_and_subsets_of_columns(table: gear.Table) -> None:
     windows["action"] = gear.Window(5, -4, "tail")
     full = copies(dataset(table))
     assert isinstance(full[0]["mask"], torch.Tensor)
-    same_batches(full, copies(dataset(table, windows=WINDOWS)))  # equal windows have one mask
+    named = copies(dataset(table, windows=WINDOWS))
+    for batch, expected in zip(
+        named, full, strict=True
+    ):  # a mapping has masks by name, also of equal windows
+        assert list(batch["mask"]) == list(SCHEMA)
+        assert all(torch.equal(mask, expected["mask"]) for mask in batch["mask"].values())
+    same_batches([{**batch, "mask": None} for batch in named], [{**batch, "mask": None} for batch in full])
     two = {"action": WINDOW, "reward": gear.Window(2)}
     for told, options in (
         (windows, {"windows": windows}),
@@ -112,6 +118,7 @@ def test_windows_of_columns_and_subsets_of_columns(table: gear.Table) -> None:
         for batch, expected in zip(copies(dataset(table, **options)), full, strict=True):
             check_batch(batch, contents(table), told)
             assert all(torch.equal(batch[key], expected[key]) for key in ("index", "anchor", "generation"))
+            assert isinstance(batch["mask"], dict) == ("windows" in options)
             if isinstance(batch["mask"], dict):
                 assert list(batch["mask"]) == [name for name in SCHEMA if name in told]  # the schema's order
 

@@ -179,6 +179,28 @@ def test_a_mixture_resumes(tables: Any, stop: int, shares: str) -> None:
         mixture(tables, (1, 1), own, shares=shares).load_state_dict(mixed.state_dict())
 
 
+@pytest.mark.parametrize("shares", ["exact", "expected"])
+def test_single_batches_are_a_stream_of_their_own(tables: Any, shares: str) -> None:
+    def made() -> gear.Mixture:
+        return mixture(tables, (2, 1), ({"selector": ONCE}, {}), shares=shares)
+
+    plain, mixed, again = list(made()), made(), made()
+    batches, singles = iter(mixed), []
+    for expected in plain[:9]:  # between the batches of an epoch
+        singles.append(mixed.sample())
+        assert equal(next(batches), expected)
+    assert not any(equal(a, b) for a, b in zip(singles, plain, strict=False))
+    rows = [sum(check(batch)[:1]) for batch in singles]
+    assert rows == [7, 6, 7] * 3 or shares == "expected"
+    offline = [x for batch in singles for x in batch["number"][batch["source"] == 0].tolist()]
+    assert len(set(offline[:20])) == 20  # a pass
+    for expected in singles[:4]:
+        assert equal(again.sample(), expected)
+    resumed = made()
+    resumed.load_state_dict(again.state_dict())
+    assert equal(resumed.sample(), singles[4])
+
+
 def test_priorities_go_to_the_datasets_that_draw_by_them(tables: Any) -> None:
     own = ({}, {"selector": gear.Prioritized()})
     mixed = mixture(tables, each=own, batch_size=200)
@@ -200,6 +222,9 @@ def test_options_that_do_not_fit(tables: Any) -> None:
             gear.Mixture(sources, **sizes)  # type: ignore[arg-type]
     with pytest.raises(SchemaError, match="windows"):
         gear.Mixture({"a": (one, 1), "b": (dataset(tables[1], windows=gear.Window(3)), 1)}, **sizes)
+    named = dataset(tables[1], windows={"x": gear.Window(2), "number": None})
+    with pytest.raises(SchemaError, match="a mapping as windows"):
+        gear.Mixture({"a": (one, 1), "b": (named, 1)}, **sizes)
     jagged = dataset(tables[1], windows=gear.Whole(), layout="jagged")
     with pytest.raises(SchemaError, match="layout='jagged', groups, or whole"):
         gear.Mixture({"a": (jagged, 1)}, **sizes)

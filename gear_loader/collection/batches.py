@@ -27,6 +27,12 @@ _CONVERTED = (
     "A DataLoader of batches that are TensorDicts was made without collate_fn, and its own cannot handle them; use "
     "DataLoader(dataset, batch_size=None, collate_fn=dataset.collate)."
 )
+_COLLATED = (
+    "A DataLoader of the Trainer of transformers was made without batch_size=None, so it would stack whole batches "
+    "into one. The dataset makes the batches itself, of its own batch_size; override the trainer's "
+    "get_train_dataloader to return self.accelerator.prepare(DataLoader(dataset, batch_size=None)). On several ranks "
+    "pass rank=0, world_size=1 to the dataset too."
+)
 
 
 class Batch(dict[str, Any]):
@@ -80,6 +86,8 @@ def loader_error(dataset: object, *, tensordicts: bool) -> str | None:
         return None
     collate = getattr(fetcher, "collate_fn", None)
     if getattr(fetcher, "auto_collation", False):
+        if getattr(collate, "__module__", "").partition(".")[0] == "transformers":
+            return _COLLATED
         return _STACKED if collate is default_collate else None
     return _CONVERTED if tensordicts and collate is default_convert else None
 

@@ -30,6 +30,7 @@ __all__ = [
     "packed_span",
     "reach_of",
     "reads_final",
+    "single_steps",
     "source_of",
     "steps_only",
     "windows_of",
@@ -285,6 +286,11 @@ def steps_only(schema: Schema, windows: Mapping[str, _W]) -> dict[str, _W]:
     return {
         name: window for name, window in windows.items() if not schema[source_of(name, window)].trajectory
     }
+
+
+def single_steps(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> bool:
+    """Whether every window of steps has one step."""
+    return all(window.length == 1 for window in steps_only(schema, expand(schema, windows)[0]).values())
 
 
 def reach_of(schema: Schema, windows: Mapping[str, Window]) -> Reach:

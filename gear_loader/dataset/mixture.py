@@ -33,9 +33,9 @@ class Mixture(IterableDataset[Batch]):
     int64 ``[B]``: the number of each row's dataset. ``index`` and ``generation`` are of the row's table;
     ``priority_weight`` is 1 in rows of a selector that does not weigh.
 
-    Iterate it, or use ``DataLoader(mixture, batch_size=None)``. Batch number, seed and options determine the shares and
-    all draws, whatever the number of workers. Rows are drawn by `ReplayDataset.sample`, so `prefetch` of the datasets
-    has no effect; other calls of their `sample` would change the order.
+    Iterate it, use ``DataLoader(mixture, batch_size=None)``, or call `sample`. Batch number, seed and options
+    determine the shares and all draws, whatever the number of workers. Rows are drawn by `ReplayDataset.sample`, so
+    `prefetch` of the datasets has no effect; other calls of their `sample` would change the order.
 
     Args:
         sources: name -> (dataset, share). Shares are positive, or 0, and are divided by their sum. The datasets have
@@ -75,8 +75,8 @@ class Mixture(IterableDataset[Batch]):
         self.seed = integer("seed", seed)
         self._fixed = _normalized({name: share for name, (_, share) in sources.items()}, list(sources))
         self._position = Position()
-        # Number of the next batch, rows that each source has given before, and the sum of its exact shares until then.
-        self._counted = 0, np.zeros(len(sources), dtype=np.int64), np.zeros(len(sources))
+        # Of iteration, and of `sample`.
+        self._counted = [self._uncounted(), self._uncounted()]
 
     # ---------------------------------------------------------------- shares
 
@@ -86,27 +86,33 @@ class Mixture(IterableDataset[Batch]):
         Raises:
             SchemaError: the schedule returned other names, or invalid shares.
         """
-        self._count_until(number)
-        return dict(zip(self.sources, self._rows(number).tolist(), strict=True))
+        return dict(zip(self.sources, self._rows(number, self._given(number)).tolist(), strict=True))
 
-    def _count_until(self, number: int) -> None:
-        """Count the rows of the batches before `number`."""
-        if number < self._counted[0]:
-            self._counted = 0, np.zeros(len(self.sources), dtype=np.int64), np.zeros(len(self.sources))
-        while self._counted[0] < number:
-            rows = self._rows(self._counted[0])
-            before, given, due = self._counted
-            self._counted = before + 1, given + rows, due + self._shares_at(before) * self.batch_size
+    def _uncounted(self) -> tuple[int, Array, Array]:
+        """A batch's number, rows that each source has given before, and the sum of its exact shares until then."""
+        return 0, np.zeros(len(self.sources), dtype=np.int64), np.zeros(len(self.sources))
 
-    def _rows(self, number: int) -> Array:
-        """Rows of each source in the batch after those that are counted, int64 [sources]."""
+    def _given(self, number: int, stream: int = 0) -> tuple[Array, Array]:
+        """Rows of each source in the batches before `number`, and the sum of its exact shares, [sources] each."""
+        before, given, due = self._counted[stream]
+        if number < before:
+            before, given, due = self._uncounted()
+        while before < number:
+            given = given + self._rows(before, (given, due))
+            due = due + self._shares_at(before) * self.batch_size
+            before += 1
+        self._counted[stream] = before, given, due
+        return given, due
+
+    def _rows(self, number: int, before: tuple[Array, Array]) -> Array:
+        """Rows of each source in a batch, int64 [sources]; for the arguments see `_given`."""
         shares, size = self._shares_at(number), self.batch_size
         if self.shares == "expected":
             drawn = uniforms(size, seed=self.seed, stream=_ROWS, epoch=0, step=number)
             which = np.minimum(np.searchsorted(np.cumsum(shares), drawn, side="right"), len(shares) - 1)
             rows: Array = np.bincount(which, minlength=len(shares)).astype(np.int64)
             return rows
-        _, given, due = self._counted
+        given, due = before
         wanted = np.maximum(due + shares * size - given, 0)
         wanted[shares == 0] = 0
         return _rounded(wanted, size)
@@ -120,6 +126,7 @@ class Mixture(IterableDataset[Batch]):
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
+        self._check_prepared()
         return self.batches_per_epoch
 
     def __iter__(self) -> Iterator[Batch]:
@@ -127,7 +134,7 @@ class Mixture(IterableDataset[Batch]):
         number, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         for dataset in self.sources.values():
             dataset.check_worker(number, info is not None)
-        error = loader_error(self, tensordicts=False)
+        error = self._prepared_error() or loader_error(self, tensordicts=False)
         if error is not None:
             return refuse(error)
         self._position.current = self._position.next()
@@ -144,15 +151,25 @@ class Mixture(IterableDataset[Batch]):
         if not in_worker:
             self._position.end(epoch)
 
-    def _batch(self, number: int) -> Batch:
-        """Batch `number` over all epochs."""
-        self._count_until(number)
-        rows, given = self._rows(number), self._counted[1]
+    def sample(self) -> Batch:
+        """Draw one batch, outside of any epoch: batch number 0, 1, ... of a stream of its own, with its own shares.
+
+        Raises:
+            As `ReplayDataset.sample`, of the datasets.
+        """
+        batch = self._batch(self._position.samples, stream=1)
+        self._position.samples += 1
+        return batch
+
+    def _batch(self, number: int, stream: int = 0) -> Batch:
+        """Batch `number` over all epochs, or of `sample`."""
+        before = self._given(number, stream)
+        rows, given = self._rows(number, before), before[0]
         parts, which = [], []
         for place, dataset in enumerate(self.sources.values()):
             count = int(rows[place])
             if count:
-                dataset.seek_sample(number, int(given[place]))
+                dataset.seek_sample(number, int(given[place]), stream=stream)
                 parts.append(_drawn(dataset, count))
                 which.append(torch.full((count,), place, dtype=torch.int64, device="cpu"))
         batch = joined(parts)
@@ -160,6 +177,18 @@ class Mixture(IterableDataset[Batch]):
             batch.setdefault("priority_weight", torch.ones_like(batch["index"], dtype=torch.float32))
         batch["source"] = torch.cat(which).to(batch["index"].device)
         return batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration epoch number `epoch`, from its start. Otherwise epochs count up."""
+        self._check_prepared()
+        self._position.set_epoch(at_least("epoch", epoch, least=0))
+
+    def _prepared_error(self) -> str | None:
+        return next(filter(None, (dataset.prepared_error() for dataset in self.sources.values())), None)
+
+    def _check_prepared(self) -> None:
+        if error := self._prepared_error():
+            raise SchemaError(error)
 
     # ---------------------------------------------------------------- priorities and state
 
@@ -270,6 +299,11 @@ def _checked_sources(sources: Any) -> dict[str, ReplayDataset]:
                 raise SchemaError(
                     f"Sources {first_name!r} and {name!r} have {what} {other!r} and {mine!r}; expected the same."
                 )
+        if dataset.mask_names != first.mask_names:
+            raise SchemaError(
+                f"Of the sources {first_name!r} and {name!r} one has a mapping as windows, and one a Window for all "
+                "columns, so that their masks differ; give both the same."
+            )
         for window, (one, other) in _dtypes(first, dataset).items():
             if one != other:
                 raise SchemaError(

@@ -22,6 +22,7 @@ from gear_loader.collection.buffer_pools import BufferPools
 from gear_loader.collection.cache_policy import CacheOrder
 from gear_loader.collection.collector import Collector
 from gear_loader.collection.device_cache import DeviceCache
+from gear_loader.collection.n_step import NStep
 from gear_loader.collection.output import as_jagged, as_padded, as_tensordict, check_nesting
 from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.collection.windows import (
@@ -30,6 +31,7 @@ from gear_loader.collection.windows import (
     has_whole,
     packed_span,
     reach_of,
+    single_steps,
     source_of,
     steps_only,
     windows_of,
@@ -38,6 +40,7 @@ from gear_loader.dataset.draws import EpochDraws, planned_batches
 from gear_loader.dataset.filling import Filler
 from gear_loader.dataset.options import check_options
 from gear_loader.dataset.position import Position
+from gear_loader.dataset.prepared import dealer, prepared_error
 from gear_loader.dataset.table_options import (
     check_cache,
     check_dealing,
@@ -65,7 +68,7 @@ from gear_loader.errors import GearError, RankError, SchemaError
 from gear_loader.selection.base import Selection, SelectionContext
 from gear_loader.selection.budget_planner import BudgetPlanner, PlannedBatch
 from gear_loader.selection.complete import CompleteAnchors
-from gear_loader.selection.epochs import notice_short_epoch
+from gear_loader.selection.epochs import notice_short_epoch, notice_uneven_lengths
 from gear_loader.selection.group_selection import GroupSelection, PrioritizedGroupSelection
 from gear_loader.selection.grouping import GroupPriority
 from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
@@ -96,7 +99,8 @@ class ReplayDataset(IterableDataset[Batch]):
 
     ============== ==================================================================================
     column         ``[B, L, *shape]`` in the column's dtype; steps that do not exist are zeros
-    ``mask``       bool ``[B, L]``, True where the step exists; with differing windows a dict of them by column
+    ``mask``       bool ``[B, L]``, True where the step exists; if `windows` is a mapping, a dict of them by its names;
+                   with one window for columns with and without final steps, by column
     ``index``      int64 ``[B]``: the trajectory's index, as `Table.add` returned it
     ``anchor``     int64 ``[B]``: the step that the windows are relative to
     ``generation`` int64 ``[B]``: generation of the index, which changes when another trajectory reuses it
@@ -144,7 +148,9 @@ class ReplayDataset(IterableDataset[Batch]):
             trajectory that has none is never drawn; `stats` counts them.
         anchor: ``"uniform"`` over the trajectory's steps, ``"first"`` or ``"last"``. A selector with
             ``unit="step"`` chooses the anchors itself.
-        selector: `Uniform()` by default.
+        selector: by default `Uniform()`, or where every window has one step ``Uniform(unit="step")``, unless `anchor`
+            or `group` are given. The logger `gear_loader` says once if by default the shorter half of the trajectories,
+            with half of the rows, has less than a quarter of the steps.
         seed: seed of all draws.
         device: ``"auto"`` (the current GPU if there is one, else the CPU) or a torch device.
         prefetch: batches prepared ahead: by a thread on the CPU, on a side stream on a GPU. 0 disables prefetching.
@@ -241,7 +247,12 @@ class ReplayDataset(IterableDataset[Batch]):
 
     On a GPU the host does not wait from the draw to the batch; the consumer's stream waits for the side stream by an
     event. If the GPU fails during a gather, the next batch raises GpuError, and its read tickets and buffers stay
-    reserved until the process ends. Works with torchdata's `StatefulDataLoader`.
+    reserved until the process ends.
+
+    **Other loaders:** torchdata's `StatefulDataLoader` and Lightning's Fabric work as `DataLoader` does. On several
+    ranks `accelerate.Accelerator.prepare` deals the batches of rank 0 to all: give the dataset ``rank=0,
+    world_size=1``; otherwise, for Shards and for packed batches, the loader stays out of `prepare`. What would deliver
+    other rows raises SchemaError.
 
     Raises:
         SchemaError: options that are invalid for this table.
@@ -333,10 +344,20 @@ class ReplayDataset(IterableDataset[Batch]):
         table = self.table
         self.batch_size = 0 if batch_size is None else int(batch_size)
         self.windows = windows_of(table.schema, windows, columns)
+        self.mask_names: tuple[str, ...] | None = None
+        if isinstance(windows, Mapping):
+            steps = steps_only(table.schema, self.windows).items()
+            self.mask_names = tuple(name for name, window in steps if not isinstance(window, NStep))
         self.output: Literal["dict", "tensordict"] = output
         if output == "tensordict":
             check_nesting(self.windows)
-        self.selector: Selector = Uniform() if selector is None else selector
+        # Whether nothing tells if trajectories or steps are to be equally likely.
+        self._by_default = selector is None and anchor == "uniform" and group is None
+        self._by_default &= not has_whole(self.windows)
+        by_step = self._by_default and single_steps(table.schema, self.windows)
+        if selector is None:
+            selector = Uniform(unit="step" if by_step else "trajectory")
+        self.selector: Selector = selector
         self.complete = CompleteAnchors.of(table.schema, self.windows) if flag("complete", complete) else None
         whole = has_whole(self.windows)
         self.anchor: Literal["uniform", "first", "last"] = "first" if whole else anchor
@@ -397,7 +418,9 @@ class ReplayDataset(IterableDataset[Batch]):
         self._exchange = self._new_exchange()
         self._position = Position()
         self._buffers = BufferPools()
+        self._sample_epoch = SAMPLE_EPOCH  # number of the epoch of `sample`
         self._noticed_epoch = False
+        self._dispatched = False  # whether accelerate deals this rank's batches to all ranks
         self._selection: Selection | None = None
         self._selected_for: tuple[Any, ...] = ()  # options of `_selection`
         self._forked_from = 0  # in a forked child with Shards: id of the process that made the connections
@@ -541,7 +564,10 @@ class ReplayDataset(IterableDataset[Batch]):
                 the draws.
             TableEmptyError: there is nothing to draw from.
             RateLimitError: timed out waiting for the rate limiter.
+            SchemaError: `accelerate` would deal other rows than the dataset's batches.
         """
+        if error := self.prepared_error():
+            raise SchemaError(error)
         if self.batches_per_epoch is None:
             if self._budget is not None:
                 raise TypeError(
@@ -564,7 +590,7 @@ class ReplayDataset(IterableDataset[Batch]):
         info = get_worker_info()
         number, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         self.check_worker(number, info is not None)
-        error = loader_error(self, tensordicts=self.output == "tensordict")
+        error = self.prepared_error() or loader_error(self, tensordicts=self.output == "tensordict")
         if error is not None:
             return refuse(error)
         self._position.current = self._position.next()
@@ -627,6 +653,7 @@ class ReplayDataset(IterableDataset[Batch]):
         if draws.rank == number == 0 and (epoch == 0 or get_worker_info() is None):
             self.table.notice_waste()
             self._noticed_epoch = self._noticed_epoch or self._notice_epoch(view)
+            self._notice_uneven(view)
         if self._exchange is not None and not self._is_global:
             count = begin_epoch(self._exchange, self._selected(), count, fresh=number == 0)
         yield from draws.draws(
@@ -752,13 +779,23 @@ class ReplayDataset(IterableDataset[Batch]):
         prefetcher = self._single(size)
         rank, world = self._rank()
         number = self._position.samples * world + rank
-        epoch, turn, first, count, view = SAMPLE_EPOCH, 0, 0, self._items_of(self._global_size(size)), None
+        epoch, turn, first, count, view = (
+            self._sample_epoch,
+            0,
+            0,
+            self._items_of(self._global_size(size)),
+            None,
+        )
         if self.selector.passes:
             view = self._selected().await_items()
             items = self.selector.num_items(view)
             turn, first = divmod(self._position.sampled_items, max(items, 1))
-            epoch, count = SAMPLE_EPOCH + 1 + rank, min(count, items - first)
+            epoch, count = epoch + 1 + rank, min(count, items - first)
         draw = Draw(self._draw_seed(), epoch, number, first, count, turn, self._position.samples)
+        if (
+            self._by_default and self._position.samples & (self._position.samples - 1) == 0
+        ):  # the table may grow
+            self._notice_uneven()
         batch = prefetcher.one(self._filler(prefetcher).fill, (draw, view))
         self._position.sampled(count)
         shown: Batch = self._shown(batch)
@@ -818,9 +855,14 @@ class ReplayDataset(IterableDataset[Batch]):
         shown: Batch = self._shown(batch)
         return shown
 
-    def seek_sample(self, number: int, items: int) -> None:
-        """Make the next call of `sample` number `number`, after `items` drawn items of passes."""
+    def seek_sample(self, number: int, items: int, *, stream: int = 0) -> None:
+        """Make the next call of `sample` number `number`, after `items` drawn items of passes.
+
+        Args:
+            stream: of random numbers, for this call and those after it.
+        """
         self._position.samples, self._position.sampled_items = number, items
+        self._sample_epoch = SAMPLE_EPOCH + (stream << 32)
 
     @property
     def draws_by_priority(self) -> bool:
@@ -831,6 +873,11 @@ class ReplayDataset(IterableDataset[Batch]):
     def collate(batch: Any) -> Any:
         """Return a batch as it is: the `collate_fn` of a `DataLoader`, whose own cannot handle TensorDicts."""
         return batch
+
+    def prepared_error(self) -> str | None:
+        """The error of a loader of accelerate that calls this and would deal other rows than the batches, or None."""
+        joins = self.shards is None and self.layout == "padded"
+        return prepared_error(dealer(), world_size=self._rank()[1], joins=joins)
 
     def _check_rate(self, size: int) -> None:
         limiter = self.table.rules.rate_limiter
@@ -843,6 +890,8 @@ class ReplayDataset(IterableDataset[Batch]):
             return as_jagged(batch, steps_only(self.table.schema, self.windows))
         if self._packs and self.layout == "padded":
             batch = as_padded(batch, list(steps_only(self.table.schema, self.windows)))
+        if self.mask_names is not None and isinstance(mask := batch.get("mask"), torch.Tensor):
+            batch = Batch({**batch, "mask": dict.fromkeys(self.mask_names, mask)})
         return batch if self.output == "dict" else as_tensordict(batch)
 
     # ---------------------------------------------------------------- selection
@@ -886,8 +935,17 @@ class ReplayDataset(IterableDataset[Batch]):
                 exchange=self._exchange if self._is_global else None,
                 packed=self._packs,
                 deal=self._deal(),
+                shared=self._is_shared,
             )
         return self._selection
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether other ranks, each with a selection of its own, may draw from the table."""
+        ranks = 1 if self._shard is None else self._shard[1]
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            ranks = max(ranks, torch.distributed.get_world_size())
+        return ranks > 1 and self.shards is None and self.table.name is not None
 
     def _deal(self) -> Callable[[Array], Array] | None:
         """What deals the rows of packed batches over Shards to ranks; None for slices."""
@@ -928,8 +986,10 @@ class ReplayDataset(IterableDataset[Batch]):
             stale: how to treat rows of removed trajectories: ``"ignore"`` skips and counts them (`num_stale`),
                 ``"error"`` changes nothing and raises.
 
-        If items are trajectories, a table with ``on_full="evict_lowest_priority"`` gets the priorities too. For updates
-        that other processes see, see `Table.update_priority`.
+        Priorities are the dataset's, over `Shards` those of all ranks. If items are trajectories, a table with
+        ``on_full="evict_lowest_priority"`` gets them too; and where several ranks draw from one named table, all
+        datasets of the table, in any process, as by `Table.update_priority`: from their next draw on, so such batches
+        depend on when ranks call this (over `Shards` they do not), and the host draws.
 
         The update affects all batches requested later, but not those already prefetched. If the GPU draws, CUDA tensors
         stay there and nothing waits; the GPU then detects an invalid value, ignores the update, and a later call raises
@@ -938,10 +998,14 @@ class ReplayDataset(IterableDataset[Batch]):
         Raises:
             PriorityError: a priority is NaN, infinite or negative; the message names the first. Nothing was changed.
             StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
-            SchemaError: other shapes or dtypes, or a selector that does not draw by priority. Nothing was changed.
+            SchemaError: other shapes or dtypes, a selector that does not draw by priority, or one of steps where
+                several ranks draw from one named table, because the others would not learn of it: `Shards` do that.
+                Nothing was changed.
         """
         selection = self._by_priority("update_priority")
         is_strict(stale)
+        if self._is_shared and isinstance(selection, PrioritizedSelection):
+            self._share(selection)
         index = as_mapping(index)
         if isinstance(index, Mapping):
             index, generation, anchor, shard = self._names(index, generation, anchor, shard)
@@ -956,6 +1020,25 @@ class ReplayDataset(IterableDataset[Batch]):
                 "shard was received, but this dataset draws from one table; leave it out. Nothing was changed."
             )
         selection.update_priority(index, priority, **names, stale=stale, between=self._buffers.between)
+
+    def _share(self, selection: PrioritizedSelection) -> None:
+        """Let the other ranks of the table learn of updates, or raise SchemaError if they cannot."""
+        dispatched, ranks = self._dispatched, self._rank()[1]
+        if self.selector.unit == "step" and (ranks > 1 or dispatched):
+            raise SchemaError(
+                f"update_priority was called for single steps of table {self.table.name!r}, from which several ranks "
+                "draw: priorities of steps are each rank's own, so the others would not learn of them. Give each "
+                "rank a table of its own and draw from gear_loader.distributed.Shards; or draw trajectories "
+                "(unit='trajectory'), whose priorities all ranks share. If this table is this rank's alone, pass "
+                "rank=0, world_size=1. Nothing was changed."
+            )
+        if self.selector.unit == "trajectory" and not selection.can_share:
+            raise SchemaError(
+                "update_priority was called on several ranks, but the dataset has drawn on its GPU before "
+                "torch.distributed was initialised, and other ranks would not learn of it. Make it afterwards. "
+                "Nothing was changed."
+            )
+        selection.shares = True
 
     def _names(self, batch: Batch, generation: Any, anchor: Any, shard: Any) -> tuple[Any, Any, Any, Any]:
         """index, generation, anchor and shard of a batch's rows."""
@@ -1169,6 +1252,12 @@ class ReplayDataset(IterableDataset[Batch]):
             widest=max(each.length for each in expand(self.table.schema, self.windows)[0].values()),
         )
 
+    def _notice_uneven(self, view: Any = None) -> None:
+        """Log a notice, once, if trajectories of very uneven lengths are drawn by default, whatever their length."""
+        if self._by_default and self.selector.unit == "trajectory" and self.shards is None:
+            view = self._selected().look() if view is None else view
+            self._by_default = not notice_uneven_lengths(self.selector, view.lengths)
+
     def _rank(self) -> tuple[int, int]:
         if self.shards is not None:  # all ranks draw each batch together, or each draws from its own shard
             return 0, 1
@@ -1255,6 +1344,9 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch number `epoch`, from its start. Otherwise epochs count up."""
+        if error := self.prepared_error():
+            raise SchemaError(error)
+        self._dispatched = dealer() == "dispatcher"
         self._position.set_epoch(at_least("epoch", epoch, least=0))
         if isinstance(self._selection, (PrioritizedSelection, GlobalSelection)):
             self._selection.forget_pending()

@@ -34,6 +34,7 @@ def selection_for(
     exchange: SingleProcess | None,
     packed: bool = False,
     deal: Callable[[Array], Array] | None = None,
+    shared: bool = False,
 ) -> Selection:
     """Make the selection of a dataset.
 
@@ -45,6 +46,7 @@ def selection_for(
         shards: None for a single table.
         exchange: of this dataset, where all shards are drawn from; else None.
         packed, deal: as for `GlobalSelection`.
+        shared: whether other ranks draw from the table, too.
     """
     if shards is not None and exchange is not None:
         # Records carry the blocks of windows that are read one-sidedly. Those of packed rows, which may be of any
@@ -62,20 +64,21 @@ def selection_for(
         return SnapshotSelection(context)
     if shards is not None:
         return LocalPrioritizedSelection(context, history=history)
-    if device.type == "cuda" and context.table.region.pin(device) and not _host_draws(context):
+    if device.type == "cuda" and context.table.region.pin(device) and not _host_draws(context, shared):
         return CudaPrioritizedSelection(context, history=history, device=device)
     return PrioritizedSelection(context, history=history)
 
 
-def _host_draws(context: SelectionContext) -> bool:
+def _host_draws(context: SelectionContext, shared: bool) -> bool:
     """Whether the host has to know, batch by batch, what was drawn or updated."""
     needs = context.counts or context.waits or getattr(context.selector, "freshness", 1.0) < 1
+    needs |= shared and context.selector.unit == "trajectory"
     if not needs and context.table.rules.on_full != "evict_lowest_priority" and not context.table.has_tier:
         return False
     notice(
         "host-draws",
         f"{context.selector!r} is drawn on the host, because sample_info, max_times_sampled, late columns, "
-        "max_lag, freshness, on_full='evict_lowest_priority' or a disk tier need to know what is drawn or updated: the "
-        "GPU only gathers.",
+        "max_lag, freshness, on_full='evict_lowest_priority', a disk tier or other ranks of the same named table need "
+        "to know what is drawn or updated: the GPU only gathers.",
     )
     return True

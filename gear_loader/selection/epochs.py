@@ -1,13 +1,16 @@
-"""The notice about an epoch that is short for the table."""
+"""Notices about trajectories as items: an epoch that is short for the table, and lengths that differ."""
 
 from __future__ import annotations
 
 import itertools
 
+import numpy as np
+
 from gear_loader.selection.selectors import Selector
+from gear_loader.utils.arrays import Array
 from gear_loader.utils.notices import notice
 
-__all__ = ["notice_short_epoch"]
+__all__ = ["notice_short_epoch", "notice_uneven_lengths"]
 
 _number = itertools.count()
 
@@ -32,5 +35,25 @@ def notice_short_epoch(
         f"trajectories, and an epoch draws as many as there are ({trajectories:,}), whatever their length "
         f"({steps:,} steps, or {-(-steps // batch_size):,} batches of single steps). Give batches_per_epoch= for "
         'longer epochs, or a selector with unit="step", whose epoch draws as many steps as there are.',
+    )
+    return True
+
+
+def notice_uneven_lengths(selector: Selector, lengths: Array) -> bool:
+    """Log a notice if the shorter half of the trajectories has few of the steps; return whether it did.
+
+    Args:
+        selector: a default, which draws trajectories. lengths: int64 [n], of trajectories.
+    """
+    half = len(lengths) // 2
+    share = np.sort(lengths)[:half].sum() / max(lengths.sum(), 1)
+    if half < 4 or share >= 0.25:
+        return False
+    notice(
+        f"uneven-lengths-{next(_number)}",
+        f"{selector!r}, the default for windows of several steps, draws trajectories whatever their length: half of "
+        f"the rows are of the shorter half of the trajectories, which has {share:.1%} of the steps. Give "
+        'selector=gear_loader.Uniform(unit="step") to draw all steps equally often, or gear_loader.Uniform() if '
+        "this is meant.",
     )
     return True

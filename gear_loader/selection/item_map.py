@@ -154,7 +154,8 @@ class ItemMap:
             ready = changes.slots[changes.ready]
             extent[ready, 0], extent[ready, 2] = changes.extents[changes.ready][:, [0, 2]].T
         self._present[changes.slots[stale]] = added[stale]
-        grown &= self._ends(changes.slots, extent) != self.length[changes.slots]
+        known = grown
+        grown = known & (self._ends(changes.slots, extent) != self.length[changes.slots])
         blocks, kept = self._remove(changes.slots[stale])
         if self.own is not None:
             self.own.free(changes.slots[stale])
@@ -170,6 +171,12 @@ class ItemMap:
             slot = int(changes.slots[place])
             items = self._grow(slot, extent, block_ids)
             pieces.append((items, np.full(len(items), changes.priorities[place], dtype=np.float32)))
+        if len(again := np.flatnonzero(known & changes.steps_revised)):
+            slots = changes.slots[again]
+            lengths = self.length[slots].astype(np.int64)
+            items = self.all_items(slots, lengths, extent, block_ids)
+            values = np.repeat(changes.priorities[again], lengths)
+            pieces.append((items[items >= 0], values[items >= 0]))
         order = np.flatnonzero(added)
         order = order[np.argsort(changes.sequences[order], kind="stable")]
         slots, priorities = changes.slots[order], changes.priorities[order]

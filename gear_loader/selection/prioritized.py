@@ -112,7 +112,14 @@ class PrioritizedSelection(Selection):
     Args:
         context: context with such a selector.
         history: number of batches whose rows are kept, so that a state can resume before them.
+
+    Attributes:
+        shares: whether updates of trajectories go to the table, too, so that its other selections follow them.
+        can_share: whether it may be set.
     """
+
+    shares = False
+    can_share = True
 
     def __init__(self, context: SelectionContext, *, history: int) -> None:
         super().__init__(context)
@@ -541,21 +548,40 @@ class PrioritizedSelection(Selection):
         with self._mutex:
             self._keep_up()  # so that it can update trajectories added before this call
             items = self._items(request)
-            if self.context.table.has_tier and not self._map.steps:
-                self._tell_tier(items, request.priorities)
+            position = self._map.position
+            if not self._map.steps:
+                position = self._tell_table(request, items >= 0)
             count, largest = known_items(items, request.priorities, weighed)
             self._num_stale += len(items) - count
             self._maximum = max(self._maximum, largest)
             if self._freshness < 1:
                 weighed[:count] = self._freshened(items[:count], weighed[:count])
             self._put(items[:count], weighed[:count])
-            if not self._map.steps and self.context.table.rules.on_full == "evict_lowest_priority":
-                generations = request.generations
-                if generations is None:
-                    generations = np.full(len(request.slots), -1)
-                self.context.table.reader().set_priorities(request.slots, generations, request.priorities)
+            self._map.position = position
             if self._map.own is not None and time.monotonic() >= self._next_means:
                 self._tell_means(self._map.own)
+
+    def _tell_table(self, request: PriorityUpdates, known: Array) -> int:
+        """Write the priorities of known trajectories (bool [n]) into the table; return the position to follow it from.
+
+        That is behind these changes, if there were no others before them.
+        """
+        table, updates = self.context.table, request
+        if not known.all():
+            generations = None if request.generations is None else request.generations[known]
+            updates = PriorityUpdates(
+                request.slots[known], request.steps[known], generations, request.priorities[known]
+            )
+        if table.has_tier:
+            self._tell_tier(updates.slots, updates.priorities)
+        if self.shares:
+            _, (before, after) = table.reader().revise(updates, strict=False, steps=False)
+            return after if self._map.position == before else self._map.position
+        if table.rules.on_full == "evict_lowest_priority":
+            given = updates.generations
+            given = np.full(len(updates.slots), -1) if given is None else given
+            table.reader().set_priorities(updates.slots, given, updates.priorities)
+        return self._map.position
 
     def _tell_means(self, own: LeafBlocks) -> None:
         """Tell the table's owner the mean priority of each trajectory's steps: how often a step in memory is drawn.
@@ -577,11 +603,9 @@ class PrioritizedSelection(Selection):
         self._next_means = now + max(_MEANS_SECONDS, 20 * (now - began))
 
     def _tell_tier(self, slots: Array, priorities: Array) -> None:
-        """Tell the table's owner priorities (float32 [n]) of trajectories, -1 for stale rows."""
+        """Tell the table's owner priorities (float32 [n]) of trajectories."""
         arrays = self.context.table.index.arrays
-        known = slots >= 0
-        slots = slots[known]
-        arrays.heat[slots] = pack_heat(arrays.generation[slots], priorities[known])
+        arrays.heat[slots] = pack_heat(arrays.generation[slots], priorities)
 
     def _items(self, request: PriorityUpdates) -> Array:
         """Items of a request, int64 [n]; -1 for a stale row."""

@@ -101,6 +101,8 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         device: the GPU.
     """
 
+    can_share = False  # the host does not know the updates
+
     def __init__(self, context: SelectionContext, *, history: int, device: torch.device) -> None:
         self._device = device
         self._number = next(_numbers)

@@ -43,6 +43,7 @@ class Changes:
         ready: bool [n], whether the slot has a live trajectory now.
         sequences: int64 [n]. priorities: float32 [n], `UNSET` for a trajectory without one.
         revised: bool [n], whether `TableReader.revise` has set the priority of the slot since.
+        steps_revised: bool [n], whether the last of these calls was for the trajectory's steps, too.
         extents: int64 [n, 3], `extent` of the slots at that moment; None of a table without a disk tier.
     """
 
@@ -55,6 +56,7 @@ class Changes:
     sequences: Array
     priorities: Array
     revised: Array
+    steps_revised: Array
     extents: Array | None
 
 
@@ -225,6 +227,8 @@ class TableReader:
         everything = slots is None
         if slots is None:
             slots = np.arange(self.arrays.num_slots)
+        marks = self.arrays.revised[slots]
+        revised = (marks >> 1) > since
         return Changes(
             position,
             int(self.arrays.counters[NEXT_SEQUENCE]),
@@ -234,7 +238,8 @@ class TableReader:
             self.arrays.state[slots] == READY,
             self.arrays.sequence[slots],
             self.arrays.priority[slots],
-            self.arrays.revised[slots] > since,
+            revised,
+            revised & ((marks & 1) > 0),
             None if self.arrays.tier is None else self.arrays.extent[slots],
         )
 
@@ -392,14 +397,17 @@ class TableReader:
         priorities = np.ascontiguousarray(priorities, dtype=np.float32)
         self._recovery.locked(lambda: self.arrays.ops.set_priorities(self.arrays.where, *rows, priorities))
 
-    def revise(self, updates: PriorityUpdates, *, strict: bool) -> int:
-        """Write new priorities, which selections by priority follow; see `Table.update_priority`.
+    def revise(
+        self, updates: PriorityUpdates, *, strict: bool, steps: bool = True
+    ) -> tuple[int, tuple[int, int]]:
+        """Write new priorities of trajectories, which selections by priority follow; see `Table.update_priority`.
 
         Args:
             updates: rows; their steps are ignored. strict: whether a stale row is an error.
+            steps: whether selections of steps follow, too.
 
         Returns:
-            Number of stale rows, which are skipped.
+            Number of stale rows, which are skipped; positions (see `Changes`) before and after the change.
 
         Raises:
             StaleIndexError: with `strict`, a row is stale. Nothing was changed.
@@ -407,21 +415,18 @@ class TableReader:
         slots, arrays = updates.slots, self.arrays
         generations = np.full(len(slots), -1) if updates.generations is None else updates.generations
 
-        def write() -> int:
+        def write() -> tuple[int, tuple[int, int]]:
             live = arrays.live_rows(slots, generations, strict=strict, what="priorities are for")
-            count = int(np.count_nonzero(~live))
-            chosen = np.unique(slots[live])
-            if len(chosen):
-                first = int(arrays.counters[NUM_TOUCHED])
+            chosen = slots if live.all() else slots[live]
+            first, count = int(arrays.counters[NUM_TOUCHED]), len(chosen)
+            if count:
                 begin_change(arrays.view)
-                arrays.ops.set_priorities(
-                    arrays.where, slots[live], generations[live], updates.priorities[live]
-                )
-                arrays.revised[chosen] = first + len(chosen)
-                arrays.touched[np.arange(first, first + len(chosen)) % arrays.num_slots] = chosen
-                arrays.counters[NUM_TOUCHED] = first + len(chosen)
+                arrays.ops.set_priorities(arrays.where, slots, generations, updates.priorities)
+                arrays.revised[chosen] = 2 * (first + count) + steps
+                arrays.touched[np.arange(first, first + count) % arrays.num_slots] = chosen
+                arrays.counters[NUM_TOUCHED] = first + count
                 end_change(arrays.view)
-            return count
+            return len(slots) - count, (first, first + count)
 
         return self._recovery.locked(write)
 

@@ -1280,9 +1280,9 @@ class Table:
     ) -> int:
         """Set the priorities of trajectories, for all who draw from the table, in any process.
 
-        Datasets that draw trajectories by priority use them from their next draw on, those that draw single steps do
-        not. Of this and a dataset's own `ReplayDataset.update_priority` the later one counts. Eviction by the lowest
-        priority, checkpoints and datasets that are made later see them too.
+        Datasets that draw by priority use them from their next draw on; for those that draw single steps they are the
+        priorities of all steps of the trajectory. Of this and `ReplayDataset.update_priority` the later one counts.
+        Eviction by the lowest priority, checkpoints and datasets that are made later see them too.
 
         Args:
             index: int [n], indices of trajectories. Of equal ones the last counts.
@@ -1300,7 +1300,7 @@ class Table:
             SchemaError: other shapes or dtypes. Nothing was changed.
         """
         updates = request(index, priority, generation=generation, anchor=None, unit="trajectory")
-        skipped = self.reader().revise(updates, strict=is_strict(stale))
+        skipped, _ = self.reader().revise(updates, strict=is_strict(stale))
         if self.has_tier:
             arrays = self.index.arrays
             current = arrays.generation[updates.slots]

@@ -282,7 +282,8 @@ class AttachedTable:
                 f"priority[{bad}] is {priorities[bad]}; expected a finite number that is not negative. Nothing was "
                 "changed."
             )
-        return self._waiting.revise(request.updates, strict=request.strict)
+        skipped, _ = self._waiting.revise(request.updates, strict=request.strict)
+        return skipped
 
     def _store(self, index: Index, request: Store, data: Array) -> Array:
         priorities = _check_priorities(request.priorities)

@@ -60,10 +60,10 @@ def test_transitions(shards: bool) -> None:
     assert (mask["recent"].sum(1) == torch.clamp(batch["anchor"] + 1, max=4)).all()
 
 
-def test_one_mask_where_all_windows_are_alike() -> None:
+def test_masks_by_name_where_all_windows_are_alike() -> None:
     windows = {"obs": gear.Window(1, squeeze=True), "again": gear.Window(1, column="obs", squeeze=True)}
     batch = gear.ReplayDataset(filled(0), windows=windows, batch_size=4, prefetch=0).sample()
-    assert batch["mask"].shape == (4,)
+    assert {name: mask.shape for name, mask in batch["mask"].items()} == {"obs": (4,), "again": (4,)}
     assert (batch["obs"] == batch["again"]).all()
 
 

@@ -66,7 +66,7 @@ def test_against_a_naive_loop(final: bool, reward: torch.dtype, n: int, gamma: f
             target: Any = batch["target"]
             assert set(batch) >= {"obs", "target", "mask"}
             assert not any(":" in key for key in batch)
-            assert isinstance(batch["mask"], torch.Tensor)  # that of the only window
+            assert list(batch["mask"]) == ["obs"]  # those of n steps are in "target"
             for row, (slot, anchor) in enumerate(
                 zip(batch["index"].tolist(), batch["anchor"].tolist(), strict=True)
             ):

@@ -1,4 +1,4 @@
-"""The notice about an epoch that reads a small part of the table."""
+"""The default selector, and notices about an epoch that reads little of the table, and about uneven lengths."""
 
 from __future__ import annotations
 
@@ -46,3 +46,30 @@ def test_a_short_epoch_is_told_once_for_each_dataset(caplog: pytest.LogCaptureFi
 )
 def test_nothing_is_told_otherwise(caplog: pytest.LogCaptureFixture, options: dict[str, Any]) -> None:
     assert told(caplog, **options) == []
+
+
+@pytest.mark.parametrize("how", ["sample", "epoch"])
+def test_all_steps_are_equally_likely_by_default_or_a_notice_says_how_not(how: str, caplog: Any) -> None:
+    def told_of(windows: Any, **options: Any) -> tuple[float, int]:
+        """The share of rows of short trajectories, and the number of notices."""
+        caplog.clear()
+        settings: dict[str, Any] = {"batch_size": 500, "device": "cpu", "batches_per_epoch": 4, **options}
+        dataset = gear.ReplayDataset(table, windows=windows, **settings)
+        batches = [dataset.sample() for _ in range(4)] if how == "sample" else list(dataset)
+        short = sum((batch["index"] % 2).sum().item() for batch in batches) / 2000
+        return short, sum("4.8% of the steps" in message for message in caplog.messages)
+
+    with make_table([200, 10] * 25) as table:
+        for windows in (gear.Window(1), gear.Window(1, offset=-1, squeeze=True)):
+            share, notices = told_of(windows)
+            assert share < 0.08
+            assert notices == 0
+        for windows, options, expected in (
+            (gear.Window(2), {}, 1),
+            (gear.Window(2), {"selector": gear.Uniform()}, 0),
+            (gear.Window(1), {"anchor": "last"}, 0),
+            (gear.Window(1), {"selector": gear.Uniform()}, 0),
+        ):
+            share, notices = told_of(windows, **options)
+            assert share > 0.4
+            assert notices == expected

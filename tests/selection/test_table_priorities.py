@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from table_common import fresh_name
 
 import gear_loader as gear
 from gear_loader.errors import PriorityError, SchemaError, StaleIndexError
@@ -20,11 +23,10 @@ def table_of(count: int, **options: object) -> gear.Table:
     return table
 
 
-def dataset(table: gear.Table, **options: object) -> gear.ReplayDataset:
-    selector = gear.Prioritized(alpha=1.0, **options)  # type: ignore[arg-type]
-    return gear.ReplayDataset(
-        table, batch_size=64, windows=gear.Window(1), selector=selector, prefetch=0, seed=5
-    )
+def dataset(table: gear.Table, *, unit: Any = "trajectory", **options: Any) -> gear.ReplayDataset:
+    selector = gear.Prioritized(alpha=1.0, unit=unit)
+    options = {"windows": gear.Window(1), "prefetch": 0, "seed": 5} | options
+    return gear.ReplayDataset(table, batch_size=64, selector=selector, **options)
 
 
 def drawn(data: gear.ReplayDataset) -> set[int]:
@@ -76,12 +78,50 @@ def test_an_update_finds_no_later_trajectory_of_its_index() -> None:
         assert drawn(data) == {2, 7}
 
 
-def test_single_steps_keep_their_priorities() -> None:
-    with table_of(3) as table:
-        data = dataset(table, unit="step")
-        assert drawn(data) == {0, 1, 2}
-        table.update_priority([0, 1], [0.0, 0.0])
-        assert drawn(data) == {0, 1, 2}
+@pytest.mark.parametrize("complete", [False, True])
+def test_they_are_the_priorities_of_all_steps(complete: bool) -> None:
+    with table_of(3) as table, table.writer(chunk_steps=4, overlap_steps=2) as writer:
+        for _ in range(6):  # two that share steps
+            writer.append(number=7)
+        writer.commit(priority=1.0)
+        data = dataset(table, unit="step", windows=gear.Window(1 + complete), complete=complete)
+        assert drawn(data) == {0, 1, 2, 7}
+        table.update_priority([0, 1, 3, 4], [0.0] * 4)
+        assert drawn(data) == {2}
+        data.update_priority([0], [1.0], anchor=[0])
+        assert drawn(data) == {0, 2}
+        table.update_priority([0, 3], [0.0, 1.0])
+        assert drawn(data) == {2, 7}
+
+
+def test_updates_of_a_rank_reach_the_other_ranks_of_a_named_table() -> None:
+    with table_of(4, name=fresh_name()) as table:
+        first, second = (dataset(table, rank=rank, world_size=2) for rank in range(2))
+        steps, alone = dataset(table, unit="step"), dataset(table)
+        for data in (first, second, steps, alone):
+            assert drawn(data) == {0, 1, 2, 3}
+        first.update_priority([0, 1, 2], [0.0, 0.0, 0.0])
+        second.update_priority([1, 2], [5.0, 0.0], generation=[1, 99])  # the second row is stale
+        for data in (first, second, alone, dataset(table)):
+            assert drawn(data) == {1, 3}
+        assert drawn(steps) == {0, 1, 2, 3}
+        alone.update_priority([3], [0.0])  # of one process: its own
+        assert [drawn(alone), drawn(first), second.num_stale] == [{1}, {1, 3}, 1]
+        table.unlink()
+
+
+def test_ranks_that_draw_steps_of_a_named_table_are_told_of_shards() -> None:
+    with table_of(4, name=fresh_name()) as table, table_of(4) as own:
+        data = dataset(table, unit="step", rank=0, world_size=2)
+        with pytest.raises(SchemaError, match="Shards"):
+            data.update_priority(data.sample(), torch.zeros(64))
+        assert drawn(data) == {0, 1, 2, 3}
+        for data in (
+            dataset(table, unit="step", rank=0, world_size=1),
+            dataset(own, unit="step", rank=0, world_size=2),
+        ):
+            data.update_priority([0], [0.0], anchor=[0])
+        table.unlink()
 
 
 def test_eviction_by_the_lowest_priority_sees_it() -> None:

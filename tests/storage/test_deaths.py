@@ -198,7 +198,7 @@ def _revise(table: gear.Table, index: Index) -> None:
     slots = np.array([0, 4, 2, 2, 77])
     priorities = np.array([0.5, 7, 9, 0.25, 1], dtype=np.float32)
     updates = PriorityUpdates(slots, np.zeros(5, dtype=np.int64), np.array([-1, 1, -1, 1, -1]), priorities)
-    assert index.reader.revise(updates, strict=False) == 1
+    assert index.reader.revise(updates, strict=False)[0] == 1
 
 
 def _priorities(table: gear.Table) -> None:

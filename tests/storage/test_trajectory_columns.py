@@ -168,7 +168,8 @@ def test_batches_have_them_in_every_row(options: dict[str, Any], shards: bool) -
             assert torch.equal(batch["goal"], number.expand(-1, 3).float())
             assert torch.equal(batch["aim"], batch["goal"])
             assert torch.equal(batch["score"], 1.5 * number[:, 0])
-            assert batch["mask"].shape == number.expand(-1, 3).shape  # of the only column with steps
+            (mask,) = batch["mask"].values()  # of the only column with steps
+            assert mask.shape == number.expand(-1, 3).shape
         every = gear.ReplayDataset(table, batch_size=2, windows=gear.Window(2)).sample()
         assert {name: tuple(every[name].shape) for name in SCHEMA} == {
             "goal": (2, 3),
