@@ -172,7 +172,7 @@ class Prefetcher:
             self._check_process()
             signal = signals.get()
             stop_at_end()
-            if signal is _STOP:
+            if signal is _STOP or self._stopped:
                 return
             if isinstance(signal, BaseException):
                 raise signal

@@ -8,6 +8,7 @@ import secrets
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -127,6 +128,7 @@ class Shards:
         self._guard = threading.Lock()  # around `_stage_tables`
         self._servers: NodeServers | None = None
         self._closed = False
+        self.datasets: weakref.WeakSet[Any] = weakref.WeakSet()  # that draw from these shards
         self.next_number = 0  # next number of the ids that `Placement` makes
         self._ranks: list[int] | None = None
         self._sources: dict[int, LocalShard | RemoteShard] = {}
@@ -364,13 +366,16 @@ class Shards:
     def close(self) -> None:
         """End this node's server and the connections, and detach from other ranks' tables; this rank's stays open.
 
-        Ranks may close at different times, when no dataset uses the shards any more. So that no rank ends while others
-        still read its rows, each waits until all have called this, for `timeout` at most (then a warning names the
-        missing ranks). It does not wait for ranks that have died, nor after a failure of its own: while an exception is
-        handled, or after a `RankError`. Idempotent.
+        Datasets over these shards are closed before (unless an exception is handled). Ranks may close at different
+        times. So that no rank ends while others still read its rows, each waits until all have called this, for
+        `timeout` at most (then a warning names the missing ranks). It does not wait for ranks that have died, nor after
+        a failure of its own: while an exception is handled, or after a `RankError`. Idempotent.
         """
         if not self._closed:
-            self.exchange.leave(wait=sys.exc_info()[0] is None)
+            wait = sys.exc_info()[0] is None
+            for dataset in list(self.datasets) if wait else ():
+                dataset.close()  # it finishes what has been requested, as on the other ranks
+            self.exchange.leave(wait=wait)
         self._closed = True
         if self._servers is not None:
             self._servers.close()
