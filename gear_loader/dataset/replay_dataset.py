@@ -1297,6 +1297,8 @@ class ReplayDataset(IterableDataset[Batch]):
         """Resume from `state`: the next iteration yields the batch after the last one delivered before it was taken.
 
         The batches are equal bit for bit if the table holds the same trajectories in the same order, on as many ranks.
+        Over all `Shards` a state goes on with other numbers of ranks, too; with max_steps one that was taken after a
+        whole number of training steps, also with other `micro_batches`.
         `DataLoader` workers made afterwards resume there too, whatever their number.
 
         Raises:
@@ -1312,6 +1314,14 @@ class ReplayDataset(IterableDataset[Batch]):
             for key in {**saved, **mine}
             if saved.get(key) != mine.get(key)
         }
+        steps = {key: different.pop(key) for key in self._STEP_OPTIONS if key in different}
+        done = values["before"] + values["step"]
+        if steps and done and (values["epoch"], done) not in [(epoch, at.number) for epoch, at in budget]:
+            raise SchemaError(
+                f"The state was saved in the middle of a training step, after {done} batches of each rank, with other "
+                f"options (saved, here): {steps}. A step is planned for all ranks together: resume with the saved "
+                "options, or from a state after a whole number of steps (micro_batches batches of each rank)."
+            )
         if different:
             raise SchemaError(
                 f"The state belongs to a dataset with other options (saved, here): {different}. "
@@ -1344,9 +1354,11 @@ class ReplayDataset(IterableDataset[Batch]):
             **(self._dealing() if self._packs and self._is_global else {}),
         }
 
+    _STEP_OPTIONS = ("ranks", "micro_batches")  # a state between two steps goes on with others
+
     def _dealing(self) -> dict[str, Any]:
         """The options that decide which rank of Shards gets which rows of packed batches."""
-        ranks = {} if self._budget is None and self.balance is None else {"ranks": self._global_size(1)}
+        ranks = {} if self._budget is None else {"ranks": self._global_size(1)}
         return {"balance": self.balance, "micro_batches": self.micro_batches, **ranks}
 
 

@@ -66,10 +66,11 @@ class Shards:
             memory without its processor, on trusted networks; ``"auto"`` takes ucx where it is installed.
         timeout: seconds after which a missing rank is an error that names it. Requests for rows of other nodes fail
             after a third of it, so that the other ranks do not time out while one waits for rows.
-        on_failure: policy for rows of a node that does not answer: ``"raise"`` an error, or ``"redraw"`` those rows
-            from this rank's shard, and leave the shards of that node out of the next draws until they can be reached
-            again; each case is logged and counted (`num_lost`). If no shard can be reached by all ranks, all shards
-            are drawn from, and each rank draws the rows that it cannot reach from its own.
+        on_failure: policy for rows of a node whose server does not answer, while its ranks live (one that is lost is
+            an error): ``"raise"`` an error, or ``"redraw"`` those rows from this rank's shard, and leave the shards of
+            that node out of the next draws until they can be reached again; each case is logged and counted
+            (`num_lost`). If no shard can be reached by all ranks, all shards are drawn from, and each rank draws the
+            rows that it cannot reach from its own.
         host: address on which this node's server listens; loopback by default.
         node: name that ranks share if they see the same shared memory; detected by default.
         secret: at least 16 bytes, by which servers and ranks authenticate each other; by default the first rank makes
