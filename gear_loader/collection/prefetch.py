@@ -198,7 +198,7 @@ class Prefetcher:
             refuse_capture(self.collector.device, "a batch")
             signal = signals.get()
             stop_at_end()
-            if signal is _STOP:
+            if signal is _STOP or self._stopped:
                 return
             if isinstance(signal, BaseException):
                 raise signal

@@ -507,6 +507,8 @@ class ReplayDataset(IterableDataset[Batch]):
         except BaseException:
             exchange.close()
             raise
+        weakref.finalize(self, exchange.close).atexit = False
+        self.shards.datasets.add(self)
         return exchange
 
     def _options(self, shards: Shards) -> dict[str, Any]:
@@ -557,7 +559,7 @@ class ReplayDataset(IterableDataset[Batch]):
         """Batches of an epoch on this rank, for the trajectories that are in the table now.
 
         Without `batches_per_epoch` it waits, as the first batch does, until the table holds its rate limiter's
-        `min_size` trajectories.
+        `min_size` trajectories; and over all `Shards` every rank calls it at the same time.
 
         Raises:
             TypeError: the dataset is endless, or has max_steps without batches_per_epoch: the number then depends on
@@ -575,7 +577,9 @@ class ReplayDataset(IterableDataset[Batch]):
                     "batches_per_epoch."
                 )
             self._await_first()
-        count = self._epoch_draws().num_batches(self._selected().last_look())
+        draws = self._epoch_draws()
+        fixed = self.batches_per_epoch is not None
+        count = draws.num_batches(None if fixed else self._selected().last_look())
         if count == math.inf:
             raise TypeError("This ReplayDataset has no length: batches_per_epoch is math.inf.")
         return int(count)
@@ -647,15 +651,17 @@ class ReplayDataset(IterableDataset[Batch]):
         from, or None for the items present at the draw."""
         if self.rate_limited and self.table.rules.rate_limiter is not None:
             self.table.reader().await_samplable(self._num_drawn)  # the table may be empty until then
-        view = self._selected().await_items()
         draws = self._epoch_draws()
-        count = draws.num_batches(view)
+
+        def look() -> tuple[Any, float]:
+            view = self._selected().await_items()
+            return view, draws.num_batches(view)
+
+        view, count = self._begin_epoch(look, fresh=number == 0)
         if draws.rank == number == 0 and (epoch == 0 or get_worker_info() is None):
             self.table.notice_waste()
             self._noticed_epoch = self._noticed_epoch or self._notice_epoch(view)
             self._notice_uneven(view)
-        if self._exchange is not None and not self._is_global:
-            count = begin_epoch(self._exchange, self._selected(), count, fresh=number == 0)
         yield from draws.draws(
             view, epoch=epoch, past=self._position.past, number=number, every=every, count=count
         )
@@ -679,10 +685,8 @@ class ReplayDataset(IterableDataset[Batch]):
         if self.rate_limited and self.table.rules.rate_limiter is not None:
             self.table.reader().await_samplable(self._num_drawn)
         selection = self._selected()
-        view = selection.await_items()
         most = math.inf if self.batches_per_epoch is None else self.batches_per_epoch
-        if self._exchange is not None and not self._is_global:
-            most = begin_epoch(self._exchange, selection, most, fresh=number == 0)
+        view, most = self._begin_epoch(lambda: (selection.await_items(), most), fresh=number == 0)
         options: dict[str, Any] = {
             "seed": self._draw_seed(),
             "epoch": epoch,
@@ -701,6 +705,12 @@ class ReplayDataset(IterableDataset[Batch]):
         )
         if self._exchange is not None and self._is_global:
             self._end_together(self._exchange)
+
+    def _begin_epoch(self, look: Callable[[], tuple[Any, float]], *, fresh: bool) -> tuple[Any, float]:
+        """The items to draw from, and the number of batches; with local scope that of the rank with the most."""
+        if self._exchange is None or self._is_global:
+            return look()
+        return begin_epoch(self._exchange, self._selected(), look, fresh=fresh)
 
     def _epoch_draws(self) -> EpochDraws:
         rank, world = self._rank()
@@ -740,6 +750,7 @@ class ReplayDataset(IterableDataset[Batch]):
     @staticmethod
     def _end_together(exchange: SingleProcess) -> None:
         """Wait until all ranks have collected their last batch, which may read rows of this rank's shard."""
+        exchange.doing = "ends its epoch"
         try:
             exchange.barrier()
         except RankError as error:  # all batches of this rank are complete
@@ -1324,6 +1335,18 @@ class ReplayDataset(IterableDataset[Batch]):
         """Epoch, its batches delivered before `DataLoader` workers started, and its batches delivered here since."""
         return self._position.current
 
+    def close(self) -> None:
+        """End the running iteration, and over `Shards` this dataset's connections to the other ranks. Idempotent.
+
+        The connections also end with the last reference to the dataset, and with `Shards.close`. All ranks end their
+        iterations at the same batch. A dataset over `Shards` cannot be used any more; another can be made.
+        """
+        active = self._buffers.active
+        if active is not None:
+            self._buffers.close(active)
+        if self._exchange is not None:
+            self._exchange.close()
+
     def settle(self) -> None:
         """Wait until the running iteration has finished all requests, such as prefetches and priority updates."""
         self._buffers.settle()
@@ -1377,6 +1400,8 @@ class ReplayDataset(IterableDataset[Batch]):
         """Resume from `state`: the next iteration yields the batch after the last one delivered before it was taken.
 
         The batches are equal bit for bit if the table holds the same trajectories in the same order, on as many ranks.
+        Over all `Shards` a state goes on with other numbers of ranks, too; with max_steps one that was taken after a
+        whole number of training steps, also with other `micro_batches`.
         `DataLoader` workers made afterwards resume there too, whatever their number.
 
         Raises:
@@ -1392,6 +1417,14 @@ class ReplayDataset(IterableDataset[Batch]):
             for key in {**saved, **mine}
             if saved.get(key) != mine.get(key)
         }
+        steps = {key: different.pop(key) for key in self._STEP_OPTIONS if key in different}
+        done = values["before"] + values["step"]
+        if steps and done and (values["epoch"], done) not in [(epoch, at.number) for epoch, at in budget]:
+            raise SchemaError(
+                f"The state was saved in the middle of a training step, after {done} batches of each rank, with other "
+                f"options (saved, here): {steps}. A step is planned for all ranks together: resume with the saved "
+                "options, or from a state after a whole number of steps (micro_batches batches of each rank)."
+            )
         if different:
             raise SchemaError(
                 f"The state belongs to a dataset with other options (saved, here): {different}. "
@@ -1424,9 +1457,11 @@ class ReplayDataset(IterableDataset[Batch]):
             **(self._dealing() if self._packs and self._is_global else {}),
         }
 
+    _STEP_OPTIONS = ("ranks", "micro_batches")  # a state between two steps goes on with others
+
     def _dealing(self) -> dict[str, Any]:
         """The options that decide which rank of Shards gets which rows of packed batches."""
-        ranks = {} if self._budget is None and self.balance is None else {"ranks": self._global_size(1)}
+        ranks = {} if self._budget is None else {"ranks": self._global_size(1)}
         return {"balance": self.balance, "micro_batches": self.micro_batches, **ranks}
 
 

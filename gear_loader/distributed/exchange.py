@@ -9,6 +9,7 @@ import json
 import logging
 import struct
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from gear_loader.distributed.failure_search import FailureSearch
-from gear_loader.distributed.liveness import Liveness, back_off
-from gear_loader.distributed.rendezvous import StoreBarrier, new_gloo_group
+from gear_loader.distributed.liveness import BEAT, Liveness, back_off
+from gear_loader.distributed.rendezvous import GlooGroup, StoreBarrier
 from gear_loader.distributed.topology import check_alike
 from gear_loader.errors import RankError
 from gear_loader.utils.arrays import Array
@@ -40,10 +41,14 @@ class SingleProcess:
     Attributes:
         rank: this rank's number in the channel.
         size: number of ranks.
+        ranks: their numbers in the default process group.
+        doing: what this rank does: "draws a batch"; for errors of ranks that do different things.
     """
 
+    doing = "communicates"
     rank = 0
     size = 1
+    ranks: Sequence[int] = (0,)
 
     def all_to_all(
         self, parts: Sequence[Array], sizes: Sequence[int], failure: BaseException | None = None
@@ -119,13 +124,15 @@ class Exchange(SingleProcess):
     gloo, whatever backend the job trains with. While a call waits, it checks every half second whether a rank has died,
     or whether another rank has found one missing; so the error comes early, and is the same on all ranks.
 
+    It is closed by `close`, or with the last reference to it.
+
     Args:
         ranks: numbers of the ranks in the default process group; the same list on all of them.
         timeout: deadline of each call, and of the construction, in seconds.
 
     Attributes:
         ranks, timeout: as given.
-        position: number of calls that this rank has begun, and the kind of the last one.
+        position: number of calls that this rank has begun, the kind of the last one, and what the rank does.
 
     Raises:
         RankError: a rank did not join before the deadline, or died; the message names it.
@@ -137,13 +144,10 @@ class Exchange(SingleProcess):
         self.size = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank())
         self._number = 0
-        self.position = (0, _CALL)
+        self.position = (0, _CALL, self.doing)
         self._last_barrier: str | None = None
         self._broken: RankError | None = None
-        self._group: Any = None
-        # torch's `Work` of the last collective. Without it gloo's thread would be the last to refer to the tensors, a
-        # moment later, and wait for the GIL to free them: a process that ends just then aborts.
-        self._work: Any = None
+        self._calling = self._closed = False
         turn = _MADE[tuple(self.ranks)] = _MADE.get(tuple(self.ranks), 0) + 1
         self._prefix = f"gear_loader/exchange/{zlib.crc32(repr(self.ranks).encode()):08x}/{turn}"
         began = time.monotonic()
@@ -163,7 +167,9 @@ class Exchange(SingleProcess):
             with contextlib.suppress(RuntimeError):
                 self._liveness.learn()
         search = FailureSearch(self, "did not join the others", began)
-        self._group = new_gloo_group(self.ranks, self.timeout, search)
+        self._gloo = GlooGroup(self.ranks, self.timeout, search)
+        self._finalizer = weakref.finalize(self, _end, self._gloo, self._liveness, self._prefix)
+        self._finalizer.atexit = False
 
     def missing(self, name: str) -> list[int]:
         """Return the ranks that have not arrived at a barrier, by their numbers in the default process group."""
@@ -184,7 +190,7 @@ class Exchange(SingleProcess):
         received = torch.empty(sum(ins), dtype=torch.uint8, device="cpu")
         self._call(
             "its part of a batch",
-            lambda: dist.all_to_all_single(received, sent, ins, outs, group=self._group, async_op=True),
+            lambda group: dist.all_to_all_single(received, sent, ins, outs, group=group, async_op=True),
         )
         if failure is not None:
             raise failure
@@ -220,13 +226,13 @@ class Exchange(SingleProcess):
         count = torch.tensor([own.nbytes], device="cpu")
         counts = [torch.zeros_like(count) for _ in self.ranks]
         self._call(
-            "how much it has", lambda: dist.all_gather(counts, count, group=self._group, async_op=True)
+            "how much it has", lambda group: dist.all_gather(counts, count, group=group, async_op=True)
         )
         most = max(int(c) for c in counts)
         padded = torch.zeros(max(most, 1), dtype=torch.uint8, device="cpu")
         padded.numpy()[: own.nbytes] = own.reshape(-1).view(np.uint8)
         parts = [torch.empty_like(padded) for _ in self.ranks]
-        self._call("what it has", lambda: dist.all_gather(parts, padded, group=self._group, async_op=True))
+        self._call("what it has", lambda group: dist.all_gather(parts, padded, group=group, async_op=True))
         return [part.numpy()[: int(count)].view(own.dtype) for part, count in zip(parts, counts, strict=True)]
 
     def barrier(self) -> None:
@@ -243,7 +249,7 @@ class Exchange(SingleProcess):
         digest = hashlib.sha256(text.encode()).digest()
         own = torch.tensor(list(digest), dtype=torch.uint8, device="cpu")
         digests = [torch.empty_like(own) for _ in self.ranks]
-        self._call("its options", lambda: dist.all_gather(digests, own, group=self._group, async_op=True))
+        self._call("its options", lambda group: dist.all_gather(digests, own, group=group, async_op=True))
         if all(torch.equal(each, own) for each in digests):
             return
         check_alike(what, self.share(options), self.ranks)
@@ -287,37 +293,42 @@ class Exchange(SingleProcess):
 
     # ---------------------------------------------------------------- failures
 
-    def _call(self, what: str, start: Callable[[], Any]) -> None:
+    def _call(self, what: str, start: Callable[[Any], Any]) -> None:
         """Run a collective, until the deadline or until a rank is known to be missing.
 
         Args:
             what: object that a rank sends with it, for errors.
-            start: starts the collective, and returns torch's `Work`.
+            start: starts the collective in a group, and returns torch's `Work`.
         """
-        self._enter(_BATCH)
         search = FailureSearch(self, f"did not send {what}", time.monotonic())
+        self._calling = True  # before `_enter`: then `close` leaves the group to this call
         try:
-            self._work = work = start()
+            self._enter(_BATCH)
+            self._gloo.work = work = start(self._gloo.group)
             while not _done(work):
                 search.check()
         except RankError:
             raise
         except RuntimeError as error:
             raise search.after(error) from error
+        finally:
+            self._calling = False
+            if self._closed:
+                self._finalizer()
 
     def _enter(self, kind: str) -> None:
         """Begin a call: count it, so that this rank's heartbeats carry its position."""
         if self._broken is not None:
             raise self._broken
-        self.position = (self.position[0] + 1, kind)
+        self.position = (self.position[0] + 1, kind, self.doing)
         if self._liveness is not None:
             self._liveness.positions[self._prefix] = self.position
 
     def _wait_for_all(self, what: str) -> None:
         """Wait in the store until all ranks have begun this call, which is not one of each batch.
 
-        This finds ranks that have left their loops at different places: in gloo, messages of different sizes would
-        meet, which ends the process.
+        This finds ranks that have left their loops at different places, or have called different methods: in gloo,
+        messages of different sizes would meet, which ends the process.
 
         Args:
             what: object that a rank sends with the call, for errors.
@@ -327,7 +338,7 @@ class Exchange(SingleProcess):
             return
         name = f"call/{self.position[0]}"
         search = FailureSearch(self, f"did not send {what}", time.monotonic())
-        self._barrier.wait(name, search, named=False)
+        self._barrier.wait(name, search, named=False, doing=self.doing)
         last, self._last_barrier = self._last_barrier, name
         if self.rank == 0 and last is not None:  # all ranks have left it
             with contextlib.suppress(RuntimeError):
@@ -338,11 +349,25 @@ class Exchange(SingleProcess):
         self._broken = error
         if self._liveness is not None:
             self._liveness.failed = True
+            if (
+                self.ranks[self.rank] == 0
+            ):  # it usually holds the store, which ends with it: others read it before
+                time.sleep(1.5 * BEAT)
         return error
+
+    def tell_failure(self, ranks: Sequence[int], why: str) -> None:
+        """Let the other ranks know which ranks have failed."""
+        if self._liveness is not None:
+            note = json.dumps({"ranks": ranks, "why": why})
+            with contextlib.suppress(Exception):
+                self.put("failed", note)
+                self._liveness.tell_failure(self._prefix, note)
 
     def failure(self) -> dict[str, Any] | None:
         """Return the failure that another rank has found, or None: "ranks", and the reason under "why"."""
-        note = self.get("failed")
+        note, known = self.get("failed"), self._liveness and self._liveness.failure
+        if note is None and known and known[0] == self._prefix:
+            note = known[1]
         return None if note is None else json.loads(note)
 
     @property
@@ -366,13 +391,18 @@ class Exchange(SingleProcess):
         return f"Rank {numbers[0]}" if len(numbers) == 1 else f"Ranks {', '.join(numbers)}"
 
     def close(self) -> None:
-        """See `SingleProcess.close`."""
-        group, self._group = self._group, None
-        self._broken = RankError("The exchange between the ranks was closed.")
-        if group is not None and dist.is_initialized():
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group(group)
-        self._work = None
+        """See `SingleProcess.close`; a call that runs in another thread ends before."""
+        self._closed = True
+        self._broken = RankError("The exchange between the ranks was closed, with its dataset or its Shards.")
+        if not self._calling:
+            self._finalizer()
+
+
+def _end(gloo: GlooGroup, liveness: Liveness | None, key: str) -> None:
+    """Close an exchange's group, and tell the other ranks with the next heartbeat."""
+    if liveness is not None:
+        liveness.mark_closed(key)
+    gloo.close()
 
 
 def _head(number: int, failure: BaseException | None) -> bytes:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gear_loader.distributed.liveness import BEAT, Beat, Liveness
+from gear_loader.distributed.liveness import BEAT, CLOSED, Beat, Liveness
 from gear_loader.errors import RankError
 from gear_loader.utils.background import must_end
 
@@ -91,7 +90,10 @@ class FailureSearch:
         """Raise the failure that another rank has found."""
         failure = self._exchange.failure()
         if failure is not None:
-            raise self._exchange.give_up(self._error(failure["ranks"], failure["why"]))
+            ranks, why = failure["ranks"], failure["why"]
+            if self._own in ranks:
+                why = f"as the other ranks report, {why}"
+            raise self._exchange.give_up(self._error(ranks, why))
 
     def _listen(self, liveness: Liveness) -> None:
         """Read the heartbeats of all ranks."""
@@ -139,6 +141,11 @@ class FailureSearch:
                 )
             if time.monotonic() - self._listened >= BEAT:
                 self._listen(liveness)
+                closed = [rank for rank, (_, kind, _) in self._positions().items() if kind == CLOSED]
+                if closed:
+                    return self._failed(
+                        closed, "it is alive, and has closed or deleted its dataset or its Shards before"
+                    )
             if time.monotonic() > grace:
                 break
             time.sleep(0.05)
@@ -146,8 +153,17 @@ class FailureSearch:
         if silent:
             return self._failed(silent, f"no sign of life for {_SILENT:g} s ({reason})")
         if time.monotonic() - self._began >= 0.9 * self._exchange.timeout:
-            return self._late([])
+            return self._late([] if liveness is None else liveness.stopped(self._others))
         return self._failed([], f"has closed its connection{self._unknown()} ({reason})")
+
+    def differs(self, mine: str, others: str) -> RankError:
+        """Return the error for a rank that does something else than the first that arrived.
+
+        Args:
+            mine: what this rank does. others: the same of the first rank, with its name.
+        """
+        why = f"it {mine}, where {others}: let all ranks call the same methods in the same order"
+        return self._failed([self._own], why)
 
     def _late(self, stopped: list[int]) -> RankError:
         """Return the error for a call at its deadline.
@@ -161,12 +177,32 @@ class FailureSearch:
         silent = self._silent()
         if silent:
             return self._failed(silent, f"{waited}, and gives no sign of life")
+        if self._exchange.position[0] == 0:
+            return self._absent(waited)
         missing = self._behind()
         if missing:
             return self._failed(
                 missing,
-                f"{waited}; it is alive, and has not drawn as many batches (or not called the same methods): let "
-                "all ranks iterate alike (batches_per_epoch, the same breaks), and leave their loops at the same batch",
+                f"{waited}; it is alive, and has not drawn as many batches (or not called the same methods"
+                f"{self._doing(missing)}): let all ranks iterate alike (batches_per_epoch, the same breaks), and leave "
+                "their loops at the same batch",
+            )
+        return self._failed([], f"{waited}{self._unknown()}")
+
+    def _absent(self, waited: str) -> RankError:
+        """Return the error for ranks that have not joined the exchange."""
+        missing = []
+        with contextlib.suppress(Exception):
+            missing = [rank for rank in self._exchange.missing("joined") if rank in self._others]
+        unseen = [rank for rank in missing if rank not in self._beats]
+        if unseen:
+            return self._failed(
+                unseen,
+                f"{waited}; it has not begun to make its Shards, or its process has ended before it did",
+            )
+        if missing:
+            return self._failed(
+                missing, f"{waited}; it is alive, and has not made these Shards or this dataset"
             )
         return self._failed([], f"{waited}{self._unknown()}")
 
@@ -178,29 +214,35 @@ class FailureSearch:
 
     def _behind(self) -> list[int]:
         """Return the ranks that are behind this one, or in another call: the smaller of two groups."""
-        key, (number, kind) = self._exchange.key, self._exchange.position
-        if number == 0:
-            with contextlib.suppress(Exception):
-                return [rank for rank in self._exchange.missing("joined") if rank in self._others]
-            return []
-        positions = {rank: beat.positions.get(key, [0, ""]) for rank, (beat, _) in self._beats.items()}
-        behind = [rank for rank, (count, _) in positions.items() if count < number]
-        elsewhere = [rank for rank, position in positions.items() if position == [number, _other(kind)]]
+        number, kind, _ = self._exchange.position
+        positions = self._positions()
+        behind = [rank for rank, (count, *_) in positions.items() if count < number]
+        elsewhere = [
+            rank for rank, position in positions.items() if [*position[:2]] == [number, _other(kind)]
+        ]
         if behind or 2 * len(elsewhere) <= self._exchange.size:
             return behind or elsewhere
-        alike = [rank for rank, position in positions.items() if position == [number, kind]]
+        alike = [rank for rank, position in positions.items() if [*position[:2]] == [number, kind]]
         return sorted([*alike, self._own])
+
+    def _doing(self, ranks: list[int]) -> str:
+        """Return what the first of these ranks does, and this one, for errors; "" if it is the same or unknown."""
+        theirs = self._positions().get(ranks[0], ("",))[-1]
+        mine = self._exchange.position[-1]
+        return f"; it {theirs}, where rank {self._own} {mine}" if theirs not in ("", mine) else ""
+
+    def _positions(self) -> dict[int, Sequence[Any]]:
+        """Return the position of each rank in this exchange at its last heartbeat; see `Exchange.position`."""
+        key = self._exchange.key
+        return {rank: beat.positions.get(key, [0, "", ""]) for rank, (beat, _) in self._beats.items()}
 
     def _failed(self, ranks: list[int], why: str) -> RankError:
         """Return the error for these ranks, and publish it for the other ranks."""
         if ranks:
-            with contextlib.suppress(Exception):
-                self._exchange.put("failed", json.dumps({"ranks": ranks, "why": why}))
+            self._exchange.tell_failure(ranks, why)
         return self._exchange.give_up(self._error(ranks, why))
 
     def _error(self, ranks: list[Any], why: str) -> RankError:
-        if self._own in ranks:
-            why = f"as the other ranks report, {why}"
         names = self._exchange.names(ranks) if ranks else "An unknown rank"
         this = " (this one)" if ranks == [self._own] else ""
         return RankError(f"{names}{this} {self._what}: {why}. {_ADVICE}")

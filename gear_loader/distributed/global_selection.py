@@ -98,6 +98,7 @@ class GlobalSelection(Selection):
 
     def look(self) -> PassView:
         """Return a view of the trajectories in all shards now."""
+        self.exchange.doing = "begins an epoch, or asks for its length"
         self._begin()
         own = tuple(Selection(sampler.context).look() for sampler in self.samplers.own.values())
         counts = [np.array([len(view), view.num_steps], dtype=np.int64) for view in own]
@@ -181,6 +182,7 @@ class GlobalSelection(Selection):
 
     def draw(self, draw: Draw, ticket: ReadTickets, frozen: Any = None) -> ShardRows:
         """See `Selection.draw`. The collector takes the read tickets of the shards that it reads."""
+        self.exchange.doing = "draws a batch"
         self._begin()
         summaries = self._batches.known_summaries()
         drawn, weigh = self._restored(draw) or self._drawn(draw, frozen, summaries)
@@ -287,6 +289,7 @@ class GlobalSelection(Selection):
     def rebalance(self, **options: Any) -> dict[str, Any]:
         """Move trajectories between shards, between two draws; all ranks call it. For the options see `Rebalance`."""
         self._begun = True
+        self.exchange.doing = "calls rebalance"
         try:
             return Rebalance(self, **options).run()
         finally:
@@ -325,6 +328,7 @@ class GlobalSelection(Selection):
     def state_dict(self) -> dict[str, Any]:
         """Return the priorities of all shards by trajectory id, counters, the rows of the last batches, and priority
         updates on their way; the same on every rank."""
+        self.exchange.doing = "calls state_dict"
         self._begin()
         self._updates.flush()
         saved = state.save_samplers(self.samplers.own, self._updates.received, self._updates.draws)

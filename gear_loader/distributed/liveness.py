@@ -15,10 +15,12 @@ import torch.distributed as dist
 from gear_loader.distributed.topology import this_node
 from gear_loader.utils.background import background_thread
 
-__all__ = ["BEAT", "Beat", "Liveness", "SilentStoreError", "back_off", "default_store"]
+__all__ = ["BEAT", "CLOSED", "Beat", "Liveness", "SilentStoreError", "back_off", "default_store"]
 
 BEAT = 1.0  # seconds between two heartbeats of a rank
-_PROCESS, _BEAT = "gear_loader/process", "gear_loader/beat"
+CLOSED = "closed"  # kind of the last call of an exchange that a rank has closed
+_MOST_CLOSED = 16  # closed exchanges of which heartbeats tell: those of ranks that still wait
+_PROCESS, _BEAT, _FAILURE = "gear_loader/process", "gear_loader/beat", "gear_loader/failure"
 _ANSWER, _CONNECT = (
     5.0,
     30.0,
@@ -37,7 +39,7 @@ class Beat:
 
     Attributes:
         count: number of heartbeats so far.
-        positions: key of an exchange -> number of calls that the rank has begun, and the kind of the last one.
+        positions: key of an exchange -> `Exchange.position` of the rank.
     """
 
     count: int
@@ -50,6 +52,8 @@ class Liveness:
     Each rank writes its host, process id and start time to the store, and a thread of it writes a heartbeat every
     second. So ranks on the same machine know at once that a process has ended; that a process on another machine has
     ended, or is stopped, follows from its missing heartbeats. A rank that waits for others has heartbeats all the same.
+    The thread also reads which failure a rank has found: a rank that is busy meanwhile learns of it although the store
+    ends, with the rank that holds it.
 
     Ranks are numbered as in the default process group.
 
@@ -61,6 +65,7 @@ class Liveness:
         store: a connection of its own to the same store.
         positions: key of an exchange -> `Exchange.position` of this rank, sent with the heartbeats.
         failed: whether an exchange of this process has failed: then closing does not wait for other ranks.
+        failure: key of an exchange and the note of its failure, the last that a rank has told of; None without.
     """
 
     _current: Liveness | None = None
@@ -72,9 +77,11 @@ class Liveness:
         self.rank = rank
         self.positions: dict[str, Any] = {}
         self.failed = False
+        self.failure: tuple[str, str] | None = None
         self._node = this_node()
         self._processes: dict[int, tuple[int, int]] = {}  # of this node
         self._listed = 0
+        self._unwritten: set[int] = set()  # places of the list that were taken and not written yet
         self._stuck: threading.Thread | None = None
         self._over = threading.Event()
         self.ask(self._register, seconds=_CONNECT)
@@ -111,6 +118,14 @@ class Liveness:
         """End the heartbeat."""
         self._over.set()
 
+    def mark_closed(self, key: str) -> None:
+        """Let the heartbeats tell that this rank has closed an exchange. The garbage collector may call it."""
+        number = self.positions.pop(key, (0,))[0]
+        self.positions[key] = (number, CLOSED, "has closed it")
+        closed = [key for key, position in list(self.positions.items()) if position[1] == CLOSED]
+        for old in closed[:-_MOST_CLOSED]:
+            self.positions.pop(old, None)
+
     # ---------------------------------------------------------------- heartbeats
 
     def _beats(self) -> None:
@@ -119,8 +134,19 @@ class Liveness:
             count += 1
             try:
                 self._beat(count)
+                if self.store.check([_FAILURE]):
+                    self.failure = tuple(json.loads(self.store.get(_FAILURE)))
             except Exception:  # the store has ended, with the rank that holds it
                 return
+
+    def tell_failure(self, key: str, note: str) -> None:
+        """Let all ranks know the note of an exchange's failure, also those that do not wait in it now.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        self.failure = (key, note)
+        self.write(_FAILURE, json.dumps(self.failure))
 
     def _beat(self, count: int) -> None:
         self.store.set(f"{_BEAT}/{self.rank}", json.dumps([count, dict(self.positions)]))
@@ -158,12 +184,16 @@ class Liveness:
 
         def read() -> None:
             key = f"{_PROCESS}/{self._node}"
-            for place in range(self._listed + 1, self.store.add(key, 0) + 1):
-                if not self.store.check([f"{key}/{place}"]):
-                    return  # about to be written
-                rank, pid, started = json.loads(self.store.get(f"{key}/{place}"))
-                self._processes[rank] = (pid, started)
-                self._listed = place
+            listed = self.store.add(key, 0)
+            self._unwritten.update(range(self._listed + 1, listed + 1))
+            self._listed = max(self._listed, listed)
+            for place in sorted(self._unwritten):
+                if self.store.check(
+                    [f"{key}/{place}"]
+                ):  # else about to be written, or its rank was killed before
+                    rank, pid, started = json.loads(self.store.get(f"{key}/{place}"))
+                    self._processes[rank] = (pid, started)
+                    self._unwritten.discard(place)
 
         self.ask(read)
 

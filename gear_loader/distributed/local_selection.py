@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from gear_loader.distributed.exchange import SingleProcess
+from gear_loader.distributed.failures import run_on_all
 from gear_loader.distributed.state import share_bundle
 from gear_loader.errors import SchemaError
 from gear_loader.selection.base import Selection
@@ -77,36 +78,48 @@ class LocalPrioritizedGroupSelection(LocalPrioritizedSelection, PrioritizedGroup
         return super()._mass_and_least()
 
 
-def begin_epoch(exchange: SingleProcess, selection: Selection, batches: float, *, fresh: bool) -> float:
+def begin_epoch(
+    exchange: SingleProcess, selection: Selection, look: Callable[[], tuple[Any, float]], *, fresh: bool
+) -> tuple[Any, float]:
     """Begin an epoch on all ranks: share the shards' masses and numbers of batches.
 
     Args:
         exchange: collective channel of the dataset.
         selection: this rank's selection; a `LocalPrioritizedSelection` gets its correction.
-        batches: number of batches in this rank's shard; may be infinite.
+        look: returns a view of this rank's shard, and its number of batches, which may be infinite.
         fresh: whether the epoch begins; False if it is resumed.
 
     Returns:
-        The most batches that any rank's shard has: all ranks draw as many, so that no rank waits for one that ended.
+        The view, and the most batches that any rank's shard has: all ranks draw as many, so that no rank waits for one
+        that ended.
+
+    Raises:
+        RankError: another rank cannot begin, for example because its shard is empty. An error of `look` is raised as it
+            is, and told to the others.
     """
-    mass, least = 0.0, math.inf
-    if isinstance(selection, LocalPrioritizedSelection):
-        mass, least = selection.summarize()
-    answers = exchange.share(
-        {
+    view, mass, least = None, 0.0, math.inf
+
+    def describe() -> dict[str, Any]:
+        nonlocal view, mass, least
+        view, batches = look()
+        if isinstance(selection, LocalPrioritizedSelection):
+            mass, least = selection.summarize()
+        return {
             "batches": None if batches == math.inf else batches,
             "mass": mass,
             "least": None if least == math.inf else least,
         }
-    )
+
+    exchange.doing = "begins an epoch"
+    answers = run_on_all("begin its epoch", describe, exchange.share, exchange.ranks)
     if isinstance(selection, LocalPrioritizedSelection) and (fresh or math.isnan(selection.correction)):
         heaviest = max(answer["mass"] for answer in answers)
         selection.correction = mass / heaviest if heaviest > 0 else 1.0
         shares = [a["least"] / a["mass"] for a in answers if a["least"] is not None and a["mass"] > 0]
         selection.least = min(shares, default=0.0)
     if any(answer["batches"] is None for answer in answers):
-        return math.inf
-    return max(float(answer["batches"]) for answer in answers)
+        return view, math.inf
+    return view, max(float(answer["batches"]) for answer in answers)
 
 
 _PARTS = ("sequences", "lengths", "leaves", "blocks")
@@ -119,6 +132,7 @@ def gather_states(exchange: SingleProcess, state: Mapping[str, Any]) -> dict[str
         exchange: collective channel of the dataset.
         state: state of this rank's `LocalPrioritizedSelection`.
     """
+    exchange.doing = "calls state_dict"
     arrays = {name: np.asarray(state[name]) for name in _PARTS if name in state}
     counters = [state["maximum"], state["num_stale"], *state["shares"]]
     arrays["counters"] = np.array(counters, dtype=np.float64)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import datetime
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +17,12 @@ from gear_loader.utils.background import background_thread
 if TYPE_CHECKING:
     from gear_loader.distributed.failure_search import FailureSearch
 
-__all__ = ["StoreBarrier", "new_gloo_group"]
+__all__ = ["GlooGroup", "StoreBarrier"]
 
 _SLICE = 0.5  # seconds between two checks of the other ranks while the group is made
+_LATER = (
+    2.0  # seconds after the exchange's deadline at which gloo gives up too: until then a process cannot end
+)
 
 
 class StoreBarrier:
@@ -35,25 +41,35 @@ class StoreBarrier:
         self._rank = rank
         self._ranks = ranks
 
-    def arrive(self, name: str, *, named: bool) -> None:
-        """Write to the store that this rank has arrived.
+    def arrive(self, name: str, *, named: bool, doing: str = "") -> str:
+        """Write to the store that this rank has arrived, unless the first one does something else.
 
         Args:
             name: name of the barrier.
             named: whether each rank writes a key of its own, for `missing`.
+            doing: what this rank does.
+
+        Returns:
+            Number and `doing` of the first rank that has arrived.
 
         Raises:
             RuntimeError: the store has failed, or does not answer.
         """
         store, key = self._liveness.store, f"{self._prefix}/{name}"
 
-        def write() -> None:
+        def write() -> str:
+            mine = f"{self._ranks[self._rank]} {doing}"
+            first = mine if not doing else store.compare_set(f"{key}/doing", "", mine).decode()
+            if _doing(first) != doing:
+                return first  # it has not arrived: the others find out while they wait
             if named:
                 store.set(f"{key}/{self._rank}", "1")
             if store.add(key, 1) == len(self._ranks):
                 store.set(f"{key}/all", "1")
+            return first
 
-        self._liveness.ask(write)
+        first: str = self._liveness.ask(write)
+        return first
 
     def complete(self, name: str) -> bool:
         """Return whether all ranks have arrived.
@@ -63,20 +79,22 @@ class StoreBarrier:
         """
         return self._liveness.read(f"{self._prefix}/{name}/all") is not None
 
-    def wait(self, name: str, search: FailureSearch, *, named: bool) -> None:
+    def wait(self, name: str, search: FailureSearch, *, named: bool, doing: str = "") -> None:
         """Arrive, and wait until all ranks have arrived.
 
         Args:
             name: name of the barrier.
             search: finds the rank that is missing.
-            named: as for `arrive`.
+            named, doing: as for `arrive`.
 
         Raises:
-            RankError: a rank has failed, or is missing at the deadline.
+            RankError: a rank has failed, does something else, or is missing at the deadline.
         """
         turn = 0
         with search.blaming():
-            _unless_silent(lambda: self.arrive(name, named=named))
+            first = _unless_silent(lambda: self.arrive(name, named=named, doing=doing))
+            if first is not None and _doing(first) != doing:
+                raise search.differs(doing, f"rank {first}")
             while not _unless_silent(lambda: self.complete(name)):
                 search.check()
                 back_off(turn)
@@ -97,47 +115,98 @@ class StoreBarrier:
         Raises:
             RuntimeError: the store has failed, or does not answer.
         """
-        store, keys = self._liveness.store, [f"{self._prefix}/{name}{end}" for end in ("", "/all")]
+        store, keys = self._liveness.store, [f"{self._prefix}/{name}{end}" for end in ("", "/all", "/doing")]
         self._liveness.ask(lambda: [store.delete_key(key) for key in keys])
 
 
-def new_gloo_group(ranks: Sequence[int], timeout: float, search: FailureSearch) -> Any:
-    """Make a gloo process group, in a thread of its own: torch and gloo have deadlines of their own.
+class GlooGroup:
+    """A gloo process group: a connection to each rank, two files and three threads, until it is closed.
+
+    torch's list of groups refers to it: it is not closed when nothing else does.
 
     Args:
         ranks: numbers of the ranks in the default process group.
         timeout: seconds that a call of the exchange waits.
         search: finds the rank that is missing.
 
+    Attributes:
+        group: torch's process group; None when it is closed.
+        work: torch's `Work` of the last collective. Without it gloo's thread would be the last to refer to the tensors,
+            a moment later, and wait for the GIL to free them: a process that ends just then aborts.
+
     Raises:
         RankError: a rank has failed, or is missing at the deadline.
     """
-    made: list[Any] = []
 
-    def make() -> None:
-        try:
-            made.append(
-                dist.new_group(
-                    list(ranks),
-                    backend="gloo",
-                    timeout=datetime.timedelta(
-                        seconds=2 * timeout + 10
-                    ),  # later than the exchange's deadline
-                    use_local_synchronization=len(ranks) < dist.get_world_size(),
+    def __init__(self, ranks: Sequence[int], timeout: float, search: FailureSearch) -> None:
+        _close_stuck()
+        self.work: Any = None
+        self._process = os.getpid()
+        made: list[Any] = []
+
+        def make() -> None:
+            try:
+                made.append(
+                    dist.new_group(
+                        list(ranks),
+                        backend="gloo",
+                        timeout=datetime.timedelta(seconds=timeout + _LATER),
+                        use_local_synchronization=len(ranks) < dist.get_world_size(),
+                    )
                 )
-            )
-        except Exception as error:
-            made.append(error)
+            except Exception as error:
+                made.append(error)
 
-    thread = background_thread(make, "gear-loader-rendezvous")
-    thread.start()
-    while not made:
-        thread.join(_SLICE)
-        if not made:
-            search.check()
-    if isinstance(made[0], Exception):
-        raise search.after(made[0])
-    return made[0]
+        # In a thread of its own: torch and gloo have deadlines of their own.
+        thread = background_thread(make, "gear-loader-rendezvous")
+        thread.start()
+        while not made:
+            thread.join(_SLICE)
+            if not made:
+                search.check()
+        if isinstance(made[0], Exception):
+            raise search.after(made[0])
+        self.group: Any = made[0]
+
+    def close(self) -> None:
+        """Close the connections, and end the threads. Idempotent; the garbage collector may call it.
+
+        Destroying a group waits for its collectives. So one with a collective that other ranks keep from ending stays
+        open until that has ended, and the next group is made or closed.
+        """
+        _close_stuck()
+        if self.group is not None and not self._close():
+            _stuck.append(self)
+
+    def _close(self) -> bool:
+        """Close the group unless a collective runs; return whether it is closed."""
+        if self._process != os.getpid():
+            return False  # a forked child, without the group's threads
+        if self.work is not None and not self.work.is_completed():
+            return False
+        group, self.group = self.group, None
+        if group is not None and dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(group)
+        del group  # waits for gloo's thread, which may still refer to the tensors of `work`
+        self.work = None
+        return True
+
+
+_stuck: collections.deque[GlooGroup] = collections.deque()  # closed, but for a collective that has not ended
+
+
+def _close_stuck() -> None:
+    with contextlib.suppress(IndexError):  # another thread does the same
+        for _ in range(len(_stuck)):
+            group = _stuck.popleft()
+            if not group._close():
+                _stuck.append(group)
+
+
+def _doing(first: str) -> str:
+    """Return what the first rank does, from the result of `StoreBarrier.arrive`."""
+    return first.partition(" ")[2]
 
 
 def _unless_silent(call: Callable[[], Any]) -> Any:

@@ -8,6 +8,7 @@ import secrets
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -65,10 +66,11 @@ class Shards:
             memory without its processor, on trusted networks; ``"auto"`` takes ucx where it is installed.
         timeout: seconds after which a missing rank is an error that names it. Requests for rows of other nodes fail
             after a third of it, so that the other ranks do not time out while one waits for rows.
-        on_failure: policy for rows of a node that does not answer: ``"raise"`` an error, or ``"redraw"`` those rows
-            from this rank's shard, and leave the shards of that node out of the next draws until they can be reached
-            again; each case is logged and counted (`num_lost`). If no shard can be reached by all ranks, all shards
-            are drawn from, and each rank draws the rows that it cannot reach from its own.
+        on_failure: policy for rows of a node whose server does not answer, while its ranks live (one that is lost is
+            an error): ``"raise"`` an error, or ``"redraw"`` those rows from this rank's shard, and leave the shards of
+            that node out of the next draws until they can be reached again; each case is logged and counted
+            (`num_lost`). If no shard can be reached by all ranks, all shards are drawn from, and each rank draws the
+            rows that it cannot reach from its own.
         host: address on which this node's server listens; loopback by default.
         node: name that ranks share if they see the same shared memory; detected by default.
         secret: at least 16 bytes, by which servers and ranks authenticate each other; by default the first rank makes
@@ -127,6 +129,7 @@ class Shards:
         self._guard = threading.Lock()  # around `_stage_tables`
         self._servers: NodeServers | None = None
         self._closed = False
+        self.datasets: weakref.WeakSet[Any] = weakref.WeakSet()  # that draw from these shards
         self.next_number = 0  # next number of the ids that `Placement` makes
         self._ranks: list[int] | None = None
         self._sources: dict[int, LocalShard | RemoteShard] = {}
@@ -364,13 +367,16 @@ class Shards:
     def close(self) -> None:
         """End this node's server and the connections, and detach from other ranks' tables; this rank's stays open.
 
-        Ranks may close at different times, when no dataset uses the shards any more. So that no rank ends while others
-        still read its rows, each waits until all have called this, for `timeout` at most (then a warning names the
-        missing ranks). It does not wait for ranks that have died, nor after a failure of its own: while an exception is
-        handled, or after a `RankError`. Idempotent.
+        Datasets over these shards are closed before (unless an exception is handled). Ranks may close at different
+        times. So that no rank ends while others still read its rows, each waits until all have called this, for
+        `timeout` at most (then a warning names the missing ranks). It does not wait for ranks that have died, nor after
+        a failure of its own: while an exception is handled, or after a `RankError`. Idempotent.
         """
         if not self._closed:
-            self.exchange.leave(wait=sys.exc_info()[0] is None)
+            wait = sys.exc_info()[0] is None
+            for dataset in list(self.datasets) if wait else ():
+                dataset.close()  # it finishes what has been requested, as on the other ranks
+            self.exchange.leave(wait=wait)
         self._closed = True
         if self._servers is not None:
             self._servers.close()

@@ -318,15 +318,21 @@ class ReplayDataModule(LightningDataModule):
             self._load_train_state(state)
 
     def teardown(self, stage: str | None = None) -> None:
-        """Close the tables that `setup` opened. A named table persists until it is removed."""
-        if self.table is None or isinstance(self._source, (Table, Shards)):
+        """Close the datasets over `Shards`, and what `setup` opened. A named table persists until it is removed.
+
+        The next `setup` goes on where training was.
+        """
+        if self.table is None or isinstance(self._source, Table):
             return
         if self.train_dataset is not None:
             self._restored = self._train_state()
         for dataset in (self.train_dataset, self.val_dataset, self.test_dataset, self.predict_dataset):
             if dataset is not None and self.shards is not None:
                 dataset.settle()  # finish requests of a broken-off iteration, as the other ranks do
+                dataset.close()
         self.train_dataset = self.val_dataset = self.test_dataset = self.predict_dataset = None
+        if isinstance(self._source, Shards):
+            return
         if self.shards is not None:
             self.shards.close()
         self.table.close()

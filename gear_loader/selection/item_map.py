@@ -188,16 +188,19 @@ class ItemMap:
             new_blocks, *piece = self._add(slots[part], priorities[part], extent, block_ids)
             changed.append(new_blocks)
             pieces.append((piece[0], piece[1]))
+        pieces = [piece for piece in pieces if len(piece[0])] or pieces[:1]
         items = np.concatenate([piece[0] for piece in pieces])
         values = np.concatenate([piece[1] for piece in pieces])
-        # An item that is both freed and added gets its last value.
-        items, last = np.unique(items[::-1], return_index=True)
+        if len(pieces) > 1:  # an item that is both freed and added gets its last value
+            items, last = np.unique(items[::-1], return_index=True)
+            values = values[::-1][last]
+        changed = [part for part in changed if len(part)] or changed[:1]
         return Leaves(
             items,
-            values[::-1][last],
+            values,
             changes.slots[stale | grown],
             (added | grown)[stale | grown],
-            np.unique(np.concatenate(changed)),
+            np.unique(np.concatenate(changed)) if len(changed) > 1 else changed[0],
         )
 
     def has(self, slots: Array) -> Array:
@@ -230,7 +233,7 @@ class ItemMap:
             return [slice(None)]
         counts = -(-extent[slots, 0] // self.block_steps)
         blocks = block_ids[ranges(extent[slots, 1], counts)]
-        if len(np.unique(blocks)) == len(blocks):
+        if _distinct(blocks, len(self.owner)):
             return [slice(None)]
         return [slice(i, i + 1) for i in range(len(slots))]
 
@@ -364,3 +367,12 @@ class ItemMap:
             return slots
         steps = ranges(np.zeros_like(lengths), lengths)
         return self.items(np.repeat(slots, lengths), steps, extent, block_ids)
+
+
+def _distinct(numbers: Array, size: int) -> bool:
+    """Whether numbers below `size` are distinct: by marks where they are many, which takes less than sorting them."""
+    if 8 * len(numbers) < size:
+        return len(np.unique(numbers)) == len(numbers)
+    marks = np.zeros(size, dtype=bool)
+    marks[numbers] = True
+    return int(np.count_nonzero(marks)) == len(numbers)

@@ -136,6 +136,7 @@ def draw_all(shards: Shards, rank: int, world: int) -> dict[str, Any]:
         next(iter(dataset(shards, scope="local", max_steps=100)))
     with pytest.raises(SchemaError, match=r"The trajectory of index \d+ in shard \d has \d+ steps, more"):
         list(dataset(shards, max_steps=60, selector=ONCE))
+    found["moved"] = {name: moved(shards, name) for name in BUDGETS} if world > 1 else {}
     found["resumed"] = [resumed(shards, name, stop) for name in BUDGETS for stop in (1, 2, 5)]
     if world > 1:
         found["killed"] = killed_server(shards, rank)
@@ -154,6 +155,16 @@ def resumed(shards: Shards, name: str, stop: int) -> bool:
     again = dataset(shards, **options)
     again.load_state_dict(state)
     return same(expected, [check(batch) for batch in again])
+
+
+def moved(shards: Shards, name: str) -> tuple[list[dict[str, Any]], list[Kept]]:
+    """The states in the middle of a step and after it, and the batches that follow."""
+    data = dataset(shards, **BUDGETS[name], micro_batches=MICRO)
+    states, iterator = [], iter(data)
+    for _ in range(MICRO):
+        next(iterator)
+        states.append(data.state_dict())
+    return states, [check(batch) for batch in iterator]
 
 
 def same(one: list[Kept], other: list[Kept]) -> bool:
@@ -236,8 +247,30 @@ def test_ranks_get_the_batches_of_one_process(transport: str) -> None:
     for found in (*ranks, whole):
         assert all(found["resumed"])
         assert all(0 < steps <= 100 for steps in found["local budget"])
+    goes_on_alone(ranks)
     assert [found["local"] for found in ranks] == [30, 32, 30]  # ranks of small shards begin anew
     assert [found["killed"] for found in ranks] == [72, 72, 72]
+
+
+def goes_on_alone(ranks: list[dict[str, Any]]) -> None:
+    """One process goes on with the states of three ranks."""
+    for name, options in BUDGETS.items():
+        (middle, after), _ = ranks[0]["moved"][name]
+        if "batches_per_epoch" in options:
+            options = {**options, "batches_per_epoch": 3 * options["batches_per_epoch"]}
+        one = dataset(alone(), **options, micro_batches=3 * MICRO)
+        with pytest.raises(
+            SchemaError, match=r"after 1 batches of each rank, with other options .*'ranks': \(3, 1\)"
+        ):
+            one.load_state_dict(middle)
+        one.load_state_dict(after)
+        parts = [batch for found in ranks for batch in found["moved"][name][1]]
+        rows = [row for batch in parts for row in rows_of(batch)]
+        most = len(parts) if "batches_per_epoch" in options else None
+        for batch in itertools.islice(one, most):
+            for row in rows_of(check(batch)):
+                rows.remove(row)  # and raises, if it is missing
+        assert len(rows) < 3, name  # as above
 
 
 def spreads(ranks: list[list[Kept]]) -> float:

@@ -6,6 +6,8 @@ import contextlib
 import os
 import re
 import signal
+import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ import torch
 from cases import mostly_long
 from distributed_common import filled, run_ranks
 from test_global_selection import COUNTS, shards_of
+from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.distributed import Shards, liveness
@@ -76,6 +79,7 @@ def named_is_the_killed(answers: list[str], what: Any) -> None:
     with contextlib.suppress(gear.errors.GearError):  # it was killed before it could
         gear.Table.attach(f"gear-stages-{os.getpid()}-3").unlink()
     for message in answers[:3]:
+        assert "is alive" not in message, (what, message)
         # Where the machine is busy, ranks that have seen it and ended may be named beside it.
         assert re.match(r"RankError: Ranks? ([0-2], )*3 ", message), (what, message)
 
@@ -102,6 +106,52 @@ def test_a_rank_that_is_killed_at_any_moment_is_named(tmp_path: Path) -> None:
     random = np.random.default_rng(7)
     for delay in np.concatenate([random.uniform(0, 0.3, 12), random.uniform(0, 3, 8)]).tolist():
         named_is_the_killed(run_ranks(4, storm_rank, delay, str(tmp_path), os.getpid(), dies=(3,)), delay)
+
+
+def busy_rank(rank: int, world: int, port: int, folder: str) -> str:
+    """Rank 2 is killed while rank 1 does something else, until rank 0, with the store, has ended."""
+    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+    )
+    Path(folder, str(rank)).write_text(str(os.getpid()))
+
+    def work() -> None:
+        with shards_of(rank, COUNTS, timeout=60) as shards:
+            data = gear.ReplayDataset(shards, batch_size=8, windows=WINDOWS, batches_per_epoch=50, prefetch=0)
+            for number, _ in enumerate(data):
+                if number == 3 and rank == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                elif number == 3 and rank == 1:
+                    holder = int(Path(folder, "0").read_text())
+                    wait_until(lambda pid=holder: liveness._process(pid)[0] in ("", "Z"), "rank 0 to end")
+
+    return error_of(work)
+
+
+@pytest.mark.slow
+def test_a_busy_rank_names_the_one_that_failed_after_the_others_have_ended(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for message in run_ranks(3, busy_rank, port, str(tmp_path), dies=(2,))[:2]:
+        assert message.startswith("RankError: Rank 2 did not send"), message
+
+
+def test_a_process_killed_while_it_is_listed_does_not_hide_the_others() -> None:
+    store = torch.distributed.HashStore()
+    ranks = liveness.Liveness(store, 0)
+    try:
+        listed = f"{liveness._PROCESS}/{ranks._node}"
+        assert store.add(listed, 1) == 2  # and was killed
+        store.set(f"{listed}/{store.add(listed, 1)}", "[2, 999999999, 5]")
+        ranks.learn()
+        assert ranks.ended([0, 1, 2]) == [2]
+        store.set(f"{listed}/2", "[1, 999999999, 5]")  # it was only slow
+        ranks.learn()
+        assert ranks.ended([0, 1, 2]) == [1, 2]
+    finally:
+        ranks.stop()
 
 
 def stopped_rank(rank: int, world: int, folder: str) -> str:
@@ -265,9 +315,76 @@ def diverging(rank: int, world: int) -> list[str]:
     return [*found, str(failed.value)]
 
 
+def other_calls(rank: int) -> list[str]:
+    """Rank 1 calls another method first."""
+    found = []
+    calls: dict[str, Any] = {
+        "length": len,
+        "state": lambda data: data.state_dict(),
+        "batch": lambda data: data.sample(),
+    }
+    for mine, others in (("state", "length"), ("batch", "state")):
+        with shards_of(rank, COUNTS, timeout=20) as shards:
+            data = gear.ReplayDataset(shards, batch_size=8, windows=WINDOWS, selector=gear.Prioritized())
+            found.append(error_of(lambda data=data, act=calls[mine if rank == 1 else others]: act(data)))
+    return found
+
+
+def empty_shard(rank: int) -> str:
+    with shards_of(rank, [9, 0, 9], timeout=20) as shards:
+        data = gear.ReplayDataset(shards, batch_size=8, windows=WINDOWS, scope="local")
+        return error_of(lambda: next(iter(data)))
+
+
+def length_of_one(rank: int) -> int:
+    """Rank 1 asks for the length that all have given."""
+    with shards_of(rank, COUNTS, timeout=20) as shards:
+        data = gear.ReplayDataset(shards, batch_size=8, windows=WINDOWS, batches_per_epoch=3)
+        assert rank != 1 or len(data) == 3
+        return sum(1 for _ in data)
+
+
+def num_sockets() -> int:
+    found = 0
+    for file in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the folder itself
+            found += stat.S_ISSOCK(os.fstat(int(file)).st_mode)
+    return found
+
+
+def sockets(rank: int) -> list[bool]:
+    """Whether the sockets are as many as before a dataset, once it is deleted, or closed, or its Shards are."""
+
+    def used() -> Any:
+        data = gear.ReplayDataset(shards, batch_size=8, windows=WINDOWS, batches_per_epoch=9)
+        batches = iter(data)
+        next(batches)
+        return data, batches
+
+    first = num_sockets()
+    with shards_of(rank, COUNTS, timeout=20) as shards:
+        before = num_sockets()
+        used()
+        found = [num_sockets() == before]
+        data, batches = used()
+        found.append(num_sockets() > before)
+        data.close()
+        found += [num_sockets() == before, next(batches, None) is None]
+        found.append(
+            error_of(lambda: next(iter(data))).startswith("RankError: The exchange between the ranks was")
+        )
+        kept = used()
+        # gloo gives up soon after the exchange does: until then the process cannot end.
+        seconds = kept[0]._exchange._gloo.group._get_backend(torch.device("cpu")).options._timeout
+        found.append(seconds.total_seconds() < 25)
+    return [*found, num_sockets() == first]
+
+
 def different_rank(rank: int, world: int, parent: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"meeting": meeting(rank, parent), "different": differing(rank)}
-    return {**found, "diverging": diverging(rank, world), "closed": closed(rank)}
+    found: dict[str, Any] = {"sockets": sockets(rank), "length": length_of_one(rank)}
+    found |= {"meeting": meeting(rank, parent), "different": differing(rank), "calls": other_calls(rank)}
+    found |= {"diverging": diverging(rank, world), "closed": closed(rank), "empty": empty_shard(rank)}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -312,6 +429,38 @@ def test_ranks_out_of_step_are_told_and_failures_of_one_are_shared(ranks: list[d
     for rank, message in enumerate(found["closed"] for found in ranks):
         told = "RankError: Rank 1 could not do its part of a batch: TableClosedError"
         assert message.startswith("TableClosedError" if rank == 1 else told), message
+
+
+def test_ranks_that_call_different_methods_are_told_which(ranks: list[dict[str, Any]]) -> None:
+    begins, state = "begins an epoch, or asks for its length", "calls state_dict"
+    for number, (one, others) in enumerate(((state, begins), ("draws a batch", state))):
+        for found in ranks:
+            message = found["calls"][number]
+            assert re.match(
+                r"RankError: Ranks? [012, ]+(\(this one\) )?did not send what it has: ", message
+            ), message
+            told = re.search(
+                r" it ([^:]*), where rank ([012]) (.*): let all ranks call the same methods", message
+            )
+            assert told, message
+            assert {told[1], told[3]} == {one, others}, message
+            assert (told[3] == one) == (told[2] == "1"), message
+
+
+def test_an_empty_shard_is_told_to_all_ranks_that_draw_from_their_own(ranks: list[dict[str, Any]]) -> None:
+    told = "RankError: Rank 1 could not begin its epoch: "
+    for rank, found in enumerate(ranks):
+        assert found["empty"].startswith("TableEmptyError" if rank == 1 else told), found["empty"]
+
+
+def test_one_rank_may_ask_for_a_length_that_is_given(ranks: list[dict[str, Any]]) -> None:
+    assert [found["length"] for found in ranks] == [3, 3, 3]
+
+
+def test_a_dataset_that_is_deleted_or_closed_leaves_no_sockets(ranks: list[dict[str, Any]]) -> None:
+    assert [all(found["sockets"]) for found in ranks] == [True] * 3, repr(
+        [found["sockets"] for found in ranks]
+    )
 
 
 # ---------------------------------------------------------------- the errors of all ranks
