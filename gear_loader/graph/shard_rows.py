@@ -211,7 +211,9 @@ def _encoded(shard: int, rows: TableRows, nodes: Array | None) -> Array:
     of = extent[found.slots]
     index = np.stack((found.slots, found.generations, of[:, 0], of[:, 2]))
     blocks = -(-(of[:, 0] + of[:, 2]) // rows.table.region.layout.block_steps)
-    places = np.repeat(of[:, 1] - (np.cumsum(blocks) - blocks), blocks) + np.arange(blocks.sum())
+    # Of a table with a disk tier nobody reads blocks by their numbers: trajectories have others when they come back.
+    starts = np.zeros_like(blocks) if rows.table.has_tier else of[:, 1]
+    places = np.repeat(starts - (np.cumsum(blocks) - blocks), blocks) + np.arange(blocks.sum())
     ids = np.empty(0, dtype=np.int64) if nodes is None else nodes
     head = np.array([shard, index.shape[1], len(places), len(ids)], dtype=np.int64)
     return np.concatenate((head, index.reshape(-1), block_ids[places].astype(np.int64), ids))

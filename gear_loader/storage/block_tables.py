@@ -58,7 +58,7 @@ class BlockTables:
         lengths = ends[np.append(firsts[1:], len(slots)) - 1] - begins if len(slots) else begins
         chain, skipped, order = self._chains(slots[firsts], begins, lengths)
         more = lengths - skipped[:, 1]
-        if last >= 0:
+        if (slots == last).any():  # not of one that lies on disk only
             order = order[np.argsort(chain[order] == chain[piece[slots == last][0]], kind="stable")]
         offsets = np.empty(len(firsts), dtype=np.int64)
         offsets[order] = np.cumsum(more[order]) - more[order]

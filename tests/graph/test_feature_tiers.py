@@ -149,6 +149,8 @@ def test_rows_on_disk(tmp_path: Path) -> None:
         on_disk = np.isin(ids // 5, [0, 2, 3, 11])
         assert counted(features) == {"disk": int(on_disk.sum()), "host": int((~on_disk).sum())}
         assert torch.equal(gear.Features(table, "check")[[0, 99, 1]], of_nodes([0, 99, 1])["check"])
+        with Shards([table]) as shards:
+            check(gear.Features(shards)[ids], ids)
         # Those that are read most come into memory: the first four of the nodes on disk.
         chance = np.zeros(100)
         chance[[10, 11, 12, 13, 55]] = 5, 4, 3, 2, 1
