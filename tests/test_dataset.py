@@ -108,7 +108,7 @@ def test_windows_of_columns_and_subsets_of_columns(table: gear.Table) -> None:
     ):  # a mapping has masks by name, also of equal windows
         assert list(batch["mask"]) == list(SCHEMA)
         assert all(torch.equal(mask, expected["mask"]) for mask in batch["mask"].values())
-    same_batches([{**batch, "mask": None} for batch in named], [{**batch, "mask": None} for batch in full])
+    same_batches([{**batch, "mask": {}} for batch in named], [{**batch, "mask": {}} for batch in full])
     two = {"action": WINDOW, "reward": gear.Window(2)}
     for told, options in (
         (windows, {"windows": windows}),

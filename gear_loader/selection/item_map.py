@@ -171,11 +171,11 @@ class ItemMap:
             slot = int(changes.slots[place])
             items = self._grow(slot, extent, block_ids)
             pieces.append((items, np.full(len(items), changes.priorities[place], dtype=np.float32)))
-        if len(again := np.flatnonzero(known & changes.steps_revised)):
-            slots = changes.slots[again]
+        if (whole := known & changes.steps_revised).any():
+            slots = changes.slots[whole]
             lengths = self.length[slots].astype(np.int64)
             items = self.all_items(slots, lengths, extent, block_ids)
-            values = np.repeat(changes.priorities[again], lengths)
+            values = np.repeat(changes.priorities[whole], lengths)
             pieces.append((items[items >= 0], values[items >= 0]))
         order = np.flatnonzero(added)
         order = order[np.argsort(changes.sequences[order], kind="stable")]

@@ -14,8 +14,8 @@
                     owner      int64 [T, 2]               pid and start time of the slot's writer
                     stream     int32 [T]                  stream of steps that it was cut from, or 0
                     created    int64 [T]                  time of the commit, nanoseconds of the monotonic clock
-                    revised    int64 [T]                  2 * entries written to `touched` when its priority was set last,
-                                                          + 1 if that of all its steps was set, too; 0 if it never was
+                    revised    int64 [T]                  2 * entries written to `touched` when its priority was last
+                                                          set, + 1 if that of all its steps was, too; 0 if it never was
                     filled     int64 [T, 2]               [0, 2] without late columns. Generation that the bits are of
                                                           (of others none is set); bit i: late column number i of the
                                                           trajectory is filled
