@@ -15,7 +15,10 @@ draw too. A worker on another node gets a `gear_loader.RemoteTable`, which write
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import subprocess
+import sys
 import time
 import urllib.parse
 import warnings
@@ -25,6 +28,7 @@ from typing import Any
 from gear_loader.errors import GearError, PeerTimeoutError, RegionError, TransportError
 from gear_loader.storage.rules import check_seconds
 from gear_loader.storage.schema import Column, Schema
+from gear_loader.storage.shared_memory import region_path
 from gear_loader.storage.stats import TableStats
 from gear_loader.storage.table import Table
 from gear_loader.transport.remote_table import RemoteTable
@@ -47,6 +51,23 @@ _URL = "expected ray://<actor>, such as ray://replay, or ray://<actor>?namespace
 _PORTS = range(20_000, 32_000)  # below those that Linux hands out by itself
 _TRIES = 8
 _TAKEN = "Address already in use"
+_WATCH = """
+import os, sys, time
+raylet, began, path, inode = sys.argv[1:]
+def start():
+    try:
+        with open(f"/proc/{raylet}/stat") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except OSError:
+        return None
+if os.fork() == 0:
+    os.setsid()
+    while os.path.exists(path) and start() == began:
+        time.sleep(1)
+    if os.path.exists(path) and os.stat(path).st_ino == int(inode):
+        os.unlink(path)
+"""
+"""Program that removes a table when Ray has ended on its node, which kills the actor without notice; no child of it."""
 
 
 class _Owner:
@@ -67,6 +88,7 @@ class _Owner:
             again = context.was_current_actor_reconstructed
         self._table = Table.create(schema, name=f"ray-{context.get_actor_id()}", exist_ok=True, **options)
         self._secret = secret
+        _unlink_after_ray(self._table.name or "")
         # The server of the process that was killed may take a moment to end.
         deadline = time.monotonic() + (timeout if again else 0)
         while True:
@@ -103,6 +125,25 @@ class _Owner:
         with contextlib.suppress(RegionError):
             self._table.unlink()
 
+    def __ray_shutdown__(self) -> None:
+        """Ray calls it where the actor ends for good, and not by force."""
+        self.close()
+
+
+def _unlink_after_ray(name: str) -> None:
+    """Let a process wait until Ray has ended on this node, and then remove a table's name."""
+    path, pid = region_path(name), os.getppid()
+    while pid > 1:
+        with open(f"/proc/{pid}/stat") as file:
+            head, _, tail = file.read().rpartition(")")
+        if head.endswith("(raylet"):
+            command = [sys.executable, "-I", "-S", "-c", _WATCH]
+            arguments = [str(pid), tail.split()[19], path, str(os.stat(path).st_ino)]
+            none = subprocess.DEVNULL
+            subprocess.run(command + arguments, check=True, stdin=none, stdout=none, stderr=none)
+            return
+        pid = int(tail.split()[1])
+
 
 _Actor: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Owner)
 
@@ -115,8 +156,9 @@ class Replay:
     Ray's; a server process of its own answers workers on other nodes.
 
     The actor's handle has `stats`, `where` and `close` as remote methods; ``ray.get(replay.close.remote())`` removes
-    the table, and ``ray.kill(replay)`` ends the actor. Without `close` the table stays in shared memory, as any table
-    with a name does.
+    the table, and ``ray.kill(replay)`` ends the actor. Without `close` the table is removed when the actor's last
+    handle is, or when Ray ends on its node (a process of its own waits for that). After ``ray.kill``, or a job that
+    ends on a cluster that goes on, it stays in shared memory until then.
     """
 
     @staticmethod

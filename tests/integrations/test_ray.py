@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from waiting_common import wait_until
 
 import gear_loader as gear
+from gear_loader.storage.shared_memory import region_path
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "ray_actors.py"
 NUMBER = {"number": gear.Column(torch.int64)}
@@ -101,6 +103,35 @@ def test_an_actor_that_is_killed_goes_on_with_its_table(ray: Any, replay: Any) -
     with gear.connect("ray://replay") as table:
         assert numbers_in(table) == list(range(900))
         table.check_valid()
+
+
+FORGETS = """
+import sys, ray
+from gear_loader.integrations.ray import Replay
+import test_ray
+ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, _temp_dir=sys.argv[1], log_to_driver=False)
+print(ray.get(Replay.remote(test_ray.NUMBER, **test_ray.SIZES).where.remote())["name"])
+"""
+
+
+def test_a_table_is_removed_when_its_actor_has_no_handle_or_ray_ends(ray: Any) -> None:
+    from gear_loader.integrations.ray import Replay
+
+    actor = Replay.remote(NUMBER, **SIZES)
+    names = [ray.get(actor.where.remote())["name"]]
+    del actor
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        paths = [str(Path(__file__).parent), *sys.path]
+        done = subprocess.run(
+            [sys.executable, "-c", FORGETS, folder],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "RAY_ADDRESS": "local"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        names.append(done.stdout.split()[-1])
+    for name in names:
+        wait_until(lambda name=name: not os.path.exists(region_path(name)), f"the end of {name}")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*")

@@ -117,6 +117,7 @@ def test_shards_are_left_open_and_those_of_a_function_closed() -> None:
     data = module(shards, "prioritized", 1)
     fit(data, None, None, devices=1)
     assert data.shards is shards
+    assert data.train_dataset is None  # and its connections to other ranks are closed
     assert data.table is shards.table
     assert len(shards.table) == COUNTS[0]
     made: list[Shards] = []
