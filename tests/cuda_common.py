@@ -145,6 +145,7 @@ class FakeCuda(CurrentDevice):
             "device": Device,
             "synchronize": cuda._synchronize,
             "cudart": lambda: cuda,
+            "mem_get_info": lambda device=None: (1 << 40, 1 << 40),
             "Stream": lambda device=None, priority=0: Stream(device, cuda=cuda),
             "Event": lambda blocking=False: Event(blocking=blocking, cuda=cuda),
             "current_stream": cuda._current_stream,
