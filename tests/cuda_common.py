@@ -41,8 +41,8 @@ class Stream:
 
 
 class Event:
-    """Done as soon as it is recorded, unless the stand-in is told to `hold`; `error` is what waiting for it raises, once
-    or, if it is `lasting`, always."""
+    """Done as soon as it is recorded, unless the stand-in is told to `hold`. Waiting for it raises `error`, if any, and
+    that once only if it is not `lasting`."""
 
     def __init__(self, *, blocking: bool = False, cuda: FakeCuda | None = None) -> None:
         assert cuda is not None
@@ -145,6 +145,7 @@ class FakeCuda(CurrentDevice):
             "device": Device,
             "synchronize": cuda._synchronize,
             "cudart": lambda: cuda,
+            "mem_get_info": lambda device=None: (1 << 40, 1 << 40),
             "Stream": lambda device=None, priority=0: Stream(device, cuda=cuda),
             "Event": lambda blocking=False: Event(blocking=blocking, cuda=cuda),
             "current_stream": cuda._current_stream,

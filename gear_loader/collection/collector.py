@@ -23,6 +23,7 @@ from gear_loader.kernels.cast_plan import CastColumn
 from gear_loader.kernels.plan import WIDTH, GatherPlan
 from gear_loader.native import gathering, threads
 from gear_loader.storage.inline import INLINE_BATCH_BYTES, InlineBatch
+from gear_loader.storage.region import Region
 from gear_loader.storage.rows import CudaRows, DrawPlaces, Reach, SelectedRows
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
@@ -202,6 +203,11 @@ class Collector:
         """Of the side stream that runs `gather` on a GPU."""
         self.waits = False
         """Whether `gather` may wait for other processes, so that the training thread must not call it."""
+
+    @property
+    def regions(self) -> list[Region]:
+        """The memory that a GPU may read for a batch."""
+        return [self.table.region]
 
     # ---------------------------------------------------------------- buffers
 

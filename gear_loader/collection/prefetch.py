@@ -322,7 +322,9 @@ class Prefetcher:
         try:
             if self._stream is None and not torch.is_inference_mode_enabled():
                 return fill(buffers, item)
-            with outside_inference(), self._on_stream():
+            with outside_inference(), self._on_stream(), contextlib.ExitStack() as used:
+                for region in self.collector.regions if self._stream is not None else ():
+                    used.enter_context(region.using())
                 reading = [] if self._releaser is None else self._releaser.check(buffers)
                 count = fill(buffers, item)
                 if reading and self._releaser is not None:

@@ -78,7 +78,7 @@ def _tensors(batch: Mapping[str, Any]) -> Iterator[torch.Tensor]:
 class BatchReferences:
     """The references to the storages of one batch's buffers.
 
-    Those present now count as the buffers' own; all later ones are a consumer's.
+    Those present now count as the buffers' own, as long as they are there; all others are a consumer's.
 
     Args:
         batch: tensors of the buffers, which no consumer gets; `aliases` makes those that are delivered.
@@ -104,7 +104,16 @@ class BatchReferences:
     def held(self) -> bool:
         """Whether there are references of a consumer, or memory has been moved (as sending a tensor to another
         process does); then the buffers must not be filled again."""
-        return self._look() != self._own
+        now, own = self._look(), self._own
+        if now == own:
+            return False
+        counts = 2 * len(self._storages)
+        held = now[counts:] != own[counts:] or any(map(operator.gt, now[:counts], own[:counts]))
+        self._own = [
+            *map(min, now[:counts], own[:counts]),
+            *own[counts:],
+        ]  # what is gone was not the buffers' own
+        return held
 
     def _look(self) -> list[int]:
         """For each storage the references of tensors, then those to its only Python object, then the addresses."""

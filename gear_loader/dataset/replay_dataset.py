@@ -247,7 +247,8 @@ class ReplayDataset(IterableDataset[Batch]):
 
     On a GPU the host does not wait from the draw to the batch; the consumer's stream waits for the side stream by an
     event. If the GPU fails during a gather, the next batch raises GpuError, and its read tickets and buffers stay
-    reserved until the process ends.
+    reserved until the process ends. Other threads and streams may capture CUDA graphs at any time; a batch or an update
+    asked for while the current stream captures is a GpuError, and nothing is changed.
 
     **Other loaders:** torchdata's `StatefulDataLoader` and Lightning's Fabric work as `DataLoader` does. On several
     ranks `accelerate.Accelerator.prepare` deals the batches of rank 0 to all: give the dataset ``rank=0,

@@ -32,6 +32,7 @@ from gear_loader.native import gathering, threads
 from gear_loader.native.row_cache import ABSENT
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.readers import Ticket
+from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Window
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
@@ -146,6 +147,11 @@ class ShardCollector(Collector):
         if shards.cache is not None and shards.remote:
             self._cache = RowCache(shards.cache, [piece.row_bytes for piece in self._pieces()])
         self._tiers: dict[int, TierRows] = {}
+
+    @property
+    def regions(self) -> list[Region]:
+        """See `Collector.regions`."""
+        return [table_here(self.shards, shard).region for shard in self.shards.local_shards()]
 
     def buffers(self, *, shared: bool = False) -> ShardBuffers:
         """See `Collector.buffers`."""

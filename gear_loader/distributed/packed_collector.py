@@ -20,6 +20,7 @@ from gear_loader.distributed.remote_spans import RemoteSpans, SpanPart
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError, TableEmptyError, TransportError
 from gear_loader.storage.disk import LostRowsError
+from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Window
 from gear_loader.utils.arrays import Array
 
@@ -147,6 +148,11 @@ class ShardPackedCollector(PackedCollector):
         self.waits = shards.exchange.size > 1
         self.num_gone = self.num_lost = 0
         self._remote = RemoteSpans({name: self._sources[name] for name in (*self.steps, *self.once)})
+
+    @property
+    def regions(self) -> list[Region]:
+        """See `Collector.regions`."""
+        return [table_here(self.shards, shard).region for shard in self.shards.local_shards()]
 
     def buffers(self, *, shared: bool = False) -> Buffers:
         """See `PackedCollector.buffers`."""

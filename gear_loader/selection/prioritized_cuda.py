@@ -411,7 +411,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             parts = given
         assert parts[0] is not None
         assert parts[1] is not None
-        with self._mutex:
+        with self._mutex, self.context.table.region.using():
             self._queue_update(parts[0], parts[1], parts[2], parts[3])
 
     def _is_here(self, part: Any) -> bool:

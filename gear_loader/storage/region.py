@@ -11,6 +11,7 @@ import os
 import stat
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -506,6 +507,26 @@ class Region:
             with guarded():
                 mapping.devices.add(index)
         return bool(mapping.pinned)
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[None]:
+        """Keep the memory mapped, and registered with CUDA, until the block ends, whoever closes the table meanwhile.
+
+        For work of a GPU that the block queues: unmapping waits for it.
+
+        Raises:
+            TableClosedError, PrivateTableError: the region is closed, or lost in a fork.
+        """
+        mapping, taken = self._mapping, False
+        try:
+            with guarded():
+                self._view()
+                mapping.users += 1
+                taken = True
+            yield
+        finally:
+            if taken:
+                mapping.release()
 
     @property
     def pinned_bounds(self) -> list[int]:

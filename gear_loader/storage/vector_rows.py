@@ -18,6 +18,14 @@ __all__ = ["VectorRows"]
 _BOOL = np.dtype(np.bool_)
 
 
+def _on_host(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of which rows are read one by one: tensors of a GPU are copied in one piece, for which the host waits."""
+    return {
+        name: value.detach().cpu() if is_tensor(value) and value.is_cuda else value
+        for name, value in values.items()
+    }
+
+
 class VectorRows:
     """Checks rows, masks and other values of n environments.
 
@@ -33,6 +41,7 @@ class VectorRows:
         self._whole_schema = schema
         self.num_envs = count = at_least("n", n)
         self.trajectory: Mapping[str, Any] | None = None
+        self._once: Mapping[str, Any] | None = None  # `trajectory` of the running call, on the host
         self._what = f"the rows (T = {count}, one for each environment)"
         once = {name: column.by_step() for name, column in schema.per_trajectory.items()}
         self._once_schema = Schema(once) if once else None
@@ -91,7 +100,7 @@ class VectorRows:
             raise SchemaError(
                 f"final has {given}; expected the columns {sorted(wanted)}: all with Column(final=True) and no other."
             )
-        rows = dict(settled(final))
+        rows = _on_host(settled(final))
         if finals is None:
             return rows
         for name, value in rows.items():
@@ -106,6 +115,7 @@ class VectorRows:
 
     def _check_trajectory(self) -> None:
         """Raise SchemaError unless `trajectory` has a row for each environment."""
+        self._once = None
         if self._once_schema is None and self.trajectory is None:
             return
         wanted = sorted(self._whole_schema.per_trajectory)
@@ -114,7 +124,8 @@ class VectorRows:
                 f"The attribute trajectory is {shown(self.trajectory)}; expected arrays [{self.num_envs}, ...] of the "
                 f"columns with per='trajectory': {wanted}."
             )
-        length, _, _ = self._once_schema.locate(self.trajectory, what="the attribute trajectory")
+        self._once = _on_host(self.trajectory)
+        length, _, _ = self._once_schema.locate(self._once, what="the attribute trajectory")
         if length != self.num_envs:
             raise SchemaError(
                 f"The attribute trajectory has {length} rows; expected one for each of {self.num_envs} environments."

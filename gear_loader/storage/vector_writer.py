@@ -257,8 +257,8 @@ class VectorWriter(VectorRows):
     def _hand_out(self, i: int) -> Writer:
         """The writer of an environment, which knows what its trajectory has once."""
         writer = self._writers[i]
-        if self.trajectory is not None:
-            writer.trajectory = {name: values[i] for name, values in self.trajectory.items()}
+        if self._once is not None:
+            writer.trajectory = {name: values[i] for name, values in self._once.items()}
         return writer
 
     def _make_room(self, acting: Array | None) -> None:

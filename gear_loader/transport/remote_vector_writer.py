@@ -200,8 +200,8 @@ class RemoteVectorWriter(VectorRows):
     def _finish(self, i: int, priority: float, *, final: bool) -> None:
         episode = self._episodes[i]
         values = None
-        if self.trajectory is not None:
-            values = {name: rows[i] for name, rows in self.trajectory.items()}
+        if self._once is not None:
+            values = {name: rows[i] for name, rows in self._once.items()}
         episode.complete(priority, checked_once(self._spool.schema, values), final=final)
         self._spool.commit(episode)
 

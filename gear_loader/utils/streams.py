@@ -76,6 +76,8 @@ def own_stream(device: torch.device, priority: int, owner: object) -> torch.cuda
 def _new_stream(index: int, priority: int) -> torch.cuda.Stream:
     library, handle = driver.library(), ctypes.c_void_p()
     with torch.cuda.device(index):
+        # A call of the runtime makes its context current, in which the driver works.
+        torch.cuda.mem_get_info(index)
         if library is None or library.cuStreamCreateWithPriority(
             ctypes.byref(handle), _NON_BLOCKING, priority
         ):

@@ -65,6 +65,25 @@ def test_each_kind_of_reference_is_counted(holder: str) -> None:
     assert array.base is not None
 
 
+def test_a_reference_that_was_there_at_the_beginning_may_go() -> None:
+    """As a profiler's list of all objects: when it is gone, the buffers are used again."""
+    own = {"value": torch.zeros(4, 3), "other": torch.zeros(4)}
+    passing = own["value"].untyped_storage(), own["value"][1:]
+    found = BatchReferences(own)
+    batch = found.aliases()
+    assert found.held
+    del passing
+    assert found.held  # by the batch
+    del batch["value"]
+    assert found.held
+    del batch
+    assert not found.held
+    batch = found.aliases()
+    assert found.held
+    del batch
+    assert not found.held
+
+
 def test_memory_that_another_process_was_sent_is_not_used_again() -> None:
     own = {"value": torch.zeros(4, 3)}
     found = BatchReferences(own)

@@ -318,6 +318,25 @@ def test_priorities_out_of_range_are_an_error_where_the_host_raises_it(
     device._raise_late()
 
 
+def test_errors_are_looked_for_while_no_other_thread_draws_or_updates(
+    table: gear.Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, host = both(table, gear.Prioritized())
+    look, owned = CudaPrioritizedSelection._raise_late, []
+
+    def looks(self: CudaPrioritizedSelection, **options: Any) -> None:
+        owned.append(self._mutex._is_owned())
+        look(self, **options)
+
+    monkeypatch.setattr(CudaPrioritizedSelection, "_raise_late", looks)
+    draw = Draw(0, 0, 0, 0, BATCH)
+    ticket = device.new_ticket()
+    device.draw(draw, ticket)
+    ticket.end()
+    update(device, expected(host, draw), torch.ones(BATCH))
+    assert owned == [True, True]
+
+
 def test_a_tree_without_positive_priorities_gives_padding_and_an_error_later(table: gear.Table) -> None:
     device, _ = both(table, gear.Prioritized(alpha=1.0))
     table.remove(table.indices())

@@ -219,6 +219,30 @@ def test_a_change_of_the_table_is_one_copy() -> None:
     cuda.check()
 
 
+def test_rows_of_a_vector_environment_on_the_gpu_are_copied_in_one_piece_a_column() -> None:
+    cuda, n = Cuda(0, "eager"), 32
+    schema = {
+        "value": gear.Column(torch.float32, (3,), final=True),
+        "task": gear.Column(torch.int64, per="trajectory"),
+    }
+    with (
+        cuda.installed(),
+        gear.Table.create(schema, max_steps=4000, max_trajectories=64, block_steps=4) as table,
+    ):
+        value = torch.arange(3.0 * n, device="cuda:1").view(n, 3)
+        done = torch.ones(n, dtype=torch.bool)
+        with table.writers(n) as writer:
+            writer.trajectory = {"task": torch.arange(n, device="cuda:1")}
+            writer.append(value=value, done=done, final={"value": value + 1000})
+            assert cuda.machine.counts["copy to the host"] == 3
+        for slot in table.indices().tolist():
+            found = table[slot]
+            row = 3.0 * int(found["task"]) + torch.arange(3)
+            assert torch.equal(found["value"], row[None])
+            assert torch.equal(table.final(slot)["value"], row + 1000)
+    cuda.check()
+
+
 def test_a_batch_over_shards() -> None:
     """One copy for the rows of this node, one for the keys, one for each part from another node."""
     cuda = Cuda(0, "eager")

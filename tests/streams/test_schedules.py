@@ -21,8 +21,9 @@ from gear_loader.collection import prefetch, ticket_releaser
 from gear_loader.collection.collector import Collector
 from gear_loader.collection.packed_sources import TableSources
 from gear_loader.dataset import replay_dataset
-from gear_loader.errors import GpuError
+from gear_loader.errors import GpuError, TableClosedError
 from gear_loader.selection import prioritized_cuda
+from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.storage.operations.view import READING
 
 from .cuda import Cuda
@@ -369,6 +370,41 @@ def test_a_call_into_the_capture_of_its_own_stream_is_refused(selector: Any) -> 
         torch.cuda.synchronize("cuda:1")
         cuda.threads.finish()
         assert not (table.region.array("readers")[:, READING] > 0).any()
+    cuda.check()
+
+
+@pytest.mark.parametrize(
+    ("selector", "kind", "name"),
+    [
+        (gear.Uniform(), Collector, "_launch"),
+        (gear.Prioritized(), CudaPrioritizedSelection, "_launch_draw"),
+        (gear.Prioritized(), CudaPrioritizedSelection, "_launch_update"),
+    ],
+    ids=["gather", "draw", "update"],
+)
+def test_a_table_closed_between_a_draw_and_its_launch_stays_until_it_is_read(
+    selector: Any, kind: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda, launch = Cuda(0, "latest"), getattr(kind, name)
+
+    def run(table: gear.Table) -> None:
+        data = gear.ReplayDataset(
+            table, batch_size=4, windows=gear.Window(2), device="cuda:1", selector=selector, prefetch=0
+        )
+        batch = data.sample()
+        monkeypatch.setattr(kind, name, lambda *args, **options: (table.close(), launch(*args, **options)))
+        if name == "_launch_update":
+            data.update_priority(batch, torch.ones(4, device="cuda:1"))
+        else:
+            data.sample()
+        monkeypatch.undo()
+        assert not cuda.memory.registered  # and no longer than that
+        with pytest.raises(TableClosedError):
+            data.sample()
+
+    with cuda.installed(), made_table() as table:
+        run(table)
+        gc.collect()
     cuda.check()
 
 
