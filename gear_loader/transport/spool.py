@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import logging
 import os
@@ -272,7 +273,7 @@ class Spool:
         """Compute the counters again, if a change of them was interrupted."""
         if not self._is_settled:
             self._held = sum(account.size for account in list(self._accounts))
-            steps = sum(buffer.steps for found in self._spare.values() for buffer in found)
+            steps = sum(buffer.steps for found in list(self._spare.values()) for buffer in list(found))
             self._spare_bytes = steps * self.schema.step_bytes
             self._is_settled = True
 
@@ -408,7 +409,9 @@ class Spool:
 
     def _waits_for(self, number: int) -> bool:
         """Whether a trajectory up to this number is not stored."""
-        return next(iter(self._unstored), number + 1) <= number
+        while True:
+            with contextlib.suppress(RuntimeError):  # a signal handler has committed something meanwhile
+                return next(iter(self._unstored), number + 1) <= number
 
     def report_loss(self) -> None:
         """Log that committed trajectories were not stored."""
