@@ -258,7 +258,8 @@ class Spool:
                 self._changed.notify_all()
 
     def _hold(self, account: Account, size: int) -> None:
-        self._settle()
+        if not self._is_settled:
+            self._settle()
         self._is_settled = False
         change, account.size = size - account.size, size
         if size:
@@ -270,7 +271,7 @@ class Spool:
             self._is_settled = True
 
     def _settle(self) -> None:
-        """Compute the counters again, if a change of them was interrupted."""
+        """Compute the counters again if a change of them was interrupted."""
         if not self._is_settled:
             self._held = sum(account.size for account in list(self._accounts))
             steps = sum(buffer.steps for found in list(self._spare.values()) for buffer in list(found))
@@ -292,6 +293,8 @@ class Spool:
 
     def _keep_buffers(self, episode: Episode) -> None:
         """Keep the memory of a stored trajectory for the next ones: the kernel clears each page of new memory."""
+        if not episode.buffers:
+            return
         self._settle()
         self._is_settled = False
         while episode.buffers:

@@ -73,9 +73,7 @@ class Condition(_RLock):  # type: ignore[misc]
         """Wake all threads that wait."""
         while self._waiters:
             waiter = self._waiters[0]
-            with contextlib.suppress(
-                RuntimeError
-            ):  # released by a signal handler meanwhile, or before an interrupt
+            with contextlib.suppress(RuntimeError):  # it was released already, before an interrupt
                 waiter.release()
             if self._waiters and self._waiters[0] is waiter:
                 self._waiters.popleft()
