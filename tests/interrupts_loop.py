@@ -297,7 +297,8 @@ def never_interrupted(code: types.CodeType) -> frozenset[int]:
     releases it. Everywhere else, also where CPython would look for none, the trace function does raise.
     """
     instructions = list(dis.get_instructions(code))
-    found = {one.offset for one in instructions if one.opname == "NOP"}
+    nowhere = ("NOP", "PUSH_EXC_INFO", "WITH_EXCEPT_START")  # the last two: an exception ends a block
+    found = {one.offset for one in instructions if one.opname in nowhere}
     for i in range(len(instructions) - 3):
         three = instructions[i : i + 3]
         nones = all(one.opname in ("LOAD_CONST", "DUP_TOP") and one.argval is None for one in three)

@@ -198,9 +198,12 @@ class RemoteWriter(StepAppender):
         try:
             yield
         except BaseException as error:
-            if not isinstance(error, GearError) or self._spool.is_committed(self._episode):
-                self.discard()
+            self._give_up(error)
             raise
+
+    def _give_up(self, error: BaseException) -> None:
+        if not isinstance(error, GearError) or self._spool.is_committed(self._episode):
+            self.discard()
 
     def _end_piece(self) -> None:
         """Add what is written of the current buffer to the trajectory."""
@@ -243,7 +246,7 @@ class RemoteWriter(StepAppender):
         if not self._fresh and (last is None or not self._overlap):
             return self._end_stream(with_final=last is not None)
         began = Backoff(self._timeout)
-        with self._all_or_nothing():
+        try:
             if last is not None:
                 if self._inside >= self._room:
                     self._make_room(1)
@@ -252,6 +255,9 @@ class RemoteWriter(StepAppender):
                 self._inside += 1
             episode = self._finish(checked, once, final=last is not None, wait=self._wait)
             self._begin()
+        except BaseException as error:  # as `_all_or_nothing`, which takes longer
+            self._give_up(error)
+            raise
         return self._answer(episode, began)
 
     def _end_stream(self, *, with_final: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import logging
 import os
@@ -257,7 +258,8 @@ class Spool:
                 self._changed.notify_all()
 
     def _hold(self, account: Account, size: int) -> None:
-        self._settle()
+        if not self._is_settled:
+            self._settle()
         self._is_settled = False
         change, account.size = size - account.size, size
         if size:
@@ -269,10 +271,10 @@ class Spool:
             self._is_settled = True
 
     def _settle(self) -> None:
-        """Compute the counters again, if a change of them was interrupted."""
+        """Compute the counters again if a change of them was interrupted."""
         if not self._is_settled:
             self._held = sum(account.size for account in list(self._accounts))
-            steps = sum(buffer.steps for found in self._spare.values() for buffer in found)
+            steps = sum(buffer.steps for found in list(self._spare.values()) for buffer in list(found))
             self._spare_bytes = steps * self.schema.step_bytes
             self._is_settled = True
 
@@ -291,6 +293,8 @@ class Spool:
 
     def _keep_buffers(self, episode: Episode) -> None:
         """Keep the memory of a stored trajectory for the next ones: the kernel clears each page of new memory."""
+        if not episode.buffers:
+            return
         self._settle()
         self._is_settled = False
         while episode.buffers:
@@ -408,7 +412,9 @@ class Spool:
 
     def _waits_for(self, number: int) -> bool:
         """Whether a trajectory up to this number is not stored."""
-        return next(iter(self._unstored), number + 1) <= number
+        while True:
+            with contextlib.suppress(RuntimeError):  # a signal handler has committed something meanwhile
+                return next(iter(self._unstored), number + 1) <= number
 
     def report_loss(self) -> None:
         """Log that committed trajectories were not stored."""

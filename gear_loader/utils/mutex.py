@@ -72,9 +72,11 @@ class Condition(_RLock):  # type: ignore[misc]
     def notify_all(self) -> None:
         """Wake all threads that wait."""
         while self._waiters:
-            if self._waiters[0].locked():
-                self._waiters[0].release()
-            self._waiters.popleft()
+            waiter = self._waiters[0]
+            with contextlib.suppress(RuntimeError):  # it was released already, before an interrupt
+                waiter.release()
+            if self._waiters and self._waiters[0] is waiter:
+                self._waiters.popleft()
 
 
 class Future(concurrent.futures.Future[_T]):

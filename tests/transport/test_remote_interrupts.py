@@ -45,7 +45,9 @@ class Client:
         self._generator = random.Random(seed)
         self._numbers = itertools.count(1)
         self.remote = self._connect()
-        self._writers = {name: self.remote.writer(wait=name == "waits") for name in ("writer", "waits")}
+        self._writers = {
+            name: self.remote.writer(wait=name == "waits") for name in ("writer", "waits", "handler")
+        }
         self._chunks = self.remote.writer(chunk_steps=70)
         self._vector = self.remote.writers(3)
         self.calls: dict[str, Callable[[], list[int]]] = {
@@ -125,6 +127,18 @@ def by_signals(client: Client, count: int, generator: random.Random) -> list[int
     return added
 
 
+def by_handlers(client: Client, count: int, generator: random.Random) -> list[int]:
+    """Interrupt calls by a signal's handler that makes a call itself."""
+    from interrupts_loop import handler
+
+    added: list[int] = []
+    with handler(lambda *_: added.extend(client.write("handler"))):
+        for _ in range(count):
+            signal.setitimer(signal.ITIMER_REAL, math.exp(generator.uniform(-11, -5)))
+            added.extend(client.calls[generator.choice(list(client.calls))]())
+    return added
+
+
 def by_opcodes(client: Client, count: int, generator: random.Random) -> list[int]:
     """Interrupt each call at random opcodes of the package."""
     from interrupts_loop import interrupt_at, is_interruption, opcodes_of
@@ -143,8 +157,7 @@ def main(url: str, how: str, count: str, seed: str, closes: str) -> None:
     client = Client(url, os.environb[b"SECRET"], int(seed))
     for call in client.calls.values():
         call()
-    # Tracing would slow the thread down, and `at_opcodes` would not see it.
-    interrupt = by_signals if how == "signals" else by_opcodes
+    interrupt = {"signals": by_signals, "handlers": by_handlers, "opcodes": by_opcodes}[how]
     added = interrupt(client, int(count), random.Random(int(seed)))
     if closes == "closes":
         client.remote.close()
@@ -158,7 +171,7 @@ def spools() -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("closes", ["closes", "ends"])
-@pytest.mark.parametrize(("how", "count"), [("signals", 600), ("opcodes", 80)])
+@pytest.mark.parametrize(("how", "count"), [("signals", 600), ("handlers", 600), ("opcodes", 80)])
 def test_what_was_committed_is_stored_once_and_whole(how: str, count: int, closes: str) -> None:
     sizes: dict[str, Any] = {"max_steps": 100_000, "max_trajectories": 20_000, "block_steps": 8}
     with gear.Table.create(COLUMNS, **sizes, name=fresh_name()) as table:
