@@ -94,7 +94,7 @@ class Directory:
             os.close(fd)
 
     def __del__(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(BaseException):  # it would be lost in any case
             self.close()
 
     def at(self, name: str) -> str:

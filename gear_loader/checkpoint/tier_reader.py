@@ -37,6 +37,7 @@ from gear_loader.native.file_reads import ADDRESS, BEGIN, BYTES, CHUNK, FD, VERI
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.tier_counts import HITS, MISSES, READ_BYTES, READ_NANOSECONDS, SLOW_SHARE, note_wait
 from gear_loader.utils.arrays import Array, data_address
+from gear_loader.utils.mutex import uninterrupted
 from gear_loader.utils.notices import notice
 
 if TYPE_CHECKING:
