@@ -33,6 +33,7 @@ import torch
 from tier_common import NEVER, spill
 
 import gear_loader as gear
+from gear_loader.checkpoint.tier_reader import THREADS
 from gear_loader.collection.collector import Buffers
 from gear_loader.storage.operations.view import PID, READING
 from gear_loader.storage.states import WRITING
@@ -192,8 +193,11 @@ class Subject:
     # ---------------------------------------------------------------- what is left
 
     def look(self) -> None:
-        """Note the threads and descriptors that may be there at the end."""
-        self.before = {kind: len(os.listdir(f"/proc/self/{kind}")) + 2 for kind in ("task", "fd")}
+        """Note the threads and descriptors that may be there at the end: two more, and two pools of the disk tier."""
+        self.before = {
+            kind: len(os.listdir(f"/proc/self/{kind}")) + more
+            for kind, more in (("task", 2 + 2 * THREADS), ("fd", 2))
+        }
 
     def check(self) -> None:
         """Nothing is held and nothing is taken, but what an open writer is writing."""
