@@ -47,6 +47,8 @@ class Directory:
         path: path of the directory in error messages.
     """
 
+    fd = -1  # of an object that is not complete
+
     def __init__(self, fd: int, path: str) -> None:
         self.fd, self.path = fd, path
 
@@ -83,7 +85,17 @@ class Directory:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        os.close(self.fd)
+        self.close()
+
+    def close(self) -> None:
+        """Close the descriptor; idempotent. The end of the object does so too, if a block's end was interrupted."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(BaseException):  # it would be lost in any case
+            self.close()
 
     def at(self, name: str) -> str:
         """The path of an entry, for errors."""

@@ -68,7 +68,7 @@ class Place:
         """Release the lock; idempotent."""
         if self._lock >= 0:
             unlock(self._lock, self._process)
-            os.close(self.directory.fd)
+            self.directory.close()
             self._lock = -1
 
 
@@ -102,7 +102,7 @@ def open_place(disk: Disk, name: str | None, *, recover: bool = False) -> Place:
             refuse_links(directory)
             return Place(disk, directory, lock(directory, f"{holder} of process {os.getpid()}"))
         except BaseException:
-            os.close(directory.fd)
+            directory.close()
             raise
 
 

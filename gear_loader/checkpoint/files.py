@@ -206,8 +206,12 @@ class _Caller:
         return call
 
     def end(self) -> None:
-        """End the thread after all calls."""
+        """End the thread after all calls; so does the end of the object."""
         self._calls.put(None)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_calls"):
+            self.end()
 
 
 class Pipeline:

@@ -38,6 +38,7 @@ from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.disk_copies import copies_of
 from gear_loader.storage.tier_counts import HITS, MISSES, READ_BYTES, READ_NANOSECONDS, SLOW_SHARE, note_wait
 from gear_loader.utils.arrays import Array, data_address
+from gear_loader.utils.mutex import uninterrupted
 from gear_loader.utils.notices import notice
 
 if TYPE_CHECKING:
@@ -458,12 +459,10 @@ class FileReader:
         which = reads.read_cached() if few else np.arange(len(reads.pieces))
         if len(which) < 2:
             return reads.read(which)
-        with self._mutex:
-            if self._pool is None:
-                self._pool = concurrent.futures.ThreadPoolExecutor(
-                    THREADS, thread_name_prefix="gear-loader-tier"
-                )
-            pool = self._pool
+        if self._pool is None:
+            uninterrupted(self._start)
+        pool = self._pool
+        assert pool is not None
         # Every eighth read in order: neighbours in a file are read at about the same time, and a large column by all.
         futures = [pool.submit(reads.read, which[i::THREADS]) for i in range(min(THREADS, len(which)))]
         # Also of those whose error is raised first: they write into the buffers.
@@ -472,6 +471,17 @@ class FileReader:
         for future in futures:
             failed.update(future.result())
         return failed
+
+    def _start(self) -> None:
+        """Start all threads: what interrupts a later start of one may leave it waiting for ever."""
+        with self._mutex:
+            if self._pool is None:
+                pool = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="gear-loader-tier")
+                gate = threading.Event()
+                for _ in range(THREADS):
+                    pool.submit(gate.wait)
+                gate.set()
+                self._pool = pool
 
     def _lost(self, failed: Mapping[int, Exception], slots: Array, generations: Array) -> LostRowsError:
         table = self._table()

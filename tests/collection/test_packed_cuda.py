@@ -281,7 +281,7 @@ def test_a_held_batch_stays_as_it_is_while_others_grow(on_cpu: OnCpu) -> None:
 def test_memory_that_could_not_grow_is_as_it_was(
     on_cpu: OnCpu, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    """Interrupted when an allocation has returned, as by Ctrl-C; the tensors' places are those of the plans after it."""
+    """Interrupted when an allocation has returned; the plans after it are for the tensors after it."""
     allocate, calls = torch.empty, itertools.count()
 
     def empty(*shape: Any, **options: Any) -> torch.Tensor:
