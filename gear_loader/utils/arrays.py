@@ -146,7 +146,7 @@ def known(value: Any, name: str) -> Any:
         return value
     with contextlib.suppress(Exception):
         if hasattr(kind, "__dlpack__"):
-            return torch.from_dlpack(value)
+            return torch.utils.dlpack.from_dlpack(value)
     try:
         return np.asarray(value)
     except Exception as error:
