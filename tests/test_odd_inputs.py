@@ -328,3 +328,90 @@ def test_a_message_shows_the_beginning_of_a_value(value: Any) -> None:
             with pytest.raises(SchemaError) as caught:
                 call(value)
             assert len(str(caught.value)) < 600
+
+
+class Exported:
+    """An array of a library that exports it by DLPack or by ``__array__``, as jax's have both."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self._data = data
+
+
+class ByDlpack(Exported):
+    def __dlpack__(self, **_: Any) -> Any:
+        return self._data.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._data.__dlpack_device__()
+
+
+class ByArray(Exported):
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        return self._data
+
+
+@pytest.mark.parametrize("kind", [ByDlpack, ByArray])
+@pytest.mark.parametrize("cast", [False, True])
+def test_arrays_of_other_libraries_are_read(kind: Callable[[np.ndarray], Any], cast: bool) -> None:
+    x, more = np.arange(8, dtype=np.float32).reshape(4, 2), {"done": np.zeros(4, bool)}
+    schema = {"x": gear.Column(torch.float32, (2,), final=True, cast=cast), "done": gear.Column(torch.bool)}
+    with gear.Table.create(schema, max_steps=64, max_trajectories=16) as table:
+        table.add({"x": kind(x), **more})
+        table.add({"x": kind(x), **more}, final={"x": kind(x[0])})
+        table.extend([{"x": kind(x), **more}])
+        table.extend({"x": kind(x[None]), "done": more["done"][None]}, lengths=[4])
+        for each in (False, True):
+            with table.writer(commit_every_step=each) as writer:
+                writer.append(x=kind(x[0]), done=False)
+                writer.append({"x": kind(x[1]), "done": False})
+                writer.append({"x": kind(x[2:]), "done": more["done"][2:]})
+                writer.commit()
+        with table.writers(4) as vector:
+            vector.append({"x": kind(x), **more})
+        found = [table[int(i)]["x"].numpy() for i in table.indices()]
+        assert len(found) == 10
+        assert all(np.array_equal(each, x) for each in found[:6])
+        assert np.array_equal(np.concatenate(found[6:]), x)
+
+
+def test_messages_name_what_to_do() -> None:
+    with new_table(COLUMNS) as table:
+        data = gear.ReplayDataset(
+            table, batch_size=2, windows=gear.Window(1), device="cpu", batches_per_epoch=4
+        )
+        with pytest.raises(
+            KeyError, match=r"The batch has no 'dones'; its keys are \['x', 'done', .*'index'"
+        ):
+            data.sample()["dones"]
+        part, _ = torch.utils.data.random_split(data, [3, 1])  # type: ignore[arg-type]
+        with pytest.raises(
+            SchemaError, match=r"two datasets with subset=, a function of .*ReplayDataModule\(val_f"
+        ):
+            next(iter(torch.utils.data.DataLoader(part, batch_size=None)))
+        writers = table.writers(2)
+        writers.trajectory = {"goal": np.zeros((2, 3), np.int32)}
+        with pytest.raises(SchemaError, match=r"\['done'\] are missing: append\(\) has options of that name"):
+            writers.append(**rows(2))
+        with pytest.raises(
+            SchemaError, match=r"unknown: \['obs'\].* name each column with dots, as 'obs\.key'"
+        ):
+            table.add(trajectory(obs={"x": np.zeros(4)}))
+        with pytest.raises(
+            SchemaError, match=r"Column 'x' .* is a dict; .* name each column with dots, as 'x\.key'"
+        ):
+            table.add(trajectory(x={"a": np.zeros(4)}))
+    full = gear.Table.create(
+        {"x": gear.Column(torch.float32)}, max_steps=64, max_trajectories=4, block_steps=16
+    )
+    with full, full.writer() as writer:
+        writer.append({"x": np.zeros(40, np.float32)})
+        with pytest.raises(
+            gear.errors.TableFullError, match=r"1 trajectory of 30 steps .*, 40 of 64 steps and 3 of 7"
+        ):
+            full.add({"x": np.zeros(30, np.float32)})
+        full.add({"x": np.zeros(20, np.float32)})
+        message = (
+            r"24 steps of a trajectory that is being written \(1 block of 16\) to be added .*, 60 of 64 steps"
+        )
+        with pytest.raises(gear.errors.TableFullError, match=message):
+            writer.append({"x": np.zeros(24, np.float32)})

@@ -51,6 +51,9 @@ class Batch(dict[str, Any]):
         lines = [f"\n  {key!s:<{width}}  {described(value)}" for key, value in self.items()]
         return f"<Batch of {rows}{':' if lines else ''}{''.join(lines)}>"
 
+    def __missing__(self, key: Any) -> NoReturn:
+        raise KeyError(f"The batch has no {key!r}; its keys are {list(self)}.")
+
     def __copy__(self) -> Batch:
         return Batch(self)
 

@@ -11,7 +11,7 @@ import os
 import queue
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -584,6 +584,19 @@ class ReplayDataset(IterableDataset[Batch]):
         if count == math.inf:
             raise TypeError("This ReplayDataset has no length: batches_per_epoch is math.inf.")
         return int(count)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        """Batches have no numbers to be asked by, so `random_split` and `Subset` of PyTorch do not go with a dataset.
+
+        Raises:
+            SchemaError: always; the message says how to split.
+        """
+        raise SchemaError(
+            f"Item {shown(index)} of a {type(self).__name__} was asked for, as by torch.utils.data.random_split or "
+            "Subset; expected iteration or sample(): it draws whole batches. To split the data, make two datasets with "
+            "subset=, a function of the trajectories' sequence numbers, such as lambda n: n % 10 > 0 and "
+            "lambda n: n % 10 == 0; or use ReplayDataModule(val_fraction=...)."
+        )
 
     def _await_first(self) -> None:
         """Wait until the rate limiter permits the first batch; later calls return at once."""

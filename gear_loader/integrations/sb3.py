@@ -472,8 +472,8 @@ class ReplayBuffer(_ReplayBuffer):
         counted = steps <= last[:, None]
         discounts = self.gamma ** steps.astype(np.float32)
         returns = (self._normalize_reward(reward, env) * discounts * counted).sum(1, keepdims=True)
-        following = (rows + last) % self.buffer_size
-        batch = self._gather(np.concatenate((rows, following)), np.concatenate((members, members)))
+        ends = (rows + last) % self.buffer_size
+        batch = self._gather(np.concatenate((rows, ends)), np.concatenate((members, members)))
         observation, following = batch["observation"][:count], batch[_NEXT][count:]
         if env is not None:
             observation, following = self._normalized(observation, env), self._normalized(following, env)

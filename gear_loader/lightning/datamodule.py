@@ -164,7 +164,7 @@ class ReplayDataModule(LightningDataModule):
             )
         self._source = os.fspath(table) if isinstance(table, (str, os.PathLike)) else table
         if self._is_path():
-            local_path(self._source, SchemaError, "table")
+            local_path(str(self._source), SchemaError, "table")
         self._options = {"batch_size": batch_size, "windows": windows, **options}
         self._val_fraction = val_fraction
         self._val_batches = val_batches

@@ -25,6 +25,7 @@ from gear_loader.storage.counters import (
     NUM_WRITING,
     SPILLER,
     SPILLER_START,
+    WRITING_STEPS,
 )
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.view import BUSY, DONE, FLIP, FULL, PID, READ, SHORT, SPILL
@@ -183,10 +184,14 @@ class Allocator:
         unfinished = f" ({writing:,} more are being written)" if writing else ""
         if writing:
             remedy = f"{self._writing_message()} {remedy}"
+        what = (
+            f"{slots:,} trajectories of {steps:,} steps" if slots > 1 else f"1 trajectory of {steps:,} steps"
+        )
+        what = what if slots else f"{steps:,} steps of a trajectory that is being written"
         return (
-            f"The table is full: {slots} trajectories of {steps:,} steps ({blocks:,} blocks of {index.block_steps}) "
-            f"were to be added to {int(counters[NUM_READY]):,} of at most {index.num_slots:,} trajectories"
-            f"{unfinished}, {int(counters[NUM_STEPS]):,} of {index.max_steps:,} steps and "
+            f"The table is full: {what} ({blocks:,} {'block' if blocks == 1 else 'blocks'} of {index.block_steps}) "
+            f"to be added to {int(counters[NUM_READY]):,} of at most {index.num_slots:,} trajectories"
+            f"{unfinished}, {int(counters[NUM_STEPS] + counters[WRITING_STEPS]):,} of {index.max_steps:,} steps and "
             f"{index.num_blocks - int(counters[NUM_FREE_BLOCKS]):,} of {index.num_blocks:,} blocks. {remedy}"
         )
 

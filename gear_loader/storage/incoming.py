@@ -14,7 +14,7 @@ from gear_loader.errors import SchemaError
 from gear_loader.kernels.special_priorities import UNSET
 from gear_loader.storage.casting import cast_to
 from gear_loader.storage.schema import Column, Schema, as_mapping, keeps, settled
-from gear_loader.utils.arrays import Array, narrowed, numbers, shown, unreadable
+from gear_loader.utils.arrays import Array, known, narrowed, numbers, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor
 
 __all__ = [
@@ -131,6 +131,7 @@ def _one_step(name: str, value: Any, column: Column) -> Any:
     if isinstance(value, (bool, int, float, np.generic)) and not column.shape:
         number = value.item() if isinstance(value, np.generic) else value
         return cast_to([number], column.dtype_name, f"Column {name!r} of final")
+    value = known(value, f"Column {name!r} of final")
     kind = unreadable(value) if is_tensor(value) else None
     if kind is not None:
         raise SchemaError(f"Column {name!r} of final is a {kind}; expected shape {list(column.shape)}.")

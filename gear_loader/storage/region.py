@@ -350,7 +350,8 @@ class Region:
             raise RegionError(
                 f"Table {name!r} cannot be made in {shared_memory.DIRECTORY}: {error}."
             ) from error
-        if (kind := shared_memory.filesystem()) not in _MEMORY_FILESYSTEMS:
+        # "unknown": /proc cannot be read, as by a process with no file descriptors left
+        if (kind := shared_memory.filesystem()) not in (*_MEMORY_FILESYSTEMS, "unknown"):
             notice(
                 "directory",
                 f"Named tables lie in {shared_memory.DIRECTORY}, which is {kind} and not tmpfs: the system also writes "

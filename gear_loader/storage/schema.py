@@ -19,7 +19,7 @@ from gear_loader.errors import SchemaError
 from gear_loader.storage.casting import can_cast, cast_to
 from gear_loader.storage.dtypes import ITEM_BYTES, NUMPY_DTYPES, DtypeName, dtype_names, torch_dtypes
 from gear_loader.storage.locating import Expected, located, located_list
-from gear_loader.utils.arrays import address_of, data_address, shown, unreadable
+from gear_loader.utils.arrays import PLAIN_TYPES, address_of, data_address, known, shown, unreadable
 from gear_loader.utils.checks import finite, flag, one_of
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
@@ -531,17 +531,19 @@ class Schema(Mapping[str, Column]):
         return length, arrays
 
     def cast(self, rows: Mapping[str, Any], *, what: str) -> Mapping[str, Any]:
-        """Convert the values of columns that cast, see `Column`; other values are returned unchanged.
+        """Convert arrays of other libraries, and the values of columns that cast; other values are left unchanged.
 
         Raises:
             SchemaError: a value that cannot be converted.
         """
-        if not self.casts:
+        if not self.casts and all(type(value) in PLAIN_TYPES or is_tensor(value) for value in rows.values()):
             return rows
         return {name: self._cast(name, value, what) for name, value in rows.items()}
 
     def _cast(self, name: str, value: Any, what: str) -> Any:
         column = self._columns.get(name)
+        if type(value) not in PLAIN_TYPES:
+            value = known(value, f"Column {name!r} of {what}")
         if column is None or not column.cast:
             return value
         named = f"Column {name!r} of {what}"
@@ -557,9 +559,10 @@ class Schema(Mapping[str, Column]):
         missing = [name for name in self if name not in rows]
         unknown = [name for name in rows if name not in self._columns]
         if missing or unknown:
+            nested = [name for name in unknown if isinstance(rows[name], Mapping)]
             raise SchemaError(
-                f"{what} has the columns {list(rows)}; missing: {missing}, unknown: {unknown}. "
-                f"Expected exactly {list(self)}."
+                f"{what} has the columns {shown(list(rows))}; missing: {missing}, unknown: {shown(unknown)}. "
+                f"Expected exactly {list(self)}.{_not_nested(nested[0]) if nested else ''}"
             )
 
     def validate_once(self, values: Any, *, what: str) -> dict[str, np.ndarray]:
@@ -618,6 +621,7 @@ class Schema(Mapping[str, Column]):
                 f"Column {name!r} of {what} is a {kind}; expected a numpy array or a torch tensor "
                 f"of {wanted} and shape {expected}."
                 f"{' With cast=True the column takes lists.' if isinstance(value, (list, tuple)) else ''}"
+                f"{_not_nested(name) if isinstance(value, Mapping) else ''}"
             )
         dtype = value.dtype
         if is_tensor(value):
@@ -667,6 +671,13 @@ def as_mapping(rows: Any) -> Any:
             )
         columns.update(leaves)
     return columns
+
+
+def _not_nested(name: Any) -> str:
+    return (
+        f" A dict inside a dict is not read: name each column with dots, as {f'{name}.key'!r}, or give a TensorDict, "
+        "whose nested keys are joined by dots."
+    )
 
 
 def keeps(iterable: Any) -> bool:

@@ -13,7 +13,7 @@ from gear_loader.errors import SchemaError
 from gear_loader.storage.casting import can_cast
 from gear_loader.storage.dtypes import largest_float
 from gear_loader.storage.schema import Column, Schema, as_mapping, settled
-from gear_loader.utils.arrays import Array, address_of, shown, unreadable
+from gear_loader.utils.arrays import PLAIN_TYPES, Array, address_of, known, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
 __all__ = ["StepAppender", "StepColumn", "checked_once", "no_final_step", "too_long"]
@@ -124,6 +124,13 @@ class StepAppender:
         for column in self._columns:
             if not column.fits(rows[column.name]):
                 raise column.misfit(rows[column.name])
+
+    @staticmethod
+    def _known(rows: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The rows, with arrays of other libraries converted; see `known`."""
+        if all(type(value) in PLAIN_TYPES or is_tensor(value) for value in rows.values()):
+            return rows
+        return {name: known(value, f"Column {name!r} of the step") for name, value in rows.items()}
 
     def _is_single(self, rows: Mapping[str, Any]) -> bool:
         """Whether the rows are one step; several steps have an additional dimension in every column."""

@@ -68,6 +68,7 @@ class StepWriter(Writer):
         self._check_usable()
         if len(rows) == len(self._puts) and self._put(0, rows):
             return (self.append_at(self._spares, 1),)
+        rows = self._known(rows)
         if self._is_single(rows):
             self._check_step(rows)
             return (self.append_at(self._spares, 1),)

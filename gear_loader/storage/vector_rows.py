@@ -16,6 +16,8 @@ from gear_loader.utils.lazy_torch import is_tensor, torch
 __all__ = ["VectorRows"]
 
 _BOOL = np.dtype(np.bool_)
+_OPTIONS = ("done", "active", "priority", "final")
+"""Options of `append` of vector writers."""
 
 
 def _on_host(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,6 +55,18 @@ class VectorRows:
             return columns
         rows = as_mapping(rows)
         return {**settled(rows), **columns} if columns and isinstance(rows, Mapping) else rows
+
+    def _check_option_names(self, rows: Any) -> None:
+        """Raise SchemaError if a column is missing that has the name of an option, which was taken for it."""
+        steps = self._whole_schema.steps
+        taken = [
+            name for name in _OPTIONS if name in steps and isinstance(rows, Mapping) and name not in rows
+        ]
+        if taken:
+            raise SchemaError(
+                f"The columns {taken} are missing: append() has options of that name. Give such columns in one "
+                f"mapping, append({{{taken[0]!r}: ..., ...}}, ...). Nothing was appended."
+            )
 
     def _check_count(self, length: int) -> None:
         """Raise SchemaError unless there is a row for each environment."""

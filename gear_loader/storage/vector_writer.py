@@ -250,6 +250,7 @@ class VectorWriter(VectorRows):
                 found.append(data_address(value))
             else:
                 return found, rows
+        self._check_option_names(rows)
         length, addresses, hold = self._table.schema.added.steps.locate(rows, what=self._what)
         self._check_count(length)
         return addresses, hold

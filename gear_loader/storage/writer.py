@@ -188,6 +188,7 @@ class Writer(StepAppender):
         self._table.check_open()
         place = self._steps
         if place >= self._held or place // self._block_steps != self._here:
+            rows = self._known(rows)
             if self._is_single(rows):
                 self._check_step(rows)
                 self._make_room(1)
@@ -196,6 +197,9 @@ class Writer(StepAppender):
                 return self._append_many(rows)
         inside = self._steps - self._here * self._block_steps
         if not self._put(inside, rows):
+            given, rows = rows, self._known(rows)
+            if rows is not given and self._put(inside, rows):
+                return self._appended(1)
             if not self._is_single(rows):
                 return self._append_many(rows)
             self._check_step(rows)

@@ -14,10 +14,12 @@ from gear_loader.errors import SchemaError
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
 __all__ = [
+    "PLAIN_TYPES",
     "Array",
     "address_of",
     "as_array",
     "data_address",
+    "known",
     "narrowed",
     "numbers",
     "outside_inference",
@@ -95,7 +97,7 @@ def _first_elements(value: Any) -> str:
     kind = unreadable(value) if is_tensor(value) else None
     if kind is not None:
         return f"a {kind}"
-    text = f"{value.dtype} {list(value.shape)}"
+    text = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     try:
         first = value.detach().reshape(-1)[:_FIRST].cpu() if is_tensor(value) else value.reshape(-1)[:_FIRST]
         elements = ", ".join(reprlib.repr(each) for each in first.tolist())
@@ -116,6 +118,41 @@ def shown(value: Any) -> str:
 
 
 _short = _Short()
+
+
+PLAIN_TYPES: frozenset[type] = frozenset(
+    {np.ndarray, bool, int, float, list, tuple, np.bool_, np.int64, np.float32, np.float64}
+)
+"""Types of most values, which `known` need not look at."""
+
+
+def known(value: Any, name: str) -> Any:
+    """Convert an array of another library, such as jax, to a tensor or an array of the same memory if possible.
+
+    Other values are returned unchanged: tensors, numpy's arrays and numbers, sequences.
+
+    Args:
+        value: anything. name: of the value in errors.
+
+    Raises:
+        SchemaError: the value's own conversion fails.
+    """
+    kind = type(value)
+    if isinstance(
+        value, (np.ndarray, np.generic, bool, int, float, str, list, tuple, type(None))
+    ) or is_tensor(value):
+        return value
+    if not hasattr(kind, "__dlpack__") and not hasattr(kind, "__array__"):
+        return value
+    with contextlib.suppress(Exception):
+        if hasattr(kind, "__dlpack__"):
+            return torch.utils.dlpack.from_dlpack(value)
+    try:
+        return np.asarray(value)
+    except Exception as error:
+        raise SchemaError(
+            f"{name} is {shown(value)}, which cannot be converted to an array: {error}"
+        ) from None
 
 
 def as_array(value: Any, name: str) -> Any:

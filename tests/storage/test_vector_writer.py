@@ -132,7 +132,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"done": np.zeros(4, np.int64)}, r"done has dtype int64 and shape \[4\]; expected a mask, bool \[4\]"),
     ({"done": True}, r"done has dtype bool and shape \[\]; expected a mask"),
     ({"done": [[True], [False, True]]}, r"done is \[\[True\], \[False, True\]\]; expected a mask, bool \[4\]"),
-    ({"active": torch.ones(4)}, r"active has dtype float32 and shape \[4\]"),
+    ({"active": torch.ones(4)}, r"active is float32 \[4\]: 1\.0, .*; expected a mask, bool \[4\]"),
     ({"priority": np.ones(3)}, r"priority has shape \[3\]; expected one number or \[4\]"),
     ({"priority": [1, 1, -1, 1]}, r"priority -1.0 of trajectory 2"),
 ]  # fmt: skip
