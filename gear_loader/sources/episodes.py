@@ -68,7 +68,7 @@ class Episode(dict[str, np.ndarray]):
         self, columns: Mapping[str, np.ndarray] | None = None, final: Mapping[str, np.ndarray] | None = None
     ) -> None:
         super().__init__(columns or {})
-        self.final = dict(final or {})
+        self.final: dict[str, np.ndarray] = dict(final or {})
 
 
 Columns = Iterable[str] | Mapping[str, str] | None
