@@ -61,7 +61,7 @@ class Episode(dict[str, np.ndarray]):
         final: values after the last step, column name -> array ``[*shape]``: the observation that follows the last
             action, without which a truncated episode has no last target. Empty if the source does not have it.
             `load` stores it where the table's columns have ``Column(final=True)``; so does
-            ``table.add(episode, final=episode.final)``.
+            ``table.add(episode, final=episode.final)``, while `Table.extend` takes no final values.
     """
 
     def __init__(
