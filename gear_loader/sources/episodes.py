@@ -62,14 +62,14 @@ class Episode(dict[str, np.ndarray]):
         final: values after the last step, column name -> array ``[*shape]``: the observation that follows the last
             action, without which a truncated episode has no last target. Empty if the source does not have it.
             `load` stores it where the table's columns have ``Column(final=True)``; so does
-            ``table.add(episode, final=episode.final)``.
+            ``table.add(episode, final=episode.final)``, while `Table.extend` takes no final values.
     """
 
     def __init__(
         self, columns: Mapping[str, np.ndarray] | None = None, final: Mapping[str, np.ndarray] | None = None
     ) -> None:
         super().__init__(columns or {})
-        self.final = dict(final or {})
+        self.final: dict[str, np.ndarray] = dict(final or {})
 
 
 Columns = Iterable[str] | Mapping[str, str] | None
