@@ -139,7 +139,7 @@ DEFECTS: dict[str, Defect] = {
     "buffers are filled again one request early": _one_early,
     "a copy is delivered before it is complete": _left_out(Event, "record", "_run"),
     "a read ticket is given back when the gather is queued": _early_ticket,
-    "a read ticket is given back without waiting for the gather": _left_out(Event, "synchronize", "_release"),
+    "a read ticket is given back without waiting for the gather": _left_out(Event, "synchronize", "look"),
     "pinned buffers end with their batch": _no_lifetime,
     "the host writes pinned buffers that a copy still reads": _left_out(Event, "synchronize", "gather"),
     "an update runs beside a draw": _beside,
