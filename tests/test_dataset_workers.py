@@ -512,7 +512,7 @@ KEYS = ["config", "epoch", "past", "sampled_items", "samples", "workers"]
             {"workers": 2},
             r"belongs to one of 2 DataLoader workers \(0: main process\); here are 0\. Make the loader",
         ),
-        ({"config": 3}, r"The state is {.*'config': 3}; expected a state_dict\(\) of a ReplayDataset"),
+        ({"config": 3}, r"The state is {.*'config': 3, .*}; expected a state_dict\(\) of a ReplayDataset"),
         (["step", "before"], rf"keys {re.escape(str(KEYS))}; missing: \['before', 'step'\]"),
         *(
             (other, r"The state is .*; expected a state_dict\(\) of a ReplayDataset")

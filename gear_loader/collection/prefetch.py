@@ -128,9 +128,8 @@ class Prefetcher:
         # Requests to the thread, in order: fill buffers, call a function, or None to stop.
         self._orders: queue.SimpleQueue[_Order | Callable[[], object] | None] = queue.SimpleQueue()
         self._accepting = False
-        self._turn: Any = (
-            threading.RLock()
-        )  # guards `_accepting`; a signal handler may find it taken by what it interrupted
+        # Guards `_accepting`; a signal handler may find it taken by what it interrupted.
+        self._turn: Any = threading.RLock()
         self._ready: collections.deque[tuple[Buffers, int]] = collections.deque()  # filled, not yet delivered
 
     # ---------------------------------------------------------------- delivering

@@ -189,7 +189,7 @@ def _stacked_ends(name: str, column: Column, values: Any, ends: Array) -> Any:
             )
     shape = (len(ends), *column.shape)
     if any(is_tensor(row) for row in rows):
-        stacked = torch.stack([torch.as_tensor(row) for row in rows])
+        stacked = torch.stack([row if is_tensor(row) else torch.from_numpy(row) for row in rows])
         tensor = torch.zeros(shape, dtype=stacked.dtype, device=stacked.device)
         tensor[torch.from_numpy(which).to(stacked.device)] = stacked
         return tensor
@@ -197,7 +197,7 @@ def _stacked_ends(name: str, column: Column, values: Any, ends: Array) -> Any:
         return (
             np.zeros(shape, column.numpy_dtype)
             if column.numpy_dtype
-            else torch.zeros(shape, dtype=column.dtype)
+            else torch.zeros(shape, dtype=column.dtype, device="cpu")
         )
     array = np.zeros(shape, np.stack(rows).dtype)
     array[which] = rows

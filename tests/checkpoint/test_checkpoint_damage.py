@@ -598,13 +598,13 @@ def test_a_link_that_takes_the_place_of_the_lock(
     path: Path, table: gear.Table, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     """After the look at what there is."""
-    genuine = saving.locked
+    genuine = saving.under_lock
 
-    def late(directory: Directory) -> Any:
+    def late(directory: Directory, section: Any) -> None:
         link(path / LOCK, tmp_path / "target")
-        return genuine(directory)
+        genuine(directory, section)
 
-    monkeypatch.setattr(saving, "locked", late)
+    monkeypatch.setattr(saving, "under_lock", late)
     before = files(path)
     link_refused(lambda: table.save(path), path / LOCK, tmp_path / "target")
     assert files(path) == before

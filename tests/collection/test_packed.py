@@ -365,7 +365,7 @@ def test_a_corrupt_block_is_an_error(table: gear.Table) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layout": "flat"}, "layout is 'flat'; expected 'padded', 'packed', 'jagged'"),
+        ({"layout": "flat"}, "layout is 'flat'; expected 'padded', 'packed' or 'jagged'"),
         ({"windows": gear.Window(3, pad="edge")}, r"layout='packed' was given with Window\(length=3"),
         ({"windows": {"token": gear.Whole(), "wide": gear.Window(3)}}, "of a packed batch differ"),
         ({"windows": {"position": gear.Whole(column="token")}}, "name 'position', which is a key of packed"),

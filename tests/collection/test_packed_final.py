@@ -92,7 +92,7 @@ def test_padded_and_converted() -> None:
         (batch,) = dataset(table, layout="padded", windows=windows, batch_size=3)
         for row, number in enumerate(batch["number"].tolist()):
             length, final = episodes[number]
-            assert batch["mask"][row].sum() == length + final
+            assert batch["mask"]["seen"][row].sum() == length + final
             assert (batch["seen"][row, length, 0] == -1.0) == final
             stored = episode(number, length)["action"].bfloat16()
             assert torch.equal(batch["half"][row, :length], stored)

@@ -162,12 +162,13 @@ def test_what_becomes_wrong_later_is_refused_where_it_would_be_followed(write: W
             table.add(rows(number, 4 + number), priority=1.0)
         with gear.Table.attach(table.name or "", timeout=0.1) as other:
             table.reader().snapshot()
-            table.reader().begin_read()
+            kept = table.reader().begin_read()
             table.remove(4)
             write(other)
             with pytest.raises(CorruptTableError, match=f"Table '{table.name}' has a corrupt index: "):
                 use(table)
             table.region.array("readers")[:, READING] = 0
+            del kept
 
 
 def test_a_gather_of_wrong_blocks_fills_with_zeros_and_says_how_many() -> None:

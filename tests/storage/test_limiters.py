@@ -426,7 +426,7 @@ def test_numbers_that_are_refused() -> None:
         (lambda bad: ratio(4, 10, bad), (41, 99), "with a min_diff above min_size * ratio = 40, nothing c"),
         (lambda bad: ratio(bad, 10**9, 1e308), 1e308, "too large with ratio 1e+308 and min_size 1000000000"),
         (lambda bad: ratio(4, 10, bad), (math.inf, math.inf), "min_diff of error_buffer is inf; expected "),
-        (Queue, 10**400, "expected a number, or inf for no bound"),
+        (Queue, 10**400, "expected an integer of at least 1 and at most 2**62"),
         (lambda bad: RateLimiter(1, 1, 0, bad), -math.inf, "max_diff is -inf; expected a number, or inf f"),
         (lambda bad: RateLimiter(1, 1, 0, bad), 0.5, "min_diff is 0.0 and max_diff is 0.5; between them t"),
     ]

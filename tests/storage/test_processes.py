@@ -220,10 +220,10 @@ def test_nothing_that_this_process_closes_drops_its_lock() -> None:
 
 def _read_and_wait(voice: Voice, name: str) -> None:
     table = gear.Table.attach(name)
-    for _ in range(256):
-        table.reader().begin_snapshot()
+    kept = [table.reader().begin_snapshot() for _ in range(256)]
     voice.say()
     voice.hear()
+    del kept
 
 
 def test_the_places_of_dead_readers_are_given_out_again(table: gear.Table) -> None:

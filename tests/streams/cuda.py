@@ -385,7 +385,9 @@ class Cuda(CurrentDevice):
         patch.setattr(prefetch, "queue", self.threads.queue)
         patch.setattr(ticket_releaser, "queue", self.threads.queue)
         patch.setattr(ticket_releaser, "_PATIENCE", 0.0)
-        patch.setattr(background, "threading", self.threads.threading)
+        in_turn = self.threads.threading
+        patch.setattr(background, "threading", in_turn)
+        patch.setattr(background, "_Thread", type("_Thread", (in_turn.Thread,), {"asks": None}))
         patch.setattr(cache_policy, "queue", self.threads.queue)
         patch.setattr(waiting, "time", self.threads.time)
         patch.setattr(pinning, "threading", self.threads.threading)

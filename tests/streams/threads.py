@@ -193,10 +193,12 @@ class Threads:
                 threads.hear(self._told)
                 return True
 
+        class Lock(contextlib.nullcontext[None]):  # one thread runs at a time, and keeps its turn while it has a lock
+            def _is_owned(self) -> bool:
+                return False
+
         current = threading.current_thread
-        return types.SimpleNamespace(
-            Thread=Thread, Event=Event, Lock=contextlib.nullcontext, current_thread=current
-        )
+        return types.SimpleNamespace(Thread=Thread, Event=Event, Lock=Lock, RLock=Lock, current_thread=current)
 
     @property
     def queue(self) -> Any:
