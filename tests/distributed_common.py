@@ -40,6 +40,7 @@ def trajectory(number: int, length: int) -> dict[str, np.ndarray[Any, Any]]:
 def check_batch(batch: dict[str, Any], windows: gear.Window) -> None:
     """Every row is a window of one trajectory, where its mask and anchor say."""
     mask, anchor = batch["mask"], batch["anchor"]
+    mask = mask["act"] if isinstance(mask, dict) else mask  # of a mapping of windows, which are alike
     steps = anchor[:, None] + windows.offset + torch.arange(windows.length)
     numbers = batch["act"] // 1000
     for row in range(len(anchor)):

@@ -107,7 +107,7 @@ def test_rows_of_other_nodes_are_converted_when_they_are_placed(cache: int | Non
     windows = {**dict.fromkeys(("obs", "act", "flag"), WINDOWS), "task": None, "half": half}
     data = gear.ReplayDataset(shards, windows=windows, batch_size=24, device="cpu", batches_per_epoch=6)
     for batch in data:
-        check_batch({**batch, "mask": batch["mask"]["obs"]}, WINDOWS)
+        check_batch(batch, WINDOWS)
         assert len(batch["shard"].unique()) == 3
         assert torch.equal(batch["half"], (batch["obs"] * (1 / 3)).bfloat16())
 

@@ -215,7 +215,7 @@ class Threads:
             def put(self, item: Any) -> None:
                 self._items.append((item, threads.tell()))
 
-            def get(self) -> Any:
+            def get(self, timeout: float | None = None) -> Any:
                 threads.wait(lambda: bool(self._items))
                 item, told = self._items.popleft()
                 threads.hear(told)
