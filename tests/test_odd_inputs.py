@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
+import os
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import gear_loader as gear
 from gear_loader.errors import GearError, SchemaError
 from tests.odd_inputs_common import Broken, complaint, odd_inputs
+from tests.transport_common import PATIENCE, SECRET, serving
 
 Call = Callable[[Any], object]
 
@@ -25,13 +28,26 @@ COLUMNS = {
     "goal": gear.Column(torch.int32, (3,), per="trajectory"),
 }
 LATE = {**COLUMNS, "late": gear.Column(torch.float32, late=True)}
+NAME = f"test-odd-inputs-{os.getpid()}"
 GOAL = {"goal": np.zeros(3, np.int32)}
 
 
-def new_table(schema: Any = None) -> gear.Table:
-    table = gear.Table.create(schema or LATE, max_steps=4096, max_trajectories=64, block_steps=16)
+def new_table(schema: Any = None, name: str | None = None) -> gear.Table:
+    table = gear.Table.create(schema or LATE, max_steps=4096, max_trajectories=64, block_steps=16, name=name)
     table.extend([trajectory(4), trajectory(6), trajectory(3)])
     return table
+
+
+@contextlib.contextmanager
+def connected(table: gear.Table) -> Iterator[Any]:
+    """A named table through a server in this process; its name is removed at the end."""
+    try:
+        with serving(str(table.name)) as server:
+            url = f"{server.address.replace('socket', 'gear')}/{table.name}"
+            with gear.connect(url, secret=SECRET, timeout=PATIENCE) as remote:
+                yield remote
+    finally:
+        table.unlink()
 
 
 def trajectory(steps: int = 4, **columns: Any) -> dict[str, Any]:
@@ -352,30 +368,49 @@ class ByArray(Exported):
 
 @pytest.mark.parametrize("kind", [ByDlpack, ByArray])
 @pytest.mark.parametrize("cast", [False, True])
-def test_arrays_of_other_libraries_are_read(kind: Callable[[np.ndarray], Any], cast: bool) -> None:
-    x, more = np.arange(8, dtype=np.float32).reshape(4, 2), {"done": np.zeros(4, bool)}
-    schema = {"x": gear.Column(torch.float32, (2,), final=True, cast=cast), "done": gear.Column(torch.bool)}
-    with gear.Table.create(schema, max_steps=64, max_trajectories=16) as table:
-        table.add({"x": kind(x), **more})
-        table.add({"x": kind(x), **more}, final={"x": kind(x[0])})
-        table.extend([{"x": kind(x), **more}])
-        table.extend({"x": kind(x[None]), "done": more["done"][None]}, lengths=[4])
-        for each in (False, True):
-            with table.writer(commit_every_step=each) as writer:
+@pytest.mark.parametrize("remote", [False, True])
+def test_arrays_of_other_libraries_are_read(
+    kind: Callable[[np.ndarray], Any], cast: bool, remote: bool
+) -> None:
+    x, done, ends = np.arange(8, dtype=np.float32).reshape(4, 2), np.zeros(4, bool), np.ones(4, bool)
+    schema = {
+        "x": gear.Column(torch.float32, (2,), final=True, cast=cast),
+        "done": gear.Column(torch.bool),
+        "goal": gear.Column(torch.float32, (2,), per="trajectory", cast=cast),
+    }
+    one = {"x": kind(x), "done": done, "goal": kind(x[0])}
+    with contextlib.ExitStack() as stack:
+        sizes: dict[str, Any] = {"max_steps": 99, "max_trajectories": 16, "name": NAME if remote else None}
+        table = stack.enter_context(gear.Table.create(schema, **sizes))
+        target: Any = stack.enter_context(connected(table)) if remote else table
+        target.add(one)
+        target.add(one, final={"x": kind(x[0])})
+        target.extend([one])
+        target.extend({"x": kind(x[None]), "done": done[None], "goal": kind(x[:1])}, lengths=[4])
+        for each in (False,) if remote else (False, True):
+            with target.writer(commit_every_step=each) as writer:
+                writer.trajectory = {"goal": kind(x[0])}
                 writer.append(x=kind(x[0]), done=False)
                 writer.append({"x": kind(x[1]), "done": False})
-                writer.append({"x": kind(x[2:]), "done": more["done"][2:]})
-                writer.commit()
-        with table.writers(4) as vector:
-            vector.append({"x": kind(x), **more})
-        found = [table[int(i)]["x"].numpy() for i in table.indices()]
-        assert len(found) == 10
-        assert all(np.array_equal(each, x) for each in found[:6])
-        assert np.array_equal(np.concatenate(found[6:]), x)
+                writer.append({"x": kind(x[2:]), "done": done[2:]})
+                writer.commit(final={"x": kind(x[0])})
+        with target.writers(4) as vector:
+            vector.trajectory = {"goal": kind(x)}
+            vector.append({"x": kind(x), "done": done}, done=kind(ends), final={"x": kind(x)})
+        if remote:
+            target.flush()
+        target.update_priority(kind(np.arange(2)), kind(np.array([2.0, 3.0])))
+        assert table.index.arrays.priority[:2].tolist() == [2, 3]
+        found = [table[int(i)] for i in table.indices()]
+        assert len(found) == (9 if remote else 10)
+        assert all(np.array_equal(each["x"], x) for each in found[:-4])
+        assert np.array_equal(np.concatenate([each["x"] for each in found[-4:]]), x)
+        assert np.array_equal(np.stack([each["goal"] for each in found[-4:]]), x)
+        assert np.array_equal(table.final(int(table.indices()[-1]))["x"], x[3])  # type: ignore[index]
 
 
 def test_messages_name_what_to_do() -> None:
-    with new_table(COLUMNS) as table:
+    with new_table(COLUMNS, NAME) as table:
         data = gear.ReplayDataset(
             table, batch_size=2, windows=gear.Window(1), device="cpu", batches_per_epoch=4
         )
@@ -388,10 +423,13 @@ def test_messages_name_what_to_do() -> None:
             SchemaError, match=r"two datasets with subset=, a function of .*ReplayDataModule\(val_f"
         ):
             next(iter(torch.utils.data.DataLoader(part, batch_size=None)))
-        writers = table.writers(2)
-        writers.trajectory = {"goal": np.zeros((2, 3), np.int32)}
-        with pytest.raises(SchemaError, match=r"\['done'\] are missing: append\(\) has options of that name"):
-            writers.append(**rows(2))
+        with connected(table) as remote:
+            for writers in (table.writers(2), remote.writers(2)):
+                writers.trajectory = {"goal": np.zeros((2, 3), np.int32)}
+                with pytest.raises(
+                    SchemaError, match=r"\['done'\] are missing: append\(\) has options of that"
+                ):
+                    writers.append(**rows(2))
         with pytest.raises(
             SchemaError, match=r"unknown: \['obs'\].* name each column with dots, as 'obs\.key'"
         ):

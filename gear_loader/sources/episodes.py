@@ -56,7 +56,7 @@ __all__ = [
 
 
 class Episode(dict[str, np.ndarray]):
-    """One episode: column name -> array ``[T, *shape]``.
+    """One episode: column name -> array ``[T, *shape]``, or ``[*shape]`` of what it has once (a column per trajectory).
 
     Attributes:
         final: values after the last step, column name -> array ``[*shape]``: the observation that follows the last

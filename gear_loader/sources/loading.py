@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import numpy as np
@@ -36,7 +36,7 @@ from gear_loader.storage.block_sizes import resolved_block_steps, resolved_packi
 from gear_loader.storage.incoming import checked_priorities, with_final
 from gear_loader.storage.schema import Column, Schema, as_mapping, copied, keeps
 from gear_loader.storage.table import Table
-from gear_loader.utils.arrays import unreadable
+from gear_loader.utils.arrays import shown, unreadable
 from gear_loader.utils.paths import local_path
 from gear_loader.utils.progress import progress_bar
 
@@ -58,6 +58,7 @@ def load(
     name: str | None = None,
     priority: float = 1.0,
     final: bool = False,
+    per_trajectory: Collection[str] = (),
     keep_float64: bool = False,
     allow_nonfinite: bool = False,
     download: bool = False,
@@ -72,6 +73,9 @@ def load(
     A table whose columns have ``Column(final=True)`` gets the values after the last step too, if the source has them
     for all of these columns: `Episode.final`, which the readers and `collect` give for observations, or in episodes of
     your own the last row of ``next_<column>`` or ``next.<column>``.
+
+    What an episode has once, as its goal, its task or its return, is a number or an array ``[*shape]`` in it, for
+    columns with ``Column(per="trajectory")`` in the table, or those named in `per_trajectory`.
 
     Readers and files are read piece by piece (256 MiB), never as a whole. If one fails halfway, what had been
     added of it is removed again; a table made here is closed and its name removed. Batches drawn from a table
@@ -95,6 +99,7 @@ def load(
         priority: of every trajectory.
         final: give ``final=True`` to the columns whose values after the last step the source has, in the table made
             here.
+        per_trajectory: the columns of the table made here of which each episode of an iterable has one value.
         keep_float64: keep float64 columns in the table made here instead of making them float32.
         allow_nonfinite: take NaN and infinite rewards, which otherwise are an error.
         download: fetch the Minari data set of this id if it is not on this machine.
@@ -119,6 +124,7 @@ def load(
         raise SourceError(
             f"name={name!r} was given with a table; expected one of the two: a table keeps its name."
         )
+    once = _once_names(per_trajectory, table)
     check_count("max_trajectories", max_trajectories)
     if not isinstance(block_steps, str):
         check_count("block_steps", block_steps)
@@ -140,7 +146,7 @@ def load(
             f"download=True was given with {given}; expected the id of a Minari data set: nothing else is fetched."
         )
     added = None if table is None else table.schema.added
-    reader = _open(source, options, max_trajectories, added, download, finals=wanted)
+    reader = _open(source, options, max_trajectories, added, download, finals=wanted, once=once)
     lengths = reader.lengths[:max_trajectories]
     if table is not None:
         _check_fit(reader, lengths, table)
@@ -172,6 +178,19 @@ def load(
         raise
 
 
+def _once_names(names: Any, table: Table | None) -> frozenset[str]:
+    """Check `per_trajectory`: the names that it holds."""
+    plain = isinstance(names, (Sequence, Set)) and not isinstance(names, str)
+    if not plain or not all(isinstance(name, str) for name in names):
+        raise SourceError(f"per_trajectory= is {shown(names)}; expected a list of names of columns.")
+    if len(names) and table is not None:
+        raise SourceError(
+            f"per_trajectory={list(names)!r} was given with a table; expected one of the two: a table's columns tell "
+            "it, by Column(per='trajectory')."
+        )
+    return frozenset(names)
+
+
 def _is_hdf5(path: Any) -> bool:
     return isinstance(path, str) and path.lower().endswith((".hdf5", ".h5"))
 
@@ -184,7 +203,14 @@ def _open(
     download: bool,
     *,
     finals: Collection[str] | None,
+    once: frozenset[str],
 ) -> EpisodeReader:
+    listed = not isinstance(source, (EpisodeReader, str, os.PathLike)) and not _is_minari(source)
+    if once and not listed:
+        raise SourceError(
+            f"per_trajectory={sorted(once)!r} was given with {describe(source)}; expected an iterable of episodes: "
+            "files have a value for each step."
+        )
     if isinstance(source, EpisodeReader):
         if options["columns"] is None:
             return source
@@ -194,7 +220,7 @@ def _open(
         if _is_hdf5(path):
             return read_hdf5(path, **options)
         return read_minari(source, **options, download=download)
-    if hasattr(source, "storage") and hasattr(source, "iterate_episodes"):
+    if _is_minari(source):
         return read_minari(source, **options)
     if (
         isinstance(as_mapping(source), Mapping)
@@ -207,7 +233,11 @@ def _open(
         )
     if is_frame(source):
         raise SourceError(f"{describe(source)} was received, whose rows are time steps. {how_to_cut(source)}")
-    return _IterableReader(source, most, schema, finals, **options)
+    return _IterableReader(source, most, schema, finals, once, **options)
+
+
+def _is_minari(source: Any) -> bool:
+    return hasattr(source, "storage") and hasattr(source, "iterate_episodes")
 
 
 class _Renamed(EpisodeReader):
@@ -244,12 +274,15 @@ class _IterableReader(EpisodeReader):
         most: int | None,
         schema: Mapping[str, Column] | None,
         finals: Collection[str] | None,
+        once: frozenset[str],
         *,
         columns: Columns,
         keep_float64: bool,
         allow_nonfinite: bool,
     ) -> None:
         source = "The source"
+        if schema is not None:
+            once = frozenset(name for name, column in schema.items() if column.trajectory)
         self._episodes: list[Episode] = []
         lengths: list[int] = []
         chosen: dict[str, str] = {}
@@ -267,30 +300,34 @@ class _IterableReader(EpisodeReader):
                 chosen = select(requested(columns, list(episode)), list(episode), f"{where},")
                 objects = {role: _object(episode[role]) for role in chosen.values() if _object(episode[role])}
                 refuse_objects(where, objects, chosen, "numbers or flags [T, ...]")
+                _check_once(once, chosen, where, named=schema is None)
                 if schema is None:
-                    refuse_steps(episodes, item, episode, chosen.values(), where)
+                    refuse_steps(episodes, item, episode, chosen, once, where)
             arrays: dict[str, Any] = {}
             for name, role in chosen.items():
                 if role not in episode:
                     raise SourceError(
                         f"{where} has no column {role!r}; it has {list(episode)}. Expected the columns of the first."
                     )
-                values = _array(episode[role], f"{where}: column {role!r}")
+                values = _array(episode[role], f"{where}: column {role!r}", once=name in once)
                 if not kept or type(episode) not in (dict, Episode):
                     values = copied(values)
                 if name not in planned:
-                    planned[name] = _plan(values, role, f"{where}: column {role!r}", keep_float64)
+                    planned[name] = _plan(
+                        values, role, f"{where}: column {role!r}", keep_float64, once=name in once
+                    )
                 target = planned[name] if schema is None else schema.get(name, planned[name])
                 finite = is_finite_role(role, allow_nonfinite)
                 arrays[name] = _fitted(values, target, f"{where}{{}}: column {role!r}", finite=finite)
-            steps = {name: len(values) for name, values in arrays.items()}
+            steps = {name: len(values) for name, values in arrays.items() if name not in once}
             if len(set(steps.values())) != 1 or 0 in steps.values():
+                hint = " Name those that an episode has once: per_trajectory=." if schema is None else ""
                 raise SourceError(
-                    f"{where} has columns of {steps} steps; expected as many in each, at least one."
+                    f"{where} has columns of {steps} steps; expected as many in each, at least one.{hint}"
                 )
             last = {}
-            for name in arrays if finals is None else [name for name in arrays if name in finals]:
-                value = _last(episode, chosen[name], len(arrays[name]), where)
+            for name in steps if finals is None else [name for name in steps if name in finals]:
+                value = _last(episode, chosen[name], steps[name], where)
                 if value is not None:
                     target = planned[name] if schema is None else schema[name]
                     what = f"{where}: the value after the last step of column {chosen[name]!r}"
@@ -299,7 +336,7 @@ class _IterableReader(EpisodeReader):
             lengths.append(next(iter(steps.values())))
         if not lengths:
             raise SourceError(f"{source} has no episodes; expected at least one.")
-        flat = schema is None and not any(column.shape for column in planned.values())
+        flat = schema is None and not any(planned[name].shape for name in planned if name not in once)
         if flat and is_hugging_face(episodes) and len(lengths) > 1 and len(set(lengths)) == 1:
             raise SourceError(
                 f"Each of {len(lengths):,} rows of {describe(episodes)} has {lengths[0]} numbers in "
@@ -317,7 +354,7 @@ def _last(episode: Mapping[str, Any], role: str, steps: int, where: str) -> _Val
     """The value after the last of an episode's steps, ``[1, *shape]``; None if the episode does not tell it."""
     own = _final(episode)
     if role in own:
-        return _array(own[role], f"{where}: the value after the last step of column {role!r}", scalar=True)[
+        return _array(own[role], f"{where}: the value after the last step of column {role!r}", once=True)[
             None
         ]
     following = next((name for name in (f"next_{role}", f"next.{role}") if name in episode), None)
@@ -355,21 +392,44 @@ def _object(values: Any) -> str:
     return "an array of objects" if isinstance(values, np.ndarray) and values.dtype.kind == "O" else ""
 
 
-def _array(values: Any, where: str, *, scalar: bool = False) -> _Values:
+def _check_once(once: Collection[str], chosen: Collection[str], where: str, *, named: bool) -> None:
+    """Raise SourceError if columns that an episode has once are not there, or there is no other.
+
+    Args:
+        once: as `per_trajectory` names them (`named`), or as the table has them. chosen: the columns to be taken.
+        where: the episode in errors.
+    """
+    unknown = [name for name in once if name not in chosen]
+    if named and unknown:
+        raise SourceError(
+            f"per_trajectory= names {listing(sorted(unknown))}; expected some of the columns taken from {where}: "
+            f"{listing(chosen)}."
+        )
+    if all(name in once for name in chosen):
+        raise SourceError(
+            f"{where}: all columns, {listing(chosen)}, are per trajectory; expected at least one with a value for each "
+            "step."
+        )
+
+
+def _array(values: Any, where: str, *, once: bool = False) -> _Values:
     if not isinstance(values, (np.ndarray, torch.Tensor)):
         try:
             values = np.asarray(values)
         except Exception as error:  # uneven lengths, or whatever its own __array__ raises
             raise SourceError(
-                f"{where} is {describe(values)}; expected an array [T, ...]: {error}"
+                f"{where} is {describe(values)}; expected {_expected(once)}: {error}"
             ) from error
     kind = unreadable(values) if isinstance(values, torch.Tensor) else None
     if isinstance(values, np.ma.MaskedArray):
         kind = "masked array"
     if kind is not None:
         raise SourceError(f"{where} is a {kind}; expected an array or a strided tensor with its data.")
-    if values.ndim == 0 and not scalar:
-        raise SourceError(f"{where} is {describe(values)}; expected an array [T, ...].")
+    if values.ndim == 0 and not once:
+        raise SourceError(
+            f"{where} is {describe(values)}; expected an array [T, ...]. What an episode has once is a column per "
+            "trajectory: per_trajectory=, or per='trajectory' in the table."
+        )
     if isinstance(values, torch.Tensor):
         tensor = values.detach().resolve_conj().resolve_neg().cpu()
         if tensor.dtype == torch.bfloat16:
@@ -381,23 +441,38 @@ def _array(values: Any, where: str, *, scalar: bool = False) -> _Values:
     return np.asarray(values)
 
 
-def _plan(values: _Values, role: str, where: str, keep_float64: bool) -> Column:
+def _expected(once: bool) -> str:
+    return "a number or an array" if once else "an array [T, ...]"
+
+
+def _plan(values: _Values, role: str, where: str, keep_float64: bool, *, once: bool) -> Column:
     if isinstance(values, torch.Tensor):
-        return column_of(values.dtype, tuple(values.shape[1:]), where)
-    return column_of(
-        plan_dtype(role, values.dtype, where, keep_float64=keep_float64), values.shape[1:], where
-    )
+        dtype = values.dtype
+    else:
+        dtype = plan_dtype(role, values.dtype, where, keep_float64=keep_float64)
+    column = column_of(dtype, tuple(values.shape if once else values.shape[1:]), where)
+    return dataclasses.replace(column, per="trajectory") if once else column
 
 
 def _fitted(values: _Values, column: Column, where: str, *, finite: bool) -> _Values:
     """Convert one column of an episode to the shape and dtype of a table's column.
 
     Args:
+        values: ``[T, *shape]``, or ``[*shape]`` of a column per trajectory.
         where: place in errors; its `{}` is replaced by the step. finite: whether NaN and infinity are refused.
     """
+    if column.trajectory:
+        if tuple(values.shape) != column.shape:
+            raise SourceError(
+                f"{where.replace('{}', '')} has shape {list(values.shape)}; expected one value of shape "
+                f"{list(column.shape)}, as the column is per trajectory."
+            )
+        by_step = dataclasses.replace(column, per="step")
+        return _fitted(values[None], by_step, where.replace("{}", ""), finite=finite).reshape(column.shape)
     if tuple(values.shape[1:]) != column.shape:
+        expected = "".join(f", {extent}" for extent in column.shape)
         raise SourceError(
-            f"{where.format('')} has shape {list(values.shape)}; expected [T{''.join(f', {n}' for n in column.shape)}]."
+            f"{where.replace('{}', '')} has shape {list(values.shape)}; expected [T{expected}]."
         )
     if isinstance(values, torch.Tensor):  # bfloat16, which numpy does not have
         if values.dtype == column.dtype and not finite:
@@ -408,7 +483,7 @@ def _fitted(values: _Values, column: Column, where: str, *, finite: bool) -> _Va
     except MisfitError as misfit:
         step = "" if misfit.step is None else f", step {misfit.step}"
         remedy = f" {FINITE_REMEDY}" if finite else ""
-        raise SourceError(f"{where.format(step)} {misfit.problem}.{remedy}") from None
+        raise SourceError(f"{where.replace('{}', step)} {misfit.problem}.{remedy}") from None
     return (
         torch.from_numpy(np.ascontiguousarray(array)).to(column.dtype)
         if column.dtype == torch.bfloat16
@@ -425,6 +500,12 @@ def _check_fit(reader: EpisodeReader, lengths: np.ndarray, table: Table) -> None
             "the table's columns: columns={name in the table: name in the source}."
         )
     for name, column in table.schema.added.items():
+        if reader.schema[name].trajectory != column.trajectory:
+            one, other = ("once", "for each step") if column.trajectory else ("for each step", "once")
+            raise SourceError(
+                f"{reader.source}: column {name!r} has a value {other}; the table expects one {one}. Give the table a "
+                f"column with per={reader.schema[name].per!r}."
+            )
         if reader.schema[name].shape != column.shape:
             raise SourceError(
                 f"{reader.source}: column {name!r} has steps of shape {list(reader.schema[name].shape)}; the table "

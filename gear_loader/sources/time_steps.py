@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -41,26 +41,37 @@ def how_to_cut(source: Any) -> str:
 
 
 def refuse_steps(
-    source: Any, item: Any, episode: Mapping[str, Any], chosen: Iterable[str], where: str
+    source: Any,
+    item: Any,
+    episode: Mapping[str, Any],
+    chosen: Mapping[str, str],
+    once: Collection[str],
+    where: str,
 ) -> None:
     """Raise SourceError if an item looks like one time step, whose vectors would become scalars of many steps.
 
     Args:
-        source: the iterable. item: its first item. episode: the same as a mapping. chosen: the columns to be taken.
+        source: the iterable. item: its first item. episode: the same as a mapping. chosen: {name in the table: name in
+            the source} of the columns to be taken. once: those of them that an episode has once, as the caller says.
         where: the item in errors.
     """
-    numbers = [name for name, values in episode.items() if _is_number(values)]
-    taken = [episode[name] for name in chosen if name in episode]
+    alone = {role for name, role in chosen.items() if name in once}
+    numbers = [name for name, values in episode.items() if name not in alone and _is_number(values)]
+    taken = [episode[role] for role in chosen.values() if role not in alone]
     flat = all(np.ndim(values[0]) == 0 for values in taken if _is_filled(values))
     if numbers and (flat or is_hugging_face(source)):
         found = f"{listing(numbers, 4)} {'is a single number' if len(numbers) == 1 else 'are single numbers'}"
-    elif flat and hasattr(item, "batch_size") and not tuple(item.batch_size):
+    elif flat and not once and hasattr(item, "batch_size") and not tuple(item.batch_size):
         found = (
             "its batch_size is [] and no column has more than one dimension; an episode has batch_size=[T]"
         )
     else:
         return
-    raise SourceError(f"{where} looks like one time step, not like an episode: {found}. {how_to_cut(source)}")
+    kept = [name for name, role in chosen.items() if role in numbers]
+    whole = f" If it is an episode that has them once: per_trajectory={kept!r}." if kept else ""
+    raise SourceError(
+        f"{where} looks like one time step, not like an episode: {found}. {how_to_cut(source)}{whole}"
+    )
 
 
 def _is_number(values: Any) -> bool:

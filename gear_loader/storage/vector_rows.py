@@ -9,7 +9,7 @@ import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.schema import Column, Schema, as_mapping, settled
-from gear_loader.utils.arrays import Array, address_of, numbers, shown
+from gear_loader.utils.arrays import Array, address_of, known, numbers, shown
 from gear_loader.utils.checks import at_least
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
@@ -20,11 +20,16 @@ _OPTIONS = ("done", "active", "priority", "final")
 """Options of `append` of vector writers."""
 
 
-def _on_host(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of which rows are read one by one: tensors of a GPU are copied in one piece, for which the host waits."""
+def _on_host(values: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Values of which rows are read one by one: tensors of a GPU are copied in one piece, for which the host waits.
+
+    Args:
+        values: also arrays of other libraries, which become tensors or arrays. what: name of the values in errors.
+    """
+    found = {name: known(value, f"Column {name!r} of {what}") for name, value in values.items()}
     return {
         name: value.detach().cpu() if is_tensor(value) and value.is_cuda else value
-        for name, value in values.items()
+        for name, value in found.items()
     }
 
 
@@ -114,7 +119,7 @@ class VectorRows:
             raise SchemaError(
                 f"final has {given}; expected the columns {sorted(wanted)}: all with Column(final=True) and no other."
             )
-        rows = _on_host(settled(final))
+        rows = _on_host(settled(final), "final")
         if finals is None:
             return rows
         for name, value in rows.items():
@@ -138,7 +143,7 @@ class VectorRows:
                 f"The attribute trajectory is {shown(self.trajectory)}; expected arrays [{self.num_envs}, ...] of the "
                 f"columns with per='trajectory': {wanted}."
             )
-        self._once = _on_host(self.trajectory)
+        self._once = _on_host(self.trajectory, "the attribute trajectory")
         length, _, _ = self._once_schema.locate(self._once, what="the attribute trajectory")
         if length != self.num_envs:
             raise SchemaError(

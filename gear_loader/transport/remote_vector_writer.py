@@ -114,7 +114,9 @@ class RemoteVectorWriter(VectorRows):
         priorities = checked_priorities(priority, self.num_envs)
         last = None if final is None else self._checked_final(final, ending)
         self._check_trajectory()
-        length, arrays = self._steps.validate(self._given(rows, columns), what=self._what)
+        given = self._given(rows, columns)
+        self._check_option_names(given)
+        length, arrays = self._steps.validate(given, what=self._what)
         self._check_count(length)
         steps = self.num_steps
         self._check_lengths(steps + acting, ending, final=last is not None)

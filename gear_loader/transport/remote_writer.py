@@ -115,14 +115,17 @@ class RemoteWriter(StepAppender):
         rows = self._given(steps, columns)
         self._spool.check()
         if self._inside >= self._room:
+            rows = self._known(rows)
             if not self._is_single(rows):
                 return self._append_many(rows)
             self._check_step(rows)
             self._make_room(1)
         if not self._put(self._inside, rows):
+            rows = self._known(rows)
             if not self._is_single(rows):
                 return self._append_many(rows)
             self._check_step(rows)
+            self._put(self._inside, rows)
         self._appended(1)
         return ()
 

@@ -158,12 +158,15 @@ def known(value: Any, name: str) -> Any:
 def as_array(value: Any, name: str) -> Any:
     """Convert a tensor to an array on the host, floats that numpy lacks to float32; return other values unchanged.
 
+    Arrays of other libraries are converted too; see `known`.
+
     Args:
         value: a tensor or any other value. name: of the value in errors.
 
     Raises:
         SchemaError: the elements of the tensor cannot be read, or numpy lacks their dtype.
     """
+    value = known(value, name)
     if is_tensor(value):
         kind = unreadable(value)
         if kind is None:

@@ -210,6 +210,61 @@ def test_what_follows_the_last_step_is_stored_in_final_columns(tmp_path: Path) -
             assert plain.schema.finals is None
 
 
+def test_what_an_episode_has_once_becomes_a_column_per_trajectory() -> None:
+    """Named, or declared by the table; beside final columns, from lists and from an iterable that refills."""
+    once: dict[str, Any] = {"goal": np.array([1.0, 2.0]), "task": 7, "ok": True, "return": np.float32(2.5)}
+    given = [{**e, **once, "task": 7 + i} for i, e in enumerate(episodes([4, 4, 4]))]
+    arrays = [
+        {**e, "task": np.array(e["task"]), "ok": np.array(True), "return": np.array(2.5)} for e in given
+    ]
+    for source in (given, iter(given), Refilling(arrays), [tensordict_stand_in.TensorDict(arrays[0], [])]):
+        with load(source, per_trajectory=list(once), progress=False) as made:
+            assert [name for name, column in made.schema.items() if column.per == "trajectory"] == list(once)
+            assert made.schema["goal"] == gear.Column(torch.float32, (2,), per="trajectory")
+            assert made[len(made) - 1]["task"] == 6 + len(made)
+            found = [made[0][name].tolist() for name in ("goal", "ok", "return")]
+            assert found == [[1.0, 2.0], True, 2.5]
+    schema = {
+        "observation": gear.Column(torch.float32, (5,), final=True),
+        "at": gear.Column(torch.float16, (2,), per="trajectory"),
+        "task": gear.Column(torch.int16, per="trajectory"),
+    }
+    columns = {"observation": "observation", "at": "goal", "task": "task"}
+    with gear.Table.create(schema, max_steps=100, max_trajectories=9) as table:
+        load(given, table, columns=columns, progress=False)
+        load([Episode(given[1], {"observation": np.ones(5)})], table, columns=columns, progress=False)
+        assert [table[i]["task"].item() for i in range(4)] == [7, 8, 9, 8]
+        assert table.final(3)["observation"].tolist() == [1.0] * 5
+        assert table[3]["at"].tolist() == [1.0, 2.0]
+        for change, message in (
+            ({"goal": np.ones((4, 2))}, r"'goal' has shape \[4, 2\]; expected one value of shape \[2\], as"),
+            ({"task": 2**40}, "episode 0: column 'task' holds 1099511627776, which int16 cannot hold"),
+            ({"task": None}, "column 'task' has dtype object"),
+        ):
+            with unchanged(table), pytest.raises(SourceError, match=message):
+                load([{**given[0], **change}], table, columns=columns)
+        with unchanged(table), pytest.raises(SourceError, match="was given with a table; expected one"):
+            load(given, table, per_trajectory=["goal"])
+
+
+def test_readers_tell_what_an_episode_has_once(tmp_path: Path) -> None:
+    class Reader(sources.EpisodeReader):
+        def __iter__(self) -> Iterator[Episode]:
+            yield from (Episode({"a": np.zeros(n, np.float32), "id": np.array(n)}) for n in (2, 3))
+
+    schema = {"a": gear.Column(torch.float32), "id": gear.Column(torch.int64, per="trajectory")}
+    with load(Reader("Mine", np.array([2, 3]), schema), progress=False) as table:
+        assert [table[i]["id"].item() for i in range(2)] == [2, 3]
+        path = write(tmp_path / "data.hdf5", flat_arrays())
+        with (
+            unchanged(table),
+            pytest.raises(SourceError, match="'id' has a value for each step; the table exp"),
+        ):
+            load(path, table, columns={"a": "reward", "id": "terminated"})
+    with pytest.raises(SourceError, match=r"per_trajectory=\['id'\] was given with .*; expected an iterable"):
+        load(path, per_trajectory=["id"])
+
+
 def test_a_source_without_what_follows_leaves_final_columns_empty(tmp_path: Path) -> None:
     columns = {
         "observation": gear.Column(torch.float32, (5,), final=True),
@@ -432,6 +487,12 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (episodes(), {"columns": "reward"}, r"expected a list of names: columns=\['reward'\]"),
     (episodes(), {"block_steps": 0}, "block_steps=0; expected a whole number"),
     ("nowhere.hdf5", {}, "'nowhere.hdf5' does not exist"),
+    (episodes(), {"per_trajectory": "reward"}, "per_trajectory= is 'reward'; expected a list of names"),
+    (episodes(), {"per_trajectory": ["goal"]}, "names 'goal'; expected some of the columns taken from"),
+    (episodes(), {"columns": ["reward"], "per_trajectory": ["reward"]}, "all columns, 'reward', are per trajectory"),
+    ([{"reward": np.ones(3), "return": 3.0}], {}, r"one time step.* has them once: per_trajectory=\['return'\]"),
+    ([{"x": np.ones((3, 4)), "goal": np.ones(2)}], {}, "as many in each.* has once: per_trajectory="),
+    ([{"{x}": np.ones(3)}, {"{x}": np.ones((3, 2))}], {}, r"column '\{x\}' has shape \[3, 2\]; expected \[T\]"),
 ]
 # fmt: on
 
