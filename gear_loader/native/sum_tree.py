@@ -29,6 +29,7 @@ __all__ = [
     "draw",
     "draw_distinct",
     "draw_rows",
+    "fill",
     "importance",
     "uniforms",
     "update",
@@ -342,6 +343,33 @@ def update(  # type: ignore[no-untyped-def]
 
 
 @compiled
+def fill(  # type: ignore[no-untyped-def]
+    leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, width, ranges, inside, values
+) -> None:
+    """Set all leaves of ranges of `width` items to one value each, or 0, and update all nodes.
+
+    Args:
+        ranges: int64 [n], distinct; range r begins at item r * width.
+        inside: int32 [all ranges, 2]: first item of a range that gets the value, and the item after the last one.
+        values: float32 [n].
+    """
+    span = (width + 30) // 32 + 1  # the most blocks of a range
+    everything = len(ranges) * span >= num_blocks
+    nodes = np.empty(0 if everything else len(ranges) * span, dtype=np.uint64)
+    filled = 0
+    for i in range(len(ranges)):
+        begin, value = uint64(ranges[i] * width), values[i]
+        first, end = inside[ranges[i], 0], inside[ranges[i], 1]
+        for j in range(width):
+            leaves[begin + uint64(j)] = value if first <= j < end else np.float32(0)
+        if not everything:
+            for node in range(begin >> uint64(5), ((begin + uint64(width - 1)) >> uint64(5)) + _ONE):
+                nodes[filled] = node
+                filled += 1
+    _refresh(leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, nodes[:filled], everything)
+
+
+@compiled
 def build(leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks) -> None:  # type: ignore[no-untyped-def]
     """Compute all nodes from the leaves."""
     nodes = np.empty(0, dtype=np.uint64)
@@ -418,8 +446,11 @@ def weighed(value, alpha, eps):  # type: ignore[no-untyped-def]
 @compiled
 def weigh(values, alpha, eps, out) -> None:  # type: ignore[no-untyped-def]
     """Weigh float32 [n] into float64 [n]; see `weighed`."""
+    last, leaf = np.float32(0), weighed(np.float32(0), alpha, eps)
     for i in range(len(values)):
-        out[i] = weighed(values[i], alpha, eps)
+        if values[i] != last:  # new items often have one priority
+            last, leaf = values[i], weighed(values[i], alpha, eps)
+        out[i] = leaf
 
 
 @compiled

@@ -16,11 +16,13 @@ trajectory whose slot has been reused.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from gear_loader.kernels.sum_tree import GONE, UNSET
+from gear_loader.native import item_map as native
 from gear_loader.native.priority_updates import step_items
 from gear_loader.selection.complete import CompleteAnchors
 from gear_loader.selection.leaf_blocks import LeafBlocks
@@ -39,8 +41,11 @@ class Leaves:
     """Leaves to set.
 
     Attributes:
-        items: int64 [n], distinct.
+        items: int64 [n], distinct; set after `whole`.
         priorities: float32 [n]: `GONE` for a removed item, `UNSET` for an item added without a priority.
+        whole: int64 [w], distinct: if an item is a step, blocks of which all leaves are set; 0 outside
+            `ItemMap.inside`.
+        whole_priorities: float32 [w]: one for each of them, as `priorities`.
         slots: int64 [m]: slots whose trajectory changed or was removed.
         added: bool [m]: whether the slot has a trajectory now.
         blocks: int64 [k]: if an item is a step, blocks whose `owner` or `number` changed.
@@ -48,9 +53,16 @@ class Leaves:
 
     items: Array
     priorities: Array
+    whole: Array
+    whole_priorities: Array
     slots: Array
     added: Array
     blocks: Array
+
+    @property
+    def maximum(self) -> float:
+        """The largest priority, or 0."""
+        return max(float(part.max(initial=0)) for part in (self.priorities, self.whole_priorities))
 
 
 class _Share(NamedTuple):
@@ -119,6 +131,7 @@ class ItemMap:
             self._first: Array = np.full(num_slots, -1, dtype=np.int32)  # first block of a slot
             self._count: Array = np.zeros(num_slots, dtype=np.int32)  # number of blocks of a slot
             self._next: Array = np.full(num_blocks, -1, dtype=np.int32)  # next block of the trajectory
+            self._lists = self._first, self._count, self._next
             self._others: dict[int, list[_Share]] = {}  # sharers of a block, without its owner
 
     def follow(self, changes: Changes, chosen: Array, extent: Array, block_ids: Array) -> Leaves:
@@ -147,7 +160,8 @@ class ItemMap:
             self._present[slots] = added[stale]
             again = grown & changes.revised  # another priority, of the same trajectory
             new = np.where(added | again, changes.priorities, _GONE)
-            return Leaves(changes.slots[stale | again], new[stale | again], slots, added[stale], empty)
+            items, none = changes.slots[stale | again], np.empty(0, dtype=np.float32)
+            return Leaves(items, new[stale | again], empty, none, slots, added[stale], empty)
         extent, block_ids = self._blocks(extent, block_ids)
         if self.own is not None:
             assert changes.extents is not None
@@ -155,11 +169,12 @@ class ItemMap:
             extent[ready, 0], extent[ready, 2] = changes.extents[changes.ready][:, [0, 2]].T
         self._present[changes.slots[stale]] = added[stale]
         known = grown
-        grown = known & (self._ends(changes.slots, extent) != self.length[changes.slots])
-        blocks, kept = self._remove(changes.slots[stale])
+        if known.any():
+            grown = known & (self._ends(changes.slots, extent) != self.length[changes.slots])
+        freed, kept = self._remove(changes.slots[stale])
         if self.own is not None:
             self.own.free(changes.slots[stale])
-        pieces = [(self._all(blocks), np.full(len(blocks) * self.block_steps, _GONE))]
+        pieces: list[Sequence[Array]] = []
         step = np.arange(self.block_steps)
         for block, before in kept:  # steps that only one of the last owner and the new one has
             old, new = (
@@ -180,27 +195,31 @@ class ItemMap:
         order = np.flatnonzero(added)
         order = order[np.argsort(changes.sequences[order], kind="stable")]
         slots, priorities = changes.slots[order], changes.priorities[order]
-        changed = [blocks, np.array([block for block, _ in kept], dtype=np.int64)]
-        changed += [piece[0] // self.block_steps for piece in pieces[1:]]
         if self.own is not None:
             self.own.take(slots)
-        for part in self._disjoint_parts(slots, extent, block_ids):
-            new_blocks, *piece = self._add(slots[part], priorities[part], extent, block_ids)
-            changed.append(new_blocks)
-            pieces.append((piece[0], piece[1]))
-        pieces = [piece for piece in pieces if len(piece[0])] or pieces[:1]
-        items = np.concatenate([piece[0] for piece in pieces])
-        values = np.concatenate([piece[1] for piece in pieces])
-        if len(pieces) > 1:  # an item that is both freed and added gets its last value
-            items, last = np.unique(items[::-1], return_index=True)
-            values = values[::-1][last]
-        changed = [part for part in changed if len(part)] or changed[:1]
+        blocks, values, shared = self._add(slots, priorities, extent, block_ids)
+        pieces += [piece for _, *piece in shared]
+        if len(freed):
+            freed = freed[self.owner[freed] < 0]
+            blocks, values = (
+                np.concatenate(parts) for parts in ((blocks, freed), (values, np.full(len(freed), _GONE)))
+            )
+        changed = blocks
+        items, others = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+        if pieces:
+            items = np.concatenate([piece[0] for piece in pieces])
+            items, last = np.unique(items[::-1], return_index=True)  # the last value of an item counts
+            others = np.concatenate([piece[1] for piece in pieces])[::-1][last]
+            passed = [np.array([block for block, _ in kept], dtype=np.int64), *(part for part, *_ in shared)]
+            changed = np.unique(np.concatenate((blocks, *passed, items // self.block_steps)))
         return Leaves(
             items,
+            others,
+            blocks,
             values,
             changes.slots[stale | grown],
             (added | grown)[stale | grown],
-            np.unique(np.concatenate(changed)) if len(changed) > 1 else changed[0],
+            changed,
         )
 
     def has(self, slots: Array) -> Array:
@@ -220,28 +239,16 @@ class ItemMap:
         given = np.concatenate((slots, others))
         self._add(given, np.zeros(len(given), dtype=np.float32), self.own.extent, self.own.block_ids)
 
-    def _all(self, blocks: Array) -> Array:
-        """Items of blocks (int64 [n]), int64 [n * block_steps]."""
-        items: Array = (blocks[:, None] * self.block_steps + np.arange(self.block_steps)).reshape(-1)
-        return items
-
-    def _disjoint_parts(self, slots: Array, extent: Array, block_ids: Array) -> list[slice]:
-        """Parts of `slots` to add in order; no two slots of a part share blocks."""
-        if len(slots) == 0:
-            return []
-        if self.own is not None:
-            return [slice(None)]
-        counts = -(-extent[slots, 0] // self.block_steps)
-        blocks = block_ids[ranges(extent[slots, 1], counts)]
-        if _distinct(blocks, len(self.owner)):
-            return [slice(None)]
-        return [slice(i, i + 1) for i in range(len(slots))]
-
     def _remove(self, slots: Array) -> tuple[Array, list[tuple[int, tuple[int, int]]]]:
         """Remove trajectories; returns the freed blocks, and those that another one owns now with `inside` before."""
+        slots = slots[self._first[slots] >= 0]
+        if not self._others:
+            emptied: Array = np.empty(int(self._count[slots].sum()), dtype=np.int64)
+            native.remove(slots, self._lists, self.owner, self.place, emptied)
+            return emptied, []
         freed: list[int] = []
         kept: dict[int, tuple[int, int]] = {}
-        for slot in slots[self._first[slots] >= 0].tolist():
+        for slot in slots.tolist():
             block = int(self._first[slot])
             for _ in range(int(self._count[slot])):
                 following = int(self._next[block])
@@ -296,37 +303,71 @@ class ItemMap:
 
     def _add(
         self, slots: Array, priorities: Array, extent: Array, block_ids: Array
+    ) -> tuple[Array, Array, list[tuple[Array, Array, Array]]]:
+        """Add trajectories in order.
+
+        Returns:
+            Blocks of those that share none with earlier ones, and their priorities; what `_share` returns of others.
+        """
+        complete = self._complete
+        anchors = (0, -1, -1) if complete is None else (complete.first, complete.ahead, complete.ahead_final)
+        known = self.length, self.owner, self.number, self.inside, self.place
+        lengths = extent[slots, 0]
+        size = int((-(-lengths // self.block_steps)).sum())
+        blocks, values = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.float32)
+        shared: list[tuple[Array, Array, Array]] = []
+        begin = filled = 0
+        while begin < len(slots):
+            added, more = native.add(
+                slots[begin:],
+                lengths[begin:],
+                priorities[begin:],
+                extent,
+                block_ids,
+                self.block_steps,
+                anchors,
+                (self._streams, _STREAMS, _STREAM_PLACES),
+                self.start,
+                self._lists,
+                known,
+                blocks[filled:],
+                values[filled:],
+            )
+            if added == native.INVALID:
+                raise IndexError("a trajectory has blocks that do not exist")
+            begin, filled, self._streams = begin + added, filled + more, self._streams + added
+            if begin < len(slots):
+                shared.append(self._share(int(slots[begin]), priorities[begin], extent, block_ids))
+                begin += 1
+        return blocks[:filled], values[:filled], shared
+
+    def _share(
+        self, slot: int, priority: np.float32, extent: Array, block_ids: Array
     ) -> tuple[Array, Array, Array]:
-        """Add trajectories, no two of which share blocks; returns their blocks, the new items and their priorities."""
-        lengths, starts = extent[slots, 0], extent[slots, 1]
-        counts = -(-lengths // self.block_steps)
-        ends = np.cumsum(counts)
-        which = np.repeat(np.arange(len(slots)), counts)
-        number = ranges(np.zeros_like(counts), counts)
-        blocks = block_ids[ranges(starts, counts)].astype(np.int64)
-        ends_of = self._ends(slots, extent)
-        before = np.zeros((len(blocks), 2), dtype=np.int64)  # `inside` for the previous owner
-        start = (self._streams + np.arange(len(slots))) % _STREAMS * _STREAM_PLACES
-        self._streams += len(slots)
+        """Add a trajectory that shares blocks; returns these, the items whose leaves are set, and their priorities."""
+        length, begin, _ = extent[slot].tolist()
+        count = -(-length // self.block_steps)
+        number = np.arange(count)
+        blocks = block_ids[begin : begin + count].astype(np.int64)
+        end = int(self._ends(np.array([slot]), extent)[0])
+        before = np.zeros((count, 2), dtype=np.int64)  # `inside` for the previous owner
+        start = self._streams % _STREAMS * _STREAM_PLACES
+        self._streams += 1
         for place in np.flatnonzero(self.owner[blocks] >= 0).tolist():
             block = int(blocks[place])
             before[place] = self.inside[block]
             share = _Share(int(self.owner[block]), int(self.number[block]), *self.inside[block].tolist())
             self._others.setdefault(block, []).append(share)
-            start[which[place]] = self.place[block] - number[place]  # a later part of the same stream
-        self.owner[blocks] = slots[which]
-        self.number[blocks] = number
-        self.place[blocks] = start[which] + number
-        self.start[slots], self.length[slots] = start, ends_of
+            start = int(self.place[block]) - place  # a later part of the same stream
+        self.owner[blocks], self.number[blocks], self.place[blocks] = slot, number, start + number
+        self.start[slot], self.length[slot] = start, end
         self._next[blocks[:-1]] = blocks[1:]
-        self._first[slots] = blocks[ends - counts]
-        self._count[slots] = counts
+        self._first[slot], self._count[slot] = blocks[0], count
         step = np.arange(self.block_steps)
-        begin = number * self.block_steps
-        self.inside[blocks, 0] = np.clip(self._first_step - begin, 0, self.block_steps)
-        self.inside[blocks, 1] = np.clip(ends_of[which] - begin, 0, self.block_steps)
+        self.inside[blocks, 0] = np.clip(self._first_step - number * self.block_steps, 0, self.block_steps)
+        self.inside[blocks, 1] = np.clip(end - number * self.block_steps, 0, self.block_steps)
         inside = (step >= self.inside[blocks, :1]) & (step < self.inside[blocks, 1:])
-        values = np.where(inside, priorities[which, None], _GONE)
+        values = np.where(inside, priority, _GONE)
         new = ~(inside & (step >= before[:, :1]) & (step < before[:, 1:]))
         return blocks, (blocks[:, None] * self.block_steps + step)[new], values[new]
 
@@ -367,12 +408,3 @@ class ItemMap:
             return slots
         steps = ranges(np.zeros_like(lengths), lengths)
         return self.items(np.repeat(slots, lengths), steps, extent, block_ids)
-
-
-def _distinct(numbers: Array, size: int) -> bool:
-    """Whether numbers below `size` are distinct: by marks where they are many, which takes less than sorting them."""
-    if 8 * len(numbers) < size:
-        return len(np.unique(numbers)) == len(numbers)
-    marks = np.zeros(size, dtype=bool)
-    marks[numbers] = True
-    return int(np.count_nonzero(marks)) == len(numbers)

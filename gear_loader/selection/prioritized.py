@@ -307,7 +307,10 @@ class PrioritizedSelection(Selection):
         arrays = self.context.table.reader().index_arrays()
 
         def follow() -> None:
-            self._unset = self._map.follow(changes, chosen, *arrays)
+            try:
+                self._unset = self._map.follow(changes, chosen, *arrays)
+            except IndexError as error:
+                raise self.context.table.reader().arrays.corrupt(str(error)) from error
 
         if self._map.steps:
             self._change(follow)  # a map of steps cannot resume from a partial change
@@ -323,15 +326,24 @@ class PrioritizedSelection(Selection):
         self._known_before = None
 
     def _set(self, leaves: Leaves) -> None:
-        self._maximum = max(self._maximum, float(leaves.priorities.max(initial=0)))
-        priorities = np.where(leaves.priorities == UNSET, np.float32(self._maximum), leaves.priorities)
-        removed = leaves.priorities == GONE
-        priorities[removed] = 0
-        weighed = self._first_leaves(priorities)
-        weighed[removed] = 0
+        self._maximum = max(self._maximum, leaves.maximum)
+        if len(leaves.whole):
+            values = self._set_leaves(leaves.whole_priorities)
+            self._tree.fill(leaves.whole, self._map.inside, self._map.block_steps, values)
+        weighed = self._set_leaves(leaves.priorities)
         if self._freshness < 1:
-            weighed[~removed] = self._freshened(leaves.items[~removed], weighed[~removed])
+            kept = leaves.priorities != GONE
+            weighed[kept] = self._freshened(leaves.items[kept], weighed[kept])
         self._put(leaves.items, weighed)
+
+    def _set_leaves(self, given: Array) -> Array:
+        """Leaves of priorities of `Leaves`, float32 [n]."""
+        priorities = np.where(given == UNSET, np.float32(self._maximum), given)
+        removed = given == GONE
+        priorities[removed] = 0
+        leaves = self._first_leaves(priorities)
+        leaves[removed] = 0
+        return leaves
 
     def _put(self, items: Array, leaves: Array) -> None:
         """Set leaves (float32 [n]) of items (int64 [n]); of duplicates the last one counts."""

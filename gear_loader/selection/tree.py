@@ -76,6 +76,11 @@ class PriorityTree:
         if len(items):
             sum_tree.update(self.leaves, *self._nodes, items, leaves)
 
+    def fill(self, ranges: Array, inside: Array, width: int, leaves: Array) -> None:
+        """Set all leaves of ranges of `width` items; see `gear_loader.native.sum_tree.fill`."""
+        if len(ranges):
+            sum_tree.fill(self.leaves, *self._nodes, width, ranges, inside, leaves)
+
     def build(self) -> None:
         """Compute all nodes from the leaves."""
         sum_tree.build(self.leaves, *self._nodes)

@@ -13,7 +13,13 @@ import torch
 from dataset_common import SCHEMA, episode, open_tickets
 
 import gear_loader as gear
-from gear_loader.errors import PriorityError, StaleIndexError, TableEmptyError, TableFullError
+from gear_loader.errors import (
+    CorruptTableError,
+    PriorityError,
+    StaleIndexError,
+    TableEmptyError,
+    TableFullError,
+)
 from gear_loader.storage.counters import DIRTY
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -331,6 +337,26 @@ TwinMachine.TestCase.pytestmark = [  # type: ignore[attr-defined]
     pytest.mark.timeout(900),  # Hypothesis may take minutes to shrink a failing example
 ]
 TestSelectionBesideItsTwin = TwinMachine.TestCase
+
+
+@pytest.mark.parametrize("wrong", ["block", "place"])
+def test_blocks_that_do_not_exist_are_an_error(wrong: str) -> None:
+    schema = {"act": gear.Column(torch.int64)}
+    with gear.Table.create(schema, max_steps=64, max_trajectories=8, block_steps=4) as table:
+        table.add({"act": np.zeros(20, dtype=np.int64)})
+        extent, block_ids = table.reader().index_arrays()
+        right = extent[0, 1], block_ids[extent[0, 1]]
+        data = gear.ReplayDataset(
+            table, batch_size=8, windows=gear.Window(1), selector=gear.Prioritized(unit="step"), device="cpu"
+        )
+        if wrong == "block":
+            block_ids[extent[0, 1]] = 1 << 30
+        else:
+            extent[0, 1] = 1 << 40
+        with pytest.raises(CorruptTableError, match="blocks that do not exist"):
+            data.sample()
+        extent[0, 1], block_ids[right[0]] = right
+        data.sample()
 
 
 def test_an_update_while_a_slot_becomes_another_trajectory_s() -> None:

@@ -193,12 +193,15 @@ class Threads:
                 threads.hear(self._told)
                 return True
 
-        class Lock(contextlib.nullcontext[None]):  # one thread runs at a time, and keeps its turn while it has a lock
+        # One thread runs at a time, and keeps its turn while it has a lock.
+        class Lock(contextlib.nullcontext[None]):
             def _is_owned(self) -> bool:
                 return False
 
         current = threading.current_thread
-        return types.SimpleNamespace(Thread=Thread, Event=Event, Lock=Lock, RLock=Lock, current_thread=current)
+        return types.SimpleNamespace(
+            Thread=Thread, Event=Event, Lock=Lock, RLock=Lock, current_thread=current
+        )
 
     @property
     def queue(self) -> Any:
