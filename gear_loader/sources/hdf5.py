@@ -46,6 +46,7 @@ from gear_loader.sources.hdf5_file import (
     readable,
 )
 from gear_loader.storage.schema import Column
+from gear_loader.utils.checks import flag
 from gear_loader.utils.paths import local_path
 
 __all__ = ["HDF5Episodes", "read_hdf5"]
@@ -113,6 +114,8 @@ def read_hdf5(
     if unfinished not in ("keep", "drop"):
         raise SourceError(f"unfinished={unfinished!r}; expected 'keep' or 'drop'.")
     check_count("max_episode_steps", max_episode_steps)
+    for option, value in (("keep_float64", keep_float64), ("allow_nonfinite", allow_nonfinite)):
+        flag(option, value)
     return HDF5Episodes(
         local_path(path, SourceError),
         columns,
