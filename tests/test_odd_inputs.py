@@ -113,10 +113,15 @@ def of_table(table: gear.Table) -> Iterator[tuple[str, Call]]:
 
 def of_remote(table: gear.Table, remote: Any) -> Iterator[tuple[str, Call]]:
     """Calls of a remote table, options of `connect`, and of `Table.serve`."""
+
+    def serve(**options: Any) -> None:
+        if not isinstance(options.get("host"), str):  # which would be looked up
+            table.serve(**options).close()
+
     yield from of_any(remote)
     yield "writer, wait", lambda v: remote.writer(wait=v)
     yield "flush", remote.flush
-    given = {"url": remote.url, "secret": SECRET, "timeout": 5.0}
+    given: dict[str, Any] = {"url": remote.url, "secret": SECRET, "timeout": 5.0}
     for name in inspect.signature(gear.connect).parameters:
         rest = {"secret": None} if name == "secret_file" else {}
         yield (
@@ -124,7 +129,7 @@ def of_remote(table: gear.Table, remote: Any) -> Iterator[tuple[str, Call]]:
             lambda v, name=name, rest=rest: gear.connect(**{**given, **rest, name: v}).close(),
         )
     for name in list(inspect.signature(gear.Table.serve).parameters)[1:]:
-        yield f"serve, {name}", lambda v, name=name: table.serve(**{"secret": SECRET, name: v}).close()
+        yield f"serve, {name}", lambda v, name=name: serve(**{"secret": SECRET, name: v})
 
 
 def of_shards(table: gear.Table) -> Iterator[tuple[str, Call]]:
