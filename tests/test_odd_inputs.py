@@ -116,7 +116,11 @@ def of_remote(table: gear.Table, remote: Any) -> Iterator[tuple[str, Call]]:
 
     def serve(**options: Any) -> None:
         if not isinstance(options.get("host"), str):  # which would be looked up
-            table.serve(**options).close()
+            table.serve(**options).stop()
+
+    def connect(**options: Any) -> None:
+        if not isinstance(options.get("secret_file"), str):  # a missing file is an OSError
+            gear.connect(**options).close()
 
     yield from of_any(remote)
     yield "writer, wait", lambda v: remote.writer(wait=v)
@@ -126,7 +130,7 @@ def of_remote(table: gear.Table, remote: Any) -> Iterator[tuple[str, Call]]:
         rest = {"secret": None} if name == "secret_file" else {}
         yield (
             f"connect, {name}",
-            lambda v, name=name, rest=rest: gear.connect(**{**given, **rest, name: v}).close(),
+            lambda v, name=name, rest=rest: connect(**{**given, **rest, name: v}),
         )
     for name in list(inspect.signature(gear.Table.serve).parameters)[1:]:
         yield f"serve, {name}", lambda v, name=name: serve(**{"secret": SECRET, name: v})

@@ -241,10 +241,13 @@ class RemoteTable:
             return Stacked(*stacked_bytes(self._added, trajectories, lengths))
         if isinstance(as_mapping(trajectories), Mapping):
             listed(self._added, trajectories)  # raises: one mapping without lengths
-        if not isinstance(trajectories, Iterable):
+        try:
+            items = iter(trajectories)
+        except TypeError:
             listed(self._added, trajectories)  # raises
+            raise
         kept, found = keeps(trajectories), []
-        for i, each in enumerate(trajectories):
+        for i, each in enumerate(items):
             rows = as_mapping(each)
             if not kept and isinstance(rows, Mapping):
                 rows = copy.deepcopy(dict(rows))
