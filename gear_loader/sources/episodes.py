@@ -164,7 +164,8 @@ def _schema_of(episode: Any, where: str) -> dict[str, Column]:
         )
     schema = {}
     for name, values in episode.items():
-        if not isinstance(values, (np.ndarray, torch.Tensor)) or values.ndim == 0:
+        nested = isinstance(values, torch.Tensor) and values.is_nested
+        if nested or not isinstance(values, (np.ndarray, torch.Tensor)) or values.ndim == 0:
             raise SourceError(
                 f"Column {name!r} of {where} is {describe(values)}; expected a numpy array or torch tensor [T, ...]."
             )
