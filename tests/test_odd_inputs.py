@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import gear_loader as gear
+from gear_loader.distributed import Shards
 from gear_loader.errors import GearError, SchemaError
 from tests.odd_inputs_common import Broken, complaint, odd_inputs
 from tests.transport_common import PATIENCE, SECRET, serving
@@ -34,8 +35,12 @@ GOAL = {"goal": np.zeros(3, np.int32)}
 
 def new_table(schema: Any = None, name: str | None = None) -> gear.Table:
     table = gear.Table.create(schema or LATE, max_steps=4096, max_trajectories=64, block_steps=16, name=name)
-    table.extend([trajectory(4), trajectory(6), trajectory(3)])
+    fill_table(table)
     return table
+
+
+def fill_table(table: gear.Table) -> None:
+    table.extend([trajectory(4), trajectory(6), trajectory(3)])
 
 
 @contextlib.contextmanager
@@ -67,8 +72,8 @@ def step(**columns: Any) -> dict[str, Any]:
     return {"x": np.ones(2, np.float32), "done": False, "n": 1, **columns}
 
 
-def of_table(table: gear.Table) -> Iterator[tuple[str, Call]]:
-    """Calls of a table that add, read and remove."""
+def of_any(table: Any) -> Iterator[tuple[str, Call]]:
+    """Calls of a table and of a remote one."""
     fill = np.zeros(4, np.float32)
     yield "add", table.add
     yield "extend", table.extend
@@ -76,31 +81,146 @@ def of_table(table: gear.Table) -> Iterator[tuple[str, Call]]:
     yield "extend, stacked", lambda v: table.extend(v, lengths=[4, 2])
     yield "extend, lengths", lambda v: table.extend(stacked(), lengths=v)
     yield "extend, priority", lambda v: table.extend([trajectory(), trajectory()], priority=v)
-    yield "extend_as, ids", lambda v: table.extend_as([trajectory(), trajectory()], ids=v)
     yield "add, priority", lambda v: table.add(trajectory(), priority=v)
     yield "add, final", lambda v: table.add(trajectory(), final=v)
     yield "add, final x", lambda v: table.add(trajectory(), final={"x": v})
     for name in COLUMNS:
         yield f"add, {name}", lambda v, name=name: table.add(trajectory(**{name: v}))
         yield f"stacked, {name}", lambda v, name=name: table.extend(stacked(**{name: v}), lengths=[4, 2])
-    for read in (table.__getitem__, table.rows, table.final, table.remove, table.ids, table.set_origin):
-        yield read.__name__, read
-    yield "unfilled", lambda v: table.unfilled(v)
     yield "update_priority, index", lambda v: table.update_priority(v, [1.0, 2.0])
     yield "update_priority, priority", lambda v: table.update_priority([0, 1], v)
     for name in ("generation", "stale"):
         yield f"update_priority, {name}", lambda v, name=name: table.update_priority([0], [1.0], **{name: v})
         yield f"fill, {name}", lambda v, name=name: table.fill([0], late=[fill], **{name: v})
+    yield "unfilled", lambda v: table.unfilled(v)
     yield "fill, index", lambda v: table.fill(v, late=fill)
     yield "fill, late", lambda v: table.fill(0, late=v)
-    yield "pin", lambda v: None if v is None else table.pin(v)
-    yield "save", lambda v: None if isinstance(v, str) else table.save(v)
     for name in ("chunk_steps", "overlap_steps", "commit_every_step"):
         yield f"writer, {name}", lambda v, name=name: table.writer(**{"chunk_steps": 4, name: v})
+        yield f"writers, {name}", lambda v, name=name: table.writers(2, **{"chunk_steps": 4, name: v})
     yield "writers", table.writers
 
 
-def of_writers(table: gear.Table, *, each: bool) -> Iterator[tuple[str, Call]]:
+def of_table(table: gear.Table) -> Iterator[tuple[str, Call]]:
+    """Calls of a table that add, read and remove."""
+    yield from of_any(table)
+    yield "extend_as, ids", lambda v: table.extend_as([trajectory(), trajectory()], ids=v)
+    for read in (table.__getitem__, table.rows, table.final, table.remove, table.ids, table.set_origin):
+        yield read.__name__, read
+    yield "pin", lambda v: None if v is None else table.pin(v)
+    yield "save", lambda v: None if isinstance(v, str) else table.save(v)
+
+
+def of_remote(table: gear.Table, remote: Any) -> Iterator[tuple[str, Call]]:
+    """Calls of a remote table, options of `connect`, and of `Table.serve`."""
+
+    def serve(**options: Any) -> None:
+        if not isinstance(options.get("host"), str):  # which would be looked up
+            table.serve(**options).stop()
+
+    def connect(**options: Any) -> None:
+        if not isinstance(options.get("secret_file"), str):  # a missing file is an OSError
+            gear.connect(**options).close()
+
+    yield from of_any(remote)
+    yield "writer, wait", lambda v: remote.writer(wait=v)
+    yield "flush", remote.flush
+    given: dict[str, Any] = {"url": remote.url, "secret": SECRET, "timeout": 5.0}
+    for name in inspect.signature(gear.connect).parameters:
+        rest = {"secret": None} if name == "secret_file" else {}
+        yield (
+            f"connect, {name}",
+            lambda v, name=name, rest=rest: connect(**{**given, **rest, name: v}),
+        )
+    for name in list(inspect.signature(gear.Table.serve).parameters)[1:]:
+        yield f"serve, {name}", lambda v, name=name: serve(**{"secret": SECRET, name: v})
+
+
+def of_shards(table: gear.Table) -> Iterator[tuple[str, Call]]:
+    for name in inspect.signature(Shards).parameters:
+        yield f"Shards, {name}", lambda v, name=name: Shards(**{"table": table, name: v}).close()
+
+
+def of_sources(path: pathlib.Path) -> Iterator[tuple[str, Call]]:
+    """Options of `load`, `collect`, and of the readers."""
+    pytest.importorskip("gymnasium", reason="needs pip install '.[sources]'")
+    pytest.importorskip("h5py", reason="needs pip install '.[sources]'")
+    from tests.sources_common import ScriptedEnv, flat_arrays, write
+
+    episodes = [{"a": np.zeros(4, np.float32), "goal": np.zeros(2, np.float32)}]
+    file = path / "data.hdf5"
+    if not file.exists():
+        write(file, flat_arrays([3, 4]))
+    load: dict[str, Any] = {"source": episodes, "per_trajectory": ["goal"], "progress": False}
+    collect: dict[str, Any] = {"env": ScriptedEnv(), "episodes": 1, "max_episode_steps": 4, "progress": False}
+    steps: dict[str, Any] = {**collect, "episodes": None, "max_steps": 3}
+    many: dict[str, Any] = {**collect, "env": ScriptedEnv, "num_envs": 2}
+    for call, given in (
+        (gear.sources.load, load),
+        (gear.sources.collect, collect),
+        (gear.sources.collect, steps),
+        (gear.sources.collect, many),
+        (gear.sources.read_hdf5, {"path": file}),
+        (gear.sources.read_minari, {"dataset": "nowhere"}),
+    ):
+        for name in inspect.signature(call).parameters:
+
+            def tried(value: Any, call: Any = call, given: Any = given, name: str = name) -> None:
+                if not (name == "name" and isinstance(value, str)):
+                    call(**{**given, name: value})
+
+            yield f"{call.__name__}, {name}", tried
+    yield "load, goal", lambda v: gear.sources.load(**{**load, "source": [{**episodes[0], "goal": v}]})
+    yield "infer_schema", gear.sources.infer_schema
+    yield "infer_schema, column", lambda v: gear.sources.infer_schema({"a": v})
+
+
+def of_sb3(_: Any) -> Iterator[tuple[str, Call]]:
+    """The buffer for stable-baselines3."""
+    pytest.importorskip("stable_baselines3", reason="needs pip install '.[sb3]'")
+    from gymnasium import spaces
+
+    from gear_loader.integrations.sb3 import ReplayBuffer
+
+    box = spaces.Box(-1, 1, (2,), np.float32)
+    made: dict[str, Any] = {
+        "buffer_size": 64,
+        "observation_space": box,
+        "action_space": box,
+        "device": "cpu",
+        "n_envs": 2,
+    }
+    for name in inspect.signature(ReplayBuffer).parameters:
+        yield f"sb3, {name}", lambda v, name=name: ReplayBuffer(**{**made, name: v})
+    pair = np.zeros((2, 2), np.float32)
+    step: dict[str, Any] = {"obs": pair, "next_obs": pair, "action": pair, "reward": np.zeros(2)}
+    step |= {"done": np.ones(2, bool), "infos": [{}, {}]}
+    for optimize, name in itertools.product((False, True), step):
+
+        def add(value: Any, name: str = name, optimize: bool = optimize) -> None:
+            buffer = ReplayBuffer(**made, optimize_memory_usage=optimize)
+            buffer.add(**step)
+            before = [buffer.observations, buffer.rewards, buffer.dones, buffer.timeouts]
+            try:
+                buffer.add(**{**step, name: value})
+            except BaseException:
+                after = [buffer.observations, buffer.rewards, buffer.dones, buffer.timeouts]
+                assert all(map(np.array_equal, before, after))
+                assert buffer.size() == 1
+                raise
+
+        yield f"sb3 add, {name}, {optimize}", add
+
+    def sample(value: Any, name: str) -> None:
+        buffer = ReplayBuffer(**made)
+        buffer.add(**step)
+        buffer.sample(**{"batch_size": 2, name: value})
+
+    for name in ("batch_size", "env"):
+        yield f"sb3 sample, {name}", lambda v, name=name: sample(v, name)
+
+
+def of_writers(table: Any, *, each: bool) -> Iterator[tuple[str, Call]]:
     """Calls of a writer and of a vector writer; `each`: that commit every step."""
 
     def one(then: Callable[[gear.Writer], object], first: Any = None, trajectory: Any = GOAL) -> object:
@@ -250,43 +370,63 @@ def state(table: gear.Table) -> list[Any]:
     return [found, table.num_steps, arrays.priority[table.indices()].tolist()]
 
 
+Kind = Callable[[gear.Table, Any, pathlib.Path], Iterator[tuple[str, Call]]]
+KINDS: dict[
+    str, tuple[Any, Kind]
+] = {  # columns of the table; calls, given it, the same by a server, and a folder
+    "table": (LATE, lambda table, _, path: of_table(table)),
+    "writers": (COLUMNS, lambda table, _, path: of_writers(table, each=False)),
+    "step writers": (COLUMNS, lambda table, _, path: of_writers(table, each=True)),
+    "dataset": (LATE, lambda table, _, path: of_dataset(table)),
+    "options": (LATE, lambda table, _, path: of_options()),
+    "remote table": (LATE, lambda table, remote, path: of_remote(table, remote)),
+    "remote writers": (COLUMNS, lambda table, remote, path: of_writers(remote, each=False)),
+    "shards": (LATE, lambda table, _, path: of_shards(table)),
+    "sources": (LATE, lambda table, _, path: of_sources(path)),
+    "sb3": (LATE, lambda table, _, path: of_sb3(path)),
+}
+
+
 @pytest.mark.long
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["table", "writers", "step writers", "dataset", "options"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_odd_input_is_refused_briefly_or_taken_and_changes_nothing_else(
     kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    makes: dict[str, Callable[[gear.Table], Iterator[tuple[str, Call]]]] = {
-        "table": of_table,
-        "writers": lambda table: of_writers(table, each=False),
-        "step writers": lambda table: of_writers(table, each=True),
-        "dataset": of_dataset,
-        "options": lambda _: of_options(),
-    }
+    schema, calls = KINDS[kind]
     wrong: list[str] = []
-    table = new_table(None if kind in ("table", "dataset", "options") else COLUMNS)
-    for entry in range(len(list(makes[kind](table)))):
-        for name, value in odd_inputs().items():
-            what, call = list(makes[kind](table))[entry]
-            before = state(table)
-            taken = False
+    with contextlib.ExitStack() as stack:
+        remote = None
+        table = new_table(schema, NAME if kind.startswith("remote") else None)
+        if kind.startswith("remote"):
+            remote = stack.enter_context(connected(table))
+        for entry in range(len(list(calls(table, remote, tmp_path)))):
+            for name, value in odd_inputs().items():
+                what, call = list(calls(table, remote, tmp_path))[entry]
+                before = state(table)
+                taken = False
 
-            def watched(value: Any, call: Call = call) -> None:
-                nonlocal taken
-                call(value)
-                taken = True
+                def watched(value: Any, call: Call = call) -> None:
+                    nonlocal taken
+                    call(value)
+                    taken = True
 
-            found = complaint(watched, value)
-            if found is None and not taken and state(table) != before:
-                found = "it was refused, and the table has changed"
-            if found is not None:
-                wrong.append(f"{what}: {name}: {found}")
-            if taken:
-                table.close()
-                table = new_table(None if kind in ("table", "dataset", "options") else COLUMNS)
-    table.close()
+                found = complaint(watched, value)
+                if remote is not None:
+                    remote.flush()
+                if found is None and not taken and state(table) != before:
+                    found = "it was refused, and the table has changed"
+                if found is not None:
+                    wrong.append(f"{what}: {name}: {found}")
+                if taken and remote is not None:
+                    table.clear()
+                    fill_table(table)
+                elif taken:
+                    table.close()
+                    table = new_table(schema)
+        table.close()
     assert not wrong, f"{len(wrong)} of them:\n" + "\n".join(wrong[:40])
 
 

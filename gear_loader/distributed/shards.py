@@ -27,7 +27,8 @@ from gear_loader.errors import PrivateTableError, SchemaError, TransportError
 from gear_loader.storage.rules import check_seconds
 from gear_loader.storage.table import Table
 from gear_loader.transport.handshake import check_secret
-from gear_loader.utils.checks import byte_count
+from gear_loader.utils.arrays import shown
+from gear_loader.utils.checks import byte_count, one_of
 
 __all__ = ["LocalShard", "Shards"]
 
@@ -110,10 +111,13 @@ class Shards:
         cache: int | str | None = None,
     ) -> None:
         self.cache = None if cache is None else CacheBudget(byte_count("cache", cache))
-        if transport not in _TRANSPORTS:
-            raise SchemaError(f"transport is {transport!r}; expected one of {', '.join(_TRANSPORTS)}.")
-        if on_failure not in ("raise", "redraw"):
-            raise SchemaError(f"on_failure is {on_failure!r}; expected 'raise' or 'redraw'.")
+        one_of("transport", transport, _TRANSPORTS)
+        one_of("on_failure", on_failure, ("raise", "redraw"))
+        for name, value in (("host", host), ("node", node)):
+            if not isinstance(value, str) and not (name == "node" and value is None):
+                raise SchemaError(f"{name} is {shown(value)}; expected a name, as a string.")
+        if servers is not None and not isinstance(servers, Mapping):
+            raise SchemaError(f"servers is {shown(servers)}; expected a mapping of node names to addresses.")
         self.timeout = check_seconds("timeout", timeout)
         self.rows_timeout = self.timeout / 3
         self.on_failure: OnFailure = on_failure
@@ -134,6 +138,8 @@ class Shards:
         self._ranks: list[int] | None = None
         self._sources: dict[int, LocalShard | RemoteShard] = {}
         self.transport = _chosen(transport)
+        if not isinstance(table, (Table, Sequence)) or isinstance(table, str):
+            raise SchemaError(f"{shown(table)} was given; expected a gear_loader.Table, or a list of them.")
         tables = [table] if isinstance(table, Table) else list(table)
         for each in tables:
             _check_table(each, self.transport)
@@ -153,8 +159,8 @@ class Shards:
         """Use tables of this process alone."""
         if mesh is not None or not tables:
             raise SchemaError(
-                f"{len(tables)} tables and mesh {mesh!r} were given; without torch.distributed expected one table or "
-                "several, and no mesh."
+                f"{len(tables)} tables and mesh {shown(mesh)} were given; without torch.distributed expected one "
+                "table or several, and no mesh."
             )
         self.exchange: SingleProcess = SingleProcess()
         self.table: Table = tables[0]

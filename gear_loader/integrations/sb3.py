@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import collections
+import reprlib
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from gear_loader.storage.rows import SelectedRows
 from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
-from gear_loader.utils.checks import at_least, finite
+from gear_loader.utils.checks import at_least, finite, flag
 
 try:
     from gymnasium import spaces
@@ -124,6 +125,10 @@ class ReplayBuffer(_ReplayBuffer):
         gamma: float = 0.99,
     ) -> None:
         self.n_steps = at_least("n_steps", n_steps)
+        buffer_size, n_envs = at_least("buffer_size", buffer_size), at_least("n_envs", n_envs)
+        self.optimize_memory_usage = flag("optimize_memory_usage", optimize_memory_usage)
+        self.handle_timeout_termination = flag("handle_timeout_termination", handle_timeout_termination)
+        self.copy = flag("copy", copy)
         if not finite(gamma) or not 0 <= gamma <= 1:
             raise SchemaError(f"gamma is {shown(gamma)}; expected a number from 0 to 1.")
         self.gamma = gamma
@@ -133,11 +138,14 @@ class ReplayBuffer(_ReplayBuffer):
                 "with gymnasium.wrappers.FlattenObservation, or use SB3's DictReplayBuffer."
             )
         # Not SB3's own constructor, which allocates its arrays.
-        BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs=n_envs)
+        try:
+            BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs=n_envs)
+        except Exception as error:
+            raise SchemaError(
+                f"The spaces {shown(observation_space)} and {shown(action_space)} on device {shown(device)} were "
+                f"refused by stable-baselines3: {reprlib.repr(str(error))}. Expected spaces and a device that it takes."
+            ) from error
         self.buffer_size = max(buffer_size // n_envs, 1)
-        self.optimize_memory_usage = optimize_memory_usage
-        self.handle_timeout_termination = handle_timeout_termination
-        self.copy = copy
         self._discrete = isinstance(observation_space, spaces.Discrete)
         self._added = 0  # calls of `add`
         self._first = 0  # first of them of which all transitions are live
@@ -255,7 +263,8 @@ class ReplayBuffer(_ReplayBuffer):
         """Add one transition of each environment, as SB3's buffer does; `sample` may draw it from now on.
 
         Raises:
-            SchemaError: `infos` is one mapping, as Gymnasium's vector environments return it.
+            SchemaError: a value does not fit, or `infos` is one mapping, as Gymnasium's vector environments return it.
+                Nothing was added.
         """
         if isinstance(infos, dict):
             raise SchemaError(
@@ -265,15 +274,24 @@ class ReplayBuffer(_ReplayBuffer):
             )
         given, ended = self._given, self._ended
         observation, following = given["observation"], given[_NEXT]
-        if self._discrete:  # [n_envs] -> [n_envs, 1]
-            obs, next_obs = obs.reshape(observation.shape), next_obs.reshape(observation.shape)
-        observation[...] = obs
-        following[...] = next_obs
-        given["action"][...] = action.reshape(given["action"].shape)
-        given["reward"][...] = reward
-        ended[...] = done
-        if self._any_ended or True in ended.tolist():
-            self._note_ends(infos)
+        try:
+            if self._discrete:  # [n_envs] -> [n_envs, 1]
+                obs, next_obs = obs.reshape(observation.shape), next_obs.reshape(observation.shape)
+            observation[...] = obs
+            following[...] = next_obs
+            given["action"][...] = action.reshape(given["action"].shape)
+            given["reward"][...] = reward
+            ended[...] = done
+            if self._any_ended or True in ended.tolist():
+                self._note_ends(infos)
+        except Exception as error:
+            values = {"obs": obs, "next_obs": next_obs, "action": action, "reward": reward, "done": done}
+            found = ", ".join(f"{name} {_kind_of(value)}" for name, value in values.items())
+            raise SchemaError(
+                f"The transition does not fit: {found}, infos {type(infos).__name__}; expected arrays "
+                f"[{self.n_envs}, ...] of numbers and a list of {self.n_envs} dicts. Nothing was added: "
+                f"{reprlib.repr(str(error))}"
+            ) from error
         while True:
             waiting = copying.put_steps(
                 self._columns,
@@ -434,6 +452,9 @@ class ReplayBuffer(_ReplayBuffer):
         Raises:
             TableEmptyError: nothing has been added.
         """
+        batch_size = at_least("batch_size", batch_size)
+        if env is not None and not hasattr(env, "normalize_obs"):
+            raise SchemaError(f"env is {shown(env)}; expected a VecNormalize, or None.")
         size = self.size()
         if size == 0:
             raise TableEmptyError("The replay buffer is empty; add a transition before the first sample.")
@@ -541,6 +562,12 @@ class ReplayBuffer(_ReplayBuffer):
             prefetcher.abandon(buffers, ticket.end, ticket)
             raise
         return len(rows)
+
+
+def _kind_of(value: Any) -> str:
+    """Type of a value, and shape of an array, for error messages."""
+    shape = f" {list(value.shape)}" if isinstance(value, np.ndarray) else ""
+    return type(value).__name__ + shape
 
 
 def _column(what: str, dtype: Any, shape: tuple[int, ...]) -> Column:

@@ -11,6 +11,7 @@ from gear_loader.sources._optional import require
 from gear_loader.sources.episodes import Columns, Episode, check_count, describe
 from gear_loader.sources.recording import Limits, Recorder, Values, action_seed, first_too_long
 from gear_loader.sources.vector_environment import collect_vector, make_vector
+from gear_loader.utils.checks import at_least, flag
 from gear_loader.utils.progress import progress_bar
 
 __all__ = ["collect", "collect_iter"]
@@ -79,6 +80,7 @@ def collect(
             step. Also options that do not fit.
         ImportError: Gymnasium is not installed.
     """
+    flag("progress", progress)
     return list(
         collect_iter(
             env,
@@ -120,6 +122,10 @@ def collect_iter(
     check_count("episodes", episodes)
     check_count("max_steps", max_steps)
     check_count("max_episode_steps", max_episode_steps)
+    for option, value in (("keep_float64", keep_float64), ("allow_nonfinite", allow_nonfinite)):
+        flag(option, value)
+    if seed is not None and at_least("seed", seed, least=0) >= 2**63:
+        raise SourceError(f"seed={seed}; expected an integer below 2**63.")
     if episodes is None and max_steps is None:
         raise SourceError(
             "Neither episodes= nor max_steps= was given; expected at least one, to know when to stop."

@@ -33,6 +33,7 @@ from gear_loader.errors import SchemaError, SourceError
 from gear_loader.storage.dtypes import ITEM_BYTES, NUMPY_DTYPES, dtype_names, torch_dtypes
 from gear_loader.storage.schema import Column, as_mapping
 from gear_loader.utils.arrays import shown, unreadable
+from gear_loader.utils.checks import LARGEST
 
 __all__ = [
     "FINITE_REMEDY",
@@ -163,7 +164,8 @@ def _schema_of(episode: Any, where: str) -> dict[str, Column]:
         )
     schema = {}
     for name, values in episode.items():
-        if not isinstance(values, (np.ndarray, torch.Tensor)) or values.ndim == 0:
+        nested = isinstance(values, torch.Tensor) and values.is_nested
+        if nested or not isinstance(values, (np.ndarray, torch.Tensor)) or values.ndim == 0:
             raise SourceError(
                 f"Column {name!r} of {where} is {describe(values)}; expected a numpy array or torch tensor [T, ...]."
             )
@@ -332,8 +334,10 @@ def check_count(option: str, value: Any) -> None:
         SourceError: it is something else.
     """
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if value is not None and not (whole and value >= 1):
-        raise SourceError(f"{option}={shown(value)}; expected a whole number of at least 1, or None.")
+    if value is not None and not (whole and 1 <= value <= LARGEST):
+        raise SourceError(
+            f"{option}={shown(value)}; expected a whole number of at least 1 (and at most 2**62), or None."
+        )
 
 
 def requested(columns: Columns, default: Sequence[str]) -> dict[str, str]:

@@ -46,6 +46,8 @@ from gear_loader.sources.hdf5_file import (
     readable,
 )
 from gear_loader.storage.schema import Column
+from gear_loader.utils.arrays import shown
+from gear_loader.utils.checks import flag
 from gear_loader.utils.paths import local_path
 
 __all__ = ["HDF5Episodes", "read_hdf5"]
@@ -110,9 +112,14 @@ def read_hdf5(
         ImportError: h5py is not installed.
     """
     require("h5py", "Reading an HDF5 file")
-    if unfinished not in ("keep", "drop"):
-        raise SourceError(f"unfinished={unfinished!r}; expected 'keep' or 'drop'.")
+    if not isinstance(unfinished, str) or unfinished not in ("keep", "drop"):
+        raise SourceError(f"unfinished={shown(unfinished)}; expected 'keep' or 'drop'.")
+    for option, value in (("terminals", terminals), ("timeouts", timeouts)):
+        if not isinstance(value, str) and (option == "terminals" or value is not None):
+            raise SourceError(f"{option}={shown(value)}; expected the path of an array in the file.")
     check_count("max_episode_steps", max_episode_steps)
+    for option, value in (("keep_float64", keep_float64), ("allow_nonfinite", allow_nonfinite)):
+        flag(option, value)
     return HDF5Episodes(
         local_path(path, SourceError),
         columns,

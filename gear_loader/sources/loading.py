@@ -37,6 +37,7 @@ from gear_loader.storage.incoming import checked_priorities, with_final
 from gear_loader.storage.schema import Column, Schema, as_mapping, copied, keeps
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown, unreadable
+from gear_loader.utils.checks import flag
 from gear_loader.utils.paths import local_path
 from gear_loader.utils.progress import progress_bar
 
@@ -120,26 +121,30 @@ def load(
         >>> len(table), table.num_steps, table[0]["reward"]
         (2, 3, tensor([1.0000, 0.5000]))
     """
+    if table is not None and not isinstance(table, Table):
+        raise SourceError(f"table is {shown(table)}; expected a gear_loader.Table, or None.")
     if table is not None and name is not None:
         raise SourceError(
             f"name={name!r} was given with a table; expected one of the two: a table keeps its name."
         )
     once = _once_names(per_trajectory, table)
+    options: dict[str, Any] = {
+        "columns": columns,
+        "keep_float64": flag("keep_float64", keep_float64),
+        "allow_nonfinite": flag("allow_nonfinite", allow_nonfinite),
+    }
+    for option, value in (("final", final), ("download", download), ("progress", progress)):
+        flag(option, value)
     check_count("max_trajectories", max_trajectories)
     if not isinstance(block_steps, str):
         check_count("block_steps", block_steps)
     if table is not None and columns is None:
-        columns = list(table.schema.added)
+        options["columns"] = list(table.schema.added)
     if table is not None:  # else what the table can hold would be rounded on the way
-        keep_float64 = keep_float64 or any(column.dtype == torch.float64 for column in table.schema.values())
+        options["keep_float64"] |= any(column.dtype == torch.float64 for column in table.schema.values())
     wanted: list[str] | None = None if final else []
     if table is not None:
         wanted = list(table.schema.finals or ())
-    options: dict[str, Any] = {
-        "columns": columns,
-        "keep_float64": keep_float64,
-        "allow_nonfinite": allow_nonfinite,
-    }
     if download and (not isinstance(source, str) or _is_hdf5(source)):
         given = repr(source) if isinstance(source, str) else describe(source)
         raise SourceError(

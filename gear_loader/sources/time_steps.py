@@ -16,7 +16,11 @@ __all__ = ["how_to_cut", "is_frame", "is_hugging_face", "refuse_steps"]
 
 def is_frame(source: Any) -> bool:
     """Whether it is a DataFrame or an Arrow table, or a Hugging Face data set."""
-    return hasattr(source, "shape") and (hasattr(source, "columns") or hasattr(source, "schema"))
+    return (
+        not isinstance(source, torch.Tensor)
+        and hasattr(source, "shape")
+        and (hasattr(source, "columns") or hasattr(source, "schema"))
+    )
 
 
 def is_hugging_face(source: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 from gear_loader.errors import TransportError
 from gear_loader.transport.wire import Kind
+from gear_loader.utils.arrays import shown
 
 __all__ = ["Allow", "ByteBudget", "check_allow", "refusal"]
 
@@ -26,8 +27,8 @@ def check_allow(allow: Any) -> Allow:
     Raises:
         TransportError: another value.
     """
-    if allow not in _REFUSED:
-        raise TransportError(f"allow is {allow!r}; expected 'all', 'read' or 'write'.")
+    if not isinstance(allow, str) or allow not in _REFUSED:
+        raise TransportError(f"allow is {shown(allow)}; expected 'all', 'read' or 'write'.")
     return cast(Allow, allow)
 
 

@@ -31,7 +31,7 @@ from gear_loader.storage.stats import TableStats
 from gear_loader.transport.access import refusal
 from gear_loader.transport.client import Peer
 from gear_loader.transport.delivery import Delivery, fill_parts, until_done
-from gear_loader.transport.handshake import read_secret
+from gear_loader.transport.handshake import check_secret, read_secret
 from gear_loader.transport.remote_vector_writer import RemoteVectorWriter
 from gear_loader.transport.remote_writer import RemoteWriter
 from gear_loader.transport.spool import Spool
@@ -40,7 +40,7 @@ from gear_loader.transport.tls import client_context
 from gear_loader.transport.trajectory_rows import Rows, Stacked
 from gear_loader.transport.urls import Place, split_url
 from gear_loader.transport.wire import Kind
-from gear_loader.utils.arrays import Array
+from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import at_least
 
 if TYPE_CHECKING:
@@ -127,6 +127,8 @@ def _secret(secret: bytes | None, secret_file: str | os.PathLike[str] | None) ->
         raise HandshakeError("secret and secret_file were both given; expected one of them.")
     if secret_file is not None:
         return read_secret(secret_file)
+    if secret is not None and not isinstance(secret, bytes):
+        check_secret(secret)  # raises
     found = os.environb.get(b"GEAR_LOADER_SECRET", b"").strip() if secret is None else secret
     if not found:
         raise HandshakeError(
@@ -239,11 +241,18 @@ class RemoteTable:
             return Stacked(*stacked_bytes(self._added, trajectories, lengths))
         if isinstance(as_mapping(trajectories), Mapping):
             listed(self._added, trajectories)  # raises: one mapping without lengths
-        kept = keeps(trajectories)
-        listing = [
-            as_mapping(each) if kept else copy.deepcopy(dict(as_mapping(each))) for each in trajectories
-        ]
-        return [Rows.of(self._added, each, f"trajectory {i}") for i, each in enumerate(listing)]
+        try:
+            items = iter(trajectories)
+        except TypeError:
+            listed(self._added, trajectories)  # raises
+            raise
+        kept, found = keeps(trajectories), []
+        for i, each in enumerate(items):
+            rows = as_mapping(each)
+            if not kept and isinstance(rows, Mapping):
+                rows = copy.deepcopy(dict(rows))
+            found.append(Rows.of(self._added, rows, f"trajectory {i}"))
+        return found
 
     def update_priority(
         self,
@@ -471,8 +480,8 @@ class RemoteTable:
 def _check_whole(commit_every_step: object) -> None:
     if commit_every_step is not False:
         raise SchemaError(
-            f"commit_every_step is {commit_every_step!r}; expected False: a server stores whole trajectories. Pass "
-            "chunk_steps=1 to make each step a trajectory that can be drawn at once, or a few steps more "
+            f"commit_every_step is {shown(commit_every_step)}; expected False: a server stores whole trajectories. "
+            "Pass chunk_steps=1 to make each step a trajectory that can be drawn at once, or a few steps more "
             "(overlap_steps= repeats those before, for windows); or attach to the table on its machine, "
             "gear_loader.Table.attach(name), whose writers take commit_every_step=True."
         )

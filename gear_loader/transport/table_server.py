@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Sequence
 
 from gear_loader.errors import PrivateTableError, TransportError
 from gear_loader.storage.table import Table
 from gear_loader.transport.access import Allow, check_allow
+from gear_loader.transport.channel import CARRIERS
+from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.process import ServerProcess, TlsFiles, start_server
 from gear_loader.transport.urls import url_of
+from gear_loader.utils.arrays import shown
+from gear_loader.utils.checks import one_of
 
 __all__ = ["TableServer", "serve"]
 
@@ -80,10 +85,18 @@ def serve(
         HandshakeError: an invalid secret.
     """
     names = _names([tables] if isinstance(tables, Table) else tables)
-    known = secrets.token_hex(32).encode() if secret is None else secret
-    if tls is not None and (not isinstance(tls, (tuple, list)) or len(tls) != 2):
+    known = secrets.token_hex(32).encode() if secret is None else check_secret(secret)
+    one_of("carrier", carrier, CARRIERS, error=TransportError)
+    if not isinstance(host, str) or not host:
+        raise TransportError(f"host is {shown(host)}; expected a name or an address, as a string.")
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 1 << 16:
         raise TransportError(
-            f"tls is {tls!r}; expected the files of the certificate and its key, (cert, key)."
+            f"port is {shown(port)}; expected an integer from 0, for any free one, to 65535."
+        )
+    pair = isinstance(tls, (tuple, list)) and len(tls) == 2
+    if tls is not None and not (pair and all(isinstance(path, (str, os.PathLike)) for path in tls)):
+        raise TransportError(
+            f"tls is {shown(tls)}; expected the files of the certificate and its key, (cert, key)."
         )
     process = start_server(names, [carrier], host, port, secret=known, allow=check_allow(allow), tls=tls)
     return TableServer(names, process, carrier, known, tls=tls is not None)

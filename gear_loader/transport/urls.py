@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from gear_loader.errors import TransportError
 from gear_loader.transport.channel import Address
+from gear_loader.utils.arrays import shown
 
 __all__ = ["Place", "split_url", "url_of"]
 
@@ -38,7 +39,7 @@ def split_url(url: str) -> Place:
         TransportError: invalid.
     """
     if not isinstance(url, str) or len(url) > 1024:
-        raise TransportError(f"Address {str(url)[:100]!r} was received; {_URL}.")
+        raise TransportError(f"Address {shown(url)} was received; {_URL}.")
     parts = urllib.parse.urlsplit(url)
     table = urllib.parse.unquote(parts.path.removeprefix("/"))
     carrier = _SCHEMES.get(parts.scheme)
