@@ -152,22 +152,6 @@ def test_a_busy_rank_names_the_one_that_failed_after_the_others_have_ended(tmp_p
         assert message.startswith("RankError: Rank 2 did not send"), message
 
 
-def test_a_process_killed_while_it_is_listed_does_not_hide_the_others() -> None:
-    store = torch.distributed.HashStore()
-    ranks = liveness.Liveness(store, 0)
-    try:
-        listed = f"{liveness._PROCESS}/{ranks._node}"
-        assert store.add(listed, 1) == 2  # and was killed
-        store.set(f"{listed}/{store.add(listed, 1)}", "[2, 999999999, 5]")
-        ranks.learn()
-        assert ranks.ended([0, 1, 2]) == [2]
-        store.set(f"{listed}/2", "[1, 999999999, 5]")  # it was only slow
-        ranks.learn()
-        assert ranks.ended([0, 1, 2]) == [1, 2]
-    finally:
-        ranks.stop()
-
-
 def stopped_rank(rank: int, world: int, folder: str) -> str:
     """Rank 1 is stopped; the others' error, of which they leave a sign before they report it."""
 
