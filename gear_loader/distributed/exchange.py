@@ -151,14 +151,7 @@ class Exchange(SingleProcess):
         turn = _MADE[tuple(self.ranks)] = _MADE.get(tuple(self.ranks), 0) + 1
         self._prefix = f"gear_loader/exchange/{zlib.crc32(repr(self.ranks).encode()):08x}/{turn}"
         began = time.monotonic()
-        self._liveness: Liveness | None = None
-        try:
-            self._liveness = Liveness.of_job()
-        except RuntimeError as error:
-            raise RankError(
-                f"The store of torch.distributed, which rank 0 usually holds, does not answer: {error} Is that rank "
-                "alive?"
-            ) from error
+        self._liveness = self.announce()
         self._barrier: StoreBarrier | None = None
         if self._liveness is not None:
             self._barrier = StoreBarrier(self._liveness, self._prefix, self.rank, self.ranks)
@@ -170,6 +163,21 @@ class Exchange(SingleProcess):
         self._gloo = GlooGroup(self.ranks, self.timeout, search)
         self._finalizer = weakref.finalize(self, _end, self._gloo, self._liveness, self._prefix)
         self._finalizer.atexit = False
+
+    @staticmethod
+    def announce() -> Liveness | None:
+        """Let the other ranks know this process, so that they learn at once if it ends; see `Liveness.of_job`.
+
+        Raises:
+            RankError: torch.distributed's store does not answer.
+        """
+        try:
+            return Liveness.of_job()
+        except RuntimeError as error:
+            raise RankError(
+                f"The store of torch.distributed, which rank 0 usually holds, does not answer: {error} Is that rank "
+                "alive?"
+            ) from error
 
     def missing(self, name: str) -> list[int]:
         """Return the ranks that have not arrived at a barrier, by their numbers in the default process group."""

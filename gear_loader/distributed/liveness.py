@@ -80,8 +80,6 @@ class Liveness:
         self.failure: tuple[str, str] | None = None
         self._node = this_node()
         self._processes: dict[int, tuple[int, int]] = {}  # of this node
-        self._listed = 0
-        self._unwritten: set[int] = set()  # places of the list that were taken and not written yet
         self._stuck: threading.Thread | None = None
         self._over = threading.Event()
         self.ask(self._register, seconds=_CONNECT)
@@ -92,9 +90,9 @@ class Liveness:
         if hasattr(self.store, "clone"):  # calls of the shared connection may block for long
             self.store = self.store.clone()
         # Each node has a list of its processes, so that a rank does not read the entries of all ranks.
+        # One call of the store writes an entry: a rank that is killed meanwhile has it or not.
         own = (self.rank, os.getpid(), _process(os.getpid())[1])
-        place = self.store.add(f"{_PROCESS}/{self._node}", 1)
-        self.store.set(f"{_PROCESS}/{self._node}/{place}", json.dumps(own))
+        self.store.append(f"{_PROCESS}/{self._node}", json.dumps(own) + "\n")
         self._beat(0)
 
     @classmethod
@@ -176,24 +174,16 @@ class Liveness:
     # ---------------------------------------------------------------- processes
 
     def learn(self) -> None:
-        """Read new entries of the list of this node's processes.
+        """Read the list of this node's processes.
 
         Raises:
             RuntimeError: the store does not answer.
         """
 
         def read() -> None:
-            key = f"{_PROCESS}/{self._node}"
-            listed = self.store.add(key, 0)
-            self._unwritten.update(range(self._listed + 1, listed + 1))
-            self._listed = max(self._listed, listed)
-            for place in sorted(self._unwritten):
-                if self.store.check(
-                    [f"{key}/{place}"]
-                ):  # else about to be written, or its rank was killed before
-                    rank, pid, started = json.loads(self.store.get(f"{key}/{place}"))
-                    self._processes[rank] = (pid, started)
-                    self._unwritten.discard(place)
+            for entry in self.store.get(f"{_PROCESS}/{self._node}").splitlines():
+                rank, pid, started = json.loads(entry)
+                self._processes[rank] = (pid, started)
 
         self.ask(read)
 

@@ -57,6 +57,10 @@ class Shards:
     node read each other's tables directly. Rows of other nodes come from a server process on that node, which the
     node's first rank starts.
 
+    The others name a rank whose process ends: at once if it is on their machine, else within seconds, or at the
+    deadline of `timeout`. They know nothing of one that ends before it makes its first Shards, and name it at the
+    deadline.
+
     Args:
         table: this rank's shard, a table with a name. Where torch.distributed is not initialised, also several tables
             of this process, which are numbered in this order.
@@ -110,6 +114,8 @@ class Shards:
         servers: Mapping[str, str] | None = None,
         cache: int | str | None = None,
     ) -> None:
+        if dist.is_available() and dist.is_initialized():
+            Exchange.announce()  # before anything else: the others cannot know of a process that ends before
         self.cache = None if cache is None else CacheBudget(byte_count("cache", cache))
         one_of("transport", transport, _TRANSPORTS)
         one_of("on_failure", on_failure, ("raise", "redraw"))

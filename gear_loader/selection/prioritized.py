@@ -826,16 +826,20 @@ class PrioritizedSelection(Selection):
         maximum = max(maximum, float(new.max(initial=0)))
         first = self._first_leaves(np.where(new == UNSET, np.float32(maximum), new))
         steps = self.context.selector.unit == "step"
-        old, added, places = view.take(both), view.take(~both), places[both]
         if self._freshness < 1:
-            first = self._freshened(added.slots, first)
-        counts = lengths if steps else np.ones_like(lengths)
-        source = ranges((np.cumsum(counts) - counts)[places], counts[places])
-        items = [self._all_items(part.slots, part.lengths) for part in (old, added)]
-        repeats = added.lengths if steps else 1
-        values = (leaves[source], np.repeat(first, repeats))
-        joined = np.concatenate(items)
-        self._write(joined[joined >= 0], np.concatenate(values)[joined >= 0])
+            first = self._freshened(view.slots[~both], first)
+        items = self._all_items(view.slots, view.lengths)
+        if both.all() and len(view) == len(lengths):
+            values = leaves  # both in the order of sequence numbers
+        else:
+            old, counts = places[both], lengths if steps else np.ones_like(lengths)
+            parts = view.lengths if steps else np.ones_like(view.lengths)
+            values = np.empty(len(items), dtype=np.float32)
+            known = np.repeat(both, parts)
+            values[known] = leaves[ranges((np.cumsum(counts) - counts)[old], counts[old])]
+            values[~known] = np.repeat(first, parts[~both])
+        there = items >= 0
+        self._write(*((items, values) if there.all() else (items[there], values[there])))
         self._set_counters(maximum, num_stale)
 
     def forget_before(self, epoch: int, step: int) -> None:

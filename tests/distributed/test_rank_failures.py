@@ -24,8 +24,10 @@ from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.distributed import Shards, liveness
+from gear_loader.distributed import shards as shards_module
 from gear_loader.distributed.exchange import Exchange
 from gear_loader.distributed.failures import attempt, collect, describe, run_on_all
+from gear_loader.distributed.rendezvous import StoreBarrier
 from gear_loader.errors import RankError, SchemaError
 
 TIMEOUT = 3.0
@@ -41,7 +43,16 @@ def error_of(act: Any) -> str:
     return ""
 
 
-STAGES = ("shards", "group", "dataset", "batch", "save", "rebalance")
+INSIDE = {  # moments inside Shards(): where it is killed, instead of this call
+    "options": (shards_module, "_check_table"),
+    "places": (shards_module, "places_of"),
+    "listed": (liveness.Liveness, "_beat"),
+    "joined": (StoreBarrier, "arrive"),
+    "group": (torch.distributed, "new_group"),
+    "introduced": (shards_module, "member"),
+    "connected": (shards_module.Shards, "_connect"),
+}
+STAGES = ("shards", *INSIDE, "dataset", "batch", "save", "rebalance")
 
 
 def killed_rank(rank: int, world: int, stage: str, folder: str, parent: int) -> str:
@@ -55,8 +66,8 @@ def killed_rank(rank: int, world: int, stage: str, folder: str, parent: int) -> 
 
     def work() -> None:
         reached("shards")
-        if stage == "group" and rank == world - 1:
-            torch.distributed.new_group = lambda *_, **__: reached("group")
+        if stage in INSIDE and rank == world - 1:
+            setattr(*INSIDE[stage], lambda *_, **__: reached(stage))
         shards = Shards(table, timeout=8.0)
         table.unlink()
         reached("dataset")
@@ -75,19 +86,21 @@ def killed_rank(rank: int, world: int, stage: str, folder: str, parent: int) -> 
             table.unlink()
 
 
-def named_is_the_killed(answers: list[str], what: Any) -> None:
+def named_is_the_killed(answers: list[str], what: Any, *, at_once: bool) -> None:
     with contextlib.suppress(gear.errors.GearError):  # it was killed before it could
         gear.Table.attach(f"gear-stages-{os.getpid()}-3").unlink()
     for message in answers[:3]:
         assert "is alive" not in message, (what, message)
+        assert not at_once or "was waited for" not in message, (what, message)
         # Where the machine is busy, ranks that have seen it and ended may be named beside it.
         assert re.match(r"RankError: Ranks? ([0-2], )*3 ", message), (what, message)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", mostly_long(STAGES, "batch"))
+@pytest.mark.parametrize("stage", mostly_long(STAGES, "options", "batch"))
 def test_a_rank_that_is_killed_is_named_at_every_stage(stage: str, tmp_path: Path) -> None:
-    named_is_the_killed(run_ranks(4, killed_rank, stage, str(tmp_path), os.getpid(), dies=(3,)), stage)
+    answers = run_ranks(4, killed_rank, stage, str(tmp_path), os.getpid(), dies=(3,))
+    named_is_the_killed(answers, stage, at_once=stage != "shards")  # of which nothing can be known before
 
 
 def storm_rank(rank: int, world: int, delay: float, folder: str, parent: int) -> str:
@@ -105,7 +118,8 @@ def storm_rank(rank: int, world: int, delay: float, folder: str, parent: int) ->
 def test_a_rank_that_is_killed_at_any_moment_is_named(tmp_path: Path) -> None:
     random = np.random.default_rng(7)
     for delay in np.concatenate([random.uniform(0, 0.3, 12), random.uniform(0, 3, 8)]).tolist():
-        named_is_the_killed(run_ranks(4, storm_rank, delay, str(tmp_path), os.getpid(), dies=(3,)), delay)
+        answers = run_ranks(4, storm_rank, delay, str(tmp_path), os.getpid(), dies=(3,))
+        named_is_the_killed(answers, delay, at_once=False)
 
 
 def busy_rank(rank: int, world: int, port: int, folder: str) -> str:
@@ -136,22 +150,6 @@ def test_a_busy_rank_names_the_one_that_failed_after_the_others_have_ended(tmp_p
         port = free.getsockname()[1]
     for message in run_ranks(3, busy_rank, port, str(tmp_path), dies=(2,))[:2]:
         assert message.startswith("RankError: Rank 2 did not send"), message
-
-
-def test_a_process_killed_while_it_is_listed_does_not_hide_the_others() -> None:
-    store = torch.distributed.HashStore()
-    ranks = liveness.Liveness(store, 0)
-    try:
-        listed = f"{liveness._PROCESS}/{ranks._node}"
-        assert store.add(listed, 1) == 2  # and was killed
-        store.set(f"{listed}/{store.add(listed, 1)}", "[2, 999999999, 5]")
-        ranks.learn()
-        assert ranks.ended([0, 1, 2]) == [2]
-        store.set(f"{listed}/2", "[1, 999999999, 5]")  # it was only slow
-        ranks.learn()
-        assert ranks.ended([0, 1, 2]) == [1, 2]
-    finally:
-        ranks.stop()
 
 
 def stopped_rank(rank: int, world: int, folder: str) -> str:
