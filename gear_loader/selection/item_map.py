@@ -64,6 +64,19 @@ class Leaves:
         """The largest priority, or 0."""
         return max(float(part.max(initial=0)) for part in (self.priorities, self.whole_priorities))
 
+    def each(self, of: ItemMap) -> tuple[Array, Array]:
+        """Items and priorities, one by one, in the order in which they are set; those of whole blocks first."""
+        if not len(self.whole):
+            return self.items, self.priorities
+        step, inside = np.arange(of.block_steps), of.inside[self.whole]
+        there = (step >= inside[:, :1]) & (step < inside[:, 1:])
+        values = np.where(there, self.whole_priorities[:, None], _GONE)
+        whole = self.whole[:, None] * of.block_steps + step
+        return (
+            np.concatenate((whole.reshape(-1), self.items)),
+            np.concatenate((values.reshape(-1), self.priorities)),
+        )
+
 
 class _Share(NamedTuple):
     """A trajectory that shares a block with its owner: its slot, its number of the block, and `ItemMap.inside`."""

@@ -18,7 +18,6 @@ from gear_loader.kernels.sum_tree import (
     BAD_POSITION,
     DISTINCT_MISSING,
     EMPTY_DRAWS,
-    GONE,
     LOWEST_LEAF,
     NOWHERE,
     STALE,
@@ -363,26 +362,18 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         generations = self.context.table.reader().slot_states()[1][leaves.slots].astype(np.int32)
         known = np.where(leaves.added, generations, np.int32(0))
         follows, blocks = self._map, self._index.blocks
-        arrays = [leaves.slots, known, leaves.items, leaves.priorities]
+        arrays = [leaves.slots, known, *leaves.each(follows)]
         if blocks is not None:
             at, slots = leaves.blocks, leaves.slots
             arrays += [at, follows.owner[at], follows.number[at], follows.place[at]]
             arrays += [follows.start[slots], follows.length[slots]]
-            arrays += [leaves.whole, leaves.whole_priorities, follows.inside[leaves.whole]]
         self._enter()
         try:
             where, new, items, priorities, *steps = self._upload(*arrays)
             self._index.known[where] = new
             if blocks is not None:
                 places, blocks.owner[places], blocks.number[places], blocks.place[places] = steps[:4]
-                blocks.first[where], blocks.steps[where] = steps[4:6]
-                whole, values, inside = steps[6:]
-                step = torch.arange(follows.block_steps, device=self._device)
-                values = values[:, None].where((step >= inside[:, :1]) & (step < inside[:, 1:]), GONE)
-                whole = whole[:, None] * follows.block_steps + step
-                items, priorities = (
-                    torch.cat(parts) for parts in ((whole.flatten(), items), (values.flatten(), priorities))
-                )
+                blocks.first[where], blocks.steps[where] = steps[4:]
             floor = leaves.maximum
             priority.update(self._wide, items, priorities, alpha=alpha, eps=eps, unset=True, floor=floor)
         finally:

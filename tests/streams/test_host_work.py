@@ -187,8 +187,8 @@ def test_what_changes_from_batch_to_batch_is_no_reason_to_record_again(
     with cuda.installed():
         recorded = batches(cuda)
     cuda.check()
-    with plain.installed():
-        monkeypatch.setattr(driver, "library", lambda: None)
+    with plain.installed(), monkeypatch.context() as patch:
+        patch.setattr(driver, "library", lambda: None)
         queued = batches(plain)
     sets, slots = 4, 0 if updates is None else 4 * len({updates(number) for number in range(40)})
     assert cuda.machine.counts["replays"] == 40 - sets + bool(updates) * (40 - slots) >= 36
