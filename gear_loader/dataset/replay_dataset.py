@@ -1034,17 +1034,16 @@ class ReplayDataset(IterableDataset[Batch]):
         index = as_mapping(index)
         if isinstance(index, Mapping):
             index, generation, anchor, shard = self._names(index, generation, anchor, shard)
-        names = {"generation": generation, "anchor": anchor}
+        names: dict[str, Any] = {"generation": generation, "anchor": anchor}
         if isinstance(selection, GlobalSelection):
-            selection.update_priority(
-                index, priority, **names, shard=shard, stale=stale, between=self._buffers.between
-            )
-            return
-        if shard is not None:
+            names["shard"] = shard
+        elif shard is not None:
             raise SchemaError(
                 "shard was received, but this dataset draws from one table; leave it out. Nothing was changed."
             )
-        selection.update_priority(index, priority, **names, stale=stale, between=self._buffers.between)
+        refuse_capture(self.device, "an update")
+        with beside_captures(self.device):  # tensors may be copied to the host
+            selection.update_priority(index, priority, **names, stale=stale, between=self._buffers.between)
 
     def _share(self, selection: PrioritizedSelection) -> None:
         """Let the other ranks of the table learn of updates, or raise SchemaError if they cannot."""

@@ -118,8 +118,8 @@ def read_hdf5(
         if not isinstance(value, str) and (option == "terminals" or value is not None):
             raise SourceError(f"{option}={shown(value)}; expected the path of an array in the file.")
     check_count("max_episode_steps", max_episode_steps)
-    for option, value in (("keep_float64", keep_float64), ("allow_nonfinite", allow_nonfinite)):
-        flag(option, value)
+    flag("keep_float64", keep_float64)
+    flag("allow_nonfinite", allow_nonfinite)
     return HDF5Episodes(
         local_path(path, SourceError),
         columns,
