@@ -260,7 +260,8 @@ def resolve_kernel(
         else:
             b_anchor = anchors - 1
         b_anchor += anchor_first
-    low = tl.minimum(tl.maximum(b_anchor + first, 0), steps + final - 1) // block_steps
+    # Of a column without final steps, a window after the last step shows that step.
+    low = tl.minimum(tl.maximum(b_anchor + first, 0), steps - 1) // block_steps
     high = tl.minimum(tl.maximum(b_anchor + last, 0), steps + final - 1) // block_steps
     # A row without an item has no steps and becomes padding.
     tl.store(p_rows + i_row, tl.where(m_item, i_slot, -1), mask=m_row)
