@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gear_loader import errors
 from gear_loader.utils.lazy import loader
+from gear_loader.utils.provided import provide
 
 if TYPE_CHECKING:
     from gear_loader import distributed, graph, sources
@@ -110,6 +111,27 @@ _MODULES = {
 
 
 _load = loader(__name__, _MODULES)
+
+# Parts of `Table` and `connect` that higher rooms implement: module and name there.
+_PARTS = {
+    "LoadOptions": ("checkpoint.loading", "LoadOptions"),
+    "TierFiles": ("checkpoint.tier_reader", "FileReader"),
+    "connect_through_ray": ("integrations.ray", "connect"),
+    "create_on_disk": ("checkpoint.behind", "create"),
+    "load": ("checkpoint.loading", "load"),
+    "promote": ("checkpoint.promoting", "promote"),
+    "recover": ("checkpoint.recovering", "recover"),
+    "save": ("checkpoint.saving", "save"),
+    "serve": ("transport.table_server", "serve"),
+}
+
+
+def _part(name: str) -> Any:
+    module, attribute = _PARTS[name]
+    return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+
+
+provide(_part)
 
 
 def __getattr__(name: str) -> Any:

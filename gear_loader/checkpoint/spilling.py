@@ -32,8 +32,8 @@ from gear_loader.storage.counters import (
 from gear_loader.storage.disk import Keep
 from gear_loader.storage.disk_copies import DiskCopies, are_current, copies_of, note_copies
 from gear_loader.storage.exchange import exchange
+from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.index import Index
-from gear_loader.storage.late import filled_bits
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.lock import process_start
 from gear_loader.storage.states import READY

@@ -30,6 +30,7 @@ from gear_loader.storage.counters import (
     WANTED_BLOCKS,
 )
 from gear_loader.storage.disk_copies import are_current
+from gear_loader.storage.filled_bits import filled_bits, set_filled
 from gear_loader.storage.ids import (
     CLIENT_ORIGIN,
     check_origin_free,
@@ -40,7 +41,6 @@ from gear_loader.storage.ids import (
     slots_of,
 )
 from gear_loader.storage.index_arrays import IndexArrays
-from gear_loader.storage.late import filled_bits, set_filled
 from gear_loader.storage.operations.view import (
     DONE,
     EVICT_LOWEST,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import logging
 import os
 import weakref
@@ -74,6 +73,7 @@ from gear_loader.utils.devices import check_device
 from gear_loader.utils.formatting import size
 from gear_loader.utils.notices import notice, notices
 from gear_loader.utils.paths import local_path
+from gear_loader.utils.provided import provided
 
 __all__ = ["Table", "Ticket"]
 
@@ -337,7 +337,7 @@ class Table:
         if disk is None:
             return make()[0]
         table: Table
-        table, table._disk = _checkpoint("behind").create(make, disk, name, exist_ok=exist_ok)
+        table, table._disk = provided("create_on_disk")(make, disk, name, exist_ok=exist_ok)
         return table
 
     @classmethod
@@ -429,7 +429,7 @@ class Table:
         if self._disk is not None and self._disk.writes_to(path):
             self._disk.flush()
             return
-        _checkpoint("saving").save(self, path, progress=progress)
+        provided("save")(self, path, progress=progress)
 
     @classmethod
     def load(
@@ -470,7 +470,7 @@ class Table:
                 into the given sizes. The message names the file. No table is left.
             SchemaError, RegionError: as `create`.
         """
-        options = _checkpoint("loading").LoadOptions(
+        options = provided("LoadOptions")(
             schema=schema,
             name=name,
             max_steps=max_steps,
@@ -481,7 +481,7 @@ class Table:
             on_full=on_full,
             progress=progress,
         )
-        table: Table = _checkpoint("loading").load(cls, local_path(path), options)
+        table: Table = provided("load")(cls, local_path(path), options)
         return table
 
     @classmethod
@@ -517,7 +517,7 @@ class Table:
             CheckpointError: as `load`; or the directory is in use, holds links, or cannot be written.
             SchemaError, RegionError: as `create`.
         """
-        options = _checkpoint("loading").LoadOptions(
+        options = provided("LoadOptions")(
             schema=schema,
             name=name,
             max_steps=max_steps,
@@ -531,7 +531,7 @@ class Table:
         )
         table: Table
         disk = disk if isinstance(disk, Disk) else Disk(disk)
-        table, table._disk = _checkpoint("recovering").recover(cls, disk, options)
+        table, table._disk = provided("recover")(cls, disk, options)
         return table
 
     # ---------------------------------------------------------------- pinning and closing
@@ -612,7 +612,7 @@ class Table:
         """
         options = {"host": host, "port": port, "carrier": carrier, "secret": secret, "allow": allow}
         options["tls"] = tls
-        return importlib.import_module("gear_loader.transport.table_server").serve(self, **options)
+        return provided("serve")(self, **options)
 
     def unlink(self) -> None:
         """Remove the table's name: no process can attach any more, but attached processes may continue.
@@ -1333,7 +1333,7 @@ class Table:
     def tier_reader(self) -> TierReader:
         """What reads trajectories that lie on disk only, of this process; its files are opened when they are read."""
         if self._tier_reader is None:
-            self._tier_reader = _checkpoint("tier_reader").FileReader(self)
+            self._tier_reader = provided("TierFiles")(self)
         reader: TierReader = self._tier_reader
         return reader
 
@@ -1347,7 +1347,7 @@ class Table:
         Args:
             slots: int64 [n], distinct.
         """
-        count: int = _checkpoint("promoting").promote(self, slots, most_bytes=None)
+        count: int = provided("promote")(self, slots, most_bytes=None)
         return count
 
     def remove_lost(self, error: LostRowsError) -> int:
@@ -1401,8 +1401,3 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _attach(name: str, on_full: OnFull, timeout: float | None) -> Table:
     return Table.attach(name, on_full=on_full, timeout=timeout)
-
-
-def _checkpoint(module: str) -> Any:
-    """A module of the folder above that saves and loads tables."""
-    return importlib.import_module(f"gear_loader.checkpoint.{module}")
