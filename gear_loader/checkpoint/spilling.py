@@ -31,7 +31,6 @@ from gear_loader.storage.counters import (
 )
 from gear_loader.storage.disk import Keep
 from gear_loader.storage.disk_copies import DiskCopies, are_current, copies_of, note_copies
-from gear_loader.storage.exchange import exchange
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.index import Index
 from gear_loader.storage.layout import Layout
@@ -39,6 +38,7 @@ from gear_loader.storage.lock import process_start
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.storage.tier_counts import KEEP, KEEPS, heats
+from gear_loader.storage.tier_swaps import exchange
 from gear_loader.utils.arrays import Array
 
 __all__ = ["Spiller", "coldness", "hottest", "kept_free", "note_places"]
