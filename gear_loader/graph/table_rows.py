@@ -17,8 +17,8 @@ from gear_loader.graph.csr import named
 from gear_loader.kernels.plan import OUT
 from gear_loader.native import neighbors, threads
 from gear_loader.storage.reader import Snapshot, Ticket
-from gear_loader.storage.rows import Reach
 from gear_loader.storage.schema import Window
+from gear_loader.storage.selected_rows import Reach
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import new_mutex

@@ -37,7 +37,7 @@ from gear_loader.storage.layout import Layout, most_blocks
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.reader import Changes, Snapshot
 from gear_loader.storage.readers import Ticket
-from gear_loader.storage.rows import CudaRows, SelectedRows
+from gear_loader.storage.selected_rows import CudaRows, SelectedRows
 from gear_loader.storage.states import READY
 from gear_loader.storage.tier_counts import pack_heat
 from gear_loader.utils.arrays import Array
