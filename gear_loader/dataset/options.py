@@ -10,7 +10,7 @@ from gear_loader.collection.windows import check_layout, check_windows, has_whol
 from gear_loader.errors import SchemaError
 from gear_loader.selection.selectors import Selector
 from gear_loader.selection.step_budget import StepBudget
-from gear_loader.storage.rules import check_seconds
+from gear_loader.storage.table_rules import check_seconds
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import at_least, flag, integer, one_of
 from gear_loader.utils.devices import check_device

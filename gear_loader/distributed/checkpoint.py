@@ -13,9 +13,9 @@ from gear_loader.distributed.exchange import Exchange, SingleProcess
 from gear_loader.distributed.shards import Shards
 from gear_loader.distributed.topology import Place, places_of
 from gear_loader.errors import SchemaError
-from gear_loader.storage.rules import OnFull
 from gear_loader.storage.schema import Column
 from gear_loader.storage.table import Table
+from gear_loader.storage.table_rules import OnFull
 
 __all__ = ["load", "save"]
 

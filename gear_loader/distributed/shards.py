@@ -24,8 +24,8 @@ from gear_loader.distributed.servers import NodeServers
 from gear_loader.distributed.stage_tables import StageTable
 from gear_loader.distributed.topology import Member, Place, check_members, member, places_of
 from gear_loader.errors import PrivateTableError, SchemaError, TransportError
-from gear_loader.storage.rules import check_seconds
 from gear_loader.storage.table import Table
+from gear_loader.storage.table_rules import check_seconds
 from gear_loader.transport.handshake import check_secret
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import byte_count, one_of

@@ -76,9 +76,9 @@ import numpy as np
 
 from gear_loader.errors import RegionError, SchemaError
 from gear_loader.storage.disk import Tier
-from gear_loader.storage.rules import Rules
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.shared_memory import MAGIC
+from gear_loader.storage.table_rules import Rules
 from gear_loader.storage.tier_counts import COPIES_WIDTH, COUNTS
 
 __all__ = [

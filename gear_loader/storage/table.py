@@ -59,11 +59,11 @@ from gear_loader.storage.priority_updates import is_strict, request
 from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import Region
-from gear_loader.storage.rules import OnFull, Rules, check_on_full, check_seconds
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import region_path
 from gear_loader.storage.stats import TableStats, stats_of
 from gear_loader.storage.step_writer import StepWriter
+from gear_loader.storage.table_rules import OnFull, Rules, check_on_full, check_seconds
 from gear_loader.storage.tier_counts import KEEP, KEEPS, pack_heat
 from gear_loader.storage.vector_writer import VectorWriter
 from gear_loader.storage.writer import Writer

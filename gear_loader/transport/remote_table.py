@@ -24,9 +24,9 @@ from gear_loader.storage.incoming import (
 )
 from gear_loader.storage.late_values import check_late, checked_fill
 from gear_loader.storage.priority_updates import is_strict, request
-from gear_loader.storage.rules import check_seconds
 from gear_loader.storage.schema import Schema, as_mapping, keeps
 from gear_loader.storage.stats import TableStats
+from gear_loader.storage.table_rules import check_seconds
 from gear_loader.transport.access import refusal
 from gear_loader.transport.client import Peer
 from gear_loader.transport.delivery import Delivery, fill_parts, until_done
