@@ -33,8 +33,8 @@ from gear_loader.collection.windows import (
     steps_only,
     windows_of,
 )
+from gear_loader.dataset.batch_filler import Filler
 from gear_loader.dataset.epoch_draws import EpochDraws, planned_batches
-from gear_loader.dataset.filling import Filler
 from gear_loader.dataset.options import check_options
 from gear_loader.dataset.position import Position
 from gear_loader.dataset.prepared import dealer, prepared_error
