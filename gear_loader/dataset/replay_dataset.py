@@ -50,7 +50,6 @@ from gear_loader.distributed.budget_planner import ShardBudgetPlanner
 from gear_loader.distributed.collector import ShardCollector
 from gear_loader.distributed.collector_for import collector_for
 from gear_loader.distributed.dealing import Balance, RowDealer, deal_all
-from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.local_selection import (
     begin_epoch,
@@ -58,6 +57,7 @@ from gear_loader.distributed.local_selection import (
     own_state,
 )
 from gear_loader.distributed.packed_collector import ShardPackedCollector
+from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.selection_for import selection_for
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import GearError, RankError, SchemaError

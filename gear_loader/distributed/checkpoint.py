@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gear_loader.distributed import checkpoint_loading, checkpoint_saving
-from gear_loader.distributed.exchange import Exchange, SingleProcess
+from gear_loader.distributed.rank_exchange import Exchange, SingleProcess
 from gear_loader.distributed.shards import Shards
 from gear_loader.distributed.topology import Place, places_of
 from gear_loader.errors import SchemaError

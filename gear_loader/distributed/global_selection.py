@@ -15,8 +15,8 @@ from gear_loader.distributed.batch_exchange import BatchExchange
 from gear_loader.distributed.batch_history import BatchHistory
 from gear_loader.distributed.collector import ReadTickets, ShardRows
 from gear_loader.distributed.duplicates import migrated_ids
-from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.merging import PassView, empty_error, needs_candidates
+from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.rebalance import Rebalance
 from gear_loader.distributed.row_drawing import CandidateDrawing, RowAssignment, RowDrawing, Rows
 from gear_loader.distributed.samplers import Samplers

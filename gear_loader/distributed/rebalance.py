@@ -11,9 +11,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from gear_loader.distributed.duplicates import DuplicateSearch, remove_ids
-from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.failures import collect
 from gear_loader.distributed.migration import Budget, MigrationSet, Mover, choose_migration
+from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.records import MOVE
 from gear_loader.distributed.samplers import Samplers
 from gear_loader.distributed.shards import Shards

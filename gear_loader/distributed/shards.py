@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from gear_loader.distributed.exchange import Exchange, SingleProcess
 from gear_loader.distributed.failures import run_on_all
+from gear_loader.distributed.rank_exchange import Exchange, SingleProcess
 from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.row_cache import CacheBudget, CacheStats
 from gear_loader.distributed.servers import NodeServers
