@@ -19,9 +19,9 @@ from gear_loader.utils.lazy import loader
 if TYPE_CHECKING:
     from gear_loader.graph.csr import Graph
     from gear_loader.graph.device_sampler import DeviceSampler
+    from gear_loader.graph.feature_placement import Placement, place
     from gear_loader.graph.features import FeatureReads, FeatureTiers
     from gear_loader.graph.loader import NeighborLoader
-    from gear_loader.graph.placement import Placement, place
     from gear_loader.graph.requests import RequestBatcher
     from gear_loader.graph.router import Router
     from gear_loader.graph.sampler import NeighborSampler, Subgraph
