@@ -12,7 +12,7 @@ import torch
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError
 from gear_loader.graph.csr import checked_nodes
-from gear_loader.graph.row_cache import RowCache
+from gear_loader.graph.feature_copies import RowCache
 from gear_loader.graph.shard_rows import Homes, RemoteRows, homes_of, join
 from gear_loader.graph.table_rows import DeviceRows, Rows, TableRows, unknown_nodes
 from gear_loader.storage.readers import Ticket
