@@ -28,7 +28,7 @@ from sources_common import (
 import gear_loader as gear
 from gear_loader import sources
 from gear_loader.errors import SchemaError, SourceError, TableFullError
-from gear_loader.sources import Episode, collect, collect_iter, infer_schema, load, loading, read_hdf5
+from gear_loader.sources import Episode, collect, collect_iter, infer_schema, load, read_hdf5
 from gear_loader.sources.episodes import MisfitError, convert, plan_dtype
 
 SCHEMA = {
