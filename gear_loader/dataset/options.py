@@ -13,7 +13,7 @@ from gear_loader.selection.step_budget import StepBudget
 from gear_loader.storage.table_rules import check_seconds
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import at_least, flag, integer, one_of
-from gear_loader.utils.devices import check_device
+from gear_loader.utils.device_option import check_device
 
 __all__ = ["check_options"]
 

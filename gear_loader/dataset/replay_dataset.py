@@ -77,7 +77,7 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.captures import beside_captures, refuse_capture
 from gear_loader.utils.checks import at_least, flag, one_of
-from gear_loader.utils.devices import device_of
+from gear_loader.utils.device_option import device_of
 from gear_loader.utils.forks import keep_for_ever
 
 __all__ = ["ReplayDataset"]

@@ -19,7 +19,7 @@ from gear_loader.storage.readers import Ticket
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, as_array
 from gear_loader.utils.checks import byte_count
-from gear_loader.utils.devices import device_of
+from gear_loader.utils.device_option import device_of
 from gear_loader.utils.mutex import new_mutex
 
 __all__ = ["FeatureReads", "FeatureTiers", "Features"]

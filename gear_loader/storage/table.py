@@ -69,7 +69,7 @@ from gear_loader.storage.vector_writer import VectorWriter
 from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array, numbers, shown
 from gear_loader.utils.checks import at_least, flag
-from gear_loader.utils.devices import check_device
+from gear_loader.utils.device_option import check_device
 from gear_loader.utils.formatting import size
 from gear_loader.utils.notices import notice, notices
 from gear_loader.utils.paths import local_path
