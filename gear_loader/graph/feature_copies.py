@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gear_loader.graph.table_rows import TableRows
-from gear_loader.native import neighbors
+from gear_loader.native import neighbor_loops
 from gear_loader.storage.schema import Column
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
@@ -51,7 +51,7 @@ class RowCache:
     def divide(self, nodes: Array) -> tuple[Array, Array, Array]:
         """Positions in `nodes` (int64 [n]) of those that are here, their rows, and positions of the others."""
         found, where, missed = np.empty((3, len(nodes)), dtype=np.int64)
-        hits = neighbors.cached_rows(nodes, self.places, found, where, missed)
+        hits = neighbor_loops.cached_rows(nodes, self.places, found, where, missed)
         return found[:hits], where[:hits], missed[: len(nodes) - hits]
 
     def copy(self, rows: Array, outs: Sequence[torch.Tensor], into: Array) -> None:

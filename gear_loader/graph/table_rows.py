@@ -15,7 +15,7 @@ from gear_loader.collection.tier_rows import TierRows
 from gear_loader.errors import SchemaError, UnknownNodeError
 from gear_loader.graph.csr import named
 from gear_loader.kernels.plan import OUT
-from gear_loader.native import neighbors, threads
+from gear_loader.native import neighbor_loops, threads
 from gear_loader.storage.reader import Snapshot, Ticket
 from gear_loader.storage.schema import Window
 from gear_loader.storage.selected_rows import Reach
@@ -54,7 +54,7 @@ class Rows:
     def locate(self, numbers: Array) -> tuple[Array, Array, int]:
         """Slots and steps of rows, int64 [n] each, slot -1 for one that is unknown; and how many are unknown."""
         places = np.empty((2, len(numbers)), dtype=np.int64)
-        missing = neighbors.locate_rows(numbers, self.ends, self.slots, *places)
+        missing = neighbor_loops.locate_rows(numbers, self.ends, self.slots, *places)
         return places[0], places[1], int(missing)
 
 
