@@ -31,7 +31,7 @@ class DeviceSampler:
         fanouts: as of `NeighborSampler`, from 1 to 128.
         seed: as of `NeighborSampler`.
         device: "auto", "cpu" or a CUDA device.
-        draw: draws a hop, see `gear_loader.kernels.neighbor_loops.draw`; by default that kernel, or its twin on the CPU.
+        draw: draws a hop, see `gear_loader.kernels.neighbors.draw`; by default that kernel, or its twin on the CPU.
 
     Raises:
         SchemaError: invalid options, or a device that does not exist. RegionError: too little memory on the device.

@@ -115,7 +115,7 @@ class NeighborSampler:
         return subgraph_of(found, edges, counts, edge_counts)
 
     def _fault(self, seeds: Array, fault: int) -> Exception:
-        if fault == neighbors.OUTSIDE:
+        if fault == neighbor_loops.OUTSIDE:
             size = self.graph.num_nodes
             return unknown("seeds", seeds[(seeds < 0) | (seeds >= size)], size)
         return repeated(seeds)
@@ -179,7 +179,7 @@ class NeighborSampler:
 
 def checked_fanouts(fanouts: Any) -> tuple[int, ...]:
     """Return fan-outs as ints; SchemaError unless there is one at least, each from 1 to 1,024 or -1."""
-    most = neighbors.MAX_FANOUT
+    most = neighbor_loops.MAX_FANOUT
     try:
         values = tuple(integer("fanouts", fanout) for fanout in fanouts)
     except TypeError:

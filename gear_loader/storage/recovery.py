@@ -6,8 +6,8 @@ derived from them. A mutation marks the index dirty while it runs; the next lock
 derived state. Therefore a slot's state is always written last, and operations on several slots write an intent record,
 which recovery replays. The mutations are in `gear_loader.storage.operations`.
 
-Values that another process wrote by mistake are not recovered: `gear_loader.storage.index_checks` finds out-of-range values
-when a process attaches, and operations check them before use. The table is then refused.
+Values that another process wrote by mistake are not recovered: `gear_loader.storage.index_checks` finds out-of-range
+values when a process attaches, and operations check them before use. The table is then refused.
 """
 
 from __future__ import annotations
