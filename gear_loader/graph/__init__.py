@@ -19,7 +19,7 @@ from gear_loader.utils.lazy import loader
 if TYPE_CHECKING:
     from gear_loader.graph.csr import Graph
     from gear_loader.graph.device_sampler import DeviceSampler
-    from gear_loader.graph.feature_placement import Placement, place
+    from gear_loader.graph.feature_placement import FeaturePlacement, place
     from gear_loader.graph.features import FeatureReads, FeatureTiers
     from gear_loader.graph.loader import NeighborLoader
     from gear_loader.graph.requests import RequestBatcher
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeviceSampler",
+    "FeaturePlacement",
     "FeatureReads",
     "FeatureTiers",
     "Graph",
     "NeighborLoader",
     "NeighborSampler",
-    "Placement",
     "RequestBatcher",
     "Router",
     "Subgraph",
@@ -50,7 +50,7 @@ _MODULES = {
     "Graph": "csr",
     "NeighborLoader": "loader",
     "NeighborSampler": "sampler",
-    "Placement": "placement",
+    "FeaturePlacement": "placement",
     "RequestBatcher": "requests",
     "Router": "router",
     "Subgraph": "sampler",

@@ -1,4 +1,4 @@
-"""Placement over ranks and tiers: by hand, its properties, and against an exhaustive search."""
+"""FeaturePlacement over ranks and tiers: by hand, its properties, and against an exhaustive search."""
 
 from __future__ import annotations
 
