@@ -15,11 +15,11 @@ from gear_loader.storage.schema import Column
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["RowCache"]
+__all__ = ["FeatureCopies"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RowCache:
+class FeatureCopies:
     """Rows of some nodes, which do not change.
 
     Attributes:
@@ -34,12 +34,12 @@ class RowCache:
     table: TableRows | None = None
 
     @classmethod
-    def on_device(cls, nodes: Array, columns: Sequence[torch.Tensor]) -> RowCache | None:
+    def on_device(cls, nodes: Array, columns: Sequence[torch.Tensor]) -> FeatureCopies | None:
         """A cache of rows on their device; None without nodes."""
         return cls("device", nodes, _places(nodes), tuple(columns)) if len(nodes) else None
 
     @classmethod
-    def in_table(cls, nodes: Array, columns: Mapping[str, torch.Tensor]) -> RowCache | None:
+    def in_table(cls, nodes: Array, columns: Mapping[str, torch.Tensor]) -> FeatureCopies | None:
         """A cache of rows in a private table, into which they are copied; None without nodes."""
         if not len(nodes):
             return None
@@ -74,7 +74,7 @@ class RowCache:
             for out, part in zip(outs, parts, strict=True):
                 out.index_copy_(0, target, part.to(device, non_blocking=True))
 
-    def without(self, gone: Array) -> RowCache:
+    def without(self, gone: Array) -> FeatureCopies:
         """The cache without the nodes where `gone`, bool [C], is True."""
         if not gone.any():
             return self

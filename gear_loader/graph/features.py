@@ -12,7 +12,7 @@ import torch
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError
 from gear_loader.graph.csr import checked_nodes
-from gear_loader.graph.feature_copies import RowCache
+from gear_loader.graph.feature_copies import FeatureCopies
 from gear_loader.graph.shard_rows import Homes, RemoteRows, homes_of, join
 from gear_loader.graph.table_rows import DeviceRows, Rows, TableRows, unknown_nodes
 from gear_loader.storage.readers import Ticket
@@ -133,7 +133,7 @@ class Features:
                     self._zero_copy[number] = DeviceRows(source, self.device)
         self._mutex = new_mutex()
         # The nearest first; and the rows of each table of this machine, as of them.
-        self._caches: tuple[tuple[RowCache, ...], list[Rows]] = (), []
+        self._caches: tuple[tuple[FeatureCopies, ...], list[Rows]] = (), []
         self.reads = FeatureReads()
 
     @property
@@ -224,8 +224,8 @@ class Features:
         rest = hottest[far]
         host = rest[~np.isin(rest, device)][: rooms[1]] if rooms[1] else rest[:0]
         caches = [
-            RowCache.on_device(device, self._copied(device, self.device)),
-            RowCache.in_table(
+            FeatureCopies.on_device(device, self._copied(device, self.device)),
+            FeatureCopies.in_table(
                 host, dict(zip(self.columns, self._copied(host, torch.device("cpu")), strict=True))
             ),
         ]
@@ -249,7 +249,7 @@ class Features:
             for spec in self._specs
         ]
 
-    def _read(self, nodes: Array, outs: Sequence[torch.Tensor], caches: Sequence[RowCache]) -> None:
+    def _read(self, nodes: Array, outs: Sequence[torch.Tensor], caches: Sequence[FeatureCopies]) -> None:
         """Fill tensors on the device with the rows of nodes (int64 [n])."""
         source = self._sources[0]
         if not caches and self._homes is None and not self._zero_copy and self.device.type == "cpu":
@@ -340,7 +340,7 @@ class Features:
 
     # ---------------------------------------------------------------- placing
 
-    def _followed(self) -> tuple[RowCache, ...]:
+    def _followed(self) -> tuple[FeatureCopies, ...]:
         """The caches, without nodes that were removed from tables of this machine since they were filled."""
         caches, seen = self._caches
         if not caches:
