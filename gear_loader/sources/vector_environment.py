@@ -79,7 +79,7 @@ def collect_vector(
     name = envs.spec.id if envs.spec is not None else _inner_name(envs)
     recorder = make_recorder(name, envs.single_observation_space, envs.single_action_space)
     stepper = _Stepper(gymnasium, envs, recorder, limits)
-    queue = _Queue(envs.num_envs, recorder, limits)
+    queue = _EpisodeQueue(envs.num_envs, recorder, limits)
     draw = _RandomActions(gymnasium, envs, seed) if policy is None else None
     total, unit = (limits.steps, "steps") if limits.episodes is None else (limits.episodes, "episodes")
     with progress_bar(f"Collecting {name}", total, unit=unit, enabled=progress) as (advance, _):
@@ -111,7 +111,7 @@ def _inner_name(envs: Any) -> str:
     return type(inner).__name__
 
 
-class _Queue:
+class _EpisodeQueue:
     """Episodes that are being recorded, or wait for the episodes before them.
 
     Attributes:
