@@ -224,6 +224,53 @@ def test_the_circle_test_itself(sources: dict[str, str], expected: list[set[str]
     assert circles(imports) == [{f"{PACKAGE}.{name}" for name in circle} for circle in expected]
 
 
+# Names that several files or classes still have; no other may begin. A leading underscore makes no other name.
+FILES_OF_ONE_NAME = {
+    "budget_planner",
+    "collector",
+    "index",
+    "item_map",
+    "packed",
+    "packed_cuda",
+    "priority_updates",
+    "random",
+    "reading",
+    "row_cache",
+    "snapshot",
+    "sum_tree",
+}
+CLASSES_OF_ONE_NAME = {
+    "Arena",
+    "DeviceBuffers",
+    "Fields",
+    "Index",
+    "Layout",
+    "Part",
+    "PinnedBuffers",
+    "Place",
+    "Reads",
+    "Rows",
+    "Share",
+    "Snapshot",
+}
+
+
+def test_no_two_files_have_one_name() -> None:
+    names = [module.rpartition(".")[2] for module in source_files()]
+    twice = {name for name in names if names.count(name) > 1}
+    assert twice - {FRONT_DOOR} == FILES_OF_ONE_NAME
+
+
+def test_no_two_classes_have_one_name() -> None:
+    names = [
+        node.name.lstrip("_")
+        for path in source_files().values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert {name for name in names if names.count(name) > 1} == CLASSES_OF_ONE_NAME
+
+
 def test_nothing_is_imported_by_a_string_to_get_round_the_rule() -> None:
     found = {
         module: imports_by_string(ast.parse(path.read_text(encoding="utf-8")))

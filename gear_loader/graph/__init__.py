@@ -50,12 +50,12 @@ _MODULES = {
     "Graph": "csr",
     "NeighborLoader": "loader",
     "NeighborSampler": "sampler",
-    "FeaturePlacement": "placement",
+    "FeaturePlacement": "feature_placement",
     "RequestBatcher": "requests",
     "Router": "router",
     "Subgraph": "sampler",
     "access_probability": "workload",
-    "place": "placement",
+    "place": "feature_placement",
     "sampled_size": "workload",
 }
 

@@ -29,7 +29,7 @@ _CHUNK_BYTES = 32 << 20  # of rows that `Features.place` copies at a time
 
 @dataclasses.dataclass
 class FeatureReads:
-    """RowIndex that were read from each tier.
+    """Rows that were read from each tier.
 
     Attributes:
         device: of the device cache. replica: of copies in this process's host memory. host: of tables of this machine.
@@ -68,8 +68,8 @@ class Features:
     it is first seen. Nodes whose trajectory has been removed are unknown from then on, and the others keep their ids.
     Over `Shards` the nodes are those of all ranks, shard after shard, as they are when all ranks make this.
 
-    RowIndex are read under a read ticket, without a selector: no row is torn or of another trajectory. The CPU reads by a
-    compiled gather; a GPU reads the table in host memory by the zero-copy kernel. RowIndex of other nodes come from their
+    Rows are read under a read ticket, without a selector: no row is torn or of another trajectory. The CPU reads by a
+    compiled gather; a GPU reads the table in host memory by the zero-copy kernel. Rows of other nodes come from their
     servers, those that lie on disk only are read from there, and `place` copies what is read most nearer. Several
     threads may read at once, and other processes may add meanwhile.
 
@@ -126,7 +126,7 @@ class Features:
         self._zero_copy: dict[int, DeviceGather] = {}
         if self.device.type == "cuda":
             for number, source in enumerate(self._sources):
-                # RowIndex on disk are gathered on the CPU, so all rows of such a table are.
+                # Rows on disk are gathered on the CPU, so all rows of such a table are.
                 if isinstance(source, RemoteRows) or source.table.has_tier:
                     continue
                 if source.table.region.pin(self.device):
@@ -191,7 +191,7 @@ class Features:
         Copies of removed nodes of this machine's tables are not served any more; those of other nodes' are.
 
         Args:
-            probabilities: float [N], N = `num_nodes`: `gear_loader.graph.access_probability`, or numbers of reads. RowIndex
+            probabilities: float [N], N = `num_nodes`: `gear_loader.graph.access_probability`, or numbers of reads. Rows
                 with 0 are not copied.
             device_bytes: of rows in the device's memory; int or a text such as ``"2GiB"``. 0 for none.
             host_bytes: of copies in host memory; likewise.
@@ -376,7 +376,7 @@ class Features:
         return near, far
 
     def _copied(self, nodes: Array, device: torch.device) -> list[torch.Tensor]:
-        """RowIndex of nodes out of the tables, in new memory."""
+        """Rows of nodes out of the tables, in new memory."""
         outs = self._empty(len(nodes), device)
         size = max(1, _CHUNK_BYTES // self.row_bytes)
         for first in range(0, len(nodes), size):

@@ -1,4 +1,4 @@
-"""RowIndex of the tables of all ranks by node id: which table holds a node, and requests to other nodes' servers."""
+"""Rows of the tables of all ranks by node id: which table holds a node, and requests to other nodes' servers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Pending:
 
 
 class RemoteRows:
-    """RowIndex of a table on another node, as of the construction of `Features`.
+    """Rows of a table on another node, as of the construction of `Features`.
 
     Args:
         shards: the sharded table. shard: number of the shard. columns: names.

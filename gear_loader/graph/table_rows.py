@@ -1,4 +1,4 @@
-"""RowIndex of one table of this machine by their number: located, and gathered on the CPU or by a GPU."""
+"""Rows of one table of this machine by their number: located, and gathered on the CPU or by a GPU."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def unknown_nodes(nodes: Array, count: int) -> UnknownNodeError:
 class DeviceGather:
     """Gathers rows of a table by the zero-copy kernels, on a device that reads host memory.
 
-    RowIndex go through scratch memory of at most 64 MiB, one for each stream. The caller holds a read ticket until the
+    Rows go through scratch memory of at most 64 MiB, one for each stream. The caller holds a read ticket until the
     device is through.
 
     Args:

@@ -47,7 +47,7 @@ FINAL = "final"
 
 @dataclasses.dataclass(frozen=True)
 class CollectionLimits:
-    """CollectionLimits of a collection: `episodes`, `max_steps` and `max_episode_steps` of `gear_loader.sources.collect`."""
+    """Limits of a collection: `episodes`, `max_steps` and `max_episode_steps` of `gear_loader.sources.collect`."""
 
     episodes: int | None
     steps: int | None

@@ -76,7 +76,7 @@ class _Wakeup:
         """Sleep until `count` changes, at most `_PAUSE`."""
         _syscall(_FUTEX, self._address, _FUTEX_WAIT, count, _PAUSE_SPEC, None, 0)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         self.count.value += 1
         _syscall(_FUTEX, self._address, _FUTEX_WAKE, 1, None, None, 0)
 

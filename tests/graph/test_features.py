@@ -15,7 +15,7 @@ from gear_loader.errors import SchemaError, TableClosedError, UnknownNodeError
 
 
 def columns(count: int, first: int = 0) -> dict[str, Any]:
-    """RowIndex `first` to `first + count - 1`, each of which tells its number."""
+    """Rows `first` to `first + count - 1`, each of which tells its number."""
     number = torch.arange(first, first + count)
     return {
         "number": number,
@@ -151,7 +151,7 @@ def test_a_table_of_another_process_or_handle() -> None:
 
 
 def test_reads_beside_additions_and_removals() -> None:
-    """RowIndex of the first trajectory stay right while others come and go in its neighbours' blocks."""
+    """Rows of the first trajectory stay right while others come and go in its neighbours' blocks."""
     with gear.Table.create(
         COLUMNS, max_steps=400, max_trajectories=64, block_steps=2, on_full="evict_oldest"
     ) as table:

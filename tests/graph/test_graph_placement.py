@@ -1,4 +1,4 @@
-"""FeaturePlacement over ranks and tiers: by hand, its properties, and against an exhaustive search."""
+"""Placement over ranks and tiers: by hand, its properties, and against an exhaustive search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RowIndex of nodes by the kernels that read host memory, against the compiled gather."""
+"""Rows of nodes by the kernels that read host memory, against the compiled gather."""
 
 from __future__ import annotations
 
