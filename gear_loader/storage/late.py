@@ -82,7 +82,7 @@ def fill_columns(
     bits = table.schema.late_bits(columns)
     if not len(slots):
         return 0
-    request = _Fill(table, slots, generations, values, bits, strict, again)
+    request = _FillCall(table, slots, generations, values, bits, strict, again)
     return table.region.fill_lock.run(request.run)
 
 
@@ -102,7 +102,7 @@ class _Located:
 
 
 @dataclasses.dataclass
-class _Fill:
+class _FillCall:
     """One call of `fill_columns`, which holds the lock of those who fill.
 
     Large values are copied without the lock of the index, under a read ticket: nobody reads the bytes of a column that
