@@ -119,7 +119,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         self._leave()  # other streams wait until the tensors are initialised
 
     def _make_tree(self, capacity: int) -> None:
-        from gear_loader.kernels.items import Blocks, Index
+        from gear_loader.kernels.items import Blocks, IndexAddresses
 
         self._wide = SumTree(capacity, self._device)
         self._cut = torch.zeros(1, dtype=torch.bool, device=self._device)
@@ -133,7 +133,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             return torch.full((count,), value, dtype=dtype, device=self._device)
 
         slots, blocks = layout.max_trajectories, layout.num_blocks
-        self._index = Index(
+        self._index = IndexAddresses(
             addresses=torch.tensor(addresses, dtype=torch.int64, device="cpu").to(self._device),
             num_ids=len(block_ids),
             block_steps=layout.block_steps,
