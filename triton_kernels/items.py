@@ -17,7 +17,7 @@ from gear_loader.kernels.devices import on_device
 from gear_loader.kernels.priority import check, uniform
 from gear_loader.kernels.sum_tree import SumTree
 
-__all__ = ["ANCHORS", "Blocks", "Index", "locate", "resolve", "weigh"]
+__all__ = ["ANCHORS", "Blocks", "IndexAddresses", "locate", "resolve", "weigh"]
 
 STALE = tl.constexpr(_tree.STALE)
 
@@ -30,7 +30,7 @@ WEIGH = {"ROWS": 512, "num_warps": 4}
 
 
 @dataclasses.dataclass(frozen=True)
-class Index:
+class IndexAddresses:
     """A table's index, as seen by kernels.
 
     Attributes:
@@ -140,7 +140,7 @@ def locate_kernel(
 
 def locate(
     tree: SumTree,
-    known: Index,
+    known: IndexAddresses,
     index: torch.Tensor,
     items: torch.Tensor,
     *,
@@ -281,7 +281,7 @@ def resolve_kernel(
 
 
 def resolve(
-    known: Index,
+    known: IndexAddresses,
     items: torch.Tensor,
     random: torch.Tensor,
     rows: torch.Tensor,
