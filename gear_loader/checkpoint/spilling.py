@@ -37,7 +37,7 @@ from gear_loader.storage.layout import Layout
 from gear_loader.storage.lock import process_start
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
-from gear_loader.storage.tier_counts import KEEP, KEEPS, heats
+from gear_loader.storage.tier_counts import KEEP, KEEPS, unpack_priorities
 from gear_loader.storage.tier_swaps import exchange
 from gear_loader.utils.arrays import Array
 
@@ -119,7 +119,9 @@ class Spiller:
 
     def _coldness(self, slots: Array, sequences: Array, generations: Array) -> Array:
         """`coldness` of trajectories, by their latest priorities; of all slots sequences and generations."""
-        priorities = heats(self._arrays.heat[slots], generations[slots], self._arrays.priority[slots])
+        priorities = unpack_priorities(
+            self._arrays.tier_priority[slots], generations[slots], self._arrays.priority[slots]
+        )
         return coldness(self._keep, sequences[slots], priorities)
 
     def announce(self, present: bool) -> None:

@@ -243,7 +243,7 @@ class Layout:
             ("lowest", np.float32, (-(-slots // self.group),)),
             ("parked", np.int32, (1 if tier is None else blocks,)),
             ("stored", np.int64, (1 if tier is None else slots, COPIES_WIDTH)),
-            ("heat", np.int64, (0 if tier is None else slots,)),
+            ("tier_priority", np.int64, (0 if tier is None else slots,)),
             ("versions", np.int64, (0 if tier is None or self.rules.version is None else slots,)),
             ("tier_counts", np.int64, (0 if tier is None else COUNTS,)),
         ]

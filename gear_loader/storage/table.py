@@ -64,7 +64,7 @@ from gear_loader.storage.shared_memory import region_path
 from gear_loader.storage.stats import TableStats, stats_of
 from gear_loader.storage.step_writer import StepWriter
 from gear_loader.storage.table_rules import OnFull, Rules, check_on_full, check_seconds
-from gear_loader.storage.tier_counts import KEEP, KEEPS, pack_heat
+from gear_loader.storage.tier_counts import KEEP, KEEPS, pack_priorities
 from gear_loader.storage.vector_writer import VectorWriter
 from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array, numbers, shown
@@ -1311,7 +1311,7 @@ class Table:
                 np.ones(len(current), dtype=bool) if generation is None else current == updates.generations
             )
             slots = updates.slots[known]
-            arrays.heat[slots] = pack_heat(current[known], updates.priorities[known])
+            arrays.tier_priority[slots] = pack_priorities(current[known], updates.priorities[known])
         return skipped
 
     # ---------------------------------------------------------------- for selections, collectors and transports
