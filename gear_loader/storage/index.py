@@ -733,7 +733,7 @@ class Index:
         most = min(int(arrays.counters[NUM_FREE_BLOCKS]), most_bytes // arrays.block_bytes)
         return slots[: 1 + int(np.searchsorted(np.cumsum(blocks), most, side="right"))]
 
-    def want_back(self, slots: Array) -> bool:
+    def request_from_disk(self, slots: Array) -> bool:
         """Whether some of the trajectories (int64 [n]) lie on disk only; asks for room for them in memory."""
         arrays = self.arrays
 

@@ -51,7 +51,7 @@ class FilledTable(Protocol):
 
     def reader(self) -> TableReader: ...
 
-    def bring_back(self, slots: Array) -> int: ...
+    def load_from_disk(self, slots: Array) -> int: ...
 
 
 def unfilled(table: FilledTable, columns: Sequence[str]) -> tuple[Array, Array]:
@@ -134,10 +134,10 @@ class _FillCall:
             if self.done > before:
                 backoff, attempt = None, 0
             piece = index.piece(self.slots[left], _PIECE_BYTES)
-            self.table.bring_back(piece)
+            self.table.load_from_disk(piece)
             backoff, attempt = backoff or self.table.reader().backoff(), attempt + 1
             # They may also be moved to disk again and again.
-            if (index.want_back(piece) or attempt >= _AT_ONCE) and not backoff.sleep():
+            if (index.request_from_disk(piece) or attempt >= _AT_ONCE) and not backoff.sleep():
                 raise TableFullError(
                     f"Timed out after {backoff.timeout:g} s: {len(left)} of {len(self.slots)} trajectories of a fill "
                     f"lie on disk only, and there is no room to bring one into memory; {self.done} were filled. Fill "

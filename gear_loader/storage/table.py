@@ -1341,7 +1341,7 @@ class Table:
         """Tell the owner of a table with a disk tier what is drawn most, for ``Disk(keep="auto")``."""
         self.index.arrays.tier_counts[KEEP] = 1 + KEEPS.index(keep)
 
-    def bring_back(self, slots: Array) -> int:
+    def load_from_disk(self, slots: Array) -> int:
         """Bring trajectories that lie on disk only back into memory, as far as blocks are free; return how many.
 
         Args:

@@ -161,7 +161,7 @@ def test_more_than_the_memory_holds_is_filled_in_pieces(
             has[slots[-1]] = (number, 16, {"reward", "advantage"})
             table.save(tmp_path)
             spill(table, slots)
-        bring_back = table.bring_back
+        load_from_disk = table.load_from_disk
         del has[slots[17]]
 
         def beside(piece: Any) -> int:
@@ -169,9 +169,9 @@ def test_more_than_the_memory_holds_is_filled_in_pieces(
                 table.remove(slots[17])
             table.save(tmp_path)
             spill(table, table.indices())
-            return bring_back(piece)
+            return load_from_disk(piece)
 
-        monkeypatch.setattr(table, "bring_back", beside)
+        monkeypatch.setattr(table, "load_from_disk", beside)
         given = {
             "reward": np.arange(20, dtype=np.float32),
             "advantage": [advantage(n, 16) for n in range(20)],
@@ -284,6 +284,6 @@ def test_rows_that_change_while_they_are_brought_back(
             assert spill(table, [index]) == 1
 
         monkeypatch.setattr(reader, "read", late)
-        assert table.bring_back(np.array([index])) == 0
-        assert table.bring_back(np.array([index])) == 1
+        assert table.load_from_disk(np.array([index])) == 0
+        assert table.load_from_disk(np.array([index])) == 1
         assert float(table[index]["reward"]) == 2.5
