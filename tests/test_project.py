@@ -242,8 +242,8 @@ FILES_OF_ONE_NAME = {
 CLASSES_OF_ONE_NAME = {
     "Arena",
     "DeviceBuffers",
+    "Episode",
     "Fields",
-    "Index",
     "Layout",
     "Part",
     "PinnedBuffers",

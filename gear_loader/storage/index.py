@@ -737,7 +737,7 @@ class Index:
         """Whether some of the trajectories (int64 [n]) lie on disk only; asks for room for them in memory."""
         arrays = self.arrays
 
-        def look() -> bool:
+        def request() -> bool:
             live = slots[arrays.state[slots] == READY]
             left = live[arrays.extent[live, 1] < 0]
             if len(left):
@@ -746,7 +746,7 @@ class Index:
                 arrays.counters[WANTED_BLOCKS] = max(int(arrays.counters[WANTED_BLOCKS]), wanted)
             return bool(len(left))
 
-        return self.recovery.locked(look)
+        return self.recovery.locked(request)
 
     def begin_stored(self, lengths: Array, finals: Array, inside: Array, claim: Claim) -> Array:
         """`begin` for trajectories of which some are on disk and get no blocks; for an empty table.

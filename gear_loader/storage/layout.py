@@ -36,7 +36,7 @@
                                                           (negative: without columns filled since), segment,
                                                           first row, position in the segment; [1, 4] of a table without
                                                           a disk tier
-                    heat                 int64 [T]        [0] without a disk tier. Lower half of the generation, and
+                    tier_priority        int64 [T]        [0] without a disk tier. Lower half of the generation, and
                                                           latest priority that a dataset has given (float32)
                     versions             int64 [T]        version of the policy of a trajectory that lies on disk only;
                                                           [0] without a disk tier, or `version`

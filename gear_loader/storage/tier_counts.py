@@ -1,7 +1,7 @@
 """What processes know of each other about a table's disk tier: priorities of trajectories, and counts of rows.
 
-`tier_priority` of the index has, for each slot, the generation of a trajectory (its lower 32 bits) and a priority (float32) in
-one int64, so that both are read and written together without a lock. `tier_counts` has the counts below.
+`tier_priority` of the index has, for each slot, the generation of a trajectory (its lower 32 bits) and a priority
+(float32) in one int64, so that both are read and written together without a lock. `tier_counts` has the counts below.
 """
 
 from __future__ import annotations
