@@ -283,13 +283,8 @@ def test_modes_of_torch_change_nothing(mode: str) -> None:
     check_all(range(FIRST, FIRST + 1), mode)
 
 
-_LOST_TURN = pytest.mark.xfail(
-    run=False, reason="seed 1005, policy random: the stand-in's threads lose their turn"
-)
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("mode", [*MODES[:-1], pytest.param(MODES[-1], marks=_LOST_TURN)])
+@pytest.mark.parametrize("mode", MODES)
 def test_modes_of_torch_change_nothing_in_hundreds_of_schedules(mode: str) -> None:
     check_all(range(FIRST + 1000, FIRST + 1100), mode)
 
