@@ -124,7 +124,7 @@ class Machine:
     Args:
         seed: decides what runs when.
         policy: ``"random"``: any order, with streams that starve for long; ``"latest"``: nothing before somebody waits
-            for it; ``"eager"``: everything at once.
+            for it, or threads have taken turns for long; ``"eager"``: everything at once.
 
     Attributes:
         failures: what went wrong inside operations, and accesses whose order nothing guarantees.

@@ -15,7 +15,7 @@ from typing import Any
 
 from gear_loader.utils.mutex import holds_any
 
-WAIT = 60.0
+WAIT = 180.0
 """Seconds after which a thread that should have been given its turn has failed."""
 
 
@@ -224,7 +224,7 @@ class Threads:
         self._current = self._members[0]
         for member in self._members:  # other tests look for threads that were left
             if member.thread is not None:
-                member.thread.join(WAIT)
+                member.thread.join(WAIT if self._broken is None else 1.0)
 
     # ---------------------------------------------------------------- what modules use instead of theirs
 
