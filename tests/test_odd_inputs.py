@@ -447,7 +447,7 @@ ACCEPTED: dict[str, Callable[[gear.Table], object]] = {
     "a shape of keys": lambda table: gear.Column(torch.float32, {3: 1}),  # type: ignore[arg-type]
     "a shape without order": lambda table: gear.Column(torch.float32, {2, 3}),  # type: ignore[arg-type]
     "squeeze": lambda table: gear.Window(1, squeeze="no"),  # type: ignore[arg-type]
-    "exist_ok": lambda table: gear.Table.create(COLUMNS, max_steps=9, max_trajectories=9, if_exists="error"),  # type: ignore[arg-type]
+    "if_exists": lambda table: gear.Table.create(COLUMNS, max_steps=9, max_trajectories=9, if_exists=1),  # type: ignore[arg-type]
     "drop_last": lambda table: gear.ReplayDataset(
         table, batch_size=1, windows=gear.Window(1), draws=gear.Draws(drop_last="no")
     ),  # type: ignore[arg-type]
