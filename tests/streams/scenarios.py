@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from dataset_common import on_host
+from options_common import nested, nested_table
 
 import gear_loader as gear
 from gear_loader.collection.collector import Collector
@@ -249,7 +250,7 @@ def made_table(*, packed: bool = False, tier: str | None = None, late: bool = Fa
     sizes: dict[str, Any] = {"max_steps": 80, "max_trajectories": 30, "block_steps": 4}
     if tier is not None:  # with room for all, so that nothing moves by itself
         sizes.update(max_blocks=200, disk=gear.Disk(tier, sync_seconds=1e6, size="1GiB", keep="newest"))
-    table = gear.Table.create(schema, **sizes, packed=packed, on_full="evict_oldest")
+    table = gear.Table.create(schema, **nested_table({**sizes, "packed": packed, "on_full": "evict_oldest"}))
     for number in range(FIRST):
         slot = table.add(rows_of(number), priority=1.0 + number % 3)
         if late and number % 3:
@@ -398,15 +399,19 @@ class Run:
             sizes |= {"group": "pair", "group_size": 2}
         data = gear.ReplayDataset(
             table,
-            **sizes,
-            windows=windows,
-            selector=SELECTORS[scenario.selector](),
-            prefetch=scenario.prefetch,
-            copy=scenario.copy,
-            complete=scenario.complete,
-            device=DEVICE,
-            batches_per_epoch=None if scenario.selector == "pass" else scenario.batches,
-            seed=3,
+            **nested(
+                {
+                    **sizes,
+                    "windows": windows,
+                    "selector": SELECTORS[scenario.selector](),
+                    "prefetch": scenario.prefetch,
+                    "copy": scenario.copy,
+                    "complete": scenario.complete,
+                    "device": DEVICE,
+                    "batches_per_epoch": None if scenario.selector == "pass" else scenario.batches,
+                    "seed": 3,
+                }
+            ),
         )
         self._watch(data)
         if scenario.writes:

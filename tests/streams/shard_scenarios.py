@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from distributed_common import check_batch, filled, new_priorities, trajectory
+from options_common import nested
 from played_peer import PlayedPeer
 
 import gear_loader as gear
@@ -136,14 +137,18 @@ def _batches(
         sizes = {"max_steps": 60, "lookahead": 2}
     data = gear.ReplayDataset(
         shards,
-        **sizes,
-        layout=scenario.layout,
-        windows={**windows, "half": half} if scenario.converts else window,
-        selector=SELECTORS[scenario.selector](),
-        device=device,
-        prefetch=scenario.prefetch,
-        copy=scenario.copy,
-        batches_per_epoch=6,
+        **nested(
+            {
+                **sizes,
+                "layout": scenario.layout,
+                "windows": {**windows, "half": half} if scenario.converts else window,
+                "selector": SELECTORS[scenario.selector](),
+                "device": device,
+                "prefetch": scenario.prefetch,
+                "copy": scenario.copy,
+                "batches_per_epoch": 6,
+            }
+        ),
     )
     if cuda is not None and scenario.writes:
         cuda.threads.start(_write, (cuda, tables, owners), "writer")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from options_common import nested
 
 import gear_loader as gear
 from gear_loader.collection import prefetch, ticket_releaser
@@ -203,7 +204,12 @@ def test_a_fork_between_two_batches(prefetch: int) -> None:
         kept += [cloned(dict(batch)) for batch in batches]
         torch.cuda.synchronize("cuda:1")
         expected = gear.ReplayDataset(
-            table, batch_size=4, windows=gear.Window(2), device="cpu", copy=True, batches_per_epoch=4
+            table,
+            batch_size=4,
+            windows=gear.Window(2),
+            device="cpu",
+            prefetch=gear.Prefetch(copy=True),
+            batches_per_epoch=4,
         )
         for number, (batch, other) in enumerate(zip(kept, expected, strict=True)):
             compare(number, {name: on_host(value) for name, value in batch.items()}, other)
@@ -219,7 +225,7 @@ def test_a_call_into_the_capture_of_its_own_stream_is_refused(selector: Any) -> 
     options: dict[str, Any] = {"windows": gear.Window(2), "selector": selector, "batches_per_epoch": 9}
 
     def run(table: gear.Table) -> None:
-        data = gear.ReplayDataset(table, batch_size=4, device="cuda:1", **options)
+        data = gear.ReplayDataset(table, **nested({"batch_size": 4, "device": "cuda:1", **options}))
         calls: list[Callable[[], object]] = [lambda: next(iter(data)), data.sample]
         for turn in range(2):
             stream: Any = torch.cuda.current_stream("cuda:1")
@@ -292,8 +298,8 @@ def test_an_interrupted_recording_leaves_the_stream_as_it_was(monkeypatch: pytes
     with cuda.installed(), made_table() as table:
         options: dict[str, Any] = {"batch_size": 4, "windows": gear.Window(2), "anchor": "first"}
         options["selector"] = gear.Lifo()
-        data = gear.ReplayDataset(table, device="cuda:1", **options)
-        expected = gear.ReplayDataset(table, device="cpu", **options).sample()
+        data = gear.ReplayDataset(table, **nested({"device": "cuda:1", **options}))
+        expected = gear.ReplayDataset(table, **nested({"device": "cpu", **options})).sample()
         monkeypatch.setattr(Collector, "_launch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             collections.deque((data.sample() for _ in range(10)), maxlen=0)
