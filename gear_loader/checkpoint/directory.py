@@ -53,8 +53,8 @@ class Directory:
 
     @property
     def fd(self) -> int:
-        """The descriptor."""
-        return self._file.fileno()
+        """The descriptor; -1 of a closed directory, so that a call with it is an OSError."""
+        return -1 if self._file.closed else self._file.fileno()
 
     @staticmethod
     def open(path: str) -> Directory:
