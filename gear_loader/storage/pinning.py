@@ -16,7 +16,6 @@ from gear_loader.storage.pages import populate
 from gear_loader.utils.background import background_thread, is_ending
 from gear_loader.utils.captures import allow_captures
 from gear_loader.utils.formatting import size
-from gear_loader.utils.mutex import Event
 from gear_loader.utils.notices import notice
 from gear_loader.utils.progress import progress_bar
 
@@ -52,7 +51,7 @@ class Pinning:
         self.done = 0
         self._stopped = False
         self._failure: BaseException | None = None
-        self._ended = Event()
+        self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
