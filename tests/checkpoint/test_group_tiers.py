@@ -12,6 +12,7 @@ import torch
 from checkpoint_common import flip
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from options_common import nested, nested_table
 from tier_common import NEVER, batch_bits, spill
 
 import gear_loader as gear
@@ -32,7 +33,7 @@ def make(path: Path | None = None, **options: Any) -> gear.Table:
     if path is not None:
         sizes["max_blocks"] = 24
         options["disk"] = gear.Disk(path, sync_seconds=NEVER, size="1GiB", keep="newest")
-    return gear.Table.create(COLUMNS, **{**sizes, **options})
+    return gear.Table.create(COLUMNS, **nested_table({**sizes, **options}))
 
 
 def add(table: gear.Table, number: int, prompt: int, length: int) -> int:
@@ -48,7 +49,7 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
         "layout": "packed", "device": "cpu", "seed": 5, "selector": gear.Uniform(replacement=False),
         "group": "prompt", "group_size": SIZE, **({} if "max_steps" in options else {"batch_size": 2 * SIZE}),
     }  # fmt: skip
-    return gear.ReplayDataset(table, **{**given, **options})
+    return gear.ReplayDataset(table, **nested({**given, **options}))
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
