@@ -205,11 +205,11 @@ def test_no_room_to_fill(tmp_path: Path) -> None:
 def test_a_trajectory_that_is_moved_while_it_is_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look for its blocks and the copy into them: the fill begins again."""
+    """Between the lookup of its blocks and the copy into them: the fill begins again."""
     with tiered(tmp_path) as table:
         index = add(table, 1, 9)
         table.save(tmp_path)
-        finish, moved = late._Request._finish, []
+        finish, moved = late._FillCall._finish, []
 
         def late_finish(self: Any, *args: Any, **options: Any) -> int:
             if not moved:
@@ -217,7 +217,7 @@ def test_a_trajectory_that_is_moved_while_it_is_filled(
             return finish(self, *args, **options)
 
         names = np.array([index]), table.index.arrays.generation[[index]]
-        monkeypatch.setattr(late._Request, "_finish", late_finish)
+        monkeypatch.setattr(late._FillCall, "_finish", late_finish)
         assert table.fill(index, reward=np.float32(2.5)) == 0
         assert moved == [1]
         assert float(table[index]["reward"]) == 2.5
