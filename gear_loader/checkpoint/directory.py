@@ -254,6 +254,12 @@ class Directory:
             new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             return os.open(name, new | flags, 0o666, dir_fd=self.fd)
 
+    def open_to_append(self, name: str) -> int:
+        """Open a file of this checkpoint and return a descriptor for writing at its end."""
+        with named(self.at(name)):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            return os.open(name, flags, dir_fd=self.fd)
+
     def open_lock(self, name: str) -> int:
         """Open a lock file and return its descriptor; create the file if it does not exist.
 

@@ -31,6 +31,7 @@ __all__ = [
     "check_size",
     "read_piece",
     "read_through",
+    "write_all",
     "write_small",
 ]
 
@@ -46,12 +47,12 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 # Files -----------------------------------------------------------------------------------------------
 
 
-def write_small(directory: Directory, name: str, data: bytes) -> FileRecord:
+def write_small(directory: Directory, name: str, data: bytes | memoryview) -> FileRecord:
     """Write and sync a new file that fits into memory."""
     fd = directory.create(name)
     try:
         with named(directory.at(name)):
-            _write_all(fd, memoryview(data))
+            write_all(fd, memoryview(data))
             os.fsync(fd)
     finally:
         os.close(fd)
@@ -76,7 +77,7 @@ def check_size(directory: Directory, name: str, expected: int) -> None:
         )
 
 
-def _write_all(fd: int, view: memoryview) -> None:
+def write_all(fd: int, view: memoryview) -> None:
     """Write at the file's position. The part after the last whole sector goes through the page cache."""
     while len(view):
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
@@ -327,7 +328,7 @@ def _wait(work: list[_Call | None], turn: int) -> None:
 
 def _write_piece(fd: int, path: str, view: memoryview) -> None:
     with named(path):
-        _write_all(fd, view)
+        write_all(fd, view)
 
 
 def read_piece(fd: int, path: str, view: memoryview, begin: int) -> int:

@@ -12,11 +12,12 @@ import numpy as np
 from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.files import check_size
 from gear_loader.checkpoint.identity import set_parent
-from gear_loader.checkpoint.index import Entries, read_entries
+from gear_loader.checkpoint.index import read_records
 from gear_loader.checkpoint.manifest import Manifest, Segment, open_checkpoint, read_manifest
 from gear_loader.checkpoint.names import MANIFEST_NAME, column_file, npy_header, segment_folder
 from gear_loader.checkpoint.places import column_memory, column_places
 from gear_loader.checkpoint.reading import ColumnRead, bytes_of, read_columns
+from gear_loader.checkpoint.records import Counters, rows_of
 from gear_loader.checkpoint.spilling import hottest, note_places
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.allocation import Claim
@@ -28,12 +29,10 @@ from gear_loader.utils.arrays import Array, data_address
 from gear_loader.utils.progress import progress_bar
 
 __all__ = [
-    "Contents",
     "LoadOptions",
     "Part",
     "UnfitError",
     "check_files",
-    "contents_of",
     "fill",
     "load",
     "load_version",
@@ -136,7 +135,7 @@ def load_version(kind: type[Table], directory: Directory, manifest: Manifest, op
     for key in ("max_steps", "max_trajectories", "block_steps"):
         if sizes[key] is None:
             sizes[key] = getattr(manifest, key)
-    entries = read_entries(directory, manifest)
+    records = read_records(directory, manifest)
     check_files(directory, manifest)
     tier = None if options.disk is None else options.disk.tier()
     if options.memory is not None:
@@ -145,10 +144,10 @@ def load_version(kind: type[Table], directory: Directory, manifest: Manifest, op
         sizes["max_blocks"] = manifest.num_blocks if options.max_blocks is None else options.max_blocks
     elif as_saved:
         # Trajectories that shared blocks in the saved table get separate blocks.
-        needed = kind.required_blocks(entries.rows, manifest.block_steps)
+        needed = kind.required_blocks(rows_of(records), manifest.block_steps)
         sizes["max_blocks"] = max(manifest.num_blocks, needed)
-    if sizes["block_steps"] == "auto" and len(entries.length):
-        sizes["mean_length"] = float(entries.length.mean())
+    if sizes["block_steps"] == "auto" and len(records):
+        sizes["mean_length"] = float(records["length"].mean())
     table = kind.create(
         manifest.schema,
         **sizes,
@@ -163,12 +162,11 @@ def load_version(kind: type[Table], directory: Directory, manifest: Manifest, op
         max_lag=manifest.rules.max_lag,
     )
     try:
-        part = Part("", manifest, entries, np.arange(len(entries.length)))
+        part = Part("", manifest, records, np.arange(len(records)))
         inside = None
         if options.disk is not None and tier is not None:
-            inside = hottest(table.region.layout, entries, options.disk.keep)
-        contents = contents_of(manifest, entries)
-        fill(table, directory, [part], contents, inside=inside, progress=options.progress)
+            inside = hottest(table.region.layout, records, options.disk.keep)
+        fill(table, directory, [part], records, manifest.counters, inside=inside, progress=options.progress)
         set_parent(table, table.index, manifest.save)
     except BaseException:
         table.close()
@@ -197,13 +195,13 @@ class Part:
     Attributes:
         folder: path of the checkpoint, relative to the loaded directory; "" for that directory itself.
         manifest: of the checkpoint.
-        entries: the trajectories to load, [n].
+        records: of the trajectories to load, [n].
         places: int64 [n]: position of each in the new table, oldest first.
     """
 
     folder: str
     manifest: Manifest
-    entries: Entries
+    records: Array
     places: Array
 
     def segment(self, segment: Segment) -> str:
@@ -211,40 +209,12 @@ class Part:
         return os.path.join(self.folder, segment_folder(segment.number))
 
 
-@dataclasses.dataclass(frozen=True)
-class Contents:
-    """Trajectories of a new table, oldest first (arrays [n]), and its counters. See `Entries` and `Manifest`."""
-
-    sequence: Array
-    length: Array
-    priority: Array
-    times_sampled: Array
-    age: Array
-    ident: Array
-    final: Array
-    filled: Array
-    origin: int | None
-    next_sequence: int
-    num_inserted: int
-    num_sampled: int
-    policy_version: int
-
-
-def contents_of(manifest: Manifest, entries: Entries) -> Contents:
-    """The contents of the saved table."""
-    names = ("sequence", "length", "priority", "times_sampled", "age", "ident", "final", "filled")
-    counts = ("origin", "next_sequence", "num_inserted", "num_sampled", "policy_version")
-    return Contents(
-        **{name: getattr(entries, name) for name in names},
-        **{name: getattr(manifest, name) for name in counts},
-    )
-
-
 def fill(
     table: Table,
     directory: Directory,
     parts: Sequence[Part],
-    contents: Contents,
+    records: Array,
+    counters: Counters,
     *,
     inside: Array | None = None,
     progress: bool,
@@ -254,8 +224,8 @@ def fill(
     Args:
         table: the empty table.
         directory: the loaded directory.
-        parts: together they hold every trajectory of `contents` once.
-        contents: trajectories and counters of the table.
+        parts: together they hold every trajectory of `records` once.
+        records: [n], of the table's trajectories, oldest first. counters: of the table.
         inside: bool [n], which of them are read into memory, with a single part whose directory is the table's disk
             tier; the others stay there. None: all.
         progress: show a progress bar.
@@ -264,19 +234,20 @@ def fill(
         CheckpointError: a file is damaged, or another process added to the table during the load.
     """
     index, where = table.index, directory.path
-    blocks = index.arrays.blocks_of(contents.length + contents.final)
+    lengths, finals = records["length"].copy(), records["final"].astype(np.int64)
+    blocks = index.arrays.blocks_of(rows_of(records))
     blocks = blocks if inside is None else np.where(inside, blocks, 0)
-    _check_sizes(table, where, contents.length, int(blocks.sum()))
-    claim = Claim(len(contents.length))
+    _check_sizes(table, where, lengths, int(blocks.sum()))
+    claim = Claim(len(records))
     try:
         if inside is None:
-            slots, ids = index.begin(contents.length, finals=contents.final, claim=claim)
+            slots, ids = index.begin(lengths, finals=finals, claim=claim)
         else:
-            slots, ids = claim.slots, index.begin_stored(contents.length, contents.final, inside, claim)
+            slots, ids = claim.slots, index.begin_stored(lengths, finals, inside, claim)
             (part,) = parts
-            note_places(index, slots, part.entries)
+            note_places(index, slots, part.records)
             _keep_versions(table, directory, part, slots)
-            parts = [dataclasses.replace(part, entries=part.entries.take(inside), places=part.places[inside])]
+            parts = [dataclasses.replace(part, records=part.records[inside], places=part.places[inside])]
         first_ids = np.cumsum(blocks) - blocks
         reads = [
             read
@@ -288,17 +259,13 @@ def fill(
             read_columns(directory, reads, ids, advance)
         loaded = index.commit_as(
             slots,
-            contents.priority,
-            contents.sequence,
-            ages=contents.age,
-            times_sampled=contents.times_sampled,
-            ids=contents.ident,
-            filled=contents.filled,
-            origin=contents.origin,
-            next_sequence=contents.next_sequence,
-            num_inserted=contents.num_inserted,
-            num_sampled=contents.num_sampled,
-            policy_version=contents.policy_version,
+            records["priority"].copy(),
+            records["sequence"].copy(),
+            ages=-records["created"],
+            times_sampled=records["times_sampled"].astype(np.int64),
+            ids=records["ident"].copy(),
+            filled=records["filled"].copy(),
+            **vars(counters),
         )
         if not loaded:
             raise CheckpointError(
@@ -317,12 +284,12 @@ def _reads(table: Table, part: Part, segment: Segment, first_ids: Array) -> list
         table: the new table. part: a checkpoint, and its trajectories to load.
         first_ids: int64 [trajectories], where the blocks of each trajectory of the new table begin.
     """
-    entries = part.entries
-    which = np.flatnonzero(entries.segment == segment.number)
+    which = np.flatnonzero(part.records["segment"] == segment.number)
     if not len(which):
         return []
-    which = which[np.argsort(entries.first[which], kind="stable")]
-    first, rows, place = entries.first[which], entries.rows[which], entries.place[which]
+    which = which[np.argsort(part.records["first"][which], kind="stable")]
+    records = part.records[which]
+    first, rows, place = records["first"].copy(), rows_of(records), records["place"].astype(np.int64)
     places = first_ids[part.places[which]]
     reads = []
     for name, column in table.schema.items():

@@ -23,7 +23,7 @@ import xxhash
 from gear_loader.checkpoint.directory import REMEDY, Directory, open_to_load
 from gear_loader.checkpoint.files import write_small
 from gear_loader.checkpoint.housekeeping import check_owned, refuse_links, remove_checkpoint
-from gear_loader.checkpoint.index import read_entries
+from gear_loader.checkpoint.index import read_records
 from gear_loader.checkpoint.json_file import (
     Fields,
     FileRecord,
@@ -40,7 +40,6 @@ from gear_loader.checkpoint.names import (
     SEGMENTS_NAME,
     SHARDS_NAME,
     column_file,
-    index_file,
     segment_folder,
 )
 from gear_loader.errors import CheckpointError
@@ -226,7 +225,7 @@ def shard_of(folder: Directory) -> Shard:
     """The record of a checkpoint that was just written."""
     record = _record(folder)
     manifest = read_manifest(folder)
-    entries = read_entries(folder, manifest)
+    records = read_records(folder, manifest)
     return Shard(
         save=manifest.save,
         table=manifest.table,
@@ -235,7 +234,7 @@ def shard_of(folder: Directory) -> Shard:
         origin=manifest.origin,
         num_trajectories=manifest.num_trajectories,
         num_steps=manifest.num_steps,
-        next_sequence=max(manifest.next_sequence, following(entries.ident)),
+        next_sequence=max(manifest.next_sequence, following(records["ident"])),
     )
 
 
@@ -311,7 +310,7 @@ def link_shard(directory: Directory, old: ShardsManifest, table: str, parent: st
                 for column in segment.files:
                     _link(before, new, column_file(column))
                 new.sync()
-        for name in (index_file(manifest.saves), MANIFEST_NAME):
+        for name in (manifest.index_name, MANIFEST_NAME):
             _link(source, folder, name)
 
 

@@ -170,7 +170,7 @@ def _load_share(
         max_lag=rules.max_lag,
     )
     try:
-        fill(table, directory, share.parts, share.contents, progress=progress)
+        fill(table, directory, share.parts, share.records, share.counters, progress=progress)
         set_parent(table, table.index, share.parent)
     except BaseException:
         _discard(table)

@@ -32,7 +32,7 @@ from table_common import COLUMNS, fresh_name, named, numbers_of, rows
 from waiting_common import wait_until
 
 import gear_loader as gear
-from gear_loader.checkpoint import behind, saving, stored
+from gear_loader.checkpoint import behind, changes, saving
 from gear_loader.checkpoint import files as files_module
 from gear_loader.checkpoint.names import LOCK_NAME
 from gear_loader.errors import CheckpointError, SchemaError
@@ -116,10 +116,10 @@ def test_a_trajectory_that_grows_beside_others(tmp_path: Path) -> None:
 
 
 def test_segments_are_merged_little_by_little(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "MAX_SEGMENTS_BEHIND", 6)
+    monkeypatch.setattr(changes, "MAX_SEGMENTS_BEHIND", 6)
     with make(on_full="evict_oldest", disk=disk(tmp_path)) as table:
         for budget in (0, 1000):
-            monkeypatch.setattr(stored, "REWRITE_BYTES", budget)
+            monkeypatch.setattr(changes, "REWRITE_BYTES", budget)
             for number in range(30):
                 table.add(rows(number, 1 + number * 7 % 40))
                 if number % 13 == 5:
@@ -184,14 +184,14 @@ def test_a_full_table_turns_over_while_the_disk_stands_still(
 @pytest.fixture
 def full(monkeypatch: MonkeyPatch) -> threading.Event:
     """While it is set, nothing can be written."""
-    event, genuine = threading.Event(), files_module._write_all
+    event, genuine = threading.Event(), files_module.write_all
 
     def write_all(*args: Any) -> None:
         if event.is_set():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         genuine(*args)
 
-    monkeypatch.setattr(files_module, "_write_all", write_all)
+    monkeypatch.setattr(files_module, "write_all", write_all)
     return event
 
 

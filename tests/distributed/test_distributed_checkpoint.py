@@ -551,7 +551,7 @@ def test_damage_is_found_by_all(path: Path, size: int, chunks: bool, monkeypatch
         with loaded(path, 3) as tables:
             shutil.rmtree(path)
             saved(tables, path)
-    inner = ("manifest.json", "index.*.safetensors", "segments/000001/odd.npy")
+    inner = ("manifest.json", "index.*.records", "segments/000001/odd.npy")
     for pattern in ("shards.json", *(f"saves/*/00001/{name}" for name in inner)):
         (file,) = path.glob(pattern)
         data = file.read_bytes()
