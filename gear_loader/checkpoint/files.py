@@ -220,24 +220,33 @@ class Pipeline:
 
     Args:
         step_bytes: bytes of a step of the largest column.
-        advance: called with the number of bytes after each piece, for a progress bar.
+        advance: called with the number of bytes after each piece, for a progress bar. None: there is no other thread,
+            so that one that adds meanwhile has a core for itself.
     """
 
-    def __init__(self, step_bytes: int, advance: Callable[[int], None]) -> None:
-        self._advance = advance
+    def __init__(self, step_bytes: int, advance: Callable[[int], None] | None) -> None:
+        self._advance = advance or (lambda _: None)
         # A piece, preceded by the header or by what the previous piece left of a sector.
         self._before = -(-max(step_bytes, _LONGEST_HEADER) // _SECTOR) * _SECTOR
         size = self._before + PIECE_BYTES
         self._memory = [mmap.mmap(-1, size) for _ in range(BUFFERS)]  # whole pages, for O_DIRECT
         self._views = [memoryview(memory) for memory in self._memory]
         self._arrays = [np.frombuffer(memory, dtype=np.uint8) for memory in self._memory]
-        self._thread = _Caller()
+        self._thread = None if advance is None else _Caller()
 
     def __enter__(self) -> Pipeline:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._thread.end()
+        if self._thread is not None:
+            self._thread.end()
+
+    def _submit(self, fd: int, path: str, view: memoryview) -> _Call:
+        if self._thread is not None:
+            return self._thread.submit(_write_piece, fd, path, view)
+        call = _Call(_write_piece, (fd, path, view))
+        call.make()
+        return call
 
     def write(
         self,
@@ -284,7 +293,7 @@ class Pipeline:
                 checksum.update(self._views[turn][0 if done == 0 else len(held) : filled])
                 done += count
                 whole = filled if done == steps else filled // _SECTOR * _SECTOR
-                work[turn] = self._thread.submit(_write_piece, fd, path, self._views[turn][:whole])
+                work[turn] = self._submit(fd, path, self._views[turn][:whole])
                 held = buffer[whole:filled].tobytes()
                 self._advance(count * step_bytes)
                 turn = (turn + 1) % BUFFERS
@@ -314,8 +323,8 @@ class Pipeline:
         views = [self._views[0][: len(header)]]
         data = ready.data
         views += [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
-        work[:] = [self._thread.submit(_write_piece, fd, path, view) for view in views]
         for view in views:
+            work.append(self._submit(fd, path, view))
             checksum.update(view)
             self._advance(len(view))
 

@@ -67,18 +67,14 @@ class TrajectoryRows:
         place = np.arange(len(self.ends))
         return place, place + 1
 
-    def stage(self, most_bytes: int, arena: Arena, ticket: Ticket, held_bytes: int) -> None:
+    def stage(self, most_bytes: int, arena: Arena, *, held: bool) -> None:
         """Copy the newest trajectories into memory, at once.
 
         Args:
             most_bytes: of the copies. arena: their memory.
-            ticket: of the trajectories. It is ended when so many bytes of the newest, `held_bytes`, have been copied:
-                none of them is lost, however fast others add.
+            held: whether the caller holds the ticket of the trajectories, so that none is lost.
         """
-        sizes = (self.ends - self.first) * self._schema.step_bytes + self._schema.trajectory_bytes
-        total = np.cumsum(sizes[::-1])
-        self._unstaged = len(sizes) - int(np.searchsorted(total, most_bytes, side="right"))
-        held = len(sizes) - int(np.searchsorted(total, min(held_bytes, most_bytes), side="right"))
+        self._unstaged = self._newest(most_bytes)
         bounds = {}
         for name in self._schema:
             first, ends = self.bounds(name)
@@ -88,16 +84,20 @@ class TrajectoryRows:
             [(high - low) * int(self._places[name][2]) for name, (low, high) in bounds.items()]
         )
         self._staged = dict(zip(bounds, taken, strict=True))
-        for self._under_ticket in (True, False):
-            for name, (low, high) in bounds.items():
-                first, _ = self.bounds(name)
-                middle = int(first[held]) if held < len(first) else high
-                begin, end = (middle, high) if self._under_ticket else (low, middle)
-                if end > begin:
-                    size = int(self._places[name][2])
-                    part = self._staged[name][(begin - low) * size : (end - low) * size]
-                    self._copy(name, part, begin, end)
-            ticket.end()  # idempotent
+        self._under_ticket = held
+        for name, (low, high) in bounds.items():
+            if high > low:
+                self._copy(name, self._staged[name], low, high)
+        self._under_ticket = False
+
+    def _newest(self, most_bytes: int) -> int:
+        """Position of the first of the newest trajectories that have so many bytes."""
+        sizes = (self.ends - self.first) * self._schema.step_bytes + self._schema.trajectory_bytes
+        return len(sizes) - int(np.searchsorted(np.cumsum(sizes[::-1]), most_bytes, side="right"))
+
+    def has_lost(self, most_bytes: int) -> bool:
+        """Whether one of the newest trajectories, which have so many bytes, is lost."""
+        return bool(self.lost[self._newest(most_bytes) :].any())
 
     def ready(self, name: str) -> Array | None:
         """All rows of a column, uint8, if all trajectories have been staged; else None."""

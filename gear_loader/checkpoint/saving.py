@@ -58,8 +58,8 @@ MAX_ROUNDS = 6
 TIER_CHUNK_BYTES = 256 << 10
 """Bytes of a column's file with a checksum of their own, in a table with a disk tier: a reader of one trajectory reads
 the chunks that hold it and have not been verified before."""
-HOLD_BEHIND_BYTES = 2 << 20
-"""Bytes of the newest trajectories that a save in the background copies under a ticket, in less than a millisecond."""
+SURE_BYTES = 1 << 20
+"""Bytes of the newest trajectories that a save in the background must have: else it copies under a ticket."""
 STAGE_BYTES = 64 << 20
 """Bytes of the newest trajectories that a save in the background copies to memory at once. Older new ones are copied
 piece by piece, as the disk takes them; they are left out if they have been evicted by then."""
@@ -220,8 +220,9 @@ class Save:
     ) -> None:
         """Save the table as it is at one moment, but for trajectories that are evicted before they are copied.
 
-        Writers wait for it for a millisecond at most: the newest trajectories are copied to memory first
-        (`STAGE_BYTES`). The previous checkpoint stays beside the new one.
+        No writer waits for it: the newest trajectories are copied to memory first (`STAGE_BYTES`). Only where others
+        replace even the newest meanwhile, of a small table, they wait for that. The previous checkpoint stays beside
+        the new one.
 
         Args:
             previous: manifest of the checkpoint before the previous one, if it is there.
@@ -230,15 +231,20 @@ class Save:
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._swept(previous))
-            ticket = Ticket()
-            stack.callback(ticket.end)
-            changes = take_changes(self.index, self.on_disk, ticket)
-            dropped = self.on_disk.sparsest(changes, self.schema.step_bytes, self._most_steps())
-            changes = self.on_disk.rewriting(changes, dropped)
-            self._check_room(changes, dropped)
-            rows = self._rows(changes, under_ticket=False)
-            rows.stage(STAGE_BYTES, arena, ticket, HOLD_BEHIND_BYTES)
-            pipeline, segments = self._open(stack, lambda _: None)
+            for ticket in (None, Ticket()):
+                changes = take_changes(self.index, self.on_disk, ticket)
+                try:
+                    dropped = self.on_disk.sparsest(changes, self.schema.step_bytes, self._most_steps())
+                    changes = self.on_disk.rewriting(changes, dropped)
+                    self._check_room(changes, dropped)
+                    rows = self._rows(changes, under_ticket=False)
+                    rows.stage(STAGE_BYTES, arena, held=ticket is not None)
+                finally:
+                    if ticket is not None:
+                        ticket.end()
+                if not rows.has_lost(SURE_BYTES):
+                    break
+            pipeline, segments = self._open(stack, None)
             self._write_index(self._write_changes(segments, pipeline, changes, dropped, rows))
             self._commit(segments, self._manifest(changes), previous=True)
         note(self)
@@ -256,8 +262,9 @@ class Save:
             raise
 
     def _open(
-        self, stack: contextlib.ExitStack, advance: Callable[[int], None]
+        self, stack: contextlib.ExitStack, advance: Callable[[int], None] | None
     ) -> tuple[Pipeline, Directory]:
+        """The pipeline, and the directory of the segments; without `advance` it writes in this thread."""
         largest = max(column.step_bytes for column in self.schema.values())
         pipeline = stack.enter_context(Pipeline(largest, advance))
         return pipeline, stack.enter_context(self.directory.open_or_make(SEGMENTS_NAME))
