@@ -211,11 +211,12 @@ class Directory:
         with named(self.at(new)):
             os.replace(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
-    def link(self, old: str, new: str) -> None:
-        """Give a file a second name; copy it where the file system has no hard links."""
-        with named(self.at(new)):
+    def link(self, old: str, new: str, target: Directory | None = None) -> None:
+        """Give a file a second name, in another directory if given; copy it where there are no hard links."""
+        target = target or self
+        with named(self.at(old)):
             try:
-                os.link(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
+                os.link(old, new, src_dir_fd=self.fd, dst_dir_fd=target.fd, follow_symlinks=False)
                 return
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
@@ -223,9 +224,9 @@ class Directory:
             with (
                 self.opened(old) as (fd, _),
                 open(fd, "rb", closefd=False) as file,
-                open(self.create(new), "wb") as copy,
+                open(target.create(new), "wb") as copy,
             ):
-                shutil.copyfileobj(file, copy)
+                shutil.copyfileobj(file, copy, 8 << 20)
                 copy.flush()
                 os.fsync(copy.fileno())
 

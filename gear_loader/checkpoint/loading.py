@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -32,13 +32,15 @@ from gear_loader.utils.progress import progress_bar
 __all__ = [
     "LoadOptions",
     "Part",
+    "Share",
     "UnfitError",
-    "check_files",
-    "fill",
+    "discard",
     "load",
+    "load_share",
     "load_version",
     "retry_if_replaced",
     "was_replaced",
+    "whole_share",
 ]
 
 _ATTEMPTS = 10
@@ -130,59 +132,78 @@ def load_version(kind: type[Table], directory: Directory, manifest: Manifest, op
                 f"{directory.at(MANIFEST_NAME)} is of a table with the schema {manifest.schema}; expected {expected}. "
                 "Give the schema that was saved (or none), or load another checkpoint."
             )
-    keys = ("max_steps", "max_trajectories", "block_steps", "max_blocks")
-    sizes: dict[str, Any] = {key: getattr(options, key) for key in keys}
-    as_saved = all(size is None for size in sizes.values())
-    for key in ("max_steps", "max_trajectories", "block_steps"):
-        if sizes[key] is None:
-            sizes[key] = getattr(manifest, key)
+    return load_share(kind, directory, whole_share(directory, manifest), options)
+
+
+def whole_share(directory: Directory, manifest: Manifest, folder: str = "") -> Share:
+    """All that the checkpoint in a directory holds; see `Share`.
+
+    Args:
+        folder: its path, relative to the loaded directory.
+
+    Raises:
+        CheckpointError: a file is missing, or the index is damaged.
+    """
     records = read_records(directory, manifest)
-    check_files(directory, manifest)
+    for segment in manifest.segments:
+        with directory.child_to_load(segment_folder(segment.number)) as files:
+            for column, record in segment.files.items():
+                check_size(files, column_file(column), record.bytes)
+    # Trajectories that shared blocks in the saved table get separate blocks.
+    blocks = max(manifest.num_blocks, Table.required_blocks(rows_of(records), manifest.block_steps))
+    sizes = {name: getattr(manifest, name) for name in ("max_steps", "max_trajectories", "block_steps")}
+    part = Part(folder, manifest, records, np.arange(len(records)))
+    return Share([part], records, manifest.counters, {**sizes, "max_blocks": blocks}, manifest, manifest.save)
+
+
+def load_share(kind: type[Table], directory: Directory, share: Share, options: LoadOptions) -> Table:
+    """Create a table, and read trajectories into it.
+
+    Args:
+        directory: the loaded directory. options: their schema has been compared.
+
+    Raises:
+        CheckpointError: a file is damaged; or the trajectories do not fit (`UnfitError`). No table is left.
+    """
+    given = {name: getattr(options, name) for name in share.sizes}
+    sizes: dict[str, Any] = share.sizes | {name: size for name, size in given.items() if size is not None}
     tier = None if options.disk is None else options.disk.tier()
     blocks = sizes.pop("max_blocks")
     if options.memory is not None:
         blocks = None
-    elif tier is not None:
-        blocks = manifest.num_blocks if blocks is None else blocks
-    elif as_saved:
-        # Trajectories that shared blocks in the saved table get separate blocks.
-        blocks = max(manifest.num_blocks, kind.required_blocks(rows_of(records), manifest.block_steps))
-    mean = float(records["length"].mean()) if sizes["block_steps"] == "auto" and len(records) else None
+    elif given["max_blocks"] is None and tier is not None:
+        blocks = share.saved.num_blocks
+    elif given["max_blocks"] is None and any(size is not None for size in given.values()):
+        blocks = None
+    lengths, rules = share.records["length"], share.saved.rules
+    mean = float(lengths.mean()) if sizes["block_steps"] == "auto" and len(lengths) else None
     table = kind.create(
-        manifest.schema,
+        share.saved.schema,
         **sizes,
         disk=tier,
         memory=Memory(options.memory, blocks, mean, options.packed),
         name=options.name,
-        on_full=manifest.rules.on_full if options.on_full is None else options.on_full,
-        rate_limiter=manifest.rules.rate_limiter,
-        limits=manifest.rules.limits,
+        on_full=rules.on_full if options.on_full is None else options.on_full,
+        rate_limiter=rules.rate_limiter,
+        limits=rules.limits,
     )
     try:
-        part = Part("", manifest, records, np.arange(len(records)))
         inside = None
         if options.disk is not None and tier is not None:
-            inside = hottest(table.region.layout, records, options.disk.keep)
-        fill(table, directory, [part], records, manifest.counters, inside=inside, progress=options.progress)
-        set_parent(table, table.index, manifest.save)
+            inside = hottest(table.region.layout, share.records, options.disk.keep)
+        _fill(table, directory, share, inside=inside, progress=options.progress)
+        set_parent(table, table.index, share.parent)
     except BaseException:
-        table.close()
-        if options.name is not None:
-            table.unlink()
+        discard(table)
         raise
     return table
 
 
-def check_files(directory: Directory, manifest: Manifest) -> None:
-    """Check that every file of the segments exists and has the right size.
-
-    Raises:
-        CheckpointError: a file is missing or has another size.
-    """
-    for segment in manifest.segments:
-        with directory.child_to_load(segment_folder(segment.number)) as folder:
-            for column, record in segment.files.items():
-                check_size(folder, column_file(column), record.bytes)
+def discard(table: Table) -> None:
+    """Close a table, and remove its shared memory."""
+    table.close()
+    if table.name is not None:
+        table.unlink()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,23 +227,32 @@ class Part:
         return os.path.join(self.folder, segment_folder(segment.number))
 
 
-def fill(
-    table: Table,
-    directory: Directory,
-    parts: Sequence[Part],
-    records: Array,
-    counters: Counters,
-    *,
-    inside: Array | None = None,
-    progress: bool,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What is loaded into one table.
+
+    Attributes:
+        parts: together they hold every trajectory of `records` once.
+        records: [n], of the table's trajectories, oldest first. counters: of the table.
+        sizes: `max_steps`, `max_trajectories`, `block_steps` and `max_blocks` of a table that holds it.
+        saved: manifest of the table whose schema and rules it has.
+        parent: name of the save whose files the next save of the table can reuse, or "0".
+    """
+
+    parts: list[Part]
+    records: Array
+    counters: Counters
+    sizes: dict[str, int]
+    saved: Manifest
+    parent: str
+
+
+def _fill(table: Table, directory: Directory, share: Share, *, inside: Array | None, progress: bool) -> None:
     """Read trajectories into the blocks of an empty table and commit them when all checksums are verified.
 
     Args:
         table: the empty table.
         directory: the loaded directory.
-        parts: together they hold every trajectory of `records` once.
-        records: [n], of the table's trajectories, oldest first. counters: of the table.
         inside: bool [n], which of them are read into memory, with a single part whose directory is the table's disk
             tier; the others stay there. None: all.
         progress: show a progress bar.
@@ -231,6 +261,7 @@ def fill(
         CheckpointError: a file is damaged, or another process added to the table during the load.
     """
     index, where = table.index, directory.path
+    records, parts = share.records, share.parts
     lengths, finals = records["length"].copy(), records["final"].astype(np.int64)
     blocks = index.arrays.blocks_of(rows_of(records))
     blocks = blocks if inside is None else np.where(inside, blocks, 0)
@@ -262,7 +293,7 @@ def fill(
             times_sampled=records["times_sampled"].astype(np.int64),
             ids=records["ident"].copy(),
             filled=records["filled"].copy(),
-            **vars(counters),
+            **vars(share.counters),
         )
         if not loaded:
             raise CheckpointError(

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import os
 import re
-import shutil
 from typing import Any
 
 import xxhash
@@ -336,22 +335,10 @@ def _rank_of(old: ShardsManifest, table: str, parent: str) -> int | None:
 
 
 def _link(source: Directory, target: Directory, name: str) -> None:
-    """Hard-link a file, or copy it where the file system does not support links."""
     try:
-        os.link(name, name, src_dir_fd=source.fd, dst_dir_fd=target.fd, follow_symlinks=False)
-        return
+        source.link(name, name, target)
     except FileNotFoundError as error:
         raise CheckpointError(f"{source.at(name)} is missing. {REMEDY}") from error
-    except OSError:
-        pass
-    with (
-        source.opened(name) as (fd, _),
-        open(fd, "rb", closefd=False) as file,
-        open(target.create(name), "wb") as copy,
-    ):
-        shutil.copyfileobj(file, copy, 8 << 20)
-        copy.flush()
-        os.fsync(copy.fileno())
 
 
 def write_shards(directory: Directory, shards: ShardsManifest) -> None:

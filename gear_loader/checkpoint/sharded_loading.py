@@ -8,7 +8,7 @@ import numpy as np
 
 from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.index import read_records
-from gear_loader.checkpoint.loading import Part, check_files
+from gear_loader.checkpoint.loading import Part, Share, whole_share
 from gear_loader.checkpoint.manifest import Manifest
 from gear_loader.checkpoint.records import Counters, ids_of, rows_of
 from gear_loader.checkpoint.resharding import assign_ranks, split_counts
@@ -17,47 +17,21 @@ from gear_loader.errors import CheckpointError
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Share", "own_share", "resharded_share"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """The part of a checkpoint that one rank loads.
-
-    Attributes:
-        parts, records, counters: as for `fill`.
-        sizes: arguments of `Table.create`. rules: manifest of the table whose rules the new table has.
-        parent: name of the save whose files the next save of the table can reuse, or "0".
-    """
-
-    parts: list[Part]
-    records: Array
-    counters: Counters
-    sizes: dict[str, int]
-    rules: Manifest
-    parent: str
+__all__ = ["own_share", "resharded_share"]
 
 
 def own_share(directory: Directory, shards: ShardsManifest, rank: int) -> Share:
     """The share of a rank that loads its own table, when the number of ranks is the same."""
     folder, manifest = open_shard(directory, shards, rank)
     with folder:
-        records = read_records(folder, manifest)
-        check_files(folder, manifest)
-    part = Part(shard_folder(shards.number, rank), manifest, records.copy(), np.arange(len(records)))
-    counters = dataclasses.replace(manifest.counters, origin=rank)
+        share = whole_share(folder, manifest, shard_folder(shards.number, rank))
+    counters, records = dataclasses.replace(manifest.counters, origin=rank), share.records
     if (manifest.origin or 0) != rank:
         # Another shard wrote the table: its ids stay, and new ids are of this shard.
+        records = records.copy()
         records["ident"] = ids_of(records, manifest.origin)
         counters = dataclasses.replace(counters, next_sequence=_next_sequence(shards))
-    blocks = Table.required_blocks(rows_of(records), manifest.block_steps)
-    sizes = {
-        "max_steps": manifest.max_steps,
-        "max_trajectories": manifest.max_trajectories,
-        "block_steps": manifest.block_steps,
-        "max_blocks": max(manifest.num_blocks, blocks),
-    }
-    return Share([part], records, counters, sizes, manifest, manifest.save)
+    return dataclasses.replace(share, records=records, counters=counters)
 
 
 def _next_sequence(shards: ShardsManifest) -> int:
