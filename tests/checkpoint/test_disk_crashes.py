@@ -25,6 +25,7 @@ from table_common import COLUMNS, Died, fresh_name, number_of, rows
 
 import gear_loader as gear
 from gear_loader.checkpoint import behind
+from gear_loader.checkpoint.index import IndexFile
 from gear_loader.errors import CheckpointError
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -103,9 +104,13 @@ def test_files_that_are_cut_at_any_byte(tmp_path: Path, every: int, monkeypatch:
     assert found == {(True, True), (True, False), (False, True), (False, False)}
 
 
-@pytest.mark.parametrize("names", [False, True])
-def test_a_power_cut_loses_what_was_not_synced(tmp_path: Path, names: bool) -> None:
+@pytest.mark.parametrize(("names", "appended"), [(False, True), (True, True), (False, False)])
+def test_a_power_cut_loses_what_was_not_synced(
+    tmp_path: Path, names: bool, appended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After every call of the system: of all writes, only synced ones; of all names, only synced ones, or every one."""
+    if not appended:
+        monkeypatch.setattr(IndexFile, "has_room", lambda *given: False)
     path, turn = tmp_path / "disk", 0
     path.mkdir()
     views: list[tuple[int, dict[str, bytes]]] = []
@@ -146,9 +151,14 @@ def test_a_power_cut_loses_what_was_not_synced(tmp_path: Path, names: bool) -> N
 
 
 @pytest.mark.parametrize(
-    ("case", "every"), mostly_long([("more", 1), ("more", 5), ("rewritten", 1)], ("more", 5))
+    ("case", "every"), mostly_long([("more", 1), ("more", 5), ("rewritten", 1), ("index", 1)], ("more", 5))
 )
-def test_dying_at_every_call_of_the_system(tmp_path: Path, case: str, every: int) -> None:
+def test_dying_at_every_call_of_the_system(
+    tmp_path: Path, case: str, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the index is written anew, which is otherwise appended to."""
+    if case == "index":
+        monkeypatch.setattr(IndexFile, "has_room", lambda *given: False)
     path = tmp_path / "disk"
     with make(disk=gear.Disk(path, sync_seconds=NEVER)) as table:
         table.extend([rows(number, 10 + number) for number in range(6)])
@@ -172,7 +182,7 @@ def test_dying_at_every_call_of_the_system(tmp_path: Path, case: str, every: int
             assert state in states
             found.add(states.index(state))
             deaths += every
-            if found == {0, 1} and case == "more":
+            if found == {0, 1} and case != "rewritten":
                 break
     assert found == {0, 1}
 
