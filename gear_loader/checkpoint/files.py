@@ -24,6 +24,7 @@ from gear_loader.checkpoint.directory import REMEDY, Directory, named
 from gear_loader.checkpoint.json_file import FileRecord
 from gear_loader.errors import CheckpointError
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.descriptors import Descriptor
 
 __all__ = [
     "Arena",
@@ -49,13 +50,9 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 def write_small(directory: Directory, name: str, data: bytes | memoryview) -> FileRecord:
     """Write and sync a new file that fits into memory."""
-    fd = directory.create(name)
-    try:
-        with named(directory.at(name)):
-            write_all(fd, memoryview(data))
-            os.fsync(fd)
-    finally:
-        os.close(fd)
+    with directory.create(name) as file, named(directory.at(name)):
+        write_all(file.fileno(), memoryview(data))
+        os.fsync(file.fileno())
     return FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
 
 
@@ -99,7 +96,7 @@ def write_all(fd: int, view: memoryview) -> None:
         view = view[done:]
 
 
-def _open_new(directory: Directory, name: str) -> int:
+def _open_new(directory: Directory, name: str) -> Descriptor:
     try:
         return directory.create(name, _O_DIRECT)
     except OSError as error:
@@ -241,10 +238,10 @@ class Pipeline:
         if self._thread is not None:
             self._thread.end()
 
-    def _submit(self, fd: int, path: str, view: memoryview) -> _Call:
+    def _submit(self, file: Descriptor, path: str, view: memoryview) -> _Call:
         if self._thread is not None:
-            return self._thread.submit(_write_piece, fd, path, view)
-        call = _Call(_write_piece, (fd, path, view))
+            return self._thread.submit(_write_piece, file, path, view)
+        call = _Call(_write_piece, (file, path, view))
         call.make()
         return call
 
@@ -277,10 +274,10 @@ class Pipeline:
         checksum = _Checksum(chunk_bytes)
         work: list[_Call | None] = [None] * BUFFERS
         path = directory.at(name)
-        fd = _open_new(directory, name)
+        file = _open_new(directory, name)
         try:
             if ready is not None:
-                self._write_ready(fd, path, header, ready, checksum, work)
+                self._write_ready(file, path, header, ready, checksum, work)
                 steps = 0
             held, done, turn = header, 0, 0
             while done < steps:
@@ -293,25 +290,24 @@ class Pipeline:
                 checksum.update(self._views[turn][0 if done == 0 else len(held) : filled])
                 done += count
                 whole = filled if done == steps else filled // _SECTOR * _SECTOR
-                work[turn] = self._submit(fd, path, self._views[turn][:whole])
+                work[turn] = self._submit(file, path, self._views[turn][:whole])
                 held = buffer[whole:filled].tobytes()
                 self._advance(count * step_bytes)
                 turn = (turn + 1) % BUFFERS
             for turn in range(len(work)):
                 _wait(work, turn)
             with named(path):
-                os.fsync(fd)
+                os.fsync(file.fileno())
         finally:
-            for call in work:
-                if call is not None:
-                    call.wait()  # the thread uses the descriptor until then
-            os.close(fd)
+            if self._thread is not None:
+                self._thread.submit(_nothing).wait()  # also for calls whose submission was interrupted
+            file.close()
         written = steps * step_bytes if ready is None else len(ready)
         return FileRecord(len(header) + written, *checksum.digests())
 
     def _write_ready(
         self,
-        fd: int,
+        file: Descriptor,
         path: str,
         header: bytes,
         ready: Array,
@@ -324,7 +320,7 @@ class Pipeline:
         data = ready.data
         views += [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
         for view in views:
-            work.append(self._submit(fd, path, view))
+            work.append(self._submit(file, path, view))
             checksum.update(view)
             self._advance(len(view))
 
@@ -335,9 +331,13 @@ def _wait(work: list[_Call | None], turn: int) -> None:
         call.result()
 
 
-def _write_piece(fd: int, path: str, view: memoryview) -> None:
+def _write_piece(file: Descriptor, path: str, view: memoryview) -> None:
     with named(path):
-        write_all(fd, view)
+        write_all(file.fileno(), view)
+
+
+def _nothing() -> None:
+    """What a caller submits to wait for all calls before it."""
 
 
 def read_piece(fd: int, path: str, view: memoryview, begin: int) -> int:

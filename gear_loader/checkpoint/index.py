@@ -68,19 +68,15 @@ class IndexFile:
             CheckpointError: the file was cut or changed.
         """
         name, data = index_file(self.number), records.view(np.uint8).data
-        with named(directory.at(name)):
-            fd = directory.open_to_append(name)
-            try:
-                found = os.fstat(fd).st_size
-                if found != self._size:
-                    raise CheckpointError(
-                        f"{directory.at(name)} has {found:,} bytes; expected {self._size:,}: it was cut or changed. "
-                        "The next write replaces it."
-                    )
-                write_all(fd, data)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        with directory.open_to_append(name) as file, named(directory.at(name)):
+            found = os.fstat(file.fileno()).st_size
+            if found != self._size:
+                raise CheckpointError(
+                    f"{directory.at(name)} has {found:,} bytes; expected {self._size:,}: it was cut or changed. "
+                    "The next write replaces it."
+                )
+            write_all(file.fileno(), data)
+            os.fsync(file.fileno())
         checksum = self._checksum.copy()
         checksum.update(data)
         return IndexFile(self.number, checksum, self._size + len(data))
