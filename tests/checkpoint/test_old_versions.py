@@ -6,10 +6,14 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.numpy
+import xxhash
 from disk_recorded import SCHEMA, contents_of
 
 import gear_loader as gear
+from gear_loader.errors import CheckpointError
 
 RECORDED = Path(__file__).parent.parent / "data" / "disk"
 
@@ -56,3 +60,34 @@ def test_the_previous_manifest_of_version_3_is_recovered(path: Path) -> None:
     (path / newest).unlink()
     with gear.Table.recover(path) as table:
         assert table.ids(table.indices()).tolist() == [3 + (number << 16) for number in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("length", np.ones(8), r"'length' is float64 \[8\]; expected int64 \[8\]"),
+        ("length", np.ones(3, dtype=np.int64), r"'length' is int64 \[3\]; expected int64 \[8\]"),
+        ("times_sampled", np.full(8, 2**31), "a value of 'times_sampled' is too large"),
+        ("age", np.full(8, -1), "an age is below 0"),
+        ("other", np.ones(8), "has the tensors"),
+        (None, None, "is not a safetensors file"),
+    ],
+)
+def test_an_index_of_version_3_that_says_something_else(
+    path: Path, name: str | None, value: np.ndarray, message: str
+) -> None:
+    fields = json.loads((path / "manifest.json").read_text())
+    index = path / fields["index"]["path"]
+    if name is None:
+        index.write_bytes(b"\xff" * 100)
+    else:
+        safetensors.numpy.save_file({**safetensors.numpy.load_file(index), name: value}, index)
+    fields["index"] |= {
+        "bytes": index.stat().st_size,
+        "xxh128": xxhash.xxh3_128_hexdigest(index.read_bytes()),
+    }
+    data = json.dumps(fields | {"checksum": "0" * 32}).encode()
+    digest = xxhash.xxh3_128_hexdigest(data)
+    (path / "manifest.json").write_bytes(data.replace(b"0" * 32, digest.encode(), 1))
+    with pytest.raises(CheckpointError, match=message):
+        gear.Table.load(path)
