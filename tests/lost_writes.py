@@ -131,7 +131,7 @@ class Tree:
             folder.entries[name] = _Folder()
         return folder is not None
 
-    def _open(self, fd: int, path: Any, *args: Any, dir_fd: int | None = None) -> bool:
+    def _open(self, fd: int, path: Any, *args: Any, dir_fd: int | None = None, **_: Any) -> bool:
         if dir_fd is None:
             if path == self._path:
                 self._fds[fd] = self._root

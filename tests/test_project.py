@@ -238,7 +238,6 @@ FILES_OF_ONE_NAME = {
     "random",
     "reading",
     "row_cache",
-    "snapshot",
     "sum_tree",
 }
 CLASSES_OF_ONE_NAME = {
@@ -254,7 +253,6 @@ CLASSES_OF_ONE_NAME = {
     "Reads",
     "Rows",
     "Share",
-    "Snapshot",
     "Steps",
 }
 

@@ -2,10 +2,8 @@
 
     manifest.json                  version, schema, sizes, rules, counts, and bytes and checksum of every file; see
                                    `.manifest`
-    index.<n>.safetensors          one entry a trajectory, oldest first: sequence, length, priority, times_sampled, age
-                                   (nanoseconds, at the save), ident (the global id that it was added with, or -1),
-                                   segment, first; and final, place and filled, if trajectories have final steps,
-                                   columns are per trajectory, or late columns have been filled
+    index.<n>.records              records of trajectories, see `.records`; save n began the file, and later ones of a
+                                   table that is written in the background append to it
     segments/<number>/<column>.npy whole trajectories one after another, [steps, *shape] (bfloat16 as uint16); of a
                                    column per trajectory, [trajectories, *shape]
     manifest.previous.json         the manifest before it, of tables that are written in the background
@@ -17,9 +15,18 @@ row ``place[i]`` of columns per trajectory.
 The manifest has a checksum of each file and of every 4 MiB of it, so that several threads can read and check parts
 (`.reading`). Trajectories that share blocks in memory are stored separately, each as a whole.
 
+The manifest says which fields a record has, and how many bytes of the index are valid. The last record of a trajectory
+counts; one of length 0 says that it is gone::
+
+    fields = json.load(open("manifest.json"))["index"]
+    records = np.fromfile(fields["path"], [tuple(field) for field in fields["record"]], fields["bytes"] // 72)
+
+A new index is written when more than half of the records are out of date, as segments are of which less than half is
+live.
+
 Committed trajectories never change, except that they may grow, or get a late column once; then they are written again.
-A save therefore writes a new segment with the trajectories that the directory does not have yet, a new index and a new
-manifest. It writes them under names that no manifest mentions, syncs them, and replaces the manifest: this makes the
+A save therefore writes a new segment with the trajectories that the directory does not have yet, a new index or the end
+of one, and a new manifest. It writes where no manifest points to, syncs that, and replaces the manifest: this makes the
 new checkpoint valid. Then it removes the files that the new manifest does not name. A save that is killed earlier
 leaves the previous checkpoint and files that the next save removes.
 

@@ -332,14 +332,15 @@ class WriteBehind:
                 self._spiller.set_full(is_full(error) or isinstance(error, DiskFullError))
             raise
         assert save.manifest is not None
-        assert save.entries is not None
+        assert save.index_file is not None
         if self._spiller is not None:
             self._spiller.set_full(False)
             lost = self._spiller.lost([segment.number for segment in save.manifest.segments])
             if len(lost[0]):
                 table.remove_lost(LostRowsError(f"{place.directory.path} has damaged files.", *lost))
             self._spiller.spill()
-        place.previous, place.manifest, place.entries = place.manifest, save.manifest, save.entries
+        place.previous, place.manifest = place.manifest, save.manifest
+        place.on_disk = save.on_disk, save.index_file
         self._version, self._following = version, save.manifest.next_sequence
         self._writes, self._bytes = self._writes + 1, self._bytes + save.bytes_written
         self._seconds = time.monotonic() - began
@@ -350,7 +351,7 @@ class WriteBehind:
         """Write once; in a table with a disk tier evict by its policy, and repeat, while the files are too large."""
         place = self._place
         while True:
-            save = Save(table, place.directory, place.manifest, place.entries)
+            save = Save(table, place.directory, place.manifest, place.on_disk)
             try:
                 save.run_behind(place.previous, self._arena, self._note)
                 return save
@@ -359,15 +360,15 @@ class WriteBehind:
                 if evict == REFUSE or not table.index.evict(error.steps, evict):
                     raise
             except BaseException:
+                if save.has_changed:
+                    place.on_disk = None
                 place.is_uncertain = save.manifest is not None
                 raise
 
     def _note(self, save: Save) -> None:
         # While the files of the write before are there: an owner that died may have noted only that one.
         if self._spiller is not None:
-            assert save.snapshot is not None
-            assert save.entries is not None
-            self._spiller.note(save.snapshot, save.entries)
+            self._spiller.note(save.written, save.on_disk.records[save.written])
 
     def _unwritten(self) -> tuple[int, float]:
         """Number of live trajectories committed since the last write, and seconds since the first of them."""

@@ -205,11 +205,12 @@ class Directory:
         with named(self.at(new)):
             os.replace(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
-    def link(self, old: str, new: str) -> None:
-        """Give a file a second name; copy it where the file system has no hard links."""
-        with named(self.at(new)):
+    def link(self, old: str, new: str, target: Directory | None = None) -> None:
+        """Give a file a second name, in another directory if given; copy it where there are no hard links."""
+        target = target or self
+        with named(self.at(old)):
             try:
-                os.link(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
+                os.link(old, new, src_dir_fd=self.fd, dst_dir_fd=target.fd, follow_symlinks=False)
                 return
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
@@ -217,10 +218,10 @@ class Directory:
             with (
                 self.opened(old) as (fd, _),
                 open(fd, "rb", closefd=False) as file,
-                self.create(new) as created,
+                target.create(new) as created,
                 open(created.fileno(), "wb", closefd=False) as copy,
             ):
-                shutil.copyfileobj(file, copy)
+                shutil.copyfileobj(file, copy, 8 << 20)
                 copy.flush()
                 os.fsync(copy.fileno())
 
@@ -248,6 +249,12 @@ class Directory:
         with named(self.at(name)):
             new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             return open_descriptor(name, new | flags, 0o666, dir_fd=self.fd)
+
+    def open_to_append(self, name: str) -> Descriptor:
+        """Open a file of this checkpoint for writing at its end."""
+        with named(self.at(name)):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            return open_descriptor(name, flags, dir_fd=self.fd)
 
     def open_lock(self, name: str) -> Descriptor:
         """Open a lock file; create it if it does not exist.

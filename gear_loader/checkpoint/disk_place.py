@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
+from gear_loader.checkpoint.changes import OnDisk
 from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.housekeeping import (
     check_owned,
@@ -15,7 +16,7 @@ from gear_loader.checkpoint.housekeeping import (
     sweep,
     unlock,
 )
-from gear_loader.checkpoint.index import Entries
+from gear_loader.checkpoint.index import IndexFile
 from gear_loader.checkpoint.manifest import Manifest, no_manifest, open_checkpoint, read_manifest
 from gear_loader.checkpoint.names import MANIFEST_NAME, PREVIOUS_NAME, SHARDS_NAME
 from gear_loader.errors import CheckpointError
@@ -31,7 +32,7 @@ class Place:
     Attributes:
         disk: the user's options. directory: the open directory.
         manifest, previous: of the checkpoints that it holds; None where there is none, or none that can be read.
-        entries: trajectories of `manifest`, if they are known.
+        on_disk: what the files of `manifest` hold of the table, and its index, if this process has written them.
         is_uncertain: whether another manifest may be in place, because an error came while it was put there.
     """
 
@@ -39,7 +40,7 @@ class Place:
         self.disk, self.directory = disk, directory
         self.manifest: Manifest | None = None
         self.previous: Manifest | None = None
-        self.entries: Entries | None = None
+        self.on_disk: tuple[OnDisk, IndexFile] | None = None
         self.is_uncertain = False
         self._lock = lock
         self._process = os.getpid()
@@ -51,7 +52,7 @@ class Place:
             CheckpointError: the current one is damaged.
         """
         directory = self.directory
-        self.entries = None
+        self.on_disk = None
         self.manifest = read_manifest(directory) if directory.has(MANIFEST_NAME) else None
         self.previous = previous_of(directory)
         directory.sync()  # its writer may have died before this; it must be durable before older files are removed

@@ -32,6 +32,7 @@ __all__ = [
     "check_size",
     "read_piece",
     "read_through",
+    "write_all",
     "write_small",
 ]
 
@@ -47,10 +48,10 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 # Files -----------------------------------------------------------------------------------------------
 
 
-def write_small(directory: Directory, name: str, data: bytes) -> FileRecord:
+def write_small(directory: Directory, name: str, data: bytes | memoryview) -> FileRecord:
     """Write and sync a new file that fits into memory."""
     with directory.create(name) as file, named(directory.at(name)):
-        _write_all(file.fileno(), memoryview(data))
+        write_all(file.fileno(), memoryview(data))
         os.fsync(file.fileno())
     return FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
 
@@ -73,7 +74,7 @@ def check_size(directory: Directory, name: str, expected: int) -> None:
         )
 
 
-def _write_all(fd: int, view: memoryview) -> None:
+def write_all(fd: int, view: memoryview) -> None:
     """Write at the file's position. The part after the last whole sector goes through the page cache."""
     while len(view):
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
@@ -216,24 +217,33 @@ class Pipeline:
 
     Args:
         step_bytes: bytes of a step of the largest column.
-        advance: called with the number of bytes after each piece, for a progress bar.
+        advance: called with the number of bytes after each piece, for a progress bar. None: there is no other thread,
+            so that one that adds meanwhile has a core for itself.
     """
 
-    def __init__(self, step_bytes: int, advance: Callable[[int], None]) -> None:
-        self._advance = advance
+    def __init__(self, step_bytes: int, advance: Callable[[int], None] | None) -> None:
+        self._advance = advance or (lambda _: None)
         # A piece, preceded by the header or by what the previous piece left of a sector.
         self._before = -(-max(step_bytes, _LONGEST_HEADER) // _SECTOR) * _SECTOR
         size = self._before + PIECE_BYTES
         self._memory = [mmap.mmap(-1, size) for _ in range(BUFFERS)]  # whole pages, for O_DIRECT
         self._views = [memoryview(memory) for memory in self._memory]
         self._arrays = [np.frombuffer(memory, dtype=np.uint8) for memory in self._memory]
-        self._thread = _Caller()
+        self._thread = None if advance is None else _Caller()
 
     def __enter__(self) -> Pipeline:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._thread.end()
+        if self._thread is not None:
+            self._thread.end()
+
+    def _submit(self, file: Descriptor, path: str, view: memoryview) -> _Call:
+        if self._thread is not None:
+            return self._thread.submit(_write_piece, file, path, view)
+        call = _Call(_write_piece, (file, path, view))
+        call.make()
+        return call
 
     def write(
         self,
@@ -280,7 +290,7 @@ class Pipeline:
                 checksum.update(self._views[turn][0 if done == 0 else len(held) : filled])
                 done += count
                 whole = filled if done == steps else filled // _SECTOR * _SECTOR
-                work[turn] = self._thread.submit(_write_piece, file, path, self._views[turn][:whole])
+                work[turn] = self._submit(file, path, self._views[turn][:whole])
                 held = buffer[whole:filled].tobytes()
                 self._advance(count * step_bytes)
                 turn = (turn + 1) % BUFFERS
@@ -289,7 +299,8 @@ class Pipeline:
             with named(path):
                 os.fsync(file.fileno())
         finally:
-            self._thread.submit(_nothing).wait()  # also for calls whose submission was interrupted
+            if self._thread is not None:
+                self._thread.submit(_nothing).wait()  # also for calls whose submission was interrupted
             file.close()
         written = steps * step_bytes if ready is None else len(ready)
         return FileRecord(len(header) + written, *checksum.digests())
@@ -308,8 +319,8 @@ class Pipeline:
         views = [self._views[0][: len(header)]]
         data = ready.data
         views += [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
-        work[:] = [self._thread.submit(_write_piece, file, path, view) for view in views]
         for view in views:
+            work.append(self._submit(file, path, view))
             checksum.update(view)
             self._advance(len(view))
 
@@ -322,7 +333,7 @@ def _wait(work: list[_Call | None], turn: int) -> None:
 
 def _write_piece(file: Descriptor, path: str, view: memoryview) -> None:
     with named(path):
-        _write_all(file.fileno(), view)
+        write_all(file.fileno(), view)
 
 
 def _nothing() -> None:

@@ -18,7 +18,6 @@ from gear_loader.checkpoint.names import (
     PREVIOUS_NAME,
     SEGMENT_NAME,
     SEGMENTS_NAME,
-    index_file,
     is_column_file,
 )
 from gear_loader.errors import CheckpointError, GearError
@@ -244,7 +243,7 @@ def sweep(directory: Directory, *manifests: Manifest | None) -> None:
     """
     kept = [manifest for manifest in manifests if manifest is not None]
     keep = {f"{segment.number:06d}" for manifest in kept for segment in manifest.segments}
-    indices = {index_file(manifest.saves) for manifest in kept}
+    indices = {manifest.index_name for manifest in kept}
     unfinished = {MANIFEST_NAME + PART, PREVIOUS_NAME + PART}
     if len(kept) < 2:
         unfinished.add(PREVIOUS_NAME)

@@ -83,6 +83,7 @@ def read_fields(
     kind: str,
     version: int,
     *,
+    older: int | None = None,
     missing: str,
     count: Callable[[Directory], tuple[int, int]],
 ) -> Fields:
@@ -90,7 +91,7 @@ def read_fields(
 
     Args:
         name: file name.
-        kind: expected format string. version: expected version.
+        kind: expected format string. version: expected version. older: another one that can be read.
         missing: text of the error if the file does not exist.
         count: returns the number of files that the manifest can name, and their bytes.
 
@@ -114,9 +115,10 @@ def read_fields(
     if fields.value.get("format") != kind:
         raise fields.wrong("format", fields.value.get("format"), repr(kind))
     found_version = fields.integer("version", 0, 2**31)
-    if found_version != version:
+    if found_version not in (version, older):
+        read = f"version {version}" if older is None else f"versions {older} and {version}"
         raise CheckpointError(
-            f"{path} has checkpoint version {found_version}; this version of Gear Loader reads version {version}. "
+            f"{path} has checkpoint version {found_version}; this version of Gear Loader reads {read}. "
             "Use the one that wrote it, or choose another directory."
         )
     expected = fields.hexadecimal("checksum", 32)
@@ -126,11 +128,14 @@ def read_fields(
     return fields
 
 
-def read_limited(directory: Directory, name: str, check: Callable[[int], None]) -> bytes:
-    """Read a file as a whole, after a check of its size.
+def read_limited(
+    directory: Directory, name: str, check: Callable[[int], None], count: int | None = None
+) -> bytes:
+    """Read a file after a check of its size.
 
     Args:
         check: called with the file's size before it is read; raises CheckpointError if the size is wrong.
+        count: bytes to read; None for the whole file.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -140,7 +145,7 @@ def read_limited(directory: Directory, name: str, check: Callable[[int], None]) 
         with directory.opened(name) as (fd, info):
             check(info.st_size)
             with open(fd, "rb", closefd=False) as file:
-                return file.read(info.st_size)
+                return file.read(info.st_size if count is None else count)
     except (CheckpointError, FileNotFoundError):
         raise
     except OSError as error:
@@ -270,11 +275,11 @@ class Fields:
             raise self.wrong(key, value, "a list")
         return value
 
-    def record(self, key: str, path: str, chunk_bytes: int = 0) -> FileRecord:
+    def record(self, key: str, path: str, chunk_bytes: int = 0, least: int = 1) -> FileRecord:
         """A file record, which must be of the file at `path`: no path can lead out of the directory."""
         fields = Fields(self.get(key), self.path, f"{self.where}{'.' if self.where else ''}{key}")
         fields.choice("path", path)
-        size, checksum = fields.integer("bytes", 1, 2**62), fields.hexadecimal("xxh128", 32)
+        size, checksum = fields.integer("bytes", least, 2**62), fields.hexadecimal("xxh128", 32)
         if not chunk_bytes:
             return FileRecord(size, checksum)
         return FileRecord(size, checksum, fields.hexadecimal("chunks", 16 * -(-size // chunk_bytes)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -12,12 +12,13 @@ import numpy as np
 from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.files import check_size
 from gear_loader.checkpoint.identity import set_parent
-from gear_loader.checkpoint.index import Entries, read_entries
+from gear_loader.checkpoint.index import read_records
 from gear_loader.checkpoint.manifest import Manifest, Segment, open_checkpoint, read_manifest
 from gear_loader.checkpoint.names import MANIFEST_NAME, column_file, npy_header, segment_folder
 from gear_loader.checkpoint.places import column_memory, column_places
 from gear_loader.checkpoint.reading import ColumnRead, bytes_of, read_columns
 from gear_loader.checkpoint.spilling import hottest, note_places
+from gear_loader.checkpoint.trajectory_records import Counters, rows_of
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.allocation import Claim
 from gear_loader.storage.disk import Disk
@@ -29,17 +30,17 @@ from gear_loader.utils.arrays import Array, data_address
 from gear_loader.utils.progress import progress_bar
 
 __all__ = [
-    "Contents",
     "LoadOptions",
     "Part",
+    "Share",
     "UnfitError",
-    "check_files",
-    "contents_of",
-    "fill",
+    "discard",
     "load",
+    "load_share",
     "load_version",
     "retry_if_replaced",
     "was_replaced",
+    "whole_share",
 ]
 
 _ATTEMPTS = 10
@@ -131,60 +132,78 @@ def load_version(kind: type[Table], directory: Directory, manifest: Manifest, op
                 f"{directory.at(MANIFEST_NAME)} is of a table with the schema {manifest.schema}; expected {expected}. "
                 "Give the schema that was saved (or none), or load another checkpoint."
             )
-    keys = ("max_steps", "max_trajectories", "block_steps", "max_blocks")
-    sizes: dict[str, Any] = {key: getattr(options, key) for key in keys}
-    as_saved = all(size is None for size in sizes.values())
-    for key in ("max_steps", "max_trajectories", "block_steps"):
-        if sizes[key] is None:
-            sizes[key] = getattr(manifest, key)
-    entries = read_entries(directory, manifest)
-    check_files(directory, manifest)
+    return load_share(kind, directory, whole_share(directory, manifest), options)
+
+
+def whole_share(directory: Directory, manifest: Manifest, folder: str = "") -> Share:
+    """All that the checkpoint in a directory holds; see `Share`.
+
+    Args:
+        folder: its path, relative to the loaded directory.
+
+    Raises:
+        CheckpointError: a file is missing, or the index is damaged.
+    """
+    records = read_records(directory, manifest)
+    for segment in manifest.segments:
+        with directory.child_to_load(segment_folder(segment.number)) as files:
+            for column, record in segment.files.items():
+                check_size(files, column_file(column), record.bytes)
+    # Trajectories that shared blocks in the saved table get separate blocks.
+    blocks = max(manifest.num_blocks, Table.required_blocks(rows_of(records), manifest.block_steps))
+    sizes = {name: getattr(manifest, name) for name in ("max_steps", "max_trajectories", "block_steps")}
+    part = Part(folder, manifest, records, np.arange(len(records)))
+    return Share([part], records, manifest.counters, {**sizes, "max_blocks": blocks}, manifest, manifest.save)
+
+
+def load_share(kind: type[Table], directory: Directory, share: Share, options: LoadOptions) -> Table:
+    """Create a table, and read trajectories into it.
+
+    Args:
+        directory: the loaded directory. options: their schema has been compared.
+
+    Raises:
+        CheckpointError: a file is damaged; or the trajectories do not fit (`UnfitError`). No table is left.
+    """
+    given = {name: getattr(options, name) for name in share.sizes}
+    sizes: dict[str, Any] = share.sizes | {name: size for name, size in given.items() if size is not None}
     tier = None if options.disk is None else options.disk.tier()
     blocks = sizes.pop("max_blocks")
     if options.memory is not None:
         blocks = None
-    elif tier is not None:
-        blocks = manifest.num_blocks if blocks is None else blocks
-    elif as_saved:
-        # Trajectories that shared blocks in the saved table get separate blocks.
-        blocks = max(manifest.num_blocks, kind.required_blocks(entries.rows, manifest.block_steps))
-    mean = float(entries.length.mean()) if sizes["block_steps"] == "auto" and len(entries.length) else None
+    elif given["max_blocks"] is None and tier is not None:
+        blocks = share.saved.num_blocks
+    elif given["max_blocks"] is None and any(size is not None for size in given.values()):
+        blocks = None
+    lengths, rules = share.records["length"], share.saved.rules
+    mean = float(lengths.mean()) if sizes["block_steps"] == "auto" and len(lengths) else None
     table = kind.create(
-        manifest.schema,
+        share.saved.schema,
         **sizes,
         disk=tier,
         memory=Memory(options.memory, blocks, mean, options.packed),
         name=options.name,
-        on_full=manifest.rules.on_full if options.on_full is None else options.on_full,
-        rate_limiter=manifest.rules.rate_limiter,
-        limits=manifest.rules.limits,
+        on_full=rules.on_full if options.on_full is None else options.on_full,
+        rate_limiter=rules.rate_limiter,
+        limits=rules.limits,
     )
     try:
-        part = Part("", manifest, entries, np.arange(len(entries.length)))
         inside = None
         if options.disk is not None and tier is not None:
-            inside = hottest(table.region.layout, entries, options.disk.keep)
-        contents = contents_of(manifest, entries)
-        fill(table, directory, [part], contents, inside=inside, progress=options.progress)
-        set_parent(table, table.index, manifest.save)
+            inside = hottest(table.region.layout, share.records, options.disk.keep)
+        _fill(table, directory, share, inside=inside, progress=options.progress)
+        set_parent(table, table.index, share.parent)
     except BaseException:
-        table.close()
-        if options.name is not None:
-            table.unlink()
+        discard(table)
         raise
     return table
 
 
-def check_files(directory: Directory, manifest: Manifest) -> None:
-    """Check that every file of the segments exists and has the right size.
-
-    Raises:
-        CheckpointError: a file is missing or has another size.
-    """
-    for segment in manifest.segments:
-        with directory.child_to_load(segment_folder(segment.number)) as folder:
-            for column, record in segment.files.items():
-                check_size(folder, column_file(column), record.bytes)
+def discard(table: Table) -> None:
+    """Close a table, and remove its shared memory."""
+    table.close()
+    if table.name is not None:
+        table.unlink()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,13 +213,13 @@ class Part:
     Attributes:
         folder: path of the checkpoint, relative to the loaded directory; "" for that directory itself.
         manifest: of the checkpoint.
-        entries: the trajectories to load, [n].
+        records: of the trajectories to load, [n].
         places: int64 [n]: position of each in the new table, oldest first.
     """
 
     folder: str
     manifest: Manifest
-    entries: Entries
+    records: Array
     places: Array
 
     def segment(self, segment: Segment) -> str:
@@ -209,50 +228,31 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Contents:
-    """Trajectories of a new table, oldest first (arrays [n]), and its counters. See `Entries` and `Manifest`."""
+class Share:
+    """What is loaded into one table.
 
-    sequence: Array
-    length: Array
-    priority: Array
-    times_sampled: Array
-    age: Array
-    ident: Array
-    final: Array
-    filled: Array
-    origin: int | None
-    next_sequence: int
-    num_inserted: int
-    num_sampled: int
-    policy_version: int
+    Attributes:
+        parts: together they hold every trajectory of `records` once.
+        records: [n], of the table's trajectories, oldest first. counters: of the table.
+        sizes: `max_steps`, `max_trajectories`, `block_steps` and `max_blocks` of a table that holds it.
+        saved: manifest of the table whose schema and rules it has.
+        parent: name of the save whose files the next save of the table can reuse, or "0".
+    """
 
-
-def contents_of(manifest: Manifest, entries: Entries) -> Contents:
-    """The contents of the saved table."""
-    names = ("sequence", "length", "priority", "times_sampled", "age", "ident", "final", "filled")
-    counts = ("origin", "next_sequence", "num_inserted", "num_sampled", "policy_version")
-    return Contents(
-        **{name: getattr(entries, name) for name in names},
-        **{name: getattr(manifest, name) for name in counts},
-    )
+    parts: list[Part]
+    records: Array
+    counters: Counters
+    sizes: dict[str, int]
+    saved: Manifest
+    parent: str
 
 
-def fill(
-    table: Table,
-    directory: Directory,
-    parts: Sequence[Part],
-    contents: Contents,
-    *,
-    inside: Array | None = None,
-    progress: bool,
-) -> None:
+def _fill(table: Table, directory: Directory, share: Share, *, inside: Array | None, progress: bool) -> None:
     """Read trajectories into the blocks of an empty table and commit them when all checksums are verified.
 
     Args:
         table: the empty table.
         directory: the loaded directory.
-        parts: together they hold every trajectory of `contents` once.
-        contents: trajectories and counters of the table.
         inside: bool [n], which of them are read into memory, with a single part whose directory is the table's disk
             tier; the others stay there. None: all.
         progress: show a progress bar.
@@ -261,19 +261,21 @@ def fill(
         CheckpointError: a file is damaged, or another process added to the table during the load.
     """
     index, where = table.index, directory.path
-    blocks = index.arrays.blocks_of(contents.length + contents.final)
+    records, parts = share.records, share.parts
+    lengths, finals = records["length"].copy(), records["final"].astype(np.int64)
+    blocks = index.arrays.blocks_of(rows_of(records))
     blocks = blocks if inside is None else np.where(inside, blocks, 0)
-    _check_sizes(table, where, contents.length, int(blocks.sum()))
-    claim = Claim(len(contents.length))
+    _check_sizes(table, where, lengths, int(blocks.sum()))
+    claim = Claim(len(records))
     try:
         if inside is None:
-            slots, ids = index.begin(contents.length, finals=contents.final, claim=claim)
+            slots, ids = index.begin(lengths, finals=finals, claim=claim)
         else:
-            slots, ids = claim.slots, index.begin_stored(contents.length, contents.final, inside, claim)
+            slots, ids = claim.slots, index.begin_stored(lengths, finals, inside, claim)
             (part,) = parts
-            note_places(index, slots, part.entries)
+            note_places(index, slots, part.records)
             _keep_versions(table, directory, part, slots)
-            parts = [dataclasses.replace(part, entries=part.entries.take(inside), places=part.places[inside])]
+            parts = [dataclasses.replace(part, records=part.records[inside], places=part.places[inside])]
         first_ids = np.cumsum(blocks) - blocks
         reads = [
             read
@@ -285,17 +287,13 @@ def fill(
             read_columns(directory, reads, ids, advance)
         loaded = index.commit_as(
             slots,
-            contents.priority,
-            contents.sequence,
-            ages=contents.age,
-            times_sampled=contents.times_sampled,
-            ids=contents.ident,
-            filled=contents.filled,
-            origin=contents.origin,
-            next_sequence=contents.next_sequence,
-            num_inserted=contents.num_inserted,
-            num_sampled=contents.num_sampled,
-            policy_version=contents.policy_version,
+            records["priority"].copy(),
+            records["sequence"].copy(),
+            ages=-records["created"],
+            times_sampled=records["times_sampled"].astype(np.int64),
+            ids=records["ident"].copy(),
+            filled=records["filled"].copy(),
+            **vars(share.counters),
         )
         if not loaded:
             raise CheckpointError(
@@ -314,12 +312,12 @@ def _reads(table: Table, part: Part, segment: Segment, first_ids: Array) -> list
         table: the new table. part: a checkpoint, and its trajectories to load.
         first_ids: int64 [trajectories], where the blocks of each trajectory of the new table begin.
     """
-    entries = part.entries
-    which = np.flatnonzero(entries.segment == segment.number)
+    which = np.flatnonzero(part.records["segment"] == segment.number)
     if not len(which):
         return []
-    which = which[np.argsort(entries.first[which], kind="stable")]
-    first, rows, place = entries.first[which], entries.rows[which], entries.place[which]
+    which = which[np.argsort(part.records["first"][which], kind="stable")]
+    records = part.records[which]
+    first, rows, place = records["first"].copy(), rows_of(records), records["place"].astype(np.int64)
     places = first_ids[part.places[which]]
     reads = []
     for name, column in table.schema.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from gear_loader.checkpoint import old_versions
 from gear_loader.checkpoint.directory import Directory, open_to_load
 from gear_loader.checkpoint.json_file import (
     LEAST_CHUNK,
@@ -17,6 +18,7 @@ from gear_loader.checkpoint.json_file import (
     shortened,
 )
 from gear_loader.checkpoint.names import (
+    INDEX_NAME,
     MANIFEST_NAME,
     SHARDS_NAME,
     column_file,
@@ -24,6 +26,7 @@ from gear_loader.checkpoint.names import (
     npy_header,
     segment_folder,
 )
+from gear_loader.checkpoint.trajectory_records import RECORD, Counters
 from gear_loader.errors import SchemaError
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.table_rules import Rules
@@ -38,7 +41,7 @@ __all__ = [
     "read_manifest",
 ]
 
-VERSION = 3
+VERSION = 4
 FORMAT = "gear-loader checkpoint"
 CHUNK_BYTES = 4 << 20
 """Bytes of a column's file that have a checksum of their own."""
@@ -74,15 +77,17 @@ class Manifest:
 
     Attributes:
         save: random name of this save. table: random name of the saved table.
-        saves: number of saves into the directory, part of the index's file name.
+        saves: number of saves into the directory.
         next_segment: number above all segments ever written.
         rules: eviction, expiry and rate limits of the table.
         origin: the table's shard number, or None.
         next_sequence: sequence number above all trajectories ever committed.
         num_inserted, num_sampled: trajectories added and rows drawn so far, as rate limiters count them.
         policy_version: version of the policy, 0 in a table without versions, whose file has no such field.
+        clock: time of the save, nanoseconds of the clock that times of commitment are of.
         num_trajectories, num_steps: size of the saved table.
-        index: record of the index file. segments: those that the index refers to.
+        index: valid bytes of the index file and their checksum. index_name: its name.
+        segments: those that the index refers to.
     """
 
     schema: Schema
@@ -100,10 +105,23 @@ class Manifest:
     num_inserted: int
     num_sampled: int
     policy_version: int
+    clock: int
     num_trajectories: int
     num_steps: int
     index: FileRecord
+    index_name: str
     segments: tuple[Segment, ...]
+
+    @property
+    def is_old(self) -> bool:
+        """Whether it was written by an earlier version."""
+        return self.index_name == old_versions.index_file(self.saves)
+
+    @property
+    def counters(self) -> Counters:
+        """Counters of the saved table."""
+        names = (field.name for field in dataclasses.fields(Counters))
+        return Counters(**{name: getattr(self, name) for name in names})
 
     def to_bytes(self) -> bytes:
         """Serialize the manifest."""
@@ -113,7 +131,7 @@ class Manifest:
         if self.rules.version is None:
             del fields["policy_version"]
         index = {"bytes": self.index.bytes, "xxh128": self.index.xxh128}
-        fields["index"] = {"path": index_file(self.saves), **index}
+        fields["index"] = {"path": fields.pop("index_name"), **index, "record": RECORD.descr}
         fields["segments"] = [
             {
                 "number": segment.number,
@@ -166,7 +184,15 @@ def read_manifest(directory: Directory, name: str = MANIFEST_NAME) -> Manifest:
         CheckpointError: the manifest is missing, damaged or of another version.
     """
     missing = no_manifest(directory.path, several=directory.has(SHARDS_NAME))
-    fields = read_fields(directory, name, FORMAT, VERSION, missing=missing, count=count_column_files)
+    fields = read_fields(
+        directory,
+        name,
+        FORMAT,
+        VERSION,
+        older=old_versions.VERSION,
+        missing=missing,
+        count=count_column_files,
+    )
     return _parse(fields)
 
 
@@ -203,6 +229,7 @@ def _parse(fields: Fields) -> Manifest:
     num_trajectories = fields.integer("num_trajectories", 0, max_trajectories)
     next_sequence = fields.integer("next_sequence", num_trajectories, LARGEST_COUNT)
     rules = _rules(fields, schema, max_trajectories)
+    clock, index, index_name = _index(fields, saves)
     return Manifest(
         schema=schema,
         save=fields.hexadecimal("save", 16),
@@ -219,11 +246,28 @@ def _parse(fields: Fields) -> Manifest:
         num_inserted=fields.integer("num_inserted", num_trajectories, next_sequence),
         num_sampled=fields.integer("num_sampled", 0, LARGEST_COUNT),
         policy_version=0 if rules.version is None else fields.integer("policy_version", 0, LARGEST_COUNT),
+        clock=clock,
         num_trajectories=num_trajectories,
         num_steps=fields.integer("num_steps", num_trajectories, max_steps),
-        index=fields.record("index", index_file(saves)),
+        index=index,
+        index_name=index_name,
         segments=tuple(segments),
     )
+
+
+def _index(fields: Fields, saves: int) -> tuple[int, FileRecord, str]:
+    """The clock, and record and name of the index file."""
+    if fields.value["version"] == old_versions.VERSION:
+        name = old_versions.index_file(saves)
+        return 0, fields.record("index", name), name
+    inner = Fields(fields.get("index"), fields.path, "index")
+    name = inner.get("path")
+    match = INDEX_NAME.fullmatch(name) if isinstance(name, str) else None
+    if match is None or name != index_file(int(match[1])) or not 1 <= int(match[1]) <= saves:
+        raise inner.wrong("path", name, f"{index_file(saves)!r}, or one of an earlier save")
+    if inner.get("record") != [list(field) for field in RECORD.descr]:
+        raise inner.wrong("record", inner.get("record"), f"{RECORD.descr}")
+    return fields.integer("clock", 0, LARGEST_COUNT), fields.record("index", name, least=0), name
 
 
 def _rules(fields: Fields, schema: Schema, max_trajectories: int) -> Rules:

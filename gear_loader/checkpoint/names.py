@@ -30,7 +30,7 @@ PREVIOUS_NAME = "manifest.previous.json"
 SHARDS_NAME = "shards.json"
 SEGMENTS_NAME = "segments"
 LOCK_NAME = ".gear-loader.lock"
-INDEX_NAME = re.compile(r"index\.([0-9]{6,12})\.safetensors")
+INDEX_NAME = re.compile(r"index\.([0-9]{6,12})\.(?:records|safetensors)")
 SEGMENT_NAME = re.compile(r"[0-9]{6,12}")
 PART = ".part"
 """Suffix of an unfinished file or segment."""
@@ -46,8 +46,8 @@ def segment_folder(number: int) -> str:
 
 
 def index_file(number: int) -> str:
-    """The name of the index of save `number`."""
-    return f"index.{number:06d}.safetensors"
+    """The name of the index that save `number` began."""
+    return f"index.{number:06d}.records"
 
 
 @functools.lru_cache(1 << 12)

@@ -8,7 +8,7 @@ import logging
 from gear_loader.checkpoint.behind import finish_dropped, start
 from gear_loader.checkpoint.disk_place import Place, open_place, previous_of
 from gear_loader.checkpoint.housekeeping import convert_errors, restore_previous
-from gear_loader.checkpoint.loading import LoadOptions, UnfitError, load_version
+from gear_loader.checkpoint.loading import LoadOptions, UnfitError, discard, load_version
 from gear_loader.checkpoint.manifest import read_manifest
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.disk import Disk, DiskWriter
@@ -33,9 +33,7 @@ def recover(kind: type[Table], disk: Disk, options: LoadOptions) -> tuple[Table,
     except BaseException:
         place.close()
         if table is not None:
-            table.close()
-            if options.name is not None:
-                table.unlink()
+            discard(table)
         raise
 
 

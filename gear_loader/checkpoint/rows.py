@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from gear_loader.checkpoint.files import Arena
-from gear_loader.checkpoint.snapshot import Snapshot
+from gear_loader.checkpoint.trajectory_records import rows_of
 from gear_loader.errors import StaleIndexError
-from gear_loader.native.copying import copy_rows
+from gear_loader.native.saving_loops import CORRUPT, LOST, ON_DISK, copy_out
 from gear_loader.storage.disk import LostRowsError, TierReader
 from gear_loader.storage.index import Index
 from gear_loader.storage.readers import Ticket
@@ -24,14 +24,13 @@ class TrajectoryRows:
 
     Args:
         index: of the table. schema: its columns. places: their places, see `column_places`.
-        trajectories: those whose rows are wanted.
-        under_ticket: whether the caller holds the ticket of `trajectories`. Otherwise trajectories may be evicted
-            before they are copied; zeros come in their place.
+        slots, records: int64 [n] and [n], the trajectories whose rows are wanted, oldest first.
+        under_ticket: whether the caller holds the ticket of the trajectories. Otherwise they may be evicted before they
+            are copied; zeros come in their place.
         reader: of trajectories that lie on disk only; None if there are none.
 
     Attributes:
         first, ends: int64 [n], first row of each trajectory, and the row after its last.
-        lost: bool [n], whether each trajectory had been evicted before it was copied.
     """
 
     def __init__(
@@ -39,19 +38,27 @@ class TrajectoryRows:
         index: Index,
         schema: Schema,
         places: Mapping[str, Array],
-        trajectories: Snapshot,
+        slots: Array,
+        records: Array,
         *,
         under_ticket: bool,
         reader: TierReader | None = None,
     ) -> None:
-        self.trajectories = trajectories
-        self.ends = np.cumsum(trajectories.rows)
-        self.first = self.ends - trajectories.rows
-        self.lost = np.zeros(len(self.ends), dtype=bool)
+        self.slots = slots
+        self.ends = np.cumsum(rows_of(records))
+        self.first = self.ends - rows_of(records)
+        self._sequences = np.ascontiguousarray(records["sequence"])
+        self._states = np.zeros(len(slots), dtype=np.uint8)
         self._index, self._schema, self._places, self._under_ticket = index, schema, places, under_ticket
         self._reader = reader
         self._staged: dict[str, Array] = {}
-        self._unstaged = len(self.ends)  # trajectories that are not in `_staged`, the first ones
+        self._unstaged = len(slots)  # trajectories that are not in `_staged`, the first ones
+
+    @property
+    def lost(self) -> Array:
+        """Whether each trajectory had been evicted before it was copied, bool [n]."""
+        lost: Array = self._states == LOST
+        return lost
 
     def bounds(self, name: str) -> tuple[Array, Array]:
         """First row of each trajectory in a column's file, and the row after its last; int64 [n] each."""
@@ -60,14 +67,14 @@ class TrajectoryRows:
         place = np.arange(len(self.ends))
         return place, place + 1
 
-    def stage(self, most_bytes: int, arena: Arena) -> None:
-        """Copy the newest trajectories into memory. The caller holds the ticket of the trajectories meanwhile.
+    def stage(self, most_bytes: int, arena: Arena, *, held: bool) -> None:
+        """Copy the newest trajectories into memory, at once.
 
         Args:
             most_bytes: of the copies. arena: their memory.
+            held: whether the caller holds the ticket of the trajectories, so that none is lost.
         """
-        sizes = self.trajectories.rows * self._schema.step_bytes + self._schema.trajectory_bytes
-        self._unstaged = len(sizes) - int(np.searchsorted(np.cumsum(sizes[::-1]), most_bytes, side="right"))
+        self._unstaged = self._newest(most_bytes)
         bounds = {}
         for name in self._schema:
             first, ends = self.bounds(name)
@@ -76,10 +83,21 @@ class TrajectoryRows:
         taken = arena.take(
             [(high - low) * int(self._places[name][2]) for name, (low, high) in bounds.items()]
         )
-        for (name, (low, high)), memory in zip(bounds.items(), taken, strict=True):
-            self._staged[name] = memory
+        self._staged = dict(zip(bounds, taken, strict=True))
+        self._under_ticket = held
+        for name, (low, high) in bounds.items():
             if high > low:
-                self._copy(name, memory, low, high, held=True)
+                self._copy(name, self._staged[name], low, high)
+        self._under_ticket = False
+
+    def _newest(self, most_bytes: int) -> int:
+        """Position of the first of the newest trajectories that have so many bytes."""
+        sizes = (self.ends - self.first) * self._schema.step_bytes + self._schema.trajectory_bytes
+        return len(sizes) - int(np.searchsorted(np.cumsum(sizes[::-1]), most_bytes, side="right"))
+
+    def has_lost(self, most_bytes: int) -> bool:
+        """Whether one of the newest trajectories, which have so many bytes, is lost."""
+        return bool(self.lost[self._newest(most_bytes) :].any())
 
     def ready(self, name: str) -> Array | None:
         """All rows of a column, uint8, if all trajectories have been staged; else None."""
@@ -95,89 +113,88 @@ class TrajectoryRows:
             middle = min(max(begin, split), end)
             copied = (middle - begin) * size
             if middle > begin:
-                self._copy_live(name, buffer[:copied], begin, middle)
+                self._copy(name, buffer[:copied], begin, middle)
             if end > middle:
                 staged = self._staged[name]
                 buffer[copied:] = staged[(middle - split) * size : (end - split) * size]
 
         return fill
 
-    def _copy_live(self, name: str, buffer: Array, begin: int, end: int) -> None:
-        if self._under_ticket:
-            self._copy(name, buffer, begin, end, held=True)
+    def _copy(self, name: str, buffer: Array, begin: int, end: int) -> None:
+        """Copy rows of trajectories, and zeros in the place of those that are lost."""
+        if self._reader is None or self._under_ticket:
+            self._copy_blocks(name, buffer, begin, end)
             return
+        # Blocks that go to others when their trajectory is moved to disk are not recognised without a ticket.
         ticket = Ticket()
         try:
             self._index.reader.begin_read(ticket)
-            self._copy(name, buffer, begin, end, held=False)
+            self._copy_blocks(name, buffer, begin, end)
             ticket.end()
         finally:
             ticket.end()  # idempotent; a signal handler may raise between `begin_read` and the call above
 
-    def _copy(self, name: str, buffer: Array, begin: int, end: int, *, held: bool) -> None:
-        """Copy rows of trajectories, and zeros in the place of those that are lost; under a ticket.
-
-        Args:
-            held: whether it is that of the trajectories, so that none can be lost.
-        """
+    def _copy_blocks(self, name: str, buffer: Array, begin: int, end: int) -> None:
         arrays, column = self._index.arrays, self._places[name]
         first, ends = self.bounds(name)
         size = int(column[2])
-        low = int(np.searchsorted(ends, begin, side="right"))
-        high = int(np.searchsorted(first, end, side="left"))
-        here = self.trajectories.take(np.arange(low, high))
-        generations = arrays.generation[
-            here.slots
-        ]  # before the check, so that they are those of the trajectories
-        live = np.ones(high - low, dtype=bool) if held else here.live(self._index)
-        if not live.all():
-            self.lost[low:high] |= ~live
-            buffer[:] = 0
-        starts = arrays.extent[here.slots, 1]
-        spilled = np.flatnonzero(live & (starts < 0)) + low
-        if len(spilled):
-            live &= starts >= 0
-            self._read(name, buffer, begin, end, spilled, generations[spilled - low])
-        blocks = np.where(live, arrays.blocks_of(ends[low:high] - first[low:high]), 0)
-        places = np.cumsum(blocks) - blocks
-        moved = np.repeat(starts - places, blocks)
-        ids = arrays.ids_at(moved + np.arange(len(moved)))
-        copy_rows(
+        copy_out(
             buffer.ctypes.data,
             begin * size,
             end * size,
-            first[low:high],
-            ends[low:high],
-            np.where(live, places, -1),
-            ids,
+            first,
+            ends,
+            self.slots,
+            self._sequences,
+            self._under_ticket,
             column,
-            False,
+            arrays.state,
+            arrays.sequence,
+            arrays.extent,
+            arrays.block_ids,
+            arrays.counters,
+            arrays.num_blocks,
+            self._states,
         )
+        low = int(np.searchsorted(ends, begin, side="right"))
+        high = int(np.searchsorted(first, end, side="left"))
+        states = self._states[low:high]
+        if (states == CORRUPT).any():
+            slot = self.slots[low + int(np.argmax(states == CORRUPT))]
+            raise arrays.corrupt(f"the block table of slot {slot} is invalid")
+        spilled = np.flatnonzero(states == ON_DISK) + low
+        if len(spilled):
+            self._read(name, buffer, begin, end, spilled)
 
-    def _read(self, name: str, buffer: Array, begin: int, end: int, which: Array, generations: Array) -> None:
+    def _read(self, name: str, buffer: Array, begin: int, end: int, which: Array) -> None:
         """Read rows of trajectories that lie on disk only, for those of `_copy`; of damaged ones come zeros.
 
         Args:
-            which, generations: int64 [n], positions in `trajectories`, and their generations.
+            which: int64 [n], positions of the trajectories.
         """
         assert self._reader is not None
         first, ends = self.bounds(name)
+        arrays, slots = self._index.arrays, self.slots[which]
+        generations = arrays.generation[slots]  # before the check, so that they are those of the trajectories
+        gone = arrays.sequence[slots] != self._sequences[which]
         size, once = int(self._places[name][2]), self._schema[name].trajectory
         low, high = np.maximum(first[which], begin), np.minimum(ends[which], end)
         offset = np.zeros(len(which), dtype=np.int64) if once else low - first[which]
-        slots = self.trajectories.slots[which]
-        while len(which):
-            out = {name: (buffer, (low - begin) * size)}
+        while True:
+            for i in np.flatnonzero(gone).tolist():
+                buffer[(low[i] - begin) * size : (high[i] - begin) * size] = 0
+            self._states[which[gone]] = LOST
+            which, slots, generations, low, high, offset = (
+                part[~gone] for part in (which, slots, generations, low, high, offset)
+            )
+            if not len(which):
+                return
             try:
-                self._reader.read(slots, generations, offset, high - low, out)
+                self._reader.read(
+                    slots, generations, offset, high - low, {name: (buffer, (low - begin) * size)}
+                )
                 return
             except LostRowsError as error:
-                bad = np.isin(slots, error.slots)
+                gone = np.isin(slots, error.slots)
             except StaleIndexError:
-                bad = self._index.arrays.generation[slots] != generations
-            for i in np.flatnonzero(bad).tolist():
-                buffer[(low[i] - begin) * size : (high[i] - begin) * size] = 0
-            self.lost[which[bad]] = True
-            which, slots, generations, low, high, offset = (
-                part[~bad] for part in (which, slots, generations, low, high, offset)
-            )
+                gone = arrays.generation[slots] != generations

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 
 from gear_loader.checkpoint import manifest as manifest_module
+from gear_loader.checkpoint.changes import OnDisk, SavedChanges, take_changes
 from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.files import Arena, Pipeline, check_size, write_small
 from gear_loader.checkpoint.housekeeping import (
@@ -23,8 +23,8 @@ from gear_loader.checkpoint.housekeeping import (
     under_lock,
 )
 from gear_loader.checkpoint.identity import identity
-from gear_loader.checkpoint.index import Entries, read_entries
-from gear_loader.checkpoint.json_file import FileRecord, check_cost
+from gear_loader.checkpoint.index import IndexFile, read_records
+from gear_loader.checkpoint.json_file import check_cost
 from gear_loader.checkpoint.manifest import Manifest, Segment, read_manifest
 from gear_loader.checkpoint.names import (
     MANIFEST_NAME,
@@ -37,11 +37,11 @@ from gear_loader.checkpoint.names import (
 )
 from gear_loader.checkpoint.places import column_places
 from gear_loader.checkpoint.rows import TrajectoryRows
-from gear_loader.checkpoint.snapshot import Snapshot, take_snapshot
-from gear_loader.checkpoint.stored import Stored, no_entries
+from gear_loader.checkpoint.trajectory_records import rows_of
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import Array
 from gear_loader.utils.notices import notice
 from gear_loader.utils.progress import progress_bar
 
@@ -58,6 +58,8 @@ MAX_ROUNDS = 6
 TIER_CHUNK_BYTES = 256 << 10
 """Bytes of a column's file with a checksum of their own, in a table with a disk tier: a reader of one trajectory reads
 the chunks that hold it and have not been verified before."""
+SURE_BYTES = 1 << 20
+"""Bytes of the newest trajectories that a save in the background must have: else it copies under a ticket."""
 STAGE_BYTES = 64 << 20
 """Bytes of the newest trajectories that a save in the background copies to memory at once. Older new ones are copied
 piece by piece, as the disk takes them; they are left out if they have been evicted by then."""
@@ -111,15 +113,23 @@ class Save:
     Args:
         table: the table. directory: of the checkpoint, locked by the caller.
         old: manifest of the previous save.
-        entries: its trajectories, if the caller knows them; else they are read.
+        on_disk: what its files hold of the table, and its index, if the caller knows them from that save; else they
+            are read.
 
     Attributes:
-        manifest, entries, snapshot: of this save, when it is complete; `entries` are those of `snapshot`.
+        manifest, on_disk: of this save, when it is complete.
+        index_file: the index that it has written.
+        written: int64 [n], slots of the trajectories whose place on disk is another one than before.
         bytes_written: bytes of all files written so far.
+        has_changed: whether `on_disk` is no longer that of the previous save.
     """
 
     def __init__(
-        self, table: Table, directory: Directory, old: Manifest | None, entries: Entries | None = None
+        self,
+        table: Table,
+        directory: Directory,
+        old: Manifest | None,
+        on_disk: tuple[OnDisk, IndexFile] | None = None,
     ) -> None:
         self.index, self.directory, self.old = table.index, directory, old
         self.schema, self.layout = table.schema, table.region.layout
@@ -129,12 +139,17 @@ class Save:
         self._places = {name: column_places(table, name) for name in table.schema}
         self.name, parent = identity(table, table.index)
         self.manifest: Manifest | None = None
-        self.entries: Entries | None = None
-        self.snapshot: Snapshot | None = None
+        self.written: Array = np.empty(0, dtype=np.int64)
         self.bytes_written = 0
+        self.has_changed = False
         self._reader = table.tier_reader() if table.has_tier else None
-        self._stored = Stored(no_entries(), {})
         self._next_segment = old.next_segment if old else 1
+        self._saves = old.saves + 1 if old else 1
+        self.index_file: IndexFile | None = None
+        if on_disk is not None:
+            self.on_disk, self.index_file = on_disk
+            return
+        self.on_disk = OnDisk(self.layout.max_trajectories)
         if old is None:
             return
         if old.schema.to_json() != table.schema.to_json():
@@ -148,17 +163,16 @@ class Save:
                 f"The checkpoint in {directory.path} is of another table; saving replaces it.",
             )
             return
-        self._reuse(old, entries)
+        self._reuse(old)
 
-    def _reuse(self, old: Manifest, entries: Entries | None) -> None:
+    def _reuse(self, old: Manifest) -> None:
         """Reuse the segments of the previous save, except those with files that are missing or have another size."""
-        if entries is None:
-            try:
-                entries = read_entries(self.directory, old)
-            except CheckpointError as error:
-                notice(f"checkpoint {error}", f"{error} The whole table is saved again.")
-                return
-        segments = {}
+        try:
+            records = read_records(self.directory, old)
+        except CheckpointError as error:
+            notice(f"checkpoint {error}", f"{error} The whole table is saved again.")
+            return
+        segments = []
         for segment in old.segments:
             try:
                 with self.directory.child_to_load(segment_folder(segment.number)) as folder:
@@ -167,8 +181,8 @@ class Save:
             except CheckpointError as error:
                 notice(f"checkpoint {error}", f"{error} Its trajectories are saved again.")
             else:
-                segments[segment.number] = segment
-        self._stored = Stored(entries, segments)
+                segments.append(segment)
+        self.on_disk = OnDisk.of(self.index, records, segments)
 
     def run(self, progress: bool) -> None:
         """Save the table as it is at one moment. After a failure the previous checkpoint is unchanged."""
@@ -176,27 +190,28 @@ class Save:
         with contextlib.ExitStack() as stack:
             stack.callback(lambda: ticket.end())
             stack.enter_context(self._swept(None))
-            snapshot = take_snapshot(self.index, ticket)
-            self._stored.keep_dense(snapshot)
-            unsaved = snapshot.take(~self._stored.contains(snapshot))
+            changes = take_changes(self.index, self.on_disk, ticket)
+            dropped: Collection[int] = self.on_disk.sparse(changes)
+            changes = self.on_disk.rewriting(changes, dropped)
             advance, extend = stack.enter_context(
-                progress_bar("Saving", self._bytes(unsaved), enabled=progress)
+                progress_bar("Saving", self._bytes(changes), enabled=progress)
             )
             pipeline, segments = self._open(stack, advance)
             for turn in range(MAX_ROUNDS):
-                if self._bytes(unsaved) <= HOLD_BYTES or turn == MAX_ROUNDS - 1:
-                    self._write_segment(segments, pipeline, self._rows(unsaved, under_ticket=True))
+                last = self._bytes(changes) <= HOLD_BYTES or turn == MAX_ROUNDS - 1
+                if not last:
+                    ticket.end()
+                self._write_changes(
+                    segments, pipeline, changes, dropped, self._rows(changes, under_ticket=last)
+                )
+                if last:
                     break
-                ticket.end()
-                self._write_segment(segments, pipeline, self._rows(unsaved, under_ticket=False))
-                ticket = Ticket()
-                snapshot = take_snapshot(self.index, ticket)
-                unsaved = snapshot.take(~self._stored.contains(snapshot))
-                extend(self._bytes(unsaved))
+                ticket, dropped = Ticket(), ()
+                changes = take_changes(self.index, self.on_disk, ticket)
+                extend(self._bytes(changes))
             ticket.end()
-            if self._reader is not None:  # those that could not be read from disk are left out
-                snapshot = snapshot.take(self._stored.contains(snapshot))
-            self._commit(segments, self._finish(snapshot), previous=False)
+            self._write_index()
+            self._commit(segments, self._manifest(changes), previous=False)
         with contextlib.suppress(CheckpointError, OSError):
             sweep(self.directory, read_manifest(self.directory))
 
@@ -205,8 +220,9 @@ class Save:
     ) -> None:
         """Save the table as it is at one moment, but for trajectories that are evicted before they are copied.
 
-        No ticket is held while the disk is written, so no writer waits for it: the newest trajectories are copied to
-        memory first (`STAGE_BYTES`). The previous checkpoint stays beside the new one.
+        No writer waits for it: the newest trajectories are copied to memory first (`STAGE_BYTES`). Only where others
+        replace even the newest meanwhile, of a small table, they wait for that. The previous checkpoint stays beside
+        the new one.
 
         Args:
             previous: manifest of the checkpoint before the previous one, if it is there.
@@ -215,19 +231,22 @@ class Save:
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._swept(previous))
-            ticket = Ticket()
-            try:
-                snapshot = take_snapshot(self.index, ticket)
-                self._stored.keep_most(snapshot, self.schema.step_bytes, self._most_steps())
-                self._check_room(snapshot)
-                rows = self._rows(snapshot.take(~self._stored.contains(snapshot)), under_ticket=False)
-                rows.stage(STAGE_BYTES, arena)
-            finally:
-                ticket.end()
-            pipeline, segments = self._open(stack, lambda _: None)
-            self._write_segment(segments, pipeline, rows)
-            snapshot = snapshot.take(self._stored.contains(snapshot))
-            self._commit(segments, self._finish(snapshot), previous=True)
+            for ticket in (None, Ticket()):
+                changes = take_changes(self.index, self.on_disk, ticket)
+                try:
+                    dropped = self.on_disk.sparsest(changes, self.schema.step_bytes, self._most_steps())
+                    changes = self.on_disk.rewriting(changes, dropped)
+                    self._check_room(changes, dropped)
+                    rows = self._rows(changes, under_ticket=False)
+                    rows.stage(STAGE_BYTES, arena, held=ticket is not None)
+                finally:
+                    if ticket is not None:
+                        ticket.end()
+                if not rows.has_lost(SURE_BYTES):
+                    break
+            pipeline, segments = self._open(stack, None)
+            self._write_index(self._write_changes(segments, pipeline, changes, dropped, rows))
+            self._commit(segments, self._manifest(changes), previous=True)
         note(self)
         sweep(self.directory, self.manifest, self.old)
 
@@ -243,8 +262,9 @@ class Save:
             raise
 
     def _open(
-        self, stack: contextlib.ExitStack, advance: Callable[[int], None]
+        self, stack: contextlib.ExitStack, advance: Callable[[int], None] | None
     ) -> tuple[Pipeline, Directory]:
+        """The pipeline, and the directory of the segments; without `advance` it writes in this thread."""
         largest = max(column.step_bytes for column in self.schema.values())
         pipeline = stack.enter_context(Pipeline(largest, advance))
         return pipeline, stack.enter_context(self.directory.open_or_make(SEGMENTS_NAME))
@@ -258,7 +278,7 @@ class Save:
         once = self.schema.trajectory_bytes / max(1.0, self.layout.max_steps / self.layout.max_trajectories)
         return int(tier.size / (self.schema.step_bytes + once))
 
-    def _check_room(self, snapshot: Snapshot) -> None:
+    def _check_room(self, changes: SavedChanges, dropped: Collection[int]) -> None:
         """Check, before anything is written, that the segments stay within `Disk.size`.
 
         Raises:
@@ -267,9 +287,10 @@ class Save:
         most, tier = self._most_steps(), self.layout.tier
         if most is None or tier is None:
             return
-        live = int(snapshot.rows.sum())
-        new = int(snapshot.take(~self._stored.contains(snapshot)).rows.sum())
-        needed = max(live, sum(segment.steps for segment in self._stored.segments.values()) + new)
+        new, kept = int(rows_of(changes.unwritten()[1]).sum()), self.on_disk.live_after(changes)
+        live = sum(kept.values()) + new
+        segments = self.on_disk.segments
+        needed = max(live, sum(segments[number].steps for number in segments if number not in dropped) + new)
         if needed > most:
             raise DiskFullError(
                 f"{self.directory.path} would hold {needed * self.schema.step_bytes:,} bytes of steps; expected at "
@@ -277,30 +298,58 @@ class Save:
                 max(1, live - most + most // 32),  # a little more, so that this is rare
             )
 
-    def _bytes(self, snapshot: Snapshot) -> int:
-        once = len(snapshot.slots) * self.schema.trajectory_bytes
-        return int(snapshot.rows.sum()) * self.schema.step_bytes + once
+    def _bytes(self, changes: SavedChanges) -> int:
+        _, records = changes.unwritten()
+        return (
+            int(rows_of(records).sum()) * self.schema.step_bytes + len(records) * self.schema.trajectory_bytes
+        )
 
     # ---------------------------------------------------------------- segments
 
-    def _rows(self, unsaved: Snapshot, *, under_ticket: bool) -> TrajectoryRows:
+    def _rows(self, changes: SavedChanges, *, under_ticket: bool) -> TrajectoryRows:
         return TrajectoryRows(
-            self.index, self.schema, self._places, unsaved, under_ticket=under_ticket, reader=self._reader
+            self.index,
+            self.schema,
+            self._places,
+            *changes.unwritten(),
+            under_ticket=under_ticket,
+            reader=self._reader,
         )
 
-    def _write_segment(self, segments: Directory, pipeline: Pipeline, rows: TrajectoryRows) -> None:
-        """Write trajectories as a new segment; the index never refers to those that are lost.
+    def _write_changes(
+        self,
+        segments: Directory,
+        pipeline: Pipeline,
+        changes: SavedChanges,
+        dropped: Collection[int],
+        rows: TrajectoryRows,
+    ) -> Array:
+        """Write new rows as a segment; the index never refers to those that are lost.
 
         Args:
             segments: directory of the segments.
-            rows: of the trajectories.
+            dropped: numbers of the segments that the new checkpoint does not use.
+            rows: of the trajectories that have to be written.
+
+        Returns:
+            Records of what has changed, [m].
         """
-        unsaved = rows.trajectories
-        if not len(unsaved.slots):
-            return
+        segment = self._write_segment(segments, pipeline, rows) if len(rows.slots) else None
+        if segment is not None:
+            order = np.argsort(changes.slots, kind="stable")
+            at = order[np.searchsorted(changes.slots, rows.slots, sorter=order)]
+            place = np.flatnonzero(~rows.lost)
+            changes.records["segment"][at[place]] = segment.number
+            changes.records["first"][at[place]] = rows.first[place]
+            changes.records["place"][at[place]] = place
+        self.has_changed = True
+        self.written = rows.slots
+        return self.on_disk.apply(changes, dropped, segment)
+
+    def _write_segment(self, segments: Directory, pipeline: Pipeline, rows: TrajectoryRows) -> Segment:
         number = self._free_number(segments)
         name = f"{number:06d}"
-        steps, count = int(rows.ends[-1]), len(unsaved.slots)
+        steps, count = int(rows.ends[-1]), len(rows.slots)
         segments.mkdir(name + PART)
         files = {}
         chunk_bytes = manifest_module.CHUNK_BYTES if self.layout.tier is None else TIER_CHUNK_BYTES
@@ -321,21 +370,7 @@ class Save:
         segments.rename(name + PART, name)
         self._next_segment = number + 1
         self.bytes_written += sum(record.bytes for record in files.values())
-        number_of = count if self.schema.per_trajectory else 0
-        written = Entries(
-            sequence=unsaved.sequences,
-            length=unsaved.lengths,
-            priority=unsaved.priorities,
-            times_sampled=unsaved.times_sampled,
-            age=unsaved.ages,
-            ident=unsaved.idents,
-            segment=np.full(count, number, dtype=np.int64),
-            first=rows.first,
-            final=unsaved.finals,
-            place=np.arange(count),
-            filled=unsaved.filled,
-        ).take(~rows.lost)
-        self._stored.add(Segment(number, steps, files, chunk_bytes, number_of), written)
+        return Segment(number, steps, files, chunk_bytes, count if self.schema.per_trajectory else 0)
 
     def _free_number(self, segments: Directory) -> int:
         """Number of the next segment. Numbers of leftover segments are skipped."""
@@ -346,52 +381,41 @@ class Save:
 
     # ---------------------------------------------------------------- index and manifest
 
-    def _finish(self, snapshot: Snapshot) -> Manifest:
-        """Write the index and return the manifest."""
-        import safetensors.numpy
+    def _write_index(self, changed: Array | None = None) -> None:
+        """Append what has changed to the index; or write it anew, also where most of it is out of date."""
+        known = self.index_file
+        live = int((self.on_disk.records["sequence"] >= 0).sum())
+        if known is not None and changed is not None and known.has_room(len(changed), live):
+            self.index_file = known.append(self.directory, changed)
+            self.bytes_written += self.index_file.record.bytes - known.record.bytes
+            return
+        self.index_file = IndexFile.write(self.directory, self._saves, self.on_disk.all_records())
+        self.written = np.flatnonzero(self.on_disk.records["sequence"] >= 0)
+        self.bytes_written += self.index_file.record.bytes
 
-        entries = self._stored.entries.take(self._stored.positions(snapshot))
-        # The values that change after a trajectory was committed.
-        entries = dataclasses.replace(
-            entries,
-            priority=snapshot.priorities,
-            times_sampled=snapshot.times_sampled,
-            age=snapshot.ages,
-            ident=snapshot.idents,
-        )
-        used = np.unique(entries.segment).tolist()
-        saves = self.old.saves + 1 if self.old else 1
-        name = index_file(saves)
-        arrays = {key: np.ascontiguousarray(array) for key, array in entries.arrays().items()}
-        for key in ("final", "filled"):
-            if not arrays[key].any():
-                del arrays[key]
-        if not self.schema.per_trajectory:
-            del arrays["place"]
-        record: FileRecord = write_small(self.directory, name + PART, safetensors.numpy.save(arrays))
-        self.directory.rename(name + PART, name)
-        self.entries, self.snapshot = entries, snapshot
-        self.bytes_written += record.bytes
+    def _manifest(self, changes: SavedChanges) -> Manifest:
+        on_disk, index = self.on_disk, self.index_file
+        assert index is not None
+        live = on_disk.records["sequence"] >= 0
+        used = sorted(number for number, rows in on_disk.live.items() if rows)
         return Manifest(
             schema=self.schema,
             save=f"{1 + secrets.randbelow(2**63 - 1):016x}",
             table=self.name,
-            saves=saves,
+            saves=self._saves,
             next_segment=self._next_segment,
             block_steps=self.layout.block_steps,
             max_steps=self.layout.max_steps,
             max_trajectories=self.layout.max_trajectories,
             num_blocks=self.layout.num_blocks,
             rules=self.rules,
-            origin=snapshot.origin,
-            next_sequence=snapshot.next_sequence,
-            num_inserted=snapshot.num_inserted,
-            num_sampled=snapshot.num_sampled,
-            policy_version=snapshot.policy_version,
-            num_trajectories=len(entries.sequence),
-            num_steps=int(entries.length.sum()),
-            index=record,
-            segments=tuple(self._stored.segments[number] for number in used),
+            **vars(changes.counters),
+            clock=changes.clock,
+            num_trajectories=int(live.sum()),
+            num_steps=int(on_disk.records["length"][live].sum()),
+            index=index.record,
+            index_name=index_file(index.number),
+            segments=tuple(on_disk.segments[number] for number in used),
         )
 
     def _commit(self, segments: Directory, manifest: Manifest, *, previous: bool) -> None:

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import os
 import re
-import shutil
 from typing import Any
 
 import xxhash
@@ -23,7 +22,7 @@ import xxhash
 from gear_loader.checkpoint.directory import REMEDY, Directory, open_to_load
 from gear_loader.checkpoint.files import write_small
 from gear_loader.checkpoint.housekeeping import check_owned, refuse_links, remove_checkpoint
-from gear_loader.checkpoint.index import read_entries
+from gear_loader.checkpoint.index import read_records
 from gear_loader.checkpoint.json_file import (
     Fields,
     FileRecord,
@@ -40,7 +39,6 @@ from gear_loader.checkpoint.names import (
     SEGMENTS_NAME,
     SHARDS_NAME,
     column_file,
-    index_file,
     segment_folder,
 )
 from gear_loader.errors import CheckpointError
@@ -226,7 +224,7 @@ def shard_of(folder: Directory) -> Shard:
     """The record of a checkpoint that was just written."""
     record = _record(folder)
     manifest = read_manifest(folder)
-    entries = read_entries(folder, manifest)
+    records = read_records(folder, manifest)
     return Shard(
         save=manifest.save,
         table=manifest.table,
@@ -235,7 +233,7 @@ def shard_of(folder: Directory) -> Shard:
         origin=manifest.origin,
         num_trajectories=manifest.num_trajectories,
         num_steps=manifest.num_steps,
-        next_sequence=max(manifest.next_sequence, following(entries.ident)),
+        next_sequence=max(manifest.next_sequence, following(records["ident"])),
     )
 
 
@@ -311,7 +309,7 @@ def link_shard(directory: Directory, old: ShardsManifest, table: str, parent: st
                 for column in segment.files:
                     _link(before, new, column_file(column))
                 new.sync()
-        for name in (index_file(manifest.saves), MANIFEST_NAME):
+        for name in (manifest.index_name, MANIFEST_NAME):
             _link(source, folder, name)
 
 
@@ -337,23 +335,10 @@ def _rank_of(old: ShardsManifest, table: str, parent: str) -> int | None:
 
 
 def _link(source: Directory, target: Directory, name: str) -> None:
-    """Hard-link a file, or copy it where the file system does not support links."""
     try:
-        os.link(name, name, src_dir_fd=source.fd, dst_dir_fd=target.fd, follow_symlinks=False)
-        return
+        source.link(name, name, target)
     except FileNotFoundError as error:
         raise CheckpointError(f"{source.at(name)} is missing. {REMEDY}") from error
-    except OSError:
-        pass
-    with (
-        source.opened(name) as (fd, _),
-        open(fd, "rb", closefd=False) as file,
-        target.create(name) as created,
-        open(created.fileno(), "wb", closefd=False) as copy,
-    ):
-        shutil.copyfileobj(file, copy, 8 << 20)
-        copy.flush()
-        os.fsync(copy.fileno())
 
 
 def write_shards(directory: Directory, shards: ShardsManifest) -> None:

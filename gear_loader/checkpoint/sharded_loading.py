@@ -7,57 +7,31 @@ import dataclasses
 import numpy as np
 
 from gear_loader.checkpoint.directory import Directory
-from gear_loader.checkpoint.index import Entries, read_entries
-from gear_loader.checkpoint.loading import Contents, Part, check_files, contents_of
+from gear_loader.checkpoint.index import read_records
+from gear_loader.checkpoint.loading import Part, Share, whole_share
 from gear_loader.checkpoint.manifest import Manifest
 from gear_loader.checkpoint.resharding import assign_ranks, split_counts
 from gear_loader.checkpoint.sharded import ShardsManifest, open_shard, shard_folder
+from gear_loader.checkpoint.trajectory_records import Counters, ids_of, rows_of
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Share", "own_share", "resharded_share"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """The part of a checkpoint that one rank loads.
-
-    Attributes:
-        parts, contents: as for `fill`.
-        sizes: arguments of `Table.create`. rules: manifest of the table whose rules the new table has.
-        parent: name of the save whose files the next save of the table can reuse, or "0".
-    """
-
-    parts: list[Part]
-    contents: Contents
-    sizes: dict[str, int]
-    rules: Manifest
-    parent: str
+__all__ = ["own_share", "resharded_share"]
 
 
 def own_share(directory: Directory, shards: ShardsManifest, rank: int) -> Share:
     """The share of a rank that loads its own table, when the number of ranks is the same."""
     folder, manifest = open_shard(directory, shards, rank)
     with folder:
-        entries = read_entries(folder, manifest)
-        check_files(folder, manifest)
-    contents = contents_of(manifest, entries)
+        share = whole_share(folder, manifest, shard_folder(shards.number, rank))
+    counters, records = dataclasses.replace(manifest.counters, origin=rank), share.records
     if (manifest.origin or 0) != rank:
         # Another shard wrote the table: its ids stay, and new ids are of this shard.
-        contents = dataclasses.replace(
-            contents, ident=entries.ids(manifest.origin), next_sequence=_next_sequence(shards)
-        )
-    contents = dataclasses.replace(contents, origin=rank)
-    blocks = Table.required_blocks(entries.rows, manifest.block_steps)
-    sizes = {
-        "max_steps": manifest.max_steps,
-        "max_trajectories": manifest.max_trajectories,
-        "block_steps": manifest.block_steps,
-        "max_blocks": max(manifest.num_blocks, blocks),
-    }
-    part = Part(shard_folder(shards.number, rank), manifest, entries, np.arange(len(entries.length)))
-    return Share([part], contents, sizes, manifest, manifest.save)
+        records = records.copy()
+        records["ident"] = ids_of(records, manifest.origin)
+        counters = dataclasses.replace(counters, next_sequence=_next_sequence(shards))
+    return dataclasses.replace(share, records=records, counters=counters)
 
 
 def _next_sequence(shards: ShardsManifest) -> int:
@@ -75,45 +49,31 @@ def resharded_share(directory: Directory, shards: ShardsManifest, rank: int, wor
     indices = []
     for i, manifest in enumerate(manifests):
         with directory.child_to_load(shard_folder(shards.number, i)) as folder:
-            indices.append(read_entries(folder, manifest))
-    shard = np.repeat(np.arange(len(indices)), [len(entries.length) for entries in indices])
-    everything = Entries(
-        *(np.concatenate(arrays) for arrays in zip(*(e.arrays().values() for e in indices), strict=True))
-    )
-    ids = np.concatenate([entries.ids(m.origin) for entries, m in zip(indices, manifests, strict=True)])
+            indices.append(read_records(folder, manifest))
+    shard = np.repeat(np.arange(len(indices)), [len(records) for records in indices])
+    everything = np.concatenate(indices)
+    ids = np.concatenate([ids_of(records, m.origin) for records, m in zip(indices, manifests, strict=True)])
     _check_distinct(directory.path, ids, shard)
-    stored = np.lexsort((everything.first, everything.segment, shard))
+    stored = np.lexsort((everything["first"], everything["segment"], shard))
     owner = np.empty(len(ids), dtype=np.int64)
-    owner[stored] = assign_ranks(everything.length[stored], world_size)
+    owner[stored] = assign_ranks(everything["length"][stored], world_size)
     mine = np.flatnonzero(owner == rank)
     mine = mine[np.argsort(ids[mine], kind="stable")]
-    starts = np.searchsorted(shard, np.arange(len(indices)))
+    records = everything[mine]
     parts = []
     for i, manifest in enumerate(manifests):
         places = np.flatnonzero(shard[mine] == i)
-        folder_name = shard_folder(shards.number, i)
-        parts.append(Part(folder_name, manifest, indices[i].take(mine[places] - starts[i]), places))
+        parts.append(Part(shard_folder(shards.number, i), manifest, records[places], places))
     live = np.bincount(owner, minlength=world_size).tolist()
-    chosen = everything.take(mine)
-    counts = _counts(shards, manifests, live, rank)
-    contents = Contents(
-        sequence=counts["next_sequence"] - len(mine) + np.arange(len(mine)),
-        length=chosen.length,
-        priority=chosen.priority,
-        times_sampled=chosen.times_sampled,
-        age=chosen.age,
-        ident=ids[mine],
-        final=chosen.final,
-        filled=chosen.filled,
-        origin=rank,
-        **counts,
-    )
-    sizes = _sizes(manifests, chosen, int(everything.rows.max(initial=1)), world_size)
-    return Share(parts, contents, sizes, manifests[0], "0")
+    counters = _counters(shards, manifests, live, rank)
+    sizes = _sizes(manifests, records, int(rows_of(everything).max(initial=1)), world_size)
+    records["sequence"] = counters.next_sequence - len(mine) + np.arange(len(mine))
+    records["ident"] = ids[mine]
+    return Share(parts, records, counters, sizes, manifests[0], "0")
 
 
-def _counts(shards: ShardsManifest, manifests: list[Manifest], live: list[int], rank: int) -> dict[str, int]:
-    """Counters of this rank's table: next_sequence, num_inserted and num_sampled.
+def _counters(shards: ShardsManifest, manifests: list[Manifest], live: list[int], rank: int) -> Counters:
+    """Counters of this rank's table.
 
     Args:
         live: number of trajectories of each rank.
@@ -121,36 +81,37 @@ def _counts(shards: ShardsManifest, manifests: list[Manifest], live: list[int], 
     removed = sum(manifest.num_inserted for manifest in manifests) - sum(live)
     inserted = [left + part for left, part in zip(live, split_counts(removed, [1] * len(live)), strict=True)]
     sampled = split_counts(sum(manifest.num_sampled for manifest in manifests), inserted)
-    return {
-        "next_sequence": max(_next_sequence(shards), inserted[rank]),
-        "num_inserted": inserted[rank],
-        "num_sampled": sampled[rank],
-        "policy_version": max(manifest.policy_version for manifest in manifests),
-    }
+    return Counters(
+        origin=rank,
+        next_sequence=max(_next_sequence(shards), inserted[rank]),
+        num_inserted=inserted[rank],
+        num_sampled=sampled[rank],
+        policy_version=max(manifest.policy_version for manifest in manifests),
+    )
 
 
-def _sizes(manifests: list[Manifest], entries: Entries, longest: int, world_size: int) -> dict[str, int]:
+def _sizes(manifests: list[Manifest], records: Array, longest: int, world_size: int) -> dict[str, int]:
     """Sizes of the table of one rank: its part of the saved tables' sizes, or more where its trajectories need it.
 
     Args:
-        entries: its trajectories. longest: rows of the longest trajectory of all ranks.
+        records: of its trajectories. longest: rows of the longest trajectory of all ranks.
     """
     block_steps = max(manifest.block_steps for manifest in manifests)
     blocks = sum(-(-m.num_blocks * m.block_steps // block_steps) for m in manifests)
     limiter = manifests[0].rules.rate_limiter
     return {
         "max_steps": max(
-            _part(sum(m.max_steps for m in manifests), world_size), int(entries.length.sum()), longest
+            _part(sum(m.max_steps for m in manifests), world_size), int(records["length"].sum()), longest
         ),
         "max_trajectories": max(
             _part(sum(m.max_trajectories for m in manifests), world_size),
-            len(entries.length),
+            len(records),
             limiter.min_size if limiter else 1,
         ),
         "block_steps": block_steps,
         "max_blocks": max(
             _part(blocks, world_size),
-            Table.required_blocks(entries.rows, block_steps),
+            Table.required_blocks(rows_of(records), block_steps),
             Table.required_blocks([longest], block_steps),
         ),
     }

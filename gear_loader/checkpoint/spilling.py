@@ -16,9 +16,8 @@ from collections.abc import Collection
 
 import numpy as np
 
-from gear_loader.checkpoint.index import Entries
 from gear_loader.checkpoint.promoting import promote
-from gear_loader.checkpoint.snapshot import Snapshot
+from gear_loader.checkpoint.trajectory_records import rows_of
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.counters import (
     DISK_FULL,
@@ -70,30 +69,23 @@ def coldness(keep: Keep, sequences: Array, priorities: Array) -> Array:
     return np.argsort(-sequences if keep == "oldest" else sequences, kind="stable")
 
 
-def hottest(layout: Layout, entries: Entries, keep: Keep) -> Array:
+def hottest(layout: Layout, records: Array, keep: Keep) -> Array:
     """Which trajectories of a recovered table are read into memory, bool [n]; a part of it stays free."""
-    order = coldness(keep, entries.sequence, entries.priority)[::-1]
-    blocks = -(-entries.rows[order] // layout.block_steps)
+    order = coldness(keep, records["sequence"], records["priority"])[::-1]
+    blocks = -(-rows_of(records)[order] // layout.block_steps)
     inside = np.zeros(len(order), dtype=bool)
     inside[order] = np.cumsum(blocks) <= layout.num_blocks - kept_free(layout)
     return inside
 
 
-def note_places(index: Index, slots: Array, entries: Entries) -> None:
+def note_places(index: Index, slots: Array, records: Array) -> None:
     """Note where trajectories, which are not committed yet, are on disk."""
-    index.recovery.locked(lambda: note_copies(index.arrays, slots, _copies(entries)))
+    index.recovery.locked(lambda: note_copies(index.arrays, slots, _copies(records)))
 
 
-def _copies(entries: Entries) -> DiskCopies:
-    return DiskCopies(
-        sequences=entries.sequence,
-        segments=entries.segment,
-        first=entries.first,
-        places=entries.place,
-        lengths=entries.length,
-        finals=entries.final,
-        filled=entries.filled,
-    )
+def _copies(records: Array) -> DiskCopies:
+    names = ("sequence", "segment", "first", "place", "length", "final", "filled")
+    return DiskCopies(*(records[name].astype(np.int64) for name in names))
 
 
 class Spiller:
@@ -148,18 +140,20 @@ class Spiller:
             return 0
         return max(self._free, min(blocks, wanted + self._free // 2)) - free
 
-    def note(self, snapshot: Snapshot, entries: Entries) -> None:
+    def note(self, slots: Array, records: Array) -> None:
         """Note where trajectories are on disk, after a write.
 
         Args:
-            snapshot: trajectories of the write. entries: the same ones, on disk.
+            slots: int64 [n]. records: [n], of their trajectories; those without a number are skipped.
         """
-        arrays, slots, new = self._arrays, snapshot.slots, _copies(entries)
-        changed = np.flatnonzero(new.differ_from(copies_of(arrays, slots)))
+        arrays, new = self._arrays, _copies(records)
+        changed = np.flatnonzero(new.differ_from(copies_of(arrays, slots)) & (new.sequences >= 0))
 
         def write() -> None:
-            live = changed[snapshot.take(changed).live(self._index)]
-            note_copies(arrays, slots[live], new.take(live))
+            live = (arrays.state[slots[changed]] == READY) & (
+                arrays.sequence[slots[changed]] == new.sequences[changed]
+            )
+            note_copies(arrays, slots[changed[live]], new.take(changed[live]))
 
         self._index.recovery.locked(write)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gear_loader.checkpoint.loading import LoadOptions
 from gear_loader.distributed import checkpoint_loading, checkpoint_saving
 from gear_loader.distributed.rank_exchange import Exchange, SingleProcess
 from gear_loader.distributed.shards import Shards
@@ -120,29 +121,29 @@ def load(
         CheckpointError: the checkpoint is missing or damaged, or does not fit. No table is left, on any rank.
         SchemaError, RegionError: as `Table.create`.
     """
-    options: dict[str, Any] = {
-        "schema": schema,
-        "name": name,
-        "max_steps": max_steps,
-        "max_trajectories": max_trajectories,
-        "block_steps": block_steps,
-        "max_blocks": max_blocks,
-        "on_full": on_full,
-        "progress": progress,
-    }
+    options = LoadOptions(
+        schema=schema,
+        name=name,
+        max_steps=max_steps,
+        max_trajectories=max_trajectories,
+        block_steps=block_steps,
+        max_blocks=max_blocks,
+        on_full=on_full,
+        progress=progress,
+    )
     if not (dist.is_available() and dist.is_initialized()):
-        return checkpoint_loading.load(path, rank=0, world_size=1, **options)
+        return checkpoint_loading.load(path, options, rank=0, world_size=1)
     ranks, places = places_of(mesh)
     exchange = Exchange(ranks, timeout=timeout)
     try:
         stage = _Stage(exchange, places)
         return checkpoint_loading.load(
             path,
+            options,
             rank=stage.place.data,
             world_size=stage.size,
             agree=stage.agree,
             stage=stage.folder,
-            **options,
         )
     finally:
         exchange.close()

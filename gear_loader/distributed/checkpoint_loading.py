@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from gear_loader.checkpoint.directory import Directory
-from gear_loader.checkpoint.identity import set_parent
-from gear_loader.checkpoint.loading import fill, retry_if_replaced, was_replaced
+from gear_loader.checkpoint.loading import (
+    LoadOptions,
+    Share,
+    discard,
+    load_share,
+    retry_if_replaced,
+    was_replaced,
+)
 from gear_loader.checkpoint.sharded import ShardsManifest, open_shards, read_shards
 from gear_loader.checkpoint.sharded_loading import own_share, resharded_share
 from gear_loader.distributed.checkpoint_ranks import Agree, CheckpointRanks
 from gear_loader.errors import CheckpointError
-from gear_loader.storage.memory_options import Memory
-from gear_loader.storage.schema import Column, Schema
+from gear_loader.storage.schema import Schema
 from gear_loader.storage.table import Table
-from gear_loader.storage.table_rules import OnFull
 from gear_loader.utils.paths import local_path
 
 __all__ = ["load"]
@@ -24,19 +27,12 @@ __all__ = ["load"]
 
 def load(
     path: str | os.PathLike[str],
+    options: LoadOptions,
     *,
     rank: int,
     world_size: int,
     agree: Agree | None = None,
     stage: str | None = None,
-    schema: Mapping[str, Column] | None = None,
-    name: str | None = None,
-    max_steps: int | None = None,
-    max_trajectories: int | None = None,
-    block_steps: int | None = None,
-    max_blocks: int | None = None,
-    on_full: OnFull | None = None,
-    progress: bool = False,
 ) -> Table:
     """Create this rank's table from what `save` wrote, with any number of ranks.
 
@@ -50,13 +46,12 @@ def load(
 
     Args:
         path: directory that `save` wrote, which all ranks see.
+        options: see `gear_loader.distributed.load`. By default the sizes are this rank's share of those of the saved
+            tables, or as much as it needs if that is more.
         rank: number of this rank.
         world_size: number of ranks now.
         agree: as for `save`: then all ranks load the same checkpoint, or no rank loads. None: this rank loads alone.
         stage: as for `save`.
-        schema, name, on_full, progress: as for `Table.load`.
-        max_steps, max_trajectories, block_steps, max_blocks: as for `Table.load`; by default this rank's share of the
-            sizes of the saved tables, or as much as it needs if that is more.
 
     Raises:
         RankError: another rank has failed, or is lost; the message names it.
@@ -67,13 +62,12 @@ def load(
     ranks = CheckpointRanks(rank, world_size, agree)
     where = os.path.abspath(os.fspath(path))
     where = where if stage is None else os.path.join(where, stage)
-    expected = None if schema is None else Schema(schema)
-    given = {
-        "max_steps": max_steps,
-        "max_trajectories": max_trajectories,
-        "block_steps": block_steps,
-        "max_blocks": max_blocks,
-    }
+    expected = None if options.schema is None else Schema(options.schema)
+
+    def share(directory: Directory, shards: ShardsManifest) -> Share:
+        if world_size == len(shards.shards):
+            return own_share(directory, shards, rank)
+        return resharded_share(directory, shards, rank, world_size)
 
     def attempt() -> Table | None:
         seen: list[ShardsManifest] = []
@@ -92,7 +86,7 @@ def load(
         def read() -> dict[str, Any]:
             with _opened(where, stage) as directory:
                 try:
-                    tables.append(_load_share(directory, seen[0], ranks, given, name, on_full, progress))
+                    tables.append(load_share(Table, directory, share(directory, seen[0]), options))
                 except CheckpointError:
                     if not was_replaced(lambda: read_shards(directory).save, seen[0].save):
                         raise
@@ -103,17 +97,10 @@ def load(
                 return tables.pop()
         finally:
             for table in tables:
-                _discard(table)
+                discard(table)
         return None
 
     return retry_if_replaced(attempt, where)
-
-
-def _discard(table: Table) -> None:
-    """Close a table, and remove its shared memory."""
-    table.close()
-    if table.name is not None:
-        table.unlink()
 
 
 def _opened(path: str, stage: str | None) -> Directory:
@@ -133,46 +120,3 @@ def _expected_shards(directory: Directory, expected: Schema | None) -> ShardsMan
             "was saved, leave schema out, or load another checkpoint."
         )
     return shards
-
-
-def _load_share(
-    directory: Directory,
-    shards: ShardsManifest,
-    ranks: CheckpointRanks,
-    given: dict[str, int | None],
-    name: str | None,
-    on_full: OnFull | None,
-    progress: bool,
-) -> Table:
-    """Create a table from this rank's share of a checkpoint."""
-    same = ranks.size == len(shards.shards)
-    share = (
-        own_share(directory, shards, ranks.rank)
-        if same
-        else resharded_share(directory, shards, ranks.rank, ranks.size)
-    )
-    sizes: dict[str, int | None] = {
-        **share.sizes,
-        **{key: size for key, size in given.items() if size is not None},
-    }
-    blocks = sizes.pop("max_blocks")
-    if given["max_blocks"] is None:
-        as_saved = all(size is None for size in given.values())
-        blocks = share.sizes["max_blocks"] if as_saved else None
-    rules = share.rules.rules
-    table = Table.create(
-        shards.schema,
-        **sizes,  # type: ignore[arg-type]
-        memory=Memory(max_blocks=blocks),
-        name=name,
-        on_full=rules.on_full if on_full is None else on_full,
-        rate_limiter=rules.rate_limiter,
-        limits=rules.limits,
-    )
-    try:
-        fill(table, directory, share.parts, share.contents, progress=progress)
-        set_parent(table, table.index, share.parent)
-    except BaseException:
-        _discard(table)
-        raise
-    return table

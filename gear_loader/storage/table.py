@@ -380,8 +380,8 @@ class Table:
         Into the directory of `create(disk=)`, this process writes what is not there yet and waits for the disk; other
         processes cannot. Other directories do not matter to it.
 
-        The columns are ``.npy`` files of whole trajectories one after another, the index is a safetensors file with
-        sequence numbers, lengths, priorities, times sampled, ages, ids and places, and ``manifest.json`` holds rules,
+        The columns are ``.npy`` files of whole trajectories one after another, the index has a record a trajectory with
+        sequence number, length, priority, times sampled, time, id and place, and ``manifest.json`` holds rules,
         counts, and size and checksum (XXH128) of every file. See `gear_loader.checkpoint`.
 
         Args:

@@ -33,8 +33,8 @@ from table_common import (
 )
 
 import gear_loader as gear
+from gear_loader.checkpoint import changes, loading, reading, saving
 from gear_loader.checkpoint import files as files_module
-from gear_loader.checkpoint import loading, reading, saving, stored
 from gear_loader.errors import CheckpointError, PrivateTableError, RegionError, TableClosedError
 
 MonkeyPatch = pytest.MonkeyPatch
@@ -141,8 +141,6 @@ def test_a_closed_table_and_one_that_is_closed_during_a_save(
 
 
 def test_other_tools_can_read_it(tmp_path: Path) -> None:
-    import safetensors.numpy
-
     with make() as table:
         for number, length in enumerate([5, 17, 1]):
             table.add(rows(number, length))
@@ -151,7 +149,9 @@ def test_other_tools_can_read_it(tmp_path: Path) -> None:
         table.remove(int(table.indices()[0]))
         table.save(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    index = safetensors.numpy.load_file(tmp_path / manifest["index"]["path"])
+    index = np.fromfile(
+        tmp_path / manifest["index"]["path"], dtype=[tuple(each) for each in manifest["index"]["record"]]
+    )
     stored = {
         (segment["number"], name): np.load(tmp_path / file["path"], mmap_mode="r", allow_pickle=False)
         for segment in manifest["segments"]
@@ -195,7 +195,7 @@ def test_a_save_writes_what_is_new(tmp_path: Path) -> None:
         new = np.load(tmp_path / "segments" / "000002" / "number.npy")
         assert new.tolist() == [10, 10, 10], "nothing but the new steps"
         written = {f"segments/000002/{name}.npy" for name in COLUMNS}
-        assert set(after) - kept == {"index.000002.safetensors", "manifest.json", *written}
+        assert set(after) - kept == {"index.000002.records", "manifest.json", *written}
         assert loaded(tmp_path) == contents(table)
 
         table.save(tmp_path)
@@ -225,7 +225,7 @@ def test_there_are_never_many_segments(tmp_path: Path) -> None:
             table.add(rows(number, 10))
             table.save(tmp_path)
             now = set(segments(tmp_path))
-            assert len(now) <= stored.MAX_SEGMENTS
+            assert len(now) <= changes.MAX_SEGMENTS
             written += sum(len(np.load(tmp_path / "segments" / name / "step.npy")) for name in now - known)
             known = now
         assert loaded(tmp_path) == contents(table)
@@ -336,20 +336,20 @@ def test_loading_during_a_save(tmp_path: Path, monkeypatch: MonkeyPatch) -> None
     with make() as table:
         table.add(rows(0, 50))
         table.save(tmp_path)
-        genuine = loading.read_entries
+        genuine = loading.read_records
         saved = False
 
-        def read_entries(*args: Any) -> Any:
+        def read_records(*args: Any) -> Any:
             nonlocal saved
-            entries = genuine(*args)
+            records = genuine(*args)
             if not saved:
                 saved = True
                 table.remove(table.indices())
                 table.add(rows(1, 50))
                 table.save(tmp_path)
-            return entries
+            return records
 
-        monkeypatch.setattr(loading, "read_entries", read_entries)
+        monkeypatch.setattr(loading, "read_records", read_records)
         assert loaded_numbers(tmp_path) == [1]
 
 

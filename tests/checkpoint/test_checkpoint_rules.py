@@ -169,8 +169,8 @@ def test_what_changes_by_itself_is_written_to_the_index_alone(tmp_path: Path) ->
             table.save(tmp_path)
         after = files(tmp_path)
         written = {name for name in after if after[name] != before.get(name)}
-        assert written == {"manifest.json", "index.000004.safetensors"}
-        assert set(before) - set(after) == {"index.000001.safetensors"}
+        assert written == {"manifest.json", "index.000004.records"}
+        assert set(before) - set(after) == {"index.000001.records"}
         found = loaded(tmp_path)
         assert found == contents(table)
         assert found["times_sampled"] == [3, 3, 3, 3, 0]

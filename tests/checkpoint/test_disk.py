@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import json
 import logging
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_common import (
@@ -33,9 +35,10 @@ from table_common import COLUMNS, fresh_name, named, numbers_of, rows
 from waiting_common import wait_until
 
 import gear_loader as gear
-from gear_loader.checkpoint import behind, saving, stored
+from gear_loader.checkpoint import behind, changes, index, saving
 from gear_loader.checkpoint import files as files_module
 from gear_loader.checkpoint.names import LOCK_NAME
+from gear_loader.checkpoint.trajectory_records import RECORD
 from gear_loader.errors import CheckpointError, SchemaError
 
 MonkeyPatch = pytest.MonkeyPatch
@@ -117,10 +120,10 @@ def test_a_trajectory_that_grows_beside_others(tmp_path: Path) -> None:
 
 
 def test_segments_are_merged_little_by_little(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "MAX_SEGMENTS_BEHIND", 6)
+    monkeypatch.setattr(changes, "MAX_SEGMENTS_BEHIND", 6)
     with make(on_full="evict_oldest", disk=disk(tmp_path)) as table:
         for budget in (0, 1000):
-            monkeypatch.setattr(stored, "REWRITE_BYTES", budget)
+            monkeypatch.setattr(changes, "REWRITE_BYTES", budget)
             for number in range(30):
                 table.add(rows(number, 1 + number * 7 % 40))
                 if number % 13 == 5:
@@ -137,6 +140,71 @@ def test_priorities_are_those_of_the_last_write(tmp_path: Path) -> None:
         table.region.array("priority")[slot] = 7.0
     with gear.Table.recover(tmp_path) as table:
         assert table.region.array("priority")[table.indices()].tolist() == [7.0], "close writes them"
+
+
+def test_an_index_grows_by_what_has_changed_and_is_compacted(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "_SPARE", 0)
+
+    def records() -> tuple[str, int]:
+        found = json.loads((tmp_path / "manifest.json").read_text())["index"]
+        return found["path"], found["bytes"] // RECORD.itemsize
+
+    with make(on_full="evict_oldest", disk=disk(tmp_path)) as table:
+        table.extend([rows(number, 5) for number in range(10)], priority=1.0)
+        table.save(tmp_path)
+        name, count = records()
+        assert count == 10, "written anew by the first write of a process that finds a trajectory"
+        for more, change in (
+            (1, lambda: table.add(rows(10, 5))),
+            (0, lambda: None),
+            (1, lambda: table.remove(table.indices()[2])),
+            (
+                2,
+                lambda: table.reader().set_priorities(
+                    table.indices()[:2], np.full(2, -1), np.full(2, 3, "f4")
+                ),
+            ),
+        ):
+            change()
+            table.save(tmp_path)
+            count += more
+            assert records() == (name, count)
+            assert loaded(tmp_path) == contents(table)
+        table.remove(table.indices()[:5])
+        table.save(tmp_path)
+        assert (records()[0] != name, records()[1]) == (True, 5), "more than half would be out of date"
+        assert loaded(tmp_path) == contents(table)
+        expected = contents(table)
+    assert loaded(tmp_path) == expected
+
+
+def test_a_write_copies_what_others_evict_meanwhile_as_a_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    """Two threads replace all trajectories of a small table again and again, with no ticket to wait for."""
+    monkeypatch.setattr(saving, "SURE_BYTES", 0)
+    stop = threading.Event()
+
+    def add(first: int) -> None:
+        number = first
+        while not stop.is_set():
+            table.add(rows(number, 1 + number % 37))
+            number += 1
+
+    with make(on_full="evict_oldest", disk=disk(tmp_path)) as table:
+        threads = [threading.Thread(target=add, args=(first,)) for first in (0, 10**6)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(30):
+                table.save(tmp_path)
+                loaded_numbers(tmp_path)  # fails unless each is whole
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
 
 
 # Adding does not wait --------------------------------------------------------------------------------
@@ -185,14 +253,14 @@ def test_a_full_table_turns_over_while_the_disk_stands_still(
 @pytest.fixture
 def full(monkeypatch: MonkeyPatch) -> threading.Event:
     """While it is set, nothing can be written."""
-    event, genuine = threading.Event(), files_module._write_all
+    event, genuine = threading.Event(), files_module.write_all
 
     def write_all(*args: Any) -> None:
         if event.is_set():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         genuine(*args)
 
-    monkeypatch.setattr(files_module, "_write_all", write_all)
+    monkeypatch.setattr(files_module, "write_all", write_all)
     return event
 
 

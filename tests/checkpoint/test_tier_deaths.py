@@ -16,7 +16,7 @@ from table_common import Died, Fragile, bury, mortal
 from tier_common import NEVER, spill
 
 import gear_loader as gear
-from gear_loader.checkpoint import promoting, stored
+from gear_loader.checkpoint import changes, promoting
 from gear_loader.checkpoint.files import Arena
 from gear_loader.checkpoint.saving import Save
 from gear_loader.checkpoint.spilling import Spiller
@@ -91,9 +91,8 @@ def _fill(*names: str) -> Act:
 
 def _note(table: gear.Table, slots: list[int]) -> None:
     save = _written[table.region]
-    assert save.snapshot is not None
-    assert save.entries is not None
-    Spiller(table.index, table.region.layout, "newest", 3).note(save.snapshot, save.entries)
+    records = save.on_disk.records[save.written]
+    Spiller(table.index, table.region.layout, "newest", 3).note(save.written, records)
 
 
 def _spill(table: gear.Table, slots: list[int]) -> None:
@@ -141,7 +140,7 @@ def other(table: gear.Table, index: Index) -> gear.Table:
 def write(table: gear.Table) -> Save:
     """Bring the files up to date, as an owner does that dies before it has noted it; the next write is another's."""
     place = table._disk._place  # type: ignore[union-attr]
-    save = Save(table, place.directory, place.manifest, place.entries)
+    save = Save(table, place.directory, place.manifest, place.on_disk)
     save.run_behind(place.previous, Arena())
     place.is_uncertain = True
     return save
@@ -156,7 +155,7 @@ def test_late_columns(
     """Trajectories in memory and on disk, of which some have columns that the disk lacks: none is lost or wrong."""
     monkeypatch.setattr(late, "_SMALL", 0 if what == "fill large" else late._SMALL)
     monkeypatch.setattr(
-        stored, "MAX_SEGMENTS_BEHIND", 1
+        changes, "MAX_SEGMENTS_BEHIND", 1
     )  # so that what lies there is written again elsewhere
     for stores in itertools.count(0, every):
         with make(tmp_path / str(stores), COLUMNS) as table:

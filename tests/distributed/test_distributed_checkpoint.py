@@ -29,7 +29,6 @@ from gear_loader.checkpoint import loading
 from gear_loader.checkpoint import manifest as manifest_module
 from gear_loader.checkpoint.resharding import assign_ranks, split_counts
 from gear_loader.distributed import checkpoint_loading, checkpoint_saving
-from gear_loader.distributed.checkpoint_loading import load
 from gear_loader.distributed.checkpoint_saving import save
 from gear_loader.errors import CheckpointError, RankError, RegionError, SchemaError
 from gear_loader.storage.counters import NEXT_SEQUENCE
@@ -38,6 +37,12 @@ MonkeyPatch = pytest.MonkeyPatch
 PATIENCE = 60.0
 SCHEMA = {**COLUMNS, "odd": gear.Column(torch.uint8, (13,)), "half": gear.Column(torch.bfloat16)}
 Table = gear.Table
+
+
+def load(path: Any, **options: Any) -> gear.Table:
+    """`checkpoint_loading.load` with all options by name."""
+    ranks = {name: options.pop(name, None) for name in ("rank", "world_size", "agree", "stage")}
+    return checkpoint_loading.load(path, loading.LoadOptions(**options), **ranks)
 
 
 class Meeting:
@@ -441,17 +446,17 @@ def test_a_rank_that_does_not_hear_the_answers(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_dies_while_all_load(path: Path, monkeypatch: MonkeyPatch) -> None:
-    genuine, name, read = checkpoint_loading._load_share, fresh_name(), threading.Event()
+    genuine, name, read = checkpoint_loading.load_share, fresh_name(), threading.Event()
 
     def fatal(*args: Any) -> Any:
-        if args[2].rank == 1:
+        if args[2].counters.origin == 1:
             assert read.wait(PATIENCE)
             raise Died
         table = genuine(*args)
         read.set()
         return table
 
-    monkeypatch.setattr(checkpoint_loading, "_load_share", fatal)
+    monkeypatch.setattr(checkpoint_loading, "load_share", fatal)
     found = load_all(path, 2, name)
     assert isinstance(found[0], RankError)
     assert "Rank 0 lost the other ranks in the step 'load its table'" in str(found[0])
@@ -552,7 +557,7 @@ def test_damage_is_found_by_all(path: Path, size: int, chunks: bool, monkeypatch
         with loaded(path, 3) as tables:
             shutil.rmtree(path)
             saved(tables, path)
-    inner = ("manifest.json", "index.*.safetensors", "segments/000001/odd.npy")
+    inner = ("manifest.json", "index.*.records", "segments/000001/odd.npy")
     for pattern in ("shards.json", *(f"saves/*/00001/{name}" for name in inner)):
         (file,) = path.glob(pattern)
         data = file.read_bytes()
@@ -693,17 +698,17 @@ def test_ranks_that_cannot_be_or_do_something_else(path: Path) -> None:
 
 def test_a_save_between_looking_and_reading(path: Path, monkeypatch: MonkeyPatch) -> None:
     """All ranks read the new one then."""
-    genuine, done = checkpoint_loading._load_share, []
+    genuine, done = checkpoint_loading.load_share, []
 
     def late(*args: Any) -> Any:
-        if args[2].rank == 1 and not done:
+        if args[2].counters.origin == 1 and not done:
             done.append(True)
             with loaded(path, 3) as tables:
                 tables[2].add(steps_of(4321, 3))
                 saved(tables, path)
         return genuine(*args)
 
-    monkeypatch.setattr(checkpoint_loading, "_load_share", late)
+    monkeypatch.setattr(checkpoint_loading, "load_share", late)
     with loaded(path, 2) as others:
         numbers = {int(table[int(slot)]["number"][0]) for table in others for slot in table.indices()}
     assert 4321 in numbers

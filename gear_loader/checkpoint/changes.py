@@ -1,0 +1,248 @@
+"""What has changed in a table since its last save, and what the files of that save hold of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Collection
+
+import numpy as np
+
+from gear_loader.checkpoint.manifest import Segment
+from gear_loader.checkpoint.trajectory_records import WORDS, Counters, no_records, rows_of
+from gear_loader.native.saving_loops import find_changes
+from gear_loader.storage.counters import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_SAMPLED, POLICY
+from gear_loader.storage.ids import origin_of
+from gear_loader.storage.index import Index
+from gear_loader.storage.readers import Ticket
+from gear_loader.storage.states import READY
+from gear_loader.utils.arrays import Array
+
+__all__ = ["MAX_SEGMENTS", "OnDisk", "SavedChanges", "take_changes"]
+
+MAX_SEGMENTS = 16
+"""With more segments, the trajectories of the smallest are rewritten as one, so that half as many stay."""
+MAX_SEGMENTS_BEHIND = 64
+"""The same of tables that are written in the background, whose segments are small."""
+REWRITE_BYTES = 64 << 20
+"""Bytes of old trajectories that one write in the background rewrites, unless there are more new ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedChanges:
+    """How a table differs at one moment from what is on disk.
+
+    Attributes:
+        slots: int64 [n], ascending. records: [n], of their trajectories now: without a number where there is none any
+            more, with segment 0 where the rows have to be written.
+        counters: of the table. clock: time of the moment, as `created` of records tells it.
+    """
+
+    slots: Array
+    records: Array
+    counters: Counters
+    clock: int
+
+    @property
+    def gone(self) -> Array:
+        """Whether a slot's trajectory is gone, and there is none in its place; bool [n]."""
+        gone: Array = self.records["sequence"] < 0
+        return gone
+
+    def unwritten(self) -> tuple[Array, Array]:
+        """Slots, int64 [m], and records, [m], of the trajectories whose rows have to be written, oldest first."""
+        which = np.flatnonzero(~self.gone & (self.records["segment"] == 0))
+        which = which[np.argsort(self.records["sequence"][which], kind="stable")]
+        return self.slots[which], self.records[which]
+
+
+def take_changes(index: Index, on_disk: OnDisk, ticket: Ticket | None = None) -> SavedChanges:
+    """Compare a table with what is on disk; begin `ticket`, if given, at the same moment."""
+    arrays = index.arrays
+    slots: Array = np.empty(arrays.num_slots, dtype=np.int64)  # pages that are not written take no memory
+    words: Array = np.empty((arrays.num_slots, WORDS), dtype=np.int64)
+    known = on_disk.records.view(np.int64).reshape(-1, WORDS)
+
+    def take() -> tuple[int, Counters, int]:
+        now = time.monotonic_ns()  # before expiry, so that no remaining trajectory exceeds the maximum age
+        if not amid:
+            index.admission.expire()
+        count = find_changes(
+            arrays.state,
+            arrays.generation,
+            arrays.sequence,
+            arrays.extent,
+            arrays.created,
+            arrays.ident,
+            arrays.filled,
+            arrays.sampled,
+            arrays.priority.view(np.int32),
+            known,
+            slots,
+            words,
+        )
+        following = int(arrays.counters[NEXT_SEQUENCE])
+        counters = Counters(
+            origin=origin_of(arrays.view),
+            next_sequence=following,
+            num_inserted=following - int(arrays.counters[FIRST_SEQUENCE]),
+            num_sampled=int(arrays.counters[NUM_SAMPLED]),
+            policy_version=int(arrays.counters[POLICY]),
+        )
+        if ticket is not None:
+            ticket.begin(index.readers)
+        return count, counters, now
+
+    amid = index.recovery.lock.is_mine  # in a signal handler
+    count, counters, now = index.recovery.read(take)
+    records = words[:count].copy().view(no_records().dtype).reshape(-1)
+    return SavedChanges(slots[:count].copy(), records, counters, now)
+
+
+class OnDisk:
+    """What the files of a save hold of a table: a record for each slot, and the segments.
+
+    Attributes:
+        records: [slots], without a number where the trajectory of a slot is not there.
+        segments: by number. live: rows of each that belong to trajectories in `records`.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.records = no_records(num_slots)
+        self.segments: dict[int, Segment] = {}
+        self.live: dict[int, int] = {}
+
+    @classmethod
+    def of(cls, index: Index, records: Array, segments: Collection[Segment]) -> OnDisk:
+        """What a directory holds of a table.
+
+        Args:
+            records: of the directory's index, by ascending number. segments: those that can be read.
+        """
+        arrays = index.arrays
+        found = cls(arrays.num_slots)
+        found.segments = {segment.number: segment for segment in segments}
+        found.live = dict.fromkeys(found.segments, 0)
+        records = records[np.isin(records["segment"], list(found.segments))]
+        if not len(records):
+            return found
+        slots = np.flatnonzero(arrays.state == READY)
+        place = np.searchsorted(records["sequence"], arrays.sequence[slots])
+        place[place == len(records)] = 0
+        same = records["sequence"][place] == arrays.sequence[slots]
+        found.records[slots[same]] = records[place[same]]
+        found._count(slots[same], 1)
+        return found
+
+    def _count(self, slots: Array, sign: int) -> None:
+        """Count the rows of some slots in or out."""
+        for number, rows in self._rows_by_segment(slots).items():
+            self.live[number] += sign * rows
+
+    def _rows_by_segment(self, slots: Array) -> dict[int, int]:
+        records = self.records[slots]
+        records = records[records["sequence"] >= 0]
+        numbers, inverse = np.unique(records["segment"], return_inverse=True)
+        rows = np.bincount(inverse, weights=rows_of(records), minlength=len(numbers)).astype(np.int64)
+        return dict(zip(numbers.tolist(), rows.tolist(), strict=True))
+
+    def live_after(self, changes: SavedChanges) -> dict[int, int]:
+        """Rows of each segment that stay in use after some changes."""
+        live = dict(self.live)
+        for number, rows in self._rows_by_segment(changes.slots[changes.records["segment"] == 0]).items():
+            live[number] -= rows
+        return live
+
+    # ---------------------------------------------------------------- which segments stay
+
+    def sparse(self, changes: SavedChanges) -> set[int]:
+        """Numbers of the segments of whose rows less than half is live, and of the smallest of too many."""
+        live = self.live_after(changes)
+        dense = [number for number, segment in self.segments.items() if 2 * live[number] >= segment.steps]
+        if len(dense) >= MAX_SEGMENTS:
+            dense = sorted(dense, key=lambda number: self.segments[number].steps)[-(MAX_SEGMENTS // 2) :]
+        return set(self.segments) - set(dense)
+
+    def sparsest(self, changes: SavedChanges, step_bytes: int, most_steps: int | None = None) -> set[int]:
+        """Numbers of segments to rewrite so that half of all their rows are live, and about `MAX_SEGMENTS_BEHIND` stay.
+
+        A write that rewrites much would delay what is committed meanwhile. So one write does a part of it.
+
+        Args:
+            most_steps: that all segments may have, new ones included; as much is rewritten as that takes. None for no
+                limit.
+        """
+        live = self.live_after(changes)
+        dropped = {number for number in self.segments if not live[number]}
+        new = int(rows_of(changes.unwritten()[1]).sum())
+        budget = max(REWRITE_BYTES // max(1, step_bytes), new)
+        used = sum(live.values())
+        total = sum(segment.steps for number, segment in self.segments.items() if number not in dropped)
+        rewritten = 0
+        limit = math.inf if most_steps is None else most_steps - new
+        kept = [number for number in self.segments if number not in dropped]
+        for number in sorted(kept, key=lambda number: live[number] / self.segments[number].steps):
+            if total <= limit and (total <= 2 * used or (rewritten and rewritten + live[number] > budget)):
+                break
+            if live[number] == self.segments[number].steps:
+                break  # nothing is gained from here on
+            dropped.add(number)
+            total += live[number] - self.segments[number].steps
+            rewritten += live[number]
+        kept = [number for number in kept if number not in dropped]
+        if len(kept) >= MAX_SEGMENTS_BEHIND:
+            for i, number in enumerate(sorted(kept, key=lambda number: live[number])):
+                if i >= 2 and (rewritten + live[number] > budget or i >= MAX_SEGMENTS_BEHIND // 2):
+                    break
+                dropped.add(number)
+                rewritten += live[number]
+        return dropped
+
+    def rewriting(self, changes: SavedChanges, dropped: Collection[int]) -> SavedChanges:
+        """The changes, and that the trajectories in some segments have to be written."""
+        records = changes.records.copy()
+        here = np.isin(records["segment"], list(dropped)) & ~changes.gone
+        records["segment"][here] = 0
+        others = np.flatnonzero(
+            (self.records["sequence"] >= 0) & np.isin(self.records["segment"], list(dropped))
+        )
+        others = others[~np.isin(others, changes.slots)]
+        moved = self.records[others]
+        moved["segment"] = 0
+        return dataclasses.replace(
+            changes,
+            slots=np.concatenate((changes.slots, others)),
+            records=np.concatenate((records, moved)),
+        )
+
+    # ---------------------------------------------------------------- after a write
+
+    def apply(self, changes: SavedChanges, dropped: Collection[int], written: Segment | None) -> Array:
+        """Take over changes whose rows are on disk now; those of lost trajectories still have the segment 0.
+
+        Args:
+            dropped: numbers of the segments that are not used any more. written: the new segment.
+
+        Returns:
+            Records to append to the index, [m].
+        """
+        before, lost = self.records[changes.slots], changes.records["segment"] == 0
+        after = changes.records.copy()
+        after["sequence"][lost] = -1
+        ended = before[(before["sequence"] >= 0) & (before["sequence"] != after["sequence"])]
+        ended["length"] = 0
+        self._count(changes.slots, -1)
+        for number in dropped:
+            del self.segments[number], self.live[number]
+        if written is not None:
+            self.segments[written.number], self.live[written.number] = written, 0
+        self.records[changes.slots] = after
+        self._count(changes.slots, 1)
+        return np.concatenate((ended, after[after["sequence"] >= 0]))
+
+    def all_records(self) -> Array:
+        """Records of all trajectories, oldest first."""
+        records = self.records[self.records["sequence"] >= 0]
+        found: Array = records[np.argsort(records["sequence"], kind="stable")]
+        return found
