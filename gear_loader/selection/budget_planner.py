@@ -26,7 +26,7 @@ from gear_loader.native.packed import (
 )
 from gear_loader.selection.base import Selection
 from gear_loader.selection.grouping import Grouping
-from gear_loader.selection.selectors import Draw, Prioritized, Selector
+from gear_loader.selection.selectors import Draw, Selector
 from gear_loader.selection.step_budget import BudgetCounts, BudgetState, DrawnPart, StepBudget
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.readers import Ticket
@@ -149,7 +149,7 @@ class BudgetPlanner:
     @staticmethod
     def draw_size(selector: Selector, grouping: Grouping | None = None) -> int:
         """Items of one draw: rows, or groups."""
-        rows = _DRAWN_BY_PRIORITY if isinstance(selector, Prioritized) else _DRAWN
+        rows = _DRAWN_BY_PRIORITY if selector.by_priority else _DRAWN
         return rows if grouping is None else max(1, rows // grouping.size)
 
     def plans_for(self, selection: Selection) -> bool:

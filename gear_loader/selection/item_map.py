@@ -100,6 +100,7 @@ class ItemMap:
         capacity: leaves of the tree.
         position: position of the last followed change; -1 at first.
         next_sequence: trajectories with lower sequence numbers are known.
+        sequence_of: int64 [num_slots]: sequence number of the slot's trajectory, -1 without one that can be drawn.
         own: the blocks of leaves, if an item is a step, and not those of the table; else None.
 
     If an item is a step, also:
@@ -132,7 +133,7 @@ class ItemMap:
         self.capacity = num_blocks * block_steps if steps else num_slots
         self.position = -1
         self.next_sequence = 0
-        self._present: Array = np.zeros(num_slots, dtype=bool)
+        self.sequence_of: Array = np.full(num_slots, -1, dtype=np.int64)
         if steps:
             self.owner: Array = np.full(num_blocks, -1, dtype=np.int32)
             self.number: Array = np.zeros(num_blocks, dtype=np.int32)
@@ -162,15 +163,16 @@ class ItemMap:
         fresh = changes.ready & (changes.sequences >= self.next_sequence)
         stale = ~changes.ready | fresh  # slots whose known trajectory was removed
         grown = changes.ready & ~fresh & chosen  # perhaps: with the same sequence number as before
-        fresh |= grown & ~self._present[changes.slots]  # had no step that could be drawn
-        grown &= self._present[changes.slots]
+        present = self.has(changes.slots)
+        fresh |= grown & ~present  # had no step that could be drawn
+        grown &= present
         stale |= fresh
         added = fresh & chosen
         self.position, self.next_sequence = changes.position, changes.next_sequence
+        slots, sequences = changes.slots[stale], np.where(added, changes.sequences, -1)[stale]
         if not self.steps:
-            slots = changes.slots[stale]
             empty = np.empty(0, dtype=np.int64)
-            self._present[slots] = added[stale]
+            self.sequence_of[slots] = sequences
             again = grown & changes.revised  # another priority, of the same trajectory
             new = np.where(added | again, changes.priorities, _GONE)
             items, none = changes.slots[stale | again], np.empty(0, dtype=np.float32)
@@ -180,7 +182,7 @@ class ItemMap:
             assert changes.extents is not None
             ready = changes.slots[changes.ready]
             extent[ready, 0], extent[ready, 2] = changes.extents[changes.ready][:, [0, 2]].T
-        self._present[changes.slots[stale]] = added[stale]
+        self.sequence_of[slots] = sequences
         known = grown
         if known.any():
             grown = known & (self._ends(changes.slots, extent) != self.length[changes.slots])
@@ -237,7 +239,7 @@ class ItemMap:
 
     def has(self, slots: Array) -> Array:
         """Whether the map has the trajectories in slots (int64 [n]), bool [n]."""
-        present: Array = self._present[slots]
+        present: Array = self.sequence_of[slots] >= 0
         return present
 
     def _blocks(self, extent: Array, block_ids: Array) -> tuple[Array, Array]:

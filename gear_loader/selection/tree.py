@@ -10,7 +10,7 @@ from gear_loader.kernels.sum_tree import FANOUT, best, wide_levels
 from gear_loader.native import sum_tree
 from gear_loader.utils.arrays import Array
 
-__all__ = ["PriorityTree", "uniforms", "weigh"]
+__all__ = ["PriorityTree", "uniforms"]
 
 
 class PriorityTree:
@@ -183,10 +183,3 @@ def uniforms(count: int, *, key: int, step: int) -> Array:
     sum_tree.uniforms(key, step, us, np.empty((4, 64), dtype=np.uint64))
     drawn: Array = us[0]
     return drawn
-
-
-def weigh(values: Array, alpha: float, eps: float) -> Array:
-    """Leaves of priorities (float32 [n]): ``(values + eps) ** alpha``, float64 [n], 0 only for 0."""
-    weighed: Array = np.empty(len(values))
-    sum_tree.weigh(values, alpha, eps, weighed)
-    return weighed

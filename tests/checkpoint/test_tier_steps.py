@@ -114,7 +114,7 @@ class Twin:
     def check(self, data: gear.ReplayDataset) -> None:
         self.look()
         assert leaves(data) == self.priorities
-        tree: Any = data._selected()._tree  # type: ignore[attr-defined]
+        tree: Any = data._selected().priorities.leaves.tree  # type: ignore[attr-defined]
         assert tree.total == sum(map(sum, self.priorities.values()))  # exact: they are small multiples of 1/8
 
 
@@ -460,7 +460,7 @@ def test_a_tree_takes_lengths_of_the_moment_of_its_look(
 
         monkeypatch.setattr(reader, "begin_changes", late)
         data.sample()
-        own = data._selected()._map.own  # type: ignore[attr-defined]
+        own = data._selected().priorities.items.own  # type: ignore[attr-defined]
         assert own.extent[own.slots, 0].tolist() == [30, 4]
         assert {number: len(part) for number, part in leaves(data).items()} == {1: 40}
 

@@ -68,7 +68,7 @@ def _no_lifetime(patch: pytest.MonkeyPatch) -> None:
 def _beside(patch: pytest.MonkeyPatch) -> None:
     nowhere = property(lambda self: None, lambda self, stream: None)
     patch.setattr(prioritized_cuda.CudaPrioritizedSelection, "_stream", nowhere, raising=False)
-    _left_out(Stream, "wait_event", "_enter")(patch)
+    _left_out(Stream, "wait_event", "enter")(patch)
 
 
 def _callers_memory(patch: pytest.MonkeyPatch) -> None:
@@ -143,14 +143,14 @@ DEFECTS: dict[str, Defect] = {
     "pinned buffers end with their batch": _no_lifetime,
     "the host writes pinned buffers that a copy still reads": _left_out(Event, "synchronize", "gather"),
     "an update runs beside a draw": _beside,
-    "streams that use the tree do not wait for each other": _left_out(Stream, "wait_event", "_enter"),
+    "streams that use the tree do not wait for each other": _left_out(Stream, "wait_event", "enter"),
     "an update reads priorities before they are computed": _left_out(
         Stream, "wait_stream", "_queue_copied", "_queue_repeated"
     ),
     "an update's arguments are freed while it is queued": _freed_arguments,
     "an update's memory is used again before it has run": _one_slot,
     "an update reads the caller's own tensors": _callers_memory,
-    "the tree is freed under the stream that draws": _left_out(DeviceTensor, "record_stream", "_enter"),
+    "the tree is freed under the stream that draws": _left_out(DeviceTensor, "record_stream", "enter"),
     "row numbers are freed under the stream that gathers": lambda patch: patch.setattr(
         Collector, "use_on", lambda *_: None
     ),
