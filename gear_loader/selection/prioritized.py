@@ -85,7 +85,7 @@ class PrioritizedSelection(Selection):
             (items.block_steps, items.owner, items.number) if steps else (0, _NO_BLOCKS, _NO_BLOCKS)
         )
         self._anchor = ANCHOR_KINDS[context.anchor]
-        self._inline: tuple[tuple[Array, ...], Places] | None = None
+        self._inline: tuple[int, Places] | None = None  # rows, and what `fill` draws so many from
 
     def _make_leaves(self, items: ItemMap, change: Change) -> Any:
         selector: Any = self.context.selector
@@ -140,11 +140,13 @@ class PrioritizedSelection(Selection):
             if self.history.pending or priorities.unset is not None:
                 return False
             drawn = np.empty((5, count), dtype=np.int64)
-            tree = priorities.leaves.tree
+            tree, inline = priorities.leaves.tree, self._inline
+            if inline is None or inline[0] != count:
+                self._inline = inline = count, Places(*tree.arrays_for(count), *self._places[1:])
             if not reader.draw_inline(
                 prioritized_batch,
                 batch,
-                self._tree_places(count),
+                inline[1],
                 priorities.items.position,
                 count if context.limited else 0,
                 reader.arrays.block_steps,
@@ -160,13 +162,6 @@ class PrioritizedSelection(Selection):
                 return False
             self.history.remember(draw, drawn)
         return True
-
-    def _tree_places(self, count: int) -> Places:
-        """Places of the arrays that `prioritized_batch` draws `count` rows from."""
-        arrays = self.priorities.leaves.tree.arrays_for(count)
-        if self._inline is None or self._inline[0] is not arrays:
-            self._inline = arrays, Places(*arrays, *self._places[1:])
-        return self._inline[1]
 
     def _draw_or_wait(self, draw: Draw) -> DrawnItems:
         """`_draw`; with `max_times_sampled`, wait for items until the deadline."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch
 
 from gear_loader.selection.base import SelectionContext
 from gear_loader.selection.cuda_leaves import CudaLeaves
-from gear_loader.selection.cuda_updates import Parts, UpdateSlot, UpdateSlots, copied
+from gear_loader.selection.cuda_updates import Parts, UpdateSlots, check_parts
 from gear_loader.selection.history import BatchRows
 from gear_loader.selection.item_map import ItemMap
 from gear_loader.selection.leaves import Change
@@ -238,41 +237,31 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         else:
             check_names(anchor, unit)
             parts = given
-        assert parts[0] is not None
-        assert parts[1] is not None
         with self.priorities.mutex, self.context.table.region.using():
-            self._queue_update(parts[0], parts[1], parts[2], parts[3])
+            self._queue_update(tuple(parts))
 
     def _is_here(self, part: Any) -> bool:
         return isinstance(part, torch.Tensor) and part.device == self._device
 
-    def _queue_update(
-        self,
-        index: torch.Tensor,
-        priority: torch.Tensor,
-        generation: torch.Tensor | None,
-        anchor: torch.Tensor | None,
-    ) -> None:
-        """Queue an update, whose tensors are the caller's again when this returns."""
-        # The update may run after the caller has overwritten them.
-        parts = index, priority, generation, anchor
-        slot = None
-        if self._leaves.cuda:
-            with outside_inference():
-                slot = self._updates.take(parts)
-        if slot is None:
-            self._queue_copied(tuple(copied(*parts)))
-        else:
-            self._queue_repeated(slot, parts)
+    def _queue_update(self, parts: Parts) -> None:
+        """Queue an update, whose tensors are the caller's again when this returns, by a recorded graph.
 
-    def _update_streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """The current stream, and the one for updates: that draws, so that training waits for no earlier gather."""
+        It runs on the stream that draws, so that training waits for no earlier gather.
+        """
+        check_parts(parts)
+        if parts[0] is None or len(parts[0]) == 0:
+            return
+        # The update may run after the caller has overwritten its tensors.
+        with outside_inference():
+            slot = self._updates.take(parts)
+        if not self._leaves.cuda:
+            slot.copy(parts)
+            self.priorities.keep_up()
+            self._launch_update(slot.items, slot.parts)
+            self._leaves.leave()
+            return
         consumer = current_stream(self._device)
-        return consumer, consumer if self._stream is None else self._stream
-
-    def _queue_repeated(self, slot: UpdateSlot, parts: Parts) -> None:
-        """Queue an update whose tensors need no conversion, by a recorded graph."""
-        consumer, stream = self._update_streams()
+        stream = consumer if self._stream is None else self._stream
         with outside_inference():
             slot.fill(parts, consumer, stream)
         stream.wait_stream(consumer)
@@ -300,25 +289,6 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         wide, found = self._leaves.wide, self._leaves.index
         kernels.locate(wide, found, index, items, anchor=anchor, generation=generation)
         tree_kernels.update(wide, items, priority, alpha=alpha, eps=eps)
-
-    def _queue_copied(self, parts: Parts) -> None:
-        """Queue an update call by call, of tensors that belong to it."""
-        index = parts[0]
-        assert index is not None
-        if not self._leaves.cuda:
-            context: Any = contextlib.nullcontext()
-        else:
-            consumer, stream = self._update_streams()
-            stream.wait_stream(consumer)
-            for part in parts:
-                if part is not None:
-                    part.record_stream(stream)
-            context = on_stream(self._device, stream)
-        with context:
-            self._leaves.enter()
-            self.priorities.keep_up()
-            self._launch_update(torch.empty_like(index), parts)
-            self._leaves.leave()
 
     @property
     def num_stale(self) -> int:

@@ -71,20 +71,6 @@ def _beside(patch: pytest.MonkeyPatch) -> None:
     _left_out(Stream, "wait_event", "enter")(patch)
 
 
-def _callers_memory(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cuda_updates.UpdateSlots, "take", lambda *_: None)
-    patch.setattr(
-        prioritized_cuda,
-        "copied",
-        lambda *parts: [None if part is None else part.detach() for part in parts],
-    )
-
-
-def _freed_arguments(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cuda_updates.UpdateSlots, "take", lambda *_: None)  # which keep them
-    _left_out(DeviceTensor, "record_stream", "_queue_copied")(patch)
-
-
 def _one_slot(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cuda_updates, "_SLOTS", 1)
     _left_out(Stream, "wait_event", "fill")(patch)
@@ -144,12 +130,8 @@ DEFECTS: dict[str, Defect] = {
     "the host writes pinned buffers that a copy still reads": _left_out(Event, "synchronize", "gather"),
     "an update runs beside a draw": _beside,
     "streams that use the tree do not wait for each other": _left_out(Stream, "wait_event", "enter"),
-    "an update reads priorities before they are computed": _left_out(
-        Stream, "wait_stream", "_queue_copied", "_queue_repeated"
-    ),
-    "an update's arguments are freed while it is queued": _freed_arguments,
+    "an update reads priorities before they are computed": _left_out(Stream, "wait_stream", "_queue_update"),
     "an update's memory is used again before it has run": _one_slot,
-    "an update reads the caller's own tensors": _callers_memory,
     "the tree is freed under the stream that draws": _left_out(DeviceTensor, "record_stream", "enter"),
     "row numbers are freed under the stream that gathers": lambda patch: patch.setattr(
         Collector, "use_on", lambda *_: None
