@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from gather_common import PADS, Spec, windows_of
+from options_common import nested_table
 
 import gear_loader as gear
 
@@ -39,10 +40,10 @@ class Failing(gear.Uniform):
         super().__init__()
         self.at, self.error = at, error
 
-    def select(self, snapshot: Any, draw: Any) -> Any:
+    def items(self, size: int, draw: Any) -> Any:
         if draw.step == self.at:
             raise self.error
-        return super().select(snapshot, draw)
+        return super().items(size, draw)
 
 
 def episode(number: int, length: int) -> dict[str, np.ndarray]:
@@ -66,7 +67,7 @@ def make_table(lengths: Iterable[int] = LENGTHS, **options: Any) -> gear.Table:
         "block_steps": 4,
         **options,
     }
-    table = gear.Table.create(SCHEMA, **sizes)
+    table = gear.Table.create(SCHEMA, **nested_table(sizes))
     table.extend([episode(i, length) for i, length in enumerate(lengths)])
     return table
 

@@ -40,6 +40,7 @@ from dataset_common import (
     same_batches,
     snapshot,
 )
+from options_common import nested
 from torch.utils.data import DataLoader, get_worker_info
 
 import gear_loader as gear
@@ -75,7 +76,7 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     told = {"batch_size": size, "windows": WINDOW, "device": "cpu", "seed": 5, **options}
     if selector.replacement:
         told.setdefault("batches_per_epoch", EPOCH)
-    return gear.ReplayDataset(table, **told)
+    return gear.ReplayDataset(table, **nested(told))
 
 
 def epochs_of(count: int, data: gear.ReplayDataset) -> list[list[Any]]:
@@ -383,11 +384,11 @@ def test_a_state_without_workers_goes_on_with_any_number_of_them(
 class Uneven(gear.Uniform):
     """Worker 0 takes its time, so that others have long ended when it delivers its last batches."""
 
-    def select(self, snapshot: Any, draw: Any) -> Any:
+    def items(self, size: int, draw: Any) -> Any:
         info = get_worker_info()
         if info is not None and info.id == 0:
             time.sleep(0.03)
-        return super().select(snapshot, draw)
+        return super().items(size, draw)
 
 
 def stateful(

@@ -227,26 +227,6 @@ class CudaLeaves:
         leaves: Array = self.wide.leaves[::step].cpu().numpy()
         return leaves
 
-    def masses(self) -> tuple[Array, Any]:
-        """Leaves of trajectories, or sums of each block's, float32 [n], and an event after which they are there.
-
-        Does not wait for the GPU.
-        """
-        self.enter()
-        try:
-            leaves = self.wide.leaves[: self._items.capacity]
-            if self._items.steps:
-                leaves = leaves.view(-1, self.index.block_steps).sum(dim=1)
-            values = torch.empty(leaves.shape, dtype=leaves.dtype, device="cpu", pin_memory=self.cuda)
-            values.copy_(leaves, non_blocking=True)
-        finally:
-            self.leave()
-        done = None
-        if self.cuda:
-            done = torch.cuda.Event(blocking=True)
-            done.record(current_stream(self.device))
-        return values.numpy(), done
-
     @property
     def maximum(self) -> float:
         """Largest priority so far; waits for the GPU."""

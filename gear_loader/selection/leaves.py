@@ -9,7 +9,7 @@ import numpy as np
 
 from gear_loader.kernels.sum_tree import GONE, LOWEST_LEAF, UNSET
 from gear_loader.native.priority_updates import known_items
-from gear_loader.selection.grouping import GroupFormer, Grouping, Groups
+from gear_loader.selection.grouping import CompleteGroups, GroupFormer, Groups
 from gear_loader.selection.item_map import ItemMap, Leaves
 from gear_loader.selection.selectors import PrioritySelector
 from gear_loader.selection.tree import PriorityTree
@@ -155,12 +155,12 @@ class GroupLeaves(HostLeaves):
     """
 
     def __init__(
-        self, items: ItemMap, selector: Any, change: Change, *, former: GroupFormer, grouping: Grouping
+        self, items: ItemMap, selector: Any, change: Change, *, former: GroupFormer, grouping: Groups
     ) -> None:
         super().__init__(items, selector, change)
         self._former, self._grouping = former, grouping
         self._members: Array = np.zeros(items.capacity, dtype=np.float32)  # leaf of each trajectory
-        self._groups: Groups | None = None  # those that the tree holds
+        self._groups: CompleteGroups | None = None  # those that the tree holds
         self._number: Array = np.zeros(items.capacity, dtype=np.int64)  # of the group of a first member
 
     def put(self, items: Array, leaves: Array) -> None:

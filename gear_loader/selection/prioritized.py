@@ -282,13 +282,6 @@ class PrioritizedSelection(Selection):
             self.priorities.check_live(new)
         between(functools.partial(self.priorities.update, new, weighed))
 
-    def likelihoods(self) -> tuple[Array, Any]:
-        """See `Selection.likelihoods`."""
-        items = self.priorities.items
-        with self.priorities.mutex:
-            leaves = self.priorities.leaves.tree.leaves[: items.capacity].copy()
-        return leaves.reshape(-1, items.block_steps).sum(axis=1) if items.steps else leaves, None
-
     def quantiles(self, shares: Array) -> Array:
         """See `Priorities.quantiles`."""
         return self.priorities.quantiles(shares)

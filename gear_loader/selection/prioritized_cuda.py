@@ -26,7 +26,7 @@ from gear_loader.storage.priority_updates import check_names
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import CudaRows, DrawPlaces, Reach, SelectedRows
-from gear_loader.utils.arrays import Array, outside_inference
+from gear_loader.utils.arrays import outside_inference
 from gear_loader.utils.captures import beside_captures, refuse_capture
 from gear_loader.utils.streams import current_stream, on_stream
 
@@ -139,8 +139,8 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             on.enter()
             try:
                 self._prepare_draw(draw, places)
-                kept = on.wide, on.index, on.status, on.cut, on.out_of_range, places.cache
-                key = (self._number, id(places.cache)) if places.whole else None
+                kept = on.wide, on.index, on.status, on.cut, on.out_of_range
+                key = self._number if places.whole else None
                 places.work.run(key, queue, stream, kept)
                 self._remember_drawn(draw, places)
             finally:
@@ -180,9 +180,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             kernels.weigh(wide, leaves, weights[0][:count], beta=places.beta, table=table)
         anchor = "item" if selector.unit == "step" else self.context.anchor
         reach = Reach(*places.reach)._asdict()
-        kernels.resolve(
-            self._leaves.index, items, places.random, rows, ids, anchor=anchor, **reach, cache=places.cache
-        )
+        kernels.resolve(self._leaves.index, items, places.random, rows, ids, anchor=anchor, **reach)
 
     def _scratch(self, scratch: dict[Any, Any], count: int) -> tuple[torch.Tensor, ...]:
         """Twice: tensors of the items drawn, int64 [n], and their leaves, float32 [n]; a set of buffers keeps them."""
@@ -299,12 +297,6 @@ class CudaPrioritizedSelection(PrioritizedSelection):
     def _get_num_stale(self) -> int:
         with self.priorities.mutex:
             return self._leaves.num_stale
-
-    @_beside_captures
-    def likelihoods(self) -> tuple[Array, Any]:
-        """See `Selection.likelihoods`. Does not wait for the GPU: the values are there after the event."""
-        with self.priorities.mutex:
-            return self._leaves.masses()
 
     state_dict = _beside_captures(PrioritizedSelection.state_dict)
     load_state_dict = _beside_captures(PrioritizedSelection.load_state_dict)

@@ -145,12 +145,12 @@ SIZE = 3  # members of a group
 ITEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "trajectories": ("trajectory", {"anchor": "first"}),
     "steps": ("step", {}),
-    "complete steps": ("step", {"complete": True}),
-    "complete trajectories": ("trajectory", {"complete": True, "anchor": "last"}),
-    "groups": ("trajectory", {"group": "group", "group_size": SIZE, "anchor": "last"}),
+    "complete steps": ("step", {"draws": gear.Draws(complete=True)}),
+    "complete trajectories": ("trajectory", {"draws": gear.Draws(complete=True), "anchor": "last"}),
+    "groups": ("trajectory", {"groups": gear.Groups("group", SIZE), "anchor": "last"}),
     "complete groups": (
         "trajectory",
-        {"group": "group", "group_size": SIZE, "complete": True, "anchor": "first"},
+        {"groups": gear.Groups("group", SIZE), "draws": gear.Draws(complete=True), "anchor": "first"},
     ),
 }
 """Unit of the selector, and options."""
@@ -207,9 +207,13 @@ def check_counts(observed: Array, weights: Array) -> None:
 
 def dataset(table: gear.Table, kind: str, selector: Any, items: int) -> gear.ReplayDataset:
     size = SIZE if "groups" in kind else 1
-    options: dict[str, Any] = {"batch_size": items * size, "device": "cpu", "prefetch": 0, **ITEMS[kind][1]}
+    options: dict[str, Any] = {"batch_size": items * size, "device": "cpu", **ITEMS[kind][1]}
     return gear.ReplayDataset(
-        table, windows={"value": WINDOW, "group": None}, selector=selector, copy=True, **options
+        table,
+        windows={"value": WINDOW, "group": None},
+        selector=selector,
+        prefetch=gear.Prefetch(0, copy=True),
+        **options,
     )
 
 
