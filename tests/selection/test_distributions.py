@@ -25,6 +25,8 @@ from gear_loader.selection.selectors import Draw
 
 Array = np.ndarray[Any, Any]
 LEAVES = np.array([1.0, 0.0, 2.5, 2.0, 0.0, 4.0, 1.5], dtype=np.float32)
+PLACES = np.array([3, 10, 31, 32, 640, 700, 1500])
+"""Where the items are in a tree: at the edges of blocks and nodes, far apart."""
 
 
 def draw_of(count: int, step: int = 0, first: int = 0) -> Draw:
@@ -53,8 +55,17 @@ def numbered(selector: Any) -> Callable[[int, int], Array]:
 
 
 def from_tree(selector: Any) -> Callable[[int, int], Array]:
-    tree = host_of(LEAVES)
-    return lambda count, step: selector.draw(tree, count, key=77, step=step)[0]
+    leaves = np.zeros(1501, dtype=np.float32)
+    leaves[PLACES] = LEAVES
+    tree = host_of(leaves)
+
+    def draw(count: int, step: int) -> Array:
+        items, values = selector.draw(tree, count, key=77, step=step)
+        assert (values == leaves[items]).all()
+        assert (values > 0).all()
+        return np.searchsorted(PLACES, items)
+
+    return draw
 
 
 EVEN = np.ones(len(LEAVES))
@@ -148,6 +159,7 @@ ITEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "complete steps": ("step", {"draws": gear.Draws(complete=True)}),
     "complete trajectories": ("trajectory", {"draws": gear.Draws(complete=True), "anchor": "last"}),
     "groups": ("trajectory", {"groups": gear.Groups("group", SIZE), "anchor": "last"}),
+    "groups by mean": ("trajectory", {"groups": gear.Groups("group", SIZE, "mean"), "anchor": "last"}),
     "complete groups": (
         "trajectory",
         {"groups": gear.Groups("group", SIZE), "draws": gear.Draws(complete=True), "anchor": "first"},
@@ -242,25 +254,26 @@ def test_items_are_drawn_equally_often_while_the_table_changes(kind: str, select
                 slots[number] = add(table, number, lengths[number])
 
 
-@pytest.mark.parametrize("normalize", ["batch", "table"])
-def test_priorities_of_items_are_found_again(kind: str, normalize: Any) -> None:
+@pytest.mark.parametrize(("normalize", "alpha"), [("batch", 1), ("table", 2)])
+def test_priorities_of_items_are_found_again(kind: str, normalize: Any, alpha: int) -> None:
     """Rows that a batch names get priorities; the next draws are in proportion to them, with weights that say so."""
-    selector = gear.Prioritized(alpha=1.0, beta=1.0, unit=ITEMS[kind][0], normalize=normalize)
+    selector = gear.Prioritized(alpha, 1.0, unit=ITEMS[kind][0], normalize=normalize)
     with gear.Table.create(COLUMNS, max_steps=200, max_trajectories=20, block_steps=4) as table:
         for number, length in enumerate(LENGTHS):
             add(table, number, length)
-        data = dataset(table, kind, selector, 400)
+        data = dataset(table, kind, selector, 1500)
         batch = data.sample()
         rows = torch.tensor(rows_in(batch))
         data.update_priority(batch, rows[:, 0] % 4 + rows[:, 1] % 3)
         items = rows_of_items(kind, dict(enumerate(LENGTHS)))
-        masses = np.array([max(n % 4 + step % 3 for n, step in rows) for rows in items], dtype=float)
+        of_group: Any = np.mean if "mean" in kind else np.max
+        masses = np.array([of_group([(n % 4 + step % 3) ** alpha for n, step in rows]) for rows in items])
         check_counts(counted(data, items), masses)
         batch = data.sample()
         mass_of = {row: mass for rows, mass in zip(items, masses, strict=True) for row in rows}
         drawn = np.array([mass_of[row] for row in rows_in(batch)])
         least = drawn.min() if normalize == "batch" else masses[masses > 0].min()
         np.testing.assert_allclose(batch["priority_weight"], least / drawn, rtol=1e-5)
-        again, state = dataset(table, kind, selector, 400), data.state_dict()
+        again, state = dataset(table, kind, selector, 1500), data.state_dict()
         again.load_state_dict(state)
         assert torch.equal(again.state_dict()["priorities"]["leaves"], state["priorities"]["leaves"])
