@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -70,51 +70,42 @@ def begin_epoch(
     return view, max(float(answer["batches"]) for answer in answers)
 
 
-_PARTS = ("sequences", "lengths", "leaves", "blocks")
-
-
 def gather_states(exchange: SingleProcess, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of all ranks' selections, the same on every rank.
 
     Args:
         exchange: collective channel of the dataset.
-        state: state of this rank's `PrioritizedSelection`.
+        state: state of this rank's `PrioritizedSelection`, with its share.
     """
     exchange.doing = "calls state_dict"
-    arrays = {name: np.asarray(state[name]) for name in _PARTS if name in state}
-    counters = [state["maximum"], state["num_stale"], *state["shares"]]
-    arrays["counters"] = np.array(counters, dtype=np.float64)
-    if "policy" in state:
-        arrays["policy"] = np.array([state["policy"]], dtype=np.int64)
-    for i, part in enumerate(state["recent"]):
-        arrays[f"recent_{i}"] = np.array([part["epoch"], part["step"]], dtype=np.int64)
-        arrays[f"rows_{i}"] = np.stack((np.asarray(part["sequences"]), np.asarray(part["steps"])))
-        if part["weights"] is not None:
-            arrays[f"weights_{i}"] = np.asarray(part["weights"])
-    return {"ranks": [_state(bundle) for bundle in share_bundle(exchange, arrays)]}
+    return {"ranks": [_nested(bundle) for bundle in share_bundle(exchange, _flat(state))]}
 
 
-def _state(bundle: Mapping[str, Array]) -> dict[str, Any]:
-    """Return the state of one rank from its arrays."""
-    state: dict[str, Any] = {name: torch.from_numpy(bundle[name]) for name in _PARTS if name in bundle}
-    state["maximum"], state["num_stale"] = float(bundle["counters"][0]), int(bundle["counters"][1])
-    state["shares"] = tuple(bundle["counters"][2:].tolist())
-    if "policy" in bundle:
-        state["policy"] = int(bundle["policy"][0])
-    state["recent"] = []
-    for name, head in bundle.items():
-        if name.startswith("recent_"):
-            number = name.removeprefix("recent_")
-            rows, weights = bundle[f"rows_{number}"], bundle.get(f"weights_{number}")
-            state["recent"].append(
-                {
-                    "epoch": int(head[0]),
-                    "step": int(head[1]),
-                    "sequences": torch.from_numpy(rows[0].copy()),
-                    "steps": torch.from_numpy(rows[1].copy()),
-                    "weights": None if weights is None else torch.from_numpy(weights),
-                }
-            )
+def _flat(value: Any, path: str = "") -> dict[str, Array]:
+    """Arrays and numbers of a state by their paths; what is None is left out."""
+    if isinstance(value, Mapping):
+        parts: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+    else:
+        return {} if value is None else {path: np.asarray(value)}
+    return {name: array for key, part in parts for name, array in _flat(part, f"{path}/{key}").items()}
+
+
+def _nested(bundle: Mapping[str, Array]) -> dict[str, Any]:
+    """The state of one rank from what `_flat` returned there."""
+    state: dict[str, Any] = {"recent": [], "shares": ()}
+    for path, array in bundle.items():
+        value = torch.from_numpy(array) if array.ndim else array.item()
+        _, name, *rest = path.split("/")
+        if not rest:
+            state[name] = value
+        elif name == "shares":
+            state[name] += (value,)
+        else:
+            if int(rest[0]) == len(state["recent"]):
+                state["recent"].append({"weights": None})
+            state["recent"][int(rest[0])][rest[1]] = value
     return state
 
 

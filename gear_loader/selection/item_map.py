@@ -68,12 +68,9 @@ class Leaves:
         """Items and priorities, one by one, in the order in which they are set; those of whole blocks first."""
         if not len(self.whole):
             return self.items, self.priorities
-        step, inside = np.arange(of.block_steps), of.inside[self.whole]
-        there = (step >= inside[:, :1]) & (step < inside[:, 1:])
-        values = np.where(there, self.whole_priorities[:, None], _GONE)
-        whole = self.whole[:, None] * of.block_steps + step
+        items, values, _ = of.steps_of(self.whole, self.whole_priorities)
         return (
-            np.concatenate((whole.reshape(-1), self.items)),
+            np.concatenate((items.reshape(-1), self.items)),
             np.concatenate((values.reshape(-1), self.priorities)),
         )
 
@@ -308,10 +305,7 @@ class ItemMap:
         self.place[blocks[had:]] = self.start[slot] + number[had:]
         self._next[blocks[:-1]] = blocks[1:]
         self._count[slot] = count
-        begin = number * self.block_steps
-        self.inside[blocks, 0] = np.clip(self._first_step - begin, 0, self.block_steps)
-        self.inside[blocks, 1] = np.clip(end - begin, 0, self.block_steps)
-        self.length[slot] = end
+        self._set_inside(slot, blocks, number, end)
         steps = np.arange(before, end)
         items: Array = blocks[steps // self.block_steps] * self.block_steps + steps % self.block_steps
         return items
@@ -375,16 +369,32 @@ class ItemMap:
             self._others.setdefault(block, []).append(share)
             start = int(self.place[block]) - place  # a later part of the same stream
         self.owner[blocks], self.number[blocks], self.place[blocks] = slot, number, start + number
-        self.start[slot], self.length[slot] = start, end
+        self.start[slot] = start
         self._next[blocks[:-1]] = blocks[1:]
         self._first[slot], self._count[slot] = blocks[0], count
+        self._set_inside(slot, blocks, number, end)
+        items, values, inside = self.steps_of(blocks, np.full(count, priority, dtype=np.float32))
         step = np.arange(self.block_steps)
-        self.inside[blocks, 0] = np.clip(self._first_step - number * self.block_steps, 0, self.block_steps)
-        self.inside[blocks, 1] = np.clip(end - number * self.block_steps, 0, self.block_steps)
-        inside = (step >= self.inside[blocks, :1]) & (step < self.inside[blocks, 1:])
-        values = np.where(inside, priority, _GONE)
         new = ~(inside & (step >= before[:, :1]) & (step < before[:, 1:]))
-        return blocks, (blocks[:, None] * self.block_steps + step)[new], values[new]
+        return blocks, items[new], values[new]
+
+    def _set_inside(self, slot: int, blocks: Array, number: Array, end: int) -> None:
+        """Set which steps of a trajectory's blocks (int64 [n], with their numbers) can be drawn: those before `end`."""
+        bounds = np.array([[self._first_step, end]]) - number[:, None] * self.block_steps
+        self.inside[blocks] = np.clip(bounds, 0, self.block_steps)
+        self.length[slot] = end
+
+    def steps_of(self, blocks: Array, priorities: Array) -> tuple[Array, Array, Array]:
+        """The steps of whole blocks (int64 [n]) and their priorities, one a block (float32 [n]).
+
+        Returns:
+            Items and priorities, int64 and float32 [n, block_steps], `GONE` where no step can be drawn; and where one
+            can, bool.
+        """
+        step, bounds = np.arange(self.block_steps), self.inside[blocks]
+        inside = (step >= bounds[:, :1]) & (step < bounds[:, 1:])
+        values = np.where(inside, priorities[:, None], _GONE)
+        return blocks[:, None] * self.block_steps + step, values, inside
 
     def locate(self, items: Array) -> tuple[Array, Array]:
         """Slots and steps of items, int64 [n] each; the step is 0 if an item is a trajectory."""

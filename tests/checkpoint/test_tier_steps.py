@@ -31,7 +31,7 @@ from waiting_common import wait_until
 import gear_loader as gear
 from gear_loader.checkpoint import promoting, spilling
 from gear_loader.errors import SchemaError, StaleIndexError
-from gear_loader.selection import prioritized
+from gear_loader.selection import priorities
 from gear_loader.selection.leaf_blocks import LeafBlocks
 from gear_loader.storage.tier_counts import heats
 
@@ -552,7 +552,7 @@ def test_trajectories_added_after_a_state(tmp_path: Path) -> None:
 def test_memory_keeps_the_steps_that_are_drawn_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the mean priority of a trajectory's steps: a long one takes more room for its sum."""
     monkeypatch.setattr(spilling, "EXCHANGE_SECONDS", 0.01)
-    monkeypatch.setattr(prioritized, "_MEANS_SECONDS", 0.01)
+    monkeypatch.setattr(priorities, "_MEANS_SECONDS", 0.01)
     with tiered(tmp_path, keep="auto", blocks=48) as table:
         for number in range(40):
             table.add(rows(number, 24 if number % 2 else 4), priority=1.0)
