@@ -46,7 +46,7 @@ class CudaLeaves:
     def __init__(
         self, context: SelectionContext, items: ItemMap, view: Callable[[], Snapshot], device: torch.device
     ) -> None:
-        from gear_loader.kernels.items import Blocks, Index
+        from gear_loader.kernels.items import Blocks, IndexAddresses
 
         self._context, self._items, self._view = context, items, view
         self.device, self.cuda = device, device.type == "cuda"
@@ -63,7 +63,7 @@ class CudaLeaves:
             return torch.full((count,), value, dtype=dtype, device=device)
 
         slots, blocks = layout.max_trajectories, layout.num_blocks
-        self.index = Index(
+        self.index = IndexAddresses(
             addresses=torch.tensor(addresses, dtype=torch.int64, device="cpu").to(device),
             num_ids=len(block_ids),
             block_steps=layout.block_steps,

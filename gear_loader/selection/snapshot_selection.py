@@ -14,7 +14,7 @@ from gear_loader.selection.selectors import REPLACED, Draw, SnapshotSelector, Un
 from gear_loader.storage.inline import InlineBatch, Places, uniform_batch
 from gear_loader.storage.reader import Snapshot, TableReader
 from gear_loader.storage.readers import Ticket
-from gear_loader.storage.rows import SelectedRows
+from gear_loader.storage.selected_rows import SelectedRows
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 
