@@ -40,10 +40,10 @@ class Failing(gear.Uniform):
         super().__init__()
         self.at, self.error = at, error
 
-    def select(self, snapshot: Any, draw: Any) -> Any:
+    def items(self, size: int, draw: Any) -> Any:
         if draw.step == self.at:
             raise self.error
-        return super().select(snapshot, draw)
+        return super().items(size, draw)
 
 
 def episode(number: int, length: int) -> dict[str, np.ndarray]:

@@ -231,7 +231,7 @@ class Subject:
                 index.recovery.lock.timeout = PATIENCE
                 index.recovery.locked(int)
                 for dataset in (self.prioritized, self.prioritized_ahead):
-                    mutex = dataset._selected()._mutex
+                    mutex = dataset._selected().priorities.mutex
                     assert mutex.acquire(timeout=PATIENCE), "a selection's mutex is held"
                     mutex.release()
             except BaseException as error:

@@ -409,11 +409,11 @@ class Slow(gear.Uniform):
         super().__init__()
         self.reading, self.go_on = threading.Event(), threading.Event()
 
-    def select(self, snapshot: Any, draw: Any) -> Any:
+    def items(self, size: int, draw: Any) -> Any:
         if draw.step == 1:
             self.reading.set()
             assert self.go_on.wait(10)
-        return super().select(snapshot, draw)
+        return super().items(size, draw)
 
 
 @pytest.mark.parametrize(

@@ -384,11 +384,11 @@ def test_a_state_without_workers_goes_on_with_any_number_of_them(
 class Uneven(gear.Uniform):
     """Worker 0 takes its time, so that others have long ended when it delivers its last batches."""
 
-    def select(self, snapshot: Any, draw: Any) -> Any:
+    def items(self, size: int, draw: Any) -> Any:
         info = get_worker_info()
         if info is not None and info.id == 0:
             time.sleep(0.03)
-        return super().select(snapshot, draw)
+        return super().items(size, draw)
 
 
 def stateful(

@@ -11,7 +11,7 @@ import os
 import queue
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, cast
 
 import numpy as np
 import torch
@@ -65,9 +65,8 @@ from gear_loader.selection.base import Selection, SelectionContext
 from gear_loader.selection.budget_planner import BudgetPlanner, PlannedBatch
 from gear_loader.selection.complete import CompleteAnchors
 from gear_loader.selection.epochs import notice_short_epoch, notice_uneven_lengths
-from gear_loader.selection.group_selection import GroupSelection, PrioritizedGroupSelection
 from gear_loader.selection.grouping import Groups
-from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
+from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.random import key
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector, Uniform
 from gear_loader.selection.step_budget import BudgetProgress, StepBudget, Steps, checked_positions
@@ -614,7 +613,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 "that all "
                 "ranks have as many batches."
             )
-        if world > 1 and (self.batches_per_epoch is None or needs_priorities(self.selector)):
+        if world > 1 and (self.batches_per_epoch is None or self.selector.by_priority):
             raise SchemaError(
                 f"batch_size=Steps(...) was given on {world} ranks; expected batches_per_epoch, so that all ranks "
                 "have as many "
@@ -695,7 +694,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 "sample() was called during an iteration; over Shards all ranks must draw in the same order, so end "
                 "the iteration first, or make a second ReplayDataset."
             )
-        if needs_priorities(self.selector):
+        if self.selector.by_priority:
             self._buffers.settle()  # they may be queued behind prefetched batches
         return prefetcher
 
@@ -752,7 +751,7 @@ class ReplayDataset(IterableDataset[Batch]):
     @property
     def draws_by_priority(self) -> bool:
         """Whether the selector draws by priority, so that `update_priority` can be called."""
-        return needs_priorities(self.selector)
+        return self.selector.by_priority
 
     @staticmethod
     def collate(batch: Any) -> Any:
@@ -922,7 +921,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 "torch.distributed was initialised, and other ranks would not learn of it. Make it afterwards. "
                 "Nothing was changed."
             )
-        selection.shares = True
+        selection.priorities.shares = True
 
     def _names(self, batch: Batch, generation: Any, anchor: Any, shard: Any) -> tuple[Any, Any, Any, Any]:
         """index, generation, anchor and shard of a batch's rows."""
@@ -1036,14 +1035,12 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _by_priority(self, method: str) -> PrioritizedSelection | GlobalSelection:
         selection = self._selected()
-        if not isinstance(selection, (PrioritizedSelection, GlobalSelection)) or not needs_priorities(
-            self.selector
-        ):
+        if not self.selector.by_priority:
             raise SchemaError(
                 f"{method} was called, but {self.selector!r} does not draw by priority; use gear_loader.Prioritized "
                 "or gear_loader.TopK."
             )
-        return selection
+        return cast(PrioritizedSelection | GlobalSelection, selection)
 
     # ---------------------------------------------------------------- sizes
 
@@ -1101,7 +1098,7 @@ class ReplayDataset(IterableDataset[Batch]):
         if self._late:
             found["unfilled"] = unfilled
         selection = self._selected()
-        if isinstance(selection, (GroupSelection, PrioritizedGroupSelection)):
+        if selection.former is not None:
             selection.look()
             found.update({f"groups_{name}": n for name, n in selection.former.counts.to_dict().items()})
         return found
@@ -1138,7 +1135,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _buffering(self, in_worker: bool) -> dict[str, Any]:
         """Options of `Prefetcher`, from those of the dataset."""
-        complete = needs_priorities(self.selector) or self._is_global
+        complete = self.selector.by_priority or self._is_global
         return {"keep": self.keep, "copy": in_worker or self.copy, "complete": complete}
 
     def _collector(self, size: int) -> Collector:
@@ -1226,7 +1223,7 @@ class ReplayDataset(IterableDataset[Batch]):
             raise SchemaError(error)
         self._dispatched = dealer() == "dispatcher"
         self._position.set_epoch(at_least("epoch", epoch, least=0))
-        if isinstance(self._selection, (PrioritizedSelection, GlobalSelection)):
+        if self._selection is not None:
             self._selection.forget_pending()
 
     def state_dict(self) -> dict[str, Any]:
@@ -1243,7 +1240,7 @@ class ReplayDataset(IterableDataset[Batch]):
         state: dict[str, Any] = {**self._position.state_dict(), "config": self._config()}
         if self._budget is not None:
             state["budget"] = self._progress.state_dict() + self._sample_progress.state_dict()
-        if get_worker_info() is None and needs_priorities(self.selector):
+        if get_worker_info() is None and self.selector.by_priority:
             self._buffers.settle()
             priorities = self._by_priority("state_dict").state_dict()
             if self._exchange is not None and not self._is_global:
@@ -1285,7 +1282,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 f"The state belongs to a dataset with other options (saved, here): {different}. "
                 "Batches would not continue; make the dataset with the saved options."
             )
-        if needs_priorities(self.selector):
+        if self.selector.by_priority:
             if not isinstance(state.get("priorities"), Mapping):
                 raise SchemaError(
                     "The state holds no priorities; expected the state_dict() of the main process."

@@ -14,7 +14,6 @@ from gear_loader.distributed.packed_collector import check_packed_shards
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import PrivateTableError, SchemaError
 from gear_loader.selection.grouping import Groups
-from gear_loader.selection.prioritized import needs_priorities
 from gear_loader.selection.selectors import Selector
 from gear_loader.selection.step_budget import StepBudget, Steps
 from gear_loader.storage.table import Table
@@ -35,7 +34,7 @@ def check_freshness(selector: Selector, table: Table, *, is_global: bool) -> Non
     Args:
         is_global: batches are drawn over all shards.
     """
-    fresh = getattr(selector, "freshness", 1.0) < 1
+    fresh = selector.freshness < 1
     if fresh and (table.rules.version is None or is_global):
         raise SchemaError(
             f"{selector!r} was given; expected a Table created with version= for a freshness below 1, or Shards of "
@@ -120,7 +119,7 @@ def check_worker(
             "A DataLoader worker cannot draw from Shards: it is not a rank. Use num_workers=0 (batches are "
             "prefetched in the background anyway)."
         )
-    if needs_priorities(selector):
+    if selector.by_priority:
         raise SchemaError(
             f"A DataLoader worker cannot draw for {selector!r}: update_priority would not reach it. Use "
             "num_workers=0 (batches are prefetched in the background anyway)."

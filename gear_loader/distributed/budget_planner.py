@@ -11,8 +11,9 @@ import numpy as np
 from gear_loader.distributed.dealing import Balance, costs_of
 from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.packed_collector import PackedShardRows, spans_of
-from gear_loader.errors import SchemaError
 from gear_loader.native.packed import (
+    KEPT,
+    LONG,
     QUEUE_ANCHOR,
     QUEUE_DRAW,
     QUEUE_FIRST,
@@ -136,25 +137,22 @@ class ShardBudgetPlanner(BudgetPlanner):
         super()._repeat(state)
         self._screen(0)
 
-    def _screen(self, begin: int) -> None:
-        budget, steps = self._budget, self._queue[QUEUE_STEPS, begin:]
-        long = np.flatnonzero(steps > budget.max_steps)
+    def _named(self, row: int) -> str:
+        assert self._more is not None
+        assert self._more[1] is not None
+        return f"{super()._named(row)} in shard {self._more[1][row]}"
+
+    def _measured(self, begin: int) -> Array | None:
+        steps = self._queue[QUEUE_STEPS]
+        long = np.flatnonzero(steps[begin:] > self._budget.max_steps) + begin
         if not len(long):
-            return
-        if budget.too_long == "truncate":
-            steps[long] = budget.max_steps
-            return
-        if budget.too_long == "error":
-            worst = begin + int(long[0])
-            assert self._more is not None
-            assert self._more[1] is not None
-            raise SchemaError(
-                f"The trajectory of index {self._queue[QUEUE_SLOT, worst]} in shard {self._more[1][worst]} has "
-                f"{self._queue[QUEUE_STEPS, worst]:,} steps, more than max_steps={budget.max_steps:,}. Use a larger "
-                "max_steps, too_long='truncate' for its first steps, or too_long='skip' to leave such trajectories out."
-            )
-        self._counts.skipped += len(long)
-        self._keep(np.delete(np.arange(self._queue.shape[1]), begin + long))
+            return None
+        if self._budget.too_long == "truncate":
+            steps[long] = self._budget.max_steps
+            return None
+        results = np.full(len(steps), KEPT, dtype=np.int8)
+        results[long] = LONG
+        return results
 
 
 def as_many(parts: list[PackedShardRows], ranks: int) -> list[PackedShardRows]:

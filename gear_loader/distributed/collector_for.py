@@ -15,7 +15,6 @@ from gear_loader.distributed.collector_cuda import CudaShardCollector
 from gear_loader.distributed.packed_collector import ShardPackedCollector
 from gear_loader.distributed.packed_cuda import CudaShardPackedCollector, StagedShardPackedCollector
 from gear_loader.distributed.shards import Shards
-from gear_loader.selection.prioritized import needs_priorities
 from gear_loader.selection.selectors import Selector
 from gear_loader.storage.table import Table
 
@@ -66,7 +65,7 @@ def collector_for(
         kind = CudaShardCollector if zero_copy else ShardCollector
         made = kind(shards, windows, weighs=selector.weighs, **options)
     else:
-        if device.type == "cuda" and needs_priorities(selector):
+        if device.type == "cuda" and selector.by_priority:
             table.region.pin(device)  # draws read it too, so it cannot be pinned during the iteration
         made = Collector(table, windows, weighs=selector.weighs, informs=informs, **options)
     made.stream_priority = stream_priority

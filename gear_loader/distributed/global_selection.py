@@ -12,10 +12,9 @@ import numpy as np
 
 from gear_loader.distributed import state
 from gear_loader.distributed.batch_exchange import BatchExchange
-from gear_loader.distributed.batch_history import BatchHistory
 from gear_loader.distributed.collector import ReadTickets, ShardRows
 from gear_loader.distributed.duplicates import migrated_ids
-from gear_loader.distributed.merging import PassView, empty_error, needs_candidates
+from gear_loader.distributed.merging import PassView, empty_error
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.rebalance import Rebalance
 from gear_loader.distributed.row_drawing import CandidateDrawing, RowAssignment, RowDrawing, Rows
@@ -26,7 +25,8 @@ from gear_loader.distributed.stage_rows import StageRows
 from gear_loader.distributed.update_routing import UpdateRouter
 from gear_loader.errors import PriorityError, SchemaError, TableEmptyError
 from gear_loader.selection.base import Selection, SelectionContext
-from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Fifo, Prioritized
+from gear_loader.selection.history import BatchHistory, BatchRows
+from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw
 from gear_loader.selection.weights import importance_weights
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.selected_rows import Reach
@@ -87,7 +87,7 @@ class GlobalSelection(Selection):
         self._history = BatchHistory(history)
         self._updates = UpdateRouter(shards, self.samplers.own, exchange)
         self._batches = BatchExchange(shards, exchange, self.samplers, self._updates, whole=deal is not None)
-        kind: type[RowDrawing] = CandidateDrawing if needs_candidates(context.selector) else RowAssignment
+        kind: type[RowDrawing] = CandidateDrawing if context.selector.merged else RowAssignment
         self._drawing = kind(context.selector, self.samplers, self._batches, self._empty_error)
         self._stage_rows = StageRows(shards, exchange, self._batches, self.samplers)
         self._view: PassView | None = None
@@ -104,7 +104,7 @@ class GlobalSelection(Selection):
         counts = [np.array([len(view), view.num_steps], dtype=np.int64) for view in own]
         sizes = np.stack(self._batches.share_arrays(counts))
         order = None
-        if isinstance(self.context.selector, Fifo) and self.context.selector.passes:
+        if getattr(self.context.selector, "ordered", False) and self.context.selector.passes:
             order = self._order(own)
         self._looks += 1
         self._view = PassView(self._looks, sizes[:, 0], sizes[:, 1], tuple(self.samplers.own), own, order)
@@ -191,7 +191,8 @@ class GlobalSelection(Selection):
         weights = None
         if self.samplers.by_priority and draw.epoch < SAMPLE_EPOCH:
             weights = None if weigh is None else weigh(records["leaf"])
-            self._history.remember(draw, records, weights)
+            rows = BatchRows(records["id"], records["step"], weights)
+            self._history.remember(draw, (draw.count, rows))
         spare = None if self.shards.num_stages > 1 else self._spare(draw)
         rates = self._rates(records, summaries)
         if self._deal is not None:
@@ -208,7 +209,7 @@ class GlobalSelection(Selection):
         Args:
             records: rows of the batch. summaries: of the shards from which it was drawn.
         """
-        if self.shards.cache is None or not isinstance(self.context.selector, Prioritized):
+        if self.shards.cache is None or not self.context.selector.weighs:
             return None
         rates: Array = records["leaf"] * (len(records) / max(float(summaries["mass"].sum()), 1e-300))
         return rates
@@ -236,10 +237,11 @@ class GlobalSelection(Selection):
         self._updates.draws += 1
         if self.shards.num_stages > 1:
             drawn = self._stage_rows.translate(drawn)
-        selector, least = self.context.selector, drawn.least
-        if not isinstance(selector, Prioritized):
+        selector: Any = self.context.selector
+        least = drawn.least
+        if not selector.weighs:
             return drawn, None
-        if selector.normalize == "table":
+        if selector.least_of_table:
             least = float(summaries["least"].min())
         beta = selector.beta_at(draw.number)
         return drawn, lambda leaves: importance_weights(leaves, least, beta)
@@ -258,10 +260,10 @@ class GlobalSelection(Selection):
 
     def _restored(self, draw: Draw) -> tuple[Rows, Weigh | None] | None:
         """Return a batch that was drawn before the state was taken, if all of its trajectories are still present."""
-        batch = self._history.take_restored(draw)
-        if batch is None:
+        batch = self._history.take_pending(draw)
+        if batch is None or len(batch.names) != draw.count:
             return None
-        ids, steps = batch.rows["id"], batch.rows["step"]
+        ids, steps = batch.names, batch.steps
         slots = {shard: self.samplers.slots_of(shard, ids) for shard in self.samplers.own}
         for shard, places in list(slots.items()):
             lengths = self.shards.own[shard].reader().index_arrays()[0][places, 0]
@@ -335,7 +337,8 @@ class GlobalSelection(Selection):
         # Where every rank has all rows, the first one saves them.
         saves = self.shards.place.stage == 0 and (self._deal is None or self.exchange.rank == 0)
         recent = self._history.drawn() if saves else []
-        recent += self._history.restored() if self.exchange.rank == 0 else []
+        if self.exchange.rank == 0:
+            recent += [(batch, (len(rows.names), rows)) for batch, rows in self._history.pending.items()]
         return state.join_states(self.exchange, saved, recent)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -350,7 +353,7 @@ class GlobalSelection(Selection):
         restored = state.parse_state(saved, self.context.selector)
         received = []
         for shard, sampler in self.samplers.own.items():
-            sampler.load_state_dict(restored.part_of(sampler))
+            sampler.load(restored.part_of(sampler))
             received.append(restored.updates_for(sampler, shard, self.samplers.slots_of))
         self._updates.reset(received)
         self._history.restore(restored.recent)
@@ -362,12 +365,12 @@ class GlobalSelection(Selection):
 
     def forget_pending(self) -> None:
         """Draw the batches of a loaded state by new random choices instead of repeating them."""
-        self._history.forget_restored()
+        self._history.pending.clear()
 
     @property
     def num_stale(self) -> int:
         """Number of updates of this rank's shards that were left out because their trajectory was gone."""
-        return sum(sampler.num_stale for sampler in self.samplers.own.values())
+        return sum(sampler.priorities.leaves.num_stale for sampler in self.samplers.own.values())
 
     def quantiles(self, shares: Array) -> Array:
         """Return quantiles of the priorities in this rank's first shard, float64 [n].
@@ -378,7 +381,7 @@ class GlobalSelection(Selection):
         samplers = list(self.samplers.own.values())
         if not samplers:
             return np.full(len(shares), np.nan)
-        found: Array = samplers[0].quantiles(shares)
+        found: Array = samplers[0].priorities.quantiles(shares)
         return found
 
 

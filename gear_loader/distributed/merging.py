@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import numpy as np
 
 from gear_loader.errors import PriorityError, TableEmptyError
-from gear_loader.selection.prioritized import draw_key
-from gear_loader.selection.selectors import Draw, Fifo, Lifo, Prioritized, Selector, SnapshotSelector, TopK
+from gear_loader.selection.priorities import draw_key
+from gear_loader.selection.selectors import Draw, Selector, SnapshotSelector
 from gear_loader.selection.tree import uniforms
 from gear_loader.storage.reader import Snapshot
 from gear_loader.utils.arrays import Array
@@ -20,10 +21,9 @@ __all__ = [
     "assign_rows",
     "empty_error",
     "merge_candidates",
-    "needs_candidates",
 ]
 
-# Streams of random numbers, beside those of `selection.prioritized` and of the shard samplers: for the first
+# Streams of random numbers, beside those of `selection.priorities` and of the shard samplers: for the first
 # assignment of rows, and for the assignments after shards were emptied.
 _SHARDS, _AGAIN = 6, 1000
 
@@ -64,19 +64,12 @@ def empty_error(selector: Selector, trajectories: int) -> TableEmptyError | Prio
         selector: selector of the draw.
         trajectories: number of trajectories in all shards.
     """
-    if trajectories == 0 or isinstance(selector, SnapshotSelector):
+    if trajectories == 0 or not selector.by_priority:
         return TableEmptyError("All shards are empty: there is nothing to draw from. Add trajectories first.")
     return PriorityError(
         "Every priority in every shard is zero: there is nothing to draw. Set some with update_priority, add "
         "trajectories with a positive priority, or use Prioritized(eps=...)."
     )
-
-
-def needs_candidates(selector: Selector) -> bool:
-    """Return whether a batch is merged from candidates of every shard; else rows are assigned to shards."""
-    if isinstance(selector, Prioritized):
-        return not selector.replacement
-    return isinstance(selector, TopK) or (isinstance(selector, Fifo) and not selector.passes)
 
 
 # ---------------------------------------------------------------- shard assignment
@@ -96,9 +89,9 @@ def assign_rows(
     Returns:
         The shard of each row, int64 [n], and its item in that shard, int64 [n]; None if the shard draws the items.
     """
-    if isinstance(selector, Prioritized):
+    if selector.by_priority:
         return assign_by_mass(draw, masses, draw.count), None
-    assert isinstance(selector, SnapshotSelector)
+    selector = cast(SnapshotSelector, selector)
     if view is not None and view.order is not None:
         return _assign_by_age(selector, draw, view, view.order)
     counts = masses.astype(np.int64)
@@ -178,7 +171,7 @@ def merge_candidates(selector: Selector, count: int, candidates: list[Array], co
     complete = complete | np.array(ended)
     shards = np.repeat(np.arange(len(candidates)), [len(part) for part in candidates])
     records = np.concatenate(candidates)
-    order = _order(selector, shards, records)
+    order = selector.merge_order(shards, records)
     places = np.empty(len(order), dtype=np.int64)
     places[order] = np.arange(len(order))
     ends = np.cumsum([len(part) for part in candidates])
@@ -187,15 +180,3 @@ def merge_candidates(selector: Selector, count: int, candidates: list[Array], co
         last = int(places[end - 1]) if len(part) else -1
         more[shard] = not complete[shard] and last < count - 1
     return Merge(shards[order[:count]], records[order[:count]], more)
-
-
-def _order(selector: Selector, shards: Array, records: Array) -> Array:
-    """Return the positions of candidates in the selector's order, int64 [n]."""
-    if isinstance(selector, Fifo):
-        order: Array = np.lexsort((records["step"], records["id"]))
-        if isinstance(selector, Lifo):
-            order = order[::-1]
-        return order
-    if isinstance(selector, TopK):
-        return np.lexsort((shards, -records["leaf"] if selector.largest else records["leaf"]))
-    return np.lexsort((shards, records["time"]))

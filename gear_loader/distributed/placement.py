@@ -18,8 +18,7 @@ from gear_loader.distributed.shards import Shards
 from gear_loader.distributed.stages import all_columns, check_stages
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.kernels.sum_tree import UNSET
-from gear_loader.selection.prioritized import exponent, needs_priorities
-from gear_loader.selection.tree import weigh
+from gear_loader.selection.weights import weigh
 from gear_loader.storage.ids import joined
 from gear_loader.storage.incoming import checked_priorities
 from gear_loader.storage.schema import Schema, as_mapping, copied, keeps, settled
@@ -310,8 +309,8 @@ class Placement:
         if self._summaries is None:  # masses are sums of the tables' priorities
             return weights
         selector = self._dataset.selector
-        if needs_priorities(selector):
-            weights = weigh(weights.astype(np.float32), *exponent(selector))
+        if selector.by_priority:
+            weights = weigh(weights.astype(np.float32), *selector.exponent)
         else:
             weights = np.ones(len(lengths))
         return weights * lengths if selector.unit == "step" else weights

@@ -15,7 +15,7 @@ from gear_loader.distributed.merging import Merge, PassView, assign_by_mass, ass
 from gear_loader.distributed.records import SUMMARY
 from gear_loader.distributed.samplers import Samplers
 from gear_loader.errors import PriorityError, TableEmptyError
-from gear_loader.selection.selectors import Draw, Prioritized, Selector
+from gear_loader.selection.selectors import Draw, Selector
 from gear_loader.utils.arrays import Array
 
 __all__ = ["CandidateDrawing", "RowAssignment", "RowDrawing", "Rows"]
@@ -211,7 +211,7 @@ class CandidateDrawing(RowDrawing):
         found = len(merge.shards)
         if found == 0:
             raise self._empty_error()
-        if found < draw.count and isinstance(self._selector, Prioritized):
+        if found < draw.count and self._selector.weighs:
             raise PriorityError(
                 f"{draw.count} items were to be drawn, but only {found} in all shards have a positive priority. Draw "
                 "fewer, draw with replacement, or set priorities (Prioritized(eps=...) keeps them all positive)."

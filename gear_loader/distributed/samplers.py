@@ -14,7 +14,6 @@ from gear_loader.distributed.shard_sampler import PrioritizedShardSampler, Snaps
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import PriorityError, TableEmptyError
 from gear_loader.selection.base import SelectionContext
-from gear_loader.selection.prioritized import needs_priorities
 from gear_loader.selection.selectors import Draw
 from gear_loader.storage.selected_rows import Reach
 from gear_loader.storage.table import Table
@@ -45,7 +44,7 @@ class Samplers:
         self._context = context
         self._shards = shards
         self._reach = reach
-        self.by_priority = needs_priorities(context.selector)
+        self.by_priority = context.selector.by_priority
         self.own: dict[int, Any] = {shard: self._new(shard, table) for shard, table in shards.own.items()}
         self._nearby: dict[int, Any] = {}  # samplers of other processes' shards, for spare rows
         self._maps: dict[int, IdMap] = {}

@@ -9,12 +9,10 @@ import torch
 
 from gear_loader.collection.windows import reach_of
 from gear_loader.distributed.global_selection import GlobalSelection
-from gear_loader.distributed.local_selection import LocalPrioritizedGroupSelection, LocalPrioritizedSelection
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.shards import Shards
-from gear_loader.selection.base import Selection, SelectionContext
-from gear_loader.selection.group_selection import GroupSelection, PrioritizedGroupSelection
-from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
+from gear_loader.selection.base import Selection, SelectionContext, ShardShare
+from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.selection.snapshot_selection import SnapshotSelection
 from gear_loader.storage.schema import Window
@@ -55,23 +53,24 @@ def selection_for(
         reach = reach_of(context.table.schema, windows) if one_sided else None
         options: dict[str, Any] = {"history": history, "reach": reach, "packed": packed, "deal": deal}
         return GlobalSelection(context, shards, exchange, **options)
-    if context.grouping is not None:
-        if needs_priorities(context.selector):
-            kind = PrioritizedGroupSelection if shards is None else LocalPrioritizedGroupSelection
-            return kind(context, history=history)
-        return GroupSelection(context)
-    if not needs_priorities(context.selector):
+    if not context.selector.by_priority:
         return SnapshotSelection(context)
-    if shards is not None:
-        return LocalPrioritizedSelection(context, history=history)
-    if device.type == "cuda" and context.table.region.pin(device) and not _host_draws(context, shared):
+    alone = shards is None and context.grouping is None
+    if (
+        alone
+        and device.type == "cuda"
+        and context.table.region.pin(device)
+        and not _host_draws(context, shared)
+    ):
         return CudaPrioritizedSelection(context, history=history, device=device)
-    return PrioritizedSelection(context, history=history)
+    selection = PrioritizedSelection(context, history=history)
+    selection.share = None if shards is None else ShardShare()
+    return selection
 
 
 def _host_draws(context: SelectionContext, shared: bool) -> bool:
     """Whether the host has to know, batch by batch, what was drawn or updated."""
-    needs = context.counts or context.waits or getattr(context.selector, "freshness", 1.0) < 1
+    needs = context.counts or context.waits or context.selector.freshness < 1
     needs |= shared and context.selector.unit == "trajectory"
     if not needs and context.table.rules.on_full != "evict_lowest_priority" and not context.table.has_tier:
         return False

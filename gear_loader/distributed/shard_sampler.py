@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from typing import Any
 
 import numpy as np
 
 from gear_loader.distributed.records import SUMMARY, record_dtype
-from gear_loader.selection.base import REDRAWN, SelectionContext
-from gear_loader.selection.prioritized import ANCHORS, LEAVES, PrioritizedSelection, checked_weights, draw_key
-from gear_loader.selection.selectors import Draw, Fifo, Prioritized, TopK, anchors
-from gear_loader.selection.snapshot_selection import SnapshotSelection
+from gear_loader.selection.base import REDRAWN, Selection, SelectionContext
+from gear_loader.selection.leaves import HostLeaves
+from gear_loader.selection.priorities import ANCHORS, LEAVES, Priorities, draw_key, keyed_anchors
+from gear_loader.selection.priority_state import PriorityState
+from gear_loader.selection.selectors import Draw, anchors
+from gear_loader.selection.snapshot_selection import gone_rows, random_rows, rows_of
 from gear_loader.selection.tree import uniforms
+from gear_loader.selection.weights import checked_leaves
 from gear_loader.storage.priority_updates import PriorityUpdates
-from gear_loader.storage.reader import Changes, Snapshot
+from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
@@ -47,8 +51,9 @@ class ShardSampler(abc.ABC):
         table: the shard's table.
     """
 
-    context: SelectionContext
-    shard: int
+    def __init__(self, context: SelectionContext, shard: int) -> None:
+        self.context, self.shard = context, shard
+        self._selection = Selection(context)
 
     @property
     def table(self) -> Table:
@@ -91,9 +96,35 @@ class ShardSampler(abc.ABC):
             TableEmptyError, PriorityError: the shard is empty.
         """
 
-    @abc.abstractmethod
     def candidates(self, draw: Draw, count: int) -> Array:
         """Return records of the shard's first `count` rows in the selector's order; fewer if the shard has fewer."""
+        for _ in range(_TURNS):
+            records = self._candidates(draw, count)
+            gone = self._gone(records)
+            if len(gone) == 0:
+                break
+            self._follow()
+        present: Array = np.delete(records, gone)
+        return present
+
+    @abc.abstractmethod
+    def _candidates(self, draw: Draw, count: int) -> Array:
+        """`candidates`, of which some may be gone."""
+
+    @abc.abstractmethod
+    def _gone(self, records: Array) -> Array:
+        """Positions of records whose trajectories are gone, int64 [m]."""
+
+    @abc.abstractmethod
+    def _follow(self) -> None:
+        """Take in the table's changes."""
+
+
+def summary_of(mass: float, least: float, batch_least: float) -> Array:
+    """The summary of one shard, `SUMMARY` [1]."""
+    summary: Array = np.zeros(1, dtype=SUMMARY)
+    summary["mass"], summary["least"], summary["batch_least"] = mass, least, batch_least
+    return summary
 
 
 def records_of(
@@ -118,9 +149,7 @@ class SnapshotShardSampler(ShardSampler):
     """Shard sampler of `Uniform`, `Fifo` and `Lifo`; for the arguments see `ShardSampler`."""
 
     def __init__(self, context: SelectionContext, shard: int) -> None:
-        self.context = context
-        self.shard = shard
-        self._selection = SnapshotSelection(context)
+        super().__init__(context, shard)
         self._view: Snapshot | None = None
         self._aged: tuple[Snapshot, Snapshot] | None = None
 
@@ -134,10 +163,7 @@ class SnapshotShardSampler(ShardSampler):
     def summarize(self) -> Array:
         """See `ShardSampler.summarize`."""
         self._view = self._selection.look()
-        items = self.context.selector.num_items(self._view)
-        summary: Array = np.zeros(1, dtype=SUMMARY)
-        summary["mass"], summary["least"], summary["batch_least"] = items, 1.0, 1.0
-        return summary
+        return summary_of(self.context.selector.num_items(self._view), 1.0, 1.0)
 
     def resolve(self, draw: Draw, rows: Array, items: Array | None) -> Array:
         """See `ShardSampler.resolve`."""
@@ -146,50 +172,33 @@ class SnapshotShardSampler(ShardSampler):
 
     def spare(self, draw: Draw, count: int, turn: int) -> Array:
         """See `ShardSampler.spare`."""
-        slots, steps, generations = np.zeros((3, count), dtype=np.int64)
-        self._replace(draw, np.arange(count), _TURNS + turn, slots, steps, generations)
-        return self._records(slots, steps, generations)
+        return self._records(*self._random(draw, count, _TURNS + turn))
 
     def resolve_in(self, view: Snapshot, draw: Draw, rows: Array, items: Array) -> Array:
         """Resolve items of another snapshot; see `resolve`."""
         if len(rows) == 0:
             return np.empty(0, dtype=record_dtype(0))
-        slots, steps, lengths, generations = self._located(view, items)
+        slots, steps, lengths, generations = rows_of(self.context, view, items)
         if steps is None:
             highs = np.ones(draw.count, dtype=np.int64)
             highs[rows] = lengths
             steps = anchors(self.context.anchor, highs, draw)[rows]
-        state, generation, _ = self.table.reader().slot_states()
-        gone = np.flatnonzero((state[slots] != READY) | (generation[slots] != generations))
+        reader = self.table.reader()
+        gone = gone_rows(reader, slots, generations)
         for turn in range(_TURNS):
             if len(gone) == 0:
                 break
-            self._replace(draw, gone, turn, slots, steps, generations)
-            gone = gone[(state[slots[gone]] != READY) | (generation[slots[gone]] != generations[gone])]
+            slots[gone], steps[gone], generations[gone] = self._random(draw, len(gone), turn)
+            gone = gone[gone_rows(reader, slots[gone], generations[gone])]
         return self._records(slots, steps, generations)
 
-    def _located(self, view: Snapshot, items: Array) -> tuple[Array, Array | None, Array, Array]:
-        if self.context.selector.unit == "step":
-            places, steps = view.locate(items)
-        else:
-            places, steps = items, None
-        return view.slots[places], steps, view.lengths[places], view.generations[places]
-
-    def _replace(
-        self, draw: Draw, which: Array, turn: int, slots: Array, steps: Array, generations: Array
-    ) -> None:
-        """Draw random rows of the current snapshot in place of rows `which`, which are gone."""
+    def _random(self, draw: Draw, count: int, turn: int) -> tuple[Array, Array, Array]:
+        """Random rows of the current snapshot in place of rows that are gone; see `random_rows`."""
         view = self._selection.look()
         if len(view) == 0:
             raise self.context.empty()
         stream = shard_stream(REDRAWN + 2 * turn, self.shard)
-        items = draw.integers(stream, self.context.selector.num_items(view))[: len(which)]
-        others, at, lengths, fresh = self._located(view, items)
-        if at is None:
-            highs = np.ones(draw.count, dtype=np.int64)
-            highs[: len(which)] = lengths
-            at = anchors(self.context.anchor, highs, draw, stream + 1)[: len(which)]
-        slots[which], steps[which], generations[which] = others, at, fresh
+        return random_rows(self.context, view, dataclasses.replace(draw, count=count), stream)
 
     def _records(self, slots: Array, anchors: Array, generations: Array) -> Array:
         """Records of rows; `anchors` are numbers of anchors of their trajectories, int64 [n]."""
@@ -197,35 +206,23 @@ class SnapshotShardSampler(ShardSampler):
         records["generation"] = generations
         return records
 
-    def candidates(self, draw: Draw, count: int) -> Array:
-        """See `ShardSampler.candidates`: the oldest or the newest rows, by id."""
-        for _ in range(_TURNS):
-            records = self._candidates(draw, count)
-            gone = self._gone(records)
-            if len(gone) == 0:
-                break
-            self._view = self._selection.look()
-        present: Array = np.delete(records, gone)
-        return present
-
     def _candidates(self, draw: Draw, count: int) -> Array:
-        selector = self.context.selector
-        assert isinstance(selector, Fifo)
+        """The oldest or the newest rows, by id."""
+        selector: Any = self.context.selector
         view = self._by_age()
         size = selector.num_items(view)
-        items = np.arange(min(count, size))
-        items = size - 1 - items if selector.newest else items
-        slots, steps, lengths, generations = self._located(view, items)
+        first = dataclasses.replace(draw, first=0, count=min(count, size))
+        slots, steps, lengths, generations = rows_of(self.context, view, selector.items(size, first))
         if steps is None:
             # A candidate's row of the batch is not known yet: its anchor depends on its position in the shard.
-            steps = _anchors(self.context, lengths, draw, self.shard)
+            steps = keyed_anchors(self.context.anchor, lengths, draw, shard_stream(ANCHORS, self.shard))
         return self._records(slots, steps, generations)
 
     def _gone(self, records: Array) -> Array:
-        """Return the positions of records whose trajectories are gone."""
-        state, generation, _ = self.table.reader().slot_states()
-        slots = records["slot"]
-        return np.flatnonzero((state[slots] != READY) | (generation[slots] != records["generation"]))
+        return gone_rows(self.table.reader(), records["slot"], records["generation"])
+
+    def _follow(self) -> None:
+        self._view = self._selection.look()
 
     def _by_age(self) -> Snapshot:
         """Return `view` in the order of ids: migrated trajectories are not in this order in the table."""
@@ -237,99 +234,73 @@ class SnapshotShardSampler(ShardSampler):
         return self._aged[1]
 
 
-def _anchors(context: SelectionContext, lengths: Array, draw: Draw, shard: int) -> Array:
-    """Return anchors of trajectories of these lengths, which depend on their positions."""
-    if context.anchor == "first":
-        return np.zeros(len(lengths), dtype=np.int64)
-    if context.anchor == "last":
-        return lengths - 1
-    numbers = uniforms(len(lengths), key=draw_key(draw, shard_stream(ANCHORS, shard)), step=draw.step)
-    steps: Array = np.minimum((numbers * lengths).astype(np.int64), lengths - 1)
-    return steps
+class PrioritizedShardSampler(ShardSampler):
+    """Shard sampler of `Prioritized` and `TopK`: a priority tree over the shard; arguments as `ShardSampler`.
 
-
-class PrioritizedShardSampler(PrioritizedSelection, ShardSampler):
-    """Shard sampler of `Prioritized` and `TopK`: a sum tree over the shard; for the arguments see `ShardSampler`."""
+    Attributes:
+        priorities: of the shard's items.
+    """
 
     def __init__(self, context: SelectionContext, shard: int) -> None:
-        size = context.table.region.layout.max_trajectories
-        self._sequence_of: Array = np.full(size, -1, dtype=np.int64)
-        self.shard = shard
-        PrioritizedSelection.__init__(self, context, history=0)
-
-    def _take_in(self, changes: Changes) -> None:
-        self._sequence_of[changes.slots] = np.where(changes.ready, changes.sequences, -1)
-        super()._take_in(changes)
+        super().__init__(context, shard)
+        selector: Any = context.selector
+        self.priorities = Priorities(
+            context, self._selection.view, lambda items, change: HostLeaves(items, selector, change)
+        )
 
     def summarize(self) -> Array:
         """See `ShardSampler.summarize`."""
-        selector = self.context.selector
-        with self._mutex:
-            self._keep_up()
-            summary: Array = np.zeros(1, dtype=SUMMARY)
-            summary["mass"] = self._tree.total
-            wanted = isinstance(selector, Prioritized) and selector.normalize == "table"
-            summary["least"] = self._tree.minimum if wanted else np.inf
-            summary["batch_least"] = np.inf
-            return summary
+        with self.priorities.mutex:
+            return summary_of(*self.priorities.summary(), np.inf)
 
     def resolve(self, draw: Draw, rows: Array, items: Array | None) -> Array:
         """See `ShardSampler.resolve`."""
         assert items is None
         if len(rows) == 0:
             return np.empty(0, dtype=record_dtype(0))
-        with self._mutex:
+        with self.priorities.mutex:
             records = self._resolve(draw, len(rows), 0)
             for turn in range(1, _TURNS):
                 gone = self._gone(records)
                 if len(gone) == 0:
                     break
-                self._keep_up()
+                self._follow()
                 records[gone] = self._resolve(draw, len(gone), turn)
             return records
 
     def _resolve(self, draw: Draw, count: int, turn: int) -> Array:
         first, second = (LEAVES, ANCHORS) if turn == 0 else (REDRAWN + 2 * turn, REDRAWN + 2 * turn + 1)
         key = draw_key(draw, shard_stream(first, self.shard))
-        self._check_range()
-        items, leaves = self._tree.draw(count, key=key, step=draw.step)
+        items, leaves = self.priorities.leaves.draw(count, key=key, step=draw.step)
         return self._describe(draw, items, leaves, shard_stream(second, self.shard))
 
     def _describe(self, draw: Draw, items: Array, leaves: Array, stream: int) -> Array:
-        table = self.table
-        slots, steps = self._map.locate(items)
-        if self.context.selector.unit == "trajectory":
-            steps = self._anchors(slots, draw, stream)
-        return records_of(table, slots, steps, leaves)
+        return records_of(self.table, *self.priorities.rows(items, draw, stream), leaves)
 
     def _gone(self, records: Array) -> Array:
-        """Return the positions of records whose trajectories are not the ones that the tree has taken in."""
+        # Those whose trajectories are not the ones that the tree has taken in.
         state, _, sequence = self.table.reader().slot_states()
         slots = records["slot"]
-        return np.flatnonzero((state[slots] != READY) | (sequence[slots] != self._sequence_of[slots]))
+        return np.flatnonzero(
+            (state[slots] != READY) | (sequence[slots] != self.priorities.items.sequence_of[slots])
+        )
+
+    def _follow(self) -> None:
+        self.priorities.keep_up()
 
     def candidates(self, draw: Draw, count: int) -> Array:
-        """See `ShardSampler.candidates`: by priority, or by simulated time of the draw."""
-        with self._mutex:
-            for _ in range(_TURNS):
-                records = self._candidates(draw, count)
-                gone = self._gone(records)
-                if len(gone) == 0:
-                    break
-                self._keep_up()
-            present: Array = np.delete(records, gone)
-            return present
+        """See `ShardSampler.candidates`."""
+        with self.priorities.mutex:
+            return super().candidates(draw, count)
 
     def _candidates(self, draw: Draw, count: int) -> Array:
-        selector = self.context.selector
-        if isinstance(selector, TopK):
-            items, leaves = self._tree.top(min(count, self._tree.capacity), largest=selector.largest)
-            items, leaves = items[items >= 0], leaves[items >= 0]
-            return self._describe(draw, items, leaves, shard_stream(ANCHORS, self.shard))
+        """By priority, or by simulated time of the draw."""
+        selector: Any = self.context.selector
         key = draw_key(draw, shard_stream(LEAVES, self.shard))
-        items, leaves = self._tree.draw_some(count, key=key, step=draw.step)
+        items, leaves = selector.candidates(self.priorities.leaves.tree, count, key=key, step=draw.step)
         records = self._describe(draw, items, leaves, shard_stream(ANCHORS, self.shard))
-        records["time"] = self._times(draw, leaves.astype(np.float64))
+        if selector.weighs:
+            records["time"] = self._times(draw, leaves.astype(np.float64))
         return records
 
     def _times(self, draw: Draw, leaves: Array) -> Array:
@@ -340,7 +311,7 @@ class PrioritizedShardSampler(PrioritizedSelection, ShardSampler):
         by time, the items of all shards are in the order of drawing without replacement from all shards (Efraimidis
         and Spirakis, 2006).
         """
-        left = self._tree.total - np.concatenate(([0.0], np.cumsum(leaves)[:-1]))
+        left = self.priorities.leaves.tree.total - np.concatenate(([0.0], np.cumsum(leaves)[:-1]))
         left = np.maximum(left, leaves)  # rounding may have taken the mass of the last items
         numbers = uniforms(len(leaves), key=draw_key(draw, shard_stream(_TIMES, self.shard)), step=draw.step)
         times: Array = np.cumsum(-np.log1p(-numbers) / left)
@@ -348,22 +319,23 @@ class PrioritizedShardSampler(PrioritizedSelection, ShardSampler):
 
     def spare(self, draw: Draw, count: int, turn: int) -> Array:
         """See `ShardSampler.spare`."""
-        with self._mutex:
-            self._keep_up()
+        with self.priorities.mutex:
+            self._follow()
             return self._resolve(draw, count, _TURNS + turn)
 
     def known(self) -> Snapshot:
         """Return a snapshot of the trajectories that the tree has taken in."""
-        with self._mutex:
-            self._keep_up()
-            view = self._known()
-            return view.take(self._sequence_of[view.slots] == view.sequences)
+        with self.priorities.mutex:
+            self._follow()
+            return self.priorities.known()
 
     def leaves_of(self, slots: Array) -> Array:
         """Return the leaves of trajectories that `known` returned and a read ticket keeps, concatenated."""
-        with self._mutex:
-            items = self._all_items(slots, self.table.reader().arrays.extent[slots, 0])
-            return np.where(items >= 0, self._read(items), np.float32(0))
+        priorities = self.priorities
+        with priorities.mutex:
+            lengths = self.table.reader().arrays.extent[slots, 0]
+            leaves: Array = priorities.leaves.read(priorities.all_items(slots, lengths))
+            return leaves
 
     def take_leaves(self, slots: Array, generations: Array, leaves: Array, counts: Array) -> None:
         """Set the leaves of migrated trajectories; leave out trajectories that are gone.
@@ -373,40 +345,40 @@ class PrioritizedShardSampler(PrioritizedSelection, ShardSampler):
             leaves: float32, concatenated.
             counts: number of leaves of each trajectory, int64 [n].
         """
-        table = self.table
-        with self._mutex:
+        priorities = self.priorities
+        with priorities.mutex:
             ticket = Ticket()
             try:
-                self._follow(ticket)
-                state, generation, _ = table.reader().slot_states()
-                present = (state[slots] == READY) & (generation[slots] == generations)
-                items = self._all_items(slots[present], counts[present])
+                priorities.follow(ticket)
+                present = np.ones(len(slots), dtype=bool)
+                present[gone_rows(self.table.reader(), slots, generations)] = False
+                items = priorities.all_items(slots[present], counts[present])
                 leaves = leaves[np.repeat(present, counts)]
-                self._tree.update(items[items >= 0], np.ascontiguousarray(leaves[items >= 0]))
+                priorities.leaves.tree.update(items[items >= 0], np.ascontiguousarray(leaves[items >= 0]))
                 ticket.end()
             finally:
                 ticket.end()  # again: an exception may arrive anywhere
 
     def state_with_ids(self) -> dict[str, Any]:
         """Return the state by ids instead of sequence numbers, as arrays; without changes since `summarize`."""
-        with self._mutex:
-            view = self._known()
-            view = view.take(self._sequence_of[view.slots] == view.sequences)
-            leaves, blocks = self._read(self._all_items(view.slots, view.lengths)), self._blocks(view)
+        priorities = self.priorities
+        with priorities.mutex:
+            view = priorities.known()
             return {
                 "ids": self.table.ids(view.slots),
                 "lengths": view.lengths,
-                "leaves": leaves,
-                "counts": self.num_leaf_blocks(view.lengths),
-                "blocks": blocks,
-                "maximum": self._maximum,
-                "num_stale": self._num_stale,
+                "leaves": priorities.leaves_of(view),
+                "counts": priorities.num_blocks(view.lengths),
+                "blocks": priorities.blocks_of(view),
+                "maximum": priorities.leaves.maximum,
+                "num_stale": priorities.leaves.num_stale,
             }
 
-    def num_leaf_blocks(self, lengths: Array) -> Array | None:
-        """Number of blocks of leaves of trajectories of so many steps (int64 [n]); None if they are the table's."""
-        return None if self._map.own is None else -(-lengths // self._map.block_steps)
+    def load(self, state: PriorityState) -> None:
+        """Load a state by sequence numbers; see `Priorities.load`."""
+        with self.priorities.mutex:
+            self.priorities.load(state)
 
     def update(self, updates: PriorityUpdates) -> None:
         """Set priorities; count and leave out rows whose trajectory is gone."""
-        self._update(updates, checked_weights(self.context.selector, updates.priorities))
+        self.priorities.update(updates, checked_leaves(self.context.selector, updates.priorities))

@@ -12,36 +12,21 @@ import torch
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.records import UPDATE
 from gear_loader.errors import SchemaError
+from gear_loader.selection.history import BatchKey, BatchRows, batches_of
+from gear_loader.selection.priority_state import PriorityState, fits_leaves
 from gear_loader.selection.selectors import Selector
 from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 
-__all__ = ["BatchRecord", "RestoredState", "join_states", "parse_state", "save_samplers", "share_bundle"]
+__all__ = ["RestoredState", "join_states", "parse_state", "save_samplers", "share_bundle"]
 
-_ROW = np.dtype([("id", "<i8"), ("step", "<i8")])
 _NOTHING_PLACED: tuple[Array, ...] = (*[np.empty(0, dtype=np.int64)] * 3, np.empty(0, dtype=np.int32))
-_LARGEST = float(np.finfo(np.float32).max)
 _PARTS = ("ids", "lengths", "leaves")
 _UPDATES = ("ids", "steps", "priorities", "delays")
 _PLACED = ("ids", "shards", "counts", "blocks")
 """If an item is a step, of trajectories in tables with a disk tier: ids, shards, and their blocks of leaves."""
 _ALL_PARTS = (*_PARTS, *(f"update_{name}" for name in _UPDATES), *(f"placed_{name}" for name in _PLACED))
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchRecord:
-    """The rows of a batch that may have been drawn ahead when a state was taken.
-
-    Attributes:
-        count: number of rows in all slices.
-        rows: "id" and "step" of this rank's rows; of all rows after a restart.
-        weights: importance weights of these rows, float32; None if batches carry none.
-    """
-
-    count: int
-    rows: Array
-    weights: Array | None
 
 
 def share_bundle(exchange: SingleProcess, arrays: Mapping[str, Array]) -> list[dict[str, Array]]:
@@ -105,20 +90,20 @@ def save_samplers(samplers: Mapping[int, Any], received: Sequence[Array], draws:
 
 
 def join_states(
-    exchange: SingleProcess, saved: dict[str, Array], recent: Sequence[tuple[int, int, BatchRecord]]
+    exchange: SingleProcess, saved: dict[str, Array], recent: Sequence[tuple[BatchKey, tuple[int, BatchRows]]]
 ) -> dict[str, Any]:
     """Return the state of all ranks' shards, the same on every rank.
 
     Args:
         exchange: collective channel of the selection.
         saved: this rank's state, from `save_samplers`.
-        recent: epoch, step and rows of the last batches: this rank's slice, in the order of slices over the ranks.
+        recent: the last batches: rows of all ranks, and names of this rank's, in the order of slices over the ranks.
     """
-    for i, (epoch, step, batch) in enumerate(recent):
-        saved[f"recent_{i}"] = np.array([epoch, step, batch.count], dtype=np.int64)
-        saved[f"rows_{i}"] = np.stack((batch.rows["id"], batch.rows["step"]))
-        if batch.weights is not None:
-            saved[f"weights_{i}"] = batch.weights
+    for i, (batch, (count, rows)) in enumerate(recent):
+        saved[f"recent_{i}"] = np.array([*batch, count], dtype=np.int64)
+        saved[f"rows_{i}"] = np.stack((rows.names, rows.steps))
+        if rows.weights is not None:
+            saved[f"weights_{i}"] = rows.weights
     bundles = share_bundle(exchange, saved)
     state: dict[str, Any] = {
         name: torch.from_numpy(np.concatenate([bundle[name] for bundle in bundles if name in bundle]))
@@ -143,15 +128,8 @@ def _batches(bundles: Sequence[Mapping[str, Array]]) -> list[dict[str, Any]]:
     for (epoch, step, count), parts in slices.items():
         rows = np.concatenate([rows for rows, _ in parts], axis=1)[:, :count]
         weights = [part for _, part in parts if part is not None]
-        batches.append(
-            {
-                "epoch": epoch,
-                "step": step,
-                "ids": torch.from_numpy(rows[0].copy()),
-                "steps": torch.from_numpy(rows[1].copy()),
-                "weights": torch.from_numpy(np.concatenate(weights)[:count]) if weights else None,
-            }
-        )
+        given = np.concatenate(weights)[:count] if weights else None
+        batches.append(BatchRows(rows[0], rows[1], given).to_state((epoch, step), "ids"))
     return batches
 
 
@@ -170,7 +148,7 @@ class RestoredState:
         updates: ids, steps, priorities and delays (draws until they count) of updates on their way.
         placed: ids, shards and number of blocks of the trajectories that have blocks of leaves of their own, int64 [m],
             and the blocks, int32, concatenated.
-        recent: (epoch, step) -> batch.
+        recent: rows of the last batches.
         maximum: largest priority so far.
         num_stale: number of updates whose trajectories were gone.
     """
@@ -181,11 +159,11 @@ class RestoredState:
     steps: bool
     updates: tuple[Array, ...]
     placed: tuple[Array, ...]
-    recent: dict[tuple[int, int], BatchRecord]
+    recent: dict[BatchKey, BatchRows]
     maximum: float
     num_stale: int
 
-    def part_of(self, sampler: Any) -> dict[str, Any]:
+    def part_of(self, sampler: Any) -> PriorityState:
         """Return the state of a shard sampler's trajectories, by the sequence numbers of its table."""
         view = sampler.known()
         ids = sampler.table.ids(view.slots)
@@ -198,22 +176,18 @@ class RestoredState:
         known, places = known[by_sequence], places[by_sequence]
         counts = self.lengths if self.steps else np.ones_like(self.lengths)
         starts = np.cumsum(counts) - counts
-        return {
-            **self._blocks_for(sampler, self.ids[places], self.lengths[places]),
-            "sequences": view.sequences[known],
-            "lengths": self.lengths[places],
-            "leaves": self.leaves[ranges(starts[places], counts[places])],
-            "maximum": self.maximum,
-            "num_stale": 0,
-            "recent": [],
-        }
+        leaves = self.leaves[ranges(starts[places], counts[places])]
+        blocks = self._blocks_for(sampler, self.ids[places], self.lengths[places])
+        return PriorityState(
+            view.sequences[known], self.lengths[places], leaves, blocks, self.maximum, 0, None, {}
+        )
 
-    def _blocks_for(self, sampler: Any, wanted: Array, lengths: Array) -> dict[str, Array]:
-        """The "blocks" of a shard's trajectories (ids and steps, int64 [n]), -1 if unknown; {} if it has none."""
-        counts = sampler.num_leaf_blocks(lengths)
+    def _blocks_for(self, sampler: Any, wanted: Array, lengths: Array) -> Array | None:
+        """Blocks of leaves of a shard's trajectories (ids and steps, int64 [n]), -1 if unknown; None if it has none."""
+        counts = sampler.priorities.num_blocks(lengths)
         ids, shards, had, blocks = self.placed
         if counts is None or not (shards == sampler.shard).any():
-            return {}
+            return None
         here = np.flatnonzero(shards == sampler.shard)
         here = here[np.argsort(ids[here], kind="stable")]
         at = here[np.minimum(np.searchsorted(ids[here], wanted), len(here) - 1)]
@@ -221,7 +195,7 @@ class RestoredState:
         starts, ends = (np.cumsum(had) - had)[at], np.cumsum(counts)
         found: Array = np.full(int(counts.sum()), -1, dtype=np.int32)
         found[ranges((ends - counts)[known], counts[known])] = blocks[ranges(starts[known], counts[known])]
-        return {"blocks": found}
+        return found
 
     def updates_for(self, sampler: Any, shard: int, slots_of: Callable[[int, Array], Array]) -> Array:
         """Return the updates on their way to a shard's trajectories, `UPDATE` [m].
@@ -273,16 +247,12 @@ def _parse(state: Mapping[str, Any], selector: Selector) -> RestoredState | None
     )
     steps = selector.unit == "step"
     counts = lengths if steps else np.ones_like(lengths)
-    if not (_valid_items(ids, lengths, leaves, counts) and _valid_updates(updates) and _valid_placed(placed)):
+    maximum, num_stale = float(state["maximum"]), int(state["num_stale"])
+    if not fits_leaves(ids, lengths, leaves, counts, maximum) or len(np.unique(ids)) != len(ids):
         return None
-    if not (0 <= float(state["maximum"]) <= _LARGEST and int(state["num_stale"]) >= 0):
+    if num_stale < 0 or not (_valid_updates(updates) and _valid_placed(placed)):
         return None
-    recent = {}
-    for part in state["recent"]:
-        batch = _parse_batch(part, weighs=selector.weighs)
-        if batch is None:
-            return None
-        recent[int(part["epoch"]), int(part["step"])] = batch
+    recent = batches_of(state["recent"], "ids", weighs=selector.weighs)
     order = np.argsort(ids, kind="stable")
     starts = np.cumsum(counts) - counts
     return RestoredState(
@@ -293,20 +263,9 @@ def _parse(state: Mapping[str, Any], selector: Selector) -> RestoredState | None
         updates,
         placed,
         recent,
-        float(state["maximum"]),
-        int(state["num_stale"]),
+        maximum,
+        num_stale,
     )
-
-
-def _valid_items(ids: Array, lengths: Array, leaves: Array, counts: Array) -> bool:
-    """Validate the trajectories and leaves of a state; `counts` is the number of leaves of each trajectory."""
-    if not (ids.dtype == lengths.dtype == np.int64 and leaves.dtype == np.float32):
-        return False
-    if not (ids.shape == lengths.shape and ids.ndim == leaves.ndim == 1):
-        return False
-    if not bool((lengths > 0).all()) or len(leaves) != counts.sum() or len(np.unique(ids)) != len(ids):
-        return False
-    return bool(np.isfinite(leaves).all() and (leaves >= 0).all())
 
 
 def _valid_updates(updates: tuple[Array, ...]) -> bool:
@@ -327,16 +286,3 @@ def _valid_placed(placed: tuple[Array, ...]) -> bool:
         return False
     pairs = np.stack((np.repeat(shards, counts), blocks), axis=1)[blocks >= 0]
     return len(np.unique(pairs, axis=0)) == len(pairs)
-
-
-def _parse_batch(part: Mapping[str, Any], *, weighs: bool) -> BatchRecord | None:
-    """Return a validated batch of a state, or None; `weighs` tells whether batches carry weights."""
-    ids, steps = np.asarray(part["ids"]), np.asarray(part["steps"])
-    weights = np.asarray(part["weights"]) if weighs else None
-    if ids.dtype != np.int64 or steps.dtype != np.int64 or ids.shape != steps.shape or (steps < 0).any():
-        return None
-    if weights is not None and (weights.dtype != np.float32 or weights.shape != ids.shape):
-        return None
-    rows: Array = np.zeros(len(ids), dtype=_ROW)
-    rows["id"], rows["step"] = ids, steps
-    return BatchRecord(len(rows), rows, weights)

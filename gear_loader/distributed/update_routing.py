@@ -12,9 +12,9 @@ from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.records import UPDATE
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError
-from gear_loader.selection.prioritized import checked_weights
 from gear_loader.selection.selectors import Selector
 from gear_loader.selection.updates import request
+from gear_loader.selection.weights import checked_leaves
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.utils.arrays import Array, as_array
 
@@ -87,7 +87,7 @@ class UpdateRouter:
             PriorityError, SchemaError: as `ReplayDataset.update_priority`.
         """
         new = request(index, priority, generation=generation, anchor=anchor, unit=selector.unit)
-        checked_weights(selector, new.priorities)
+        checked_leaves(selector, new.priorities)
         updates: Array = np.zeros(len(new.slots), dtype=UPDATE)
         updates["shard"] = self._validate_shards(shard, len(new.slots))
         updates["slot"], updates["step"], updates["priority"] = new.slots, new.steps, new.priorities

@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import Callback
 
 from gear_loader.dataset import ReplayDataset
 from gear_loader.errors import SchemaError
-from gear_loader.selection.prioritized import needs_priorities
 from gear_loader.utils.checks import at_least
 
 __all__ = ["ReplayMonitor"]
@@ -178,7 +177,7 @@ class ReplayMonitor(Callback):
                 mine[name] += getattr(stats, name)
             for name in _LIMITS:
                 mine[name] += getattr(layout, name)
-        if needs_priorities(dataset.selector):
+        if dataset.selector.by_priority:
             mine["num_stale"] = dataset.num_stale
         if shards is None:
             return mine
@@ -216,7 +215,7 @@ class ReplayMonitor(Callback):
         if inserted:
             metrics["samples_per_insert"] = sampled / inserted
         metrics.update(self._drawn.read())
-        if needs_priorities(dataset.selector):
+        if dataset.selector.by_priority:
             quantiles = dataset.priority_quantiles(self._shares)
             for share, value in zip(self._shares, quantiles, strict=True):
                 metrics[f"priority_q{100 * share:g}"] = value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -11,7 +12,7 @@ import numpy as np
 from gear_loader.errors import SchemaError, TableEmptyError
 from gear_loader.native.random import FIRST, LAST, UNIFORM
 from gear_loader.selection.complete import CompleteAnchors
-from gear_loader.selection.grouping import Groups
+from gear_loader.selection.grouping import GroupFormer, Groups
 from gear_loader.selection.selectors import (
     Draw,
     Selector,
@@ -26,7 +27,7 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.waiting import Backoff
 
-__all__ = ["ANCHOR_KINDS", "REDRAWN", "Anchor", "Selection", "SelectionContext"]
+__all__ = ["ANCHOR_KINDS", "REDRAWN", "Anchor", "Selection", "SelectionContext", "ShardShare"]
 
 _T = TypeVar("_T")
 Anchor = Literal["uniform", "first", "last"]
@@ -153,13 +154,43 @@ class SelectionContext:
         )
 
 
+@dataclasses.dataclass
+class ShardShare:
+    """What the draws of one shard are corrected by, where each rank draws from its own shard.
+
+    Every rank draws the same number of rows, whatever its shard's mass: an item's probability is its leaf divided by
+    its own shard's mass and by the number of shards. Importance weights are relative to the largest weight in this
+    rank's batch (``normalize="batch"``), as if the heaviest shard had drawn it, or in all tables.
+
+    Attributes:
+        correction: factor of this shard's weights before the exponent beta: its mass divided by the heaviest shard's.
+        least: the smallest ratio of a leaf and its shard's mass, over all shards.
+    """
+
+    correction: float = math.nan
+    least: float = 0.0
+
+
 class Selection:
-    """Base of the selections: draws a batch's rows from one table for `ReplayDataset`."""
+    """Base of the selections: draws a batch's rows from one table for `ReplayDataset`.
+
+    Attributes:
+        context: as given.
+        former: forms the groups that are drawn; None if trajectories, or steps, are drawn one by one.
+        share: this shard's part of all shards, where each rank draws from its own; else None.
+    """
 
     def __init__(self, context: SelectionContext) -> None:
         self.context = context
+        self.former = None if context.grouping is None else GroupFormer(context.table, context.grouping)
+        self.share: ShardShare | None = None
         self._seen: tuple[Snapshot, Snapshot] | None = None
         self._reduced: tuple[Snapshot, Snapshot] | None = None
+
+    def num_rows(self, draw: Draw) -> int:
+        """Rows of a draw, whose `count` is that of its items."""
+        grouping = self.context.grouping
+        return draw.count if grouping is None else draw.count * grouping.size
 
     def view(self, snapshot: Snapshot | None = None) -> Snapshot:
         """The subset's trajectories in `snapshot`, by default in a new snapshot."""
@@ -180,9 +211,16 @@ class Selection:
             self._reduced = (view, complete.reduce(view, extent))
         return self._reduced[1]
 
+    def drawable(self, snapshot: Snapshot | None = None) -> Any:
+        """What can be drawn of a snapshot, by default of a new one: trajectories, or under a read ticket groups."""
+        view = self.view(snapshot)
+        return self.anchors_of(view) if self.former is None else self.former.form(view)
+
     def look(self) -> Any:
         """The current items for the start of an epoch; has a length and `num_steps`."""
-        return self.anchors_of(self.view())
+        if self.former is None:
+            return self.drawable()
+        return self.former.look(self.view)
 
     def after_fork(self) -> None:
         """Drop locks of the parent's threads in a forked child."""
@@ -253,6 +291,12 @@ class Selection:
             False, having done nothing, if it needs `draw`.
         """
         return False
+
+    def forget_before(self, epoch: int, step: int) -> None:
+        """Forget the rows of batches before this one, which no state resumes before."""
+
+    def forget_pending(self) -> None:
+        """Draw the batches that a loaded state would repeat by new random choices."""
 
     def undo(self, ticket: Any) -> None:
         """Release the ticket of a failed batch and subtract its rows from the sample count. Idempotent."""

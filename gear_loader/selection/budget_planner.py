@@ -26,7 +26,7 @@ from gear_loader.native.packed import (
 )
 from gear_loader.selection.base import Selection
 from gear_loader.selection.grouping import Groups
-from gear_loader.selection.selectors import Draw, Prioritized, Selector
+from gear_loader.selection.selectors import Draw, Selector
 from gear_loader.selection.step_budget import BudgetCounts, BudgetState, DrawnPart, StepBudget
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.readers import Ticket
@@ -149,7 +149,7 @@ class BudgetPlanner:
     @staticmethod
     def draw_size(selector: Selector, grouping: Groups | None = None) -> int:
         """Items of one draw: rows, or groups."""
-        rows = _DRAWN_BY_PRIORITY if isinstance(selector, Prioritized) else _DRAWN
+        rows = _DRAWN_BY_PRIORITY if selector.by_priority else _DRAWN
         return rows if grouping is None else max(1, rows // grouping.size)
 
     def plans_for(self, selection: Selection) -> bool:
@@ -340,6 +340,31 @@ class BudgetPlanner:
 
     def _screen(self, begin: int) -> None:
         """Measure the queued rows from number `begin` on; drop those removed from the table, and apply `too_long`."""
+        results = self._measured(begin)
+        if results is None:
+            return
+        gone, long = results == GONE, results == LONG
+        if long.any() and self._budget.too_long == "error":
+            worst = int(np.flatnonzero(long)[0])
+            raise SchemaError(
+                f"The trajectory of {self._named(worst)} has {self._queue[QUEUE_STEPS, worst]:,} steps, more "
+                f"than max_steps={self._budget.max_steps:,}. Use a larger max_steps, too_long='truncate' for its first "
+                "steps, or too_long='skip' to leave such trajectories out."
+            )
+        self._counts.gone += int(gone.sum())
+        self._counts.skipped += int(long.sum())
+        self._keep(np.flatnonzero(results == KEPT))
+
+    def _named(self, row: int) -> str:
+        """The name of a queued row's trajectory."""
+        return f"index {self._queue[QUEUE_SLOT, row]}"
+
+    def _measured(self, begin: int) -> Array | None:
+        """Measure, and truncate, the queued rows from number `begin` on.
+
+        Returns:
+            `KEPT`, `GONE` or `LONG` for each row of the queue, int8 [n]; None if all are kept.
+        """
         budget, queue = self._budget, self._queue
         states, generations, _ = self._reader.slot_states()
         results = np.zeros(queue.shape[1], dtype=np.int8)
@@ -357,19 +382,7 @@ class BudgetPlanner:
             budget.too_long == "truncate",
             results,
         )
-        if not others:
-            return
-        gone, long = results == GONE, results == LONG
-        if long.any() and budget.too_long == "error":
-            worst = int(np.flatnonzero(long)[0])
-            raise SchemaError(
-                f"The trajectory of index {queue[QUEUE_SLOT, worst]} has {queue[QUEUE_STEPS, worst]:,} steps, more "
-                f"than max_steps={budget.max_steps:,}. Use a larger max_steps, too_long='truncate' for its first "
-                "steps, or too_long='skip' to leave such trajectories out."
-            )
-        self._counts.gone += int(gone.sum())
-        self._counts.skipped += int(long.sum())
-        self._keep(np.flatnonzero(results == KEPT))
+        return results if others else None
 
     def _check_skipped(self, skipped: int, drawn: int) -> None:
         """Raise SchemaError if an endless stream has had nothing but trajectories to skip for long."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
+from typing import Any
 
 import torch
 
 from gear_loader.errors import SchemaError
 from gear_loader.utils.launch_graph import RepeatedWork
 
-__all__ = ["Parts", "UpdateSlot", "UpdateSlots", "copied"]
+__all__ = ["Parts", "UpdateSlot", "UpdateSlots", "check_parts"]
 
 _SLOTS = 4
 """Updates of a kind whose tensors are kept at a time: the consumer's stream waits for the last but three."""
@@ -27,7 +28,7 @@ class UpdateSlot:
 
     Attributes:
         parts: index, priority, generation and anchor: int64 [n], float32 [n] for priority; None for what is not given.
-        items: int64 [n], the items that the update finds. work: its launches. done: recorded after them.
+        items: int64 [n], the items that the update finds. work: its launches. done: recorded after them, on a GPU.
     """
 
     def __init__(self, like: Parts) -> None:
@@ -38,7 +39,7 @@ class UpdateSlot:
         assert self.parts[0] is not None
         self.items = torch.empty_like(self.parts[0])
         self.work = RepeatedWork()
-        self.done = torch.cuda.Event()
+        self.done: Any = torch.cuda.Event() if self.items.is_cuda else None
         self._streams: set[int] = set()
 
     def fill(self, parts: Parts, consumer: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
@@ -53,6 +54,10 @@ class UpdateSlot:
                 for kept in (self.items, *self.parts):
                     if kept is not None:
                         kept.record_stream(user)
+        self.copy(parts)
+
+    def copy(self, parts: Parts) -> None:
+        """Copy an update's tensors on the current stream."""
         for kept, part in zip(self.parts, parts, strict=True):
             if kept is not None and part is not None:
                 kept.copy_(_with_sign(part.detach()), non_blocking=True)
@@ -65,18 +70,13 @@ class UpdateSlots:
         self._slots: collections.OrderedDict[tuple[object, ...], collections.deque[UpdateSlot]]
         self._slots = collections.OrderedDict()
 
-    def take(self, parts: Parts) -> UpdateSlot | None:
-        """The slot for an update's tensors; None if there are no rows, or these have to be checked by `copied`.
+    def take(self, parts: Parts) -> UpdateSlot:
+        """The slot for an update's tensors, which `check_parts` has checked.
 
         New slots are allocated on the current stream, that of the consumer, which writes them first.
         """
-        index = parts[0]
-        if index is None or index.ndim != 1 or len(index) == 0:
-            return None
-        given = zip(_NAMES, parts, strict=True)
-        if not all(part is None or _fits(name, part, len(index)) for name, part in given):
-            return None
-        kind = len(index), *(part is None for part in parts)
+        assert parts[0] is not None
+        kind = len(parts[0]), *(part is None for part in parts)
         slots = self._slots.setdefault(kind, collections.deque())
         self._slots.move_to_end(kind)
         if len(self._slots) > _KINDS:
@@ -86,9 +86,23 @@ class UpdateSlots:
         return slot
 
 
-def _fits(name: str, part: torch.Tensor, count: int) -> bool:
-    integral = not (part.is_floating_point() or part.is_complex() or part.dtype == torch.bool)
-    return part.shape == (count,) and (not part.is_complex() if name == "priority" else integral)
+def check_parts(parts: Parts) -> None:
+    """Raise SchemaError for tensors of an update that have other shapes or dtypes."""
+    index = parts[0]
+    assert index is not None
+    count = index.shape[0] if index.ndim == 1 else -1
+    for name, part in zip(_NAMES, parts, strict=True):
+        if part is None:
+            continue
+        number = not part.is_complex() and (
+            name == "priority" or not (part.is_floating_point() or part.dtype == torch.bool)
+        )
+        if part.shape != (count,) or not number:
+            kind = "numbers" if name == "priority" else "integers"
+            raise SchemaError(
+                f"{name} is {part.dtype} {list(part.shape)}; expected {kind} [{'n' if count < 0 else count}], as many "
+                "as index has. Nothing was changed."
+            )
 
 
 def _with_sign(part: torch.Tensor) -> torch.Tensor:
@@ -98,28 +112,3 @@ def _with_sign(part: torch.Tensor) -> torch.Tensor:
     narrow, tiny = part.float(), torch.finfo(torch.float32).tiny
     lost = (narrow == 0) & (part != 0)
     return torch.where(lost, torch.copysign(narrow.new_full((), tiny), part), narrow)
-
-
-def copied(
-    index: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None, anchor: torch.Tensor | None
-) -> list[torch.Tensor | None]:
-    """Copies of an update's GPU tensors in the kernels' dtypes: int64 [n], and float32 [n] for `priority`.
-
-    Raises:
-        SchemaError: other shapes or dtypes.
-    """
-    count = index.shape[0] if index.ndim == 1 else -1
-    parts: list[torch.Tensor | None] = []
-    given = (index, priority, generation, anchor)
-    for name, dtype, part in zip(_NAMES, _DTYPES, given, strict=True):
-        if part is None:
-            parts.append(None)
-            continue
-        if not _fits(name, part, count):
-            kind = "numbers" if name == "priority" else "integers"
-            raise SchemaError(
-                f"{name} is {part.dtype} {list(part.shape)}; expected {kind} [{'n' if count < 0 else count}], as many "
-                "as index has. Nothing was changed."
-            )
-        parts.append(_with_sign(part.detach()).to(dtype, copy=True).contiguous())
-    return parts

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import time
+from collections.abc import Callable
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
 
-from gear_loader.errors import SchemaError
+from gear_loader.errors import SchemaError, StaleIndexError
+from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.reader import Snapshot
+from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.table import Table
 from gear_loader.storage.table_rules import check_seconds
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import at_least, one_of
 
-__all__ = ["CompleteGroups", "GroupPriority", "Groups", "TrajectoryValues", "expired_members", "form_groups"]
+__all__ = ["CompleteGroups", "GroupCounts", "GroupFormer", "GroupPriority", "Groups"]
 
 GroupPriority = Literal["max", "mean"]
+_Found = TypeVar("_Found")
+_LOOK_SECONDS = 1.0
+"""Most seconds between two looks for incomplete groups that are too old."""
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -230,3 +237,87 @@ def expired_members(
     np.minimum.at(youngest, which, ages)
     expired: Array = slots[youngest[which] > max_age]
     return expired
+
+
+@dataclasses.dataclass
+class GroupCounts:
+    """CompleteGroups as of the last draw, and trajectories removed so far; see `ReplayDataset.stats`."""
+
+    complete: int = 0
+    incomplete: int = 0
+    constant: int = 0
+    expired: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """The numbers by name."""
+        return dataclasses.asdict(self)
+
+
+class GroupFormer:
+    """Forms the groups of a table's snapshots, and removes incomplete ones that are too old.
+
+    Attributes:
+        counts: of the last snapshot.
+    """
+
+    def __init__(self, table: Table, grouping: Groups) -> None:
+        self._table, self._grouping = table, grouping
+        self._values = TrajectoryValues(table)
+        self._known: tuple[Snapshot, CompleteGroups] | None = None
+        self._looked = -np.inf
+        self.counts = GroupCounts()
+
+    def form(self, view: Snapshot) -> CompleteGroups:
+        """The groups among the trajectories of a snapshot that can be drawn, under a read ticket."""
+        if self._known is None or self._known[0] is not view:
+            groups = self._readable(view, lambda left: form_groups(self._values, left, self._grouping))
+            self._known = view, groups
+            self.counts.complete, self.counts.constant = len(groups), groups.constant
+            self.counts.incomplete = len(groups.incomplete)
+        return self._known[1]
+
+    def _readable(self, view: Snapshot, call: Callable[[Snapshot], _Found]) -> _Found:
+        """The result of a call with a snapshot, without the trajectories that it cannot read: those are removed."""
+        while True:
+            try:
+                return call(view)
+            except LostRowsError as error:
+                self._table.remove_lost(error)
+                view = view.take(~np.isin(view.slots, error.slots))
+
+    def expire(self) -> None:
+        """Remove the trajectories of incomplete groups to which none was added for `max_age` seconds."""
+        limit, now = self._grouping.max_age, time.monotonic()
+        if limit is None or now - self._looked < min(_LOOK_SECONDS, limit):
+            return
+        self._looked = now
+        ticket = Ticket()
+        try:
+            _, everything = self._table.reader().begin_snapshot(0, ticket)
+            slots = self._readable(
+                everything, lambda left: expired_members(self._values, left, self._grouping, limit)
+            )
+            ticket.end()
+        finally:
+            ticket.end()  # again: an exception may arrive anywhere
+        if len(slots):
+            try:
+                self._table.remove(slots)
+                self.counts.expired += len(slots)
+            except StaleIndexError:  # one was removed meanwhile: look again at the next draw
+                self._looked = -np.inf
+
+    def look(self, view_of: Callable[[Snapshot], Snapshot]) -> CompleteGroups:
+        """The groups that can be drawn now, of the trajectories of a snapshot that `view_of` returns.
+
+        Removes trajectories that cannot be read from disk.
+        """
+        self.expire()
+        ticket = Ticket()
+        try:
+            _, snapshot = self._table.reader().begin_snapshot(0, ticket)
+            groups = self.form(view_of(snapshot))
+            ticket.end()
+            return groups
+        finally:
+            ticket.end()  # again: an exception may arrive anywhere

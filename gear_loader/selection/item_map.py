@@ -68,12 +68,9 @@ class Leaves:
         """Items and priorities, one by one, in the order in which they are set; those of whole blocks first."""
         if not len(self.whole):
             return self.items, self.priorities
-        step, inside = np.arange(of.block_steps), of.inside[self.whole]
-        there = (step >= inside[:, :1]) & (step < inside[:, 1:])
-        values = np.where(there, self.whole_priorities[:, None], _GONE)
-        whole = self.whole[:, None] * of.block_steps + step
+        items, values, _ = of.steps_of(self.whole, self.whole_priorities)
         return (
-            np.concatenate((whole.reshape(-1), self.items)),
+            np.concatenate((items.reshape(-1), self.items)),
             np.concatenate((values.reshape(-1), self.priorities)),
         )
 
@@ -100,6 +97,7 @@ class ItemMap:
         capacity: leaves of the tree.
         position: position of the last followed change; -1 at first.
         next_sequence: trajectories with lower sequence numbers are known.
+        sequence_of: int64 [num_slots]: sequence number of the slot's trajectory, -1 without one that can be drawn.
         own: the blocks of leaves, if an item is a step, and not those of the table; else None.
 
     If an item is a step, also:
@@ -132,7 +130,7 @@ class ItemMap:
         self.capacity = num_blocks * block_steps if steps else num_slots
         self.position = -1
         self.next_sequence = 0
-        self._present: Array = np.zeros(num_slots, dtype=bool)
+        self.sequence_of: Array = np.full(num_slots, -1, dtype=np.int64)
         if steps:
             self.owner: Array = np.full(num_blocks, -1, dtype=np.int32)
             self.number: Array = np.zeros(num_blocks, dtype=np.int32)
@@ -162,15 +160,16 @@ class ItemMap:
         fresh = changes.ready & (changes.sequences >= self.next_sequence)
         stale = ~changes.ready | fresh  # slots whose known trajectory was removed
         grown = changes.ready & ~fresh & chosen  # perhaps: with the same sequence number as before
-        fresh |= grown & ~self._present[changes.slots]  # had no step that could be drawn
-        grown &= self._present[changes.slots]
+        present = self.has(changes.slots)
+        fresh |= grown & ~present  # had no step that could be drawn
+        grown &= present
         stale |= fresh
         added = fresh & chosen
         self.position, self.next_sequence = changes.position, changes.next_sequence
+        slots, sequences = changes.slots[stale], np.where(added, changes.sequences, -1)[stale]
         if not self.steps:
-            slots = changes.slots[stale]
             empty = np.empty(0, dtype=np.int64)
-            self._present[slots] = added[stale]
+            self.sequence_of[slots] = sequences
             again = grown & changes.revised  # another priority, of the same trajectory
             new = np.where(added | again, changes.priorities, _GONE)
             items, none = changes.slots[stale | again], np.empty(0, dtype=np.float32)
@@ -180,7 +179,7 @@ class ItemMap:
             assert changes.extents is not None
             ready = changes.slots[changes.ready]
             extent[ready, 0], extent[ready, 2] = changes.extents[changes.ready][:, [0, 2]].T
-        self._present[changes.slots[stale]] = added[stale]
+        self.sequence_of[slots] = sequences
         known = grown
         if known.any():
             grown = known & (self._ends(changes.slots, extent) != self.length[changes.slots])
@@ -237,7 +236,7 @@ class ItemMap:
 
     def has(self, slots: Array) -> Array:
         """Whether the map has the trajectories in slots (int64 [n]), bool [n]."""
-        present: Array = self._present[slots]
+        present: Array = self.sequence_of[slots] >= 0
         return present
 
     def _blocks(self, extent: Array, block_ids: Array) -> tuple[Array, Array]:
@@ -306,10 +305,7 @@ class ItemMap:
         self.place[blocks[had:]] = self.start[slot] + number[had:]
         self._next[blocks[:-1]] = blocks[1:]
         self._count[slot] = count
-        begin = number * self.block_steps
-        self.inside[blocks, 0] = np.clip(self._first_step - begin, 0, self.block_steps)
-        self.inside[blocks, 1] = np.clip(end - begin, 0, self.block_steps)
-        self.length[slot] = end
+        self._set_inside(slot, blocks, number, end)
         steps = np.arange(before, end)
         items: Array = blocks[steps // self.block_steps] * self.block_steps + steps % self.block_steps
         return items
@@ -373,16 +369,32 @@ class ItemMap:
             self._others.setdefault(block, []).append(share)
             start = int(self.place[block]) - place  # a later part of the same stream
         self.owner[blocks], self.number[blocks], self.place[blocks] = slot, number, start + number
-        self.start[slot], self.length[slot] = start, end
+        self.start[slot] = start
         self._next[blocks[:-1]] = blocks[1:]
         self._first[slot], self._count[slot] = blocks[0], count
+        self._set_inside(slot, blocks, number, end)
+        items, values, inside = self.steps_of(blocks, np.full(count, priority, dtype=np.float32))
         step = np.arange(self.block_steps)
-        self.inside[blocks, 0] = np.clip(self._first_step - number * self.block_steps, 0, self.block_steps)
-        self.inside[blocks, 1] = np.clip(end - number * self.block_steps, 0, self.block_steps)
-        inside = (step >= self.inside[blocks, :1]) & (step < self.inside[blocks, 1:])
-        values = np.where(inside, priority, _GONE)
         new = ~(inside & (step >= before[:, :1]) & (step < before[:, 1:]))
-        return blocks, (blocks[:, None] * self.block_steps + step)[new], values[new]
+        return blocks, items[new], values[new]
+
+    def _set_inside(self, slot: int, blocks: Array, number: Array, end: int) -> None:
+        """Set which steps of a trajectory's blocks (int64 [n], with their numbers) can be drawn: those before `end`."""
+        bounds = np.array([[self._first_step, end]]) - number[:, None] * self.block_steps
+        self.inside[blocks] = np.clip(bounds, 0, self.block_steps)
+        self.length[slot] = end
+
+    def steps_of(self, blocks: Array, priorities: Array) -> tuple[Array, Array, Array]:
+        """The steps of whole blocks (int64 [n]) and their priorities, one a block (float32 [n]).
+
+        Returns:
+            Items and priorities, int64 and float32 [n, block_steps], `GONE` where no step can be drawn; and where one
+            can, bool.
+        """
+        step, bounds = np.arange(self.block_steps), self.inside[blocks]
+        inside = (step >= bounds[:, :1]) & (step < bounds[:, 1:])
+        values = np.where(inside, priorities[:, None], _GONE)
+        return blocks[:, None] * self.block_steps + step, values, inside
 
     def locate(self, items: Array) -> tuple[Array, Array]:
         """Slots and steps of items, int64 [n] each; the step is 0 if an item is a trajectory."""

@@ -9,30 +9,31 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gear_loader.errors import SchemaError
+from gear_loader.errors import PriorityError, SchemaError
 from gear_loader.selection.random import integers, permutation
 from gear_loader.storage.reader import Snapshot
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import finite, flag, one_of
 
 __all__ = [
+    "REPLACED",
     "SAMPLE_EPOCH",
     "Draw",
     "Fifo",
     "Lifo",
     "LinearSchedule",
     "Prioritized",
+    "PrioritySelector",
     "Selector",
     "SnapshotSelector",
     "TopK",
     "Uniform",
     "anchors",
-    "replacements",
 ]
 
 _LARGEST = float(np.finfo(np.float32).max)
 _LARGEST_ALPHA = 16.0
-_ITEMS, _ANCHORS, _REPLACED = range(3)  # streams of random numbers
+_ITEMS, _ANCHORS, REPLACED = range(3)  # streams of random numbers
 SAMPLE_EPOCH = 1 << 62
 """First epoch number of `ReplayDataset.sample`, beyond those of iteration."""
 Unit = Literal["trajectory", "step"]
@@ -71,6 +72,13 @@ class Selector:
         replacement: whether an item may be drawn again.
         passes: whether an epoch is a pass over all items present at its start.
         weighs: whether batches carry `priority_weight`.
+        by_priority: whether items are drawn by their priorities, from a sum tree; else from a snapshot.
+        repeats: whether every batch has the same items, as long as the table does not change.
+        merged: whether a batch over shards is merged from the first candidates of each; else each of its rows is
+            assigned to a shard.
+        exponent: alpha and eps of the leaves ``(priority + eps) ** alpha``, as float32.
+        least_of_table: whether weights need the smallest leaf of the table.
+        freshness: factor of a leaf for each version that its policy is behind.
         keeps: which trajectories of a table with a disk tier are drawn most; see ``Disk(keep="auto")``.
     """
 
@@ -78,6 +86,12 @@ class Selector:
     replacement: bool
     passes: bool
     weighs = False
+    by_priority = False
+    repeats = False
+    merged = False
+    exponent: tuple[float, float] = (1.0, 0.0)
+    least_of_table = False
+    freshness = 1.0
     keeps: Literal["newest", "oldest", "priority"] = "newest"
 
     def __init__(self, *, replacement: Any, unit: Any, passes: bool) -> None:
@@ -93,17 +107,27 @@ class Selector:
         """Number of items in a snapshot: trajectories, or steps of all trajectories."""
         return len(snapshot) if self.unit == "trajectory" else snapshot.num_steps
 
+    def merge_order(self, shards: Array, records: Array) -> Array:
+        """Order of the candidates of all shards, int64 [n], if they are merged.
+
+        Args:
+            shards: int64 [n], of each candidate. records: their row records [n].
+        """
+        raise NotImplementedError
+
 
 class SnapshotSelector(Selector):
-    """Base of the selectors that draw from a snapshot."""
+    """Base of the selectors that draw from a snapshot: they choose numbers of items, and know no table.
+
+    Attributes:
+        ordered: whether items are drawn in the order of insertion. newest: whether from its end.
+    """
+
+    ordered = False
+    newest = False
 
     def __init__(self, replacement: bool = True, unit: Unit = "trajectory") -> None:
         super().__init__(replacement=replacement, unit=unit, passes=replacement is False)
-
-    def select(self, snapshot: Snapshot, draw: Draw) -> tuple[Array, Array | None]:
-        """Draw positions in the snapshot, int64 [count], and their steps, int64 [count] or None for trajectories."""
-        items = self.items(self.num_items(snapshot), draw)
-        return (items, None) if self.unit == "trajectory" else snapshot.locate(items)
 
     def items(self, size: int, draw: Draw) -> Array:
         """Numbers of the drawn items, int64 [count], each from 0 to size - 1."""
@@ -143,8 +167,17 @@ class Fifo(SnapshotSelector):
         SchemaError: invalid option.
     """
 
-    newest = False
+    ordered = True
     keeps: Literal["newest", "oldest", "priority"] = "oldest"
+
+    def __init__(self, replacement: bool = True, unit: Unit = "trajectory") -> None:
+        super().__init__(replacement, unit)
+        self.repeats = self.merged = self.replacement
+
+    def merge_order(self, shards: Array, records: Array) -> Array:
+        """See `Selector.merge_order`: by age."""
+        order: Array = np.lexsort((records["step"], records["id"]))
+        return order[::-1] if self.newest else order
 
     def items(self, size: int, draw: Draw) -> Array:
         """See `SnapshotSelector.items`."""
@@ -185,7 +218,28 @@ class LinearSchedule:
         return self.start + (self.end - self.start) * min(number / self.batches, 1.0)
 
 
-class Prioritized(Selector):
+class PrioritySelector(Selector):
+    """Base of the selectors that draw from a priority tree, which they are given: they know no table."""
+
+    keeps = "priority"
+    by_priority = True
+    keeps_extremes = True
+    """Whether the nodes of the tree hold the smallest and largest leaves below."""
+
+    def draw(self, tree: Any, count: int, *, key: int, step: int) -> tuple[Array, Array]:
+        """Draw `count` items from a `PriorityTree`: items, int64 [count], and their leaves, float32 [count].
+
+        Raises:
+            PriorityError: there are too few with a positive leaf.
+        """
+        raise NotImplementedError
+
+    def candidates(self, tree: Any, count: int, *, key: int, step: int) -> tuple[Array, Array]:
+        """The first items that `draw` would draw, without repetition: at most `count`; see `Selector.merged`."""
+        raise NotImplementedError
+
+
+class Prioritized(PrioritySelector):
     """Prioritized replay (Schaul et al., 2016): draws items in proportion to ``(priority + eps) ** alpha``.
 
     A batch carries ``priority_weight``, float32 [B]: the importance weights ``(N * P(i)) ** -beta``, divided by the
@@ -215,8 +269,6 @@ class Prioritized(Selector):
     Raises:
         SchemaError: invalid option.
     """
-
-    keeps = "priority"
 
     weighs = True
 
@@ -261,6 +313,24 @@ class Prioritized(Selector):
         self.beta = beta
         self.eps = float(eps)
         self.normalize: Literal["batch", "table"] = normalize
+        self.merged = not self.replacement
+        self.least_of_table = self.keeps_extremes = normalize == "table"
+        self.exponent = float(np.float32(alpha)), float(np.float32(eps))
+
+    def draw(self, tree: Any, count: int, *, key: int, step: int) -> tuple[Array, Array]:
+        """See `PrioritySelector.draw`."""
+        drawn: tuple[Array, Array] = tree.draw(count, key=key, step=step, distinct=not self.replacement)
+        return drawn
+
+    def candidates(self, tree: Any, count: int, *, key: int, step: int) -> tuple[Array, Array]:
+        """See `PrioritySelector.candidates`."""
+        drawn: tuple[Array, Array] = tree.draw_some(count, key=key, step=step)
+        return drawn
+
+    def merge_order(self, shards: Array, records: Array) -> Array:
+        """See `Selector.merge_order`: by simulated time of the draw."""
+        order: Array = np.lexsort((shards, records["time"]))
+        return order
 
     def beta_at(self, number: int) -> float:
         """`beta` after `number` batches.
@@ -290,7 +360,7 @@ class Prioritized(Selector):
         )
 
 
-class TopK(Selector):
+class TopK(PrioritySelector):
     """Draws the items with the currently largest priorities.
 
     Ties are broken by storage order; items of priority 0 are skipped. If there are fewer items than the batch has
@@ -304,11 +374,34 @@ class TopK(Selector):
         SchemaError: invalid option.
     """
 
-    keeps = "priority"
+    repeats = True
+    merged = True
 
     def __init__(self, largest: bool = True, *, unit: Unit = "trajectory") -> None:
         super().__init__(replacement=True, unit=unit, passes=False)
         self.largest = flag("largest", largest)
+
+    def draw(self, tree: Any, count: int, *, key: int, step: int) -> tuple[Array, Array]:
+        """See `PrioritySelector.draw`."""
+        items, leaves = self.candidates(tree, count, key=key, step=step)
+        if len(items) == 0:
+            raise PriorityError(
+                "Every priority is zero: there is nothing to draw. Set some with update_priority, or add trajectories "
+                "with a positive priority."
+            )
+        again = np.arange(count) % len(items)
+        return items[again], leaves[again]
+
+    def candidates(self, tree: Any, count: int, *, key: int, step: int) -> tuple[Array, Array]:
+        """See `PrioritySelector.candidates`."""
+        items, leaves = tree.top(min(count, tree.capacity), largest=self.largest)
+        return items[items >= 0], leaves[items >= 0]
+
+    def merge_order(self, shards: Array, records: Array) -> Array:
+        """See `Selector.merge_order`: by priority."""
+        leaves = records["leaf"]
+        order: Array = np.lexsort((shards, -leaves if self.largest else leaves))
+        return order
 
     def __repr__(self) -> str:
         return f"TopK(largest={self.largest}, unit={self.unit!r})"
@@ -318,18 +411,11 @@ class TopK(Selector):
 
 
 def anchors(
-    kind: Literal["uniform", "first", "last"], lengths: Array, draw: Draw, stream: int | None = None
+    kind: Literal["uniform", "first", "last"], lengths: Array, draw: Draw, stream: int = _ANCHORS
 ) -> Array:
     """Anchor steps, int64 [n], of trajectories of these lengths, int64 [n]; for ``"uniform"`` n is `draw.count`."""
     if kind == "first":
         return np.zeros(len(lengths), dtype=np.int64)
     if kind == "last":
         return lengths - 1
-    return draw.integers(_ANCHORS if stream is None else stream, lengths)
-
-
-def replacements(unit: Unit, snapshot: Snapshot, draw: Draw) -> tuple[Array, Array | None]:
-    """Random items that replace removed ones, as `SnapshotSelector.select` returns them."""
-    if unit == "trajectory":
-        return draw.integers(_REPLACED, len(snapshot)), None
-    return snapshot.locate(draw.integers(_REPLACED, snapshot.num_steps))
+    return draw.integers(stream, lengths)

@@ -10,35 +10,77 @@ import numpy as np
 from gear_loader.native.random import uniform_rows
 from gear_loader.selection.base import ANCHOR_KINDS, REDRAWN, Selection, SelectionContext
 from gear_loader.selection.random import signed
-from gear_loader.selection.selectors import (
-    Draw,
-    Fifo,
-    SnapshotSelector,
-    Uniform,
-    anchors,
-    replacements,
-)
+from gear_loader.selection.selectors import REPLACED, Draw, SnapshotSelector, Uniform, anchors
 from gear_loader.storage.inline import InlineBatch, Places, uniform_batch
-from gear_loader.storage.reader import Snapshot
+from gear_loader.storage.reader import Snapshot, TableReader
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import SelectedRows
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 
-__all__ = ["SnapshotSelection"]
+__all__ = ["SnapshotSelection", "gone_rows", "random_rows", "rows_of"]
+
+
+def rows_of(context: SelectionContext, view: Any, items: Array) -> tuple[Array, Array | None, Array, Array]:
+    """The rows of items of a view: of trajectories, of steps, or of all members of groups.
+
+    Args:
+        view: `Snapshot` or `CompleteGroups`. items: int64 [n], their numbers.
+
+    Returns:
+        Slots, steps, lengths and generations, int64 [m]; no steps if items are no steps.
+    """
+    steps: Array | None = None
+    if context.selector.unit == "step":
+        items, steps = view.locate(items)
+    slots, lengths, generations = (
+        part[items].reshape(-1) for part in (view.slots, view.lengths, view.generations)
+    )
+    return slots, steps, lengths, generations
+
+
+def gone_rows(reader: TableReader, slots: Array, generations: Array) -> Array:
+    """Numbers of the rows whose trajectories are no longer in the table, int64 [k]."""
+    state, generation, _ = reader.slot_states()
+    return np.flatnonzero((state[slots] != READY) | (generation[slots] != generations))
+
+
+def random_rows(context: SelectionContext, view: Any, draw: Draw, stream: int) -> tuple[Array, Array, Array]:
+    """Rows of `draw.count` random items of a view, in place of rows that are gone.
+
+    Args:
+        stream: of the items' random numbers; those of the anchors have the next one.
+
+    Returns:
+        Slots, numbers of anchors and generations, int64 [m].
+    """
+    slots, steps, lengths, generations = rows_of(
+        context, view, draw.integers(stream, context.selector.num_items(view))
+    )
+    return slots, anchors(context.anchor, lengths, draw, stream + 1) if steps is None else steps, generations
 
 
 class SnapshotSelection(Selection):
-    """Draws rows from a snapshot, or from either end of the insertion order."""
+    """Draws trajectories, steps or groups from a snapshot, or from either end of the insertion order."""
 
     def __init__(self, context: SelectionContext) -> None:
         super().__init__(context)
         selector = context.selector
         self._by_step, self._anchor = selector.unit == "step", ANCHOR_KINDS[context.anchor]
-        self._draws_uniformly = type(selector) is Uniform and selector.replacement and not context.counts
+        self._draws_uniformly = (
+            type(selector) is Uniform
+            and selector.replacement
+            and not context.counts
+            and context.grouping is None
+        )
         self._items: tuple[Snapshot, Places] | None = (
             None  # for `fill`: a snapshot, and what is drawn from it
         )
+
+    @property
+    def _selector(self) -> SnapshotSelector:
+        selector: Any = self.context.selector
+        return selector  # type: ignore[no-any-return]
 
     def fill(self, draw: Draw, batch: InlineBatch) -> bool:
         """See `Selection.fill`."""
@@ -50,7 +92,7 @@ class SnapshotSelection(Selection):
         if snapshot is None:
             return False
         if self._items is None or self._items[0] is not snapshot:
-            view = self.anchors_of(self.view(snapshot))
+            view = self.drawable(snapshot)
             if len(view) == 0:
                 return False
             self._items = snapshot, Places(view.slots, view.lengths, view.generations, view.sums[1])
@@ -69,38 +111,44 @@ class SnapshotSelection(Selection):
             draw.epoch,
         )
 
-    def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows:
-        """See `Selection.draw`."""
+    def draw(self, draw: Draw, ticket: Ticket, frozen: Any = None) -> SelectedRows:
+        """See `Selection.draw`; over groups `draw` counts groups."""
         return self.when_drawable(lambda: self._draw(draw, ticket, frozen), ticket)
 
-    def _draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None) -> SelectedRows:
-        selector = self.context.selector
-        assert isinstance(selector, SnapshotSelector)
-        if isinstance(selector, Fifo) and frozen is None and not self.context.filters:
-            return self._draw_from_end(selector, draw, ticket)
-        _, snapshot = self.context.table.reader().begin_snapshot(self.context.samples(draw.count), ticket)
-        view = self.anchors_of(self.view(snapshot))
+    def _draw(self, draw: Draw, ticket: Ticket, frozen: Any) -> SelectedRows:
+        context, selector, reader = self.context, self._selector, self.context.table.reader()
+        if selector.ordered and frozen is None and self.former is None and not context.filters:
+            return self._draw_from_end(draw, ticket)
+        if self.former is not None:
+            self.former.expire()
+        count = self.num_rows(draw)
+        _, snapshot = reader.begin_snapshot(context.samples(count), ticket)
+        view = self.drawable(snapshot)
         if self._draws_uniformly and frozen is None and len(view):
-            assert isinstance(selector, Uniform)
-            return self._draw_uniform(selector, view, draw)
+            return self._draw_uniform(view, draw)
         items = view if frozen is None else frozen
-        if selector.num_items(items) == 0 or len(view) == 0:
-            raise self.context.empty()
-        positions, steps = selector.select(items, draw)
-        slots, lengths, generations = (
-            part[positions] for part in (items.slots, items.lengths, items.generations)
-        )
+        size = selector.num_items(items)
+        if size == 0 or len(view) == 0:
+            raise context.empty()
+        slots, steps, lengths, generations = rows_of(context, items, selector.items(size, draw))
+        if items.version != view.version and len(gone := gone_rows(reader, slots, generations)):
+            # Items with a row that is gone are replaced as a whole; all rows keep their random anchors.
+            rows = count // draw.count
+            gone = np.unique(gone // rows)
+            gone = (gone[:, None] * rows + np.arange(rows)).reshape(-1)
+            others = rows_of(context, view, draw.integers(REPLACED, selector.num_items(view)))
+            for mine, other in zip((slots, steps, lengths, generations), others, strict=True):
+                if mine is not None and other is not None:
+                    mine[gone] = other[gone]
         if steps is None:
-            steps = anchors(self.context.anchor, lengths, draw)
-        if items.version != view.version:
-            self._replace_stale(view, draw, slots, steps, generations)
-        rows = (slots, steps + self.context.first, generations)
-        times = self.count_samples(slots, generations, lambda *which: self._redraw(draw, rows, *which))
-        likely = 1 / selector.num_items(items) if isinstance(selector, Uniform) else 1.0
-        return self.rows(*rows, times, likely)
+            steps = anchors(context.anchor, lengths, dataclasses.replace(draw, count=count))
+        # The anchors of groups from a snapshot are any steps, also with complete windows.
+        drawn = slots, steps + (context.first if self.former is None else 0), generations
+        times = self.count_samples(slots, generations, lambda *which: self._redraw(draw, drawn, *which))
+        return self.rows(*drawn, times, 1.0 if selector.ordered and self.former is None else 1 / size)
 
-    def _draw_uniform(self, selector: Uniform, view: Snapshot, draw: Draw) -> SelectedRows:
-        """`Uniform.select` and `anchors` in one compiled call."""
+    def _draw_uniform(self, view: Snapshot, draw: Draw) -> SelectedRows:
+        """`Uniform.items` and `anchors` in one compiled call."""
         names = np.empty((3, draw.count), dtype=np.int64)
         uniform_rows(
             view.slots,
@@ -117,57 +165,44 @@ class SnapshotSelection(Selection):
         names[1] += self.context.first
         return SelectedRows(*names)
 
-    def _draw_from_end(self, selector: Fifo, draw: Draw, ticket: Ticket) -> SelectedRows:
+    def _draw_from_end(self, draw: Draw, ticket: Ticket) -> SelectedRows:
         # Trajectories are linked in insertion order, so nothing is sorted. If this fails, the draws that `take_ends`
         # has counted stay counted.
-        table, samples = self.context.table, self.context.samples(draw.count)
+        context, selector, reader = self.context, self._selector, self.context.table.reader()
         times: Array | None = None
-        end: dict[str, Any] = {"newest": selector.newest, "samples": samples, "ticket": ticket}
-        if table.rules.max_times_sampled is not None and selector.unit == "trajectory":
-            _, slots, times = table.reader().take_ends(draw.count, **end)
+        end: dict[str, Any] = {
+            "newest": selector.newest,
+            "samples": context.samples(draw.count),
+            "ticket": ticket,
+        }
+        if context.table.rules.max_times_sampled is not None and not self._by_step:
+            _, slots, times = reader.take_ends(draw.count, **end)
         else:
-            _, slots = table.reader().begin_ends(draw.count, **end)
+            _, slots = reader.begin_ends(draw.count, **end)
         if len(slots) == 0:
-            raise self.context.empty()
-        lengths = table.reader().index_arrays()[0][slots, 0]
-        _, generation, sequence = table.reader().slot_states()
+            raise context.empty()
+        lengths = reader.index_arrays()[0][slots, 0]
+        _, generation, sequence = reader.slot_states()
         order = slice(None, None, -1) if selector.newest else slice(None)
         part = Snapshot(-1, *(a[order] for a in (slots, lengths, generation[slots], sequence[slots])))
-        positions, steps = selector.select(part, draw)
+        items = selector.items(selector.num_items(part), draw)
+        slots, steps, lengths, generations = rows_of(context, part, items)
         if steps is None:
-            steps = anchors(self.context.anchor, part.lengths[positions], draw)
-        rows = (part.slots[positions], steps, part.generations[positions])
+            steps = anchors(context.anchor, lengths, draw)
+        rows = slots, steps, generations
         if times is not None:
-            times = times[order][positions]
+            times = times[order][items]
         else:
-            times = self.count_samples(rows[0], rows[2], lambda *which: self._redraw(draw, rows, *which))
+            times = self.count_samples(slots, generations, lambda *which: self._redraw(draw, rows, *which))
         return self.rows(*rows, times, 1.0)
 
     def _redraw(self, draw: Draw, rows: tuple[Array, Array, Array], which: Array, turn: int) -> bool:
         """Replace rows `which` by random rows of a new snapshot; see `count_samples`."""
-        view = self.anchors_of(self.view())
+        view = self.drawable()
         if len(view) == 0:
             return False
-        again, stream = dataclasses.replace(draw, count=len(which)), REDRAWN + 2 * turn
-        if self.context.selector.unit == "step":
-            others, at = view.locate(again.integers(stream, view.num_steps))
-        else:
-            others = again.integers(stream, len(view))
-            at = anchors(self.context.anchor, view.lengths[others], again, stream + 1)
-        for part, values in zip(
-            rows, (view.slots[others], at + self.context.first, view.generations[others]), strict=True
-        ):
+        again = dataclasses.replace(draw, count=len(which))
+        slots, steps, generations = random_rows(self.context, view, again, REDRAWN + 2 * turn)
+        for part, values in zip(rows, (slots, steps + self.context.first, generations), strict=True):
             part[which] = values
         return True
-
-    def _replace_stale(
-        self, view: Snapshot, draw: Draw, slots: Array, steps: Array, generations: Array
-    ) -> None:
-        state, generation, _ = self.context.table.reader().slot_states()
-        stale = np.flatnonzero((state[slots] != READY) | (generation[slots] != generations))
-        if len(stale):
-            others, at = replacements(self.context.selector.unit, view, draw)
-            if at is None:
-                at = anchors(self.context.anchor, view.lengths[others], draw)
-            others, at = others[stale], at[stale]
-            slots[stale], steps[stale], generations[stale] = view.slots[others], at, view.generations[others]

@@ -11,7 +11,7 @@ import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.selection.base import Selection
-from gear_loader.selection.selectors import Fifo, Prioritized, Selector, TopK
+from gear_loader.selection.selectors import Selector
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least, one_of
 
@@ -67,12 +67,16 @@ class Steps:
 
     def check_selector(self, selector: Selector | None) -> None:
         """Raise SchemaError for a selector whose draws do not go on from batch to batch."""
-        if isinstance(selector, TopK) or (isinstance(selector, Fifo) and selector.replacement):
+        if selector is not None and selector.repeats:
             raise SchemaError(
                 f"{self!r} was given with {selector!r}, of which every batch has the same trajectories; expected "
                 "Uniform, Prioritized, or Fifo or Lifo with replacement=False."
             )
-        if isinstance(selector, Prioritized) and not (selector.replacement and selector.normalize == "table"):
+        if (
+            selector is not None
+            and selector.weighs
+            and not (selector.replacement and selector.least_of_table)
+        ):
             raise SchemaError(
                 f"{self!r} was given with {selector!r}; expected Prioritized(replacement=True, normalize='table'): a "
                 "batch is made of several draws, so neither distinct rows nor the largest weight are known at one."
@@ -208,9 +212,8 @@ class BudgetProgress:
         mine = self.counts
         mine.batches, mine.steps = mine.batches + counts.batches, mine.steps + counts.steps
         mine.skipped, mine.gone = mine.skipped + counts.skipped, mine.gone + counts.gone
-        forget: Any = getattr(selection, "forget_before", None)
-        if forget is not None and len(self._recent) == self._recent.maxlen:
-            forget(self._recent[0][0], self._recent[0][1].oldest)
+        if selection is not None and len(self._recent) == self._recent.maxlen:
+            selection.forget_before(self._recent[0][0], self._recent[0][1].oldest)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The last positions, JSON-serialisable."""

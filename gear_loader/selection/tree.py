@@ -10,7 +10,7 @@ from gear_loader.kernels.sum_tree import FANOUT, best, wide_levels
 from gear_loader.native import sum_tree
 from gear_loader.utils.arrays import Array
 
-__all__ = ["PriorityTree", "uniforms", "weigh"]
+__all__ = ["PriorityTree", "uniforms"]
 
 
 class PriorityTree:
@@ -30,7 +30,6 @@ class PriorityTree:
         self.capacity = capacity
         self.extremes = extremes
         self._scratch: tuple[Array, ...] | None = None
-        self._arrays: tuple[Array, ...] | None = None
         self._blocks = -(-capacity // FANOUT)
         self.leaves: Array = np.zeros(self._blocks * FANOUT, dtype=np.float32)
         offsets, count, place = [], self._blocks, 0
@@ -130,11 +129,8 @@ class PriorityTree:
         return drawn
 
     def arrays_for(self, count: int) -> tuple[Array, ...]:
-        """Leaves, sums, their offsets, and work space for compiled draws of `count` items; the same tuple each time."""
-        scratch = self._scratch_for(count)
-        if self._arrays is None or self._arrays[3] is not scratch[0]:
-            self._arrays = (self.leaves, self._sums, self._offsets, *scratch)
-        return self._arrays
+        """Leaves, sums, their offsets, and work space for compiled draws of `count` items."""
+        return self.leaves, self._sums, self._offsets, *self._scratch_for(count)
 
     def draw_some(self, count: int, *, key: int, step: int) -> tuple[Array, Array]:
         """`draw` with `distinct`, of at most `count` items, in the order of drawing; raises no error if fewer."""
@@ -183,10 +179,3 @@ def uniforms(count: int, *, key: int, step: int) -> Array:
     sum_tree.uniforms(key, step, us, np.empty((4, 64), dtype=np.uint64))
     drawn: Array = us[0]
     return drawn
-
-
-def weigh(values: Array, alpha: float, eps: float) -> Array:
-    """Leaves of priorities (float32 [n]): ``(values + eps) ** alpha``, float64 [n], 0 only for 0."""
-    weighed: Array = np.empty(len(values))
-    sum_tree.weigh(values, alpha, eps, weighed)
-    return weighed

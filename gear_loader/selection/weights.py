@@ -1,13 +1,83 @@
-"""Importance weights of prioritized draws."""
+"""Leaves of priorities, and importance weights of what is drawn by them."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from gear_loader.errors import PriorityError
+from gear_loader.kernels.sum_tree import LOWEST_LEAF
 from gear_loader.native import sum_tree
+from gear_loader.native.priority_updates import leaves_of
+from gear_loader.selection.selectors import Selector
 from gear_loader.utils.arrays import Array
 
-__all__ = ["importance_weights"]
+__all__ = [
+    "LARGEST_LEAF",
+    "SHARE",
+    "checked_leaves",
+    "first_leaves",
+    "importance_weights",
+    "may_leave_range",
+    "out_of_range",
+    "scaled",
+    "weigh",
+]
+
+LARGEST_LEAF = float(np.finfo(np.float32).max)
+SHARE = 2.0**-10
+"""Most share of the probability that leaves outside float32's range may have in a draw."""
+_DOUBTFUL_EPS = 2.0**100  # with a smaller eps, sums exceed float32's range by rounding only
+
+
+def weigh(values: Array, alpha: float, eps: float) -> Array:
+    """Leaves of priorities (float32 [n]): ``(values + eps) ** alpha``, float64 [n], 0 only for 0."""
+    weighed: Array = np.empty(len(values))
+    sum_tree.weigh(values, alpha, eps, weighed)
+    return weighed
+
+
+def first_leaves(selector: Selector, priorities: Array) -> Array:
+    """Leaves of new items with these priorities (float32 [n]), float32 [n], clipped to float32's range."""
+    leaves: Array = np.minimum(weigh(priorities, *selector.exponent), LARGEST_LEAF).astype(np.float32)
+    return leaves
+
+
+def checked_leaves(selector: Selector, priorities: Array) -> Array:
+    """Leaves of priorities (float32 [n]), float32 [n].
+
+    Raises:
+        PriorityError: a leaf exceeds float32's range.
+    """
+    leaves: Array = np.empty(len(priorities), dtype=np.float32)
+    bad = leaves_of(priorities, *selector.exponent, leaves)
+    if bad >= 0:
+        raise PriorityError(
+            f"priority[{bad}] is {priorities[bad]}, which {selector!r} raises beyond float32's "
+            "range; expected a smaller one, or use a smaller alpha. Nothing was changed."
+        )
+    return leaves
+
+
+def scaled(leaves: Array, factor: Array | float) -> Array:
+    """Leaves times a factor, float32 [n]; positive ones stay so."""
+    scaled = (leaves * np.asarray(factor, dtype=np.float64)).astype(np.float32)
+    result: Array = np.where(leaves > 0, np.maximum(scaled, np.float32(LOWEST_LEAF)), np.float32(0))
+    return result
+
+
+def may_leave_range(selector: Selector) -> bool:
+    """Whether leaves of valid priorities may exceed float32's range."""
+    alpha, eps = selector.exponent
+    return alpha > 1 or eps > _DOUBTFUL_EPS
+
+
+def out_of_range(selector: Selector) -> PriorityError:
+    """The error of a draw in which leaves clipped to float32's range have too much of the probability."""
+    return PriorityError(
+        f"{selector!r} raises the priorities out of float32's range (1.2e-38 to 3.4e38), so that very different ones "
+        "would be drawn equally often. Use a smaller alpha (with 1 or less every priority fits), scale the priorities "
+        "so that they are about 1, or use an eps that keeps small ones from vanishing."
+    )
 
 
 def importance_weights(leaves: Array, least: float | None, beta: float, *, scale: float = 1.0) -> Array:

@@ -31,7 +31,7 @@ from waiting_common import wait_until
 import gear_loader as gear
 from gear_loader.checkpoint import promoting, spilling
 from gear_loader.errors import SchemaError, StaleIndexError
-from gear_loader.selection import prioritized
+from gear_loader.selection import priorities
 from gear_loader.selection.leaf_blocks import LeafBlocks
 from gear_loader.storage.tier_counts import unpack_priorities
 
@@ -115,7 +115,7 @@ class Twin:
     def check(self, data: gear.ReplayDataset) -> None:
         self.look()
         assert leaves(data) == self.priorities
-        tree: Any = data._selected()._tree  # type: ignore[attr-defined]
+        tree: Any = data._selected().priorities.leaves.tree  # type: ignore[attr-defined]
         assert tree.total == sum(map(sum, self.priorities.values()))  # exact: they are small multiples of 1/8
 
 
@@ -461,7 +461,7 @@ def test_a_tree_takes_lengths_of_the_moment_of_its_look(
 
         monkeypatch.setattr(reader, "begin_changes", late)
         data.sample()
-        own = data._selected()._map.own  # type: ignore[attr-defined]
+        own = data._selected().priorities.items.own  # type: ignore[attr-defined]
         assert own.extent[own.slots, 0].tolist() == [30, 4]
         assert {number: len(part) for number, part in leaves(data).items()} == {1: 40}
 
@@ -552,7 +552,7 @@ def test_trajectories_added_after_a_state(tmp_path: Path) -> None:
 def test_memory_keeps_the_steps_that_are_drawn_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the mean priority of a trajectory's steps: a long one takes more room for its sum."""
     monkeypatch.setattr(spilling, "EXCHANGE_SECONDS", 0.01)
-    monkeypatch.setattr(prioritized, "_MEANS_SECONDS", 0.01)
+    monkeypatch.setattr(priorities, "_MEANS_SECONDS", 0.01)
     with tiered(tmp_path, keep="auto", blocks=48) as table:
         for number in range(40):
             table.add(rows(number, 24 if number % 2 else 4), priority=1.0)

@@ -79,7 +79,7 @@ def test_an_iterator_that_is_collected_while_the_index_is_locked(selector: Any) 
 def test_an_iterator_that_is_collected_while_priorities_are_locked() -> None:
     with make_table() as table:
         dataset = dataset_of(table, selector=gear.Prioritized())
-        with _dropped(dataset, dataset._selected()._mutex):  # type: ignore[attr-defined]
+        with _dropped(dataset, dataset._selected().priorities.mutex):  # type: ignore[attr-defined]
             pass
         state = dataset.state_dict()
         assert len(state["priorities"]["leaves"]) == len(table)

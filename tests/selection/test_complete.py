@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import collections
-import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from options_common import nested
@@ -119,47 +116,6 @@ def test_a_pass_has_each_item_once(unit: Any, case: int) -> None:
         else:
             assert sorted(slot for slot, _ in rows) == sorted({slot for slot, _ in allowed})
             assert set(rows) <= allowed
-
-
-@pytest.mark.parametrize("by", ["uniform", "prioritized"])
-@pytest.mark.parametrize("unit", ["step", "trajectory"])
-def test_frequencies(by: str, unit: Any) -> None:
-    """Uniform over all such anchors, or in proportion to their priorities; weights are relative to these."""
-    windows = WINDOWS[1]
-    with filled() as table:
-        allowed = sorted(complete_anchors(table, windows))
-        selector = gear.Uniform(unit=unit)
-        if by == "prioritized":
-            selector = gear.Prioritized(alpha=1.0, beta=1.0, unit=unit, normalize="table")
-        replay = dataset(table, windows, selector, batch_size=500)
-        items = allowed if unit == "step" else sorted({slot for slot, _ in allowed})
-        priorities = dict.fromkeys(items, 1.0)
-        if by == "prioritized":
-            everything = list(itertools.product(table.indices().tolist(), range(12)))
-            slots, steps = (np.array(part) for part in zip(*everything, strict=True))
-            values = np.random.default_rng(0).uniform(0.5, 3, len(slots))
-            anchor = {"anchor": steps} if unit == "step" else {}
-            replay.update_priority(slots, values, **anchor)  # also of anchors that are never drawn: stale
-            for (slot, step), value in zip(everything, np.float32(values).tolist(), strict=True):
-                item = (slot, step) if unit == "step" else slot
-                if item in priorities:
-                    priorities[item] = value
-        counts: collections.Counter[Any] = collections.Counter()
-        for _ in range(40):
-            batch = replay.sample()
-            drawn = rows_of(batch)
-            counts.update(drawn if unit == "step" else [slot for slot, _ in drawn])
-            if by == "prioritized":
-                keys = drawn if unit == "step" else [slot for slot, _ in drawn]
-                least = min(priorities.values())
-                expected = torch.tensor([least / priorities[key] for key in keys])
-                torch.testing.assert_close(batch["priority_weight"], expected, rtol=1e-4, atol=1e-6)
-        total = sum(priorities.values())
-        for item in items:
-            share = priorities[item] / total
-            error = 5 * np.sqrt(share * (1 - share) / 20_000)
-            assert abs(counts[item] / 20_000 - share) < error, item
-        assert set(counts) <= set(items)
 
 
 def test_chunks_that_share_steps() -> None:

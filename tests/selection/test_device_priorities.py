@@ -18,6 +18,7 @@ from gear_loader.collection.collector import Collector, GpuSide
 from gear_loader.errors import PriorityError, SchemaError, StaleIndexError, TableEmptyError
 from gear_loader.selection.base import Anchor, SelectionContext
 from gear_loader.selection.complete import CompleteAnchors
+from gear_loader.selection.cuda_leaves import CudaLeaves
 from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.selection.selectors import Draw, Selector
@@ -78,10 +79,10 @@ def drawn(selection: CudaPrioritizedSelection, draw: Draw) -> tuple[torch.Tensor
     random, beta = torch.empty(3, dtype=torch.int64), torch.empty(1)
     ticket = Ticket()
     try:
-        selection._follow(ticket)
+        selection.priorities.follow(ticket)
         places = DrawPlaces(random, beta, mirror, mirror[0], REACH, RepeatedWork(), True, lambda: None)
         selection.draw_rows(draw, places)
-        selection._leave()
+        selection.priorities.leaves.leave()
     finally:
         ticket.end()
     return mirror
@@ -90,7 +91,7 @@ def drawn(selection: CudaPrioritizedSelection, draw: Draw) -> tuple[torch.Tensor
 def expected(selection: PrioritizedSelection, draw: Draw) -> Any:
     ticket = Ticket()
     try:
-        selection._follow(ticket)
+        selection.priorities.follow(ticket)
         rows = selection._draw(draw)
         if rows.leaves is not None and selection.context.selector.weighs:
             rows = dataclasses.replace(rows, weights=selection._importance(draw, rows.leaves))
@@ -145,7 +146,9 @@ def test_batches_are_those_of_the_cpu_while_the_table_changes(
         draw = Draw(3, 1, step, 0, BATCH, 0, step)
         rows, found = expected(host, draw), drawn(device, draw)
         np.testing.assert_allclose(
-            device._wide.leaves[: host._map.capacity], host._tree.leaves[: host._map.capacity], **CLOSE
+            device.priorities.leaves.wide.leaves[: host.priorities.items.capacity],
+            host.priorities.leaves.tree.leaves[: host.priorities.items.capacity],
+            **CLOSE,
         )
         np.testing.assert_array_equal(found[0][:3], np.stack((rows.slots, rows.steps, rows.generations)))
         if rows.weights is not None:
@@ -177,7 +180,9 @@ def test_batches_are_those_of_the_cpu_while_the_table_changes(
     restored, _ = both(table, make(unit), anchor, complete=complete)
     restored.load_state_dict(states[0])
     for name in ("leaves", "sums", "mins", "maxs"):
-        assert torch.equal(getattr(restored._wide, name), getattr(device._wide, name))
+        assert torch.equal(
+            getattr(restored.priorities.leaves.wide, name), getattr(device.priorities.leaves.wide, name)
+        )
 
 
 def shared_steps(table: gear.Table) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -208,7 +213,7 @@ def test_updates_of_shared_steps_are_those_of_the_cpu(
     for turn in range(10):
         for selection in (device, host):
             ticket = Ticket()
-            selection._follow(ticket)
+            selection.priorities.follow(ticket)
             ticket.end()
         names = shared_steps(table)
         for _ in range(int(random.integers(0, 3))):
@@ -231,10 +236,13 @@ def test_updates_of_shared_steps_are_those_of_the_cpu(
         assert messages[0] == messages[1]
         errors += bool(messages[0])
         assert device.num_stale == host.num_stale
-        capacity = host._map.capacity
-        assert device._wide.leaves[:capacity].numpy().tobytes() == host._tree.leaves[:capacity].tobytes()
-        assert float(device._wide.maximum) == host._maximum
-    assert host._map._others  # steps were shared to the end
+        capacity = host.priorities.items.capacity
+        assert (
+            device.priorities.leaves.wide.leaves[:capacity].numpy().tobytes()
+            == host.priorities.leaves.tree.leaves[:capacity].tobytes()
+        )
+        assert float(device.priorities.leaves.wide.maximum) == host.priorities.leaves.maximum
+    assert host.priorities.items._others  # steps were shared to the end
     assert (errors > 0) == (stale == "error")
     assert (host.num_stale > 0) == (stale == "ignore")
 
@@ -245,7 +253,7 @@ def test_invalid_rows_are_stale(table: gear.Table, unit: Any) -> None:
     draw = Draw(0, 0, 0, 0, BATCH)
     gone = int(expected(host, draw).slots[0])
     drawn(device, draw)
-    before = device._wide.leaves.clone()
+    before = device.priorities.leaves.wide.leaves.clone()
 
     def give(slots: list[int], steps: list[int], generation: Any = None, stale: Any = "ignore") -> None:
         anchor = torch.tensor(steps) if unit == "step" else None
@@ -260,7 +268,7 @@ def test_invalid_rows_are_stale(table: gear.Table, unit: Any) -> None:
 
     give([-1, 60, 2**40, gone], [0, 0, 0, 10_000], torch.tensor([1, 1, 1, 2**33]))
     assert device.num_stale == 4
-    assert torch.equal(device._wide.leaves, before)
+    assert torch.equal(device.priorities.leaves.wide.leaves, before)
     table.remove(gone)
     drawn(device, draw)
     give([gone], [0])
@@ -278,15 +286,15 @@ def test_a_bad_priority_that_only_the_gpu_sees_changes_nothing_and_is_raised_lat
     draw = Draw(0, 0, 0, 0, BATCH)
     rows = expected(host, draw)
     drawn(device, draw)
-    before = device._wide.leaves.clone()
+    before = device.priorities.leaves.wide.leaves.clone()
     priority = torch.ones(BATCH)
     priority[5] = bad
     update(device, rows, priority)
     with pytest.raises(PriorityError, match=r"priority\[5\] of an earlier update_priority was NaN"):
         update(device, rows, torch.ones(BATCH))
-    assert torch.equal(device._wide.leaves, before)
+    assert torch.equal(device.priorities.leaves.wide.leaves, before)
     update(device, rows, torch.full((BATCH,), 2.0))  # it is over
-    assert not torch.equal(device._wide.leaves, before)
+    assert not torch.equal(device.priorities.leaves.wide.leaves, before)
 
 
 @pytest.mark.parametrize("first", [[1e-20, 2e-20], [1e30, 2e30]], ids=["too small", "too large"])
@@ -300,10 +308,10 @@ def test_priorities_out_of_range_are_an_error_where_the_host_raises_it(
         expected(host, Draw(0, 0, 0, 0, BATCH))
     drawn(device, Draw(0, 0, 0, 0, BATCH))
     with pytest.raises(PriorityError) as late:
-        device._raise_late()
+        device.priorities.leaves.raise_late()
     assert str(late.value) == str(caught.value)
     assert "out of float32's range" in str(late.value)
-    device._raise_late()  # it is over
+    device.priorities.leaves.raise_late()  # it is over
     for selection in (device, host):
         selection.update_priority(
             torch.tensor(indices),
@@ -315,20 +323,20 @@ def test_priorities_out_of_range_are_an_error_where_the_host_raises_it(
         )
     rows = expected(host, Draw(0, 0, 1, 0, BATCH))
     assert (drawn(device, Draw(0, 0, 1, 0, BATCH))[0][0].numpy() == rows.slots).all()
-    device._raise_late()
+    device.priorities.leaves.raise_late()
 
 
 def test_errors_are_looked_for_while_no_other_thread_draws_or_updates(
     table: gear.Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device, host = both(table, gear.Prioritized())
-    look, owned = CudaPrioritizedSelection._raise_late, []
+    look, owned = CudaLeaves.raise_late, []
 
-    def looks(self: CudaPrioritizedSelection, **options: Any) -> None:
-        owned.append(self._mutex._is_owned())
+    def looks(self: CudaLeaves, **options: Any) -> None:
+        owned.append(device.priorities.mutex._is_owned())
         look(self, **options)
 
-    monkeypatch.setattr(CudaPrioritizedSelection, "_raise_late", looks)
+    monkeypatch.setattr(CudaLeaves, "raise_late", looks)
     draw = Draw(0, 0, 0, 0, BATCH)
     ticket = device.new_ticket()
     device.draw(draw, ticket)
@@ -346,15 +354,15 @@ def test_a_tree_without_positive_priorities_gives_padding_and_an_error_later(tab
     assert (rows[3:].reshape(BATCH, 3)[:, 0] == 0).all()
     assert (weights == 0).all()
     with pytest.raises(PriorityError, match="no item left with a positive priority"):
-        device._raise_late()
-    device._raise_late()
+        device.priorities.leaves.raise_late()
+    device.priorities.leaves.raise_late()
     options: Any = {"generation": None, "anchor": None, "stale": "ignore", "between": now}
     device.update_priority(torch.tensor([index]), torch.ones(1), **options)
     assert (drawn(device, Draw(0, 0, 1, 0, BATCH))[0][0] == index).all()
     table.remove(index)
     drawn(device, Draw(0, 0, 2, 0, BATCH))
     with pytest.raises(TableEmptyError):
-        device._raise_late()
+        device.priorities.leaves.raise_late()
 
 
 def test_only_the_subset_is_drawn(table: gear.Table) -> None:
@@ -438,11 +446,12 @@ def test_quantiles_wait_for_the_updates_before_them(
     for selection in (device, host):
         update(selection, rows, torch.arange(1.0, BATCH + 1))
     # From here on as on a GPU: updates were queued on another stream.
-    device._cuda, device._last = True, torch.cuda.Event()
+    leaves = device.priorities.leaves
+    leaves.cuda, leaves._last = True, torch.cuda.Event()
     stream: Any = torch.cuda.current_stream()
     shares = np.array([0.0, 0.5, 1.0])
     np.testing.assert_array_equal(device.quantiles(shares), host.quantiles(shares))
-    assert stream.waited == [device._last]
+    assert stream.waited == [leaves._last]
     assert len(cuda.recorded) >= 7  # nor is the tree's memory given away before this stream has read it
 
 
@@ -451,7 +460,7 @@ def test_priorities_of_float64_beyond_float32_keep_their_sign(table: gear.Table)
     rows = expected(host, Draw(0, 0, 0, 0, BATCH))
     drawn(device, Draw(0, 0, 0, 0, BATCH))
     update(device, rows, torch.full((BATCH,), 1e-300, dtype=torch.float64))
-    assert (device._wide.leaves[rows.slots] == torch.finfo(torch.float32).tiny).all()
+    assert (device.priorities.leaves.wide.leaves[rows.slots] == torch.finfo(torch.float32).tiny).all()
     update(device, rows, torch.full((BATCH,), -1e-300, dtype=torch.float64))
     with pytest.raises(PriorityError, match=r"priority\[0\] of an earlier update_priority"):
-        device._raise_late()
+        device.priorities.leaves.raise_late()

@@ -8,10 +8,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from dataset_common import chi_square, chi_square_limit
 from hypothesis import given
 from hypothesis import strategies as st
 from options_common import nested
@@ -151,37 +149,6 @@ def test_groups_resume(selector: Any, options: dict[str, Any]) -> None:
             again = dataset(table, **made)
             again.load_state_dict(data.state_dict())
             assert groups_of(itertools.islice(again, 6)) == groups_of(itertools.islice(batches, 6))
-
-
-@pytest.mark.parametrize("how", ["max", "mean"])
-def test_a_group_is_drawn_in_proportion_to_its_priority(how: Any) -> None:
-    with make() as table:
-        fill_table(table, 4)
-        data = dataset(table, selector=gear.Prioritized(alpha=2.0), batch_size=9000, group_priority=how)
-        powers = (1.0 + np.arange(4)[:, None] + np.arange(SIZE)) ** 2
-        for _ in range(2):
-            weights = powers.max(1) if how == "max" else powers.mean(1)
-            drawn = groups_of([data.sample()])
-            observed = np.bincount([prompt for prompt, _ in drawn], minlength=4)
-            some = weights > 0
-            assert (observed[~some] == 0).all()
-            expected = weights[some] / weights.sum() * 3000
-            assert chi_square(observed[some], expected) < chi_square_limit(int(some.sum()) - 1)
-            # New priorities: prompt 0 gets none, prompt 1 that of one member alone.
-            slots = table.indices().reshape(SIZE, 4).T
-            data.update_priority(slots[:2].reshape(-1), np.array([0.0] * 4 + [3.0, 0.0]))
-            powers[:2] = np.array([[0, 0, 0], [0, 9, 0]])
-
-
-def test_weights_are_those_of_the_groups() -> None:
-    with make() as table:
-        fill_table(table, 4)
-        data = dataset(
-            table, selector=gear.Prioritized(alpha=1.0, beta=1.0, normalize="table"), batch_size=300
-        )
-        batch = data.sample()
-        prompts = batch["prompt"].double()
-        assert torch.allclose(batch["priority_weight"].double(), 3.0 / (3.0 + prompts), rtol=1e-5)
 
 
 def test_budgets_deliver_every_group_once_and_in_a_row() -> None:

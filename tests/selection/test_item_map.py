@@ -146,7 +146,7 @@ class Twin:
                     expected[block * size + step % size] = priority
                 else:
                     expected[t.slot] = priority
-        tree: Any = self.data._selected()._tree  # type: ignore[attr-defined]
+        tree: Any = self.data._selected().priorities.leaves.tree  # type: ignore[attr-defined]
         leaves = np.asarray(tree.leaves)
         found = {place: float(leaves[place]) for place in np.flatnonzero(leaves).tolist()}
         assert found == {place: priority for place, priority in expected.items() if priority > 0}
@@ -369,7 +369,7 @@ def test_an_update_while_a_slot_becomes_another_trajectory_s() -> None:
             table, batch_size=8, windows=gear.Window(1), selector=gear.Prioritized(unit="step"), device="cpu"
         )
         data.sample()
-        follows = data._selection._map  # type: ignore[union-attr]
+        follows = data._selection.priorities.items  # type: ignore[union-attr]
         extent, block_ids = (array.copy() for array in table.reader().index_arrays())
         slots, steps = np.arange(3).repeat(20), np.tile(np.arange(20), 3)
         right = follows.items(slots, steps, extent, block_ids)

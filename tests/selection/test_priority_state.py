@@ -19,7 +19,6 @@ from options_common import nested
 import gear_loader as gear
 from gear_loader.collection.collector import Collector
 from gear_loader.errors import SchemaError
-from gear_loader.selection.prioritized import PrioritizedSelection
 
 UNITS = ("trajectory", "step")
 EPOCH = 5  # batches
@@ -310,10 +309,11 @@ def test_a_state_that_is_taken_while_another_process_writes(monkeypatch: pytest.
     with make_table(max_trajectories=12, max_steps=93, on_full="evict_oldest") as table:
         data = dataset(table, gear.Prioritized(1, unit="step"))
         data.sample()
-        known = PrioritizedSelection._known
+        priorities = data._selected().priorities  # type: ignore[attr-defined]
+        known = priorities._view
 
-        def meanwhile(self: PrioritizedSelection) -> Any:
-            view = known(self)
+        def meanwhile() -> Any:
+            view = known()
             if table.region.array("sequence").max() < 20:
                 table.region.lock.timeout = 0.1
                 for number in range(12, 30):
@@ -323,7 +323,7 @@ def test_a_state_that_is_taken_while_another_process_writes(monkeypatch: pytest.
                         break
             return view
 
-        monkeypatch.setattr(PrioritizedSelection, "_known", meanwhile)
+        monkeypatch.setattr(priorities, "_view", meanwhile)
         state = data.state_dict()["priorities"]
         monkeypatch.undo()
         assert len(state["leaves"]) == int(state["lengths"].sum())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
-from dataset_common import chi_square, chi_square_limit
 from priority_common import (
     LARGEST_UNIFORM,
     PHILOX,
@@ -228,35 +226,6 @@ def test_tops_of_equal_leaves_come_in_order() -> None:
     items, values = tree.top(3000)
     assert len(items) == len(values) == 3000
     assert (items[int((leaves > 0).sum()) :] == -1).all()
-
-
-def test_draws_are_in_proportion() -> None:
-    random = np.random.default_rng(3)
-    leaves = random.uniform(0.2, 5, 1200).astype(np.float32)
-    leaves[random.random(1200) < 0.2] = 0
-    tree = host_of(leaves)
-    items = np.concatenate([tree.draw(10_000, key=11, step=step)[0] for step in range(10)])
-    observed, positive = np.bincount(items, minlength=1200), leaves > 0
-    assert not observed[~positive].any()
-    expected = len(items) * leaves[positive].astype(float) / leaves.astype(float).sum()
-    assert chi_square(observed[positive], expected) < chi_square_limit(int(positive.sum()) - 1)
-
-
-def test_distinct_draws_are_successive_sampling() -> None:
-    """One after another, each in proportion to what is left."""
-    places, weights = [3, 31, 32, 700, 1500], np.array([1.0, 2.5, 2.0, 4.0, 1.5])
-    leaves = np.zeros(1501, dtype=np.float32)
-    leaves[places] = weights
-    tree, observed = host_of(leaves), np.zeros((5, 5, 5))
-    for step in range(20_000):
-        items, _ = tree.draw(3, key=77, step=step, distinct=True)
-        observed[tuple(places.index(item) for item in items.tolist())] += 1
-    expected = np.zeros((5, 5, 5))
-    for a, b, c in itertools.permutations(range(5), 3):
-        left = 11 - weights[a]
-        expected[a, b, c] = 20_000 * weights[a] / 11 * weights[b] / left * weights[c] / (left - weights[b])
-    assert not observed[expected == 0].any()
-    assert chi_square(observed[expected > 0], expected[expected > 0]) < chi_square_limit(59)
 
 
 @pytest.mark.parametrize(("capacity", "value"), [(1, 1.0), (33, 2.0**-126), (96, 1.0), (2049, 3.4e38)])

@@ -1,4 +1,4 @@
-"""Selectors by themselves: what they draw from a snapshot, anchors, options; `test_prioritized` has the rest."""
+"""Selectors by themselves: options, and the compiled draw; `test_distributions` has what they draw."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dataset_common import chi_square, chi_square_limit
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
 from gear_loader.native.random import uniform_rows
-from gear_loader.selection.base import ANCHOR_KINDS
-from gear_loader.selection.selectors import Draw, anchors, replacements
+from gear_loader.selection.base import ANCHOR_KINDS, SelectionContext
+from gear_loader.selection.selectors import Draw, anchors
+from gear_loader.selection.snapshot_selection import rows_of
 from gear_loader.selection.weights import importance_weights
 from gear_loader.storage.reader import Snapshot
 
@@ -35,17 +35,9 @@ def draw(count: int, *, seed: int = 0, epoch: int = 0, step: int = 0, first: int
     return Draw(seed, epoch, step, first, count)
 
 
-def test_steps_with_replacement_are_equally_likely() -> None:
-    snapshot, selector = snapshot_of(), gear.Uniform(unit="step")
-    assert selector.num_items(snapshot) == 32
-    observed = np.zeros((len(LENGTHS), max(LENGTHS)))
-    for step in range(100):
-        positions, steps = selector.select(snapshot, draw(160, seed=4, step=step))
-        assert steps is not None
-        np.add.at(observed, (positions, steps), 1)
-    exists = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]
-    assert (observed[~exists] == 0).all()
-    assert chi_square(observed[exists], np.full(32, 500)) < chi_square_limit(31)
+def context_of(selector: Any, anchor: Any = "uniform") -> SelectionContext:
+    table: Any = None  # rows of a snapshot need none
+    return SelectionContext(table, selector, anchor, None)
 
 
 @pytest.mark.parametrize("anchor", ["uniform", "first", "last"])
@@ -57,53 +49,16 @@ def test_the_compiled_draw_is_that_of_the_selector(unit: Any, anchor: Any) -> No
     for snapshot in (whole, Snapshot(1, *later, whole.ends[2:])):
         for step, count in enumerate((1, 4, 7, 130)):
             now = draw(count, seed=-5, epoch=2, step=step)
-            positions, steps = selector.select(snapshot, now)
+            items = selector.items(selector.num_items(snapshot), now)
+            slots, steps, lengths, generations = rows_of(context_of(selector), snapshot, items)
             if steps is None:
-                steps = anchors(anchor, snapshot.lengths[positions], now)
+                steps = anchors(anchor, lengths, now)
             names = np.empty((3, count), dtype=np.int64)
             uniform_rows(
                 *(snapshot.slots, snapshot.lengths, snapshot.generations, snapshot.sums[1]),
                 *(unit == "step", ANCHOR_KINDS[anchor], -5, step, 2, names),
             )
-            rows = (snapshot.slots[positions], steps, snapshot.generations[positions])
-            assert names.tolist() == [part.tolist() for part in rows]
-
-
-def items_of(selector: Any, snapshot: Snapshot, now: Draw) -> list[int]:
-    """Numbers of the items that a selector chooses, counted from the oldest."""
-    positions, steps = selector.select(snapshot, now)
-    assert (steps is None) == (selector.unit == "trajectory")
-    if steps is None:
-        return positions.tolist()
-    assert (steps < snapshot.lengths[positions]).all()
-    assert (steps >= 0).all()
-    return (snapshot.ends[positions] - snapshot.lengths[positions] + steps).tolist()
-
-
-@pytest.mark.parametrize(("unit", "replacement"), [("trajectory", True), ("step", False)])
-def test_the_oldest_and_the_newest_come_first(unit: Any, replacement: bool) -> None:
-    snapshot = snapshot_of()
-    total = len(LENGTHS) if unit == "trajectory" else sum(LENGTHS)
-    for first, count in [(0, 1), (0, 5), (0, total), (3, 4), (total - 1, 1), (0, 2 * total + 3)]:
-        now = draw(count, seed=first, epoch=first, step=first, first=first)
-        expected = [place % total for place in range(first, first + count)]
-        assert items_of(gear.Fifo(replacement, unit), snapshot, now) == expected
-        assert items_of(gear.Lifo(replacement, unit), snapshot, now) == [total - 1 - i for i in expected]
-
-
-@pytest.mark.parametrize("unit", ["trajectory", "step"])
-def test_replacements_are_uniform_over_what_is_there(unit: Any) -> None:
-    snapshot = snapshot_of()
-    observed = np.zeros((len(LENGTHS), max(LENGTHS)))
-    for step in range(40):
-        positions, steps = replacements(unit, snapshot, draw(400, step=step))
-        assert (steps is None) == (unit == "trajectory")
-        np.add.at(observed, (positions, 0 if steps is None else steps), 1)
-    exists = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None] if unit == "step" else observed > 0
-    expected = np.full(exists.sum(), 16_000 / exists.sum())
-    assert exists.sum() == (32 if unit == "step" else len(LENGTHS))
-    assert (observed[~exists] == 0).all()
-    assert chi_square(observed[exists], expected) < chi_square_limit(int(exists.sum()) - 1)
+            assert names.tolist() == [part.tolist() for part in (slots, steps, generations)]
 
 
 NAMES = {

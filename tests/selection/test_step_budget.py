@@ -487,7 +487,7 @@ def endless(table: gear.Table, selector: Any) -> Iterator[int]:
     for number in itertools.count():
         count = min(64, len(view.slots) - first) if selector.passes else 64
         draw = Draw(5, SAMPLE_EPOCH, number, first, count, turn, 0)
-        yield from selector.select(view, draw)[0].tolist()  # the oldest trajectory is number 0
+        yield from selector.items(len(view.slots), draw).tolist()  # the oldest trajectory is number 0
         first += count
         if first >= len(view.slots):
             turn, first = turn + 1, 0

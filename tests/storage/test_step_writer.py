@@ -114,7 +114,7 @@ def test_selections_follow(selector: Any, complete: bool) -> None:
                 continue
             items = anchors if by_step else {slot for slot, _ in anchors}
             given = {item: given.get(item, largest) for item in items}
-            tree = dataset._selected()._tree  # type: ignore[attr-defined]
+            tree = dataset._selected().priorities.leaves.tree  # type: ignore[attr-defined]
             assert tree.total == pytest.approx(sum(given.values()), rel=1e-5)
             values = np.random.default_rng(turn).uniform(1.0, 1.0 + turn / 50, len(rows)).astype(np.float32)
             dataset.update_priority(batch, values)

@@ -91,21 +91,14 @@ def _no_lifetime(patch: pytest.MonkeyPatch) -> None:
 def _beside(patch: pytest.MonkeyPatch) -> None:
     nowhere = property(lambda self: None, lambda self, stream: None)
     patch.setattr(prioritized_cuda.CudaPrioritizedSelection, "_stream", nowhere, raising=False)
-    _left_out(Stream, "wait_event", "_enter")(patch)
+    _left_out(Stream, "wait_event", "enter")(patch)
 
 
 def _callers_memory(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cuda_updates.UpdateSlots, "take", lambda *_: None)
-    patch.setattr(
-        prioritized_cuda,
-        "copied",
-        lambda *parts: [None if part is None else part.detach() for part in parts],
-    )
+    def keep(self: Any, parts: Any) -> None:
+        self.parts = tuple(None if part is None else part.detach() for part in parts)
 
-
-def _freed_arguments(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cuda_updates.UpdateSlots, "take", lambda *_: None)  # which keep them
-    _left_out(DeviceTensor, "record_stream", "_queue_copied")(patch)
+    patch.setattr(cuda_updates.UpdateSlot, "copy", keep)
 
 
 def _one_slot(patch: pytest.MonkeyPatch) -> None:
@@ -237,15 +230,14 @@ DEFECTS: dict[str, Defect] = {
         _left_out(Event, "synchronize", "gather")
     ),
     "an update runs beside a draw": Defect(_beside),
-    "streams that use the tree do not wait for each other": Defect(_left_out(Stream, "wait_event", "_enter")),
+    "streams that use the tree do not wait for each other": Defect(_left_out(Stream, "wait_event", "enter")),
     "an update reads priorities before they are computed": Defect(
-        _left_out(Stream, "wait_stream", "_queue_copied", "_queue_repeated")
+        _left_out(Stream, "wait_stream", "_queue_update")
     ),
-    "an update's arguments are freed while it is queued": Defect(_freed_arguments),
     "an update's memory is used again before it has run": Defect(_one_slot),
     "an update reads the caller's own tensors": Defect(_callers_memory),
     "the tree is freed under the stream that draws": Defect(
-        _left_out(DeviceTensor, "record_stream", "_enter"), first=15
+        _left_out(DeviceTensor, "record_stream", "enter"), first=15
     ),
     "row numbers are freed under the stream that gathers": Defect(
         lambda patch: patch.setattr(Collector, "use_on", lambda *_: None), first=19

@@ -23,7 +23,7 @@ from gear_loader.collection.packed_sources import TableSources
 from gear_loader.collection.windows import expand
 from gear_loader.distributed.selection_for import selection_for
 from gear_loader.errors import StaleIndexError
-from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
+from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.storage.readers import Ticket
 
@@ -314,7 +314,7 @@ class Run:
                 self.tier = tier
                 try:
                     if self.scenario.pinning:
-                        waits = needs_priorities(SELECTORS[self.scenario.selector]())
+                        waits = SELECTORS[self.scenario.selector]().by_priority
                         batches = 0 if waits else self.choose.choice([1, 2])
                         self.cuda.may_pin = lambda: self.num_taken >= batches
                         table.pin(DEVICE, wait=False)
@@ -477,7 +477,7 @@ class Run:
             priority.fill_(-1.0)  # it is the caller's again
         if scenario.looks and self.choose.random() < 0.3:
             self._asked(data.state_dict)
-            if needs_priorities(data.selector):
+            if data.selector.by_priority:
                 assert self._asked(lambda: data.num_stale) >= 0
 
     # ---------------------------------------------------------------- the other thread
@@ -572,8 +572,10 @@ class Run:
         selection.draw = draw  # type: ignore[method-assign]
         if not isinstance(selection, PrioritizedSelection):
             return
-        name = "_queue_update" if isinstance(selection, CudaPrioritizedSelection) else "_update"
-        update_here = getattr(selection, name)
+        on_gpu = isinstance(selection, CudaPrioritizedSelection)
+        owner: Any = selection if on_gpu else selection.priorities
+        name = "_queue_update" if on_gpu else "update"
+        update_here = getattr(owner, name)
 
         def update(*args: Any) -> None:
             batch, number = self._updates.pop(0)
@@ -588,7 +590,7 @@ class Run:
             )
             update_here(*args)
 
-        setattr(selection, name, update)
+        setattr(owner, name, update)
 
 
 def priorities(batch: Any, number: int, by_index: bool) -> torch.Tensor:

@@ -1,0 +1,246 @@
+"""The leaves of a priority tree in the memory of a GPU, and the order of what is queued there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from gear_loader.errors import PriorityError
+from gear_loader.kernels.sum_tree import (
+    BAD_POSITION,
+    DISTINCT_MISSING,
+    EMPTY_DRAWS,
+    LOWEST_LEAF,
+    NOWHERE,
+    STALE,
+    SumTree,
+)
+from gear_loader.selection.base import SelectionContext
+from gear_loader.selection.item_map import ItemMap, Leaves
+from gear_loader.selection.weights import SHARE, may_leave_range, out_of_range
+from gear_loader.storage.reader import Snapshot
+from gear_loader.utils.arrays import Array
+from gear_loader.utils.packing import upload
+from gear_loader.utils.streams import current_stream
+
+__all__ = ["CudaLeaves"]
+
+
+class CudaLeaves:
+    """`HostLeaves` on a GPU, beside what finds a row's item there.
+
+    Args:
+        context: the table and the selector. items: the items. view: returns the trajectories that can be drawn, now.
+        device: the GPU; the CPU for Triton's interpreter, in tests.
+
+    Attributes:
+        wide: the tree. index: where items are. cut: whether clipped leaves have too much of the probability.
+        cuda: whether the device is a GPU.
+        status, out_of_range: copies of the GPU's status and of `cut` on the host.
+    """
+
+    def __init__(
+        self, context: SelectionContext, items: ItemMap, view: Callable[[], Snapshot], device: torch.device
+    ) -> None:
+        from gear_loader.kernels.items import Blocks, IndexAddresses
+
+        self._context, self._items, self._view = context, items, view
+        self.device, self.cuda = device, device.type == "cuda"
+        self.may_leave_range = may_leave_range(context.selector)
+        self.wide = SumTree(items.capacity, device)
+        self.cut = torch.zeros(1, dtype=torch.bool, device=device)
+        table, steps, complete = context.table, items.steps, context.complete
+        generation = table.reader().slot_states()[1]
+        extent, block_ids = table.reader().index_arrays()
+        addresses = [array.ctypes.data for array in (generation, extent, block_ids)]
+        layout = table.region.layout
+
+        def full(count: int, value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.full((count,), value, dtype=dtype, device=device)
+
+        slots, blocks = layout.max_trajectories, layout.num_blocks
+        self.index = IndexAddresses(
+            addresses=torch.tensor(addresses, dtype=torch.int64, device="cpu").to(device),
+            num_ids=len(block_ids),
+            block_steps=layout.block_steps,
+            known=full(slots, 0),
+            blocks=Blocks(
+                owner=full(blocks, -1),
+                number=full(blocks, 0),
+                place=full(blocks, -1, torch.int64),
+                first=full(slots, 0, torch.int64),
+                steps=full(slots, 0),
+            )
+            if steps
+            else None,
+            **({} if complete is None else {"anchors": dataclasses.astuple(complete)}),
+        )
+        self.status = torch.tensor([NOWHERE, 0, 0, 0], device="cpu", pin_memory=self.cuda)
+        self.out_of_range = torch.zeros(1, dtype=torch.bool, device="cpu", pin_memory=self.cuda)
+        self._last: Any = torch.cuda.Event() if self.cuda else None  # recorded after all queued work
+        self._streams: set[int] = set()  # streams that have used the tensors
+        self.leave()  # other streams wait until the tensors are initialised
+
+    # ---------------------------------------------------------------- order of work
+
+    def enter(self) -> None:
+        """Order work queued on the current stream after all earlier work of other streams."""
+        if not self.cuda:
+            return
+        stream = current_stream(self.device)
+        stream.wait_event(self._last)
+        if stream.cuda_stream not in self._streams:
+            # The allocator must not reuse this memory before the stream's work has finished.
+            self._streams.add(stream.cuda_stream)
+            blocks = () if self.index.blocks is None else vars(self.index.blocks).values()
+            for part in (*vars(self.wide).values(), *vars(self.index).values(), *blocks, self.cut):
+                if isinstance(part, torch.Tensor):
+                    part.record_stream(stream)
+
+    def leave(self, *, told: bool = False) -> None:
+        """Order later work of other streams after all work queued on the current stream.
+
+        Args:
+            told: the GPU's status is being copied already.
+        """
+        if not told:
+            self.tell()
+        if self.cuda:
+            self._last.record(current_stream(self.device))
+
+    def tell(self) -> None:
+        """Queue copies of the GPU's status, which `raise_late` looks at."""
+        self.status.copy_(self.wide.status, non_blocking=True)
+        if self.may_leave_range:
+            self.out_of_range.copy_(self.cut, non_blocking=True)
+
+    def raise_late(self, *, wait: bool = False) -> None:
+        """Raise an error that the GPU has reported. The caller holds the mutex: another thread's draw or update would
+        write the same status.
+
+        Args:
+            wait: wait for all queued work first.
+        """
+        if self.cuda:
+            if wait:
+                self._last.synchronize()
+            elif not self._last.query():
+                return
+        bad, empty, missing, _ = self.status.tolist()
+        cut = bool(self.out_of_range)
+        if bad == NOWHERE and not empty and not missing and not cut:
+            return
+        self.enter()
+        self.cut.zero_()
+        self.wide.status[BAD_POSITION] = NOWHERE
+        self.wide.status[EMPTY_DRAWS] = 0
+        self.wide.status[DISTINCT_MISSING] = 0
+        self.leave()
+        if bad != NOWHERE:
+            raise PriorityError(
+                f"priority[{bad}] of an earlier update_priority was NaN, infinite or negative, or too large for "
+                f"{self._context.selector!r}. Neither it nor the updates since have changed anything. The GPU detected "
+                "it, so this error is late."
+            )
+        if cut:
+            raise out_of_range(self._context.selector)
+        if len(self._view()) == 0:
+            raise self._context.empty()
+        raise PriorityError(
+            "An earlier batch found no item left with a positive priority; its rows are padding. Set priorities with "
+            "update_priority, use Prioritized(eps=...), which keeps them all positive, or draw fewer."
+        )
+
+    def upload(self, *arrays: Array) -> tuple[torch.Tensor, ...]:
+        """Arrays as tensors on the device, by one copy. Does not wait for the GPU."""
+        return upload(self.device, *arrays)
+
+    def note_range(self) -> None:
+        """Queue the check of `HostLeaves.draw`; `raise_late` raises its error."""
+        if not self.may_leave_range:
+            return
+        total, leaves = self.wide.total(), self.wide.leaves
+        lowest = (leaves == LOWEST_LEAF).sum() * LOWEST_LEAF
+        largest = torch.finfo(torch.float32).max
+        faint = (total > LOWEST_LEAF) & (lowest > total * SHARE)
+        self.cut |= faint | ((total > largest * (1 + SHARE)) & (leaves == largest).any())
+
+    def top(self, largest: bool, count: int) -> torch.Tensor:
+        """The items with the largest (or smallest positive) leaves, int64 [count]; again from the first if too few."""
+        items, _ = self.wide.top(min(count, self.wide.capacity), largest=largest)
+        found = (items >= 0).sum()
+        self.wide.status[EMPTY_DRAWS] += found == 0
+        again: torch.Tensor = items[torch.arange(count, device=self.device) % found.clamp(min=1)]
+        return again
+
+    # ---------------------------------------------------------------- leaves
+
+    def set(self, leaves: Leaves, freshen: None) -> None:
+        """See `HostLeaves.set`; the host draws where leaves depend on freshness."""
+        from gear_loader.kernels import priority
+
+        alpha, eps = self._context.selector.exponent
+        generations = self._context.table.reader().slot_states()[1][leaves.slots].astype(np.int32)
+        known = np.where(leaves.added, generations, np.int32(0))
+        follows, blocks = self._items, self.index.blocks
+        arrays = [leaves.slots, known, *leaves.each(follows)]
+        if blocks is not None:
+            at, slots = leaves.blocks, leaves.slots
+            arrays += [at, follows.owner[at], follows.number[at], follows.place[at]]
+            arrays += [follows.start[slots], follows.length[slots]]
+        self.enter()
+        try:
+            where, new, items, priorities, *steps = self.upload(*arrays)
+            self.index.known[where] = new
+            if blocks is not None:
+                places, blocks.owner[places], blocks.number[places], blocks.place[places] = steps[:4]
+                blocks.first[where], blocks.steps[where] = steps[4:]
+            floor = leaves.maximum
+            priority.update(self.wide, items, priorities, alpha=alpha, eps=eps, unset=True, floor=floor)
+        finally:
+            self.leave()
+
+    def read(self, items: Array) -> Array:
+        """See `HostLeaves.read`; waits for the GPU."""
+        if self.cuda:
+            self.raise_late(wait=True)
+        leaves: Array = self.wide.leaves[self.upload(items)[0]].cpu().numpy()
+        return np.where(items >= 0, leaves, np.float32(0))
+
+    def write(self, items: Array, leaves: Array) -> None:
+        """See `HostLeaves.write`."""
+        from gear_loader.kernels import priority
+
+        self.enter()
+        where, new = self.upload(items, leaves)
+        self.wide.leaves[where] = new
+        priority.build(self.wide)
+        self.leave()
+
+    def every(self, step: int) -> Array:
+        """See `HostLeaves.every`; waits for the GPU."""
+        self.enter()
+        leaves: Array = self.wide.leaves[::step].cpu().numpy()
+        return leaves
+
+    @property
+    def maximum(self) -> float:
+        """Largest priority so far; waits for the GPU."""
+        return float(self.wide.maximum)
+
+    @property
+    def num_stale(self) -> int:
+        """Stale rows that updates have skipped; waits for the GPU."""
+        self.enter()
+        return int(self.wide.status[STALE])
+
+    def restore(self, maximum: float, num_stale: int) -> None:
+        """See `HostLeaves.restore`."""
+        self.enter()
+        self.wide.maximum.fill_(maximum)
+        self.wide.status[STALE] = num_stale
+        self.leave()
