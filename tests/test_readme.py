@@ -1,7 +1,7 @@
-"""The README and the pages for users of other libraries: their snippets run as they stand.
+"""The README and the pages of docs/: their snippets run as they stand, and their links lead somewhere.
 
-Each snippet of the README runs alone, in a process of its own, after the lines that the README names for all; those of
-a page run in order, in one process.
+The snippets of a page run in order, in one process. Where a page names the lines that come before, each snippet runs
+alone after them, in a process of its own.
 """
 
 from __future__ import annotations
@@ -18,16 +18,22 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = {"docs/from-sb3.md": ["stable_baselines3"], "docs/from-torchrl.md": ["torchrl", "tensordict"]}
 PAGES = [
+    "README.md",
+    "docs/distributed.md",
     "docs/from-reverb.md",
     "docs/graph-serving.md",
+    "docs/lightning.md",
     "docs/preemption.md",
     "docs/sequences.md",
     "docs/tiers.md",
     *NEEDS,
 ]
 COMMON = "Each snippet below runs alone after these lines:\n\n"
+APART = ["docs/actors.md", "docs/datasets.md", "docs/tables.md"]
+TEXTS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+TEXTS += sorted((ROOT / "docs").glob("*.md"))
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 def snippets(text: str) -> list[str]:
@@ -57,23 +63,38 @@ def run(program: str, folder: Path) -> str:
     return done.stdout
 
 
-README = (ROOT / "README.md").read_text("utf-8")
-FIRST, REST = README.split(COMMON)
-LINES, *ALONE = snippets(REST)
+def alone(page: str) -> list[tuple[str, str]]:
+    """Snippets that run alone: name, and program."""
+    _, rest = (ROOT / page).read_text("utf-8").split(COMMON)
+    lines, *found = snippets(rest)
+    return [(f"{page}-{number}", lines + snippet) for number, snippet in enumerate(found, 1)]
 
 
-def test_the_first_program_learns(tmp_path: Path) -> None:
-    (program,) = snippets(FIRST)
+ALONE = dict(program for page in APART for program in alone(page))
+
+
+def anchors(path: Path) -> set[str]:
+    """The headings of a page, as GitHub makes links of them."""
+    prose = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.S | re.M)
+    titles = re.findall(r"^#+ (.*)", prose, re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.long
+def test_the_dqn_learns(tmp_path: Path) -> None:
+    (program,) = snippets((ROOT / "docs/dqn.md").read_text("utf-8"))
     found = re.search(r"mean return of the last 20 episodes: (\d+)", run(program, tmp_path))
     assert found is not None
     assert int(found[1]) > 100  # the start is at about 20
 
 
-@pytest.mark.parametrize("snippet", ALONE, ids=range(1, len(ALONE) + 1))
-def test_each_snippet_of_the_readme_runs_alone(snippet: str, tmp_path: Path) -> None:
-    run(LINES + snippet, tmp_path)
+@pytest.mark.long
+@pytest.mark.parametrize("program", ALONE.values(), ids=ALONE)
+def test_a_snippet_runs_alone(program: str, tmp_path: Path) -> None:
+    run(program, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", PAGES)
 def test_the_snippets_of_a_page_run_in_order(page: str, tmp_path: Path) -> None:
     for package in NEEDS.get(page, []):
@@ -81,3 +102,18 @@ def test_the_snippets_of_a_page_run_in_order(page: str, tmp_path: Path) -> None:
     found = snippets((ROOT / page).read_text("utf-8"))
     assert found, page
     run("\n\n".join(found), tmp_path)
+
+
+def test_every_page_with_snippets_is_run() -> None:
+    with_snippets = {str(path.relative_to(ROOT)) for path in TEXTS if snippets(path.read_text("utf-8"))}
+    assert with_snippets == {*PAGES, *APART, "docs/dqn.md"}
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text("utf-8")):
+        if not link.startswith("https://"):
+            name, _, heading = link.partition("#")
+            target = (path.parent / name).resolve() if name else path
+            assert target.exists(), link
+            assert not heading or heading in anchors(target), link

@@ -2,7 +2,7 @@
 
 From a million steps of CartPole's size, in episodes of 9 to 500 steps, batches of 256 are drawn uniformly; or by
 priority, and then the steps drawn get new priorities. To the same store, which is full, steps of one environment are
-appended, and of eight side by side. Ours is what the README's DQN does: a table of episodes, and
+appended, and of eight side by side. Ours is what docs/dqn.md does: a table of episodes, and
 `ReplayDataset` with ``unit="step"``. `ours, SB3's calls` is our replay buffer for Stable-Baselines3, beside its own.
 
 The yardstick is plain torch: a tensor for each column, `index_select`, `torch.multinomial`. Every way is in a process

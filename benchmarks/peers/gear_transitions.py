@@ -1,4 +1,4 @@
-"""This project's transitions: episodes in a table, drawn from by single steps, as the README's DQN does."""
+"""This project's transitions: episodes in a table, drawn from by single steps, as docs/dqn.md does."""
 
 from __future__ import annotations
 
