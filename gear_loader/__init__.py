@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from gear_loader.storage.limiters import MinSize, Queue, RateLimiter, SampleToInsertRatio
     from gear_loader.storage.schema import Column, Schema, Window
     from gear_loader.storage.stats import TableStats
-    from gear_loader.storage.step_writer import StepWriter
     from gear_loader.storage.table import Table
     from gear_loader.storage.vector_writer import VectorWriter
     from gear_loader.storage.writer import Writer
@@ -51,7 +50,6 @@ __all__ = [
     "ReplayMonitor",
     "SampleToInsertRatio",
     "Schema",
-    "StepWriter",
     "Table",
     "TableStats",
     "TopK",
@@ -94,7 +92,6 @@ _MODULES = {
     "ReplayMonitor": "lightning.monitor",
     "SampleToInsertRatio": "storage.limiters",
     "Schema": "storage.schema",
-    "StepWriter": "storage.step_writer",
     "Table": "storage.table",
     "TableStats": "storage.stats",
     "TopK": "selection.selectors",

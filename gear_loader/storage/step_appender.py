@@ -16,7 +16,7 @@ from gear_loader.storage.schema import Column, Schema, as_mapping, settled
 from gear_loader.utils.arrays import PLAIN_TYPES, Array, address_of, known, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
-__all__ = ["StepAppender", "StepColumn", "checked_once", "no_final_step", "too_long"]
+__all__ = ["StepAppender", "StepColumn", "checked_once"]
 
 
 def checked_once(schema: Schema, values: Mapping[str, Any] | None) -> dict[str, Array]:
@@ -33,35 +33,16 @@ def checked_once(schema: Schema, values: Mapping[str, Any] | None) -> dict[str, 
     return schema.validate_once(values, what="trajectory")
 
 
-def too_long(steps: int, longest: int) -> SchemaError:
-    """The error for a trajectory of `steps` steps in a table, or a chunk, of at most `longest`."""
-    return SchemaError(
-        f"The trajectory would have {steps:,} steps; this table holds at most {longest:,}. Commit "
-        "earlier, cut it into chunks with table.writer(chunk_steps=...), or create the table larger."
-    )
-
-
-def no_final_step() -> SchemaError:
-    """The error for a final step when the last chunk is committed and no step came after it."""
-    return SchemaError(
-        "The last chunk is complete and committed, so it cannot get a final step; give chunks an overlap_steps of at "
-        "least 1, or commit() without final."
-    )
-
-
 class StepAppender:
     """Checks steps against a schema and writes single ones into one block of memory a column.
 
     Args:
         schema: columns that have steps.
-        data: memory of each, uint8 [blocks, steps, step_bytes]; steps need not lie one after another.
     """
 
-    def __init__(self, schema: Schema, data: Sequence[Array]) -> None:
+    def __init__(self, schema: Schema) -> None:
         self._schema = schema
-        self._columns = [
-            StepColumn(name, column, part) for (name, column), part in zip(schema.items(), data, strict=True)
-        ]
+        self._columns = [StepColumn(name, column) for name, column in schema.items()]
         self._puts = [(column.name, column.put) for column in self._columns]
 
     def _put(self, inside: int, rows: Mapping[str, Any]) -> bool:
@@ -153,11 +134,10 @@ _FLOATS: frozenset[type] = frozenset({float, int, np.float64})
 class StepColumn:
     """Writes single steps into one column, through a view of the current block."""
 
-    def __init__(self, name: str, column: Column, data: Array) -> None:
+    def __init__(self, name: str, column: Column) -> None:
         self.name = name
         self.shape = column.shape
         self.step_bytes = step_bytes = column.step_bytes
-        self.data = data
         self._column = column
         self._dtype = column.numpy_dtype
         self._kind = "" if self._dtype is None else self._dtype.kind
@@ -174,10 +154,9 @@ class StepColumn:
                 self._quick = _INTEGERS, *self._limits
             elif self._kind == "f":
                 self._quick = _FLOATS, -self._largest, self._largest
-        spare: Array = np.empty(step_bytes, dtype=np.uint8)
-        self.spare_address: int = spare.ctypes.data
-        """Address of the value that `fits` has accepted last."""
-        self._spare = self.as_steps(spare.reshape(1, -1))
+        self.spare: Array = np.empty((1, step_bytes), dtype=np.uint8)
+        """The value that `fits` has accepted last."""
+        self._spare = self.as_steps(self.spare)
         self.view = self._spare
         """Where steps are written, values [steps, *shape]."""
 
@@ -185,9 +164,6 @@ class StepColumn:
         """Steps uint8 [n, step_bytes], which need not lie one after another, as values [n, *shape]."""
         dtype = np.dtype(np.int16) if self._dtype is None else self._dtype
         return rows.view(dtype).reshape(len(rows), *self.shape)
-
-    def show_block(self, block: int) -> None:
-        self.view = self.as_steps(self.data[block])
 
     def fits(self, value: Any) -> bool:
         """Whether `put` would accept a value of one step."""

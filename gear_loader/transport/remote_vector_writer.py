@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import GearError, SchemaError
-from gear_loader.storage.incoming import checked_final, checked_priorities
-from gear_loader.storage.step_appender import checked_once, too_long
+from gear_loader.storage.appender import too_long
+from gear_loader.storage.incoming import checked_priorities
 from gear_loader.storage.vector_rows import VectorRows
 from gear_loader.transport.remote_writer import check_chunks
 from gear_loader.transport.spool import Account, Episode, Piece, Spool
@@ -113,7 +113,7 @@ class RemoteVectorWriter(VectorRows):
         ending = ending & acting
         priorities = checked_priorities(priority, self.num_envs)
         last = None if final is None else self._checked_final(final, ending)
-        self._check_trajectory()
+        self._once = self._checked_trajectory()
         given = self._given(rows, columns)
         self._check_option_names(given)
         length, arrays = self._steps.validate(given, what=self._what)
@@ -201,10 +201,8 @@ class RemoteVectorWriter(VectorRows):
 
     def _finish(self, i: int, priority: float, *, final: bool) -> None:
         episode = self._episodes[i]
-        values = None
-        if self._once is not None:
-            values = {name: rows[i] for name, rows in self._once.items()}
-        episode.complete(priority, checked_once(self._spool.schema, values), final=final)
+        once = {name: rows[i : i + 1] for name, rows in self._once.items()}
+        episode.complete(priority, once, final=final)
         self._spool.commit(episode)
 
     def _begin(self, i: int) -> None:
@@ -226,7 +224,7 @@ class RemoteVectorWriter(VectorRows):
     def _commit(self, i: int, priority: float, final: Mapping[str, Any] | None) -> None:
         """Commit the trajectory of one environment."""
         if final is not None and (self._fresh[i] or self._overlap):
-            row = checked_final(self._spool.schema, {name: values[i] for name, values in final.items()})
+            row = {name: values[i : i + 1] if len(values) > 1 else values for name, values in final.items()}
             self._make_room(int(self._inside[i]) + 1)
             for name, values in row.items():
                 self._buffer[name][i, self._inside[i]] = values[0]
@@ -260,7 +258,7 @@ class RemoteVectorWriter(VectorRows):
         chosen = chosen & (self.num_steps > 0)
         priorities = checked_priorities(priority, self.num_envs)
         last = None if final is None else self._checked_final(final, chosen)
-        self._check_trajectory()
+        self._once = self._checked_trajectory()
         self._check_lengths(self.num_steps * chosen, chosen, final=last is not None)
         with self._all_or_nothing():
             self._make_room(int(self._inside[chosen].max(initial=0)) + (last is not None))

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import GearError, SchemaError
+from gear_loader.storage.appender import no_final_step, too_long
 from gear_loader.storage.incoming import checked_final, single_priority
-from gear_loader.storage.step_appender import StepAppender, checked_once, no_final_step, too_long
+from gear_loader.storage.step_appender import StepAppender, checked_once
 from gear_loader.transport.spool import Buffer, Episode, Piece, Spool
 from gear_loader.utils.checks import at_least
 from gear_loader.utils.waiting import Backoff
@@ -76,7 +77,7 @@ class RemoteWriter(StepAppender):
         self.priority: float | None = None
         self.trajectory: Mapping[str, Any] | None = None
         nothing = {name: np.empty((0, c.step_bytes), np.uint8) for name, c in spool.schema.steps.items()}
-        super().__init__(spool.schema.steps, [values[None] for values in nothing.values()])
+        super().__init__(spool.schema.steps)
         self._pid = os.getpid()
         self._episode = Episode()
         self._buffer = Buffer(0, nothing, ())
