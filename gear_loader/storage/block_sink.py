@@ -339,7 +339,8 @@ class BlockSink:
         index.change_lanes(lanes, chosen, finish, needed=missing, evict=evict, wait=wait, inserts=True)
 
     def last_indices(self, chosen: Array) -> Array:
-        return self.lanes[chosen, LANE_LAST]
+        last: Array = self.lanes[chosen, LANE_LAST]
+        return last
 
     def abort(self, chosen: Array) -> None:
         self.index.abort_lanes(self.lanes, chosen)
@@ -366,7 +367,7 @@ class GrowingSink(BlockSink):
         return count
 
     def _add_at_once(self, rows: Located, first: int, count: int) -> bool:
-        """Add steps to the trajectory of the only lane, if it has one that need not wait; return whether it got them."""
+        """Add steps to the trajectory of the only lane, if it has one and no wait is needed; return whether it did."""
         lanes, index, steps = self.lanes, self.index, int(self.lanes[0, LANE_STEPS])
         if not steps or steps + count > self.most or index.admission.max_age is not None:
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -55,24 +55,6 @@ class StepAppender:
             return False
         return True
 
-    def _given(self, steps: Mapping[str, Any] | None, columns: dict[str, Any]) -> Mapping[str, Any]:
-        """One mapping of what was given by position and by keywords, with the columns that cast converted."""
-        rows: Mapping[str, Any] = columns if steps is None else self._joined(steps, columns)
-        if self._schema.casts:
-            rows = self._schema.cast(rows, what="the step")
-        if len(rows) != len(self._puts):
-            self._schema.validate_names(rows, what="the step")
-        return rows
-
-    def _views(self, data: Sequence[Array]) -> list[Array]:
-        """Other memory to write into, uint8 [steps, step_bytes] a column, as values [steps, *shape]; see `_show`."""
-        return [column.as_steps(part) for column, part in zip(self._columns, data, strict=True)]
-
-    def _show(self, views: Sequence[Array]) -> None:
-        """Write into these from now on."""
-        for column, view in zip(self._columns, views, strict=True):
-            column.view = view
-
     def _joined(self, steps: Mapping[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
         steps = as_mapping(steps)
         if not isinstance(steps, Mapping):
@@ -81,23 +63,6 @@ class StepAppender:
                 "or the columns as keywords."
             )
         return {**settled(steps), **columns}
-
-    def _plain_length(self, rows: Mapping[str, Any]) -> int:
-        """Number of steps that rows have, if they are arrays of the columns' dtypes and shapes; else 0."""
-        length = 0
-        for column in self._columns:
-            value = rows.get(column.name)
-            if type(value) is not np.ndarray or not column.takes(value):
-                return 0
-            if not len(value) or len(value) != (length or len(value)):
-                return 0
-            length = len(value)
-        return length
-
-    def _put_steps(self, inside: int, rows: Mapping[str, Any], first: int, count: int) -> None:
-        """Write several steps, for which `_plain_length` has found the rows to fit."""
-        for column in self._columns:
-            column.put_steps(inside, rows[column.name], first, count)
 
     def _check_step(self, rows: Mapping[str, Any]) -> None:
         """Raise SchemaError for a step that does not fit, before blocks are allocated for it."""
@@ -172,15 +137,6 @@ class StepColumn:
             return self.put(0, value)
         finally:
             self.view = view
-
-    def takes(self, value: Array) -> bool:
-        """Whether an array has steps that can be copied as they are."""
-        dtype = self._dtype
-        return dtype is not None and value.dtype == dtype and value.ndim > 0 and value.shape[1:] == self.shape
-
-    def put_steps(self, place: int, value: Array, first: int, count: int) -> None:
-        """Write steps of an array that the column takes."""
-        self.view[place : place + count] = value if count == len(value) else value[first : first + count]
 
     def put(self, place: int, value: Any) -> bool:
         """Write the value of one step; return False, having written nothing, if it does not fit."""
