@@ -51,6 +51,7 @@ class VectorRows:
         self._what = f"the rows (T = {count}, one for each environment)"
         once = {name: column.by_step() for name, column in schema.per_trajectory.items()}
         self._once_schema = Schema(once) if once else None
+        self._options = [name for name in _OPTIONS if name in schema.steps]
         self._no_index = np.full(count, -1, dtype=np.int64)
 
     def _given(self, rows: Any, columns: dict[str, Any]) -> Any:
@@ -62,10 +63,9 @@ class VectorRows:
 
     def _check_option_names(self, rows: Any) -> None:
         """Raise SchemaError if a column is missing that has the name of an option, which was taken for it."""
-        steps = self._whole_schema.steps
-        taken = [
-            name for name in _OPTIONS if name in steps and isinstance(rows, Mapping) and name not in rows
-        ]
+        if not self._options:
+            return
+        taken = [name for name in self._options if isinstance(rows, Mapping) and name not in rows]
         if taken:
             raise SchemaError(
                 f"The columns {taken} are missing: append() has options of that name. Give such columns in one "
