@@ -56,7 +56,7 @@ from benchmarks.options import described, experiment
 from benchmarks.showing import size
 from benchmarks.workloads import W1, W2, Data, Plain, PlainTrajectories, PlainWindows, Rows, expect, poison
 from gear_loader.collection.collector import Collector
-from gear_loader.storage.rows import SelectedRows
+from gear_loader.storage.selected_rows import SelectedRows
 
 BATCHES, QUICK_BATCHES = (32, 256, 1024), (32, 128)
 BLOCK_STEPS = (100, 64)

@@ -30,8 +30,8 @@ from gear_loader.kernels.plan import (
     PlacePlan,
 )
 from gear_loader.native import gathering, threads
-from gear_loader.storage.rows import Reach
 from gear_loader.storage.schema import Schema
+from gear_loader.storage.selected_rows import Reach
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, data_address
 

@@ -62,7 +62,7 @@ class Target(Protocol):
 
     def step_addresses(self) -> Array: ...
 
-    def bring_back(self, slots: Array) -> int: ...
+    def load_from_disk(self, slots: Array) -> int: ...
 
     @property
     def index(self) -> Index: ...
@@ -449,9 +449,9 @@ class GrowingSink(BlockSink):
                 return
             slots = lanes[chosen[:1], LANE_SLOT]
             backoff, attempt = backoff or index.admission.backoff(), attempt + 1
-            self.table.bring_back(slots)
+            self.table.load_from_disk(slots)
             # It may also be moved to disk again and again.
-            if (index.want_back(slots) or attempt >= _AT_ONCE) and not backoff.sleep():
+            if (index.request_from_disk(slots) or attempt >= _AT_ONCE) and not backoff.sleep():
                 raise TableFullError(
                     f"Timed out after {backoff.timeout:g} s: the growing trajectory, of "
                     f"{int(lanes[chosen[0], LANE_STEPS]):,} steps, lies on disk only, and there is no room to bring it "
