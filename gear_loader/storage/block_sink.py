@@ -70,7 +70,7 @@ class Target(Protocol):
     def check_open(self) -> None: ...
 
 
-class Located:
+class StepSources:
     """Steps in memory.
 
     Attributes:
@@ -164,7 +164,7 @@ class BlockSink:
 
     # ---------------------------------------------------------------- steps
 
-    def located(self, rows: Any, what: str) -> Located:
+    def located(self, rows: Any, what: str) -> StepSources:
         if type(rows) is dict and len(rows) == len(self._plain):
             found = []
             for name, dtype, shape in self._plain:
@@ -175,17 +175,17 @@ class BlockSink:
                     break
                 found.append(data_address(value))
             else:
-                return Located(len(self.lanes), found, self._step_bytes, rows)
+                return StepSources(len(self.lanes), found, self._step_bytes, rows)
         length, addresses, hold = self._steps.locate(rows, what=what)
-        return Located(length, addresses, self._step_bytes, hold)
+        return StepSources(length, addresses, self._step_bytes, hold)
 
-    def plain(self, rows: Bytes) -> Located:
+    def plain(self, rows: Bytes) -> StepSources:
         return self._located_bytes(rows, list(self._steps))
 
-    def _located_bytes(self, rows: Bytes, names: Sequence[str]) -> Located:
+    def _located_bytes(self, rows: Bytes, names: Sequence[str]) -> StepSources:
         found = [rows[name] for name in names]
         apart = [values.shape[1] if len(values) > 1 else 0 for values in found]
-        return Located(1, [data_address(values) for values in found], apart, found)
+        return StepSources(1, [data_address(values) for values in found], apart, found)
 
     def show(self, columns: Sequence[StepColumn]) -> tuple[int, int]:
         step, held = int(self.lanes[0, LANE_STEPS]), int(self.lanes[0, LANE_HELD])
@@ -243,7 +243,7 @@ class BlockSink:
             blocks[:, : self._blocks.shape[1]] = self._blocks
             self._blocks = blocks
 
-    def _put(self, chosen: Array, rows: Located, first: int, count: int, *, once: bool = False) -> None:
+    def _put(self, chosen: Array, rows: StepSources, first: int, count: int, *, once: bool = False) -> None:
         """Copy steps of `rows` behind those of lanes; `once`: values of columns per trajectory into the first block."""
         columns = self._once_columns if once else self._columns
         given = (self._block_steps, self.lanes, self._blocks, chosen, rows.sources, first, count)
@@ -254,7 +254,7 @@ class BlockSink:
         if once:
             self._put(chosen, self._located_bytes(once, list(self.schema.per_trajectory)), 0, 1, once=True)
 
-    def add(self, rows: Located, first: int, count: int, priorities: Array, once: Bytes) -> int:
+    def add(self, rows: StepSources, first: int, count: int, priorities: Array, once: Bytes) -> int:
         self.room(_ONE_LANE, count)
         self._put(_ONE_LANE, rows, first, count)
         self.lanes[0, LANE_STEPS] += count
@@ -262,7 +262,7 @@ class BlockSink:
 
     def add_rows(
         self,
-        rows: Located,
+        rows: StepSources,
         acting: Array | None,
         ending: Array | None,
         chunk: int,
@@ -361,12 +361,12 @@ class GrowingSink(BlockSink):
     def show(self, columns: Sequence[StepColumn]) -> tuple[int, int]:
         return 0, 0
 
-    def add(self, rows: Located, first: int, count: int, priorities: Array, once: Bytes) -> int:
+    def add(self, rows: StepSources, first: int, count: int, priorities: Array, once: Bytes) -> int:
         if not self._add_at_once(rows, first, count):
             self._add(_ONE_LANE, rows, first, count, priorities, once)
         return count
 
-    def _add_at_once(self, rows: Located, first: int, count: int) -> bool:
+    def _add_at_once(self, rows: StepSources, first: int, count: int) -> bool:
         """Add steps to the trajectory of the only lane, if it has one and no wait is needed; return whether it did."""
         lanes, index, steps = self.lanes, self.index, int(self.lanes[0, LANE_STEPS])
         if not steps or steps + count > self.most or index.admission.max_age is not None:
@@ -378,7 +378,7 @@ class GrowingSink(BlockSink):
 
     def add_rows(
         self,
-        rows: Located,
+        rows: StepSources,
         acting: Array | None,
         ending: Array | None,
         chunk: int,
@@ -390,7 +390,7 @@ class GrowingSink(BlockSink):
         return ending is not None and bool((ending if acting is None else ending & acting).any())
 
     def _add(
-        self, chosen: Array, rows: Located, first: int, count: int, priorities: Array, once: Bytes
+        self, chosen: Array, rows: StepSources, first: int, count: int, priorities: Array, once: Bytes
     ) -> None:
         """Add steps to the trajectories of lanes, and then to new ones of lanes that have none."""
         lanes = self.lanes
@@ -419,7 +419,7 @@ class GrowingSink(BlockSink):
         if len(chosen):
             super().abort(chosen)
 
-    def _grow(self, chosen: Array, rows: Located, first: int, count: int, *, final: bool) -> None:
+    def _grow(self, chosen: Array, rows: StepSources, first: int, count: int, *, final: bool) -> None:
         """Add steps, or the final step, to the trajectories of lanes that have one; the others are left out."""
         lanes, index = self.lanes, self.index
         chosen = chosen[lanes[chosen, LANE_STEPS] > 0]
