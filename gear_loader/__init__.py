@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from gear_loader.storage.memory_options import Memory
     from gear_loader.storage.schema import Column, Schema, Window
     from gear_loader.storage.stats import TableStats
-    from gear_loader.storage.step_writer import StepWriter
     from gear_loader.storage.table import Table
     from gear_loader.storage.table_rules import Limits
     from gear_loader.storage.vector_writer import VectorWriter
@@ -64,7 +63,6 @@ __all__ = [
     "ReplayMonitor",
     "SampleToInsertRatio",
     "Schema",
-    "StepWriter",
     "Steps",
     "Table",
     "TableStats",
@@ -115,7 +113,6 @@ _MODULES = {
     "ReplayMonitor": "lightning.monitor",
     "SampleToInsertRatio": "storage.limiters",
     "Schema": "storage.schema",
-    "StepWriter": "storage.step_writer",
     "Steps": "selection.step_budget",
     "Table": "storage.table",
     "TableStats": "storage.stats",

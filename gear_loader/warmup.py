@@ -123,6 +123,8 @@ def _writing() -> None:
             with table.writers(2, **options) as writers:
                 for done in (False, False, True):
                     writers.append(_steps(2), done=[done, done])
+        slots, _ = table.index.begin(np.array([1]), evict=EVICT_OLDEST)
+        table.index.abort(slots)
     # With a rate limiter, writers take their room one by one.
     with _table(on_full="evict_oldest", rate_limiter=MinSize(1)) as table:
         for _ in range(3):

@@ -61,7 +61,7 @@ def test_writers_of_steps_and_of_environments_tell_what_they_have_written() -> N
         growing, many = table.writer(commit_every_step=True), table.writers(3)
         growing.append(steps)
         many.append(steps, active=[True, False, True])
-        assert repr(growing).startswith("<StepWriter: 3 steps appended since the last commit, 1 trajectories")
+        assert repr(growing).startswith("<Writer: 3 steps appended since the last commit, 1 trajectories")
         assert repr(many).startswith(
             "<VectorWriter of 3 environments: 2 steps appended since their last commits; to <Table private: 1 of"
         )

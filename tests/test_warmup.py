@@ -32,7 +32,7 @@ print(len(stages), *sorted({compile._name(loop) for loop in compile.loops} - cal
 INNER = {"gathering.resolve", "sharing.work", "entry_points.reclaim"}
 INNER |= {"packed_lines.list_pieces", "packed_lines.count_lists", "packed_lines.list_lines"}
 INNER |= {"copying.look_up", "copying.put_steps"}  # for integrations
-INNER |= {"entry_points.lengthen", "entry_points.publish_steps"}
+INNER |= {"copying.copy_common"}
 INNER |= {f"sum_tree.{name}" for name in ("words", "uniforms", "descend", "refresh", "draw")}
 
 

@@ -10,27 +10,28 @@ import numpy as np
 from numba import carray, int64, njit
 
 from gear_loader.native.compile import compiled
-from gear_loader.native.memory import copy_apart, copy_bytes, copy_past_caches, differ, order_stores, pointer
+from gear_loader.native.lanes import LANE_HELD, LANE_STEPS, LANE_WIDTH
+from gear_loader.native.memory import (
+    copy_apart,
+    copy_bytes,
+    copy_past_caches,
+    copy_step,
+    differ,
+    order_stores,
+    pointer,
+    prefetch,
+)
+
+assert (LANE_STEPS, LANE_HELD, LANE_WIDTH) == (2, 3, 8)  # compiled into the cached machine code
 
 __all__ = [
     "STREAM_BYTES",
-    "VECTOR_ACTIVE",
-    "VECTOR_BLOCKS",
-    "VECTOR_BLOCK_STEPS",
-    "VECTOR_COLUMNS",
-    "VECTOR_COUNT",
-    "VECTOR_COUNTED",
-    "VECTOR_DONE",
-    "VECTOR_END",
-    "VECTOR_HEAD",
-    "VECTOR_LOOKS",
-    "VECTOR_NEXT",
-    "VECTOR_WIDTH",
-    "append",
     "append_rows",
-    "copy_row",
+    "copy_common",
     "copy_rows",
+    "copy_steps",
     "look_up",
+    "put_rows",
     "put_steps",
     "scatter",
 ]
@@ -90,35 +91,6 @@ def scatter(columns, block_steps, ids, addresses, lengths) -> None:  # type: ign
 
 
 @compiled
-def append(columns, block_steps, ids, first, addresses, count) -> None:  # type: ignore[no-untyped-def]
-    """Copy steps into blocks of one trajectory, from step `first` on.
-
-    Args:
-        columns: int64 [C, 4], address of the column's first step, bytes from block to block, bytes of a step, bytes
-            from step to step.
-        block_steps: steps of a block.
-        ids: int32 [blocks], blocks of the trajectory.
-        first: first step to write.
-        addresses: int64 [C], address of the contiguous steps of each column.
-        count: number of steps.
-    """
-    for c in range(columns.shape[0]):
-        base, stride, step_bytes, every = columns[c, 0], columns[c, 1], columns[c, 2], columns[c, 3]
-        done = 0
-        while done < count:
-            block = (first + done) // block_steps
-            inside = first + done - block * block_steps
-            steps = min(block_steps - inside, count - done)
-            target = base + int64(ids[block]) * stride + inside * every
-            source = addresses[c] + done * step_bytes
-            if every == step_bytes:
-                copy_bytes(target, source, steps * step_bytes)
-            else:
-                copy_apart(target, every, source, step_bytes, steps, step_bytes)
-            done += steps
-
-
-@compiled
 def copy_rows(address, low, high, first, ends, places, ids, column, into) -> None:  # type: ignore[no-untyped-def]
     """Copy bytes of a file that holds trajectories one after another (gaps allowed) to or from their blocks.
 
@@ -162,68 +134,129 @@ def copy_rows(address, low, high, first, ends, places, ids, column, into) -> Non
         i += 1
 
 
-# Request to `append_rows`, int64: this head, the columns as for `append` [C, 4], the address of the rows of each column
-# [C], and the places [n, VECTOR_WIDTH].
-VECTOR_COUNT, VECTOR_COLUMNS, VECTOR_BLOCK_STEPS, VECTOR_ACTIVE, VECTOR_DONE, VECTOR_LOOKS, VECTOR_HEAD = (
-    range(7)
-)
-
-# Places of an environment: address of the blocks of its trajectory, int32; its next step; end of the steps that may be
-# written; the step up to which its writer has counted.
-VECTOR_BLOCKS, VECTOR_NEXT, VECTOR_END, VECTOR_COUNTED, VECTOR_WIDTH = range(5)
+# Request to `append_rows`, int64: this head, the columns as for `scatter` [C, 4], address of each column's rows [C],
+# and the lanes [n, LANE_WIDTH]. Of the head: number of environments and of columns; steps of a block; addresses of
+# the masks `active` and `done`, bool [n], or 0 (all are active, none is done); steps of a chunk, or 0; address of the
+# blocks of each lane, int32 [n, width], and that width.
+(
+    ROWS_COUNT,
+    ROWS_COLUMNS,
+    ROWS_BLOCK_STEPS,
+    ROWS_ACTIVE,
+    ROWS_DONE,
+    ROWS_CHUNK,
+    ROWS_BLOCKS,
+    ROWS_WIDTH,
+    ROWS_HEAD,
+) = range(9)
+_AHEAD = 16
+"""Environments whose place in memory is requested before the row of the first of them is copied."""
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def copy_row(columns, block, inside, addresses, row) -> None:  # type: ignore[no-untyped-def]
-    """Copy one step of each column into a block.
+def copy_steps(columns, block, inside, sources, row, first, count) -> None:  # type: ignore[no-untyped-def]
+    """Copy steps of each column into one block.
 
     Args:
-        columns: int64 [C, 4], as for `append`. block, inside: the block, and the step within it.
-        addresses: int64 [C], address of contiguous steps of each column. row: which of them.
+        columns: int64 [C, 4], as for `scatter`. block, inside: the block, and the first step within it.
+        sources: int64 [C, 2], address of contiguous steps of each column, and bytes from one lane's to the next's.
+        row: the lane. first: its first step that is copied. count: number of steps, which the block has room for.
     """
     for c in range(columns.shape[0]):
-        step_bytes = columns[c, 2]
-        target = columns[c, 0] + block * columns[c, 1] + inside * columns[c, 3]
-        copy_bytes(target, addresses[c] + row * step_bytes, step_bytes)
+        step_bytes, every = columns[c, 2], columns[c, 3]
+        target = columns[c, 0] + block * columns[c, 1] + inside * every
+        source = sources[c, 0] + row * sources[c, 1] + first * step_bytes
+        if every == step_bytes:
+            copy_bytes(target, source, count * step_bytes)
+        else:
+            copy_apart(target, every, source, step_bytes, count, step_bytes)
+
+
+@compiled
+def put_rows(  # type: ignore[no-untyped-def]
+    columns, block_steps, lanes, blocks, chosen, sources, first, count, at
+) -> None:
+    """Copy steps into the blocks of the open trajectories of lanes, which have room for them; they are not counted.
+
+    Args:
+        columns, block_steps: as for `scatter`. lanes: int64 [n, LANE_WIDTH]. blocks: int32 [n, W], blocks of each.
+        chosen: int64 [m], the lanes. sources, first, count: as for `copy_steps`.
+        at: the step at which they are written; -1 for behind the steps of each lane.
+    """
+    for j in range(len(chosen)):
+        i = chosen[j]
+        step = lanes[i, LANE_STEPS] if at < 0 else at
+        done = 0
+        while done < count:
+            place = (step + done) // block_steps
+            inside = step + done - place * block_steps
+            steps = min(block_steps - inside, count - done)
+            copy_steps(columns, int64(blocks[i, place]), inside, sources, i, first + done, steps)
+            done += steps
+
+
+@compiled
+def copy_common(columns, block_steps, source, first, target, count) -> None:  # type: ignore[no-untyped-def]
+    """Copy `count` steps of a trajectory, from step `first` on, to the beginning of another one.
+
+    Args:
+        columns, block_steps: as for `scatter`. source, target: int32, the blocks of the trajectories.
+    """
+    for c in range(columns.shape[0]):
+        base, stride, step_bytes, every = columns[c, 0], columns[c, 1], columns[c, 2], columns[c, 3]
+        for done in range(count):
+            step = first + done
+            old, new = step // block_steps, done // block_steps
+            old_place = base + int64(source[old]) * stride + (step - old * block_steps) * every
+            new_place = base + int64(target[new]) * stride + (done - new * block_steps) * every
+            copy_bytes(new_place, old_place, step_bytes)
 
 
 @compiled
 def append_rows(request):  # type: ignore[no-untyped-def]
-    """Copy one row for each of n environments to the next step of its trajectory.
+    """Copy one row for each of n environments to the next step of its trajectory, and count it.
 
     Args:
-        request: int64, as described above: number of environments and of columns; steps of a block; addresses of the
-            masks `active` and `done`, bool [n], or 0 (all are active, none is done); whether the writers look at the
-            ends of their blocks; columns, rows and places.
+        request: int64, as described above.
 
     Returns:
-        Number of environments that are done, or have reached an end that is looked at; -1, having written nothing, if
-        an active one had reached it before.
+        Number of environments that are done, or have a complete chunk; -1, having counted nothing, if an active one has
+        no room.
     """
-    count, width, block_steps = request[VECTOR_COUNT], request[VECTOR_COLUMNS], request[VECTOR_BLOCK_STEPS]
-    rows = VECTOR_HEAD + 4 * width
-    columns = request[VECTOR_HEAD:rows].reshape((width, 4))
-    places = request[rows + width : rows + width + count * VECTOR_WIDTH].reshape((count, VECTOR_WIDTH))
-    every, none = request[VECTOR_ACTIVE] == 0, request[VECTOR_DONE] == 0
-    looks = request[VECTOR_LOOKS] != 0
+    count, width, block_steps = request[ROWS_COUNT], request[ROWS_COLUMNS], request[ROWS_BLOCK_STEPS]
+    rows = ROWS_HEAD + 4 * width
+    columns = request[ROWS_HEAD:rows].reshape((width, 4))
+    lanes = request[rows + width : rows + width + count * LANE_WIDTH].reshape((count, LANE_WIDTH))
+    blocks = carray(pointer(request[ROWS_BLOCKS]), (count, request[ROWS_WIDTH]), np.int32)
+    every, none = request[ROWS_ACTIVE] == 0, request[ROWS_DONE] == 0
+    chunk = request[ROWS_CHUNK]
     # An unused mask is never read: any valid address will do.
     spare = request.ctypes.data
-    active = carray(pointer(spare if every else request[VECTOR_ACTIVE]), (count,), np.uint8)
-    done = carray(pointer(spare if none else request[VECTOR_DONE]), (count,), np.uint8)
+    active = carray(pointer(spare if every else request[ROWS_ACTIVE]), (count,), np.uint8)
+    done = carray(pointer(spare if none else request[ROWS_DONE]), (count,), np.uint8)
     for i in range(count):
-        if (every or active[i] != 0) and places[i, VECTOR_NEXT] >= places[i, VECTOR_END]:
+        if (every or active[i] != 0) and lanes[i, LANE_STEPS] >= lanes[i, LANE_HELD]:
             return -1
     due = 0
-    for i in range(count):
-        if not every and active[i] == 0:
+    for i in range(-_AHEAD, count):
+        later = i + _AHEAD
+        if later < count and (every or active[later] != 0):
+            step = lanes[later, LANE_STEPS]
+            place = step // block_steps
+            block, inside = int64(blocks[later, place]), step - place * block_steps
+            for c in range(width):
+                prefetch(columns[c, 0] + block * columns[c, 1] + inside * columns[c, 3])
+        if i < 0 or not (every or active[i] != 0):
             continue
-        step = places[i, VECTOR_NEXT]
-        block = step // block_steps
-        inside = step - block * block_steps
-        number = int64(carray(pointer(places[i, VECTOR_BLOCKS]), (block + 1,), np.int32)[block])
-        copy_row(columns, number, inside, request[rows : rows + width], i)
-        places[i, VECTOR_NEXT] = step + 1
-        due += (not none and done[i] != 0) or (looks and step + 1 == places[i, VECTOR_END])
+        step = lanes[i, LANE_STEPS]
+        place = step // block_steps
+        block, inside = int64(blocks[i, place]), step - place * block_steps
+        for c in range(width):
+            step_bytes = columns[c, 2]
+            target = columns[c, 0] + block * columns[c, 1] + inside * columns[c, 3]
+            copy_step(target, request[rows + c] + i * step_bytes, step_bytes)
+        lanes[i, LANE_STEPS] = step + 1
+        due += (not none and done[i] != 0) or step + 1 == chunk
     return due
 
 
@@ -234,7 +267,7 @@ def put_steps(  # type: ignore[no-untyped-def]
     """Copy one step of each of E open trajectories into its blocks.
 
     Args:
-        columns: int64 [C, 4], as for `append`.
+        columns: int64 [C, 4], as for `scatter`.
         block_steps: steps of a block.
         blocks: int32 [E, W], blocks of each trajectory.
         open_steps: int64 [E, 3], slot, steps so far and capacity in steps of each trajectory; steps are counted up.

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gear_loader.errors import LockTimeoutError, SchemaError, StaleIndexError, TableFullError
+from gear_loader.native.lanes import EMPTY_LANE, LANE_GENERATION, LANE_SLOT
 from gear_loader.storage.admission import Admission
 from gear_loader.storage.allocation import Allocator, Claim
 from gear_loader.storage.block_tables import BlockTables
@@ -46,14 +47,12 @@ from gear_loader.storage.operations.view import (
     EVICT_LOWEST,
     EVICT_OLDEST,
     FLIP,
-    GONE,
-    GROWN_GENERATION,
-    GROWN_SLOT,
     PID,
     REFUSE,
     REQUEST_HEAD,
     REQUEST_NOW,
     START,
+    UNREADY,
 )
 from gear_loader.storage.reader import TableReader, stale
 from gear_loader.storage.readers import Readers
@@ -64,8 +63,6 @@ from gear_loader.utils.arrays import Array
 
 __all__ = ["EVICT_LOWEST", "EVICT_OLDEST", "REFUSE", "Claim", "Index"]
 
-_OUTSIDE = -1
-"""Result of adding steps: the trajectory lies on disk only."""
 INLINE_BYTES = 512 * 1024
 """Largest data that is copied under the lock, in bytes: a copy of this size is cheaper than locking twice."""
 
@@ -408,225 +405,70 @@ class Index:
         self.arrays.owner[slots, PID] = 0
         self.arrays.owner[slots, START] = 0
 
-    # ---------------------------------------------------------------- trajectories that grow
+    # ---------------------------------------------------------------- trajectories that are being written
 
-    def grow(
-        self, slot: int, length: int, run: Array, *, most: int, evict: int = REFUSE, wait: bool = False
-    ) -> tuple[int, Array]:
-        """Allocate more blocks for a slot that is being written.
-
-        Args:
-            slot: from `begin`.
-            length: steps that it must hold, more than before.
-            run: int64 [2], initially zeros: state of `growth.grow`.
-            most: steps to allocate if no eviction and no wait is needed.
-            evict, wait: as for `begin`.
-
-        Returns:
-            The new capacity in steps, and the new blocks, int32 [n].
-
-        Raises:
-            As `begin`.
-        """
-        before = int(self.arrays.extent[slot, 0])
-        if not 0 < before < length:
-            raise self.arrays.corrupt(f"slot {slot}, which is to hold {length} steps, has {before}")
-        have = int(self.arrays.blocks_of(before))
-        full = -(-length // self.arrays.block_steps) * self.arrays.block_steps  # to the end of the last block
-        most = max(most, full)
-        ids = np.empty(int(self.arrays.blocks_of(most)) - have, dtype=np.int32)
-        held = length
-
-        def attempt() -> int:
-            nonlocal held
-            for held, policy in ((most, REFUSE), (full, evict), (length, evict)):
-                answer: int = self.arrays.ops.grow(self.arrays.where, slot, held, policy, run, ids)
-                if answer in (DONE, FLIP):
-                    break
-            return answer
-
-        needed = (0, int(self.arrays.blocks_of(length)) - have, length - before)
-        self.allocator.obtain(needed, attempt, evict=evict, wait=wait, last=slot)
-        return held, ids[: int(self.arrays.blocks_of(held)) - have]
-
-    def add_steps(
+    def change_lanes(
         self,
-        slot: int,
-        generation: int,
-        columns: Array,
-        addresses: Array,
-        count: int,
-        run: Array,
+        lanes: Array,
+        chosen: Array,
+        change: Callable[[Array, Array], int],
         *,
-        final: bool,
-        evict: int,
-        wait: bool,
-    ) -> bool | None:
-        """Add steps, or its final step, to a trajectory that is visible already.
-
-        Args:
-            slot, generation: the trajectory.
-            columns: int64 [C, 3], as for `gear_loader.native.copying.append`.
-            addresses: int64 [C], address of the contiguous steps of each column. count: number of steps.
-            run: int64 [2], initially zeros: state of `growth.lengthen`.
-            final: whether the step is the final one; `count` is 1.
-            evict, wait: as for `begin`.
-
-        Returns:
-            False, having added nothing, if the trajectory was evicted or removed; None if it lies on disk only.
-
-        Raises:
-            As `begin`.
-        """
-        arrays, ends = self.arrays, {DONE: True, GONE: False, _OUTSIDE: None}
-        more, last = (0, 1) if final else (count, 0)
-        given = (slot, generation, more, last, int(evict), run)
-
-        def add() -> int:
-            if arrays.tier is not None and arrays.are_outside(slot, generation):
-                return _OUTSIDE
-            answer: int = arrays.ops.add_steps(arrays.where, *given, columns, addresses)
-            return answer
-
-        if self.admission.max_age is None and (answer := self.recovery.lock.run(add)) in ends:
-            return ends[answer]
-        answer = GONE
-
-        def attempt() -> int:
-            nonlocal answer
-            answer = add()
-            return DONE if answer in ends else answer
-
-        blocks = int(arrays.blocks_of(arrays.extent[slot, 0] + count) - arrays.blocks_at(slot))
-        self.allocator.obtain((0, blocks, more), attempt, evict=evict, wait=wait, last=slot)
-        return ends[answer]
-
-    def add_rows(
-        self, columns: Array, addresses: Array, grown: Array, chosen: Array, *, longest: int, evict: int
-    ) -> int:
-        """Add one step to each of several trajectories that are visible already, under one lock.
-
-        Args:
-            columns, addresses, grown, chosen, longest: see `entry_points.add_rows`. evict: as for `begin`.
-
-        Returns:
-            How many have got it; `add_steps` must be used for the next one, or it does not grow.
-        """
-        if self.admission.max_age is not None:
-            return 0
-        arrays = self.arrays
-        given = (arrays.where, columns, addresses, grown, chosen, longest, int(evict))
-        if arrays.tier is None:
-            added: int = self.recovery.lock.run(arrays.ops.add_rows, *given)
-            return added
-
-        def add() -> int:
-            names = grown[chosen]
-            if arrays.are_outside(names[:, GROWN_SLOT], names[:, GROWN_GENERATION]).any():
-                return 0
-            added: int = arrays.ops.add_rows(*given)
-            return added
-
-        return self.recovery.lock.run(add)
-
-    def finish(self, slot: int, length: int, priority: float, *, final: bool = False) -> None:
-        """Commit a slot that holds `length` steps and free its unused blocks.
-
-        Args:
-            slot: from `begin`. length: steps. priority: of the trajectory.
-            final: whether the last one of them is the final step, which is no anchor.
-
-        Raises:
-            RateLimitError: as `commit`.
-        """
-        slots, priorities = np.array([slot], dtype=np.int64), np.array([priority], dtype=np.float32)
-        self.admission.when_insertable(
-            1,
-            lambda: self.arrays.ops.finish(
-                self.arrays.where, slots, length, final, priorities, time.monotonic_ns()
-            ),
-        )
-
-    # ---------------------------------------------------------------- several writers at once
-
-    @property
-    def changes_rows(self) -> bool:
-        """Whether `reserve_rows` and `finish_rows` may be used: no rule asks more of a commit than an allocation."""
-        return self.arrays.stores_at_once and self.admission.max_age is None
-
-    def reserve_rows(self, rows: Array, ids: Array, *, evict: int) -> int:
-        """`begin` or `grow` for each of several writers in order, under one lock, where no wait is needed.
-
-        Args:
-            rows: int64 [n, ROOM_WIDTH], ids: int32; see `growth.reserve_rows`. evict: as for `begin`.
-
-        Returns:
-            How many have got their room; for the next one `begin` or `grow` must be used.
-        """
-        self.allocator.look_for_dead_writers()
-        ops, where, here = self.arrays.ops, self.arrays.where, self.readers.here()
-        done: int = self.recovery.lock.run(ops.reserve_rows, where, rows, ids, int(evict), *here)
-        return done
-
-    def finish_rows(self, rows: Array) -> bool:
-        """`finish` for each of several slots in order, under one lock.
-
-        Args:
-            rows: int64 [n, FINISH_WIDTH], see `operations.view.FINISH_SLOT`.
-
-        Returns:
-            False, having done nothing, if `finish` must be used.
-        """
-        ops, where = self.arrays.ops, self.arrays.where
-        done: bool = self.recovery.lock.run(ops.finish_rows, where, rows, time.monotonic_ns())
-        return done
-
-    def roll(
-        self,
-        slot: int,
-        length: int,
-        shared: int,
-        priority: float,
-        *,
+        needed: Callable[[int], tuple[int, int, int]],
         evict: int = REFUSE,
         wait: bool = False,
-        claim: Claim | None = None,
-    ) -> int:
-        """Commit `length` steps of a slot that is being written; continue in a new slot that shares its last blocks.
+        inserts: bool = False,
+        waits: bool = True,
+    ) -> bool:
+        """Perform an operation of `growth` on lanes in order: on all under one lock, or one by one where it must wait.
 
         Args:
-            slot: from `begin`. length: steps to commit. priority: of the trajectory.
-            shared: position of the first shared block.
-            evict, wait: as for `begin`.
-            claim: for the next slot; as for `begin`.
-
-        Returns:
-            The next slot.
+            lanes: int64 [n, LANE_WIDTH]. chosen: int64 [m], which of them.
+            change: calls the operation with these and `at`, under the lock; returns its result.
+            needed: slots, blocks and steps that a lane needs, for errors. evict, wait: as for `begin`.
+            inserts: whether each change commits a trajectory, subject to the rate limiter.
+            waits: whether to wait, or to recover the index, where that is needed; else False is returned there.
 
         Raises:
-            As `begin` and `commit`; then nothing was committed.
+            As `begin` and `commit`; what was done for lanes before has been done.
         """
-        slots, priorities = np.array([slot, -1], dtype=np.int64), np.array([priority], dtype=np.float32)
-        claim = Claim(1) if claim is None else claim
-        claim.slots = slots[1:]  # a view: the operation writes into it
-
-        def attempt() -> int:
-            answer: int = self.arrays.ops.roll(
-                self.arrays.where,
-                slots,
-                length,
-                shared,
-                priorities,
-                time.monotonic_ns(),
-                int(evict),
-                *self.readers.here(),
+        at = np.zeros(1, dtype=np.int64)
+        one_by_one = self.admission.max_age is not None
+        one_by_one |= inserts and self.arrays.rules.rate_limiter is not None
+        while True:
+            if not one_by_one:
+                self.allocator.look_for_dead_writers()
+                answer = self.recovery.lock.run(change, chosen, at)
+                if answer == DONE:
+                    return True
+                if answer == UNREADY:
+                    self.recovery.locked(int)  # recovers
+                    continue
+            if not waits:
+                return False
+            upto, lane = chosen[: int(at[0]) + 1], int(chosen[at[0]])
+            self.allocator.obtain(
+                needed(lane),
+                lambda upto=upto: change(upto, at),  # type: ignore[misc]
+                evict=evict,
+                wait=wait,
+                last=int(lanes[lane, LANE_SLOT]),
+                inserts=int(inserts),
             )
-            return answer
+            if at[0] == len(chosen):
+                return True
 
-        needed = (1, 0, length - shared * self.arrays.block_steps)
-        self.allocator.obtain(needed, attempt, evict=evict, wait=wait, last=slot, inserts=1)
-        claim.generations = self.arrays.generation[claim.slots]
-        return int(slots[1])
+    def abort_lanes(self, lanes: Array, chosen: Array) -> None:
+        """Free what lanes (`chosen`, int64 [m]) are writing, and forget it.
+
+        If the lock is not available in time, the slots are marked as those of a dead writer, as by `abort`.
+        """
+        ops, where = self.arrays.ops, self.arrays.where
+        try:
+            self.recovery.locked(lambda: ops.abort_lanes(where, lanes, chosen))
+        except LockTimeoutError:
+            left = lanes[chosen]
+            lanes[chosen] = EMPTY_LANE
+            self.abort(left[:, LANE_SLOT], wait=False, generations=left[:, LANE_GENERATION])
 
     def remove(self, slots: Array) -> None:
         """Retire all the given trajectories, or raise.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from gear_loader.storage.schema import Column, Schema, as_mapping, settled
 from gear_loader.utils.arrays import PLAIN_TYPES, Array, address_of, known, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
-__all__ = ["StepAppender", "StepColumn", "checked_once", "no_final_step", "too_long"]
+__all__ = ["StepAppender", "StepColumn", "checked_once"]
 
 
 def checked_once(schema: Schema, values: Mapping[str, Any] | None) -> dict[str, Array]:
@@ -33,35 +33,16 @@ def checked_once(schema: Schema, values: Mapping[str, Any] | None) -> dict[str, 
     return schema.validate_once(values, what="trajectory")
 
 
-def too_long(steps: int, longest: int) -> SchemaError:
-    """The error for a trajectory of `steps` steps in a table, or a chunk, of at most `longest`."""
-    return SchemaError(
-        f"The trajectory would have {steps:,} steps; this table holds at most {longest:,}. Commit "
-        "earlier, cut it into chunks with table.writer(chunk_steps=...), or create the table larger."
-    )
-
-
-def no_final_step() -> SchemaError:
-    """The error for a final step when the last chunk is committed and no step came after it."""
-    return SchemaError(
-        "The last chunk is complete and committed, so it cannot get a final step; give chunks an overlap_steps of at "
-        "least 1, or commit() without final."
-    )
-
-
 class StepAppender:
     """Checks steps against a schema and writes single ones into one block of memory a column.
 
     Args:
         schema: columns that have steps.
-        data: memory of each, uint8 [blocks, steps, step_bytes]; steps need not lie one after another.
     """
 
-    def __init__(self, schema: Schema, data: Sequence[Array]) -> None:
+    def __init__(self, schema: Schema) -> None:
         self._schema = schema
-        self._columns = [
-            StepColumn(name, column, part) for (name, column), part in zip(schema.items(), data, strict=True)
-        ]
+        self._columns = [StepColumn(name, column) for name, column in schema.items()]
         self._puts = [(column.name, column.put) for column in self._columns]
 
     def _put(self, inside: int, rows: Mapping[str, Any]) -> bool:
@@ -74,24 +55,6 @@ class StepAppender:
             return False
         return True
 
-    def _given(self, steps: Mapping[str, Any] | None, columns: dict[str, Any]) -> Mapping[str, Any]:
-        """One mapping of what was given by position and by keywords, with the columns that cast converted."""
-        rows: Mapping[str, Any] = columns if steps is None else self._joined(steps, columns)
-        if self._schema.casts:
-            rows = self._schema.cast(rows, what="the step")
-        if len(rows) != len(self._puts):
-            self._schema.validate_names(rows, what="the step")
-        return rows
-
-    def _views(self, data: Sequence[Array]) -> list[Array]:
-        """Other memory to write into, uint8 [steps, step_bytes] a column, as values [steps, *shape]; see `_show`."""
-        return [column.as_steps(part) for column, part in zip(self._columns, data, strict=True)]
-
-    def _show(self, views: Sequence[Array]) -> None:
-        """Write into these from now on."""
-        for column, view in zip(self._columns, views, strict=True):
-            column.view = view
-
     def _joined(self, steps: Mapping[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
         steps = as_mapping(steps)
         if not isinstance(steps, Mapping):
@@ -100,23 +63,6 @@ class StepAppender:
                 "or the columns as keywords."
             )
         return {**settled(steps), **columns}
-
-    def _plain_length(self, rows: Mapping[str, Any]) -> int:
-        """Number of steps that rows have, if they are arrays of the columns' dtypes and shapes; else 0."""
-        length = 0
-        for column in self._columns:
-            value = rows.get(column.name)
-            if type(value) is not np.ndarray or not column.takes(value):
-                return 0
-            if not len(value) or len(value) != (length or len(value)):
-                return 0
-            length = len(value)
-        return length
-
-    def _put_steps(self, inside: int, rows: Mapping[str, Any], first: int, count: int) -> None:
-        """Write several steps, for which `_plain_length` has found the rows to fit."""
-        for column in self._columns:
-            column.put_steps(inside, rows[column.name], first, count)
 
     def _check_step(self, rows: Mapping[str, Any]) -> None:
         """Raise SchemaError for a step that does not fit, before blocks are allocated for it."""
@@ -153,11 +99,10 @@ _FLOATS: frozenset[type] = frozenset({float, int, np.float64})
 class StepColumn:
     """Writes single steps into one column, through a view of the current block."""
 
-    def __init__(self, name: str, column: Column, data: Array) -> None:
+    def __init__(self, name: str, column: Column) -> None:
         self.name = name
         self.shape = column.shape
         self.step_bytes = step_bytes = column.step_bytes
-        self.data = data
         self._column = column
         self._dtype = column.numpy_dtype
         self._kind = "" if self._dtype is None else self._dtype.kind
@@ -174,10 +119,9 @@ class StepColumn:
                 self._quick = _INTEGERS, *self._limits
             elif self._kind == "f":
                 self._quick = _FLOATS, -self._largest, self._largest
-        spare: Array = np.empty(step_bytes, dtype=np.uint8)
-        self.spare_address: int = spare.ctypes.data
-        """Address of the value that `fits` has accepted last."""
-        self._spare = self.as_steps(spare.reshape(1, -1))
+        self.spare: Array = np.empty((1, step_bytes), dtype=np.uint8)
+        """The value that `fits` has accepted last."""
+        self._spare = self.as_steps(self.spare)
         self.view = self._spare
         """Where steps are written, values [steps, *shape]."""
 
@@ -186,9 +130,6 @@ class StepColumn:
         dtype = np.dtype(np.int16) if self._dtype is None else self._dtype
         return rows.view(dtype).reshape(len(rows), *self.shape)
 
-    def show_block(self, block: int) -> None:
-        self.view = self.as_steps(self.data[block])
-
     def fits(self, value: Any) -> bool:
         """Whether `put` would accept a value of one step."""
         view, self.view = self.view, self._spare
@@ -196,15 +137,6 @@ class StepColumn:
             return self.put(0, value)
         finally:
             self.view = view
-
-    def takes(self, value: Array) -> bool:
-        """Whether an array has steps that can be copied as they are."""
-        dtype = self._dtype
-        return dtype is not None and value.dtype == dtype and value.ndim > 0 and value.shape[1:] == self.shape
-
-    def put_steps(self, place: int, value: Array, first: int, count: int) -> None:
-        """Write steps of an array that the column takes."""
-        self.view[place : place + count] = value if count == len(value) else value[first : first + count]
 
     def put(self, place: int, value: Any) -> bool:
         """Write the value of one step; return False, having written nothing, if it does not fit."""

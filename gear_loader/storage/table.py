@@ -22,6 +22,7 @@ from gear_loader.errors import (
     StaleIndexError,
 )
 from gear_loader.native import copying
+from gear_loader.storage.block_sink import BlockSink, GrowingSink
 from gear_loader.storage.block_sizes import (
     blocks_within,
     check_memory,
@@ -62,7 +63,6 @@ from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import region_path
 from gear_loader.storage.stats import TableStats, stats_of
-from gear_loader.storage.step_writer import StepWriter
 from gear_loader.storage.table_rules import Limits, OnFull, Rules, check_on_full, check_seconds
 from gear_loader.storage.tier_counts import KEEP, KEEPS, pack_priorities
 from gear_loader.storage.vector_writer import VectorWriter
@@ -684,11 +684,47 @@ class Table:
         Args:
             chunk_steps: steps of each trajectory that the stream is cut into; None for no cuts.
             overlap_steps: common steps of consecutive trajectories.
-            commit_every_step: make each step visible at once, in one trajectory that grows; see `StepWriter`.
+            commit_every_step: make each step visible at once, in one trajectory that grows; see `Writer`.
 
         Raises:
             SchemaError: invalid options, or chunks that are to be committed step by step.
         """
+        sink = self._sink(1, chunk_steps, overlap_steps, commit_every_step)
+        return Writer(sink, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
+
+    def writers(
+        self,
+        n: int,
+        *,
+        chunk_steps: int | None = None,
+        overlap_steps: int = 0,
+        commit_every_step: bool = False,
+    ) -> VectorWriter:
+        """Create a writer for the n environments of a vector environment; see `VectorWriter`.
+
+        Args:
+            n: number of environments, at most the trajectories and the blocks that the table holds.
+            chunk_steps, overlap_steps, commit_every_step: as for `writer`.
+
+        Raises:
+            SchemaError: as `writer`, or invalid sizes.
+        """
+        count, layout = at_least("n", n), self._region.layout
+        most = min(layout.max_trajectories, layout.num_blocks, layout.max_steps)
+        if count > most:
+            raise SchemaError(
+                f"n is {count:,}; expected at most {most:,}, as each environment writes into a slot and a block of "
+                f"its own and the table holds {layout.max_trajectories:,} trajectories, {layout.num_blocks:,} blocks "
+                f"and {layout.max_steps:,} steps. Create the table larger."
+            )
+        sink = self._sink(count, chunk_steps, overlap_steps, commit_every_step)
+        return VectorWriter(sink, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
+
+    def _sink(
+        self, n: int, chunk_steps: int | None, overlap_steps: int, commit_every_step: bool
+    ) -> BlockSink:
+        """The sink of a writer with these options."""
+        self.check_open()
         late = [name for name in self.schema.late if not self.schema[name].trajectory]
         overlap_steps = at_least("overlap_steps", overlap_steps, least=0)
         flag("commit_every_step", commit_every_step)
@@ -697,26 +733,12 @@ class Table:
                 f"The columns {late} have late=True and a value for each step; expected a writer without overlap_steps "
                 "and commit_every_step: steps that several trajectories share, or that follow, cannot be filled once."
             )
-        if commit_every_step:
-            if chunk_steps is not None or overlap_steps:
-                raise SchemaError(
-                    f"commit_every_step goes without chunk_steps ({chunk_steps}) and overlap_steps ({overlap_steps}): "
-                    "the trajectory grows until commit()."
-                )
-            return StepWriter(self)
-        return Writer(self, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
-
-    def writers(self, n: int, **options: Any) -> VectorWriter:
-        """Create a writer for the n environments of a vector environment; see `VectorWriter`.
-
-        Args:
-            n: number of environments, at most the trajectories and the blocks that the table holds.
-            options: of each environment's `writer`.
-
-        Raises:
-            SchemaError: invalid sizes.
-        """
-        return VectorWriter(self, n, lambda: self.writer(**options))
+        if commit_every_step and (chunk_steps is not None or overlap_steps):
+            raise SchemaError(
+                f"commit_every_step goes without chunk_steps ({chunk_steps}) and overlap_steps ({overlap_steps}): "
+                "the trajectory grows until commit()."
+            )
+        return GrowingSink(self, n) if commit_every_step else BlockSink(self, n)
 
     def extend(
         self,

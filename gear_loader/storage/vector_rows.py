@@ -48,10 +48,10 @@ class VectorRows:
         self._whole_schema = schema
         self.num_envs = count = at_least("n", n)
         self.trajectory: Mapping[str, Any] | None = None
-        self._once: Mapping[str, Any] | None = None  # `trajectory` of the running call, on the host
         self._what = f"the rows (T = {count}, one for each environment)"
         once = {name: column.by_step() for name, column in schema.per_trajectory.items()}
         self._once_schema = Schema(once) if once else None
+        self._options = [name for name in _OPTIONS if name in schema.steps]
         self._no_index = np.full(count, -1, dtype=np.int64)
 
     def _given(self, rows: Any, columns: dict[str, Any]) -> Any:
@@ -63,10 +63,9 @@ class VectorRows:
 
     def _check_option_names(self, rows: Any) -> None:
         """Raise SchemaError if a column is missing that has the name of an option, which was taken for it."""
-        steps = self._whole_schema.steps
-        taken = [
-            name for name in _OPTIONS if name in steps and isinstance(rows, Mapping) and name not in rows
-        ]
+        if not self._options:
+            return
+        taken = [name for name in self._options if isinstance(rows, Mapping) and name not in rows]
         if taken:
             raise SchemaError(
                 f"The columns {taken} are missing: append() has options of that name. Give such columns in one "
@@ -96,7 +95,7 @@ class VectorRows:
             )
         return value if value.flags.c_contiguous else np.ascontiguousarray(value)
 
-    def _checked_final(self, final: Any, ends: Array) -> dict[str, Any]:
+    def _checked_final(self, final: Any, ends: Array) -> dict[str, Array]:
         """Check the values after the last step.
 
         Args:
@@ -105,7 +104,8 @@ class VectorRows:
             ends: bool [n], environments whose trajectory ends; of objects only theirs are looked at.
 
         Returns:
-            Column name -> ``[n, *shape]``; of objects, zeros for the other environments.
+            Bytes of a step of every column that has steps, uint8 [n, step_bytes], or [1, step_bytes] of zeros; of
+            objects, zeros for the other environments.
 
         Raises:
             SchemaError: a value does not fit.
@@ -121,34 +121,34 @@ class VectorRows:
             )
         rows = _on_host(settled(final), "final")
         if finals is None:
-            return rows
+            return dict(self._whole_schema.zero_step)
         for name, value in rows.items():
             if value is None or _holds_objects(value):
                 rows[name] = _stacked_ends(name, finals[name], value, ends)
-        length, _, _ = finals.locate(rows, what=f"final, {self._what}")
+        length, found = finals.validate(rows, what=f"final, {self._what}")
         if length != self.num_envs:
             raise SchemaError(
                 f"final has {length} rows; expected one for each of {self.num_envs} environments."
             )
-        return rows
+        return {**self._whole_schema.zero_step, **found}
 
-    def _check_trajectory(self) -> None:
-        """Raise SchemaError unless `trajectory` has a row for each environment."""
-        self._once = None
+    def _checked_trajectory(self) -> dict[str, Array]:
+        """The attribute `trajectory` as bytes, uint8 [n, step_bytes] a column; SchemaError if it does not fit."""
         if self._once_schema is None and self.trajectory is None:
-            return
+            return {}
         wanted = sorted(self._whole_schema.per_trajectory)
         if self._once_schema is None or not isinstance(self.trajectory, Mapping):
             raise SchemaError(
                 f"The attribute trajectory is {shown(self.trajectory)}; expected arrays [{self.num_envs}, ...] of the "
                 f"columns with per='trajectory': {wanted}."
             )
-        self._once = _on_host(self.trajectory, "the attribute trajectory")
-        length, _, _ = self._once_schema.locate(self._once, what="the attribute trajectory")
+        once = _on_host(self.trajectory, "the attribute trajectory")
+        length, found = self._once_schema.validate(once, what="the attribute trajectory")
         if length != self.num_envs:
             raise SchemaError(
                 f"The attribute trajectory has {length} rows; expected one for each of {self.num_envs} environments."
             )
+        return found
 
 
 def _holds_objects(value: Any) -> bool:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from gear_loader.transport.client import Peer
     from gear_loader.transport.packed_spec import PackedSpec
     from gear_loader.transport.process import ServerProcess, start_server
-    from gear_loader.transport.remote_vector_writer import RemoteVectorWriter
-    from gear_loader.transport.remote_writer import RemoteWriter
     from gear_loader.transport.server import Server
     from gear_loader.transport.spec import Piece, WindowSpec
     from gear_loader.transport.table_server import TableServer
@@ -35,8 +33,6 @@ __all__ = [
     "PackedSpec",
     "Peer",
     "Piece",
-    "RemoteVectorWriter",
-    "RemoteWriter",
     "Server",
     "ServerProcess",
     "TableServer",
@@ -55,8 +51,6 @@ _MODULES = {
     "PackedSpec": "packed_spec",
     "Peer": "client",
     "Piece": "spec",
-    "RemoteVectorWriter": "remote_vector_writer",
-    "RemoteWriter": "remote_writer",
     "Server": "server",
     "ServerProcess": "process",
     "TableServer": "table_server",

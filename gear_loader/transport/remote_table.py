@@ -27,13 +27,14 @@ from gear_loader.storage.priority_updates import is_strict, request
 from gear_loader.storage.schema import Schema, as_mapping, keeps
 from gear_loader.storage.stats import TableStats
 from gear_loader.storage.table_rules import check_seconds
+from gear_loader.storage.vector_writer import VectorWriter
+from gear_loader.storage.writer import Writer
 from gear_loader.transport.access import refusal
 from gear_loader.transport.client import Peer
 from gear_loader.transport.delivery import Delivery, fill_parts, until_done
 from gear_loader.transport.handshake import check_secret, read_secret
-from gear_loader.transport.remote_vector_writer import RemoteVectorWriter
-from gear_loader.transport.remote_writer import RemoteWriter
 from gear_loader.transport.spool import Spool
+from gear_loader.transport.spool_sink import SpoolSink
 from gear_loader.transport.table_report import TableReport
 from gear_loader.transport.tls import client_context
 from gear_loader.transport.trajectory_rows import Rows, Stacked
@@ -329,7 +330,7 @@ class RemoteTable:
         chunk_steps: int | None = None,
         overlap_steps: int = 0,
         commit_every_step: bool = False,
-    ) -> RemoteWriter:
+    ) -> Writer:
         """Create a writer that adds trajectories step by step.
 
         Args:
@@ -342,14 +343,8 @@ class RemoteTable:
         """
         _check_whole(commit_every_step)
         self._check()
-        return RemoteWriter(
-            self._spool,
-            self,
-            wait=wait,
-            timeout=self._timeout,
-            chunk_steps=chunk_steps,
-            overlap_steps=overlap_steps,
-        )
+        sink = SpoolSink(self._spool, self, 1, wait=wait, timeout=self._timeout)
+        return Writer(sink, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
 
     def writers(
         self,
@@ -358,7 +353,7 @@ class RemoteTable:
         chunk_steps: int | None = None,
         overlap_steps: int = 0,
         commit_every_step: bool = False,
-    ) -> RemoteVectorWriter:
+    ) -> VectorWriter:
         """Create a writer for the n environments of a vector environment.
 
         It does not wait for the server and returns no indices; `flush` waits until all is stored.
@@ -373,7 +368,8 @@ class RemoteTable:
         """
         _check_whole(commit_every_step)
         self._check()
-        return RemoteVectorWriter(self._spool, self, n, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
+        sink = SpoolSink(self._spool, self, n)
+        return VectorWriter(sink, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until the server has stored all that writers have committed.

@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -45,12 +44,12 @@ class Buffer(NamedTuple):
 
     Attributes:
         steps: that it has room for. piece: column name -> uint8 [steps, step_bytes]. views: the same as values
-            [steps, *shape], a column each.
+            [steps, *shape], a column each; empty until a writer needs them.
     """
 
     steps: int
     piece: Piece
-    views: Sequence[Array]
+    views: list[Array]
 
 
 class Account:

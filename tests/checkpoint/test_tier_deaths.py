@@ -20,12 +20,9 @@ from gear_loader.checkpoint import changes, promoting
 from gear_loader.checkpoint.files import Arena
 from gear_loader.checkpoint.saving import Save
 from gear_loader.checkpoint.spilling import Spiller
-from gear_loader.native.copying import append
 from gear_loader.storage import late
 from gear_loader.storage.disk_copies import copies_of
 from gear_loader.storage.index import Index
-from gear_loader.storage.index_arrays import IndexArrays
-from gear_loader.storage.operations.view import DONE
 
 COLUMNS = {
     "token": gear.Column(torch.int64),
@@ -218,24 +215,6 @@ def test_late_columns(
     assert stores > 1
 
 
-def _add_steps(arrays: IndexArrays) -> Callable[..., int]:
-    """`entry_points.add_steps`, which exists only compiled, in Python."""
-    ops, steps = arrays.ops, arrays.block_steps
-
-    def add(
-        where: Any, slot: int, generation: int, more: int, final: int, evict: int, run: Any,
-        columns: Any, addresses: Any,
-    ) -> int:  # fmt: skip
-        answer: int = ops.lengthen(where, slot, generation, more, final, evict, run)
-        if answer == DONE:
-            length, start, _ = arrays.extent[slot].tolist()
-            append(columns, steps, np.array(arrays.block_ids[start:]), length, addresses, more + final)
-            ops.publish_steps(where, slot, more, final)
-        return answer
-
-    return add
-
-
 @pytest.mark.parametrize("torn", [False, True], ids=["between stores", "inside stores"])
 @points(13)
 def test_growing_trajectories(tmp_path: Path, torn: bool, every: int) -> None:
@@ -246,7 +225,6 @@ def test_growing_trajectories(tmp_path: Path, torn: bool, every: int) -> None:
             died = True
             with mortal(table, float("inf"), torn=torn) as index:
                 handle = other(table, index)
-                index.arrays.ops.add_steps = _add_steps(index.arrays)
                 writer = handle.writer(commit_every_step=True)
                 writer.trajectory = {"number": np.int64(1)}
                 try:

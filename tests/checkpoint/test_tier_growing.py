@@ -20,7 +20,7 @@ from gear_loader.errors import TableFullError
 STEPS = [name for name, column in COLUMNS.items() if not column.trajectory]
 
 
-def append(writer: gear.StepWriter, number: int, first: int, count: int) -> tuple[int, ...]:
+def append(writer: gear.Writer, number: int, first: int, count: int) -> tuple[int, ...]:
     """Append steps `first`, first + 1, ... of the trajectory `number`."""
     values = rows(number, first + count)
     if not writer.num_steps:

@@ -20,6 +20,7 @@ from gear_loader.errors import GearError
 from gear_loader.storage.counters import HALF, HEAD, NUM_REMOVED
 from gear_loader.storage.index import Index
 from gear_loader.storage.index_arrays import IndexArrays
+from gear_loader.storage.operations.growth import finish
 from gear_loader.storage.operations.room import lowest
 from gear_loader.storage.operations.view import DONE
 from gear_loader.storage.priority_updates import PriorityUpdates
@@ -116,8 +117,8 @@ def aged(table: gear.Table) -> None:
 def dying(table: gear.Table, index: Index, **options: Any) -> gear.Writer:
     """A writer of the process that is going to die."""
     writer = table.writer(**options)
-    writer._give_up.detach()
-    writer._index = index
+    writer._sink.give_up.detach()  # type: ignore[attr-defined]
+    writer._sink.index = index  # type: ignore[attr-defined]
     index.admission.timeout = 0
     return writer
 
@@ -211,7 +212,9 @@ def _final(table: gear.Table, index: Index) -> None:
     slots, ids = index.begin(np.array([8]))
     data = table.region.column("x")
     data[np.array(ids)] = (np.arange(9) + 5000).view(np.uint8).reshape(3, 3, 8)
-    index.finish(int(slots[0]), 7, 1.0, final=True)  # the third block is given back
+    index.recovery.locked(
+        lambda: finish(index.arrays.view, int(slots[0]), 7, 1, 1.0, 1)
+    )  # gives the third block back
 
 
 def _lengthen(policy: int = 0, *, elsewhere: bool = False) -> Act:

@@ -375,7 +375,9 @@ def test_one_lock_for_all_environments(options: dict[str, Any], monkeypatch: pyt
 def test_a_commit_that_fails_leaves_those_before_it() -> None:
     """The final step of the second environment finds no room."""
     columns = {"x": gear.Column(torch.int64, final=True)}
-    with gear.Table.create(columns, max_steps=12, max_trajectories=3, block_steps=4) as table:
+    with gear.Table.create(
+        columns, max_steps=20, max_trajectories=3, memory=gear.Memory(max_blocks=3), block_steps=4
+    ) as table:
         other = table.add({"x": np.arange(4)})
         writer = table.writers(2)
         for step in range(3):

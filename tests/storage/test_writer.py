@@ -223,8 +223,8 @@ def test_what_does_not_fit_is_refused_and_the_writer_goes_on(table: gear.Table) 
 
 def test_a_writer_grows_in_a_table_that_is_tight_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first such table of a process the light version of the operation gives up before the full one is tried."""
-    fresh = entry_points._rows_on_demand(entry_points._reserve_rows_light, entry_points._reserve_rows)
-    monkeypatch.setattr(entry_points.COMPILED, "reserve_rows", fresh)
+    fresh = entry_points._on_demand(entry_points._reserve_lanes_light, entry_points._reserve_lanes)
+    monkeypatch.setattr(entry_points.COMPILED, "reserve_lanes", fresh)
     with make(max_steps=200) as table, table.writer() as writer:
         writer.append(x=np.arange(4))  # a block
         ticket = table.reader().begin_read()
@@ -331,20 +331,20 @@ def test_the_context_manager_commits_at_a_clean_end(table: gear.Table) -> None:
     nothing_left(table)
 
 
-@pytest.mark.parametrize(("what", "moment"), [("finish", "before"), ("roll", "before"), ("roll", "after")])
+@pytest.mark.parametrize(("what", "moment"), [("copy", "before"), ("roll", "before"), ("roll", "after")])
 def test_interrupted_while_it_commits(what: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Committed or dropped; in no case is what has been committed written to, or committed again."""
     with make() as table:
-        writer = table.writer(chunk_steps=8, overlap_steps=4 if what == "roll" else 0)
+        writer = table.writer(chunk_steps=8, overlap_steps=4 if what == "roll" else 3)
         count(writer, 0, 7)
-        genuine = getattr(table.index, what)
+        genuine = table.index.change_lanes
 
         def interrupted(*args: Any, **options: Any) -> None:
             if moment == "after":
                 genuine(*args, **options)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(table.index, what, interrupted)
+        monkeypatch.setattr(table.index, "change_lanes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             writer.append(x=7)
         monkeypatch.undo()
@@ -518,7 +518,7 @@ def test_a_writer_after_a_fork() -> None:
                 with pytest.raises(GearError, match=message):
                     call()
             writer.close()
-            writer._give_up()  # as when it is collected
+            writer._sink.give_up()  # as when it is collected
             with table.writer() as own:
                 write(own, 3, 4)
 

@@ -18,6 +18,7 @@ from table_common import Died, bury, fresh_name, mortal
 import gear_loader as gear
 from gear_loader.errors import GearError, LockTimeoutError, TableFullError
 from gear_loader.kernels.sum_tree import UNSET
+from gear_loader.native.lanes import LANE_HELD
 from gear_loader.storage.counters import DIRTY, HALF, INSERT_WAIT
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.states import READY, WRITING
@@ -234,7 +235,7 @@ class WriterMachine(stateful.RuleBasedStateMachine):
             return
         if drop:
             self.streams.remove(stream)
-            stream.writer._give_up()
+            stream.writer._sink.give_up()  # type: ignore[attr-defined]
             bury(self.table)
         stream.writer.discard()
         stream.end()
@@ -339,12 +340,12 @@ class WriterMachine(stateful.RuleBasedStateMachine):
             writer = self.table.writer(chunk_steps=chunk or None, overlap_steps=overlap)
         except gear.errors.SchemaError:
             return
-        writer._give_up.detach()
+        writer._sink.give_up.detach()  # type: ignore[attr-defined]
         stream = Stream(writer, chunk, overlap)
         chunks = []
         with mortal(self.table, stores, torn=torn) as index, contextlib.suppress(Died, GearError):
             index.admission.timeout = 0
-            writer._index = index
+            writer._sink.index = index  # type: ignore[attr-defined]
             for _ in range(count):
                 value = next(self.numbers)
                 complete = stream.append(value)
@@ -385,13 +386,14 @@ class WriterMachine(stateful.RuleBasedStateMachine):
         for read in self.reads:
             for start, values in read.seen:
                 assert values_at(table, start, len(values)) == values
-        open_ = [stream for stream in self.streams if stream.writer._open]
+        open_ = [stream for stream in self.streams if stream.writer.open_slots[1]]
         assert int((index.arrays.state == WRITING).sum()) == len(open_)
         for stream in open_:
-            (slot,) = (int(claim.slots[0]) for claim in stream.writer._open)
+            (slot,) = stream.writer.open_slots[1]
+            sink: Any = stream.writer._sink
             assert stream.writer.num_steps == len(stream.values)
-            assert index.arrays.row(slot).tolist() == stream.writer._ids.tolist()
-            assert index.arrays.extent[slot, 0] == stream.writer._held
+            assert index.arrays.row(slot).tolist() == sink.blocks_of(0).tolist()
+            assert index.arrays.extent[slot, 0] == sink.lanes[0, LANE_HELD]
             assert values_at(table, int(index.arrays.extent[slot, 1]), len(stream.values)) == stream.values
 
 

@@ -108,7 +108,7 @@ def test_a_writer_writes_into_memory_of_what_is_stored() -> None:
         used = set()
         for number in range(20):
             writer.append({"x": torch.full((100,), number)})
-            used.add(data_address(writer._buffer.piece["x"]))
+            used.add(data_address(writer._sink._buffer.piece["x"]))
             writer.commit()
             if number % 5 == 4:
                 remote.flush()

@@ -6,13 +6,19 @@ import types as types_module
 from typing import Any
 
 import numpy as np
-from numba import int64, njit
+from numba import njit
 
 from gear_loader.native.compile import compiled
-from gear_loader.native.copying import append as append_steps
-from gear_loader.native.copying import copy_row, scatter
+from gear_loader.native.copying import scatter
 from gear_loader.storage.counters import DIRTY, INITIALIZED, NUM_WRITING
-from gear_loader.storage.operations.growth import finish, grow, lengthen, publish_steps, reserve_rows, roll
+from gear_loader.storage.operations.growth import (
+    abort_lanes,
+    end_lanes,
+    grow_lanes,
+    lengthen,
+    publish_steps,
+    reserve_lanes,
+)
 from gear_loader.storage.operations.lifecycle import (
     abort,
     commit,
@@ -35,14 +41,6 @@ from gear_loader.storage.operations.room import begin
 from gear_loader.storage.operations.tiers import begin_stored, evict, give_place, spill, take_back
 from gear_loader.storage.operations.view import (
     DONE,
-    FINISH_FINAL,
-    FINISH_LENGTH,
-    FINISH_PRIORITY,
-    FINISH_SLOT,
-    GROWN_GENERATION,
-    GROWN_RUN,
-    GROWN_SLOT,
-    GROWN_STEPS,
     REQUEST_AT_ONCE,
     REQUEST_COUNT,
     REQUEST_EVICT,
@@ -50,23 +48,21 @@ from gear_loader.storage.operations.view import (
     REQUEST_NOW,
     REQUEST_PID,
     REQUEST_START,
-    ROOM_ANSWER,
     TIGHT,
     UNREADY,
     blocks_of,
-    require,
     view_at,
 )
-from gear_loader.utils.arrays import Array
 
 _OPERATIONS = (
-    *(commit, commit_as, raise_numbering, abort, reclaim, remove, expire, outdate, begin, grow, finish, roll),
-    *(lengthen, publish_steps),
+    *(commit, commit_as, raise_numbering, abort, reclaim, remove, expire, outdate, begin),
+    *(reserve_lanes, end_lanes, grow_lanes, abort_lanes),
     *(spill, take_back, give_place, begin_stored, evict),
     *(begin_read, begin_unchanged, end_read, count_samples, set_priorities, walk),
 )
-PLAIN = types_module.SimpleNamespace(**{operation.__name__: operation for operation in _OPERATIONS})
-"""The operations in Python; the first argument is a `View`."""
+_PARTS = (lengthen, publish_steps)
+PLAIN = types_module.SimpleNamespace(**{each.__name__: each for each in (*_OPERATIONS, *_PARTS)})
+"""The operations in Python, and parts of them; the first argument is a `View`."""
 
 
 @compiled
@@ -120,106 +116,107 @@ def _begin(p, lengths, finals, evict, pid, process_start, slots, ids):  # type: 
 
 
 @compiled
-def _grow_light(p, slot, length, evict, run, ids):  # type: ignore[no-untyped-def]
-    return grow(view_at(p), slot, length, None, run, ids)
+def _reserve_lanes_light(p, lanes, chosen, at, blocks, more, most, evict, pid, start):  # type: ignore[no-untyped-def]
+    return reserve_lanes(view_at(p), lanes, chosen, at, blocks, more, most, None, pid, start)
 
 
 @compiled
-def _grow(p, slot, length, evict, run, ids):  # type: ignore[no-untyped-def]
-    return grow(view_at(p), slot, length, evict, run, ids)
+def _reserve_lanes(p, lanes, chosen, at, blocks, more, most, evict, pid, start):  # type: ignore[no-untyped-def]
+    return reserve_lanes(view_at(p), lanes, chosen, at, blocks, more, most, evict, pid, start)
 
 
 @compiled
-def _lengthen(p, slot, generation, more, final, evict, run):  # type: ignore[no-untyped-def]
-    return lengthen(view_at(p), slot, generation, more, final, evict, run)
-
-
-@compiled
-def _publish_steps(p, slot, more, final):  # type: ignore[no-untyped-def]
-    publish_steps(view_at(p), slot, more, final)
-
-
-@compiled
-def _add_steps(p, slot, generation, more, final, evict, run, columns, addresses):  # type: ignore[no-untyped-def]
-    """`lengthen`, copy and `publish_steps`."""
+def _end_lanes_light(  # type: ignore[no-untyped-def]
+    p,
+    lanes,
+    chosen,
+    at,
+    blocks,
+    columns,
+    chunk,
+    overlap,
+    ending,
+    final,
+    priorities,
+    now,
+    grows,
+    evict,
+    pid,
+    start,
+    out,
+):
     v = view_at(p)
-    if v.counters[DIRTY] != 0 or v.counters[INITIALIZED] == 0:
-        return UNREADY
-    answer = lengthen(v, slot, generation, more, final, evict, run)
-    if answer == DONE:
-        ids, length = v.block_ids[v.extent[slot, 1] :], v.extent[slot, 0]
-        for place in range(length // v.block_steps, (length + more + final - 1) // v.block_steps + 1):
-            require(ids[place] >= 0 and ids[place] < v.num_blocks)
-        # Its machine code is linked into the cached code of this file: a change of it needs a change here.
-        append_steps(columns, v.block_steps, ids, length, addresses, more + final)
-        publish_steps(v, slot, more, final)
-    return answer
+    return end_lanes(
+        v,
+        lanes,
+        chosen,
+        at,
+        blocks,
+        columns,
+        chunk,
+        overlap,
+        ending,
+        final,
+        priorities,
+        now,
+        grows,
+        None,
+        pid,
+        start,
+        out,
+    )
 
 
 @compiled
-def _add_rows(p, columns, addresses, grown, chosen, longest, evict):  # type: ignore[no-untyped-def]
-    """`lengthen`, copy and `publish_steps` for one step of each of several trajectories, in order.
-
-    Args:
-        columns, addresses: as for `copy_row`; the row is the number in `chosen`.
-        grown: int64 [n, GROWN_WIDTH], the trajectories; their steps are counted.
-        chosen: int64 [m], which of them. longest: most steps of a trajectory. evict: as for `make_room`.
-
-    Returns:
-        How many have got their step; the next one does not grow, or needs the general path.
-    """
+def _end_lanes(  # type: ignore[no-untyped-def]
+    p,
+    lanes,
+    chosen,
+    at,
+    blocks,
+    columns,
+    chunk,
+    overlap,
+    ending,
+    final,
+    priorities,
+    now,
+    grows,
+    evict,
+    pid,
+    start,
+    out,
+):
     v = view_at(p)
-    if v.counters[DIRTY] != 0 or v.counters[INITIALIZED] == 0:
-        return 0
-    for j in range(len(chosen)):
-        i = chosen[j]
-        if grown[i, GROWN_STEPS] == 0 or grown[i, GROWN_STEPS] >= longest:
-            return j
-        slot, run = grown[i, GROWN_SLOT], grown[i, GROWN_RUN:]
-        if lengthen(v, slot, grown[i, GROWN_GENERATION], 1, 0, evict, run) != DONE:
-            return j
-        step = v.extent[slot, 0]
-        place = step // v.block_steps
-        block = int64(v.block_ids[v.extent[slot, 1] + place])
-        require(block >= 0 and block < v.num_blocks)
-        # Its machine code is linked into the cached code of this file: a change of it needs a change here.
-        copy_row(columns, block, step - place * v.block_steps, addresses, i)
-        publish_steps(v, slot, 1, 0)
-        grown[i, GROWN_STEPS] += 1
-    return len(chosen)
+    return end_lanes(
+        v,
+        lanes,
+        chosen,
+        at,
+        blocks,
+        columns,
+        chunk,
+        overlap,
+        ending,
+        final,
+        priorities,
+        now,
+        grows,
+        evict,
+        pid,
+        start,
+        out,
+    )
 
 
 @compiled
-def _finish(p, slots, length, final, priorities, now):  # type: ignore[no-untyped-def]
-    finish(view_at(p), slots, length, final, priorities, now)
+def _grow_lanes(p, lanes, chosen, at, columns, sources, first, count, final, evict):  # type: ignore[no-untyped-def]
+    return grow_lanes(view_at(p), lanes, chosen, at, columns, sources, first, count, final, evict)
 
 
 @compiled
-def _reserve_rows_light(p, rows, ids, evict, pid, process_start):  # type: ignore[no-untyped-def]
-    return reserve_rows(view_at(p), rows, ids, None, pid, process_start)
-
-
-@compiled
-def _reserve_rows(p, rows, ids, evict, pid, process_start):  # type: ignore[no-untyped-def]
-    return reserve_rows(view_at(p), rows, ids, evict, pid, process_start)
-
-
-@compiled
-def _finish_rows(p, rows, now):  # type: ignore[no-untyped-def]
-    """`finish` for each of several slots, in order; see FINISH_SLOT. Returns False, having done nothing, if unready."""
-    v = view_at(p)
-    if v.counters[DIRTY] != 0 or v.counters[INITIALIZED] == 0:
-        return False
-    for i in range(len(rows)):
-        row = rows[i]
-        slots, priorities = row[FINISH_SLOT : FINISH_SLOT + 1], row[FINISH_PRIORITY:].view(np.float64)
-        finish(v, slots, row[FINISH_LENGTH], row[FINISH_FINAL], priorities, now)
-    return True
-
-
-@compiled
-def _roll(p, slots, length, shared, priorities, now, evict, pid, start):  # type: ignore[no-untyped-def]
-    return roll(view_at(p), slots, length, shared, priorities, now, evict, pid, start)
+def _abort_lanes(p, lanes, chosen):  # type: ignore[no-untyped-def]
+    return abort_lanes(view_at(p), lanes, chosen)
 
 
 @compiled
@@ -335,31 +332,11 @@ def _on_demand(light: Any, full: Any) -> Any:
     return call
 
 
-def _rows_on_demand(light: Any, full: Any) -> Any:
-    """`_on_demand` for `reserve_rows`."""
-    needed = False
-
-    def call(p: Any, rows: Array, *given: Any) -> Any:
-        nonlocal needed
-        done = 0
-        if not needed:
-            done = light(p, rows, *given)
-            if done == len(rows) or rows[done, ROOM_ANSWER] != TIGHT:
-                return done
-            needed = True
-        return done + full(p, rows[done:], *given)
-
-    return call
-
-
 _ENTRIES = {operation.__name__: globals()[f"_{operation.__name__}"] for operation in _OPERATIONS} | {
     "begin": _on_demand(_begin_light, _begin),
-    "grow": _on_demand(_grow_light, _grow),
     "store": _on_demand(_store_light, _store),
-    "add_rows": _add_rows,
-    "finish_rows": _finish_rows,
-    "reserve_rows": _rows_on_demand(_reserve_rows_light, _reserve_rows),
-    "add_steps": _add_steps,
+    "reserve_lanes": _on_demand(_reserve_lanes_light, _reserve_lanes),
+    "end_lanes": _on_demand(_end_lanes_light, _end_lanes),
 }
 COMPILED = types_module.SimpleNamespace(**_ENTRIES)
 """The compiled operations, and those that exist only compiled; the first argument is the result of `places_of`."""

@@ -5,10 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray
 
 from gear_loader.native.compile import inlined
-from gear_loader.native.memory import pointer
+from gear_loader.native.copying import copy_common, copy_steps
+from gear_loader.native.lanes import (
+    LANE_COMMON,
+    LANE_GENERATION,
+    LANE_HELD,
+    LANE_LAST,
+    LANE_RUN,
+    LANE_SLOT,
+    LANE_STEPS,
+    LANE_WIDTH,
+)
 from gear_loader.storage.counters import (
     DIRTY,
     HALF,
@@ -23,7 +32,7 @@ from gear_loader.storage.counters import (
     WRITING_BLOCKS,
     WRITING_STEPS,
 )
-from gear_loader.storage.operations.lifecycle import describe, let_go, publish, touch
+from gear_loader.storage.operations.lifecycle import abort, describe, let_go, publish, touch
 from gear_loader.storage.operations.room import begin, has_room, make_room, take_block, take_slot
 from gear_loader.storage.operations.view import (
     ALL,
@@ -33,15 +42,8 @@ from gear_loader.storage.operations.view import (
     GENEROUS,
     GONE,
     LIVE,
+    OUTSIDE,
     REFUSE,
-    ROOM_ANSWER,
-    ROOM_GENERATION,
-    ROOM_HELD,
-    ROOM_MOST,
-    ROOM_NEEDED,
-    ROOM_PLACE,
-    ROOM_RUN,
-    ROOM_SLOT,
     UNREADY,
     begin_change,
     blocks_of,
@@ -51,6 +53,10 @@ from gear_loader.storage.operations.view import (
     require,
 )
 from gear_loader.storage.states import READY, WRITING
+
+# Compiled into the cached machine code.
+assert (LANE_SLOT, LANE_GENERATION, LANE_STEPS, LANE_HELD, LANE_COMMON, LANE_RUN) == (0, 1, 2, 3, 4, 5)
+assert (LANE_LAST, LANE_WIDTH) == (7, 8)
 
 
 @inlined
@@ -117,12 +123,14 @@ def lengthen(v: Any, slot: Any, generation: Any, more: Any, final: Any, evict: A
         run: as for `grow`.
 
     Returns:
-        As `make_room`, or GONE. After DONE the index stays dirty until `publish_steps`.
+        As `make_room`, or GONE, or OUTSIDE. After DONE the index stays dirty until `publish_steps`.
     """
     counters = v.counters
     if v.state[slot] != READY or v.generation[slot] != generation or v.extent[slot, 2] != 0:
         return GONE
     before, start = v.extent[slot, 0], v.extent[slot, 1]
+    if start < 0:
+        return OUTSIDE
     had, count = blocks_of(v, before), blocks_of(v, before + more + final)
     check_extent(v, start, had)
     answer = make_room(v, 0, count - had, more, evict)
@@ -184,39 +192,45 @@ def shorten(v: Any, slot: Any, length: Any) -> None:
 
 
 @inlined
-def finish(v: Any, slots: Any, length: Any, final: Any, priorities: Any, now: Any) -> None:
-    """`shorten` and `commit` the single slot in `slots`; `final`: the last of the `length` steps is the final one."""
+def finish(v: Any, slot: Any, length: Any, final: Any, priority: Any, now: Any) -> None:
+    """`shorten` and `commit` a slot; `final`: the last of the `length` steps is the final one."""
     begin_change(v)
-    if v.extent[slots[0], 0] != length:
-        shorten(v, slots[0], length)
+    if v.extent[slot, 0] != length:
+        shorten(v, slot, length)
     if final:
-        require(v.state[slots[0]] == WRITING and length > 1)
-        v.extent[slots[0], 0] = (
-            length - 1
-        )  # first: the slot must never have fewer blocks than its extent says
+        require(v.state[slot] == WRITING and length > 1)
+        v.extent[slot, 0] = length - 1  # first: the slot must never have fewer blocks than its extent says
         fence()
-        v.extent[slots[0], 2] = 1
+        v.extent[slot, 2] = 1
         v.counters[WRITING_STEPS] -= 1
-    describe(v, slots[0], v.counters[NEXT_SEQUENCE], priorities[0], now, 0)
-    publish(v, slots)
+    describe(v, slot, v.counters[NEXT_SEQUENCE], priority, now, 0)
+    publish(v, np.full(1, slot))
     end_change(v)
 
 
 @inlined
 def roll(
-    v: Any, slots: Any, length: Any, shared: Any, priorities: Any, now: Any, evict: Any, pid: Any, start: Any
+    v: Any,
+    slot: Any,
+    length: Any,
+    shared: Any,
+    priority: Any,
+    now: Any,
+    evict: Any,
+    pid: Any,
+    start: Any,
+    out: Any,
 ) -> Any:
     """Commit a slot that is being written, and continue in a new slot that shares its last blocks.
 
     Args:
-        slots: int64 [2], the slot; output: the new slot.
         length: steps of the trajectory.
         shared: position of the first block that both slots share. Blocks beyond the trajectory pass to the new slot.
+        out: int64 [1], output: the new slot.
 
     Returns:
         As `make_room`.
     """
-    slot = slots[0]
     check_extent(v, v.extent[slot, 1], blocks_of(v, v.extent[slot, 0]))
     steps = v.extent[slot, 0] - shared * v.block_steps
     require(v.state[slot] == WRITING and steps > 0)
@@ -236,59 +250,255 @@ def roll(
     for i in range(first + shared, first + held):
         v.uses[v.block_ids[i], LIVE] += 1
         v.uses[v.block_ids[i], ALL] += 1
-    slots[1] = following
+    out[0] = following
     shorten(v, slot, length)
-    describe(v, slot, v.counters[NEXT_SEQUENCE], priorities[0], now, 0)
-    publish(v, slots[:1])
+    describe(v, slot, v.counters[NEXT_SEQUENCE], priority, now, 0)
+    publish(v, np.full(1, slot))
     end_change(v)
     return DONE
 
 
+# Operations on lanes (`gear_loader.native.lanes`), one environment after another. `at`, int64 [1], is the place in
+# `chosen` (int64 [m], lanes) of the next one, and is counted up. An operation changes index and lanes in one step for
+# the thread: no exception of a signal handler comes in between.
+
+
 @inlined
-def reserve_rows(v: Any, rows: Any, ids: Any, evict: Any, pid: Any, process_start: Any) -> Any:
-    """`begin` or `grow` for each of several writers, in order, as `Writer` does for one.
+def is_ready(v: Any) -> Any:
+    """Whether the index needs no recovery."""
+    return v.counters[DIRTY] == 0 and v.counters[INITIALIZED] != 0
+
+
+@inlined
+def free_steps(v: Any) -> Any:
+    """Steps that fit without eviction."""
+    counters = v.counters
+    free = v.max_steps - counters[NUM_STEPS] - counters[WRITING_STEPS]
+    return max(min(free, counters[NUM_FREE_BLOCKS] * v.block_steps), 0)
+
+
+@inlined
+def clear_lane(lane: Any, last: Any) -> None:
+    """Forget a lane's trajectory; `last` was its stream's last chunk, or -1."""
+    for i in range(LANE_WIDTH):
+        lane[i] = 0
+    lane[LANE_SLOT] = -1
+    lane[LANE_LAST] = last
+
+
+@inlined
+def reserve_lanes(
+    v: Any,
+    lanes: Any,
+    chosen: Any,
+    at: Any,
+    blocks: Any,
+    more: Any,
+    most: Any,
+    evict: Any,
+    pid: Any,
+    process_start: Any,
+) -> Any:
+    """Make room for `more` steps in each lane; one without a trajectory begins one.
 
     Args:
-        rows: int64 [n, ROOM_WIDTH], see there. ids: int32, output: the new blocks of each.
+        blocks: int32 [n, W], output: blocks of the lanes' trajectories. most: most steps of a trajectory.
         evict, pid, process_start: as for `begin`.
 
     Returns:
-        How many have got their room; ROOM_ANSWER of the next one says why not.
+        DONE, or why the next lane did not get its room, as `make_room`, or UNREADY.
     """
-    if v.counters[DIRTY] != 0 or v.counters[INITIALIZED] == 0:
-        rows[0, ROOM_ANSWER] = UNREADY
-        return 0
-    counters = v.counters
-    for i in range(len(rows)):
-        row = rows[i]
-        needed, taken = row[ROOM_NEEDED], ids[row[ROOM_PLACE] :]
-        free = v.max_steps - counters[NUM_STEPS] - counters[WRITING_STEPS]
-        free = max(min(free, counters[NUM_FREE_BLOCKS] * v.block_steps), 0)
-        if row[ROOM_SLOT] < 0:
-            first = min(max(needed, v.block_steps), row[ROOM_MOST])
-            row[ROOM_HELD] = first if first <= free else needed
-            lengths = row[ROOM_HELD : ROOM_HELD + 1]
-            slots = row[ROOM_SLOT : ROOM_SLOT + 1]
-            answer = begin(v, lengths, row[:0], evict, pid, process_start, slots, taken)
-            row[ROOM_GENERATION] = v.generation[row[ROOM_SLOT]] if answer == DONE else 0
+    if not is_ready(v):
+        return UNREADY
+    lengths, slots = np.empty(1, dtype=np.int64), np.empty(1, dtype=np.int64)
+    for j in range(at[0], len(chosen)):
+        at[0] = j
+        lane, ids = lanes[chosen[j]], blocks[chosen[j]]
+        needed, held = lane[LANE_STEPS] + more, lane[LANE_HELD]
+        if needed <= held:
+            continue
+        free = free_steps(v)
+        if lane[LANE_SLOT] < 0:
+            held = min(max(needed, v.block_steps), most)
+            held = held if held <= free // (len(chosen) - j) else needed
+            lengths[0] = held
+            answer = begin(v, lengths, lengths[:0], evict, pid, process_start, slots, ids)
+            if answer != DONE:
+                return answer
+            lane[LANE_SLOT], lane[LANE_GENERATION] = slots[0], v.generation[slots[0]]
         else:
-            run = carray(pointer(row[ROOM_RUN]), (2,), np.int64)
-            before = row[ROOM_HELD]
+            taken = ids[blocks_of(v, held) :]
             full = blocks_of(v, needed) * v.block_steps
-            most = min(max(2 * before, needed), before + free // GENEROUS, row[ROOM_MOST])
+            generous = min(max(2 * held, needed), held + free // GENEROUS, most)
             answer = FULL
             for turn in range(3):
-                row[ROOM_HELD] = max(most, full) if turn == 0 else (full if turn == 1 else needed)
+                held = max(generous, full) if turn == 0 else (full if turn == 1 else needed)
                 if evict is None:  # decided when it is compiled
-                    answer = grow(v, row[ROOM_SLOT], row[ROOM_HELD], None, run, taken)
+                    answer = grow(v, lane[LANE_SLOT], held, None, lane[LANE_RUN:], taken)
                 else:
                     policy = REFUSE if turn == 0 else evict
-                    answer = grow(v, row[ROOM_SLOT], row[ROOM_HELD], policy, run, taken)
+                    answer = grow(v, lane[LANE_SLOT], held, policy, lane[LANE_RUN:], taken)
                 if answer in (DONE, FLIP):
                     break
             if answer != DONE:
-                row[ROOM_HELD] = before
-        row[ROOM_ANSWER] = answer
+                return answer
+        lane[LANE_HELD] = held
+    at[0] = len(chosen)
+    return DONE
+
+
+@inlined
+def end_lanes(
+    v: Any,
+    lanes: Any,
+    chosen: Any,
+    at: Any,
+    blocks: Any,
+    columns: Any,
+    chunk: Any,
+    overlap: Any,
+    ending: Any,
+    final: Any,
+    priorities: Any,
+    now: Any,
+    grows: Any,
+    evict: Any,
+    pid: Any,
+    process_start: Any,
+    out: Any,
+) -> Any:
+    """Commit the trajectory of each lane, and return what it did not use.
+
+    One with `chunk` steps is a chunk: unless its lane ends, the next one begins with the last `overlap` of them. Where
+    the first common step begins a block, both chunks share blocks; else the common steps are copied.
+
+    Args:
+        blocks, evict, pid, process_start: as for `reserve_lanes`.
+        columns: as for `gear_loader.native.copying.scatter`.
+        ending: bool [n], lanes that end with a chunk. final: 1 if a final step follows the steps of each that is no
+            chunk, else 0. priorities: float32 [n].
+        grows: whether the lanes go on with their trajectories, by `grow_lanes`.
+        out: int64 [n], output: the slot of each.
+
+    Returns:
+        As `reserve_lanes`.
+    """
+    if not is_ready(v):
+        return UNREADY
+    lengths, slots = np.empty(1, dtype=np.int64), np.empty(1, dtype=np.int64)
+    ids = np.empty(blocks_of(v, overlap), dtype=np.int32)
+    for j in range(at[0], len(chosen)):
+        i = chosen[j]
+        lane, own = lanes[i], blocks[i]
+        slot, steps, held = lane[LANE_SLOT], lane[LANE_STEPS], lane[LANE_HELD]
+        cut = steps == chunk
+        stride = steps - overlap
+        shared = stride // v.block_steps
+        answer = DONE
+        if not cut or ending[i] or overlap == 0:
+            more = 0 if cut else final
+            finish(v, slot, steps + more, more, priorities[i], now)
+            if grows:
+                lane[LANE_HELD] = lane[LANE_RUN] = 0
+            else:
+                clear_lane(lane, slot if cut and not ending[i] else -1)
+        else:
+            if shared * v.block_steps == stride:
+                answer = roll(v, slot, steps, shared, priorities[i], now, evict, pid, process_start, slots)
+                if answer != DONE:
+                    return answer
+                lane[LANE_RUN] = max(0, lane[LANE_RUN] - shared)
+                lane[LANE_HELD] = held - stride
+                for k in range(blocks_of(v, held) - shared):
+                    own[k] = own[shared + k]
+            else:
+                held = min(max(overlap, v.block_steps), steps)
+                lengths[0] = held if held <= free_steps(v) else overlap
+                answer = begin(v, lengths, lengths[:0], evict, pid, process_start, slots, ids)
+                if answer != DONE:
+                    return answer
+                # Its machine code is linked into the cached code of this file: a change of it needs a change here.
+                copy_common(columns, v.block_steps, own, stride, ids, overlap)
+                finish(v, slot, steps, 0, priorities[i], now)
+                lane[LANE_RUN], lane[LANE_HELD] = 0, lengths[0]
+                for k in range(len(ids)):
+                    own[k] = ids[k]
+            lane[LANE_SLOT], lane[LANE_GENERATION] = slots[0], v.generation[slots[0]]
+            lane[LANE_STEPS] = lane[LANE_COMMON] = overlap
+            lane[LANE_LAST] = slot
+        out[i] = slot
+        at[0] = j + 1
+    return DONE
+
+
+@inlined
+def grow_lanes(
+    v: Any,
+    lanes: Any,
+    chosen: Any,
+    at: Any,
+    columns: Any,
+    sources: Any,
+    first: Any,
+    count: Any,
+    final: Any,
+    evict: Any,
+) -> Any:
+    """`lengthen`, copy and `publish_steps` for the growing trajectory of each lane; those without one are left out.
+
+    A lane whose trajectory was evicted or removed has none afterwards.
+
+    Args:
+        columns, sources, first, count: as for `gear_loader.native.copying.put_rows`.
+        final: 1 if the step is the final one, and `count` 1; else 0. evict: as for `make_room`.
+
+    Returns:
+        As `reserve_lanes`, or OUTSIDE.
+    """
+    if not is_ready(v):
+        return UNREADY
+    for j in range(at[0], len(chosen)):
+        at[0] = j
+        i = chosen[j]
+        lane, slot = lanes[i], lanes[i, LANE_SLOT]
+        if lane[LANE_STEPS] == 0:
+            continue
+        more = 0 if final else count
+        answer = lengthen(v, slot, lane[LANE_GENERATION], more, final, evict, lane[LANE_RUN:])
+        if answer == GONE:
+            clear_lane(lane, -1)
+            continue
         if answer != DONE:
-            return i
-    return len(rows)
+            return answer
+        done, length = 0, v.extent[slot, 0]
+        while done < count:
+            place = (length + done) // v.block_steps
+            inside = length + done - place * v.block_steps
+            steps = min(v.block_steps - inside, count - done)
+            block = np.int64(v.block_ids[v.extent[slot, 1] + place])
+            require(block >= 0 and block < v.num_blocks)
+            # Its machine code is linked into the cached code of this file: a change of it needs a change here.
+            copy_steps(columns, block, inside, sources, i, first + done, steps)
+            done += steps
+        publish_steps(v, slot, more, final)
+        lane[LANE_STEPS] += more
+    at[0] = len(chosen)
+    return DONE
+
+
+@inlined
+def abort_lanes(v: Any, lanes: Any, chosen: Any) -> Any:
+    """Free what the lanes are writing, and forget it; UNREADY, having done nothing, if the index needs recovery."""
+    if not is_ready(v):
+        return UNREADY
+    slots = np.empty(len(chosen), dtype=np.int64)
+    count = 0
+    for i in chosen:
+        slot = lanes[i, LANE_SLOT]
+        if slot >= 0 and v.state[slot] == WRITING and v.generation[slot] == lanes[i, LANE_GENERATION]:
+            slots[count] = slot
+            count += 1
+    abort(v, slots[:count])
+    for i in chosen:
+        clear_lane(lanes[i], -1)
+    return DONE

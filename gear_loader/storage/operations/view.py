@@ -36,26 +36,10 @@ SPILL = 9
 ON_DISK = -(1 << 62)
 """Place of the block table of a trajectory that lies on disk only. With any block number added it is negative, so the
 loops that gather find it invalid."""
-# A growing trajectory, int64: slot, generation, steps (0: none grows), and the state of `lengthen`.
-GROWN_SLOT, GROWN_GENERATION, GROWN_STEPS, GROWN_RUN, _GROWN_RUN_1, GROWN_WIDTH = range(6)
-# A row of `reserve_rows`, int64: slot of the writer, or -1 for one that begins (output); steps that it holds (output
-# too); steps that it needs, and the most that it may hold; address of `run` of `grow`; place of its new blocks in
-# `ids`; result (output); generation of a new slot (output).
-(
-    ROOM_SLOT,
-    ROOM_HELD,
-    ROOM_NEEDED,
-    ROOM_MOST,
-    ROOM_RUN,
-    ROOM_PLACE,
-    ROOM_ANSWER,
-    ROOM_GENERATION,
-    ROOM_WIDTH,
-) = range(9)
+OUTSIDE = 10
+"""Additional result of `lengthen`: the trajectory lies on disk only."""
 GENEROUS = 8
 """A writer allocates at most one eighth of the free steps in advance."""
-# A row of `finish_rows`, int64: slot, steps, whether the last one is the final step, and the bits of the priority.
-FINISH_SLOT, FINISH_LENGTH, FINISH_FINAL, FINISH_PRIORITY, FINISH_WIDTH = range(5)
 # Head of a request to `store`, int64; followed by lengths [n], slots [n] (output), priorities [n] (float64), numbers of
 # final steps [n], which lengths do not count, ids [n] (-1 for new ones) and addresses [n, C].
 REQUEST_COUNT, REQUEST_AT_ONCE, REQUEST_NOW, REQUEST_EVICT, REQUEST_PID, REQUEST_START, REQUEST_HEAD = range(

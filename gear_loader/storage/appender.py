@@ -1,0 +1,264 @@
+"""The appender: streams of steps of n environments, cut into trajectories and committed to a sink."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from gear_loader.errors import GearError, SchemaError
+from gear_loader.native.lanes import LANE_COMMON, LANE_STEPS
+from gear_loader.storage.schema import Schema
+from gear_loader.utils.arrays import Array
+from gear_loader.utils.checks import at_least
+
+__all__ = ["Appender", "Bytes", "Sink", "here", "no_final_step", "too_long"]
+
+Bytes = Mapping[str, Array]
+"""Checked values: column name -> uint8 [n, step_bytes], or [1, step_bytes] where all lanes have the same."""
+
+
+class _Here:
+    """The id of this process, without the system call of `os.getpid`."""
+
+    def __init__(self) -> None:
+        self.update()
+
+    def update(self) -> None:
+        self.pid = os.getpid()
+
+
+here = _Here()
+os.register_at_fork(after_in_child=here.update)
+
+
+class Rows(Protocol):
+    """Steps that a sink can copy; see `Sink.located`."""
+
+    @property
+    def length(self) -> int: ...
+
+
+class Sink(Protocol):
+    """Where an appender writes the steps of its lanes, one for each environment.
+
+    What it does to a lane, `lanes` tells at once: an exception at any bytecode leaves them true.
+
+    Attributes:
+        schema: columns that have values when a trajectory is added. lanes: int64 [n, LANE_WIDTH], see
+            `gear_loader.native.lanes`. longest: most steps of a trajectory. grows: whether each step is committed as it
+            is added, to one trajectory that `commit` ends. most: most steps of one lane's trajectory, or chunk.
+        remedy: what to do instead of using a writer in another process. name: of the table, for texts.
+    """
+
+    schema: Schema
+    lanes: Array
+    longest: int
+    most: int
+    grows: bool
+    remedy: str
+
+    @property
+    def name(self) -> str: ...
+
+    def check(self) -> None:
+        """Raise GearError if nothing can be added."""
+
+    def check_chunks(self, chunk: int, overlap: int) -> None:
+        """Raise SchemaError if a chunk and its overlap do not fit in together."""
+
+    def located(self, rows: Any, what: str) -> Rows:
+        """Check steps of all columns that have steps, ``[T, *shape]``; raises SchemaError."""
+
+    def plain(self, rows: Bytes) -> Rows:
+        """Steps of all columns that have steps, which are checked and stay where they are."""
+
+    def show(self, columns: Any) -> tuple[int, int]:
+        """Let the columns of a writer of one lane write where the lane's next steps belong, if there is room.
+
+        Returns:
+            The first step that they show, and the end of those that may be written.
+        """
+
+    def add(self, rows: Any, first: int, count: int, priorities: Array, once: Bytes) -> int:
+        """Add up to `count` steps of `rows`, from `first` on, to the only lane; return how many.
+
+        `priorities` and `once` are for a trajectory that begins, where each step is committed.
+        """
+
+    def add_rows(
+        self,
+        rows: Any,
+        acting: Array | None,
+        ending: Array | None,
+        chunk: int,
+        priorities: Array,
+        once: Bytes,
+    ) -> bool:
+        """Add one step of each lane of `acting` (bool [n], None for all), or none.
+
+        Returns:
+            Whether a lane has ended (bool [n]) or has `chunk` steps now.
+        """
+
+    def end(
+        self,
+        chosen: Array,
+        ending: Array,
+        chunk: int,
+        overlap: int,
+        priorities: Array,
+        last: Bytes | None,
+        once: Bytes,
+        out: Array,
+    ) -> None:
+        """Commit what lanes (`chosen`, int64 [m]) hold, in order; of an error `out` tells what was committed.
+
+        Args:
+            ending: bool [n], lanes that end. Those that have `chunk` steps and do not end begin another chunk, with the
+                last `overlap` steps.
+            priorities: float32 [n], -1 for none. last: the final step of those that have not `chunk` steps, or None.
+            once: values of the columns per trajectory.
+            out: int64 [n], output: index of each trajectory; -1 where it is not known yet.
+        """
+
+    def last_indices(self, chosen: Array) -> Array:
+        """Index of the last chunk of each lane, int64 [m], which ends without another step; -1 if it is not known."""
+
+    def abort(self, chosen: Array) -> None:
+        """Discard the uncommitted steps of lanes."""
+
+
+def too_long(steps: int, longest: int) -> SchemaError:
+    """The error for a trajectory of `steps` steps in a table, or a chunk, of at most `longest`."""
+    return SchemaError(
+        f"The trajectory would have {steps:,} steps; this table holds at most {longest:,}. Commit "
+        "earlier, cut it into chunks with table.writer(chunk_steps=...), or create the table larger."
+    )
+
+
+def no_final_step() -> SchemaError:
+    """The error for a final step when the last chunk is committed and no step came after it."""
+    return SchemaError(
+        "The last chunk is complete and committed, so it cannot get a final step; give chunks an overlap_steps of at "
+        "least 1, or commit() without final."
+    )
+
+
+class Appender:
+    """Cuts the streams of n lanes into trajectories, and commits or discards them. For one thread.
+
+    Args:
+        sink: where they go. chunk_steps, overlap_steps: as for `Table.writer`.
+
+    Attributes:
+        lanes: of the sink. chunk: most steps of a trajectory. cuts: whether a trajectory of so many steps is committed.
+        cut_at: the same number if it does, else -1. overlap: common steps of consecutive chunks.
+    """
+
+    def __init__(self, sink: Sink, *, chunk_steps: int | None = None, overlap_steps: int = 0) -> None:
+        self.sink = sink
+        self.lanes = sink.lanes
+        self.pid = here.pid
+        self.overlap = at_least("overlap_steps", overlap_steps, least=0)
+        self.chunk = sink.longest if chunk_steps is None else at_least("chunk_steps", chunk_steps)
+        if chunk_steps is None and self.overlap:
+            raise SchemaError(f"overlap_steps is {overlap_steps} without chunk_steps; give both.")
+        if self.chunk > sink.longest or self.overlap >= self.chunk:
+            raise SchemaError(
+                f"chunk_steps is {self.chunk:,} and overlap_steps {self.overlap:,}; expected "
+                f"overlap_steps < chunk_steps <= {sink.longest:,}, the longest trajectory that the table holds."
+            )
+        if self.overlap:
+            sink.check_chunks(self.chunk, self.overlap)
+        self.cuts = chunk_steps is not None
+        self.cut_at = self.chunk if self.cuts else -1
+        self._nobody = np.zeros(len(sink.lanes), dtype=bool)
+        sink.most = self.chunk
+
+    def check_process(self, kind: str) -> None:
+        """Raise GearError in a forked child. kind: name of the writer in the error."""
+        if here.pid != self.pid:
+            raise GearError(
+                f"A {kind} of process {self.pid} was used in process {here.pid}; {self.sink.remedy} in each process."
+            )
+
+    def fresh(self) -> Array:
+        """Steps of each lane that are in no committed chunk, int64 [n]."""
+        fresh: Array = self.lanes[:, LANE_STEPS] - self.lanes[:, LANE_COMMON]
+        return fresh
+
+    def check_lengths(self, steps: Array, ending: Array, *, final: bool) -> None:
+        """Raise SchemaError if a trajectory of these steps (int64 [n]) is too long, with a final step if it ends."""
+        if self.cuts:
+            if final and not self.overlap and (ending & (steps == self.chunk)).any():
+                raise SchemaError(f"{no_final_step()} Nothing was appended.")
+            return
+        longest = int((steps + (ending if final else 0)).max())
+        if longest > self.chunk:
+            raise too_long(longest, self.chunk)
+
+    def end(
+        self,
+        ending: Array | None,
+        acting: Array | None,
+        priorities: Array,
+        last: Bytes | None,
+        once: Bytes,
+        out: Array,
+    ) -> None:
+        """Commit the chunks of lanes that are complete, and the trajectories of lanes that end (masks, bool [n]).
+
+        A stream that ends with a complete chunk has nothing more to commit, but for a final step.
+
+        Args:
+            priorities, last, once, out: as for `Sink.end`.
+        """
+        ended = self._nobody if ending is None else ending
+        ended = ended if acting is None else ended & acting
+        chosen = ended
+        if self.cuts:
+            whole = self.lanes[:, LANE_STEPS] == self.chunk
+            whole = whole if acting is None else whole & acting
+            if last is None or not self.overlap:
+                done = np.flatnonzero(ended & ~whole & (self.fresh() == 0))
+                out[done] = self.sink.last_indices(done)
+                self.abort(done)
+                ended = ended & (self.lanes[:, LANE_STEPS] > 0)
+            elif (both := ended & whole).any():
+                self._end_twice(ended, whole, both, priorities, last, once, out)
+                return
+            chosen = ended | whole
+        self._end(np.flatnonzero(chosen), ended, priorities, last, once, out)
+
+    def _end(
+        self, chosen: Array, ending: Array, priorities: Array, last: Bytes | None, once: Bytes, out: Array
+    ) -> None:
+        if len(chosen):
+            self.sink.end(chosen, ending, self.cut_at, self.overlap, priorities, last, once, out)
+
+    def _end_twice(
+        self,
+        ended: Array,
+        whole: Array,
+        both: Array,
+        priorities: Array,
+        last: Bytes,
+        once: Bytes,
+        out: Array,
+    ) -> None:
+        """`end` where the final steps of lanes follow complete chunks: each is cut, then its stream ends, in order."""
+        before = 0
+        for lane in [*np.flatnonzero(both).tolist(), len(both)]:
+            chosen = before + np.flatnonzero((ended | whole)[before : lane + 1])
+            self._end(chosen, ended & ~both, priorities, last, once, out)
+            if lane < len(both):
+                self._end(np.array([lane]), ended, priorities, last, once, out)
+            before = lane + 1
+
+    def abort(self, chosen: Array) -> None:
+        """Discard the uncommitted steps of lanes, int64 [m]."""
+        if len(chosen):
+            self.sink.abort(chosen)

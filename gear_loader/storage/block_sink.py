@@ -1,0 +1,494 @@
+"""Sinks in a table: steps go directly into its blocks, invisible until the commit, or visible one by one."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from gear_loader.errors import SchemaError, TableFullError
+from gear_loader.native import copying
+from gear_loader.native.copying import (
+    ROWS_ACTIVE,
+    ROWS_BLOCK_STEPS,
+    ROWS_COLUMNS,
+    ROWS_COUNT,
+    ROWS_HEAD,
+)
+from gear_loader.native.lanes import (
+    EMPTY_LANE,
+    LANE_GENERATION,
+    LANE_HELD,
+    LANE_LAST,
+    LANE_SLOT,
+    LANE_STEPS,
+    LANE_WIDTH,
+)
+from gear_loader.storage.appender import Bytes, here, too_long
+from gear_loader.storage.operations.view import DONE, OUTSIDE
+from gear_loader.utils.arrays import Array, data_address
+
+if TYPE_CHECKING:
+    from gear_loader.storage.index import Index
+    from gear_loader.storage.region import Region
+    from gear_loader.storage.schema import Schema
+    from gear_loader.storage.step_appender import StepColumn
+
+__all__ = ["BlockSink", "GrowingSink", "Target"]
+
+_AT_ONCE = 10
+"""Attempts to add steps to a trajectory that was brought back into memory before it is waited in between."""
+_ONE_LANE: Array = np.zeros(1, dtype=np.int64)
+
+
+class Target(Protocol):
+    """The interface of a `gear_loader.Table` that a sink uses."""
+
+    schema: Schema
+    longest: int
+
+    @property
+    def region(self) -> Region: ...
+
+    @property
+    def policy(self) -> tuple[int, bool]: ...
+
+    def column_addresses(self) -> Array: ...
+
+    def step_addresses(self) -> Array: ...
+
+    def load_from_disk(self, slots: Array) -> int: ...
+
+    @property
+    def index(self) -> Index: ...
+
+    def check_open(self) -> None: ...
+
+
+class StepSources:
+    """Steps in memory.
+
+    Attributes:
+        length: number of steps. addresses: of each column's contiguous steps. apart: bytes from the row of one lane to
+        that of the next in each column. hold: owner of the memory.
+    """
+
+    __slots__ = ("_sources", "addresses", "apart", "hold", "length")
+
+    def __init__(self, length: int, addresses: Sequence[int], apart: Sequence[int], hold: object) -> None:
+        self.length, self.addresses, self.apart, self.hold = length, addresses, apart, hold
+        self._sources: Array | None = None
+
+    @property
+    def sources(self) -> Array:
+        """Addresses and `apart`, int64 [C, 2], for compiled loops."""
+        if self._sources is None:
+            self._sources = np.array([*zip(self.addresses, self.apart, strict=True)], dtype=np.int64)
+        return self._sources
+
+
+class BlockSink:
+    """Writes steps into blocks of a table; see `gear_loader.storage.appender.Sink`. If the process dies, the next
+    allocation that needs space reclaims what is not committed.
+
+    Args:
+        table: the table. n: number of lanes.
+    """
+
+    grows = False
+
+    def __init__(self, table: Target, n: int) -> None:
+        layout, self.schema = table.region.layout, table.schema.added
+        self.table, self.index = table, table.index
+        self.longest = self.most = table.longest
+        self.remedy = f"make one with table.{'writer' if n == 1 else 'writers'}()"
+        self._steps = self.schema.steps
+        self._block_steps = layout.block_steps
+        self._columns = table.step_addresses()
+        self._data = [table.region.column(name) for name in self._steps]
+        once = list(self.schema.per_trajectory)
+        named = dict(zip(table.schema, table.column_addresses(), strict=True))
+        self._once_columns = np.array([named[name] for name in once], dtype=np.int64).reshape(-1, 4)
+        self._once_columns[:, 3] = self._once_columns[:, 2]
+        self._make_request(n)
+        self._step_bytes = self._columns[:, 2].tolist()
+        # Name, dtype and shape of rows of all lanes that need no further look.
+        self._plain = [(name, column.numpy_dtype, (n, *column.shape)) for name, column in self._steps.items()]
+        self._thread = 0  # the thread that has allocated last
+        self._pid = here.pid
+        self.index.allocator.writers.add(self)
+        self.give_up = weakref.finalize(self, _give_up, self.index, self.lanes, self._pid)
+        self.give_up.atexit = False
+
+    def _make_request(self, n: int) -> None:
+        """Make the request of `copying.append_rows`, which holds the lanes."""
+        width = len(self._columns)
+        rows = ROWS_HEAD + 4 * width
+        self._request: Array = np.zeros(rows + width + n * LANE_WIDTH, dtype=np.int64)
+        self._request[[ROWS_COUNT, ROWS_COLUMNS, ROWS_BLOCK_STEPS]] = n, width, self._block_steps
+        self._request[ROWS_HEAD:rows] = self._columns.reshape(-1)
+        self.lanes: Array = self._request[rows + width :].reshape(n, LANE_WIDTH)
+        self.lanes[:] = EMPTY_LANE
+        self._blocks: Array = np.zeros((n, 0), dtype=np.int32)
+        self._pack_masks = struct.Struct("=5q").pack_into  # from ROWS_ACTIVE to ROWS_WIDTH
+        self._pack_rows = struct.Struct(f"={width}q").pack_into
+        self._rows_at = 8 * rows
+
+    @property
+    def name(self) -> str:
+        return repr(self.table)
+
+    @property
+    def open_slots(self) -> tuple[int, list[int]]:
+        """Thread of the writer, and the slots that it is writing (empty in a forked child)."""
+        slots = self.lanes[:, LANE_SLOT]
+        return self._thread, slots[slots >= 0].tolist() if here.pid == self._pid else []
+
+    def check(self) -> None:
+        self.table.check_open()
+
+    def check_chunks(self, chunk: int, overlap: int) -> None:
+        layout, size = self.table.region.layout, self._block_steps
+        blocks = -(-chunk // size) + (0 if (chunk - overlap) % size == 0 else -(-overlap // size))
+        if layout.max_trajectories < 2 or chunk + overlap > layout.max_steps or blocks > layout.num_blocks:
+            raise SchemaError(
+                f"chunk_steps is {chunk:,} and overlap_steps {overlap:,}; expected that a chunk and the overlap fit "
+                f"into the table together, which holds at most {layout.max_trajectories:,} trajectories, "
+                f"{layout.max_steps:,} steps and {layout.num_blocks:,} blocks of {size}."
+            )
+
+    # ---------------------------------------------------------------- steps
+
+    def located(self, rows: Any, what: str) -> StepSources:
+        if type(rows) is dict and len(rows) == len(self._plain):
+            found = []
+            for name, dtype, shape in self._plain:
+                value = rows.get(name)
+                if type(value) is not np.ndarray or value.dtype != dtype or value.shape != shape:
+                    break
+                if dtype is None or not value.flags.c_contiguous:
+                    break
+                found.append(data_address(value))
+            else:
+                return StepSources(len(self.lanes), found, self._step_bytes, rows)
+        length, addresses, hold = self._steps.locate(rows, what=what)
+        return StepSources(length, addresses, self._step_bytes, hold)
+
+    def plain(self, rows: Bytes) -> StepSources:
+        return self._located_bytes(rows, list(self._steps))
+
+    def _located_bytes(self, rows: Bytes, names: Sequence[str]) -> StepSources:
+        found = [rows[name] for name in names]
+        apart = [values.shape[1] if len(values) > 1 else 0 for values in found]
+        return StepSources(1, [data_address(values) for values in found], apart, found)
+
+    def show(self, columns: Sequence[StepColumn]) -> tuple[int, int]:
+        step, held = int(self.lanes[0, LANE_STEPS]), int(self.lanes[0, LANE_HELD])
+        place = step // self._block_steps
+        first = place * self._block_steps
+        if step < held:
+            for column, data in zip(columns, self._data, strict=True):
+                column.view = column.as_steps(data[self._blocks[0, place]])
+        return first, min(first + self._block_steps, held)
+
+    def blocks_of(self, lane: int) -> Array:
+        """Blocks of the open trajectory of a lane, int32."""
+        return self._blocks[lane, : -(-int(self.lanes[lane, LANE_HELD]) // self._block_steps)]
+
+    def room(self, chosen: Array, count: int, *, waits: bool = True) -> bool:
+        """Make room for `count` more steps in each of the lanes, int64 [m].
+
+        Args:
+            waits: whether to wait for what is not there at once; else False is returned.
+
+        Raises:
+            As `Index.begin`; SchemaError: a trajectory would be too long.
+        """
+        lanes, index, size = self.lanes, self.index, self._block_steps
+        needed = lanes[chosen, LANE_STEPS] + count
+        short = needed > lanes[chosen, LANE_HELD]
+        chosen, needed = chosen[short], needed[short]
+        if not len(chosen):
+            return True
+        longest = int(needed.max())
+        if longest > self.most:
+            raise too_long(longest, self.longest)
+        self._widen(min(max(longest, 2 * int(lanes[chosen, LANE_HELD].max()), size), max(self.most, size)))
+        blocks, ops, where = self._blocks, index.arrays.ops, index.arrays.where
+        evict, wait = self.table.policy
+        self._thread = threading.get_ident()
+
+        def reserve(chosen: Array, at: Array) -> int:
+            answer: int = ops.reserve_lanes(
+                where, lanes, chosen, at, blocks, count, self.most, int(evict), *index.readers.here()
+            )
+            return answer
+
+        def missing(lane: int) -> tuple[int, int, int]:
+            steps, held = int(lanes[lane, LANE_STEPS]) + count, int(lanes[lane, LANE_HELD])
+            return int(lanes[lane, LANE_SLOT] < 0), -(-steps // size) - -(-held // size), steps - held
+
+        return index.change_lanes(lanes, chosen, reserve, needed=missing, evict=evict, wait=wait, waits=waits)
+
+    def _widen(self, steps: int) -> None:
+        """Have room for the blocks of so many steps of each lane."""
+        width = -(-steps // self._block_steps) + 1
+        if width > self._blocks.shape[1]:
+            blocks = np.zeros((len(self.lanes), max(width, 2 * self._blocks.shape[1])), dtype=np.int32)
+            blocks[:, : self._blocks.shape[1]] = self._blocks
+            self._blocks = blocks
+
+    def _put(self, chosen: Array, rows: StepSources, first: int, count: int, *, once: bool = False) -> None:
+        """Copy steps of `rows` behind those of lanes; `once`: values of columns per trajectory into the first block."""
+        columns = self._once_columns if once else self._columns
+        given = (self._block_steps, self.lanes, self._blocks, chosen, rows.sources, first, count)
+        copying.put_rows(columns, *given, 0 if once else -1)
+
+    def _put_once(self, chosen: Array, once: Bytes) -> None:
+        """Write what trajectories have once into their first blocks, where no other trajectory has any."""
+        if once:
+            self._put(chosen, self._located_bytes(once, list(self.schema.per_trajectory)), 0, 1, once=True)
+
+    def add(self, rows: StepSources, first: int, count: int, priorities: Array, once: Bytes) -> int:
+        self.room(_ONE_LANE, count)
+        self._put(_ONE_LANE, rows, first, count)
+        self.lanes[0, LANE_STEPS] += count
+        return count
+
+    def add_rows(
+        self,
+        rows: StepSources,
+        acting: Array | None,
+        ending: Array | None,
+        chunk: int,
+        priorities: Array,
+        once: Bytes,
+    ) -> bool:
+        request = self._request
+        active = 0 if acting is None else data_address(acting)
+        done = 0 if ending is None else data_address(ending)
+        self._pack_rows(request.data, self._rows_at, *rows.addresses)
+        while True:
+            blocks = self._blocks
+            masks = (active, done, chunk, data_address(blocks), blocks.shape[1])
+            self._pack_masks(request.data, 8 * ROWS_ACTIVE, *masks)
+            due: int = copying.append_rows(request)
+            if due >= 0:
+                return due > 0
+            short = self.lanes[:, LANE_STEPS] >= self.lanes[:, LANE_HELD]
+            self.room(np.flatnonzero(short if acting is None else short & acting), 1)
+
+    # ---------------------------------------------------------------- trajectories
+
+    def end(
+        self,
+        chosen: Array,
+        ending: Array,
+        chunk: int,
+        overlap: int,
+        priorities: Array,
+        last: Bytes | None,
+        once: Bytes,
+        out: Array,
+    ) -> None:
+        steps = self.lanes[:, LANE_STEPS]
+        together = last is None or len(chosen) == 1
+        together = together or self.room(chosen[steps[chosen] != chunk], 1, waits=False)
+        for group in [chosen] if together else chosen[:, None]:
+            if last is not None:
+                longer = group[steps[group] != chunk]
+                self.room(longer, 1)
+                self._put(longer, self.plain(last), 0, 1)
+            self._put_once(group, once)
+            self._finish(group, ending, chunk, overlap, priorities, out, final=last is not None)
+
+    def _finish(
+        self,
+        chosen: Array,
+        ending: Array,
+        chunk: int,
+        overlap: int,
+        priorities: Array,
+        out: Array,
+        *,
+        final: bool,
+    ) -> None:
+        """Commit trajectories, whose steps are written."""
+        lanes, index, blocks, size = self.lanes, self.index, self._blocks, self._block_steps
+        ops, where = index.arrays.ops, index.arrays.where
+        evict, wait = self.table.policy
+        given = (blocks, self._columns, chunk, overlap, ending, int(final), priorities)
+
+        def finish(chosen: Array, at: Array) -> int:
+            now, here = time.monotonic_ns(), index.readers.here()
+            answer: int = ops.end_lanes(
+                where, lanes, chosen, at, *given, now, self.grows, int(evict), *here, out
+            )
+            return answer
+
+        def missing(lane: int) -> tuple[int, int, int]:
+            if lanes[lane, LANE_STEPS] != chunk or not overlap:
+                return 1, 0, 0
+            return 1, 0 if (chunk - overlap) % size == 0 else -(-overlap // size), overlap
+
+        index.change_lanes(lanes, chosen, finish, needed=missing, evict=evict, wait=wait, inserts=True)
+
+    def last_indices(self, chosen: Array) -> Array:
+        last: Array = self.lanes[chosen, LANE_LAST]
+        return last
+
+    def abort(self, chosen: Array) -> None:
+        self.index.abort_lanes(self.lanes, chosen)
+
+
+class GrowingSink(BlockSink):
+    """Commits each step at once: the trajectory in the table grows with it, and keeps its index until it is ended.
+
+    If it is evicted or removed meanwhile, the next step begins another one. If it lies on disk only, the next step
+    brings it back into memory first.
+    """
+
+    grows = True
+
+    def check_chunks(self, chunk: int, overlap: int) -> None:
+        raise AssertionError("trajectories that grow are not cut")
+
+    def show(self, columns: Sequence[StepColumn]) -> tuple[int, int]:
+        return 0, 0
+
+    def add(self, rows: StepSources, first: int, count: int, priorities: Array, once: Bytes) -> int:
+        if not self._add_at_once(rows, first, count):
+            self._add(_ONE_LANE, rows, first, count, priorities, once)
+        return count
+
+    def _add_at_once(self, rows: StepSources, first: int, count: int) -> bool:
+        """Add steps to the trajectory of the only lane, if it has one and no wait is needed; return whether it did."""
+        lanes, index, steps = self.lanes, self.index, int(self.lanes[0, LANE_STEPS])
+        if not steps or steps + count > self.most or index.admission.max_age is not None:
+            return False
+        ops, where, at = index.arrays.ops, index.arrays.where, np.zeros(1, dtype=np.int64)
+        given = (self._columns, rows.sources, first, count, 0, int(self.table.policy[0]))
+        answer = index.recovery.lock.run(ops.grow_lanes, where, lanes, _ONE_LANE, at, *given)
+        return answer == DONE and bool(lanes[0, LANE_STEPS])
+
+    def add_rows(
+        self,
+        rows: StepSources,
+        acting: Array | None,
+        ending: Array | None,
+        chunk: int,
+        priorities: Array,
+        once: Bytes,
+    ) -> bool:
+        chosen = np.arange(len(self.lanes)) if acting is None else np.flatnonzero(acting)
+        self._add(chosen, rows, 0, 1, priorities, once)
+        return ending is not None and bool((ending if acting is None else ending & acting).any())
+
+    def _add(
+        self, chosen: Array, rows: StepSources, first: int, count: int, priorities: Array, once: Bytes
+    ) -> None:
+        """Add steps to the trajectories of lanes, and then to new ones of lanes that have none."""
+        lanes = self.lanes
+        self._drop_half_begun(chosen)
+        longest = int(lanes[chosen, LANE_STEPS].max(initial=0)) + count
+        if longest > self.most:
+            raise too_long(longest, self.longest)
+        self._grow(chosen, rows, first, count, final=False)
+        chosen = chosen[lanes[chosen, LANE_STEPS] == 0]
+        if not len(chosen):
+            return
+        try:
+            self.room(chosen, count)
+            self._put(chosen, rows, first, count)
+            lanes[chosen, LANE_STEPS] = count
+            self._put_once(chosen, once)
+            nobody, slots = np.zeros(len(lanes), dtype=bool), np.empty(len(lanes), dtype=np.int64)
+            self._finish(chosen, nobody, -1, 0, priorities, slots, final=False)
+        except BaseException:
+            self._drop_half_begun(chosen)
+            raise
+
+    def _drop_half_begun(self, chosen: Array) -> None:
+        """Free what lanes have begun and not committed."""
+        chosen = chosen[self.lanes[chosen, LANE_HELD] > 0]
+        if len(chosen):
+            super().abort(chosen)
+
+    def _grow(self, chosen: Array, rows: StepSources, first: int, count: int, *, final: bool) -> None:
+        """Add steps, or the final step, to the trajectories of lanes that have one; the others are left out."""
+        lanes, index = self.lanes, self.index
+        chosen = chosen[lanes[chosen, LANE_STEPS] > 0]
+        ops, where, sources = index.arrays.ops, index.arrays.where, rows.sources
+        evict, wait = self.table.policy
+        backoff, attempt, left = None, 0, 0
+
+        def grow(chosen: Array, at: Array) -> int:
+            nonlocal left
+            given = (self._columns, sources, first, count, int(final), int(evict))
+            answer: int = ops.grow_lanes(where, lanes, chosen, at, *given)
+            if answer != OUTSIDE:
+                return answer
+            left, at[0] = len(chosen) - int(at[0]), len(chosen)
+            return DONE
+
+        def missing(lane: int) -> tuple[int, int, int]:
+            steps = int(lanes[lane, LANE_STEPS])
+            size = self._block_steps
+            return 0, -(-(steps + count) // size) - -(-steps // size), 0 if final else count
+
+        while len(chosen):
+            left, before = 0, len(chosen)
+            index.change_lanes(lanes, chosen, grow, needed=missing, evict=evict, wait=wait)
+            chosen = chosen[before - left :] if left else chosen[:0]
+            if not left:
+                return
+            slots = lanes[chosen[:1], LANE_SLOT]
+            backoff, attempt = backoff or index.admission.backoff(), attempt + 1
+            self.table.load_from_disk(slots)
+            # It may also be moved to disk again and again.
+            if (index.request_from_disk(slots) or attempt >= _AT_ONCE) and not backoff.sleep():
+                raise TableFullError(
+                    f"Timed out after {backoff.timeout:g} s: the growing trajectory, of "
+                    f"{int(lanes[chosen[0], LANE_STEPS]):,} steps, lies on disk only, and there is no room to bring it "
+                    "into memory. Nothing was appended. Make the memory of the table larger, or commit shorter "
+                    "trajectories."
+                )
+
+    def end(
+        self,
+        chosen: Array,
+        ending: Array,
+        chunk: int,
+        overlap: int,
+        priorities: Array,
+        last: Bytes | None,
+        once: Bytes,
+        out: Array,
+    ) -> None:
+        slots = self.lanes[:, LANE_SLOT].copy()
+        for group in [chosen] if last is None else chosen[:, None]:
+            if last is not None:
+                self._grow(group, self.plain(last), 0, 1, final=True)
+            self.lanes[group] = EMPTY_LANE
+            out[group] = slots[group]
+
+    @property
+    def open_slots(self) -> tuple[int, list[int]]:
+        begun = self.lanes[:, LANE_HELD] > 0
+        return self._thread, self.lanes[begun, LANE_SLOT].tolist() if here.pid == self._pid else []
+
+    def abort(self, chosen: Array) -> None:
+        """End the trajectories of lanes as they are: their steps are visible already, and stay."""
+        self._drop_half_begun(chosen)
+        self.lanes[chosen] = EMPTY_LANE
+
+
+def _give_up(index: Index, lanes: Array, pid: int) -> None:
+    # The writer was garbage-collected; the next allocation that needs space reclaims its slots.
+    if here.pid == pid:
+        index.abort(lanes[:, LANE_SLOT], wait=False, generations=lanes[:, LANE_GENERATION])
