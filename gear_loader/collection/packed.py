@@ -15,18 +15,9 @@ from gear_loader.collection.n_step import NStep
 from gear_loader.collection.references import BatchReferences
 from gear_loader.collection.windows import FINAL_KEY, Whole, packed_span, reads_final, source_of, steps_only
 from gear_loader.errors import SchemaError
+from gear_loader.kernels.plan import BASE, BLOCKS, OUT, STEP_BYTES, STEP_STRIDE, STRIDE, WIDTH
 from gear_loader.native.gathering import STREAM_BATCH_BYTES
-from gear_loader.native.packed import (
-    PACKED_BASE,
-    PACKED_BLOCKS,
-    PACKED_OUT,
-    PACKED_STEP_BYTES,
-    PACKED_STEP_STRIDE,
-    PACKED_STRIDE,
-    PACKED_WIDTH,
-    gather_packed,
-    measure,
-)
+from gear_loader.native.packed import gather_packed, measure
 from gear_loader.storage.rows import SelectedRows
 from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
@@ -247,19 +238,19 @@ class PackedCollector(Collector):
         return PackedBuffers(self, shared=shared)
 
     def table_of(self, memory: Mapping[str, torch.Tensor], source: Table | None = None) -> Array:
-        """Where windows (name -> memory) are copied from and to, int64 [C, PACKED_WIDTH]; see `native.packed`.
+        """Where windows (name -> memory) are copied from and to, int64 [C, WIDTH]; see `native.packed`.
 
         Args:
             source: the table to read; by default the collector's.
         """
         region = (source or self.table).region
-        table = np.zeros((len(memory), PACKED_WIDTH), dtype=np.int64)
+        table = np.zeros((len(memory), WIDTH), dtype=np.int64)
         for row, name in zip(table, memory, strict=True):
             blocks, place = region.blocks(self._sources[name]), region.layout.columns[self._sources[name]]
-            row[PACKED_BASE] = blocks.ctypes.data + place.inside
-            row[PACKED_STRIDE], row[PACKED_BLOCKS] = blocks.strides[0], len(blocks)
-            row[PACKED_STEP_BYTES], row[PACKED_STEP_STRIDE] = place.step_bytes, place.step_stride
-            row[PACKED_OUT] = memory[name].data_ptr()
+            row[BASE] = blocks.ctypes.data + place.inside
+            row[STRIDE], row[BLOCKS] = blocks.strides[0], len(blocks)
+            row[STEP_BYTES], row[STEP_STRIDE] = place.step_bytes, place.step_stride
+            row[OUT] = memory[name].data_ptr()
         return table
 
     def measure(self, rows: SelectedRows) -> tuple[Array, int, int]:

@@ -7,16 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from gear_loader.errors import LockTimeoutError
-from gear_loader.native.packed import (
-    PACKED_BASE,
-    PACKED_BLOCKS,
-    PACKED_OUT,
-    PACKED_STEP_BYTES,
-    PACKED_STEP_STRIDE,
-    PACKED_STRIDE,
-    PACKED_WIDTH,
-    gather_packed,
-)
+from gear_loader.kernels.plan import BASE, BLOCKS, OUT, STEP_BYTES, STEP_STRIDE, STRIDE, WIDTH
+from gear_loader.native.packed import gather_packed
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.transport.open_table import OpenTable
 from gear_loader.transport.packed_spec import PackedSpec, Span
@@ -44,12 +36,12 @@ class OpenPacked(OpenTable):
         attached = self._tables.get(self.spec.table)
         attached.check_schema(self.spec.schema)
         region = attached.table.region
-        self._columns = np.zeros((len(self.spec.columns), PACKED_WIDTH), dtype=np.int64)
+        self._columns = np.zeros((len(self.spec.columns), WIDTH), dtype=np.int64)
         for row, column in zip(self._columns, self.spec.columns.values(), strict=True):
             blocks, place = region.blocks(column), region.layout.columns[column]
-            row[PACKED_BASE] = blocks.ctypes.data + place.inside
-            row[PACKED_STRIDE], row[PACKED_BLOCKS] = blocks.strides[0], len(blocks)
-            row[PACKED_STEP_BYTES], row[PACKED_STEP_STRIDE] = place.step_bytes, place.step_stride
+            row[BASE] = blocks.ctypes.data + place.inside
+            row[STRIDE], row[BLOCKS] = blocks.strides[0], len(blocks)
+            row[STEP_BYTES], row[STEP_STRIDE] = place.step_bytes, place.step_stride
         return attached
 
     def reply_bytes(self, rows: Array) -> int:
@@ -79,7 +71,7 @@ class OpenPacked(OpenTable):
         spans, status = self.spec.spans(n, total), self.spec.data_bytes(n, total)
         base, end = out.ctypes.data, 0
         for row, span in zip(table, spans, strict=True):
-            row[PACKED_OUT] = base + span.offset
+            row[OUT] = base + span.offset
             out[end : span.offset] = 0  # do not send old contents of the buffer
             end = span.offset + (n if span.once else total) * span.step_bytes
         out[end:status], out[status + n :] = 0, 0
@@ -171,7 +163,7 @@ class OpenPacked(OpenTable):
 
 def warm_up() -> None:
     """Load the compiled gather, which may take seconds the first time on a machine."""
-    columns, none = np.zeros((1, PACKED_WIDTH), dtype=np.int64), np.empty(0, dtype=np.int64)
+    columns, none = np.zeros((1, WIDTH), dtype=np.int64), np.empty(0, dtype=np.int64)
     places, extent = np.empty(0, dtype=np.int32), np.zeros((1, 3), dtype=np.int64)
     spans, ids = np.empty((2, 0), dtype=np.int64), np.zeros(1, dtype=np.int32)
     gather_packed(columns, columns, none, spans, places, extent, ids, 1, places, False, none)
