@@ -12,7 +12,7 @@ from gear_loader.selection.selectors import Selector
 from gear_loader.selection.step_budget import StepBudget
 from gear_loader.storage.rules import check_seconds
 from gear_loader.utils.arrays import shown
-from gear_loader.utils.checks import at_least, byte_count, flag, integer, one_of
+from gear_loader.utils.checks import at_least, flag, integer, one_of
 from gear_loader.utils.devices import check_device
 
 __all__ = ["check_options"]
@@ -50,7 +50,6 @@ def check_options(
     group_max_age: Any,
     balance: Any,
     micro_batches: Any,
-    device_cache: Any,
     drop_last: Any,
     sample_info: Any,
     rate_limited: Any,
@@ -113,13 +112,6 @@ def check_options(
     if balance is not None:
         one_of("balance", balance, ("steps", "squares"))
     at_least("micro_batches", micro_batches)
-    if device_cache is not None:
-        byte_count("device_cache", device_cache)
-        if layout != "padded":
-            raise SchemaError(
-                f"device_cache={shown(device_cache)} was given with layout={layout!r}; expected layout='padded', which "
-                "alone reads from it for now. Leave one of them out."
-            )
     check_output(output)
     _check_sizes(batch_size, layout, windows, max_steps, lookahead, too_long, selector)
     _check_packed(layout, windows, anchor, selector, output, complete)

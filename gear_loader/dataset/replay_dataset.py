@@ -19,9 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from gear_loader.collection.batches import Batch, loader_error, refuse
 from gear_loader.collection.buffer_pools import BufferPools
-from gear_loader.collection.cache_policy import CacheOrder
 from gear_loader.collection.collector import Collector
-from gear_loader.collection.device_cache import DeviceCache
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.output import as_jagged, as_padded, as_tensordict, check_nesting
 from gear_loader.collection.prefetch import Prefetcher
@@ -30,7 +28,6 @@ from gear_loader.collection.windows import (
     expand,
     has_whole,
     packed_span,
-    reach_of,
     single_steps,
     source_of,
     steps_only,
@@ -42,7 +39,6 @@ from gear_loader.dataset.options import check_options
 from gear_loader.dataset.position import Position
 from gear_loader.dataset.prepared import dealer, prepared_error
 from gear_loader.dataset.table_options import (
-    check_cache,
     check_dealing,
     check_freshness,
     check_packed,
@@ -73,14 +69,14 @@ from gear_loader.selection.group_selection import GroupSelection, PrioritizedGro
 from gear_loader.selection.grouping import GroupPriority
 from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
 from gear_loader.selection.random import key
-from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Fifo, Selector, TopK, Uniform
+from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector, Uniform
 from gear_loader.selection.step_budget import BudgetProgress, StepBudget, TooLong, checked_positions
 from gear_loader.storage.priority_updates import is_strict
 from gear_loader.storage.schema import Window, as_mapping
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.captures import beside_captures, refuse_capture
-from gear_loader.utils.checks import at_least, byte_count, flag, one_of
+from gear_loader.utils.checks import at_least, flag, one_of
 from gear_loader.utils.devices import device_of
 from gear_loader.utils.forks import keep_for_ever
 
@@ -204,13 +200,6 @@ class ReplayDataset(IterableDataset[Batch]):
             alpha.
         group_varies: name of a column per trajectory; groups whose members all have the same value are left out, and
             counted by `stats`. With rewards: groups that give no advantage.
-        device_cache: bytes of GPU memory, an int or a text such as ``"8GiB"``, for copies of the table's blocks: those
-            that are likeliest to be drawn, in all columns that are read. Batches are the same, and read less over the
-            bus; `stats` tells how much. Beside it 4 bytes for each block and trajectory of the table. By priority the
-            likeliest blocks are kept, with `Fifo` and `Lifo` (which draw with replacement) the oldest and newest; with
-            others all are as likely, and any are kept, as they come. Of a table with a disk tier, blocks in memory are
-            copied. Needs a `Table`, a CUDA device that can read it (else the cache stays empty) and
-            ``layout="padded"``.
         group_max_age: seconds after which the trajectories of an incomplete group are removed from the table, counted
             from the last one that was added.
         balance: with packed batches over all `Shards`: how rows are dealt to ranks. ``"steps"``: all ranks have about
@@ -296,7 +285,6 @@ class ReplayDataset(IterableDataset[Batch]):
         group_max_age: float | None = None,
         balance: Balance | None = None,
         micro_batches: int = 1,
-        device_cache: int | str | None = None,
     ) -> None:
         if not isinstance(table, (Table, Shards)):
             remedy = f" Attach to it by its name: gear_loader.Table.attach({shown(table)})."
@@ -335,7 +323,6 @@ class ReplayDataset(IterableDataset[Batch]):
             group_max_age=group_max_age,
             balance=balance,
             micro_batches=micro_batches,
-            device_cache=device_cache,
             drop_last=drop_last,
             sample_info=sample_info,
             rate_limited=rate_limited,
@@ -369,18 +356,6 @@ class ReplayDataset(IterableDataset[Batch]):
         self.copy = copy
         self.layout: Literal["padded", "packed", "jagged"] = layout
         self._packs = whole or layout != "padded"  # rows are gathered one after another
-        self.device_cache = None if device_cache is None else byte_count("device_cache", device_cache)
-        self._cache: DeviceCache | None = None
-        if self.device_cache is not None:
-            check_cache(
-                device_cache,
-                self.device_cache,
-                table=table,
-                shards=self.shards,
-                device=self.device,
-                packs=self._packs,
-                columns=self._sources(),
-            )
         self._late = table.schema.late_bits(self._sources())
         is_global = self.shards is not None and scope == "global"
         check_freshness(self.selector, table, is_global=is_global)
@@ -450,34 +425,6 @@ class ReplayDataset(IterableDataset[Batch]):
         return {
             source_of(name, window) for name, window in expand(self.table.schema, self.windows)[0].items()
         }
-
-    def _device_cache(self) -> DeviceCache | None:
-        """The cache of this process; made for the first collector."""
-        if self.device_cache is None or self._cache is not None:
-            return self._cache
-        reach = reach_of(self.table.schema, expand(self.table.schema, self.windows)[0])
-        self._cache = DeviceCache(
-            self.table,
-            self._sources(),
-            self.device_cache,
-            self.device,
-            order=self._cache_order(),
-            anchor=None if self.selector.unit == "step" else self.anchor,
-            reach=(reach.first, reach.last),
-            likelihoods=self._selected().likelihoods,
-        )
-        return self._cache
-
-    def _cache_order(self) -> CacheOrder:
-        """What is likeliest to be drawn."""
-        selector = self.selector
-        if self.groups is not None or (isinstance(selector, TopK) and not selector.largest):
-            return "any"
-        if needs_priorities(selector):
-            return "priority"
-        if isinstance(selector, Fifo) and selector.replacement:
-            return "newest" if selector.newest else "oldest"
-        return "any"
 
     def _items_of(self, rows: int) -> int:
         """Items of so many rows: groups, or rows."""
@@ -1213,8 +1160,6 @@ class ReplayDataset(IterableDataset[Batch]):
             groups also ``"groups_complete"``: groups that can be drawn; ``"groups_constant"``: those left out because
             of `group_varies`; ``"groups_incomplete"``: trajectories in no complete group; ``"groups_expired"``:
             trajectories that this process has removed by `group_max_age`.
-            With device_cache also ``"cache_hits"`` and ``"cache_misses"``: blocks of the windows drawn so far that were
-            read from it, and over the bus; ``"cache_bytes"``: of the blocks in it. They wait for the GPU.
         """
         context = self._selected().context
         own = self.shards.own.values() if self.shards is not None and self._is_global else ()
@@ -1242,26 +1187,11 @@ class ReplayDataset(IterableDataset[Batch]):
             found["skipped"], found["gone"] = done.skipped, done.gone
         if self._late:
             found["unfilled"] = unfilled
-        if self.device_cache is not None:
-            found.update({f"cache_{name}": count for name, count in self.cache_counts().items()})
-            del found["cache_budget"]
         selection = self._selected()
         if isinstance(selection, (GroupSelection, PrioritizedGroupSelection)):
             selection.look()
             found.update({f"groups_{name}": n for name, n in selection.former.counts.to_dict().items()})
         return found
-
-    def cache_counts(self) -> dict[str, int]:
-        """Numbers of the device cache; waits for the GPU if that draws.
-
-        Returns:
-            ``"hits"`` and ``"misses"``: blocks of the windows drawn so far that were read from it, and over the bus;
-            ``"bytes"``: of the blocks in it; ``"budget"``: most of them. All 0 without a cache, or before its first
-            batch.
-        """
-        if self._cache is None:
-            return dict.fromkeys(("hits", "misses", "bytes", "budget"), 0)
-        return self._cache.counts()
 
     def _notice_epoch(self, view: Any) -> bool:
         """Log a notice if an epoch by default length reads a small part of the table; return whether it did."""
@@ -1311,7 +1241,6 @@ class ReplayDataset(IterableDataset[Batch]):
                 informs=self.sample_info,
                 programs=self.programs,
                 stream_priority=self.stream_priority,
-                cache=self._device_cache,
             )
 
     def check_worker(self, number: int, in_worker: bool) -> None:
@@ -1323,7 +1252,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_buffers=BufferPools(), _selection=None, _cache=None, _sampler=None)
+        state.update(_buffers=BufferPools(), _selection=None, _sampler=None)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             state["_shard"] = self._rank()  # a spawned worker has no process group
         return state
@@ -1339,9 +1268,9 @@ class ReplayDataset(IterableDataset[Batch]):
         if self._selection is not None:
             self._selection.after_fork()
         if self.device.type == "cuda":
-            keep_for_ever(self._buffers, self._cache, self._sampler, self._selection)
+            keep_for_ever(self._buffers, self._sampler, self._selection)
         self._buffers = BufferPools()
-        self._cache, self._sampler = None, None
+        self._sampler = None
 
     @property
     def position(self) -> tuple[int, int, int]:

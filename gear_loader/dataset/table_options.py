@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from gear_loader.collection.device_cache import DeviceCache
 from gear_loader.collection.windows import packed_span, reads_final
 from gear_loader.dataset.position import MAX_WORKERS
 from gear_loader.distributed.packed_collector import check_packed_shards
@@ -20,7 +19,6 @@ from gear_loader.selection.step_budget import StepBudget, TooLong
 from gear_loader.storage.table import Table
 
 __all__ = [
-    "check_cache",
     "check_dealing",
     "check_freshness",
     "check_packed",
@@ -28,40 +26,6 @@ __all__ = [
     "grouping_of",
     "step_budget_of",
 ]
-
-
-def check_cache(
-    given: Any,
-    size: int,
-    *,
-    table: Table,
-    shards: Shards | None,
-    device: torch.device,
-    packs: bool,
-    columns: set[str],
-) -> None:
-    """Raise SchemaError if batches are not made by a GPU that reads this process's table.
-
-    Args:
-        given: `device_cache` as it was given. size: its bytes.
-        columns: that are read.
-    """
-    if shards is not None:
-        raise SchemaError(
-            f"device_cache={given!r} was given with Shards; expected a Table: rows of shards are not cached for "
-            "now. Leave it out."
-        )
-    if device.type != "cuda":
-        raise SchemaError(
-            f"device_cache={given!r} was given with device={str(device)!r}; expected a CUDA device, in whose "
-            "memory the cache lies. Leave it out, or give device='cuda'."
-        )
-    if packs:
-        raise SchemaError(
-            f"device_cache={given!r} was given with whole trajectories (Whole), of which no rows are cached for now. "
-            "Leave it out."
-        )
-    DeviceCache.check(table, columns, size)
 
 
 def check_freshness(selector: Selector, table: Table, *, is_global: bool) -> None:

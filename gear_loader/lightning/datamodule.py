@@ -296,7 +296,7 @@ class ReplayDataModule(LightningDataModule):
         if self.predict_dataset is None:
             self.predict_dataset = prediction_dataset(
                 self._opened(),
-                {**self._device_options(), "device_cache": None},
+                self._device_options(),
                 batch_size=self._val_batch_size or 1,
             )
         return self._loader(self.predict_dataset)
@@ -428,7 +428,7 @@ class ReplayDataModule(LightningDataModule):
         """A pass over the validation steps, of at most `most` batches."""
         return evaluation_dataset(
             self._opened(),
-            {**self._device_options(), "device_cache": None},  # of the training dataset alone
+            self._device_options(),
             batch_size=self._val_batch_size or 1,
             subset=Split(self._val_fraction, seed=self._split_seed, second=True),
             most=most,

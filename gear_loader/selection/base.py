@@ -254,15 +254,6 @@ class Selection:
         """
         return False
 
-    def likelihoods(self) -> tuple[Array, Any] | None:
-        """How likely items are drawn, relative to each other; None if they are not drawn by priority.
-
-        Returns:
-            Numbers: of each slot, float32 [T]; of each block, float32 [num_blocks], where an item is a step. An event
-            after which they are there, or None if they are.
-        """
-        return None
-
     def undo(self, ticket: Any) -> None:
         """Release the ticket of a failed batch and subtract its rows from the sample count. Idempotent."""
         ticket.end()

@@ -213,28 +213,6 @@ def test_ages_wait_for_nothing_before_they_are_read() -> None:
         drawn.read()
 
 
-def test_the_device_cache_since_the_last_log(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a dataset on a GPU would say of its cache; the rest is that of one on the CPU."""
-    said = [(0, 0, 0), (30, 10, 50), (30, 10, 100), (31, 12, 100)]
-    with make_table() as table:
-        dataset = gear.ReplayDataset(table, batch_size=2, windows=gear.Window(1), device="cpu")
-        own = ReplayMonitor(dataset)
-        own._dataset, dataset.device_cache = dataset, 100
-        for name, before, now in zip(("first", "none", "more"), said, said[1:], strict=False):
-            told = iter([before, now, now])
-            monkeypatch.setattr(
-                dataset,
-                "cache_counts",
-                lambda told=told: (
-                    dict(zip(("hits", "misses", "bytes"), next(told), strict=True)) | {"budget": 100}
-                ),
-            )
-            own._begin(clock.now, own._totals(dataset))
-            metrics = own._metrics(dataset)
-            assert metrics["cache_fill"] == now[2] / 100
-            assert metrics.get("cache_hit_rate") == {"first": 0.75, "none": None, "more": 1 / 3}[name]
-
-
 # Lightning -------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,6 @@ import torch
 
 from gear_loader.collection import prefetch, ticket_releaser
 from gear_loader.collection.collector import Collector
-from gear_loader.collection.device_cache import DeviceCache
 from gear_loader.collection.packed_cuda import CudaPackedBuffers, CudaPackedCollector
 from gear_loader.collection.references import BatchReferences
 from gear_loader.distributed.collector_cuda import CudaShardCollector
@@ -277,61 +276,7 @@ PACKED_SHARD_DEFECTS: dict[str, Defect] = {
 """The same for packed batches over shards."""
 
 
-def _copies_beside(patch: pytest.MonkeyPatch) -> None:
-    """Blocks are copied on another stream, which the gather does not wait for."""
-    launch = DeviceCache._launch
-
-    def beside(self: Any, *parts: Any) -> None:
-        other = torch.cuda.Stream(self._device)
-        other.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(other):
-            launch(self, *parts)
-        for part in (*parts, *self._memory.values()):
-            part.record_stream(other)
-
-    patch.setattr(DeviceCache, "_launch", beside)
-
-
-def _copies_late(patch: pytest.MonkeyPatch) -> None:
-    """Blocks are copied one batch late: after a gather that reads them."""
-    launch = DeviceCache._launch
-
-    def later(self: Any, ids: Any, rows: Any) -> None:
-        waiting, self._waiting = getattr(self, "_waiting", None), (ids, rows)
-        if waiting is not None:
-            launch(self, *waiting)
-
-    patch.setattr(DeviceCache, "_launch", later)
-
-
-def _never_drops(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DeviceCache, "_drop", lambda self, places: None)
-
-
-def _map_before_the_copies(patch: pytest.MonkeyPatch) -> None:
-    """A place is taken from a block, but the device's map still names it."""
-    changes = DeviceCache._map_changes
-
-    def without_free(self: Any, changed: Any) -> Any:
-        blocks, where, slots, totals = changes(self, changed)
-        taken = where < 0
-        return [blocks[taken], where[taken], slots, totals]
-
-    patch.setattr(DeviceCache, "_map_changes", without_free)
-
-
-CACHE_DEFECTS: dict[str, Defect] = {
-    "copies stay when their trajectory is gone": _never_drops,
-    "the device's map keeps blocks whose place was taken": _map_before_the_copies,
-    "a gather does not wait for the copies that it reads": _copies_beside,
-    "blocks are copied a batch late": _copies_late,
-    "streams that use the cache do not wait for each other": _left_out(Stream, "wait_event", "_enter"),
-    "the cache is freed under the stream that gathers": _left_out(DeviceTensor, "record_stream", "_enter"),
-}
-"""The same for a device cache."""
-
-
-ALL = DEFECTS | SHARD_DEFECTS | PACKED_DEFECTS | PACKED_TIER_DEFECTS | PACKED_SHARD_DEFECTS | CACHE_DEFECTS
+ALL = DEFECTS | SHARD_DEFECTS | PACKED_DEFECTS | PACKED_TIER_DEFECTS | PACKED_SHARD_DEFECTS
 
 
 @contextlib.contextmanager

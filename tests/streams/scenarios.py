@@ -11,14 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from dataset_common import on_host
 
 import gear_loader as gear
-from gear_loader.collection import device_cache
 from gear_loader.collection.collector import Collector
-from gear_loader.collection.device_cache import DeviceCache
 from gear_loader.collection.packed import PackedCollector
 from gear_loader.collection.windows import expand
 from gear_loader.distributed.selection_for import selection_for
@@ -72,7 +69,6 @@ class Scenario:
         tier: whether some trajectories lie on a disk only.
         late: whether a column is filled later, of some trajectories while batches are made.
         pairs: whether groups of two trajectories are drawn.
-        cache: blocks that fit into the device's memory; 0 for no cache.
     """
 
     selector: str = "uniform"
@@ -99,7 +95,6 @@ class Scenario:
     layout: str = "padded"
     budget: bool = False
     converts: bool = False
-    cache: int = 0
     pairs: bool = False
 
     @classmethod
@@ -158,13 +153,6 @@ class Scenario:
             mode=mode,
             packed=choose.random() < 0.5,
         )
-
-    @classmethod
-    def cached(cls, seed: int) -> Scenario:
-        """That of a seed with a device cache, and enough batches to fill it."""
-        choose = random.Random(f"cache {seed}")
-        size = choose.choice([2, 6, 12, 60])
-        return dataclasses.replace(cls.of(seed), cache=size, pinned=True, batches=14, stops=False)
 
     def simpler(self) -> Iterator[Scenario]:
         """Scenarios with less in them, to shrink a failure."""
@@ -274,7 +262,6 @@ class Run:
         self.expected: dict[tuple[int, int], dict[str, Any]] = {}
         self.kinds: set[bool] = set()
         self.num_taken = 0
-        self.cache_hits = 0
         self._updates: list[tuple[dict[str, Any], int]] = []
         self._updated = 0
         self._asking = 0
@@ -284,11 +271,7 @@ class Run:
         self.cuda.refuse_pinning = not self.scenario.pinned
         with contextlib.ExitStack() as stack, collected_on_request():
             tier = stack.enter_context(tempfile.TemporaryDirectory()) if self.scenario.tier else None
-            with self.cuda.installed(), self._mode(), pytest.MonkeyPatch.context() as patch:
-                # A small table is filled, and looked at again, with every batch.
-                patch.setattr(device_cache, "PAUSE", 1)
-                patch.setattr(device_cache, "REST", 1)
-                patch.setattr(device_cache, "SHARE", 1)
+            with self.cuda.installed(), self._mode():
                 table = made_table(packed=self.scenario.packed, tier=tier, late=self.scenario.late)
                 self.tier = tier
                 try:
@@ -377,7 +360,6 @@ class Run:
             copy=scenario.copy,
             complete=scenario.complete,
             device=DEVICE,
-            device_cache=self._cache_bytes(table) if scenario.cache else None,
             batches_per_epoch=None if scenario.selector == "pass" else scenario.batches,
             seed=3,
         )
@@ -405,8 +387,6 @@ class Run:
                 held.clear()
                 del batch
         self._updates.clear()
-        if scenario.cache:
-            self.cache_hits = int(data.stats()["cache_hits"])
         if scenario.drops:
             del data
             gc.collect()
@@ -418,9 +398,6 @@ class Run:
                 pairs = on_host(batch["pair"]).view(-1, 2)
                 if not torch.equal(pairs[:, 0], pairs[:, 1]):
                     raise Mismatch(f"batch {key} has pairs {pairs}; expected two of each")
-
-    def _cache_bytes(self, table: gear.Table) -> int:
-        return self.scenario.cache * DeviceCache.check(table, table.schema, 1 << 40)
 
     def _take(self, key: Any, batch: Any, read: Any, held: Any, data: Any) -> None:
         """What a training step does with a batch."""
@@ -480,11 +457,6 @@ class Run:
                 writer.append({"value": value, "number": number})
                 if self.choose.random() < 0.5:
                     self.cuda.threads.switch()
-                if (
-                    self.scenario.cache and self.choose.random() < 0.3
-                ):  # its first steps may be copied meanwhile
-                    seen = len(self.expected)
-                    self.cuda.threads.wait(lambda: len(self.expected) > seen)  # noqa: B023
             writer.commit()
 
     # ---------------------------------------------------------------- what is expected

@@ -70,10 +70,9 @@ def check(found: dict[str, float], copies: tuple[float, float], kernels: dict[st
         ({"sample_info": True}, 1, {"gather": 1}),
         ({"windows": {**WINDOWS, "task": None}}, 1, {"gather": 2}),
         ({"copy": True}, 1, {"gather": 1, "clone": 6}),
-        ({"device_cache": "1MiB"}, 1, {"gather": 1, "clone": 0}),  # with no blocks to copy
         ({"staged": True}, 6, {"gather": 0}),  # a copy of each tensor of the batch
     ],
-    ids=["uniform", "packed", "sample_info", "per trajectory", "copies", "cache", "staged"],
+    ids=["uniform", "packed", "sample_info", "per trajectory", "copies", "staged"],
 )
 def test_a_batch_drawn_by_the_host(options: dict[str, Any], copies: float, kernels: dict[str, float]) -> None:
     check(of_table(gear.Uniform(), False, **options), (copies, 0), kernels)

@@ -29,7 +29,6 @@ from gear_loader.storage.operations.view import READING
 from .cuda import Cuda
 from .defects import (
     ALL,
-    CACHE_DEFECTS,
     DEFECTS,
     PACKED_DEFECTS,
     PACKED_SHARD_DEFECTS,
@@ -214,57 +213,6 @@ def test_steps_of_a_disk_tier_by_priority_in_any_order_of_work() -> None:
     assert placed > 0
 
 
-def check_cached(seeds: range) -> None:
-    hits = 0
-    for seed in seeds:
-        for policy in POLICIES:
-            run = Run(Scenario.cached(seed), seed, policy)
-            try:
-                run.run()
-            except Exception as error:
-                raise AssertionError(f"{run.scenario}, seed {seed}, policy {policy}") from error
-            hits += run.cache_hits
-    assert hits > 10 * len(seeds), "the cache is hardly read"
-
-
-def test_batches_with_a_device_cache_in_any_order_of_work() -> None:
-    check_cached(range(FIRST, FIRST + 3))
-
-
-def cached_tier(seed: int) -> Scenario:
-    return dataclasses.replace(
-        with_tier(seed), cache=Scenario.cached(seed).cache, pinned=True, batches=14, stops=False
-    )
-
-
-@pytest.mark.parametrize("seeds", [2, pytest.param(30, marks=pytest.mark.long)])
-def test_batches_with_a_device_cache_of_a_disk_tier_in_any_order_of_work(seeds: int) -> None:
-    hits = placed = 0
-    for seed, policy in itertools.product(range(FIRST, FIRST + seeds), POLICIES):
-        run = Run(cached_tier(seed), seed, policy)
-        try:
-            run.run()
-        except Exception as error:
-            raise AssertionError(f"{run.scenario}, seed {seed}, policy {policy}") from error
-        hits += run.cache_hits
-        placed += run.cuda.machine.counts["place"]
-    assert hits > 10 * seeds, "the cache is hardly read"
-    assert placed > 10 * seeds, "hardly any rows are read from disk"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("part", range(4))
-def test_batches_with_a_device_cache_in_a_hundred_schedules(part: int) -> None:
-    check_cached(range(FIRST + 3 + 8 * part, FIRST + 11 + 8 * part))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.long
-@pytest.mark.parametrize("part", range(20))
-def test_batches_with_a_device_cache_in_a_thousand_schedules(part: int) -> None:
-    check_cached(range(FIRST + 1000 + 20 * part, FIRST + 1000 + 20 * part + 20))
-
-
 @pytest.mark.parametrize("seeds", [3, pytest.param(12, marks=pytest.mark.long)])
 def test_batches_while_the_table_is_being_pinned(seeds: int) -> None:
     """They are gathered on the host until then, and read by the device afterwards, in the same iteration."""
@@ -442,9 +390,7 @@ def test_an_interrupted_recording_leaves_the_stream_as_it_was(monkeypatch: pytes
 # ---------------------------------------------------------------- what the stand-in finds
 
 
-def first_found(
-    name: str, policy: Policy, most: int, start: int = 0, **options: Any
-) -> tuple[int, Exception] | None:
+def first_found(name: str, policy: Policy, most: int, start: int = 0) -> tuple[int, Exception] | None:
     """The first seed from `start` on, or else of all, whose run fails with a defect put back."""
     for seed in (*range(start, most), *range(start)):
         with put_back(name):
@@ -457,8 +403,6 @@ def first_found(
                     Run(Scenario.flat_tier(seed), seed, policy).run()
                 elif name in PACKED_SHARD_DEFECTS:
                     run_shards(ShardScenario.flat(seed), seed, policy)
-                elif name in CACHE_DEFECTS:
-                    Run(Scenario.cached(seed), seed, policy, **options).run()
                 else:
                     run_shards(ShardScenario.of(seed), seed, policy)
             except Exception as error:
@@ -474,7 +418,6 @@ LATE = {
     "pinned buffers end with their batch": 16,
     "the tree is freed under the stream that draws": 15,
     "row numbers are freed under the stream that gathers": 19,
-    "the cache is freed under the stream that gathers": 15,
     "staging memory is used again while rows are placed out of it": 26,
     "the tickets of a planned batch are given back when the gather is queued": 26,
     "the allocator is not told that the consumer uses memory that has grown": 6,
