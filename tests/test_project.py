@@ -116,7 +116,7 @@ def imports_of(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
 BY_STRING = {
     "gear_loader.__init__": 1,
     "gear_loader.sources._optional": 1,
-    "gear_loader.storage.table": 2,
+    "gear_loader.storage.table": 3,
     "gear_loader.transport.channel": 1,
     "gear_loader.transport.nixl_agent": 1,
     "gear_loader.transport.process": 1,

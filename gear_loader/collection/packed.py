@@ -37,14 +37,21 @@ class PackedBuffers(Buffers):
     Args:
         collector: whose batches they hold.
         shared: allocate the tensors in shared memory, just as large as a batch needs.
+        given: memory of some windows, name -> tensor, as large as the only batch that they will hold.
     """
 
-    def __init__(self, collector: PackedCollector, *, shared: bool) -> None:
+    def __init__(
+        self,
+        collector: PackedCollector,
+        *,
+        shared: bool,
+        given: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         self.batch = Batch()
         self.gpu, self.inline, self.references = None, None, None
         self.computed = ()
         self._collector = collector
-        self._shared = shared
+        self._shared, self._given = shared, given
         self._num_rows = self._num_steps = -1  # capacity
         self.total, self.longest = 0, 0
         self.gathered: dict[str, torch.Tensor] = {}  # name -> values as they are gathered
@@ -66,10 +73,10 @@ class PackedBuffers(Buffers):
         After a failure or an interruption, rows and steps each have their old memory and size, or all of the new ones.
         """
         if num_rows > self._num_rows:
-            count = num_rows if self._shared else grown(num_rows)
+            count = num_rows if self._shared or self._given is not None else grown(num_rows)
             self._replace(_num_rows=count, **self._new_rows(count))
         if num_steps > self._num_steps:
-            count = num_steps if self._shared else grown(num_steps)
+            count = num_steps if self._shared or self._given is not None else grown(num_steps)
             self._replace(_num_steps=count, **self._new_steps(count))
 
     def _replace(self, **made: Any) -> None:
@@ -128,10 +135,12 @@ class PackedBuffers(Buffers):
         gathered, converted, conversions = {}, {}, []
         for name, shape in columns.items():
             window, column = collector.windows[name], collector.column_of(name)
-            gathered[name] = self._empty(count, *shape, dtype=column.dtype)
             dtype = converted_dtype(name, window, column)
+            given = None if self._given is None else self._given.get(name)
+            shown = self._empty(count, *shape, dtype=dtype or column.dtype) if given is None else given
+            gathered[name] = shown if dtype is None else self._empty(count, *shape, dtype=column.dtype)
             if dtype is not None:
-                converted[name] = self._empty(count, *shape, dtype=dtype)
+                converted[name] = shown
                 conversions.append(Conversion(gathered[name], converted[name], window.scale))
         return gathered, converted, conversions
 
