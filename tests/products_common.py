@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from options_common import nested, nested_table
 
 import gear_loader as gear
 import gear_loader.distributed as gd
@@ -102,7 +103,7 @@ def shard(first: int, point: dict[str, Any], folder: Path) -> Iterator[gear.Tabl
     if point["tier"]:
         disk = gear.Disk(folder / f"tier-{first}", sync_seconds=1e6, size="1GiB", keep="newest")
         sizes |= {"max_blocks": 60, "timeout": 60.0, "disk": disk}
-    with gear.Table.create({**SCHEMA, **(LATE if late else {})}, **sizes) as made:
+    with gear.Table.create({**SCHEMA, **(LATE if late else {})}, **nested_table(sizes)) as made:
         added: list[int] = []
         for number in range(first, first + 40):
             values = trajectory(number)
@@ -141,15 +142,19 @@ def batches(point: dict[str, Any]) -> list[dict[str, Any]]:
         source: Any = tables[0] if len(tables) == 1 else stack.enter_context(gd.Shards(tables))
         dataset = gear.ReplayDataset(
             source,
-            selector=selector,
-            windows=windows,
-            complete=point["complete"],
-            sample_info=point["sample_info"],
-            prefetch=point["prefetch"],
-            seed=11,
-            device="cpu",
-            copy=True,
-            **options,
+            **nested(
+                {
+                    "selector": selector,
+                    "windows": windows,
+                    "complete": point["complete"],
+                    "sample_info": point["sample_info"],
+                    "prefetch": point["prefetch"],
+                    "seed": 11,
+                    "device": "cpu",
+                    "copy": True,
+                    **options,
+                }
+            ),
         )
         found = []
         for _ in range(2):

@@ -48,7 +48,7 @@ class ReplayMonitor(Callback):
     ``fill_trajectories``         number of trajectories as a share of `max_trajectories`
     ``fill_steps``                number of steps as a share of `max_steps`
     ``fill_blocks``               share of all blocks in use
-    ``fill_batches``              with max_steps: see `ReplayDataset.batch_fill`
+    ``fill_batches``              with `Steps`: see `ReplayDataset.batch_fill`
     ``insert_rate``               trajectories added per second
     ``sample_rate``               rows drawn per second
     ``samples_per_insert``        rows drawn per trajectory added; omitted if no trajectory was added
@@ -69,8 +69,8 @@ class ReplayMonitor(Callback):
     ``num_stale``                 stale rows that `ReplayDataset.update_priority` has skipped so far
     ============================= ===================================================================================
 
-    Ages and numbers of draws are those of this process's batches, and need ``sample_info=True``; priorities need a
-    selector that draws by priority. Without a logger, and with the trainer's `fast_dev_run`, it does nothing.
+    Ages and numbers of draws are those of this process's batches, and need ``Draws(sample_info=True)``; priorities need
+    a selector that draws by priority. Without a logger, and with the trainer's `fast_dev_run`, it does nothing.
 
     Over `Shards` the metrics are those of all tables together, rows drawn are those of the batches that all ranks have
     trained on, and priorities are those of the first rank's shard. All ranks must have the callback, because a log is a

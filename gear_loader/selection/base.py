@@ -11,7 +11,7 @@ import numpy as np
 from gear_loader.errors import SchemaError, TableEmptyError
 from gear_loader.native.random import FIRST, LAST, UNIFORM
 from gear_loader.selection.complete import CompleteAnchors
-from gear_loader.selection.grouping import Grouping
+from gear_loader.selection.grouping import Groups
 from gear_loader.selection.selectors import (
     Draw,
     Selector,
@@ -60,7 +60,7 @@ class SelectionContext:
     informs: bool = False
     complete: CompleteAnchors | None = None
     late: int = 0
-    grouping: Grouping | None = None
+    grouping: Groups | None = None
 
     @property
     def filters(self) -> bool:

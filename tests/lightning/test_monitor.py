@@ -14,6 +14,7 @@ import torch
 from dataset_common import episode, make_table, named_table, nothing_left, snapshot
 from lightning.pytorch.loggers import CSVLogger
 from lightning_ddp import IGNORED, Memory, SaveAt, quiet
+from options_common import nested
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
@@ -88,7 +89,7 @@ class ManualModel(Model):
 
 def module(table: Any, **options: Any) -> gear.ReplayDataModule:
     told = {"batch_size": 2, "windows": gear.Window(1), "val_fraction": 0, "prefetch": 0, "device": "cpu"}
-    return gear.ReplayDataModule(table, **{**told, "batches_per_epoch": 6, **options})
+    return gear.ReplayDataModule(table, **nested({**told, "batches_per_epoch": 6, **options}))
 
 
 def trainer(loggers: Any, *callbacks: Any, **options: Any) -> lightning.Trainer:
@@ -264,7 +265,7 @@ def test_a_resumed_run_counts_from_where_it_was(tmp_path: Path, clock: Clock) ->
 def test_a_dataset_that_is_given_or_missing(clock: Clock) -> None:
     options = {"batch_size": 2, "windows": gear.Window(1), "device": "cpu", "batches_per_epoch": 6}
     with make_table() as table:
-        dataset = gear.ReplayDataset(table, **options, sample_info=True)
+        dataset = gear.ReplayDataset(table, **nested({**options, "sample_info": True}))
         loader, memory = torch.utils.data.DataLoader(dataset, batch_size=None), Memory()
         trainer(memory, ReplayMonitor(dataset, every_n_steps=6)).fit(Model(clock.script(1)), loader)
         assert set(memory.logs[0]) == {*FILL, *RATES, *AGES}

@@ -71,6 +71,7 @@ class Cuda(CurrentDevice):
         self.machine.maybe_switch = self.threads.maybe_switch
         self.threads.tell = lambda: dict(self.machine.host_clock)
         self.threads.hear = self.machine.learn
+        self.machine.host = lambda: self.threads.current
         self.devices = devices
         self.refuse_pinning = False
         self.may_pin: Callable[[], bool] = lambda: True

@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from dataset_common import on_host
+from options_common import nested, nested_table
 
 import gear_loader as gear
 from gear_loader.collection.collector import Collector
 from gear_loader.collection.packed import PackedCollector
+from gear_loader.collection.packed_sources import TableSources
 from gear_loader.collection.windows import expand
 from gear_loader.distributed.selection_for import selection_for
 from gear_loader.errors import StaleIndexError
@@ -42,7 +45,38 @@ SELECTORS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Scenario:
+class Shrinkable:
+    """What happens in a run; it can have less in it."""
+
+    def play(self, seed: int, policy: Policy, *, ordered: bool = True) -> Cuda:
+        """Run it, and raise an error if anything goes wrong.
+
+        Args:
+            seed, policy: see `Machine`.
+            ordered: whether accesses that nothing orders are errors, or wrong values alone.
+        """
+        raise NotImplementedError
+
+    def simpler(self) -> Iterator[Shrinkable]:
+        """Scenarios with less in them, to shrink a failure."""
+        for field in dataclasses.fields(self):
+            for value in (field.default, getattr(self, field.name)):
+                if isinstance(value, int) and not isinstance(value, bool) and value > 1:
+                    value //= 2
+                made = dataclasses.replace(self, **{field.name: value})
+                if made != self and made.size <= self.size:
+                    yield made
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Less is simpler."""
+        differ = sum(getattr(self, field.name) != field.default for field in dataclasses.fields(self))
+        numbers = (value for value in vars(self).values() if isinstance(value, int))
+        return differ, sum(numbers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario(Shrinkable):
     """What happens in a run.
 
     Attributes:
@@ -126,6 +160,20 @@ class Scenario:
         )
 
     @classmethod
+    def groups(cls, seed: int) -> Scenario:
+        """That of a seed with packed batches of pairs."""
+        scenario, first = cls.flat(seed), seed % 2 == 0
+        choices = (
+            {"selector": "uniform", "updates": ""} if first else {"selector": "prioritized", "budget": False}
+        )
+        return dataclasses.replace(scenario, pairs=True, **choices)
+
+    @classmethod
+    def on_disk(cls, seed: int) -> Scenario:
+        """That of a seed with a disk tier."""
+        return dataclasses.replace(cls.of(seed), tier=True, grows=False)
+
+    @classmethod
     def of(cls, seed: int, mode: str = "") -> Scenario:
         """The scenario of a seed."""
         choose = random.Random(f"scenario {seed}")
@@ -154,21 +202,10 @@ class Scenario:
             packed=choose.random() < 0.5,
         )
 
-    def simpler(self) -> Iterator[Scenario]:
-        """Scenarios with less in them, to shrink a failure."""
-        for field in dataclasses.fields(self):
-            for value in (field.default, getattr(self, field.name)):
-                if isinstance(value, int) and not isinstance(value, bool) and value > 1:
-                    value //= 2
-                made = dataclasses.replace(self, **{field.name: value})
-                if made != self and made.size <= self.size:
-                    yield made
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Less is simpler."""
-        differ = sum(getattr(self, field.name) != field.default for field in dataclasses.fields(self))
-        return differ, self.batches + self.writes + self.prefetch + self.epochs + self.hold + self.samples
+    def play(self, seed: int, policy: Policy, *, ordered: bool = True) -> Cuda:
+        run = Run(self, seed, policy, ordered=ordered)
+        run.run()
+        return run.cuda
 
 
 @contextlib.contextmanager
@@ -213,7 +250,7 @@ def made_table(*, packed: bool = False, tier: str | None = None, late: bool = Fa
     sizes: dict[str, Any] = {"max_steps": 80, "max_trajectories": 30, "block_steps": 4}
     if tier is not None:  # with room for all, so that nothing moves by itself
         sizes.update(max_blocks=200, disk=gear.Disk(tier, sync_seconds=1e6, size="1GiB", keep="newest"))
-    table = gear.Table.create(schema, **sizes, packed=packed, on_full="evict_oldest")
+    table = gear.Table.create(schema, **nested_table({**sizes, "packed": packed, "on_full": "evict_oldest"}))
     for number in range(FIRST):
         slot = table.add(rows_of(number), priority=1.0 + number % 3)
         if late and number % 3:
@@ -251,8 +288,8 @@ class Run:
         policy: see `Machine`.
 
     Attributes:
-        cuda: the stand-in, with its counts.
-        kinds: whether collectors were seen whose device reads the table, and others.
+        cuda: the stand-in, with its counts; among them "staged" batches, of which rows were read from
+            disk into staging memory, and "both kinds" of collectors: the host gathers until the table is pinned.
     """
 
     def __init__(self, scenario: Scenario, seed: int, policy: Policy, *, ordered: bool = True) -> None:
@@ -260,7 +297,7 @@ class Run:
         self.cuda = Cuda(seed, policy)
         self.cuda.machine.checks_order = ordered
         self.expected: dict[tuple[int, int], dict[str, Any]] = {}
-        self.kinds: set[bool] = set()
+        self.kinds: set[bool] = set()  # whether the device reads the table, of collectors seen
         self.num_taken = 0
         self._updates: list[tuple[dict[str, Any], int]] = []
         self._updated = 0
@@ -271,7 +308,8 @@ class Run:
         self.cuda.refuse_pinning = not self.scenario.pinned
         with contextlib.ExitStack() as stack, collected_on_request():
             tier = stack.enter_context(tempfile.TemporaryDirectory()) if self.scenario.tier else None
-            with self.cuda.installed(), self._mode():
+            with self.cuda.installed(), self._mode(), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(TableSources, "_stage", self._counted(TableSources._stage))
                 table = made_table(packed=self.scenario.packed, tier=tier, late=self.scenario.late)
                 self.tier = tier
                 try:
@@ -285,7 +323,15 @@ class Run:
                 finally:
                     self.cuda.threads.finish()
                     table.close()
+            self.cuda.machine.counts["both kinds"] = int(len(self.kinds) == 2)
             self.cuda.check()
+
+    def _counted(self, stage: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            self.cuda.machine.counts["staged"] += 1
+            return stage(*args)
+
+        return counted
 
     @contextlib.contextmanager
     def _mode(self) -> Iterator[None]:
@@ -353,15 +399,19 @@ class Run:
             sizes |= {"group": "pair", "group_size": 2}
         data = gear.ReplayDataset(
             table,
-            **sizes,
-            windows=windows,
-            selector=SELECTORS[scenario.selector](),
-            prefetch=scenario.prefetch,
-            copy=scenario.copy,
-            complete=scenario.complete,
-            device=DEVICE,
-            batches_per_epoch=None if scenario.selector == "pass" else scenario.batches,
-            seed=3,
+            **nested(
+                {
+                    **sizes,
+                    "windows": windows,
+                    "selector": SELECTORS[scenario.selector](),
+                    "prefetch": scenario.prefetch,
+                    "copy": scenario.copy,
+                    "complete": scenario.complete,
+                    "device": DEVICE,
+                    "batches_per_epoch": None if scenario.selector == "pass" else scenario.batches,
+                    "seed": 3,
+                }
+            ),
         )
         self._watch(data)
         if scenario.writes:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import mostly_long
 from distributed_common import filled
+from options_common import nested
 from played_peer import PlayedPeer
 
 import gear_loader as gear
@@ -47,7 +48,7 @@ def of_table(selector: Any, updates: bool, **options: Any) -> dict[str, float]:
     cuda.refuse_pinning = options.pop("staged", False)
     with cuda.installed(), made_table(packed=options.pop("packed", False)) as table:
         options = {"windows": WINDOWS, "batches_per_epoch": 30, "selector": selector} | options
-        data = gear.ReplayDataset(table, batch_size=4, device="cuda:1", **options)
+        data = gear.ReplayDataset(table, **nested({"batch_size": 4, "device": "cuda:1", **options}))
         found = work(cuda, data, updates=updates)
         del data
         gc.collect()
@@ -303,7 +304,7 @@ def test_the_side_stream_is_its_own_and_has_the_priority_that_was_asked_for() ->
     with cuda.installed(), made_table() as table:
         for _ in range(2):
             data = gear.ReplayDataset(
-                table, batch_size=4, device="cuda:1", windows=WINDOWS, stream_priority=-1
+                table, batch_size=4, device=gear.Gpu("cuda:1", stream_priority=-1), windows=WINDOWS
             )
             data.sample()
             (pool,) = data._buffers.pools.values()
