@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,8 @@ from gear_loader.collection.batches import Batch
 from gear_loader.collection.conversions import Conversion, converted_dtype
 from gear_loader.collection.n_step import NStep, Returns
 from gear_loader.collection.packed import PackedBuffers, PackedCollector
-from gear_loader.collection.plans import Output, plans_of
+from gear_loader.collection.plans import locate_columns, window_columns
+from gear_loader.collection.sources import StagedRows
 from gear_loader.collection.tier_rows import TierRows
 from gear_loader.collection.windows import (
     Whole,
@@ -28,42 +29,55 @@ from gear_loader.collection.windows import (
     windows_of,
 )
 from gear_loader.errors import SchemaError
-from gear_loader.kernels.plan import MASK, OUT
+from gear_loader.kernels.plan import LENGTH, MASK, OUT, STEP_BYTES
 from gear_loader.native import threads
 from gear_loader.storage.late import filled_bits
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import SelectedRows
-from gear_loader.storage.schema import Window
+from gear_loader.storage.schema import Schema, Window
+from gear_loader.storage.source import Source
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, numbers, shown, unreadable
 
-__all__ = ["RowGather", "gather"]
+__all__ = ["RowGather", "SchemaSource", "gather"]
 
 Windows = Mapping[str, Window | NStep | Whole]
 
 
+class SchemaSource(Source, Protocol):
+    """A source that knows its columns."""
+
+    @property
+    def schema(self) -> Schema:
+        """Columns of the trajectories."""
+
+
 class RowGather:
-    """Gathers windows of a table's rows into any memory of the host; several threads may do so at once.
+    """Gathers windows of rows into any memory of the host; several threads may do so at once.
 
     Args:
-        table: of this machine. windows: name -> window, as `expand` gives them.
+        source: a table of this machine, or any other source with a schema. windows: name -> window, as `expand` gives
+            them.
 
     Attributes:
         row_bytes: bytes of a row over all windows. sources: the column that each window reads.
         tier: of a table with a disk tier, what reads its rows; else None.
     """
 
-    def __init__(self, table: Table, windows: Mapping[str, Window]) -> None:
-        self.table, self.windows = table, dict(windows)
+    def __init__(self, source: Table | SchemaSource, windows: Mapping[str, Window]) -> None:
+        self.source, self.windows = source, dict(windows)
         self.sources = [source_of(name, window) for name, window in windows.items()]
-        outputs, schema = [], table.schema
-        for source, window in zip(self.sources, windows.values(), strict=True):
-            size = 1, window.length, schema[source].step_bytes
-            outputs.append(Output(source, window, torch.empty(size, dtype=torch.uint8, device="cpu"), None))
-        self._plan = plans_of(table, outputs).steps.table.numpy()
-        self._block_steps = table.region.layout.block_steps
-        self.row_bytes = sum(output.out.numel() for output in outputs)
-        self.tier = TierRows(table, reach_of(schema, windows), self.row_bytes) if table.has_tier else None
+        self._plan = window_columns(source.schema, self.sources, windows.values())
+        self.row_bytes = int((self._plan[:, LENGTH] * self._plan[:, STEP_BYTES]).sum())
+        reach = reach_of(source.schema, windows)
+        self.tier: TierRows | None = None
+        self._staged: StagedRows | None = None
+        if not isinstance(source, Table):
+            self._staged = StagedRows(lambda: source, source.schema, reach, self.row_bytes)
+            return
+        locate_columns(self._plan, self.sources, source.region)
+        if source.has_tier:
+            self.tier = TierRows(source, reach, self.row_bytes)
 
     def gather(
         self,
@@ -77,28 +91,33 @@ class RowGather:
         """Fill rows of tensors. The caller holds a read ticket, under which the trajectories were there.
 
         Args:
-            slots, anchors: int64 [n], contiguous. generations: returns int64 [n]; called if rows may lie on disk.
+            slots, anchors: int64 [n], contiguous. generations: returns int64 [n]; called unless the rows lie in memory.
             outs: contiguous ``[m, L, *shape]`` of each window, on the CPU.
             masks: number of a window -> its mask, contiguous bool ``[m, L]``.
             into: int64 [n], distinct: row of `outs` for each; None: row i for row i.
 
         Returns:
-            How many of the rows were read from disk.
+            How many of the rows were read, and not copied out of memory.
 
         Raises:
-            LostRowsError: trajectories cannot be read from disk. CorruptTableError: see `TableReader.check_gathered`.
+            LostRowsError: trajectories cannot be read. CorruptTableError: see `TableReader.check_gathered`.
         """
+        table = self.source
         plan = self._plan.copy()
         plan[:, OUT] = [out.data_ptr() for out in outs]
         for number, mask in (masks or {}).items():
             plan[number, MASK] = mask.data_ptr()
-        if self.tier is None or not self.table.num_spilled:
-            extent, block_ids = self.table.reader().index_arrays()
-            bad = threads.gather(
-                plan, slots, anchors, extent, block_ids, self._block_steps, self.row_bytes, rows=into
-            )
+        if self._staged is not None:
+            bad = self._staged.read(plan, self.sources, slots, anchors, generations(), into)
+            assert bad == 0
+            return len(slots)
+        assert isinstance(table, Table)
+        if self.tier is None or not table.num_spilled:
+            extent, block_ids = table.reader().index_arrays()
+            steps = table.region.layout.block_steps
+            bad = threads.gather(plan, slots, anchors, extent, block_ids, steps, self.row_bytes, rows=into)
             if not bad or self.tier is None:
-                self.table.reader().check_gathered(bad)
+                table.reader().check_gathered(bad)
                 return 0
         return self.tier.gather(plan, self.sources, slots, anchors, generations(), into)
 

@@ -12,10 +12,12 @@ from gear_loader.collection.batches import Batch
 from gear_loader.collection.collector import COUNTS, NUMBERS, ROW_KEYS, Buffers, Collector
 from gear_loader.collection.conversions import Conversion, converted_dtype
 from gear_loader.collection.n_step import NStep
+from gear_loader.collection.plans import locate_columns
 from gear_loader.collection.references import BatchReferences
+from gear_loader.collection.sources import Place, read_packed
 from gear_loader.collection.windows import FINAL_KEY, Whole, packed_span, reads_final, source_of, steps_only
 from gear_loader.errors import SchemaError
-from gear_loader.kernels.plan import BASE, BLOCKS, OUT, STEP_BYTES, STEP_STRIDE, STRIDE, WIDTH
+from gear_loader.kernels.plan import OUT, WIDTH
 from gear_loader.native.gathering import STREAM_BATCH_BYTES
 from gear_loader.native.packed import gather_packed, measure
 from gear_loader.storage.rows import SelectedRows
@@ -247,20 +249,14 @@ class PackedCollector(Collector):
         return PackedBuffers(self, shared=shared)
 
     def table_of(self, memory: Mapping[str, torch.Tensor], source: Table | None = None) -> Array:
-        """Where windows (name -> memory) are copied from and to, int64 [C, WIDTH]; see `native.packed`.
+        """Where windows (name -> memory) are copied from and to, int64 [C, WIDTH], for `native.packed`.
 
         Args:
             source: the table to read; by default the collector's.
         """
-        region = (source or self.table).region
-        table = np.zeros((len(memory), WIDTH), dtype=np.int64)
-        for row, name in zip(table, memory, strict=True):
-            blocks, place = region.blocks(self._sources[name]), region.layout.columns[self._sources[name]]
-            row[BASE] = blocks.ctypes.data + place.inside
-            row[STRIDE], row[BLOCKS] = blocks.strides[0], len(blocks)
-            row[STEP_BYTES], row[STEP_STRIDE] = place.step_bytes, place.step_stride
-            row[OUT] = memory[name].data_ptr()
-        return table
+        region, table = (source or self.table).region, np.zeros((len(memory), WIDTH), dtype=np.int64)
+        table[:, OUT] = [values.data_ptr() for values in memory.values()]
+        return locate_columns(table, [self._sources[name] for name in memory], region)
 
     def measure(self, rows: SelectedRows) -> tuple[Array, int, int]:
         """The rows' first steps and numbers of steps, int64 [2, n], all steps, and the number of invalid slots.
@@ -381,24 +377,13 @@ class PackedCollector(Collector):
         which: Array,
     ) -> None:
         """Read trajectories that lie on disk only into their places; `which`: numbers of these rows."""
-        starts = buffers.starts_array[which].astype(np.int64)
-        outs: dict[str, tuple[Array, Array]] = {}
-        again: list[tuple[str, str]] = []  # a column that another window reads too
+        places = []
         for name, memory in buffers.gathered.items():
             column = self.column_of(name)
-            source = self._sources[name]
-            if source in outs:
-                again.append((name, source))
-                continue
-            places = which if column.trajectory else starts
-            outs[source] = _bytes_of(memory), places * column.step_bytes
-        table.tier_reader().read(slots, generations, spans[0], spans[1], outs)
-        for name, source in again:
-            size, out = self.column_of(name).step_bytes, _bytes_of(buffers.gathered[name])
-            from_memory, offsets = outs[source]
-            counts = np.ones_like(which) if self.column_of(name).trajectory else spans[1]
-            for offset, count in zip(offsets.tolist(), (counts * size).tolist(), strict=True):
-                out[offset : offset + count] = from_memory[offset : offset + count]
+            out = self._sources[name], _bytes_of(memory)
+            places.append(Place(*out, 0, column.step_bytes, column.trajectory))
+        starts = buffers.starts_array[which].astype(np.int64)
+        read_packed(table.tier_reader(), places, slots, generations, spans, starts, which)
         self._number(buffers, spans, which)
 
     @staticmethod

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gear_loader.collection.plans import locate_columns
+from gear_loader.collection.sources import Place, read_packed
 from gear_loader.errors import LockTimeoutError
-from gear_loader.kernels.plan import BASE, BLOCKS, OUT, STEP_BYTES, STEP_STRIDE, STRIDE, WIDTH
+from gear_loader.kernels.plan import OUT, WIDTH
 from gear_loader.native.packed import gather_packed
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.transport.open_table import OpenTable
@@ -35,13 +37,9 @@ class OpenPacked(OpenTable):
     def _attach(self) -> AttachedTable:
         attached = self._tables.get(self.spec.table)
         attached.check_schema(self.spec.schema)
-        region = attached.table.region
-        self._columns = np.zeros((len(self.spec.columns), WIDTH), dtype=np.int64)
-        for row, column in zip(self._columns, self.spec.columns.values(), strict=True):
-            blocks, place = region.blocks(column), region.layout.columns[column]
-            row[BASE] = blocks.ctypes.data + place.inside
-            row[STRIDE], row[BLOCKS] = blocks.strides[0], len(blocks)
-            row[STEP_BYTES], row[STEP_STRIDE] = place.step_bytes, place.step_stride
+        sources = list(self.spec.columns.values())
+        columns: Array = np.zeros((len(sources), WIDTH), dtype=np.int64)
+        self._columns = locate_columns(columns, sources, attached.table.region)
         return attached
 
     def reply_bytes(self, rows: Array) -> int:
@@ -147,18 +145,20 @@ class OpenPacked(OpenTable):
             return
         slots, firsts, generations, counts = (part[which] for part in rows)
         begins = starts[which].astype(np.int64)
-        left = list(zip(self.spec.columns.values(), spans, strict=True))
-        while left:  # at a time one of the names that show a column
-            now = dict(reversed(left))
-            outs = {
-                column: (out, span.offset + (which if span.once else begins) * span.step_bytes)
-                for column, span in now.items()
-            }
-            tier = attached.table.tier_reader()
-            tier.read(
-                slots, generations, firsts, counts, outs, drawn=len(which) if len(left) == len(spans) else 0
-            )
-            left = [(column, span) for column, span in left if now[column] is not span]
+        places = [
+            Place(column, out, span.offset, span.step_bytes, span.once)
+            for column, span in zip(self.spec.columns.values(), spans, strict=True)
+        ]
+        read_packed(
+            attached.table.tier_reader(),
+            places,
+            slots,
+            generations,
+            np.stack((firsts, counts)),
+            begins,
+            which,
+            drawn=len(which),
+        )
 
 
 def warm_up() -> None:

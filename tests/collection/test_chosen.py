@@ -45,7 +45,9 @@ ENDS = {number: {"obs": np.full(3, number, dtype=np.float32)} for number in FINA
 def table(request: pytest.FixtureRequest) -> Iterator[gear.Table]:
     block_steps, packed = request.param
     sizes: dict[str, Any] = {"max_steps": 500, "max_trajectories": 20}
-    with gear.Table.create(SCHEMA, **sizes, block_steps=block_steps, packed=packed) as made:
+    with gear.Table.create(
+        SCHEMA, **sizes, block_steps=block_steps, memory=gear.Memory(packed=packed)
+    ) as made:
         gone = made.add(trajectory(9, 3))  # so that slots are no numbers of trajectories
         for number, each in enumerate(TRAJECTORIES):
             made.add(each, final=ENDS.get(number))
@@ -209,7 +211,12 @@ def test_columns_that_are_not_filled_yet() -> None:
 
 def test_trajectories_on_disk(tmp_path: Path) -> None:
     disk = gear.Disk(tmp_path / "table", sync_seconds=0.01, size="1MiB")
-    sizes: dict[str, Any] = {"max_steps": 4000, "max_trajectories": 200, "block_steps": 8, "max_blocks": 40}
+    sizes: dict[str, Any] = {
+        "max_steps": 4000,
+        "max_trajectories": 200,
+        "block_steps": 8,
+        "memory": gear.Memory(max_blocks=40),
+    }
     with gear.Table.create(SCHEMA, **sizes, disk=disk, timeout=30) as table:
         many = [trajectory(seed, 20) for seed in range(40)]
         index = [table.add(each) for each in many]
