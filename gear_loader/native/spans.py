@@ -81,7 +81,8 @@ def grouped(columns, block_steps):  # type: ignore[no-untyped-def]
             if taken[c] or not _same_window(columns, first, c):
                 continue
             taken[c], fresh = True, True
-            table[filled] = columns[c]
+            for field in range(columns.shape[1]):  # a slice takes ten times as long
+                table[filled, field] = columns[c, field]
             for before in range(begin, filled):
                 fresh = fresh and not _same_record(table, before, filled)
             table[filled, _FRESH] = fresh
