@@ -39,6 +39,7 @@ class PackedBuffers(Buffers):
     Args:
         collector: whose batches they hold.
         shared: allocate the tensors in shared memory, just as large as a batch needs.
+        pinned: allocate them in pinned memory, for a GPU that gets copies.
         given: memory of some windows, name -> tensor, as large as the only batch that they will hold.
     """
 
@@ -47,15 +48,17 @@ class PackedBuffers(Buffers):
         collector: PackedCollector,
         *,
         shared: bool,
+        pinned: bool = False,
         given: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.batch = Batch()
         self.gpu, self.inline, self.references = None, None, None
         self.computed = ()
         self._collector = collector
-        self._shared, self._given = shared, given
+        self._shared, self._pinned, self._given = shared, pinned, given
         self._num_rows = self._num_steps = -1  # capacity
         self.total, self.longest = 0, 0
+        self._tables: dict[int, tuple[Array, Array]] = {}
         self.gathered: dict[str, torch.Tensor] = {}  # name -> values as they are gathered
         # Set by `_replace`.
         self.rows_memory: dict[str, torch.Tensor]
@@ -65,7 +68,6 @@ class PackedBuffers(Buffers):
         self.position: torch.Tensor
         self.starts_array: Array
         self.position_array: Array
-        self.once_columns: Array
         self._row_conversions: list[Conversion]
         self._step_conversions: list[Conversion]
 
@@ -83,10 +85,21 @@ class PackedBuffers(Buffers):
 
     def _replace(self, **made: Any) -> None:
         """Put new memory in place: attributes that belong together, with its size, in one step."""
-        self.__dict__.update(made, references=None)
+        self.__dict__.update(made, references=None, _tables={})
+
+    def tables(self, table: Table) -> tuple[Array, Array]:
+        """Where columns of steps, and per trajectory, are copied from and to, int64 [C, WIDTH] for `native.packed`."""
+        if id(table) not in self._tables:
+            collector, gathered = self._collector, self.gathered
+            steps, once = (
+                collector.table_of({name: gathered[name] for name in names}, table)
+                for names in (collector.steps, collector.once)
+            )
+            self._tables[id(table)] = steps, once
+        return self._tables[id(table)]
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        tensor = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._pinned)
         return tensor.share_memory_() if self._shared else tensor
 
     def _new_rows(self, count: int) -> dict[str, Any]:
@@ -110,7 +123,6 @@ class PackedBuffers(Buffers):
             "starts": starts,
             "names": names.numpy(),
             "starts_array": starts.numpy(),
-            "once_columns": collector.table_of(once),
             "gathered": {**self.gathered, **once},
             "_row_conversions": conversions,
         }
@@ -124,7 +136,6 @@ class PackedBuffers(Buffers):
             "steps_memory": {**steps, **converted},
             "position": position,
             "position_array": position.numpy(),
-            "columns": collector.table_of(steps),
             "gathered": {**self.gathered, **steps},
             "_step_conversions": conversions,
         }
@@ -293,8 +304,7 @@ class PackedCollector(Collector):
         if rows.counts is not None and rows.numbers is not None:
             for key, values in zip(COUNTS + NUMBERS, (*rows.counts, *rows.numbers), strict=True):
                 buffers.info_memory[key].numpy()[:count] = values
-        columns = buffers.columns, buffers.once_columns
-        bad += self._copy(buffers, self.table, columns, rows.slots, rows.generations, spans, np.arange(count))
+        bad += self._copy(buffers, self.table, rows.slots, rows.generations, spans, np.arange(count))
         self.table.reader().check_gathered(bad)
         if self.final:
             self._mark_final(buffers, rows.slots, spans)
@@ -322,7 +332,6 @@ class PackedCollector(Collector):
         self,
         buffers: PackedBuffers,
         table: Table,
-        columns: tuple[Array, Array],
         slots: Array,
         generations: Array,
         spans: Array,
@@ -331,7 +340,6 @@ class PackedCollector(Collector):
         """Copy rows of one table into their places.
 
         Args:
-            columns: of steps, and per trajectory; see `table_of`.
             slots, generations: int64 [n]. spans: int64 [2, n], of all rows of the batch.
             which: int64 [m], numbers of the rows of this table.
 
@@ -349,7 +357,7 @@ class PackedCollector(Collector):
                 places = extent[slots[which], 1]
                 inside = which[places >= 0]
             bad = gather_packed(
-                *columns,
+                *buffers.tables(table),
                 slots,
                 spans,
                 buffers.starts_array,
