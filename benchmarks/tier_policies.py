@@ -23,7 +23,7 @@ import gear_loader as gear
 from benchmarks.caches import Others
 from gear_loader.checkpoint import spilling
 from gear_loader.checkpoint.spilling import coldness
-from gear_loader.storage.exchange import exchange
+from gear_loader.storage.tier_swaps import exchange
 from gear_loader.utils.arrays import Array
 
 __all__ = ["TRACES", "drifting", "hit_rates", "table_hit_rates"]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gear_loader import errors
 from gear_loader.utils.lazy import loader
+from gear_loader.utils.provided import provide
 
 if TYPE_CHECKING:
     from gear_loader import distributed, graph, sources
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from gear_loader.storage.disk import Disk, DiskStats
     from gear_loader.storage.limiters import MinSize, Queue, RateLimiter, SampleToInsertRatio
     from gear_loader.storage.memory_options import Memory
-    from gear_loader.storage.rules import Limits
     from gear_loader.storage.schema import Column, Schema, Window
     from gear_loader.storage.stats import TableStats
     from gear_loader.storage.step_writer import StepWriter
     from gear_loader.storage.table import Table
+    from gear_loader.storage.table_rules import Limits
     from gear_loader.storage.vector_writer import VectorWriter
     from gear_loader.storage.writer import Writer
     from gear_loader.transport.remote_table import RemoteTable, connect
@@ -97,7 +98,7 @@ _MODULES = {
     "Gpu": "dataset.options",
     "Groups": "selection.grouping",
     "Lifo": "selection.selectors",
-    "Limits": "storage.rules",
+    "Limits": "storage.table_rules",
     "LinearSchedule": "selection.selectors",
     "Memory": "storage.memory_options",
     "MinSize": "storage.limiters",
@@ -131,6 +132,28 @@ _MODULES = {
 
 
 _load = loader(__name__, _MODULES)
+
+# Parts of `Table` and `connect` that higher rooms implement: module and name there.
+_PARTS = {
+    "LoadOptions": ("checkpoint.loading", "LoadOptions"),
+    "TierFiles": ("checkpoint.tier_reader", "FileReader"),
+    "connect_through_ray": ("integrations.ray", "connect"),
+    "create_on_disk": ("checkpoint.behind", "create"),
+    "load": ("checkpoint.loading", "load"),
+    "promote": ("checkpoint.promoting", "promote"),
+    "recover": ("checkpoint.recovering", "recover"),
+    "save": ("checkpoint.saving", "save"),
+    "gather": ("collection.chosen", "gather"),
+    "serve": ("transport.table_server", "serve"),
+}
+
+
+def _part(name: str) -> Any:
+    module, attribute = _PARTS[name]
+    return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+
+
+provide(_part)
 
 
 def __getattr__(name: str) -> Any:

@@ -20,13 +20,13 @@ from gear_loader.storage.tier_state import TierState
 from gear_loader.transport.remote_table import RemoteTable, connect
 from gear_loader.utils.formatting import printable
 
-__all__ = ["Reading", "read_file", "sources", "watch"]
+__all__ = ["CounterSample", "read_file", "sources", "watch"]
 
-Source = Callable[[], "Reading"]
+Source = Callable[[], "CounterSample"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class CounterSample:
     """The counters of a table at one time.
 
     Attributes:
@@ -52,7 +52,7 @@ class Reading:
     disk: tuple[int, int, int, int] | None = None
 
 
-def read_file(path: str) -> Reading:
+def read_file(path: str) -> CounterSample:
     """The counters of a table in shared memory, without attaching to it and without its lock.
 
     Raises:
@@ -61,7 +61,7 @@ def read_file(path: str) -> Reading:
     with shared_memory.opened(path) as file:
         layout, values = read_counters(file.fd, file.info.st_size)
         tier = TierState.read(file.fd, layout, values)
-    return Reading(
+    return CounterSample(
         time.monotonic(),
         values[at.NUM_READY],
         values[at.NUM_STEPS],
@@ -76,10 +76,10 @@ def read_file(path: str) -> Reading:
     )
 
 
-def _read_remote(table: RemoteTable) -> Reading:
+def _read_remote(table: RemoteTable) -> CounterSample:
     report = table.report()
     found = report.stats
-    return Reading(
+    return CounterSample(
         time.monotonic(),
         found.num_trajectories,
         found.num_steps,
@@ -138,10 +138,10 @@ def watch(look: Callable[[], dict[str, Source]], *, interval: float, count: int 
 
 
 def _displays(look: Callable[[], dict[str, Source]], interval: float, count: int | None) -> Iterator[Group]:
-    before: dict[str, Reading] = {}
+    before: dict[str, CounterSample] = {}
     number = 0
     while True:
-        now: dict[str, Reading] = {}
+        now: dict[str, CounterSample] = {}
         problems: dict[str, str] = {}
         for name, read in look().items():
             try:
@@ -158,7 +158,9 @@ def _displays(look: Callable[[], dict[str, Source]], interval: float, count: int
         time.sleep(interval)
 
 
-def _display(now: dict[str, Reading], before: dict[str, Reading], problems: dict[str, str]) -> Group:
+def _display(
+    now: dict[str, CounterSample], before: dict[str, CounterSample], problems: dict[str, str]
+) -> Group:
     """A line for each table, one for each disk tier, and one for each problem; narrow terminals fold the names."""
     grid = _grid("TRAJECT.", "STEPS", "FULL", "ADDED/s", "DRAWN/s", "GONE/s", "WRITING", "WAITING")
     tiers = _grid("ON DISK", "HITS", "READ B/s")
@@ -182,7 +184,7 @@ def _grid(*titles: str) -> Grid:
     return grid
 
 
-def _cells(now: Reading, before: Reading | None) -> tuple[str, ...]:
+def _cells(now: CounterSample, before: CounterSample | None) -> tuple[str, ...]:
     counts = (_short(now.trajectories), _short(now.steps), f"{now.steps / now.most_steps:.0%}")
     if before is None or now.inserted < before.inserted or now.time <= before.time:
         return (*counts, "-", "-", "-", str(now.writing), "-")
@@ -197,7 +199,7 @@ def _cells(now: Reading, before: Reading | None) -> tuple[str, ...]:
     return (*counts, *rates, str(now.writing), waiting)
 
 
-def _disk_cells(now: Reading, before: Reading | None) -> tuple[str, str, str]:
+def _disk_cells(now: CounterSample, before: CounterSample | None) -> tuple[str, str, str]:
     """Trajectories on disk only, share of the rows that were in memory, and bytes read a second."""
     assert now.disk is not None, "the table has a disk tier"
     spilled, hits, misses, size = now.disk

@@ -31,9 +31,9 @@ from gear_loader.storage.disk import Disk
 from gear_loader.storage.index import EVICT_OLDEST
 from gear_loader.storage.limiters import MinSize
 from gear_loader.storage.memory_options import Memory
-from gear_loader.storage.rules import Limits
 from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
+from gear_loader.storage.table_rules import Limits
 from gear_loader.transport import open_query
 
 __all__ = ["warm_up"]

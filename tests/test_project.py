@@ -7,7 +7,7 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,19 +113,22 @@ def imports_of(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, base
 
 
-# Where a module is named by a string: the package's own front doors, which load public names on first use, other
-# people's packages that have several names, and the methods of `Table` that reach up (docs/architecture.md).
+# Where a module is named by a string: the front door, which finds public names and the parts of `Table` that higher
+# rooms implement on first use; other people's packages that are optional; and a carrier by its name.
 BY_STRING = {
-    "gear_loader.__init__": 1,
+    "gear_loader.__init__": 2,
     "gear_loader.sources._optional": 1,
-    "gear_loader.storage.table": 3,
     "gear_loader.transport.channel": 1,
     "gear_loader.transport.nixl_agent": 1,
-    "gear_loader.transport.process": 1,
-    "gear_loader.transport.remote_table": 1,
     "gear_loader.transport.ucx_library": 4,
     "gear_loader.utils.lazy": 1,
 }
+
+# Circles of files that are left; no other may begin.
+CIRCLES: list[set[str]] = [
+    {f"gear_loader.transport.{name}" for name in ("channel", "socket", "tcp_listener", "tls", "wire")},
+    {f"gear_loader.transport.{name}" for name in ("connection", "server")},
+]
 
 
 def imports_by_string(tree: ast.AST) -> int:
@@ -154,6 +157,121 @@ def complaints(module: str, source: str) -> list[str]:
             if top not in allowed:
                 wrong.append(f"{module}:{line}: imports {target}; {room!r} may import {sorted(allowed)}")
     return wrong
+
+
+def imported_files(module: str, tree: ast.AST, files: Collection[str]) -> set[str]:
+    """The source files that one imports: at the top, inside functions and for types alike."""
+    found = set()
+
+    def file_of(name: str) -> str | None:
+        return next((each for each in (name, f"{name}.{FRONT_DOOR}") if each in files), None)
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {file_of(name.name) for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*module.split(".")[: -node.level], *base.split(".")]).rstrip(".")
+            found |= {file_of(f"{base}.{name.name}") or file_of(base) for name in node.names}
+    return {each for each in found if each is not None} - {module}
+
+
+def circles(imports: dict[str, set[str]]) -> list[set[str]]:
+    """Files that import each other, directly or through others: a set for each circle, or several that touch."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        left = [start]
+        while left:
+            fresh = imports[left.pop()] - seen
+            seen |= fresh
+            left.extend(fresh)
+        return seen
+
+    reach = {module: reached(module) for module in imports}
+    found: list[set[str]] = []
+    for module in sorted(imports):
+        circle = {other for other in reach[module] if module in reach[other]}
+        if circle and circle not in found:
+            found.append(circle)
+    return found
+
+
+def test_no_files_import_each_other() -> None:
+    files = source_files()
+    imports = {
+        module: imported_files(module, ast.parse(path.read_text(encoding="utf-8")), files)
+        for module, path in files.items()
+    }
+    assert circles(imports) == CIRCLES
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ({"a": "import gear_loader.b", "b": "import os"}, []),
+        ({"a": "from gear_loader.b import x", "b": "from .a import y"}, [{"a", "b"}]),
+        ({"a": "from . import b", "b": "def f():\n    from gear_loader import a"}, [{"a", "b"}]),
+        ({"a": "from .b import x", "b": "if TYPE_CHECKING:\n    from .c import y", "c": "import gear_loader.a"},
+         [{"a", "b", "c"}]),
+    ],
+)  # fmt: skip
+def test_the_circle_test_itself(sources: dict[str, str], expected: list[set[str]]) -> None:
+    files = {f"{PACKAGE}.{name}" for name in sources}
+    imports = {
+        f"{PACKAGE}.{name}": imported_files(f"{PACKAGE}.{name}", ast.parse(source), files)
+        for name, source in sources.items()
+    }
+    assert circles(imports) == [{f"{PACKAGE}.{name}" for name in circle} for circle in expected]
+
+
+# Names that several files or classes still have; no other may begin. A leading underscore makes no other name.
+FILES_OF_ONE_NAME = {
+    "budget_planner",
+    "collector",
+    "index",
+    "item_map",
+    "packed",
+    "packed_cuda",
+    "priority_updates",
+    "random",
+    "reading",
+    "row_cache",
+    "snapshot",
+    "sum_tree",
+}
+CLASSES_OF_ONE_NAME = {
+    "Arena",
+    "DeviceBuffers",
+    "Episode",
+    "Fields",
+    "Layout",
+    "Limits",
+    "Part",
+    "Place",
+    "Reads",
+    "Rows",
+    "Share",
+    "Snapshot",
+    "Steps",
+}
+
+
+def test_no_two_files_have_one_name() -> None:
+    names = [module.rpartition(".")[2] for module in source_files()]
+    twice = {name for name in names if names.count(name) > 1}
+    assert twice - {FRONT_DOOR} == FILES_OF_ONE_NAME
+
+
+def test_no_two_classes_have_one_name() -> None:
+    names = [
+        node.name.lstrip("_")
+        for path in source_files().values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert {name for name in names if names.count(name) > 1} == CLASSES_OF_ONE_NAME
 
 
 def test_nothing_is_imported_by_a_string_to_get_round_the_rule() -> None:

@@ -23,8 +23,8 @@ from gear_loader.storage import shared_memory
 SIZES = {"max_steps": 100, "max_trajectories": 20}
 
 
-def reading(time: float, inserted: int, sampled: int, wait: float = 0.0) -> top.Reading:
-    return top.Reading(time, 10, 50, 100, inserted, sampled, 0, 1, wait, 2 * wait)
+def reading(time: float, inserted: int, sampled: int, wait: float = 0.0) -> top.CounterSample:
+    return top.CounterSample(time, 10, 50, 100, inserted, sampled, 0, 1, wait, 2 * wait)
 
 
 def test_rates_are_differences_over_time() -> None:

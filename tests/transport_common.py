@@ -17,8 +17,8 @@ from table_common import bits, named, rows
 
 import gear_loader as gear
 from gear_loader.collection.collector import Collector
-from gear_loader.storage.rows import SelectedRows
 from gear_loader.storage.schema import Window
+from gear_loader.storage.selected_rows import SelectedRows
 from gear_loader.transport import Limits, Peer, Server, WindowSpec
 from gear_loader.transport.channel import Address
 from gear_loader.transport.handshake import introduce

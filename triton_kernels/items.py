@@ -17,7 +17,7 @@ from gear_loader.kernels.devices import on_device
 from gear_loader.kernels.priority import check, uniform
 from gear_loader.kernels.sum_tree import SumTree
 
-__all__ = ["ANCHORS", "Blocks", "Index", "locate", "resolve", "weigh"]
+__all__ = ["ANCHORS", "Blocks", "IndexAddresses", "locate", "resolve", "weigh"]
 
 STALE = tl.constexpr(_tree.STALE)
 
@@ -30,7 +30,7 @@ WEIGH = {"ROWS": 512, "num_warps": 4}
 
 
 @dataclasses.dataclass(frozen=True)
-class Index:
+class IndexAddresses:
     """A table's index, as seen by kernels.
 
     Attributes:
@@ -140,7 +140,7 @@ def locate_kernel(
 
 def locate(
     tree: SumTree,
-    known: Index,
+    known: IndexAddresses,
     index: torch.Tensor,
     items: torch.Tensor,
     *,
@@ -260,7 +260,8 @@ def resolve_kernel(
         else:
             b_anchor = anchors - 1
         b_anchor += anchor_first
-    low = tl.minimum(tl.maximum(b_anchor + first, 0), steps + final - 1) // block_steps
+    # Of a column without final steps, a window after the last step shows that step.
+    low = tl.minimum(tl.maximum(b_anchor + first, 0), steps - 1) // block_steps
     high = tl.minimum(tl.maximum(b_anchor + last, 0), steps + final - 1) // block_steps
     # A row without an item has no steps and becomes padding.
     tl.store(p_rows + i_row, tl.where(m_item, i_slot, -1), mask=m_row)
@@ -280,7 +281,7 @@ def resolve_kernel(
 
 
 def resolve(
-    known: Index,
+    known: IndexAddresses,
     items: torch.Tensor,
     random: torch.Tensor,
     rows: torch.Tensor,

@@ -70,7 +70,7 @@ from benchmarks.workloads import (
     poison,
 )
 from gear_loader.collection.collector import Collector
-from gear_loader.storage.rows import SelectedRows
+from gear_loader.storage.selected_rows import SelectedRows
 
 BATCHES, QUICK_BATCHES = (32, 256, 1024), (32, 128)
 BLOCK_STEPS = (100, 64)

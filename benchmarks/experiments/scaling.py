@@ -33,13 +33,13 @@ import gear_loader as gear
 from benchmarks.harness import RESULTS
 from benchmarks.nodes import ranks
 from benchmarks.showing import grid, size
-from gear_loader.distributed import exchange as exchanges
-from gear_loader.distributed.exchange import SingleProcess
+from gear_loader.distributed import rank_exchange as exchanges
 from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.messages import Message, Outbox
+from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.records import SUMMARY, UPDATE, record_dtype
 from gear_loader.distributed.remote import PART_BYTES
-from gear_loader.distributed.topology import Place
+from gear_loader.distributed.topology import MeshCoordinates
 from gear_loader.selection.base import SelectionContext
 from gear_loader.selection.selectors import Draw
 
@@ -219,7 +219,7 @@ def work(selector: str, world: int, batch: int, *, trajectories: int = 10_000, b
         chosen = SELECTORS[selector]
         leaves = np.sort(priorities.astype(np.float64) ** getattr(chosen, "alpha", 1.0))[::-1]
         played = Played(world, float(leaves.sum()) if selector != "uniform" else trajectories, leaves)
-        places = [Place(rank, 0) for rank in range(world)]
+        places = [MeshCoordinates(rank, 0) for rank in range(world)]
         told: dict[str, Any] = {"num_shards": world, "num_slices": world, "num_stages": 1, "block_steps": {}}
         told |= {"leads": list(range(world)), "places": places, "place": places[0], "own": {0: table}}
         shards: Any = types.SimpleNamespace(**told, lost=list, exchange=played, cache=None)

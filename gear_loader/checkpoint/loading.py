@@ -22,9 +22,9 @@ from gear_loader.errors import CheckpointError
 from gear_loader.storage.allocation import Claim
 from gear_loader.storage.disk import Disk
 from gear_loader.storage.memory_options import Memory
-from gear_loader.storage.rules import OnFull
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.table import Table
+from gear_loader.storage.table_rules import OnFull
 from gear_loader.utils.arrays import Array, data_address
 from gear_loader.utils.progress import progress_bar
 

@@ -25,8 +25,8 @@ from gear_loader.checkpoint.names import (
     segment_folder,
 )
 from gear_loader.errors import SchemaError
-from gear_loader.storage.rules import Rules
 from gear_loader.storage.schema import Column, Schema
+from gear_loader.storage.table_rules import Rules
 
 __all__ = [
     "CHUNK_BYTES",

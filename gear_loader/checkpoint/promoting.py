@@ -10,7 +10,7 @@ from gear_loader.checkpoint.places import column_places
 from gear_loader.errors import StaleIndexError
 from gear_loader.native.copying import copy_rows
 from gear_loader.storage.disk import LostRowsError
-from gear_loader.storage.late import filled_bits
+from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.table import Table
 from gear_loader.storage.tier_counts import PROMOTED_BYTES
 from gear_loader.utils.arrays import Array, data_address

@@ -8,9 +8,9 @@ import time
 import numpy as np
 
 from gear_loader.storage.counters import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_SAMPLED, POLICY
+from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.ids import origin_of
 from gear_loader.storage.index import Index
-from gear_loader.storage.late import filled_bits
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array

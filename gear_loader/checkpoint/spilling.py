@@ -31,14 +31,14 @@ from gear_loader.storage.counters import (
 )
 from gear_loader.storage.disk import Keep
 from gear_loader.storage.disk_copies import DiskCopies, are_current, copies_of, note_copies
-from gear_loader.storage.exchange import exchange
+from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.index import Index
-from gear_loader.storage.late import filled_bits
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.lock import process_start
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
-from gear_loader.storage.tier_counts import KEEP, KEEPS, heats
+from gear_loader.storage.tier_counts import KEEP, KEEPS, unpack_priorities
+from gear_loader.storage.tier_swaps import exchange
 from gear_loader.utils.arrays import Array
 
 __all__ = ["Spiller", "coldness", "hottest", "kept_free", "note_places"]
@@ -119,7 +119,9 @@ class Spiller:
 
     def _coldness(self, slots: Array, sequences: Array, generations: Array) -> Array:
         """`coldness` of trajectories, by their latest priorities; of all slots sequences and generations."""
-        priorities = heats(self._arrays.heat[slots], generations[slots], self._arrays.priority[slots])
+        priorities = unpack_priorities(
+            self._arrays.tier_priority[slots], generations[slots], self._arrays.priority[slots]
+        )
         return coldness(self._keep, sequences[slots], priorities)
 
     def announce(self, present: bool) -> None:

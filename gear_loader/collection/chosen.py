@@ -31,10 +31,10 @@ from gear_loader.collection.windows import (
 from gear_loader.errors import SchemaError
 from gear_loader.kernels.plan import LENGTH, MASK, OUT, STEP_BYTES
 from gear_loader.native import threads
-from gear_loader.storage.late import filled_bits
+from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.readers import Ticket
-from gear_loader.storage.rows import SelectedRows
 from gear_loader.storage.schema import Schema, Window
+from gear_loader.storage.selected_rows import SelectedRows
 from gear_loader.storage.source import Source
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, numbers, shown, unreadable

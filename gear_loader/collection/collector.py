@@ -22,8 +22,8 @@ from gear_loader.kernels.plan import WIDTH, GatherPlan
 from gear_loader.native import gathering, threads
 from gear_loader.storage.inline import INLINE_BATCH_BYTES, InlineBatch
 from gear_loader.storage.region import Region
-from gear_loader.storage.rows import CudaRows, DrawPlaces, Reach, SelectedRows
 from gear_loader.storage.schema import Window
+from gear_loader.storage.selected_rows import CudaRows, DrawPlaces, Reach, SelectedRows
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, outside_inference
 from gear_loader.utils.launch_graph import RepeatedWork

@@ -20,8 +20,8 @@ from gear_loader.errors import SchemaError
 from gear_loader.kernels.plan import OUT, WIDTH
 from gear_loader.native.gathering import STREAM_BATCH_BYTES
 from gear_loader.native.packed import gather_packed, measure
-from gear_loader.storage.rows import SelectedRows
 from gear_loader.storage.schema import Column, Window
+from gear_loader.storage.selected_rows import SelectedRows
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 

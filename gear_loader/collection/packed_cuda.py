@@ -21,8 +21,8 @@ from gear_loader.kernels.packed_plan import PackedColumn, PackedPlan, PackedWork
 from gear_loader.kernels.plan import LINE
 from gear_loader.kernels.split_plan import SplitColumn, SplitPlan
 from gear_loader.native.packed_lines import count_lists, list_lines
-from gear_loader.storage.rows import SelectedRows
 from gear_loader.storage.schema import Window
+from gear_loader.storage.selected_rows import SelectedRows
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.packing import Layout, packed_bytes, packed_views

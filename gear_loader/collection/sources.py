@@ -14,8 +14,8 @@ import numpy as np
 
 from gear_loader.kernels.plan import BASE, BLOCKS, STEP_STRIDE, STRIDE
 from gear_loader.native import threads
-from gear_loader.storage.rows import Reach
 from gear_loader.storage.schema import Schema
+from gear_loader.storage.selected_rows import Reach
 from gear_loader.storage.source import Source
 from gear_loader.utils.arrays import Array, data_address
 

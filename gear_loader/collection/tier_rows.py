@@ -14,8 +14,8 @@ from gear_loader.collection.plans import Output, window_columns
 from gear_loader.collection.sources import StagedRows
 from gear_loader.kernels.plan import LINE, MASK, OUT, PlacePlan
 from gear_loader.native import gathering, threads
-from gear_loader.storage.rows import Reach
 from gear_loader.storage.schema import Schema
+from gear_loader.storage.selected_rows import Reach
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 

@@ -11,8 +11,8 @@ import torch
 from gear_loader.collection.conversions import converted_dtype
 from gear_loader.collection.n_step import NStep
 from gear_loader.errors import SchemaError
-from gear_loader.storage.rows import Reach
 from gear_loader.storage.schema import BATCH_KEYS, Schema, Window
+from gear_loader.storage.selected_rows import Reach
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import one_of
 

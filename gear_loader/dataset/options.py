@@ -17,7 +17,7 @@ from gear_loader.selection.selectors import Selector
 from gear_loader.selection.step_budget import Steps
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import at_least, flag, integer, one_of
-from gear_loader.utils.devices import check_device
+from gear_loader.utils.device_option import check_device
 
 __all__ = ["Draws", "Gpu", "Prefetch", "Ranks", "check_options"]
 

@@ -33,8 +33,8 @@ from gear_loader.collection.windows import (
     steps_only,
     windows_of,
 )
-from gear_loader.dataset.draws import EpochDraws, planned_batches
-from gear_loader.dataset.filling import Filler
+from gear_loader.dataset.batch_filler import Filler
+from gear_loader.dataset.epoch_draws import EpochDraws, planned_batches
 from gear_loader.dataset.options import Draws, Gpu, Prefetch, Ranks, check_options
 from gear_loader.dataset.position import Position
 from gear_loader.dataset.prepared import dealer, prepared_error
@@ -50,7 +50,6 @@ from gear_loader.distributed.budget_planner import ShardBudgetPlanner
 from gear_loader.distributed.collector import ShardCollector
 from gear_loader.distributed.collector_for import collector_for
 from gear_loader.distributed.dealing import RowDealer, deal_all
-from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.local_selection import (
     begin_epoch,
@@ -58,6 +57,7 @@ from gear_loader.distributed.local_selection import (
     own_state,
 )
 from gear_loader.distributed.packed_collector import ShardPackedCollector
+from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.selection_for import selection_for
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import GearError, RankError, SchemaError
@@ -77,7 +77,7 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.captures import beside_captures, refuse_capture
 from gear_loader.utils.checks import at_least, one_of
-from gear_loader.utils.devices import device_of
+from gear_loader.utils.device_option import device_of
 from gear_loader.utils.forks import keep_for_ever
 
 __all__ = ["ReplayDataset"]

@@ -9,13 +9,13 @@ from typing import Any
 import torch.distributed as dist
 
 from gear_loader.distributed import checkpoint_loading, checkpoint_saving
-from gear_loader.distributed.exchange import Exchange, SingleProcess
+from gear_loader.distributed.rank_exchange import Exchange, SingleProcess
 from gear_loader.distributed.shards import Shards
-from gear_loader.distributed.topology import Place, places_of
+from gear_loader.distributed.topology import MeshCoordinates, places_of
 from gear_loader.errors import SchemaError
-from gear_loader.storage.rules import OnFull
 from gear_loader.storage.schema import Column
 from gear_loader.storage.table import Table
+from gear_loader.storage.table_rules import OnFull
 
 __all__ = ["load", "save"]
 
@@ -33,7 +33,7 @@ class _Stage:
         stages: number of stages.
     """
 
-    def __init__(self, exchange: SingleProcess, places: list[Place]) -> None:
+    def __init__(self, exchange: SingleProcess, places: list[MeshCoordinates]) -> None:
         self._exchange = exchange
         self.place = places[exchange.rank]
         members = [rank for rank, place in enumerate(places) if place.stage == self.place.stage]

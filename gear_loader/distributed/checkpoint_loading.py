@@ -14,9 +14,9 @@ from gear_loader.checkpoint.sharded_loading import own_share, resharded_share
 from gear_loader.distributed.checkpoint_ranks import Agree, CheckpointRanks
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.memory_options import Memory
-from gear_loader.storage.rules import OnFull
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.table import Table
+from gear_loader.storage.table_rules import OnFull
 from gear_loader.utils.paths import local_path
 
 __all__ = ["load"]

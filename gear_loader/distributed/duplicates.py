@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from gear_loader.errors import StaleIndexError
+from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.ids import LARGEST_ORIGIN
-from gear_loader.storage.late import filled_bits
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from gear_loader.distributed.liveness import BEAT, CLOSED, Beat, Liveness
 from gear_loader.errors import RankError
 from gear_loader.utils.background import must_end
-
-if TYPE_CHECKING:
-    from gear_loader.distributed.exchange import Exchange
 
 __all__ = ["FailureSearch"]
 
@@ -21,6 +18,32 @@ _GRACE = 5 * BEAT  # seconds of the search for a rank that has closed its connec
 _SETTLE = 0.5  # seconds for which messages of a rank that has ended may still be on their way
 _CHECK = 0.4  # seconds between two checks
 _ADVICE = "Look at its log. Start the job again from its last checkpoint, or give a longer timeout if it was only slow."
+
+
+class SearchedExchange(Protocol):
+    """The interface of an `Exchange` that a search uses."""
+
+    rank: int
+    size: int
+    ranks: Sequence[int]
+    timeout: float
+    position: tuple[int, str, str]
+
+    @property
+    def liveness(self) -> Liveness | None: ...
+
+    @property
+    def key(self) -> str: ...
+
+    def missing(self, name: str) -> list[int]: ...
+
+    def failure(self) -> dict[str, Any] | None: ...
+
+    def tell_failure(self, ranks: Sequence[int], why: str) -> None: ...
+
+    def give_up(self, error: RankError) -> RankError: ...
+
+    def names(self, ranks: Sequence[int]) -> str: ...
 
 
 class FailureSearch:
@@ -34,7 +57,7 @@ class FailureSearch:
         began: start of the call, by `time.monotonic`.
     """
 
-    def __init__(self, exchange: Exchange, what: str, began: float) -> None:
+    def __init__(self, exchange: SearchedExchange, what: str, began: float) -> None:
         self._exchange = exchange
         self._what = what
         self._began = began

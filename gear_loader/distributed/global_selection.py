@@ -15,8 +15,8 @@ from gear_loader.distributed.batch_exchange import BatchExchange
 from gear_loader.distributed.batch_history import BatchHistory
 from gear_loader.distributed.collector import ReadTickets, ShardRows
 from gear_loader.distributed.duplicates import migrated_ids
-from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.merging import PassView, empty_error, needs_candidates
+from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.rebalance import Rebalance
 from gear_loader.distributed.row_drawing import CandidateDrawing, RowAssignment, RowDrawing, Rows
 from gear_loader.distributed.samplers import Samplers
@@ -29,7 +29,7 @@ from gear_loader.selection.base import Selection, SelectionContext
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Fifo, Prioritized
 from gear_loader.selection.weights import importance_weights
 from gear_loader.storage.reader import Snapshot
-from gear_loader.storage.rows import Reach
+from gear_loader.storage.selected_rows import Reach
 from gear_loader.utils.arrays import Array
 
 __all__ = ["GlobalSelection"]

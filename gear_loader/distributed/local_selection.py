@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.failures import run_on_all
+from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.state import share_bundle
 from gear_loader.errors import SchemaError
 from gear_loader.selection.base import Selection

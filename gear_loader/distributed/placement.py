@@ -13,9 +13,9 @@ import numpy as np
 
 from gear_loader.distributed.failures import run_on_all
 from gear_loader.distributed.global_selection import GlobalSelection
+from gear_loader.distributed.shard_insertion import Storing
 from gear_loader.distributed.shards import Shards
 from gear_loader.distributed.stages import all_columns, check_stages
-from gear_loader.distributed.storing import Storing
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.selection.prioritized import exponent, needs_priorities

@@ -6,22 +6,22 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from gear_loader.distributed.duplicates import DuplicateSearch, remove_ids
 from gear_loader.distributed.failures import collect
 from gear_loader.distributed.migration import Budget, MigrationSet, Mover, choose_migration
+from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.records import MOVE
+from gear_loader.distributed.samplers import Samplers
+from gear_loader.distributed.shards import Shards
 from gear_loader.distributed.state import share_bundle
-from gear_loader.storage.late import filled_bits
+from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.table import Table
 from gear_loader.transport.capacity import free_steps
 from gear_loader.utils.arrays import Array
-
-if TYPE_CHECKING:
-    from gear_loader.distributed.global_selection import GlobalSelection
 
 __all__ = ["Flow", "Rebalance", "plan"]
 
@@ -71,6 +71,21 @@ class _AbortedError(Exception):
     """A collective step has failed, and all ranks know; the cause is the error to raise."""
 
 
+class RebalancedSelection(Protocol):
+    """The interface of a global selection that `Rebalance` uses."""
+
+    @property
+    def shards(self) -> Shards: ...
+
+    @property
+    def samplers(self) -> Samplers: ...
+
+    @property
+    def exchange(self) -> SingleProcess: ...
+
+    def redirect_updates(self, moves: Array) -> None: ...
+
+
 class Rebalance:
     """One rebalancing; every rank does its part at the same time.
 
@@ -85,7 +100,7 @@ class Rebalance:
         tolerance: fraction of the mean by which loads may differ from it.
     """
 
-    def __init__(self, selection: GlobalSelection, *, by: By, max_bytes: int, tolerance: float) -> None:
+    def __init__(self, selection: RebalancedSelection, *, by: By, max_bytes: int, tolerance: float) -> None:
         self._selection = selection
         self._samplers = selection.samplers.own
         self._slots_of = selection.samplers.slots_of

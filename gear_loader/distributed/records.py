@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from gear_loader.storage.rows import Reach
+from gear_loader.storage.selected_rows import Reach
 from gear_loader.utils.arrays import Array
 
 __all__ = [

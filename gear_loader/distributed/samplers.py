@@ -16,7 +16,7 @@ from gear_loader.errors import PriorityError, TableEmptyError
 from gear_loader.selection.base import SelectionContext
 from gear_loader.selection.prioritized import needs_priorities
 from gear_loader.selection.selectors import Draw
-from gear_loader.storage.rows import Reach
+from gear_loader.storage.selected_rows import Reach
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 

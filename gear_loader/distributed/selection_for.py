@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from gear_loader.collection.windows import reach_of
-from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.local_selection import LocalPrioritizedGroupSelection, LocalPrioritizedSelection
+from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.shards import Shards
 from gear_loader.selection.base import Selection, SelectionContext
 from gear_loader.selection.group_selection import GroupSelection, PrioritizedGroupSelection

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gear_loader.distributed.exchange import SingleProcess
+from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.topology import Member
 from gear_loader.errors import TransportError
 from gear_loader.utils.background import background_thread

@@ -16,16 +16,16 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from gear_loader.distributed.exchange import Exchange, SingleProcess
 from gear_loader.distributed.failures import run_on_all
+from gear_loader.distributed.rank_exchange import Exchange, SingleProcess
 from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.row_cache import CacheBudget, CacheStats
 from gear_loader.distributed.servers import NodeServers
 from gear_loader.distributed.stage_tables import StageTable
-from gear_loader.distributed.topology import Member, Place, check_members, member, places_of
+from gear_loader.distributed.topology import Member, MeshCoordinates, check_members, member, places_of
 from gear_loader.errors import PrivateTableError, SchemaError, TransportError
-from gear_loader.storage.rules import check_seconds
 from gear_loader.storage.table import Table
+from gear_loader.storage.table_rules import check_seconds
 from gear_loader.transport.handshake import check_secret
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import byte_count, one_of
@@ -170,7 +170,7 @@ class Shards:
             )
         self.exchange: SingleProcess = SingleProcess()
         self.table: Table = tables[0]
-        self.place = Place(0, 0)
+        self.place = MeshCoordinates(0, 0)
         self.num_slices, self.num_stages = 1, 1
         self.num_shards = len(tables)
         for number, each in enumerate(tables):
@@ -208,10 +208,11 @@ class Shards:
         self.exchange.compare("Shards", self._options())
         if self._secret is None:
             self._secret = bytes.fromhex(answers[0]["secret"])
-        self.leads = [self._rank_at(Place(shard, 0)) for shard in range(self.num_shards)]
+        self.leads = [self._rank_at(MeshCoordinates(shard, 0)) for shard in range(self.num_shards)]
         self.own = {self.place.data: self.table} if self.place.stage == 0 else {}
         stage = [
-            self.members[self._rank_at(Place(shard, self.place.stage))] for shard in range(self.num_shards)
+            self.members[self._rank_at(MeshCoordinates(shard, self.place.stage))]
+            for shard in range(self.num_shards)
         ]
         self.block_steps = {shard: each.block_steps for shard, each in enumerate(stage)}
         self._connect(stage)
@@ -255,7 +256,7 @@ class Shards:
             "mesh (data, pipeline)": [[place.data, place.stage] for place in self.places],
         }
 
-    def _rank_at(self, place: Place) -> int:
+    def _rank_at(self, place: MeshCoordinates) -> int:
         return self.places.index(place)
 
     def _connect(self, stage: list[Member]) -> None:
@@ -335,7 +336,7 @@ class Shards:
     def _new_stage_table(self, shard: int, stage: int) -> StageTable:
         if not self.members:
             return StageTable(shard, stage, self.own[shard].schema, table=self.own[shard])
-        each = self.members[self._rank_at(Place(shard, stage))]
+        each = self.members[self._rank_at(MeshCoordinates(shard, stage))]
         me = self.members[self.exchange.rank]
         names: dict[str, Any] = {"node": each.node, "origin": each.origin, "name": each.table or ""}
         if each.node != me.node:

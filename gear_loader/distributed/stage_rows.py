@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from gear_loader.distributed.batch_exchange import BatchExchange
-from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.failures import attempt
 from gear_loader.distributed.messages import as_bytes
+from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.records import SLOT_KEY
 from gear_loader.distributed.row_drawing import Rows
 from gear_loader.distributed.samplers import Samplers

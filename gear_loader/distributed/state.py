@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader.distributed.exchange import SingleProcess
+from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.records import UPDATE
 from gear_loader.errors import SchemaError
 from gear_loader.selection.selectors import Selector

@@ -17,7 +17,7 @@ from gear_loader.storage.table import Table
 
 __all__ = [
     "Member",
-    "Place",
+    "MeshCoordinates",
     "check_alike",
     "check_members",
     "member",
@@ -31,7 +31,7 @@ PIPELINE = ("pipeline", "pp")
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class MeshCoordinates:
     """A rank's coordinates in the mesh.
 
     Attributes:
@@ -43,7 +43,7 @@ class Place:
     stage: int
 
 
-def places_of(mesh: Any) -> tuple[list[int], list[Place]]:
+def places_of(mesh: Any) -> tuple[list[int], list[MeshCoordinates]]:
     """Return the ranks of a mesh, numbered as in the default process group, in the mesh's order, and their places.
 
     Args:
@@ -55,7 +55,7 @@ def places_of(mesh: Any) -> tuple[list[int], list[Place]]:
     """
     if mesh is None:
         ranks = list(range(dist.get_world_size()))
-        return ranks, [Place(rank, 0) for rank in ranks]
+        return ranks, [MeshCoordinates(rank, 0) for rank in ranks]
     tensor = getattr(mesh, "mesh", None)
     if tensor is None:
         raise SchemaError(f"mesh is {mesh!r}; expected a torch.distributed.DeviceMesh.")
@@ -74,7 +74,7 @@ def places_of(mesh: Any) -> tuple[list[int], list[Place]]:
         at = [0, 0]
         for kind, size in reversed(list(zip(known, tensor.shape, strict=True))):
             number, at[kind] = divmod(number, size)
-        places.append(Place(*at))
+        places.append(MeshCoordinates(*at))
     return ranks, places
 
 
@@ -97,7 +97,7 @@ class Member:
 
     rank: int
     number: int
-    place: Place
+    place: MeshCoordinates
     node: str
     machine: str
     table: str | None
@@ -118,10 +118,12 @@ class Member:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Member:
         """Make a member from JSON; the inverse of `to_json`."""
-        return cls(**{**fields, "place": Place(**fields["place"])})
+        return cls(**{**fields, "place": MeshCoordinates(**fields["place"])})
 
 
-def member(table: Table, *, rank: int, number: int, place: Place, node: str | None, transport: str) -> Member:
+def member(
+    table: Table, *, rank: int, number: int, place: MeshCoordinates, node: str | None, transport: str
+) -> Member:
     """Describe this rank; for the arguments see `Member`."""
     return Member(
         rank,

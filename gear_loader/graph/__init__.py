@@ -19,9 +19,9 @@ from gear_loader.utils.lazy import loader
 if TYPE_CHECKING:
     from gear_loader.graph.csr import Graph
     from gear_loader.graph.device_sampler import DeviceSampler
+    from gear_loader.graph.feature_placement import FeaturePlacement, place
     from gear_loader.graph.features import FeatureReads, FeatureTiers
     from gear_loader.graph.loader import NeighborLoader
-    from gear_loader.graph.placement import Placement, place
     from gear_loader.graph.requests import RequestBatcher
     from gear_loader.graph.router import Router
     from gear_loader.graph.sampler import NeighborSampler, Subgraph
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeviceSampler",
+    "FeaturePlacement",
     "FeatureReads",
     "FeatureTiers",
     "Graph",
     "NeighborLoader",
     "NeighborSampler",
-    "Placement",
     "RequestBatcher",
     "Router",
     "Subgraph",
@@ -50,12 +50,12 @@ _MODULES = {
     "Graph": "csr",
     "NeighborLoader": "loader",
     "NeighborSampler": "sampler",
-    "Placement": "placement",
+    "FeaturePlacement": "feature_placement",
     "RequestBatcher": "requests",
     "Router": "router",
     "Subgraph": "sampler",
     "access_probability": "workload",
-    "place": "placement",
+    "place": "feature_placement",
     "sampled_size": "workload",
 }
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import RegionError, SchemaError, UnknownNodeError
-from gear_loader.native import neighbors
+from gear_loader.native import neighbor_loops
 from gear_loader.utils.arrays import Array, as_array
 from gear_loader.utils.available_memory import available_bytes
 from gear_loader.utils.checks import at_least
@@ -80,7 +80,7 @@ class Graph:
         _check_room(8 * (2 * num_nodes + 1) + 4 * size + 8 * size * copies, num_nodes, size)
         sources, targets = (np.ascontiguousarray(part, dtype=np.int64) for part in edges)
         indptr, indices = np.empty(num_nodes + 1, dtype=np.int64), np.empty(len(sources), dtype=np.int32)
-        wrong = neighbors.compress(sources, targets, indptr, indices)
+        wrong = neighbor_loops.compress(sources, targets, indptr, indices)
         if wrong >= 0:
             raise SchemaError(
                 f"Edge {wrong} is from {sources[wrong]} to {targets[wrong]}; expected nodes from 0 to {num_nodes - 1}."

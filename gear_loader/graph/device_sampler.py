@@ -12,7 +12,7 @@ from gear_loader.graph.csr import Graph, check_distinct, checked_nodes
 from gear_loader.graph.sampler import Subgraph, checked_fanouts, key_of
 from gear_loader.selection.random import signed
 from gear_loader.utils.checks import integer
-from gear_loader.utils.devices import device_of
+from gear_loader.utils.device_option import device_of
 
 __all__ = ["DeviceSampler"]
 

@@ -12,14 +12,14 @@ import torch
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError
 from gear_loader.graph.csr import checked_nodes
-from gear_loader.graph.row_cache import RowCache
+from gear_loader.graph.feature_copies import FeatureCopies
 from gear_loader.graph.shard_rows import Homes, RemoteRows, homes_of, join
-from gear_loader.graph.table_rows import DeviceRows, Rows, TableRows, unknown_nodes
+from gear_loader.graph.table_rows import DeviceGather, RowIndex, TableRows, unknown_nodes
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, as_array
 from gear_loader.utils.checks import byte_count
-from gear_loader.utils.devices import device_of
+from gear_loader.utils.device_option import device_of
 from gear_loader.utils.mutex import new_mutex
 
 __all__ = ["FeatureReads", "FeatureTiers", "Features"]
@@ -123,17 +123,17 @@ class Features:
             self._sources = [rows]
             if nodes is not None:
                 self._homes = _homes_in(rows, nodes)
-        self._zero_copy: dict[int, DeviceRows] = {}
+        self._zero_copy: dict[int, DeviceGather] = {}
         if self.device.type == "cuda":
             for number, source in enumerate(self._sources):
                 # Rows on disk are gathered on the CPU, so all rows of such a table are.
                 if isinstance(source, RemoteRows) or source.table.has_tier:
                     continue
                 if source.table.region.pin(self.device):
-                    self._zero_copy[number] = DeviceRows(source, self.device)
+                    self._zero_copy[number] = DeviceGather(source, self.device)
         self._mutex = new_mutex()
         # The nearest first; and the rows of each table of this machine, as of them.
-        self._caches: tuple[tuple[RowCache, ...], list[Rows]] = (), []
+        self._caches: tuple[tuple[FeatureCopies, ...], list[RowIndex]] = (), []
         self.reads = FeatureReads()
 
     @property
@@ -224,8 +224,8 @@ class Features:
         rest = hottest[far]
         host = rest[~np.isin(rest, device)][: rooms[1]] if rooms[1] else rest[:0]
         caches = [
-            RowCache.on_device(device, self._copied(device, self.device)),
-            RowCache.in_table(
+            FeatureCopies.on_device(device, self._copied(device, self.device)),
+            FeatureCopies.in_table(
                 host, dict(zip(self.columns, self._copied(host, torch.device("cpu")), strict=True))
             ),
         ]
@@ -249,7 +249,7 @@ class Features:
             for spec in self._specs
         ]
 
-    def _read(self, nodes: Array, outs: Sequence[torch.Tensor], caches: Sequence[RowCache]) -> None:
+    def _read(self, nodes: Array, outs: Sequence[torch.Tensor], caches: Sequence[FeatureCopies]) -> None:
         """Fill tensors on the device with the rows of nodes (int64 [n])."""
         source = self._sources[0]
         if not caches and self._homes is None and not self._zero_copy and self.device.type == "cpu":
@@ -340,7 +340,7 @@ class Features:
 
     # ---------------------------------------------------------------- placing
 
-    def _followed(self) -> tuple[RowCache, ...]:
+    def _followed(self) -> tuple[FeatureCopies, ...]:
         """The caches, without nodes that were removed from tables of this machine since they were filled."""
         caches, seen = self._caches
         if not caches:

@@ -42,7 +42,7 @@ class RequestStats:
 
 
 @dataclasses.dataclass
-class _Request:
+class _QueuedRequest:
     nodes: Array
     deadline: float
     future: Future[torch.Tensor]
@@ -86,7 +86,7 @@ class RequestBatcher:
         )
         self.max_wait, self._clock = max_wait, clock
         self.stats = RequestStats()
-        self._waiting: collections.deque[_Request] = collections.deque()
+        self._waiting: collections.deque[_QueuedRequest] = collections.deque()
         self._nodes_waiting = 0
         self._seconds_a_request = 1e-3  # moving average
         self._closed = False
@@ -107,7 +107,7 @@ class RequestBatcher:
         values = checked_nodes("nodes", nodes, self.num_nodes)
         if not 1 <= len(values) <= self.max_batch:
             raise SchemaError(f"A request has {len(values):,} nodes; expected 1 to {self.max_batch:,}.")
-        request = _Request(values, self._clock() + self.max_wait, Future())
+        request = _QueuedRequest(values, self._clock() + self.max_wait, Future())
         with self._changed:
             if self._closed:
                 raise GearError("A request came after RequestBatcher.close(); send it elsewhere.")
@@ -150,7 +150,7 @@ class RequestBatcher:
             each = (self._clock() - began) / len(requests)
             self._seconds_a_request += (each - self._seconds_a_request) / 8
 
-    def _take(self) -> list[_Request]:
+    def _take(self) -> list[_QueuedRequest]:
         """The requests of the next batch; none after `close`."""
         with self._changed:
             while not self._waiting:
@@ -162,7 +162,7 @@ class RequestBatcher:
                 if left <= 0:
                     break
                 self._changed.wait(left)
-            taken: list[_Request] = []
+            taken: list[_QueuedRequest] = []
             room = self.max_batch
             while self._waiting and len(self._waiting[0].nodes) <= room:
                 request = self._waiting.popleft()
@@ -171,7 +171,7 @@ class RequestBatcher:
                 taken.append(request)
             return taken
 
-    def _answer(self, requests: list[_Request]) -> None:
+    def _answer(self, requests: list[_QueuedRequest]) -> None:
         alive = [request for request in requests if request.future.set_running_or_notify_cancel()]
         self.stats.cancelled += len(requests) - len(alive)
         if not alive:

@@ -13,7 +13,7 @@ import torch
 
 from gear_loader.errors import SchemaError
 from gear_loader.graph.csr import Graph, checked_nodes, repeated, unknown
-from gear_loader.native import neighbors
+from gear_loader.native import neighbor_loops
 from gear_loader.selection.random import key, signed
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least, integer
@@ -115,21 +115,21 @@ class NeighborSampler:
         return subgraph_of(found, edges, counts, edge_counts)
 
     def _fault(self, seeds: Array, fault: int) -> Exception:
-        if fault == neighbors.OUTSIDE:
+        if fault == neighbor_loops.OUTSIDE:
             size = self.graph.num_nodes
             return unknown("seeds", seeds[(seeds < 0) | (seeds >= size)], size)
         return repeated(seeds)
 
     def _alone(self, seeds: Array, step: int, places: Array) -> Any:
-        return neighbors.sample(*self._arrays, seeds, self._hops, self._key, step, places)
+        return neighbor_loops.sample(*self._arrays, seeds, self._hops, self._key, step, places)
 
     def _together(self, seeds: Array, step: int, places: Array) -> Any:
-        """`gear_loader.native.neighbors.sample`, whose draws several threads share."""
+        """`gear_loader.native.neighbor_loops.sample`, whose draws several threads share."""
         indptr = self._arrays[0]
         nodes = np.empty(len(seeds), dtype=np.int64)
         counts = np.zeros(len(self._hops) + 1, dtype=np.int64)
         edge_counts = np.zeros_like(counts)
-        count = neighbors.enter(seeds, places, nodes)
+        count = neighbor_loops.enter(seeds, places, nodes)
         if count < 0:
             return nodes, nodes, counts, edge_counts, count
         begin, edges, counts[0] = 0, 0, count
@@ -137,16 +137,16 @@ class NeighborSampler:
         for hop, fanout in enumerate(self.fanouts):
             frontier = nodes[begin:count]
             starts = np.empty(len(frontier) + 1, dtype=np.int64)
-            neighbors.starts_of(indptr, frontier, fanout, starts)
+            neighbor_loops.starts_of(indptr, frontier, fanout, starts)
             more = int(starts[-1])
             drawn = np.empty(more, dtype=np.int64)
             self._draw(frontier, fanout, step, starts, drawn)
             parts.append((drawn, np.repeat(np.arange(begin, count), np.diff(starts))))
             nodes = np.concatenate((nodes[:count], np.empty(min(more, len(places) - count), dtype=np.int64)))
-            begin, count = count, neighbors.relabel(drawn, places, nodes, count)
+            begin, count = count, neighbor_loops.relabel(drawn, places, nodes, count)
             edges += more
             counts[hop + 1], edge_counts[hop + 1] = count, edges
-        neighbors.clear(places, nodes[:count])
+        neighbor_loops.clear(places, nodes[:count])
         edge_index = np.empty((2, edges), dtype=np.int64)
         for row, drawn_or_target in enumerate(zip(*parts, strict=True)):
             np.concatenate(drawn_or_target, out=edge_index[row])
@@ -159,7 +159,9 @@ class NeighborSampler:
 
         def work(chunk: int) -> None:
             first, last = size * chunk // chunks, size * (chunk + 1) // chunks
-            neighbors.draw(indptr, indices, frontier, first, last, fanout, self._key, step, starts, drawn)
+            neighbor_loops.draw(
+                indptr, indices, frontier, first, last, fanout, self._key, step, starts, drawn
+            )
 
         if chunks <= 1:
             if size:
@@ -177,7 +179,7 @@ class NeighborSampler:
 
 def checked_fanouts(fanouts: Any) -> tuple[int, ...]:
     """Return fan-outs as ints; SchemaError unless there is one at least, each from 1 to 1,024 or -1."""
-    most = neighbors.MAX_FANOUT
+    most = neighbor_loops.MAX_FANOUT
     try:
         values = tuple(integer("fanouts", fanout) for fanout in fanouts)
     except TypeError:
@@ -195,7 +197,7 @@ def key_of(seed: int) -> int:
 
 
 def subgraph_of(nodes: Array, edges: Array, counts: Array, edge_counts: Array) -> Subgraph:
-    """The subgraph of what `gear_loader.native.neighbors.sample` returns."""
+    """The subgraph of what `gear_loader.native.neighbor_loops.sample` returns."""
     return Subgraph(
         torch.from_numpy(nodes),
         torch.from_numpy(edges),

@@ -18,8 +18,8 @@ from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError
 from gear_loader.graph.csr import checked_nodes
 from gear_loader.graph.table_rows import TableRows, unknown_nodes
-from gear_loader.storage.rows import Reach
 from gear_loader.storage.schema import Window
+from gear_loader.storage.selected_rows import Reach
 from gear_loader.utils.arrays import Array
 
 __all__ = ["Homes", "RemoteRows", "homes_of", "join"]

@@ -14,15 +14,15 @@ from gear_loader.collection.collector import resolve
 from gear_loader.collection.plans import Output, Plans, plans_of
 from gear_loader.errors import SchemaError, UnknownNodeError
 from gear_loader.graph.csr import named
-from gear_loader.native import neighbors
+from gear_loader.native import neighbor_loops
 from gear_loader.storage.reader import Snapshot, Ticket
-from gear_loader.storage.rows import Reach
 from gear_loader.storage.schema import Window
+from gear_loader.storage.selected_rows import Reach
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import new_mutex
 
-__all__ = ["DeviceRows", "Rows", "TableRows", "unknown_nodes"]
+__all__ = ["DeviceGather", "RowIndex", "TableRows", "unknown_nodes"]
 
 _WINDOW = Window(1)
 _REACH = Reach(0, 0)
@@ -31,7 +31,7 @@ _SCRATCH_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class RowIndex:
     """Which trajectories hold which rows, at one version of the table.
 
     Attributes:
@@ -53,7 +53,7 @@ class Rows:
     def locate(self, numbers: Array) -> tuple[Array, Array, int]:
         """Slots and steps of rows, int64 [n] each, slot -1 for one that is unknown; and how many are unknown."""
         places = np.empty((2, len(numbers)), dtype=np.int64)
-        missing = neighbors.locate_rows(numbers, self.ends, self.slots, *places)
+        missing = neighbor_loops.locate_rows(numbers, self.ends, self.slots, *places)
         return places[0], places[1], int(missing)
 
 
@@ -75,10 +75,10 @@ class TableRows:
         self._gather = RowGather(table, dict.fromkeys(columns, _WINDOW))
         self.row_bytes = self._gather.row_bytes
         self._mutex = new_mutex()
-        self._rows = Rows(-1, *(np.empty(0, dtype=np.int64) for _ in range(4)))
+        self._rows = RowIndex(-1, *(np.empty(0, dtype=np.int64) for _ in range(4)))
         self.look()
 
-    def look(self) -> Rows:
+    def look(self) -> RowIndex:
         """The rows that the table holds now."""
         known = self.table.reader().known()
         if known is None or known.version != self._rows.version:
@@ -86,7 +86,7 @@ class TableRows:
             ticket.during(lambda: self.begin(ticket))
         return self._rows
 
-    def begin(self, ticket: Ticket) -> Rows:
+    def begin(self, ticket: Ticket) -> RowIndex:
         """Begin a read; the rows as of now. The caller ends the ticket."""
         _, snapshot = self.table.reader().begin_snapshot(ticket=ticket)
         if snapshot.version > self._rows.version:
@@ -144,7 +144,7 @@ class TableRows:
         return found
 
 
-def _followed(rows: Rows, snapshot: Snapshot) -> Rows:
+def _followed(rows: RowIndex, snapshot: Snapshot) -> RowIndex:
     """`rows` after changes of the table.
 
     Raises:
@@ -163,7 +163,7 @@ def _followed(rows: Rows, snapshot: Snapshot) -> Rows:
     slots = np.full(known + len(added), -1, dtype=np.int64)
     slots[np.searchsorted(rows.sequences, snapshot.sequences[:new])] = snapshot.slots[:new]
     slots[known:] = snapshot.slots[new:]
-    return Rows(
+    return RowIndex(
         snapshot.version,
         np.concatenate((rows.sequences, added)),
         np.concatenate((rows.generations, snapshot.generations[new:])),
@@ -180,7 +180,7 @@ def unknown_nodes(nodes: Array, count: int) -> UnknownNodeError:
     )
 
 
-class DeviceRows:
+class DeviceGather:
     """Gathers rows of a table by the zero-copy kernels, on a device that reads host memory.
 
     Rows go through scratch memory of at most 64 MiB, one for each stream. The caller holds a read ticket until the
@@ -217,7 +217,7 @@ class DeviceRows:
         """Queue the gather of rows on the current stream; see `TableRows.gather`.
 
         Args:
-            slots, steps: int64 [n], from `Rows.locate`. outs: on the device.
+            slots, steps: int64 [n], from `RowIndex.locate`. outs: on the device.
         """
         into = np.arange(len(slots)) if into is None else into
         for first in range(0, len(slots), self._most):

@@ -10,7 +10,7 @@ import numpy as np
 from gear_loader.errors import SchemaError
 from gear_loader.graph.csr import Graph
 from gear_loader.graph.sampler import checked_fanouts
-from gear_loader.native import neighbors
+from gear_loader.native import neighbor_loops
 from gear_loader.utils.arrays import Array, as_array
 
 __all__ = ["access_probability", "sampled_size"]
@@ -33,7 +33,7 @@ def sampled_size(graph: Graph, fanouts: Sequence[int]) -> Array:
     found = np.ones(graph.num_nodes)
     for fanout in reversed(checked_fanouts(fanouts)):
         below, found = found, np.empty(graph.num_nodes)
-        neighbors.sizes(*arrays, below, fanout, found)
+        neighbor_loops.sizes(*arrays, below, fanout, found)
     return found
 
 
@@ -76,6 +76,8 @@ def access_probability(
     earlier = np.zeros(size)
     for fanout in checked_fanouts(fanouts):
         before, found = found, np.empty(size)
-        neighbors.accesses(*arrays, before, before if drawing == "all" else before - earlier, fanout, found)
+        neighbor_loops.accesses(
+            *arrays, before, before if drawing == "all" else before - earlier, fanout, found
+        )
         earlier = before
     return found

@@ -26,11 +26,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from gear_loader.errors import GearError, PeerTimeoutError, RegionError, TransportError
-from gear_loader.storage.rules import check_seconds
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import region_path
 from gear_loader.storage.stats import TableStats
 from gear_loader.storage.table import Table
+from gear_loader.storage.table_rules import check_seconds
 from gear_loader.transport.remote_table import RemoteTable
 from gear_loader.transport.remote_table import connect as connect_to
 

@@ -25,8 +25,8 @@ from gear_loader.native import copying
 from gear_loader.storage.dtypes import NUMPY_DTYPES, torch_dtypes
 from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.readers import Ticket
-from gear_loader.storage.rows import SelectedRows
 from gear_loader.storage.schema import Column, Window
+from gear_loader.storage.selected_rows import SelectedRows
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import at_least, finite, flag

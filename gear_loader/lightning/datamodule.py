@@ -21,7 +21,7 @@ from gear_loader.dataset.options import Draws
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError, SourceError
 from gear_loader.lightning.evaluation import EvaluationDataset, evaluation_dataset, prediction_dataset
-from gear_loader.lightning.split import Split
+from gear_loader.lightning.validation_split import Split
 from gear_loader.selection.step_budget import Steps
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table

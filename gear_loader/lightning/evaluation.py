@@ -9,7 +9,7 @@ from typing import Any
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.windows import Whole
 from gear_loader.dataset import ReplayDataset
-from gear_loader.dataset.draws import EpochDraws
+from gear_loader.dataset.epoch_draws import EpochDraws
 from gear_loader.dataset.options import Draws, Ranks
 from gear_loader.distributed.shards import Shards
 from gear_loader.selection.selectors import Fifo, Selector, Uniform

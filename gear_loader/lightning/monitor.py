@@ -166,7 +166,7 @@ class ReplayMonitor(Callback):
     def _begin(self, now: float, totals: dict[str, float]) -> None:
         self._since, self._before = now, totals
         self._batches = 0
-        self._drawn = _Drawn()
+        self._drawn = _DrawStatistics()
 
     def _totals(self, dataset: ReplayDataset) -> dict[str, float]:
         """Current sizes and counters, summed over all tables."""
@@ -225,7 +225,7 @@ class ReplayMonitor(Callback):
         return metrics
 
 
-class _Drawn:
+class _DrawStatistics:
     """Means and maxima over the rows of several batches, accumulated on their device."""
 
     def __init__(self) -> None:

@@ -280,7 +280,8 @@ def resolve(  # type: ignore[no-untyped-def]
         steps, row, more = int64(1), int64(-1), int64(0)
         if slots[b] >= 0 and slots[b] < len(extent):
             steps, row, more = extent_of(extent, slots[b])
-        low = min(max(anchors[b] + first, 0), steps + more - 1) // block_steps
+        # Of a column without final steps, a window after the last step shows that step.
+        low = min(max(anchors[b] + first, 0), steps - 1) // block_steps
         high = min(max(anchors[b] + last, 0), steps + more - 1) // block_steps
         out_extent[b, 0] = steps
         out_extent[b, 2] = more

@@ -1,7 +1,7 @@
 """What many tensors are, asked by one compiled loop through the table of C functions that DLPack defines for types.
 
 In Python each property of a tensor takes a call of 40 to 80 ns; DLPack's function tells place, dtype, shape and strides
-in 40 ns. PyTorch 2.13 has the table; one without it is asked in Python (`gear_loader.storage.locating`).
+in 40 ns. PyTorch 2.13 has the table; one without it is asked in Python (`gear_loader.storage.quick_check`).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from gear_loader.selection.selectors import Draw, Prioritized, Selector
 from gear_loader.selection.step_budget import BudgetCounts, BudgetState, DrawnPart, StepBudget
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.readers import Ticket
-from gear_loader.storage.rows import SelectedRows
+from gear_loader.storage.selected_rows import SelectedRows
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 

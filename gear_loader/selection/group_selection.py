@@ -23,7 +23,7 @@ from gear_loader.selection.selectors import Draw, SnapshotSelector, TopK, anchor
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
-from gear_loader.storage.rows import CudaRows, SelectedRows
+from gear_loader.storage.selected_rows import CudaRows, SelectedRows
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array

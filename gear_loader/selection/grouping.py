@@ -10,9 +10,9 @@ import torch
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.reader import Snapshot
-from gear_loader.storage.rules import check_seconds
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.table import Table
+from gear_loader.storage.table_rules import check_seconds
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import at_least, one_of
 

@@ -37,9 +37,9 @@ from gear_loader.storage.layout import Layout, most_blocks
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.reader import Changes, Snapshot
 from gear_loader.storage.readers import Ticket
-from gear_loader.storage.rows import CudaRows, SelectedRows
+from gear_loader.storage.selected_rows import CudaRows, SelectedRows
 from gear_loader.storage.states import READY
-from gear_loader.storage.tier_counts import pack_heat
+from gear_loader.storage.tier_counts import pack_priorities
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import holds_any, new_mutex, uninterrupted
 
@@ -610,14 +610,14 @@ class PrioritizedSelection(Selection):
                 )
                 sums = np.bincount(self._map.owner[blocks], masses[blocks], minlength=len(own.extent))
                 means = (sums[slots] / own.extent[slots, 0]) ** (1 / alpha) - eps
-            table.heat[slots] = pack_heat(table.generation[slots], np.clip(means, 0, _LARGEST))
+            table.tier_priority[slots] = pack_priorities(table.generation[slots], np.clip(means, 0, _LARGEST))
         now = time.monotonic()
         self._next_means = now + max(_MEANS_SECONDS, 20 * (now - began))
 
     def _tell_tier(self, slots: Array, priorities: Array) -> None:
         """Tell the table's owner priorities (float32 [n]) of trajectories."""
         arrays = self.context.table.index.arrays
-        arrays.heat[slots] = pack_heat(arrays.generation[slots], priorities)
+        arrays.tier_priority[slots] = pack_priorities(arrays.generation[slots], priorities)
 
     def _items(self, request: PriorityUpdates) -> Array:
         """Items of a request, int64 [n]; -1 for a stale row."""

@@ -41,7 +41,7 @@ from gear_loader.storage.inline import InlineBatch
 from gear_loader.storage.priority_updates import check_names
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
-from gear_loader.storage.rows import CudaRows, DrawPlaces, Reach, SelectedRows
+from gear_loader.storage.selected_rows import CudaRows, DrawPlaces, Reach, SelectedRows
 from gear_loader.utils.arrays import Array, outside_inference
 from gear_loader.utils.captures import beside_captures, refuse_capture
 from gear_loader.utils.packing import upload
@@ -119,7 +119,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         self._leave()  # other streams wait until the tensors are initialised
 
     def _make_tree(self, capacity: int) -> None:
-        from gear_loader.kernels.items import Blocks, Index
+        from gear_loader.kernels.items import Blocks, IndexAddresses
 
         self._wide = SumTree(capacity, self._device)
         self._cut = torch.zeros(1, dtype=torch.bool, device=self._device)
@@ -133,7 +133,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             return torch.full((count,), value, dtype=dtype, device=self._device)
 
         slots, blocks = layout.max_trajectories, layout.num_blocks
-        self._index = Index(
+        self._index = IndexAddresses(
             addresses=torch.tensor(addresses, dtype=torch.int64, device="cpu").to(self._device),
             num_ids=len(block_ids),
             block_steps=layout.block_steps,

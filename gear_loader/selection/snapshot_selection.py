@@ -21,7 +21,7 @@ from gear_loader.selection.selectors import (
 from gear_loader.storage.inline import InlineBatch, Places, uniform_batch
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
-from gear_loader.storage.rows import SelectedRows
+from gear_loader.storage.selected_rows import SelectedRows
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 

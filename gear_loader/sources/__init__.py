@@ -12,8 +12,8 @@ Gear Loader).
 from gear_loader.sources.environment import collect, collect_iter
 from gear_loader.sources.episodes import Episode, EpisodeReader, infer_schema
 from gear_loader.sources.hdf5 import read_hdf5
-from gear_loader.sources.loading import load
 from gear_loader.sources.minari import read_minari
+from gear_loader.sources.source_loading import load
 
 __all__ = [
     "Episode",

@@ -9,7 +9,7 @@ from typing import Any
 from gear_loader.errors import SourceError
 from gear_loader.sources._optional import require
 from gear_loader.sources.episodes import Columns, Episode, check_count, describe
-from gear_loader.sources.recording import Limits, Recorder, Values, action_seed, first_too_long
+from gear_loader.sources.recording import CollectionLimits, Recorder, Values, action_seed, first_too_long
 from gear_loader.sources.vector_environment import collect_vector, make_vector
 from gear_loader.utils.checks import at_least, flag
 from gear_loader.utils.progress import progress_bar
@@ -153,7 +153,7 @@ def collect_iter(
     recorder = functools.partial(
         Recorder, columns=columns, keep_float64=keep_float64, allow_nonfinite=allow_nonfinite
     )
-    limits = Limits(episodes, max_steps, max_episode_steps)
+    limits = CollectionLimits(episodes, max_steps, max_episode_steps)
     if num_envs is not None or isinstance(env, vector):
         return _run_vector(gymnasium, env, num_envs, policy, recorder, limits, seed, progress)
     return _run(gymnasium, env, policy, recorder, limits, seed, progress)
@@ -165,7 +165,7 @@ def _run_vector(
     num_envs: int | None,
     policy: Policy | None,
     make_recorder: Callable[..., Recorder],
-    limits: Limits,
+    limits: CollectionLimits,
     seed: int | None,
     progress: bool,
 ) -> Iterator[Episode]:
@@ -184,7 +184,7 @@ def _run(
     env: Any,
     policy: Policy | None,
     make_recorder: Callable[..., Recorder],
-    limits: Limits,
+    limits: CollectionLimits,
     seed: int | None,
     progress: bool,
 ) -> Iterator[Episode]:
@@ -246,7 +246,7 @@ def _run_episode(
     values: Values,
     number: int,
     seed: int | None,
-    limits: Limits,
+    limits: CollectionLimits,
     longest: int | None,
 ) -> int | None:
     """Run one episode.

@@ -29,7 +29,7 @@ from gear_loader.storage.schema import Column
 
 __all__ = [
     "FINAL",
-    "Limits",
+    "CollectionLimits",
     "Recorder",
     "Values",
     "action_seed",
@@ -46,7 +46,7 @@ FINAL = "final"
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class CollectionLimits:
     """Limits of a collection: `episodes`, `max_steps` and `max_episode_steps` of `gear_loader.sources.collect`."""
 
     episodes: int | None
@@ -290,7 +290,7 @@ def action_seed(seed: int) -> int:
     return int(np.random.SeedSequence([seed, 1]).generate_state(1)[0])
 
 
-def first_too_long(recorder: Recorder, limits: Limits) -> SourceError:
+def first_too_long(recorder: Recorder, limits: CollectionLimits) -> SourceError:
     """The error for a first episode that has more than `limits.steps` steps."""
     return SourceError(
         f"The first episode of {recorder.name} has more than max_steps={limits.steps} steps; expected room for at "

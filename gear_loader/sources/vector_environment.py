@@ -14,7 +14,14 @@ import numpy as np
 
 from gear_loader.errors import SourceError
 from gear_loader.sources.episodes import Episode, describe
-from gear_loader.sources.recording import FINAL, Limits, Recorder, Values, action_seed, first_too_long
+from gear_loader.sources.recording import (
+    FINAL,
+    CollectionLimits,
+    Recorder,
+    Values,
+    action_seed,
+    first_too_long,
+)
 from gear_loader.utils.progress import progress_bar
 
 __all__ = ["collect_vector", "make_vector"]
@@ -56,7 +63,7 @@ def collect_vector(
     envs: Any,
     policy: Callable[[Any], Any] | None,
     make_recorder: Callable[..., Recorder],
-    limits: Limits,
+    limits: CollectionLimits,
     seed: int | None,
     progress: bool,
 ) -> Iterator[Episode]:
@@ -72,7 +79,7 @@ def collect_vector(
     name = envs.spec.id if envs.spec is not None else _inner_name(envs)
     recorder = make_recorder(name, envs.single_observation_space, envs.single_action_space)
     stepper = _Stepper(gymnasium, envs, recorder, limits)
-    queue = _Queue(envs.num_envs, recorder, limits)
+    queue = _EpisodeQueue(envs.num_envs, recorder, limits)
     draw = _RandomActions(gymnasium, envs, seed) if policy is None else None
     total, unit = (limits.steps, "steps") if limits.episodes is None else (limits.episodes, "episodes")
     with progress_bar(f"Collecting {name}", total, unit=unit, enabled=progress) as (advance, _):
@@ -104,7 +111,7 @@ def _inner_name(envs: Any) -> str:
     return type(inner).__name__
 
 
-class _Queue:
+class _EpisodeQueue:
     """Episodes that are being recorded, or wait for the episodes before them.
 
     Attributes:
@@ -113,7 +120,7 @@ class _Queue:
         lengths: int64 [n], steps of the current episode of each environment.
     """
 
-    def __init__(self, count: int, recorder: Recorder, limits: Limits) -> None:
+    def __init__(self, count: int, recorder: Recorder, limits: CollectionLimits) -> None:
         self._count, self._recorder, self._most = count, recorder, limits.steps
         self.end = 2**62 if limits.episodes is None else limits.episodes
         self._numbers = np.arange(count)
@@ -208,7 +215,7 @@ class _Stepper:
         resetting: bool [n], environments that ignore the next action, because it resets them.
     """
 
-    def __init__(self, gymnasium: Any, envs: Any, recorder: Recorder, limits: Limits) -> None:
+    def __init__(self, gymnasium: Any, envs: Any, recorder: Recorder, limits: CollectionLimits) -> None:
         self._envs, self._recorder, self._cut = envs, recorder, limits.episode_steps
         mode = envs.metadata.get("autoreset_mode")
         self._mode = getattr(mode, "value", mode)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from gear_loader.storage.bounds import bad_marks, bad_slots, require_whole
 from gear_loader.storage.counters import DIRTY, EPOCH, FLIP_EPOCH, HALF, HEAD, MOVING, RUNS
 from gear_loader.storage.index_arrays import IndexArrays, ranges
+from gear_loader.storage.index_checks import bad_marks, bad_slots, require_whole
 from gear_loader.storage.states import FREE, WRITING
 from gear_loader.utils.arrays import Array
 

@@ -7,8 +7,8 @@ import os
 from typing import Any, Literal, Protocol
 
 from gear_loader.errors import CheckpointError, SchemaError
-from gear_loader.storage.rules import check_seconds
 from gear_loader.storage.source import Source
+from gear_loader.storage.table_rules import check_seconds
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import byte_count, one_of
 from gear_loader.utils.paths import local_path

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gear_loader.storage.late import filled_bits
+from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.tier_counts import COPIES_WIDTH
 from gear_loader.utils.arrays import Array
 

@@ -30,6 +30,7 @@ from gear_loader.storage.counters import (
     WANTED_BLOCKS,
 )
 from gear_loader.storage.disk_copies import are_current
+from gear_loader.storage.filled_bits import filled_bits, set_filled
 from gear_loader.storage.ids import (
     CLIENT_ORIGIN,
     check_origin_free,
@@ -40,7 +41,6 @@ from gear_loader.storage.ids import (
     slots_of,
 )
 from gear_loader.storage.index_arrays import IndexArrays
-from gear_loader.storage.late import filled_bits, set_filled
 from gear_loader.storage.operations.view import (
     DONE,
     EVICT_LOWEST,
@@ -733,11 +733,11 @@ class Index:
         most = min(int(arrays.counters[NUM_FREE_BLOCKS]), most_bytes // arrays.block_bytes)
         return slots[: 1 + int(np.searchsorted(np.cumsum(blocks), most, side="right"))]
 
-    def want_back(self, slots: Array) -> bool:
+    def request_from_disk(self, slots: Array) -> bool:
         """Whether some of the trajectories (int64 [n]) lie on disk only; asks for room for them in memory."""
         arrays = self.arrays
 
-        def look() -> bool:
+        def request() -> bool:
             live = slots[arrays.state[slots] == READY]
             left = live[arrays.extent[live, 1] < 0]
             if len(left):
@@ -746,7 +746,7 @@ class Index:
                 arrays.counters[WANTED_BLOCKS] = max(int(arrays.counters[WANTED_BLOCKS]), wanted)
             return bool(len(left))
 
-        return self.recovery.locked(look)
+        return self.recovery.locked(request)
 
     def begin_stored(self, lengths: Array, finals: Array, inside: Array, claim: Claim) -> Array:
         """`begin` for trajectories of which some are on disk and get no blocks; for an empty table.

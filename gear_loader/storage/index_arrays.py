@@ -68,7 +68,7 @@ class IndexArrays:
         self.lowest: Array = region.array("lowest")
         self.parked: Array = region.array("parked")
         self.stored: Array = region.array("stored")
-        self.heat: Array = region.array("heat")
+        self.tier_priority: Array = region.array("tier_priority")
         self.kept_versions: Array = region.array("versions")
         self.tier_counts: Array = region.array("tier_counts")
         self.group = layout.group

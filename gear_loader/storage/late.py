@@ -1,8 +1,6 @@
 """Columns that are filled after their trajectory was added; see `Table.fill`.
 
-A trajectory has one bit for each late column, in the index. It is set after the bytes are written, under the lock: a
-process that dies before leaves the column unfilled, and no reader reads the bytes of an unfilled column. The bits carry
-the generation of the slot, so that those of an earlier trajectory in the slot do not count.
+The bytes are written first, then the trajectory's bit of the column is set: see `gear_loader.storage.filled_bits`.
 """
 
 from __future__ import annotations
@@ -10,24 +8,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from gear_loader.errors import FilledError, SchemaError, TableFullError
 from gear_loader.native.copying import copy_rows
 from gear_loader.storage.counters import NUM_TOUCHED, VERSION
+from gear_loader.storage.filled_bits import filled_bits, set_filled
+from gear_loader.storage.index import Index
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.late_values import LateValues, check_late, checked_fill
 from gear_loader.storage.operations.view import begin_change, end_change
+from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
+from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Schema
 from gear_loader.utils.arrays import Array
 
-if TYPE_CHECKING:
-    from gear_loader.storage.table import Table
-
-__all__ = ["fill_columns", "filled_bits", "set_filled", "unfilled"]
+__all__ = ["fill_columns", "unfilled"]
 
 
 _SMALL = 1 << 17
@@ -38,29 +37,24 @@ _PIECE_BYTES = 64 << 20
 """Most bytes of trajectories that are brought back into memory at once, unless one has more."""
 
 
-def filled_bits(arrays: IndexArrays, slots: Array) -> Array:
-    """Bits of the late columns that are filled, int64 [n], of the trajectories in `slots`, int64 [n].
+class FilledTable(Protocol):
+    """The interface of a `gear_loader.Table` that a fill uses."""
 
-    Takes no lock; the caller holds it, or reads the columns under a read ticket.
-    """
-    if not len(arrays.filled):
-        return np.zeros(len(slots), dtype=np.int64)
-    bits: Array = np.where(
-        arrays.filled[slots, 0] == arrays.generation[slots], arrays.filled[slots, 1], np.int64(0)
-    )
-    return bits
+    @property
+    def schema(self) -> Schema: ...
 
+    @property
+    def region(self) -> Region: ...
 
-def set_filled(arrays: IndexArrays, slots: Array, bits: Array | int) -> None:
-    """Set bits of late columns, int64 [n] or one for all. The caller holds the lock and has written the bytes."""
-    new = slots[arrays.filled[slots, 0] != arrays.generation[slots]]
-    # In this order: bits of an earlier trajectory never count for this one.
-    arrays.filled[new, 1] = 0
-    arrays.filled[new, 0] = arrays.generation[new]
-    arrays.filled[slots, 1] |= bits
+    @property
+    def index(self) -> Index: ...
+
+    def reader(self) -> TableReader: ...
+
+    def load_from_disk(self, slots: Array) -> int: ...
 
 
-def unfilled(table: Table, columns: Sequence[str]) -> tuple[Array, Array]:
+def unfilled(table: FilledTable, columns: Sequence[str]) -> tuple[Array, Array]:
     """See `Table.unfilled`."""
     names = list(columns) or list(table.schema.late)
     check_late(table.schema, names)
@@ -71,7 +65,7 @@ def unfilled(table: Table, columns: Sequence[str]) -> tuple[Array, Array]:
 
 
 def fill_columns(
-    table: Table,
+    table: FilledTable,
     index: Any,
     generation: Any,
     columns: Mapping[str, Any],
@@ -88,7 +82,7 @@ def fill_columns(
     bits = table.schema.late_bits(columns)
     if not len(slots):
         return 0
-    request = _Request(table, slots, generations, values, bits, strict, again)
+    request = _FillCall(table, slots, generations, values, bits, strict, again)
     return table.region.fill_lock.run(request.run)
 
 
@@ -108,7 +102,7 @@ class _Located:
 
 
 @dataclasses.dataclass
-class _Request:
+class _FillCall:
     """One call of `fill_columns`, which holds the lock of those who fill.
 
     Large values are copied without the lock of the index, under a read ticket: nobody reads the bytes of a column that
@@ -118,7 +112,7 @@ class _Request:
     filled at once, in pieces: the table's owner may write them and move them to disk again meanwhile.
     """
 
-    table: Table
+    table: FilledTable
     slots: Array
     generations: Array
     values: list[LateValues]
@@ -140,10 +134,10 @@ class _Request:
             if self.done > before:
                 backoff, attempt = None, 0
             piece = index.piece(self.slots[left], _PIECE_BYTES)
-            self.table.bring_back(piece)
+            self.table.load_from_disk(piece)
             backoff, attempt = backoff or self.table.reader().backoff(), attempt + 1
             # They may also be moved to disk again and again.
-            if (index.want_back(piece) or attempt >= _AT_ONCE) and not backoff.sleep():
+            if (index.request_from_disk(piece) or attempt >= _AT_ONCE) and not backoff.sleep():
                 raise TableFullError(
                     f"Timed out after {backoff.timeout:g} s: {len(left)} of {len(self.slots)} trajectories of a fill "
                     f"lie on disk only, and there is no room to bring one into memory; {self.done} were filled. Fill "

@@ -36,7 +36,7 @@
                                                           (negative: without columns filled since), segment,
                                                           first row, position in the segment; [1, 4] of a table without
                                                           a disk tier
-                    heat                 int64 [T]        [0] without a disk tier. Lower half of the generation, and
+                    tier_priority        int64 [T]        [0] without a disk tier. Lower half of the generation, and
                                                           latest priority that a dataset has given (float32)
                     versions             int64 [T]        version of the policy of a trajectory that lies on disk only;
                                                           [0] without a disk tier, or `version`
@@ -76,9 +76,9 @@ import numpy as np
 
 from gear_loader.errors import RegionError, SchemaError
 from gear_loader.storage.disk import Tier
-from gear_loader.storage.rules import Rules
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.shared_memory import MAGIC
+from gear_loader.storage.table_rules import Rules
 from gear_loader.storage.tier_counts import COPIES_WIDTH, COUNTS
 
 __all__ = [
@@ -243,7 +243,7 @@ class Layout:
             ("lowest", np.float32, (-(-slots // self.group),)),
             ("parked", np.int32, (1 if tier is None else blocks,)),
             ("stored", np.int64, (1 if tier is None else slots, COPIES_WIDTH)),
-            ("heat", np.int64, (0 if tier is None else slots,)),
+            ("tier_priority", np.int64, (0 if tier is None else slots,)),
             ("versions", np.int64, (0 if tier is None or self.rules.version is None else slots,)),
             ("tier_counts", np.int64, (0 if tier is None else COUNTS,)),
         ]

@@ -61,7 +61,7 @@ def _try(fd: int, place: int) -> bool:
     return True
 
 
-class _Bell:
+class _Wakeup:
     """A futex that wakes one waiter when the lock is released.
 
     It only shortens sleeps: every waiter retries after `_PAUSE`. So the count of waiters need not be exact.
@@ -69,15 +69,15 @@ class _Bell:
 
     def __init__(self, address: int) -> None:
         self._address = address
-        self.rung = ctypes.c_uint32.from_address(address)
+        self.count = ctypes.c_uint32.from_address(address)
         self.waiting = ctypes.c_int32.from_address(address + 4)
 
-    def wait(self, rung: int) -> None:
-        """Sleep until `rung` changes, at most `_PAUSE`."""
-        _syscall(_FUTEX, self._address, _FUTEX_WAIT, rung, _PAUSE_SPEC, None, 0)
+    def wait(self, count: int) -> None:
+        """Sleep until `count` changes, at most `_PAUSE`."""
+        _syscall(_FUTEX, self._address, _FUTEX_WAIT, count, _PAUSE_SPEC, None, 0)
 
-    def ring(self) -> None:
-        self.rung.value += 1
+    def wake(self) -> None:
+        self.count.value += 1
         _syscall(_FUTEX, self._address, _FUTEX_WAKE, 1, None, None, 0)
 
 
@@ -106,7 +106,7 @@ class IndexLock:
         self._fd = fd
         self._mutex = new_mutex()
         self._wanted = False  # whether the owner of the mutex keeps the record lock, or waits for it
-        self._bell: _Bell | None = None
+        self._wakeup: _Wakeup | None = None
         _locks.add(self)
 
     def run(self, section: Callable[..., _T], *given: Any) -> _T:
@@ -178,7 +178,7 @@ class IndexLock:
 
     def hear(self, address: int | None) -> None:
         """Use the futex at `address`: 8 bytes of the region, initially zero. None stops using it before an unmap."""
-        self._bell = None if address is None or _FUTEX is None else _Bell(address)
+        self._wakeup = None if address is None or _FUTEX is None else _Wakeup(address)
 
     def _take(self, mutex: Any) -> None:
         if not mutex.acquire(timeout=self.timeout):
@@ -196,8 +196,8 @@ class IndexLock:
             if self._fd is not None:
                 self._wanted = False
                 fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, self._place)
-                if self._bell is not None and self._bell.waiting.value:
-                    self._bell.ring()
+                if self._wakeup is not None and self._wakeup.waiting.value:
+                    self._wakeup.wake()
         finally:
             mutex.release()
 
@@ -210,13 +210,13 @@ class IndexLock:
     def _lock_file(self, fd: int) -> None:
         if _try(fd, self._place):
             return
-        bell = self._bell
-        if bell is not None:
-            bell.waiting.value += 1
+        wakeup = self._wakeup
+        if wakeup is not None:
+            wakeup.waiting.value += 1
         try:
             deadline = time.monotonic() + self.timeout
             while True:
-                rung = 0 if bell is None else bell.rung.value
+                count = 0 if wakeup is None else wakeup.count.value
                 if _try(fd, self._place):
                     return
                 if time.monotonic() > deadline:
@@ -224,13 +224,13 @@ class IndexLock:
                         f"Another process has held the lock of {self._name} for over {self.timeout:g} s. "
                         "It may be stopped; `fuser` on the file names the processes that use it."
                     )
-                if bell is None:
+                if wakeup is None:
                     time.sleep(_PAUSE)
                 else:
-                    bell.wait(rung)
+                    wakeup.wait(count)
         finally:
-            if bell is not None:
-                bell.waiting.value = max(0, bell.waiting.value - 1)
+            if wakeup is not None:
+                wakeup.waiting.value = max(0, wakeup.waiting.value - 1)
 
     def _reset(self) -> None:
         self._mutex = new_mutex()

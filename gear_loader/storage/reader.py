@@ -12,9 +12,9 @@ import numpy as np
 from gear_loader.errors import StaleIndexError
 from gear_loader.storage.admission import Admission
 from gear_loader.storage.counters import NEXT_SEQUENCE, NUM_READY, NUM_SAMPLED, NUM_TOUCHED, VERSION
+from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.inline import UNCHANGED, InlineBatch, Places
-from gear_loader.storage.late import filled_bits
 from gear_loader.storage.operations.view import begin_change, end_change
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.readers import Readers, Ticket

@@ -6,8 +6,8 @@ derived from them. A mutation marks the index dirty while it runs; the next lock
 derived state. Therefore a slot's state is always written last, and operations on several slots write an intent record,
 which recovery replays. The mutations are in `gear_loader.storage.operations`.
 
-Values that another process wrote by mistake are not recovered: `gear_loader.storage.bounds` finds out-of-range values
-when a process attaches, and operations check them before use. The table is then refused.
+Values that another process wrote by mistake are not recovered: `gear_loader.storage.index_checks` finds out-of-range
+values when a process attaches, and operations check them before use. The table is then refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import numpy as np
 
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.block_tables import BlockTables
-from gear_loader.storage.bounds import bad_marks, bad_slots, damage, require_whole
 from gear_loader.storage.counters import (
     COMMITTING,
     DIRTY,
@@ -63,6 +62,7 @@ from gear_loader.storage.counters import (
 )
 from gear_loader.storage.ids import first_free, ids_of, origin_of
 from gear_loader.storage.index_arrays import IndexArrays, ranges
+from gear_loader.storage.index_checks import bad_marks, bad_slots, damage, require_whole
 from gear_loader.storage.lock import IndexLock
 from gear_loader.storage.operations.view import ALL, LIVE, MARKED, PID, READING
 from gear_loader.storage.states import FREE, READY, RETIRED, WRITING

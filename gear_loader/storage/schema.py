@@ -18,7 +18,7 @@ import numpy as np
 from gear_loader.errors import SchemaError
 from gear_loader.storage.casting import can_cast, cast_to
 from gear_loader.storage.dtypes import ITEM_BYTES, NUMPY_DTYPES, DtypeName, dtype_names, torch_dtypes
-from gear_loader.storage.locating import Expected, located, located_list
+from gear_loader.storage.quick_check import Expected, located, located_list
 from gear_loader.utils.arrays import PLAIN_TYPES, address_of, data_address, known, shown, unreadable
 from gear_loader.utils.checks import finite, flag, one_of
 from gear_loader.utils.lazy_torch import is_tensor, torch

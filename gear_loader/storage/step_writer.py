@@ -135,9 +135,9 @@ class StepWriter(Writer):
                 return added
             slots = np.array([slot])
             backoff, attempt = backoff or self._index.admission.backoff(), attempt + 1
-            self._table.bring_back(slots)
+            self._table.load_from_disk(slots)
             # It may also be moved to disk again and again.
-            if (self._index.want_back(slots) or attempt >= _AT_ONCE) and not backoff.sleep():
+            if (self._index.request_from_disk(slots) or attempt >= _AT_ONCE) and not backoff.sleep():
                 raise TableFullError(
                     f"Timed out after {backoff.timeout:g} s: the growing trajectory, of {self.num_steps:,} steps, lies "
                     "on disk only, and there is no room to bring it into memory. Nothing was appended. Make the memory "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import logging
 import os
 import weakref
@@ -60,20 +59,21 @@ from gear_loader.storage.priority_updates import is_strict, request
 from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import Region
-from gear_loader.storage.rules import Limits, OnFull, Rules, check_on_full, check_seconds
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import region_path
 from gear_loader.storage.stats import TableStats, stats_of
 from gear_loader.storage.step_writer import StepWriter
-from gear_loader.storage.tier_counts import KEEP, KEEPS, pack_heat
+from gear_loader.storage.table_rules import Limits, OnFull, Rules, check_on_full, check_seconds
+from gear_loader.storage.tier_counts import KEEP, KEEPS, pack_priorities
 from gear_loader.storage.vector_writer import VectorWriter
 from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array, numbers, shown
 from gear_loader.utils.checks import at_least, flag, one_of
-from gear_loader.utils.devices import check_device
+from gear_loader.utils.device_option import check_device
 from gear_loader.utils.formatting import size
 from gear_loader.utils.notices import notice, notices
 from gear_loader.utils.paths import local_path
+from gear_loader.utils.provided import provided
 
 __all__ = ["Table", "Ticket"]
 
@@ -306,7 +306,7 @@ class Table:
         if disk is None:
             return make()[0]
         table: Table
-        table, table._disk = _checkpoint("behind").create(make, disk, name, exist_ok=if_exists == "attach")
+        table, table._disk = provided("create_on_disk")(make, disk, name, exist_ok=if_exists == "attach")
         return table
 
     @classmethod
@@ -398,7 +398,7 @@ class Table:
         if self._disk is not None and self._disk.writes_to(path):
             self._disk.flush()
             return
-        _checkpoint("saving").save(self, path, progress=progress)
+        provided("save")(self, path, progress=progress)
 
     @classmethod
     def load(
@@ -439,7 +439,7 @@ class Table:
                 into the given sizes. The message names the file. No table is left.
             SchemaError, RegionError: as `create`.
         """
-        options = _checkpoint("loading").LoadOptions(
+        options = provided("LoadOptions")(
             schema=schema,
             name=name,
             max_steps=max_steps,
@@ -450,7 +450,7 @@ class Table:
             on_full=on_full,
             progress=progress,
         )
-        table: Table = _checkpoint("loading").load(cls, local_path(path), options)
+        table: Table = provided("load")(cls, local_path(path), options)
         return table
 
     @classmethod
@@ -486,7 +486,7 @@ class Table:
             CheckpointError: as `load`; or the directory is in use, holds links, or cannot be written.
             SchemaError, RegionError: as `create`.
         """
-        options = _checkpoint("loading").LoadOptions(
+        options = provided("LoadOptions")(
             schema=schema,
             name=name,
             max_steps=max_steps,
@@ -500,7 +500,7 @@ class Table:
         )
         table: Table
         disk = disk if isinstance(disk, Disk) else Disk(disk)
-        table, table._disk = _checkpoint("recovering").recover(cls, disk, options)
+        table, table._disk = provided("recover")(cls, disk, options)
         return table
 
     # ---------------------------------------------------------------- pinning and closing
@@ -581,7 +581,7 @@ class Table:
         """
         options = {"host": host, "port": port, "carrier": carrier, "secret": secret, "allow": allow}
         options["tls"] = tls
-        return importlib.import_module("gear_loader.transport.table_server").serve(self, **options)
+        return provided("serve")(self, **options)
 
     def unlink(self) -> None:
         """Remove the table's name: no process can attach any more, but attached processes may continue.
@@ -1083,8 +1083,7 @@ class Table:
         32 trajectories.
         """
         self.check_open()
-        chosen = importlib.import_module("gear_loader.collection.chosen")
-        batch: dict[str, Any] = chosen.gather(self, index, anchor, windows, out)
+        batch: dict[str, Any] = provided("gather")(self, index, anchor, windows, out)
         return batch
 
     def rows(self, index: int, *, final: bool = False) -> dict[str, torch.Tensor] | None:
@@ -1323,7 +1322,7 @@ class Table:
                 np.ones(len(current), dtype=bool) if generation is None else current == updates.generations
             )
             slots = updates.slots[known]
-            arrays.heat[slots] = pack_heat(current[known], updates.priorities[known])
+            arrays.tier_priority[slots] = pack_priorities(current[known], updates.priorities[known])
         return skipped
 
     # ---------------------------------------------------------------- for selections, collectors and transports
@@ -1345,7 +1344,7 @@ class Table:
     def tier_reader(self) -> TierReader:
         """What reads trajectories that lie on disk only, of this process; its files are opened when they are read."""
         if self._tier_reader is None:
-            self._tier_reader = _checkpoint("tier_reader").FileReader(self)
+            self._tier_reader = provided("TierFiles")(self)
         reader: TierReader = self._tier_reader
         return reader
 
@@ -1353,13 +1352,13 @@ class Table:
         """Tell the owner of a table with a disk tier what is drawn most, for ``Disk(keep="auto")``."""
         self.index.arrays.tier_counts[KEEP] = 1 + KEEPS.index(keep)
 
-    def bring_back(self, slots: Array) -> int:
+    def load_from_disk(self, slots: Array) -> int:
         """Bring trajectories that lie on disk only back into memory, as far as blocks are free; return how many.
 
         Args:
             slots: int64 [n], distinct.
         """
-        count: int = _checkpoint("promoting").promote(self, slots, most_bytes=None)
+        count: int = provided("promote")(self, slots, most_bytes=None)
         return count
 
     def remove_lost(self, error: LostRowsError) -> int:
@@ -1413,8 +1412,3 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _attach(name: str, on_full: OnFull, timeout: float | None) -> Table:
     return Table.attach(name, on_full=on_full, timeout=timeout)
-
-
-def _checkpoint(module: str) -> Any:
-    """A module of the folder above that saves and loads tables."""
-    return importlib.import_module(f"gear_loader.checkpoint.{module}")

@@ -1,7 +1,7 @@
 """What processes know of each other about a table's disk tier: priorities of trajectories, and counts of rows.
 
-`heat` of the index has, for each slot, the generation of a trajectory (its lower 32 bits) and a priority (float32) in
-one int64, so that both are read and written together without a lock. `tier_counts` has the counts below.
+`tier_priority` of the index has, for each slot, the generation of a trajectory (its lower 32 bits) and a priority
+(float32) in one int64, so that both are read and written together without a lock. `tier_counts` has the counts below.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ import numpy as np
 
 from gear_loader.utils.arrays import Array
 
-__all__ = ["COPIES_WIDTH", "COUNTS", "KEEPS", "SLOW_SHARE", "TierCounts", "heats", "note_wait", "pack_heat"]
+__all__ = [
+    "COPIES_WIDTH",
+    "COUNTS",
+    "KEEPS",
+    "SLOW_SHARE",
+    "TierCounts",
+    "note_wait",
+    "pack_priorities",
+    "unpack_priorities",
+]
 
 (
     KEEP,  # 1 + position in `KEEPS`, of the last dataset that was made; 0: none was
@@ -38,15 +47,15 @@ KEEPS: tuple[Literal["newest", "oldest", "priority"], ...] = ("newest", "oldest"
 """Which trajectories stay in memory."""
 
 
-def pack_heat(generations: Array, priorities: Array) -> Array:
-    """Entries of `heat`, int64 [n], of generations (int64 [n]) and priorities (float32 [n])."""
+def pack_priorities(generations: Array, priorities: Array) -> Array:
+    """Entries of `tier_priority`, int64 [n], of generations (int64 [n]) and priorities (float32 [n])."""
     bits = priorities.astype(np.float32).view(np.uint32).astype(np.int64)
     packed: Array = (generations << 32) | bits
     return packed
 
 
-def heats(entries: Array, generations: Array, otherwise: Array) -> Array:
-    """Priorities in `heat`, float32 [n]; of trajectories without one those in `otherwise`, float32 [n]."""
+def unpack_priorities(entries: Array, generations: Array, otherwise: Array) -> Array:
+    """Priorities in `tier_priority`, float32 [n]; of trajectories without one those in `otherwise`, float32 [n]."""
     known = (entries >> 32) == ((generations << 32) >> 32)
     found = (entries & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
     mixed: Array = np.where(known & (entries != 0), found, otherwise)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import json
 import logging
 import os
@@ -142,9 +141,9 @@ async def _serve(
         loop.add_reader(parent, _parent_is_gone, parent, over)
     if one_sided:
         loopback = all(is_loopback(host) for _, host, _ in listens)
-        owner = importlib.import_module("gear_loader.transport.nixl_server").NixlOwner(
-            tables, loopback=loopback
-        )
+        from gear_loader.transport.nixl_server import NixlOwner  # which loads torch
+
+        owner = NixlOwner(tables, loopback=loopback)
         server.metadata["nixl"] = owner.metadata
     addresses = {name: await server.listen(name, host, port) for name, host, port in listens}
     attaching = [asyncio.ensure_future(_attach(server, name)) for name in dict.fromkeys(tables)]

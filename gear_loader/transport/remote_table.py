@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import os
 import ssl
 import weakref
@@ -25,9 +24,9 @@ from gear_loader.storage.incoming import (
 )
 from gear_loader.storage.late_values import check_late, checked_fill
 from gear_loader.storage.priority_updates import is_strict, request
-from gear_loader.storage.rules import check_seconds
 from gear_loader.storage.schema import Schema, as_mapping, keeps
 from gear_loader.storage.stats import TableStats
+from gear_loader.storage.table_rules import check_seconds
 from gear_loader.transport.access import refusal
 from gear_loader.transport.client import Peer
 from gear_loader.transport.delivery import Delivery, fill_parts, until_done
@@ -42,6 +41,7 @@ from gear_loader.transport.urls import Place, split_url
 from gear_loader.transport.wire import Kind
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import at_least
+from gear_loader.utils.provided import provided
 
 if TYPE_CHECKING:
     import torch
@@ -108,8 +108,7 @@ def _through_ray(
 ) -> RemoteTable:
     if secret is not None or secret_file is not None:
         raise HandshakeError(f"A secret was given with {url}, for which the Ray actor has one. Leave it out.")
-    connect = importlib.import_module("gear_loader.integrations.ray").connect
-    return cast("RemoteTable", connect(url, **options))
+    return cast("RemoteTable", provided("connect_through_ray")(url, **options))
 
 
 def _tls(place: Place, ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext | None:

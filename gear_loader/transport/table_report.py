@@ -7,9 +7,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from gear_loader.errors import TransportError
-from gear_loader.storage.rules import OnFull, check_on_full
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.stats import TableStats
+from gear_loader.storage.table_rules import OnFull, check_on_full
 from gear_loader.transport.access import Allow, check_allow
 
 if TYPE_CHECKING:

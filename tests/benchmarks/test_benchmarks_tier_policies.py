@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.tier_policies import TRACES, drifting, hit_rates, table_hit_rates
 from gear_loader.checkpoint.spilling import coldness
-from gear_loader.storage.exchange import BAND, exchange
+from gear_loader.storage.tier_swaps import BAND, exchange
 
 
 @pytest.mark.parametrize("name", TRACES)

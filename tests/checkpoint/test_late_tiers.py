@@ -167,7 +167,7 @@ def test_more_than_the_memory_holds_is_filled_in_pieces(
             has[slots[-1]] = (number, 16, {"reward", "advantage"})
             table.save(tmp_path)
             spill(table, slots)
-        bring_back = table.bring_back
+        load_from_disk = table.load_from_disk
         del has[slots[17]]
 
         def beside(piece: Any) -> int:
@@ -175,9 +175,9 @@ def test_more_than_the_memory_holds_is_filled_in_pieces(
                 table.remove(slots[17])
             table.save(tmp_path)
             spill(table, table.indices())
-            return bring_back(piece)
+            return load_from_disk(piece)
 
-        monkeypatch.setattr(table, "bring_back", beside)
+        monkeypatch.setattr(table, "load_from_disk", beside)
         given = {
             "reward": np.arange(20, dtype=np.float32),
             "advantage": [advantage(n, 16) for n in range(20)],
@@ -205,11 +205,11 @@ def test_no_room_to_fill(tmp_path: Path) -> None:
 def test_a_trajectory_that_is_moved_while_it_is_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look for its blocks and the copy into them: the fill begins again."""
+    """Between the lookup of its blocks and the copy into them: the fill begins again."""
     with tiered(tmp_path) as table:
         index = add(table, 1, 9)
         table.save(tmp_path)
-        finish, moved = late._Request._finish, []
+        finish, moved = late._FillCall._finish, []
 
         def late_finish(self: Any, *args: Any, **options: Any) -> int:
             if not moved:
@@ -217,7 +217,7 @@ def test_a_trajectory_that_is_moved_while_it_is_filled(
             return finish(self, *args, **options)
 
         names = np.array([index]), table.index.arrays.generation[[index]]
-        monkeypatch.setattr(late._Request, "_finish", late_finish)
+        monkeypatch.setattr(late._FillCall, "_finish", late_finish)
         assert table.fill(index, reward=np.float32(2.5)) == 0
         assert moved == [1]
         assert float(table[index]["reward"]) == 2.5
@@ -290,6 +290,6 @@ def test_rows_that_change_while_they_are_brought_back(
             assert spill(table, [index]) == 1
 
         monkeypatch.setattr(reader, "read", late)
-        assert table.bring_back(np.array([index])) == 0
-        assert table.bring_back(np.array([index])) == 1
+        assert table.load_from_disk(np.array([index])) == 0
+        assert table.load_from_disk(np.array([index])) == 1
         assert float(table[index]["reward"]) == 2.5

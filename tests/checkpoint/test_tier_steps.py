@@ -33,7 +33,7 @@ from gear_loader.checkpoint import promoting, spilling
 from gear_loader.errors import SchemaError, StaleIndexError
 from gear_loader.selection import prioritized
 from gear_loader.selection.leaf_blocks import LeafBlocks
-from gear_loader.storage.tier_counts import heats
+from gear_loader.storage.tier_counts import unpack_priorities
 
 STEPS = [name for name, column in COLUMNS.items() if not column.trajectory]
 EXACT = gear.Prioritized(1.0, 0.5, unit="step", normalize="table")
@@ -583,7 +583,9 @@ def test_means_of_any_priorities_are_numbers(tmp_path: Path, alpha: float) -> No
         data.update_priority(table.indices().repeat(6), given, anchor=np.tile(np.arange(6), 3))
         arrays = table.index.arrays
         slots = table.indices()
-        found = heats(arrays.heat[slots], arrays.generation[slots], np.full(3, -1.0, dtype=np.float32))
+        found = unpack_priorities(
+            arrays.tier_priority[slots], arrays.generation[slots], np.full(3, -1.0, dtype=np.float32)
+        )
         if alpha == 0:
             assert (found == -1).all(), "none is drawn more often"
         else:

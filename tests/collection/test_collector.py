@@ -18,7 +18,7 @@ from gear_loader import Column, Table, Window
 from gear_loader.collection.collector import Batch, Buffers, Collector
 from gear_loader.native import sharing, threads
 from gear_loader.storage.dtypes import torch_dtypes
-from gear_loader.storage.rows import SelectedRows
+from gear_loader.storage.selected_rows import SelectedRows
 
 CPU = torch.device("cpu")
 SCHEMA = {name: Column(dtype, shape) for (name, dtype), shape in zip(

@@ -26,8 +26,8 @@ from waiting_common import wait_until
 import gear_loader as gear
 from gear_loader.distributed import Shards, liveness
 from gear_loader.distributed import shards as shards_module
-from gear_loader.distributed.exchange import Exchange
 from gear_loader.distributed.failures import attempt, collect, describe, run_on_all
+from gear_loader.distributed.rank_exchange import Exchange
 from gear_loader.distributed.rendezvous import StoreBarrier
 from gear_loader.errors import RankError, SchemaError
 

@@ -349,7 +349,7 @@ def test_items_of_rows(steps: bool, checked: bool, version: str, monkeypatch: py
             block = int(store.block_ids[begin + i])
             owner[block], number[block], position[block] = slot, i, first[slot] + i
     lengths = store.extent[:, 0].to(torch.int32)
-    index = items.Index(
+    index = items.IndexAddresses(
         torch.tensor([each.data_ptr() for each in (generations, store.extent, store.block_ids)]),
         len(store.block_ids),
         8,

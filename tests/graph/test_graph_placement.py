@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gear_loader.errors import SchemaError
-from gear_loader.graph.placement import REPLICATED, UNPLACED, place
+from gear_loader.graph.feature_placement import REPLICATED, UNPLACED, place
 
 
 def test_by_hand() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gear_loader as gear
-from gear_loader.graph.table_rows import DeviceRows, TableRows
+from gear_loader.graph.table_rows import DeviceGather, TableRows
 from gear_loader.kernels import gather, reference, split
 
 SCHEMA = {
@@ -54,13 +54,13 @@ def test_equals_the_compiled_gather(
         source = features._sources[0]
         assert isinstance(source, TableRows)
         device = torch.device("cpu")
-        features._zero_copy[0] = DeviceRows(source, device, gather=gathering, split=splitting)
+        features._zero_copy[0] = DeviceGather(source, device, gather=gathering, split=splitting)
         for ids in ([89, 0, 89, 37], random.integers(0, total, 9)):
             for name, values in features[ids].items():
                 assert torch.equal(values, torch.from_numpy(rows[name])[ids]), name
         # Several launches, and rows of a device cache beside them.
         monkeypatch.setattr("gear_loader.graph.table_rows._SCRATCH_BYTES", 6 * features.row_bytes)
-        features._zero_copy[0] = DeviceRows(source, device, gather=gathering, split=splitting)
+        features._zero_copy[0] = DeviceGather(source, device, gather=gathering, split=splitting)
         features.place(np.arange(total), device_bytes=10 * features.row_bytes)
         ids = random.integers(0, total, 12)
         for name, values in features[ids].items():

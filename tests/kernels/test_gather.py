@@ -160,6 +160,15 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "mask": True,
     }
 )
+@hypothesis.example(  # a window after the last step, which it repeats; the final step lies in another block
+    {
+        "store": Store([1], [1], 1),
+        "specs": [Spec(1, 1, 1, PAD_EDGE, mask=False, final=False)],
+        "draw": (1, 0),
+        "batch": 1,
+        "compact": True,
+    }
+)
 def test_random_shapes(case: dict[str, Any]) -> None:
     case = dict(case)
     count, seed = case.pop("draw")

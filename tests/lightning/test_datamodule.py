@@ -26,7 +26,7 @@ import gear_loader as gear
 from gear_loader import errors
 from gear_loader.errors import SchemaError
 from gear_loader.lightning.datamodule import ReplayDataModule
-from gear_loader.lightning.split import Split
+from gear_loader.lightning.validation_split import Split
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in IGNORED]
 

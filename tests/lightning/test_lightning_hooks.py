@@ -21,7 +21,7 @@ from lightning_hooks import BATCHES, ROWS, VAL_BATCHES, Model, calls_of, module
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
-from gear_loader.lightning.split import Split
+from gear_loader.lightning.validation_split import Split
 
 COUNTS = [9, 5]
 LENGTHS = {

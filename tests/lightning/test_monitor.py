@@ -206,7 +206,7 @@ def test_what_all_handles_of_a_table_do_together(clock: Clock) -> None:
 
 def test_ages_wait_for_nothing_before_they_are_read() -> None:
     """Tensors of the meta device hold no values: whatever looks at one fails."""
-    drawn = monitor._Drawn()
+    drawn = monitor._DrawStatistics()
     info = {"age": torch.int64, "age_seconds": torch.float32, "times_sampled": torch.int64}
     for _ in range(3):
         drawn.add({name: torch.empty(5, dtype=dtype, device="meta") for name, dtype in info.items()})

@@ -22,7 +22,7 @@ from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.selection.selectors import Draw, Selector
 from gear_loader.storage.readers import Ticket
-from gear_loader.storage.rows import DrawPlaces
+from gear_loader.storage.selected_rows import DrawPlaces
 from gear_loader.utils.launch_graph import RepeatedWork
 from gear_loader.utils.packing import packed_bytes, packed_views
 

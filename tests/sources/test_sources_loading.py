@@ -28,7 +28,7 @@ from sources_common import (
 import gear_loader as gear
 from gear_loader import sources
 from gear_loader.errors import SchemaError, SourceError, TableFullError
-from gear_loader.sources import Episode, collect, collect_iter, infer_schema, load, loading, read_hdf5
+from gear_loader.sources import Episode, collect, collect_iter, infer_schema, load, read_hdf5, source_loading
 from gear_loader.sources.episodes import MisfitError, convert, plan_dtype
 
 SCHEMA = {
@@ -48,7 +48,7 @@ def name_of(tmp_path: Path) -> str:
 
 @pytest.fixture(params=[1, 3000], ids=["piece by piece", "in some pieces"])
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(loading, "LOAD_BYTES", request.param)
+    monkeypatch.setattr(source_loading, "LOAD_BYTES", request.param)
     size: int = request.param
     return size
 
@@ -464,7 +464,7 @@ def test_a_table_that_evicts_loses_nothing_to_a_damaged_file(tmp_path: Path) -> 
 def test_a_table_that_evicts_keeps_the_last_of_a_source_larger_than_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "LOAD_BYTES", 1)
+    monkeypatch.setattr(source_loading, "LOAD_BYTES", 1)
     path = write(tmp_path / "data.hdf5", flat_arrays())
     with gear.Table.create(
         SCHEMA, max_steps=70, max_trajectories=9, block_steps=1, on_full="evict_oldest"

@@ -17,8 +17,8 @@ import gear_loader as gear
 from gear_loader.errors import CorruptTableError, RegionError
 from gear_loader.kernels.plan import BLOCKS, STEP_STRIDE, WIDTH
 from gear_loader.native import gathering
-from gear_loader.storage import bounds
 from gear_loader.storage import counters as at
+from gear_loader.storage import index_checks
 from gear_loader.storage.operations.view import READING
 from gear_loader.storage.region import region_path
 
@@ -111,7 +111,7 @@ def test_attach_to_a_table_in_the_middle_of_a_change_waits_for_its_end(table: ge
     index = table.index
     with table.region.lock:
         put("counters", at.COMMITTING, 1)(table)
-        assert bounds.damage(index.arrays) is not None
+        assert index_checks.damage(index.arrays) is not None
         put("counters", at.COMMITTING, 0)(table)
     index.recovery.check_bounds()
 

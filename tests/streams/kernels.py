@@ -456,10 +456,8 @@ def _resolve(
             anchors = choices * 0 if anchor == "first" else choices - 1
         anchors = anchors + lead
     low, high = (
-        torch.minimum((anchors + edge).clamp(min=0), steps + final - 1).div(
-            block_steps, rounding_mode="trunc"
-        )
-        for edge in (first, last)
+        torch.minimum((anchors + edge).clamp(min=0), end - 1).div(block_steps, rounding_mode="trunc")
+        for edge, end in ((first, steps), (last, steps + final))
     )
     own = torch.arange(count, device="cpu") * width
     rows[0, :count] = torch.where(here, slots, -1)

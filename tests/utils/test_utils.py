@@ -13,7 +13,7 @@ import torch
 from gear_loader.errors import SchemaError
 from gear_loader.utils.arrays import data_address
 from gear_loader.utils.available_memory import available_bytes
-from gear_loader.utils.devices import device_of
+from gear_loader.utils.device_option import device_of
 from gear_loader.utils.forks import keep_for_ever
 
 

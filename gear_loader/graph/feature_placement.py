@@ -11,14 +11,14 @@ from gear_loader.errors import SchemaError
 from gear_loader.utils.arrays import Array, as_array
 from gear_loader.utils.checks import at_least
 
-__all__ = ["REPLICATED", "UNPLACED", "Placement", "place"]
+__all__ = ["REPLICATED", "UNPLACED", "FeaturePlacement", "place"]
 
 REPLICATED, UNPLACED = -1, -2
 """Owners of a row that every rank has, and of one that none has."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Placement:
+class FeaturePlacement:
     """The tier of each node's features.
 
     Attributes:
@@ -65,7 +65,7 @@ def place(
     ranks: int | None = None,
     replicated: int = 0,
     host_capacity: int | None = None,
-) -> Placement:
+) -> FeaturePlacement:
     """Place features over the device memories of ranks, host memory and disk.
 
     The `replicated` rows that all ranks together read most go to every rank. Of the others, each rank takes those with
@@ -111,7 +111,7 @@ def place(
     in_host = np.zeros(size, dtype=bool)
     left = hottest[owner[hottest] == UNPLACED]
     in_host[left if host_capacity is None else left[: at_least("host_capacity", host_capacity, 0)]] = True
-    return Placement(owner, in_host, ranks)
+    return FeaturePlacement(owner, in_host, ranks)
 
 
 _AT_ONCE = 1 << 16

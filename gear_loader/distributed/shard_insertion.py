@@ -17,7 +17,7 @@ __all__ = ["Storing"]
 
 
 @dataclasses.dataclass
-class _Stored:
+class _Inserted:
     """Trajectories that a call has stored in one table of this node.
 
     Attributes:
@@ -57,7 +57,7 @@ class Storing:
         self._priorities = priorities
         self._ids = ids
         self._groups = groups
-        self._stored: list[_Stored] = []
+        self._stored: list[_Inserted] = []
         self._sent = 0  # trajectories that stage 0 has stored on other nodes
         self._slots: Array = np.full(len(trajectories), -1, dtype=np.int64)
 
@@ -103,7 +103,7 @@ class Storing:
             raise target.named(error) from error
         table = target.table
         assert table is not None
-        self._stored.append(_Stored(target, slots, table.reader().slot_states()[1][slots]))
+        self._stored.append(_Inserted(target, slots, table.reader().slot_states()[1][slots]))
         if target.stage == 0:
             self._slots[self._groups[target.shard]] = slots
 

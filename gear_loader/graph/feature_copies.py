@@ -10,16 +10,16 @@ import numpy as np
 import torch
 
 from gear_loader.graph.table_rows import TableRows
-from gear_loader.native import neighbors
+from gear_loader.native import neighbor_loops
 from gear_loader.storage.schema import Column
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["RowCache"]
+__all__ = ["FeatureCopies"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RowCache:
+class FeatureCopies:
     """Rows of some nodes, which do not change.
 
     Attributes:
@@ -34,12 +34,12 @@ class RowCache:
     table: TableRows | None = None
 
     @classmethod
-    def on_device(cls, nodes: Array, columns: Sequence[torch.Tensor]) -> RowCache | None:
+    def on_device(cls, nodes: Array, columns: Sequence[torch.Tensor]) -> FeatureCopies | None:
         """A cache of rows on their device; None without nodes."""
         return cls("device", nodes, _places(nodes), tuple(columns)) if len(nodes) else None
 
     @classmethod
-    def in_table(cls, nodes: Array, columns: Mapping[str, torch.Tensor]) -> RowCache | None:
+    def in_table(cls, nodes: Array, columns: Mapping[str, torch.Tensor]) -> FeatureCopies | None:
         """A cache of rows in a private table, into which they are copied; None without nodes."""
         if not len(nodes):
             return None
@@ -51,7 +51,7 @@ class RowCache:
     def divide(self, nodes: Array) -> tuple[Array, Array, Array]:
         """Positions in `nodes` (int64 [n]) of those that are here, their rows, and positions of the others."""
         found, where, missed = np.empty((3, len(nodes)), dtype=np.int64)
-        hits = neighbors.cached_rows(nodes, self.places, found, where, missed)
+        hits = neighbor_loops.cached_rows(nodes, self.places, found, where, missed)
         return found[:hits], where[:hits], missed[: len(nodes) - hits]
 
     def copy(self, rows: Array, outs: Sequence[torch.Tensor], into: Array) -> None:
@@ -74,7 +74,7 @@ class RowCache:
             for out, part in zip(outs, parts, strict=True):
                 out.index_copy_(0, target, part.to(device, non_blocking=True))
 
-    def without(self, gone: Array) -> RowCache:
+    def without(self, gone: Array) -> FeatureCopies:
         """The cache without the nodes where `gone`, bool [C], is True."""
         if not gone.any():
             return self
