@@ -19,6 +19,7 @@ import gear_loader as gear
 from benchmarks.engine import Engine
 from benchmarks.harness import Incorrect, Variant, per_batch
 from benchmarks.workloads import Data, Empty, Plain, PlainTrajectories, PlainWindows, Rows, expect, poison
+from gear_loader.native.row_cache import load_rows
 
 WARM_UP = 4
 
@@ -43,6 +44,32 @@ def memcpy(data: Data, count: int, batches: int) -> Variant:
             raise Incorrect("the copy differs")
 
     return Variant("memcpy", per_batch(draw, work, batches), check, count, batches)
+
+
+def memcpy_rows(data: Data, batch: int, batches: int) -> Variant:
+    """Copies of as many bytes as a batch has, in one piece a row from random places: what a gather cannot beat."""
+    size = data.workload.row_bytes
+    out = torch.empty(batch * size, dtype=torch.uint8)
+    arena = data.arena.view(torch.uint8)
+    pieces, rows = np.array([[0, out.data_ptr(), size]]), np.arange(batch)
+    last = (len(arena) - size) // 4
+
+    def draw() -> torch.Tensor:
+        return 4 * torch.randint(last + 1, (batch,), generator=data.generator)
+
+    def work(places: torch.Tensor) -> None:
+        load_rows(arena.data_ptr() + places.numpy(), pieces, rows)
+
+    def check() -> None:
+        out.fill_(255)
+        places = draw()
+        work(places)
+        if not torch.equal(
+            out.view(batch, size), torch.stack([arena[i : i + size] for i in places.tolist()])
+        ):
+            raise Incorrect("the copies differ")
+
+    return Variant("memcpy, rows", per_batch(draw, work, batches), check, batch * size, batches)
 
 
 def plain(data: Data, batch: int, empty: Empty | None = None) -> Plain:

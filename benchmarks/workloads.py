@@ -72,6 +72,10 @@ W2 = Workload(
 """Windows of 20 steps that end at any of 2 million steps: 1,920 B each, 19 of 100 with padding; 0.19 GB in all."""
 
 
+STEPS = dataclasses.replace(W2, name="single steps", window=gear.Window(length=1))
+"""Any of the 2 million steps of W2: 96 B each."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """Which rows a batch has: int64 [B] numbers of trajectories and anchor steps."""
@@ -117,8 +121,10 @@ class Data:
         workload = self.workload
         return {n: v.view(workload.trajectories, workload.steps, *v.shape[1:]) for n, v in self.flat.items()}
 
-    def table(self, block_steps: int, *, packed: bool | str = "auto", **options: Any) -> gear.Table:
-        """A private table of these trajectories, in their order, without spare room.
+    def table(
+        self, block_steps: int, *, packed: bool | str = "auto", name: str | None = None, **options: Any
+    ) -> gear.Table:
+        """A table of these trajectories, in their order, without spare room; private unless it gets a name.
 
         Args:
             packed: as for `Table.create`; False where the gather kernel is launched by itself, without the split of
@@ -131,6 +137,7 @@ class Data:
             max_steps=workload.trajectories * workload.steps,
             max_trajectories=workload.trajectories,
             block_steps=block_steps,
+            name=name,
             memory=gear.Memory(max_blocks=gear.Table.required_blocks(lengths, block_steps), packed=packed),
         )
         table.extend(self.stacked, lengths=lengths, **options)

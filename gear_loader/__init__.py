@@ -140,6 +140,7 @@ _PARTS = {
     "promote": ("checkpoint.promoting", "promote"),
     "recover": ("checkpoint.recovering", "recover"),
     "save": ("checkpoint.saving", "save"),
+    "gather": ("collection.chosen", "gather"),
     "serve": ("transport.table_server", "serve"),
 }
 

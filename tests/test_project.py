@@ -248,7 +248,6 @@ CLASSES_OF_ONE_NAME = {
     "Layout",
     "Limits",
     "Part",
-    "PinnedBuffers",
     "Place",
     "Reads",
     "Rows",

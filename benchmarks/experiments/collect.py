@@ -1,10 +1,11 @@
 """``python -m benchmarks collect``: gathering batches, against a copy of as many bytes and against plain torch.
 
-On the CPU, of workloads W1 (whole trajectories) and W2 (windows), see `benchmarks.workloads`. The yardstick is one
-``torch.Tensor.copy_`` of as many bytes as the batch's columns have, in one piece from a random place of a range as
-large as the table into a buffer that is kept. `Collector.collect` and `index_select` (for W2 in three ways, see
-`PlainWindows`) write the same buffers again and again, rows drawn beforehand; ``x[idx]`` takes fresh memory; `dataset`
-goes from the draw to the batch. All use as many threads; all but `DataLoader` give the same columns and mask.
+On the CPU, of workloads W1 (whole trajectories), W2 (windows) and single steps, see `benchmarks.workloads`. The
+yardstick is one ``torch.Tensor.copy_`` of as many bytes as the batch's columns have, in one piece from a random place
+of a range as large as the table into a buffer that is kept. "memcpy, rows" copies each row from a random place, which
+is what a gather of short rows can be compared with. `Collector.collect` and `index_select` (for windows in three ways,
+see `PlainWindows`) write the same buffers again and again, rows drawn beforehand; ``x[idx]`` takes fresh memory;
+`dataset` goes from the draw to the batch. All use as many threads; all but `DataLoader` give the same columns and mask.
 
 With ``--device cuda`` the yardstick is ``copy_(non_blocking=True)`` of 256 MiB in one piece from a random place of a
 pinned tensor of 1 GiB, timed in turn with everything else; and the same out of the table. A kernel gathers rows that
@@ -20,6 +21,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import time
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -51,10 +53,22 @@ from benchmarks.loading import (
     iterated,
     map_styled,
     memcpy,
+    memcpy_rows,
 )
 from benchmarks.options import described, experiment
 from benchmarks.showing import size
-from benchmarks.workloads import W1, W2, Data, Plain, PlainTrajectories, PlainWindows, Rows, expect, poison
+from benchmarks.workloads import (
+    STEPS,
+    W1,
+    W2,
+    Data,
+    Plain,
+    PlainTrajectories,
+    PlainWindows,
+    Rows,
+    expect,
+    poison,
+)
 from gear_loader.collection.collector import Collector
 from gear_loader.storage.selected_rows import SelectedRows
 
@@ -69,6 +83,7 @@ TARGETS = {4096: 0.95, 512: 0.80}
 def command(
     session: Session,
     trajectories: Annotated[int | None, described("Of W1 and W2, 20,000 by default.", min=1)] = None,
+    named: Annotated[bool, described("Tables in shared memory; on the CPU.")] = False,
 ) -> None:
     """Gathering batches, against a plain copy of as many bytes and against plain torch."""
     count = trajectories or (300 if session.quick else W1.trajectories)
@@ -80,7 +95,7 @@ def command(
         measured_on_gpu(session, CudaEngine(), count)
         return
     cache = machine.cache_bytes() or 0
-    for workload in (W1.of(count), W2.of(count)):
+    for workload in (W1.of(count), W2.of(count), STEPS.of(count)):
         if workload.table_bytes < 4 * cache:
             session.warn(
                 f"{workload.name} has {size(workload.table_bytes)}, the largest cache {size(cache)}: figures are of "
@@ -88,7 +103,12 @@ def command(
             )
         data = Data(workload)
         with contextlib.ExitStack() as stack:
-            tables = {steps: stack.enter_context(data.table(steps)) for steps in BLOCK_STEPS}
+            tables = {}
+            for steps in BLOCK_STEPS:
+                name = f"benchmark-collect-{os.getpid()}-{steps}" if named else None
+                tables[steps] = stack.enter_context(data.table(steps, name=name))
+                if named:
+                    stack.callback(tables[steps].unlink)
             for batch in session.each(workload.name, batches, f"{workload.name}, batch {{}}".format):
                 _compare(session, data, tables, batch)
 
@@ -107,7 +127,7 @@ def _compare(session: Session, data: Data, tables: dict[int, gear.Table], batch:
     goals = {} if workload.anchor == "uniform" else {"memcpy": 0.8 if batch < 256 else 1.0}
     goals |= dict.fromkeys(references, 1.0)
     made = functools.partial(Variant, amount=count)
-    variants = [memcpy(data, count, batches)]
+    variants = [memcpy(data, count, batches), memcpy_rows(data, batch, batches)]
 
     def gathered(
         name: str,
@@ -167,7 +187,8 @@ def _compare(session: Session, data: Data, tables: dict[int, gear.Table], batch:
         feed = dataclasses.replace(map_styled("DataLoader, map-style", data, batch), parameters={})
         variants.append(iterating(feed, max(2, batches // 8)))
     variants.append(ours("DataLoader, dataset", BLOCK_STEPS[0], PREFETCH[-1], loader=True))
-    parameters = {"batch": batch, "trajectories": workload.trajectories}
+    named = tables[BLOCK_STEPS[0]].name is not None
+    parameters = {"batch": batch, "trajectories": workload.trajectories, **({"named": True} if named else {})}
     label = f"{workload.name}, batch {batch}"
     session.compare(workload.name, label, variants, "memcpy", parameters, references)
 

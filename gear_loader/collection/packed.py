@@ -12,21 +12,14 @@ from gear_loader.collection.batches import Batch
 from gear_loader.collection.collector import COUNTS, NUMBERS, ROW_KEYS, Buffers, Collector
 from gear_loader.collection.conversions import Conversion, converted_dtype
 from gear_loader.collection.n_step import NStep
+from gear_loader.collection.plans import locate_columns
 from gear_loader.collection.references import BatchReferences
+from gear_loader.collection.sources import Place, read_packed
 from gear_loader.collection.windows import FINAL_KEY, Whole, packed_span, reads_final, source_of, steps_only
 from gear_loader.errors import SchemaError
+from gear_loader.kernels.plan import OUT, WIDTH
 from gear_loader.native.gathering import STREAM_BATCH_BYTES
-from gear_loader.native.packed import (
-    PACKED_BASE,
-    PACKED_BLOCKS,
-    PACKED_OUT,
-    PACKED_STEP_BYTES,
-    PACKED_STEP_STRIDE,
-    PACKED_STRIDE,
-    PACKED_WIDTH,
-    gather_packed,
-    measure,
-)
+from gear_loader.native.packed import gather_packed, measure
 from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.selected_rows import SelectedRows
 from gear_loader.storage.table import Table
@@ -46,16 +39,26 @@ class PackedBuffers(Buffers):
     Args:
         collector: whose batches they hold.
         shared: allocate the tensors in shared memory, just as large as a batch needs.
+        pinned: allocate them in pinned memory, for a GPU that gets copies.
+        given: memory of some windows, name -> tensor, as large as the only batch that they will hold.
     """
 
-    def __init__(self, collector: PackedCollector, *, shared: bool) -> None:
+    def __init__(
+        self,
+        collector: PackedCollector,
+        *,
+        shared: bool,
+        pinned: bool = False,
+        given: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         self.batch = Batch()
         self.gpu, self.inline, self.references = None, None, None
         self.computed = ()
         self._collector = collector
-        self._shared = shared
+        self._shared, self._pinned, self._given = shared, pinned, given
         self._num_rows = self._num_steps = -1  # capacity
         self.total, self.longest = 0, 0
+        self._tables: dict[int, tuple[Array, Array]] = {}
         self.gathered: dict[str, torch.Tensor] = {}  # name -> values as they are gathered
         # Set by `_replace`.
         self.rows_memory: dict[str, torch.Tensor]
@@ -65,7 +68,6 @@ class PackedBuffers(Buffers):
         self.position: torch.Tensor
         self.starts_array: Array
         self.position_array: Array
-        self.once_columns: Array
         self._row_conversions: list[Conversion]
         self._step_conversions: list[Conversion]
 
@@ -75,18 +77,29 @@ class PackedBuffers(Buffers):
         After a failure or an interruption, rows and steps each have their old memory and size, or all of the new ones.
         """
         if num_rows > self._num_rows:
-            count = num_rows if self._shared else grown(num_rows)
+            count = num_rows if self._shared or self._given is not None else grown(num_rows)
             self._replace(_num_rows=count, **self._new_rows(count))
         if num_steps > self._num_steps:
-            count = num_steps if self._shared else grown(num_steps)
+            count = num_steps if self._shared or self._given is not None else grown(num_steps)
             self._replace(_num_steps=count, **self._new_steps(count))
 
     def _replace(self, **made: Any) -> None:
         """Put new memory in place: attributes that belong together, with its size, in one step."""
-        self.__dict__.update(made, references=None)
+        self.__dict__.update(made, references=None, _tables={})
+
+    def tables(self, table: Table) -> tuple[Array, Array]:
+        """Where columns of steps, and per trajectory, are copied from and to, int64 [C, WIDTH] for `native.packed`."""
+        if id(table) not in self._tables:
+            collector, gathered = self._collector, self.gathered
+            steps, once = (
+                collector.table_of({name: gathered[name] for name in names}, table)
+                for names in (collector.steps, collector.once)
+            )
+            self._tables[id(table)] = steps, once
+        return self._tables[id(table)]
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        tensor = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._pinned)
         return tensor.share_memory_() if self._shared else tensor
 
     def _new_rows(self, count: int) -> dict[str, Any]:
@@ -110,7 +123,6 @@ class PackedBuffers(Buffers):
             "starts": starts,
             "names": names.numpy(),
             "starts_array": starts.numpy(),
-            "once_columns": collector.table_of(once),
             "gathered": {**self.gathered, **once},
             "_row_conversions": conversions,
         }
@@ -124,7 +136,6 @@ class PackedBuffers(Buffers):
             "steps_memory": {**steps, **converted},
             "position": position,
             "position_array": position.numpy(),
-            "columns": collector.table_of(steps),
             "gathered": {**self.gathered, **steps},
             "_step_conversions": conversions,
         }
@@ -137,10 +148,12 @@ class PackedBuffers(Buffers):
         gathered, converted, conversions = {}, {}, []
         for name, shape in columns.items():
             window, column = collector.windows[name], collector.column_of(name)
-            gathered[name] = self._empty(count, *shape, dtype=column.dtype)
             dtype = converted_dtype(name, window, column)
+            given = None if self._given is None else self._given.get(name)
+            shown = self._empty(count, *shape, dtype=dtype or column.dtype) if given is None else given
+            gathered[name] = shown if dtype is None else self._empty(count, *shape, dtype=column.dtype)
             if dtype is not None:
-                converted[name] = self._empty(count, *shape, dtype=dtype)
+                converted[name] = shown
                 conversions.append(Conversion(gathered[name], converted[name], window.scale))
         return gathered, converted, conversions
 
@@ -247,20 +260,14 @@ class PackedCollector(Collector):
         return PackedBuffers(self, shared=shared)
 
     def table_of(self, memory: Mapping[str, torch.Tensor], source: Table | None = None) -> Array:
-        """Where windows (name -> memory) are copied from and to, int64 [C, PACKED_WIDTH]; see `native.packed`.
+        """Where windows (name -> memory) are copied from and to, int64 [C, WIDTH], for `native.packed`.
 
         Args:
             source: the table to read; by default the collector's.
         """
-        region = (source or self.table).region
-        table = np.zeros((len(memory), PACKED_WIDTH), dtype=np.int64)
-        for row, name in zip(table, memory, strict=True):
-            blocks, place = region.blocks(self._sources[name]), region.layout.columns[self._sources[name]]
-            row[PACKED_BASE] = blocks.ctypes.data + place.inside
-            row[PACKED_STRIDE], row[PACKED_BLOCKS] = blocks.strides[0], len(blocks)
-            row[PACKED_STEP_BYTES], row[PACKED_STEP_STRIDE] = place.step_bytes, place.step_stride
-            row[PACKED_OUT] = memory[name].data_ptr()
-        return table
+        region, table = (source or self.table).region, np.zeros((len(memory), WIDTH), dtype=np.int64)
+        table[:, OUT] = [values.data_ptr() for values in memory.values()]
+        return locate_columns(table, [self._sources[name] for name in memory], region)
 
     def measure(self, rows: SelectedRows) -> tuple[Array, int, int]:
         """The rows' first steps and numbers of steps, int64 [2, n], all steps, and the number of invalid slots.
@@ -297,8 +304,7 @@ class PackedCollector(Collector):
         if rows.counts is not None and rows.numbers is not None:
             for key, values in zip(COUNTS + NUMBERS, (*rows.counts, *rows.numbers), strict=True):
                 buffers.info_memory[key].numpy()[:count] = values
-        columns = buffers.columns, buffers.once_columns
-        bad += self._copy(buffers, self.table, columns, rows.slots, rows.generations, spans, np.arange(count))
+        bad += self._copy(buffers, self.table, rows.slots, rows.generations, spans, np.arange(count))
         self.table.reader().check_gathered(bad)
         if self.final:
             self._mark_final(buffers, rows.slots, spans)
@@ -326,7 +332,6 @@ class PackedCollector(Collector):
         self,
         buffers: PackedBuffers,
         table: Table,
-        columns: tuple[Array, Array],
         slots: Array,
         generations: Array,
         spans: Array,
@@ -335,7 +340,6 @@ class PackedCollector(Collector):
         """Copy rows of one table into their places.
 
         Args:
-            columns: of steps, and per trajectory; see `table_of`.
             slots, generations: int64 [n]. spans: int64 [2, n], of all rows of the batch.
             which: int64 [m], numbers of the rows of this table.
 
@@ -353,7 +357,7 @@ class PackedCollector(Collector):
                 places = extent[slots[which], 1]
                 inside = which[places >= 0]
             bad = gather_packed(
-                *columns,
+                *buffers.tables(table),
                 slots,
                 spans,
                 buffers.starts_array,
@@ -381,24 +385,13 @@ class PackedCollector(Collector):
         which: Array,
     ) -> None:
         """Read trajectories that lie on disk only into their places; `which`: numbers of these rows."""
-        starts = buffers.starts_array[which].astype(np.int64)
-        outs: dict[str, tuple[Array, Array]] = {}
-        again: list[tuple[str, str]] = []  # a column that another window reads too
+        places = []
         for name, memory in buffers.gathered.items():
             column = self.column_of(name)
-            source = self._sources[name]
-            if source in outs:
-                again.append((name, source))
-                continue
-            places = which if column.trajectory else starts
-            outs[source] = _bytes_of(memory), places * column.step_bytes
-        table.tier_reader().read(slots, generations, spans[0], spans[1], outs)
-        for name, source in again:
-            size, out = self.column_of(name).step_bytes, _bytes_of(buffers.gathered[name])
-            from_memory, offsets = outs[source]
-            counts = np.ones_like(which) if self.column_of(name).trajectory else spans[1]
-            for offset, count in zip(offsets.tolist(), (counts * size).tolist(), strict=True):
-                out[offset : offset + count] = from_memory[offset : offset + count]
+            out = self._sources[name], _bytes_of(memory)
+            places.append(Place(*out, 0, column.step_bytes, column.trajectory))
+        starts = buffers.starts_array[which].astype(np.int64)
+        read_packed(table.tier_reader(), places, slots, generations, spans, starts, which)
         self._number(buffers, spans, which)
 
     @staticmethod

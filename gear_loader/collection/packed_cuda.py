@@ -34,13 +34,6 @@ _LIST_BYTES = 1 << 12
 """Least memory for a batch's lists of pieces and lines."""
 
 
-class _PinnedBuffers(PackedBuffers):
-    """A batch in pinned memory, gathered on the CPU."""
-
-    def _empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
-
-
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
     """The rows of a batch, for a GPU.
@@ -420,7 +413,7 @@ class CudaPackedCollector(PackedCollector):
 
     def buffers(self, *, shared: bool = False) -> Buffers:
         """Buffers for one batch, which get their memory at their first gather."""
-        staging = None if self.zero_copy else _PinnedBuffers(self, shared=False)
+        staging = None if self.zero_copy else PackedBuffers(self, shared=False, pinned=True)
         return CudaPackedBuffers(self, staging)
 
     def gather(self, buffers: Buffers, rows: Any) -> None:

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
 
 from gear_loader.kernels.plan import (
+    BASE,
+    BLOCKS,
+    FINAL,
+    LENGTH,
+    OFFSET,
+    PAD,
     PAD_EDGE,
     PAD_HEAD,
     PAD_KEEP,
     PAD_TAIL,
+    STEP_BYTES,
+    STEP_STRIDE,
+    STRIDE,
+    WIDTH,
     GatherColumn,
     GatherMask,
     GatherPlan,
 )
 from gear_loader.kernels.split_plan import SplitColumn, SplitPlan
-from gear_loader.storage.schema import Window
+from gear_loader.storage.region import Region
+from gear_loader.storage.schema import Schema, Window
 from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import Array
 
-__all__ = ["PADS", "Output", "Plans", "Staging", "plans_of"]
+__all__ = ["PADS", "Output", "Plans", "Staging", "locate_columns", "plans_of", "window_columns"]
 
 PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL, "edge": PAD_EDGE}
 
@@ -58,6 +71,29 @@ class Plans:
     steps: GatherPlan
     once: GatherPlan | None = None
     split: SplitPlan | None = None
+
+
+def window_columns(schema: Schema, sources: Sequence[str], windows: Iterable[Window]) -> Array:
+    """Rows of a gather plan for the CPU's loop, without addresses, int64 [C, WIDTH].
+
+    Args:
+        sources: the column that each window reads.
+    """
+    columns: Array = np.zeros((len(sources), WIDTH), dtype=np.int64)
+    for row, source, window in zip(columns, sources, windows, strict=True):
+        row[LENGTH], row[OFFSET], row[PAD] = window.length, window.offset, PADS[window.pad]
+        row[STEP_BYTES], row[FINAL] = schema[source].step_bytes, schema[source].final
+    return columns
+
+
+def locate_columns(columns: Array, sources: Sequence[str], region: Region) -> Array:
+    """Write where the columns of a table lie into rows of a gather plan, int64 [C, WIDTH]; return them."""
+    for row, source in zip(columns, sources, strict=True):
+        blocks, place = region.blocks(source), region.layout.columns[source]
+        row[BASE] = blocks.ctypes.data + place.inside
+        row[STRIDE], row[BLOCKS] = blocks.strides[0], len(blocks)
+        row[STEP_BYTES], row[STEP_STRIDE] = place.step_bytes, place.step_stride
+    return columns
 
 
 def plans_of(

@@ -1,8 +1,6 @@
 """Rows of a batch of which some lie on disk only: those are read into staging memory and gathered from there.
 
-The staging memory holds, of each such trajectory, the blocks that the batch's windows touch, column by column. It is
-gathered by the same loop as a table's blocks, so windows, padding, masks and final steps are the same. For a GPU they
-are gathered into pinned memory, from which `gear_loader.kernels.place` puts them into the batch.
+For a GPU they are gathered into pinned memory, from which `gear_loader.kernels.place` puts them into the batch.
 """
 
 from __future__ import annotations
@@ -12,28 +10,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from gear_loader.collection.plans import PADS, Output
-from gear_loader.kernels.plan import (
-    BASE,
-    BLOCKS,
-    FINAL,
-    LENGTH,
-    LINE,
-    MASK,
-    OFFSET,
-    OUT,
-    PAD,
-    STEP_BYTES,
-    STEP_STRIDE,
-    STRIDE,
-    WIDTH,
-    PlacePlan,
-)
+from gear_loader.collection.plans import Output, window_columns
+from gear_loader.collection.sources import StagedRows
+from gear_loader.kernels.plan import LINE, MASK, OUT, PlacePlan
 from gear_loader.native import gathering, threads
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.selected_rows import Reach
 from gear_loader.storage.table import Table
-from gear_loader.utils.arrays import Array, data_address
+from gear_loader.utils.arrays import Array
 
 __all__ = ["TierRows", "TierStaging"]
 
@@ -50,9 +34,8 @@ class TierRows:
 
     def __init__(self, table: Table, reach: Reach, row_bytes: int) -> None:
         self.table, self._reach, self._row_bytes = table, reach, row_bytes
-        self._block_steps = min(table.region.layout.block_steps, _LONGEST_BLOCK)
-        # Memory of gathers that have ended, column -> uint8 [bytes]; several threads may gather at once.
-        self._spare: list[dict[str, Array]] = []
+        block_steps = min(table.region.layout.block_steps, _LONGEST_BLOCK)
+        self._staged = StagedRows(table.tier_reader, table.schema, reach, row_bytes, block_steps)
 
     def outside(self, slots: Array) -> Array:
         """Which trajectories lie on disk only now, bool [n]."""
@@ -170,48 +153,7 @@ class TierRows:
         rows: Array | None,
     ) -> None:
         """Read trajectories that lie on disk only, and gather their windows. Arguments and errors as of `gather`."""
-        schema, size = self.table.schema, self._block_steps
-        chosen, some, place = np.unique(slots, return_index=True, return_inverse=True)
-        place = np.ascontiguousarray(place.reshape(-1), dtype=np.int64)
-        extent = np.zeros((len(chosen), 3), dtype=np.int64)
-        extent[:, [0, 2]] = self.table.tier_reader().sizes(chosen)
-        totals = extent[:, 0] + extent[:, 2]
-        low, high = totals - 1, np.zeros_like(totals)
-        np.minimum.at(low, place, np.clip(anchors + self._reach.first, 0, extent[place, 0] - 1))
-        np.maximum.at(high, place, np.clip(anchors + self._reach.last, 0, totals[place] - 1))
-        low //= size
-        blocks = high // size - low + 1
-        begins = np.cumsum(blocks) - blocks
-        first = low * size
-        counts = np.minimum(totals, (low + blocks) * size) - first
-        memory = self._spare.pop() if self._spare else {}
-        outs: dict[str, tuple[Array, Array]] = {}
-        for name in set(sources):
-            step = schema[name].step_bytes
-            once = schema[name].trajectory
-            needed = (len(chosen) if once else int(blocks.sum()) * size) * step
-            if name not in memory or len(memory[name]) < needed:
-                memory[name] = np.empty(needed, dtype=np.uint8)
-            outs[name] = memory[name], (np.arange(len(chosen)) if once else begins * size) * step
-        self.table.tier_reader().read(chosen, generations[some], first, counts, outs, drawn=len(slots))
-        # The blocks of each trajectory from `low` on, one trajectory after another; columns per trajectory have one
-        # block of each.
-        staged, bad = extent.copy(), 0
-        for once in (False, True):
-            part = [i for i, name in enumerate(sources) if schema[name].trajectory is once]
-            if not part:
-                continue
-            plan = columns[part]
-            for row, i in zip(plan, part, strict=True):
-                step = schema[sources[i]].step_bytes
-                row[BASE] = data_address(memory[sources[i]])
-                row[STRIDE] = step if once else size * step
-                row[STEP_STRIDE] = step
-                row[BLOCKS] = len(chosen) if once else int(blocks.sum())
-            staged[:, 1] = np.arange(len(chosen)) if once else begins - low
-            ids = np.arange(len(chosen) if once else int(blocks.sum()), dtype=np.int32)
-            bad += threads.gather(plan, place, anchors, staged, ids, size, self._row_bytes, rows=rows)
-        self._spare.append(memory)
+        bad = self._staged.read(columns, sources, slots, anchors, generations, rows)
         self.table.reader().check_gathered(bad)
 
 
@@ -227,12 +169,8 @@ class TierStaging:
     """
 
     def __init__(self, schema: Schema, outputs: Sequence[Output]) -> None:
-        self._columns = np.zeros((len(outputs), WIDTH), dtype=np.int64)
-        for row, output in zip(self._columns, outputs, strict=True):
-            row[LENGTH], row[STEP_BYTES] = output.out.shape[1:]
-            row[OFFSET], row[PAD] = output.window.offset, PADS[output.window.pad]
-            row[FINAL] = schema[output.column].final
         self._sources = [output.column for output in outputs]
+        self._columns = window_columns(schema, self._sources, [output.window for output in outputs])
         self._masked = [i for i, output in enumerate(outputs) if output.mask is not None]
         outs = [output.out for output in outputs]
         outs += [output.mask.view(torch.uint8) for output in outputs if output.mask is not None]

@@ -27,7 +27,6 @@ from gear_loader.utils.arrays import Array
 __all__ = [
     "PackedShardRows",
     "ServedRows",
-    "ShardPackedBuffers",
     "ShardPackedCollector",
     "check_packed_shards",
     "spans_of",
@@ -92,17 +91,6 @@ def check_packed_shards(shards: Shards, layout: str) -> None:
         )
 
 
-class ShardPackedBuffers(PackedBuffers):
-    """The tensors of one packed batch, and where each shard of this node is copied from and to."""
-
-    def __init__(self, collector: PackedCollector, *, shared: bool) -> None:
-        super().__init__(collector, shared=shared)
-        self.sources: dict[int, tuple[Array, Array]] = {}
-
-    def _replace(self, **made: Any) -> None:
-        super()._replace(sources={}, **made)
-
-
 class ServedRows(NamedTuple):
     """The rows of other nodes that came.
 
@@ -153,10 +141,6 @@ class ShardPackedCollector(PackedCollector):
     def regions(self) -> list[Region]:
         """See `Collector.regions`."""
         return [table_here(self.shards, shard).region for shard in self.shards.local_shards()]
-
-    def buffers(self, *, shared: bool = False) -> Buffers:
-        """See `PackedCollector.buffers`."""
-        return ShardPackedBuffers(self, shared=shared)
 
     # ---------------------------------------------------------------- collecting
 
@@ -288,13 +272,8 @@ class ShardPackedCollector(PackedCollector):
         which: Array,
     ) -> None:
         """Gather rows of one shard of this node; see `PackedCollector._copy`."""
-        assert isinstance(buffers, ShardPackedBuffers)
         table = table_here(self.shards, shard)
-        if shard not in buffers.sources:
-            names = [list(self.steps), list(self.once)]
-            steps, once = ({name: buffers.gathered[name] for name in part} for part in names)
-            buffers.sources[shard] = self.table_of(steps, table), self.table_of(once, table)
-        bad = self._copy(buffers, table, buffers.sources[shard], slots, generations, spans, which)
+        bad = self._copy(buffers, table, slots, generations, spans, which)
         table.reader().check_gathered(bad)
 
     def _finish(self, buffers: PackedBuffers, rows: ShardRows, spans: Array, far: ServedRows) -> None:

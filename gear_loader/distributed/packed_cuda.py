@@ -19,18 +19,11 @@ from gear_loader.collection.packed_sources import (
     starts_of,
 )
 from gear_loader.distributed.collector import ShardRows, table_here
-from gear_loader.distributed.packed_collector import ServedRows, ShardPackedBuffers, ShardPackedCollector
+from gear_loader.distributed.packed_collector import ServedRows, ShardPackedCollector
 from gear_loader.distributed.remote_spans import RemoteSpans, SpanPart
 from gear_loader.utils.arrays import Array
 
 __all__ = ["CudaShardPackedCollector", "StagedShardPackedCollector"]
-
-
-class _PinnedBuffers(ShardPackedBuffers):
-    """A batch in pinned memory, gathered on the CPU."""
-
-    def _empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 
 class StagedShardPackedCollector(ShardPackedCollector):
@@ -38,8 +31,8 @@ class StagedShardPackedCollector(ShardPackedCollector):
     CPU gathers in pinned memory."""
 
     def buffers(self, *, shared: bool = False) -> Buffers:
-        """See `ShardPackedCollector.buffers`."""
-        return CudaPackedBuffers(self, _PinnedBuffers(self, shared=False))
+        """See `Collector.buffers`."""
+        return CudaPackedBuffers(self, PackedBuffers(self, shared=False, pinned=True))
 
     def gather(self, buffers: Buffers, rows: ShardRows) -> None:
         """See `ShardPackedCollector.gather`. Waits for the last copy out of the staging buffers."""
@@ -89,7 +82,7 @@ class CudaShardPackedCollector(ShardPackedCollector):
         self._tables: dict[int, TableSources] = {}
 
     def buffers(self, *, shared: bool = False) -> Buffers:
-        """See `ShardPackedCollector.buffers`."""
+        """See `Collector.buffers`."""
         return _DeviceBuffers(self)
 
     def gather(self, buffers: Buffers, rows: ShardRows) -> None:

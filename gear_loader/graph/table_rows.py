@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from gear_loader.collection.chosen import RowGather
 from gear_loader.collection.collector import resolve
 from gear_loader.collection.plans import Output, Plans, plans_of
-from gear_loader.collection.tier_rows import TierRows
 from gear_loader.errors import SchemaError, UnknownNodeError
 from gear_loader.graph.csr import named
-from gear_loader.kernels.plan import OUT
-from gear_loader.native import neighbor_loops, threads
+from gear_loader.native import neighbor_loops
 from gear_loader.storage.reader import Snapshot, Ticket
 from gear_loader.storage.schema import Window
 from gear_loader.storage.selected_rows import Reach
@@ -73,15 +72,8 @@ class TableRows:
 
     def __init__(self, table: Table, columns: Sequence[str]) -> None:
         self.table, self.columns = table, tuple(columns)
-        specs = [table.schema[name] for name in columns]
-        self.row_bytes = sum(spec.step_bytes for spec in specs)
-        self._outputs = tuple(
-            Output(name, _WINDOW, torch.empty(1, 1, spec.step_bytes, dtype=torch.uint8, device="cpu"), None)
-            for name, spec in zip(columns, specs, strict=True)
-        )
-        self._plan = plans_of(table, self._outputs).steps.table.numpy()
-        self._block_steps = table.region.layout.block_steps
-        self._tier = TierRows(table, _REACH, self.row_bytes) if table.has_tier else None
+        self._gather = RowGather(table, dict.fromkeys(columns, _WINDOW))
+        self.row_bytes = self._gather.row_bytes
         self._mutex = new_mutex()
         self._rows = RowIndex(-1, *(np.empty(0, dtype=np.int64) for _ in range(4)))
         self.look()
@@ -133,38 +125,22 @@ class TableRows:
         slots, steps, missing = rows.locate(numbers)
         if missing:
             raise unknown_nodes(nodes[slots < 0], rows.count)
-        plan = self._plan.copy()
-        plan[:, OUT] = [out.data_ptr() for out in outs]
-        if self._tier is not None and self.table.num_spilled:
-            return self._gather_tiers(self._tier, plan, rows, slots, steps, into)
-        bad = self._gather(plan, slots, steps, into)
-        if bad and self._tier is not None:  # some may have been on disk meanwhile
-            return self._gather_tiers(self._tier, plan, rows, slots, steps, into)
-        self.table.reader().check_gathered(bad)
-        return 0
 
-    def _gather(self, plan: Array, slots: Array, steps: Array, into: Array | None) -> int:
-        extent, block_ids = self.table.reader().index_arrays()
-        return threads.gather(
-            plan, slots, steps, extent, block_ids, self._block_steps, self.row_bytes, rows=into
-        )
+        def generations() -> Array:
+            found = np.zeros(int(rows.slots.max()) + 1, dtype=np.int64)
+            live = rows.slots >= 0
+            found[rows.slots[live]] = rows.generations[live]
+            of_rows: Array = found[slots]
+            return of_rows
 
-    def _gather_tiers(
-        self, tier: TierRows, plan: Array, rows: RowIndex, slots: Array, steps: Array, into: Array | None
-    ) -> int:
-        """Gather rows of which some may lie on disk only."""
-        generations = np.zeros(int(rows.slots.max()) + 1, dtype=np.int64)
-        live = rows.slots >= 0
-        generations[rows.slots[live]] = rows.generations[live]
-        sources = [output.column for output in self._outputs]
-        return tier.gather(plan, sources, slots, steps, generations[slots], into)
+        return self._gather.gather(slots, steps, generations, outs, into=into)
 
     def on_disk(self, numbers: Array) -> Array:
         """Which rows lie on disk only now, bool [n]; those that are unknown do not."""
         slots, _, _ = self.look().locate(numbers)
-        if self._tier is None:
+        if self._gather.tier is None:
             return np.zeros(len(numbers), dtype=bool)
-        found: Array = self._tier.outside(np.maximum(slots, 0)) & (slots >= 0)
+        found: Array = self._gather.tier.outside(np.maximum(slots, 0)) & (slots >= 0)
         return found
 
 

@@ -17,6 +17,7 @@ import torch
 
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.buffer_pools import BufferPools
+from gear_loader.collection.chosen import RowGather
 from gear_loader.collection.collector import Buffers, Collector
 from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.errors import SchemaError, TableEmptyError, TableFullError
@@ -63,7 +64,7 @@ _PARTS = (
     "_given",
     "_ahead",
     "_ended",
-    "_outcomes",
+    "_reading",
 )
 
 
@@ -198,7 +199,7 @@ class ReplayBuffer(_ReplayBuffer):
             (self.n_envs, 3), dtype=np.int64
         )  # slot, steps, capacity; see `copying.put_steps`
         self._pools = BufferPools()
-        self._outcomes: Collector | None = None
+        self._reading: RowGather | None = None
         for member in range(self.n_envs):
             self._begin(member)
 
@@ -428,13 +429,18 @@ class ReplayBuffer(_ReplayBuffer):
         rows = np.repeat(np.arange(self._added - size, self._added) % self.buffer_size, self.n_envs)
         members = np.tile(np.arange(self.n_envs), size)
         if size:
-            collector = Collector(
-                self.table, {name: window}, batch_size=len(rows), device=torch.device("cpu")
-            )
-            buffers = collector.buffers()
-            collector.gather(buffers, self._drawn(rows, members))
-            out[rows, members] = buffers.batch[name].numpy()
+            out[rows, members] = self._host_rows({name: window}, rows, members)[0]
         return out
+
+    def _host_rows(self, windows: dict[str, Window], rows: Array, members: Array) -> list[Array]:
+        """Values of transitions, also of those in open trajectories, which no one else reads: ``[n, *shape]`` each."""
+        if self._reading is None or self._reading.windows != windows:
+            self._reading = RowGather(self.table, windows)
+        drawn = self._drawn(rows, members)
+        columns = [self.table.schema[source] for source in self._reading.sources]
+        outs = [torch.empty(len(rows), *column.shape, dtype=column.dtype, device="cpu") for column in columns]
+        self._reading.gather(drawn.slots, drawn.anchors, lambda: drawn.generations, outs)
+        return [out.numpy() for out in outs]
 
     # ---------------------------------------------------------------- sampling
 
@@ -510,14 +516,8 @@ class ReplayBuffer(_ReplayBuffer):
 
     def _outcome(self, rows: Array, members: Array) -> tuple[Array, Array, Array]:
         """reward, terminated and truncated of transitions, [n] each, on the host."""
-        if self._outcomes is None or self._outcomes.batch_size != len(rows):
-            windows = {key: Window(1, squeeze=True) for key in ("reward", "terminated", "truncated")}
-            self._outcomes = Collector(self.table, windows, batch_size=len(rows), device=torch.device("cpu"))
-        buffers = self._outcomes.buffers()
-        self._outcomes.gather(buffers, self._drawn(rows, members))
-        reward, terminated, truncated = (
-            buffers.batch[key].numpy() for key in ("reward", "terminated", "truncated")
-        )
+        windows = {key: Window(1, squeeze=True) for key in ("reward", "terminated", "truncated")}
+        reward, terminated, truncated = self._host_rows(windows, rows, members)
         return reward, terminated, truncated
 
     def _normalized(self, observation: torch.Tensor, env: Any) -> torch.Tensor:

@@ -5,29 +5,19 @@ Arguments are raw addresses and arrays that the callers have checked; see `gear_
 
 from __future__ import annotations
 
+import numpy as np
 from numba import int64, njit
 
+from gear_loader.kernels.plan import LENGTH, WIDTH
 from gear_loader.native.compile import compiled
 from gear_loader.native.gathering import extent_of
-from gear_loader.native.memory import (
-    copy_apart,
-    copy_bytes,
-    copy_past_caches,
-    fill,
-    order_stores,
-)
+from gear_loader.native.memory import copy_bytes, order_stores
+from gear_loader.native.spans import ADJOINS, AHEAD, BEGIN, END, SEGMENT, add_span, copy_segments, grouped
 
 __all__ = [
     "GONE",
     "KEPT",
     "LONG",
-    "PACKED_BASE",
-    "PACKED_BLOCKS",
-    "PACKED_OUT",
-    "PACKED_STEP_BYTES",
-    "PACKED_STEP_STRIDE",
-    "PACKED_STRIDE",
-    "PACKED_WIDTH",
     "QUEUE_ANCHOR",
     "QUEUE_DRAW",
     "QUEUE_FIRST",
@@ -42,18 +32,6 @@ __all__ = [
     "place_packed",
     "screen",
 ]
-
-# One row of the table of columns: int64 [PACKED_WIDTH].
-PACKED_BASE = 0  # address of the column
-PACKED_STRIDE = 1  # bytes from block to block
-PACKED_STEP_BYTES = 2  # bytes of a step
-PACKED_STEP_STRIDE = 3  # bytes from step to step in a block
-PACKED_BLOCKS = 4  # blocks of the column: a block id is below it
-PACKED_OUT = 5  # address of the output, [steps, step bytes], or [rows, step bytes] of a column per trajectory
-PACKED_WIDTH = 6
-
-_PAST_CACHES_BYTES = 1024
-"""Smallest piece of a large batch that is written past the caches."""
 
 
 @compiled
@@ -162,11 +140,9 @@ def gather_packed(  # type: ignore[no-untyped-def]
 ) -> int:
     """Copy the steps of rows one after another, and the values of their trajectories.
 
-    Block by block, so that the columns of a record are read while it is in the cache; columns that lie by themselves as
-    many blocks at once as lie side by side.
-
     Args:
-        columns, once: int64 [C, PACKED_WIDTH], columns of steps, and per trajectory.
+        columns, once: int64 [C, WIDTH], columns of steps, and per trajectory, as defined in `gear_loader.kernels.plan`,
+            without windows. OUT is the address of [steps, step bytes], and of [rows, step bytes] in `once`.
         slots: int64 [n]. spans: int64 [2, n], of `measure`.
         starts: int32 [at least n], place of each row's first step in the outputs.
         extent: int64 [T, 3]. block_ids: int32 [H]. block_steps: steps of a block.
@@ -175,63 +151,46 @@ def gather_packed(  # type: ignore[no-untyped-def]
         rows: int64 [m], numbers of the rows to copy.
 
     Returns:
-        Number of invalid slots and blocks, 0 unless the index is corrupt. Their steps are zeros.
+        Number of rows of which a slot or block is invalid, 0 unless the index is corrupt. Their steps are zeros.
     """
-    bad, adjoin = (
-        0,
-        True,
-    )  # whether the last step of a block lies before the first of the next, in every column
-    for c in range(columns.shape[0]):
-        adjoin = adjoin and columns[c, PACKED_STRIDE] == block_steps * columns[c, PACKED_STEP_BYTES]
+    bad, waiting, width = 0, 0, columns.shape[0]
+    both = np.zeros((width + once.shape[0], WIDTH), dtype=np.int64)
+    both[:width], both[width:] = columns, once
+    both[width:, LENGTH] = 1  # a window of its own
+    table, groups = grouped(both, block_steps)
+    segments = np.empty((AHEAD, SEGMENT), dtype=np.int64)
     for b in rows:
         row = int64(-1) << 40  # no place in `block_ids`
         if slots[b] >= 0 and slots[b] < len(extent):
             _, row, _ = extent_of(extent, slots[b])
-        else:
-            bad += 1
-        low, end, start = spans[0, b], spans[0, b] + spans[1, b], int64(starts[b])
-        own = position[start : start + end - low]
+        low, count, start = spans[0, b], spans[1, b], int64(starts[b])
+        own = position[start : start + count]
         for i in range(len(own)):
             own[i] = low + i
-        step = low
-        while step < end:
-            block = step // block_steps
-            inside = step - block * block_steps
-            take = min(block_steps - inside, end - step)
-            number = _block(block_ids, row + block)
-            following = number + 1
-            while (
-                adjoin
-                and step + take < end
-                and _block(block_ids, row + block + following - number) == following
-            ):
-                take += min(block_steps, end - step - take)
-                following += 1
-            for c in range(columns.shape[0]):
-                step_bytes, every = columns[c, PACKED_STEP_BYTES], columns[c, PACKED_STEP_STRIDE]
-                out = columns[c, PACKED_OUT] + (start + step - low) * step_bytes
-                size = take * step_bytes
-                if number < 0 or following > columns[c, PACKED_BLOCKS]:
-                    fill(out, 0, size)
-                    bad += 1
-                    continue
-                source = columns[c, PACKED_BASE] + number * columns[c, PACKED_STRIDE] + inside * every
-                if every != step_bytes:
-                    copy_apart(out, step_bytes, source, every, take, step_bytes)
-                elif streams and size >= _PAST_CACHES_BYTES:
-                    copy_past_caches(out, source, size)
-                else:
-                    copy_bytes(out, source, size)
-            step += take
-        number = _block(block_ids, row)
-        for c in range(once.shape[0]):
-            out = once[c, PACKED_OUT] + b * once[c, PACKED_STEP_BYTES]
-            if number < 0 or number >= once[c, PACKED_BLOCKS]:
-                fill(out, 0, once[c, PACKED_STEP_BYTES])
-                bad += 1
-            else:
-                source = once[c, PACKED_BASE] + number * once[c, PACKED_STRIDE]
-                copy_bytes(out, source, once[c, PACKED_STEP_BYTES])
+        wrong = row < 0
+        for g in range(groups.shape[0]):
+            first = groups[g, BEGIN]
+            if table[first, LENGTH] == 1:
+                low, count, start = int64(0), int64(1), int64(b)
+            waiting, invalid = add_span(
+                table,
+                first,
+                groups[g, END],
+                groups[g, ADJOINS],
+                segments,
+                waiting,
+                row,
+                low,
+                count,
+                start,
+                False,
+                block_ids,
+                block_steps,
+                streams,
+            )
+            wrong = wrong or invalid
+        bad += wrong
+    copy_segments(table, segments, waiting, streams)
     if streams:
         order_stores()
     return bad
@@ -253,14 +212,6 @@ def place_packed(pieces, source_starts, out_starts, counts) -> None:  # type: ig
                 source + source_starts[i] * step_bytes,
                 counts[i] * step_bytes,
             )
-
-
-@njit(inline="always")
-def _block(block_ids, place):  # type: ignore[no-untyped-def]
-    """The block id at a place of the block tables; -1 if there is no such place."""
-    if place < 0 or place >= len(block_ids):
-        return int64(-1)
-    return int64(block_ids[place])
 
 
 @njit(inline="always")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 from gear_loader.errors import CheckpointError, SchemaError
+from gear_loader.storage.source import Source
 from gear_loader.storage.table_rules import check_seconds
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import byte_count, one_of
@@ -115,38 +115,12 @@ class LostRowsError(CheckpointError):
         self.slots, self.generations = slots, generations
 
 
-class TierReader(Protocol):
-    """Reads trajectories that lie on disk only, `gear_loader.checkpoint.tier_reader.FileReader`."""
+class TierReader(Source, Protocol):
+    """Reads trajectories that lie on disk only, `gear_loader.checkpoint.tier_reader.FileReader`.
 
-    def read(
-        self,
-        slots: Array,
-        generations: Array,
-        first: Array,
-        counts: Array,
-        outs: Mapping[str, tuple[Array, Array]],
-        *,
-        drawn: int = 0,
-    ) -> None:
-        """Read rows of trajectories, by several threads.
-
-        Args:
-            slots, generations: int64 [n], distinct trajectories.
-            first, counts: int64 [n], first row of each and number of rows; a final step is the row after the last step.
-            outs: column -> a contiguous uint8 [bytes], and int64 [n]: where each trajectory's rows go in it. Of a
-                column per trajectory its one value.
-            drawn: rows of a batch that this is for, to be counted as misses.
-
-        Raises:
-            LostRowsError: trajectories cannot be read. StaleIndexError: one has been evicted or removed.
-        """
-
-    def sizes(self, slots: Array) -> Array:
-        """Steps and final steps of trajectories as their copies on disk have them, int64 [n, 2].
-
-        A trajectory that lay on disk only when it was looked at may have come back and grown since: of its copy this
-        and not the index says how much can be read.
-        """
+    A trajectory that lay on disk only when it was looked at may have come back and grown since: `sizes` and not the
+    index says how much of its copy can be read.
+    """
 
     def count_hits(self, rows: int) -> None:
         """Count rows of a batch that were in memory."""

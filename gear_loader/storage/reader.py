@@ -337,6 +337,34 @@ class TableReader:
 
         return self._recovery.locked(begin)
 
+    def begin_read_rows(self, slots: Array, ticket: Ticket) -> tuple[Array, Array]:
+        """`begin_read`, after a check that all rows are live.
+
+        Args:
+            slots: int64 [n]. ticket: as for `begin_read`.
+
+        Returns:
+            Generations and lengths of the trajectories, int64 [n] each.
+
+        Raises:
+            StaleIndexError: slots without a live trajectory. The ticket has not begun.
+        """
+        arrays = self.arrays
+
+        def begin() -> tuple[Array, Array]:
+            live = arrays.live_rows(slots, np.full_like(slots, -1), strict=False, what="")
+            if not live.all():
+                gone = np.flatnonzero(~live)
+                raise StaleIndexError(
+                    f"{len(gone)} of {len(slots)} rows name no live trajectory, which was never added, removed or "
+                    f"evicted: index {np.unique(slots[gone])[:10].tolist()}{' ...' if len(gone) > 10 else ''}, the "
+                    f"first in row {gone[0]}. Nothing was written; table.indices() lists those that are there."
+                )
+            ticket.begin(self._readers)
+            return arrays.generation[slots], arrays.extent[slots, 0]
+
+        return self._recovery.locked(begin)
+
     def snapshot(self) -> Snapshot:
         """A snapshot of the live trajectories, oldest first; also for a signal handler amid another call."""
 

@@ -1066,6 +1066,48 @@ class Table:
         assert rows is not None
         return rows
 
+    def gather(
+        self,
+        index: Sequence[int] | Array | torch.Tensor,
+        anchor: Sequence[int] | Array | torch.Tensor | None = None,
+        *,
+        windows: Any = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+    ) -> dict[str, Any]:
+        """Copy rows that the caller chose, as `ReplayDataset` copies rows that it draws.
+
+        All rows are of one moment: no trajectory that is evicted meanwhile is torn. Nothing is counted as drawn, and
+        the rate limiter is not asked. On the CPU, with as many threads as torch uses; no GPU is waited for.
+
+        Args:
+            index: int [n], indices of trajectories, as `add` returns them, in any order, also several times.
+            anchor: int [n], the step of each row that its windows are relative to, from 0 to the trajectory's length
+                - 1. By default 0.
+            windows: as of a `ReplayDataset`: a `Window` or `Whole` for all columns, or a mapping of names to `Window`,
+                `Whole` or `NStep`. By default ``Whole()``: whole trajectories, which take no `anchor`.
+            out: memory for the windows: name -> contiguous tensor on the CPU of exactly the shape and dtype below, of
+                which no two overlap; ``mask`` may be given too, if all windows have the same. By default new memory.
+
+        Returns:
+            A `Batch`. For a `Window` ``[n, length, *shape]``, ``[n, *shape]`` with `squeeze` and of columns per
+            trajectory; ``mask``, bool ``[n, length]``; for an `NStep` its mapping. For `Whole` all steps one row after
+            the other, ``[steps, *shape]``, with ``cu_seqlens``, ``max_seqlen`` and ``position``, as with
+            ``layout="packed"``. And ``index``, ``anchor`` and ``generation``, int64 ``[n]``. The tensors of `out`
+            are in it.
+
+        Raises:
+            StaleIndexError: an index has no live trajectory; the message names them. Nothing was written.
+            SchemaError: other windows, shapes, dtypes or memory, an anchor outside its trajectory, or a late column
+                that a trajectory has no values of. Nothing was written.
+            CheckpointError: a trajectory that lies on disk only cannot be read. `out` may have been written in part.
+
+        Example: ``table.gather(table.indices()[-32:], windows=gear.Window(20))`` has the first 20 steps of the newest
+        32 trajectories.
+        """
+        self.check_open()
+        batch: dict[str, Any] = provided("gather")(self, index, anchor, windows, out)
+        return batch
+
     def rows(self, index: int, *, final: bool = False) -> dict[str, torch.Tensor] | None:
         """A copy of one trajectory's rows: column name -> tensor ``[T, *shape]``, or ``[*shape]`` of columns per
         trajectory, on the CPU; for transports.

@@ -6,17 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gear_loader.collection.plans import locate_columns
+from gear_loader.collection.sources import Place, read_packed
 from gear_loader.errors import LockTimeoutError
-from gear_loader.native.packed import (
-    PACKED_BASE,
-    PACKED_BLOCKS,
-    PACKED_OUT,
-    PACKED_STEP_BYTES,
-    PACKED_STEP_STRIDE,
-    PACKED_STRIDE,
-    PACKED_WIDTH,
-    gather_packed,
-)
+from gear_loader.kernels.plan import OUT, WIDTH
+from gear_loader.native.packed import gather_packed
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.transport.open_table import OpenTable
 from gear_loader.transport.packed_spec import PackedSpec, Span
@@ -43,13 +37,9 @@ class OpenPacked(OpenTable):
     def _attach(self) -> AttachedTable:
         attached = self._tables.get(self.spec.table)
         attached.check_schema(self.spec.schema)
-        region = attached.table.region
-        self._columns = np.zeros((len(self.spec.columns), PACKED_WIDTH), dtype=np.int64)
-        for row, column in zip(self._columns, self.spec.columns.values(), strict=True):
-            blocks, place = region.blocks(column), region.layout.columns[column]
-            row[PACKED_BASE] = blocks.ctypes.data + place.inside
-            row[PACKED_STRIDE], row[PACKED_BLOCKS] = blocks.strides[0], len(blocks)
-            row[PACKED_STEP_BYTES], row[PACKED_STEP_STRIDE] = place.step_bytes, place.step_stride
+        sources = list(self.spec.columns.values())
+        columns: Array = np.zeros((len(sources), WIDTH), dtype=np.int64)
+        self._columns = locate_columns(columns, sources, attached.table.region)
         return attached
 
     def reply_bytes(self, rows: Array) -> int:
@@ -79,7 +69,7 @@ class OpenPacked(OpenTable):
         spans, status = self.spec.spans(n, total), self.spec.data_bytes(n, total)
         base, end = out.ctypes.data, 0
         for row, span in zip(table, spans, strict=True):
-            row[PACKED_OUT] = base + span.offset
+            row[OUT] = base + span.offset
             out[end : span.offset] = 0  # do not send old contents of the buffer
             end = span.offset + (n if span.once else total) * span.step_bytes
         out[end:status], out[status + n :] = 0, 0
@@ -155,23 +145,25 @@ class OpenPacked(OpenTable):
             return
         slots, firsts, generations, counts = (part[which] for part in rows)
         begins = starts[which].astype(np.int64)
-        left = list(zip(self.spec.columns.values(), spans, strict=True))
-        while left:  # at a time one of the names that show a column
-            now = dict(reversed(left))
-            outs = {
-                column: (out, span.offset + (which if span.once else begins) * span.step_bytes)
-                for column, span in now.items()
-            }
-            tier = attached.table.tier_reader()
-            tier.read(
-                slots, generations, firsts, counts, outs, drawn=len(which) if len(left) == len(spans) else 0
-            )
-            left = [(column, span) for column, span in left if now[column] is not span]
+        places = [
+            Place(column, out, span.offset, span.step_bytes, span.once)
+            for column, span in zip(self.spec.columns.values(), spans, strict=True)
+        ]
+        read_packed(
+            attached.table.tier_reader(),
+            places,
+            slots,
+            generations,
+            np.stack((firsts, counts)),
+            begins,
+            which,
+            drawn=len(which),
+        )
 
 
 def warm_up() -> None:
     """Load the compiled gather, which may take seconds the first time on a machine."""
-    columns, none = np.zeros((1, PACKED_WIDTH), dtype=np.int64), np.empty(0, dtype=np.int64)
+    columns, none = np.zeros((1, WIDTH), dtype=np.int64), np.empty(0, dtype=np.int64)
     places, extent = np.empty(0, dtype=np.int32), np.zeros((1, 3), dtype=np.int64)
     spans, ids = np.empty((2, 0), dtype=np.int64), np.zeros(1, dtype=np.int32)
     gather_packed(columns, columns, none, spans, places, extent, ids, 1, places, False, none)

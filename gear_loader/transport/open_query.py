@@ -6,26 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from gear_loader.collection.plans import locate_columns, window_columns
 from gear_loader.collection.windows import reach_of
 from gear_loader.errors import LockTimeoutError, TransportError
-from gear_loader.kernels.plan import (
-    BASE,
-    BLOCKS,
-    FINAL,
-    LENGTH,
-    MASK,
-    OFFSET,
-    OUT,
-    PAD,
-    PAD_EDGE,
-    PAD_HEAD,
-    PAD_KEEP,
-    PAD_TAIL,
-    STEP_BYTES,
-    STEP_STRIDE,
-    STRIDE,
-    WIDTH,
-)
+from gear_loader.kernels.plan import MASK, OUT, WIDTH
 from gear_loader.native.serving import serve
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.states import READY
@@ -39,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenQuery", "warm_up"]
 
-_PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL, "edge": PAD_EDGE}
 _MOST_ANCHOR = 1 << 40
 _MOST_LAYOUTS = 16
 
@@ -76,25 +59,16 @@ class OpenQuery(OpenTable):
     def _attach(self) -> AttachedTable:
         attached = self._tables.get(self.spec.table)
         attached.check_schema(self.spec.schema)
-        region = attached.table.region
-        layout = region.layout
-        base = attached.table.column_addresses()
-        order = {name: i for i, name in enumerate(layout.schema)}
+        schema, sources = attached.table.schema, list(self.spec.sources.values())
         self._layouts = {}
-        self._columns = np.zeros((len(self.spec.windows), WIDTH), dtype=np.int64)
-        for row, (name, window) in zip(self._columns, self.spec.windows.items(), strict=True):
-            row[[BASE, STRIDE, STEP_BYTES, STEP_STRIDE]] = base[order[self.spec.sources[name]]]
-            row[BLOCKS] = layout.num_blocks
-            row[LENGTH], row[OFFSET], row[PAD] = window.length, window.offset, _PADS[window.pad]
-            row[FINAL] = layout.schema[self.spec.sources[name]].final
+        columns = window_columns(schema, sources, self.spec.windows.values())
+        self._columns = locate_columns(columns, sources, attached.table.region)
         names = list(self.spec.windows)
         self._tier: TierRows | None = None
         if attached.table.has_tier:
             from gear_loader.collection.tier_rows import TierRows
 
-            self._tier = TierRows(
-                attached.table, reach_of(layout.schema, self.spec.windows), self.spec.row_bytes
-            )
+            self._tier = TierRows(attached.table, reach_of(schema, self.spec.windows), self.spec.row_bytes)
         self._masked = [names.index(piece.name) for piece in self.spec.pieces(1) if piece.kind == "mask"]
         return attached
 

@@ -15,7 +15,8 @@ from gear_loader.storage import shared_memory
 
 IN_PROCESS = {"memcpy", "ours", "ours, prefetch 2", "ours, sample", "plain torch"}
 MAP_STYLE = {"DataLoader, map-style", "DataLoader, map-style, 2 workers"}
-COLLECTED = {"memcpy", "collector, blocks 100", "collector, blocks 64", "index_select", "DataLoader, dataset"}
+COLLECTED = {"memcpy", "memcpy, rows", "collector, blocks 100", "collector, blocks 64", "index_select"}
+COLLECTED |= {"DataLoader, dataset"}
 SELECTED = {"ours, tree", "ours, with extremes", "ours, dataset", "torch.multinomial", "cumsum, torch"}
 ADDED, READ = {"memcpy", "ours", "torch"}, {"0 writers", "2 writers"}
 FED = {"alone", "ours, prefetch 0", "ours, prefetch 2", "ours, prefetch 2, DataLoader", "plain torch"}
@@ -26,7 +27,11 @@ TRANSITIONS = {key: {"plain torch", "ours", "ours, copy=False"} for key in ("uni
 APPENDED = {"plain torch", "ours, every step", "ours, per episode"}
 
 RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
-    "collect": ("--threads 1 --trajectories 130", {"W1": {*COLLECTED, "x[idx]"}, "W2": COLLECTED}, "Targets"),
+    "collect": (
+        "--threads 1 --trajectories 130",
+        {"W1": {*COLLECTED, "x[idx]"}, "W2": COLLECTED, "single steps": COLLECTED},
+        "Targets",
+    ),
     "single-server": (
         "--threads 1 --trajectories 256 --peers PEERS",
         {"W1": IN_PROCESS | MAP_STYLE | {"cpprb"}, "W2": IN_PROCESS, "insert": {*ADDED, "cpprb"}},

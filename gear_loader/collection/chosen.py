@@ -1,0 +1,316 @@
+"""Rows that the caller chose, gathered into memory that the caller may give: `Table.gather` and what it is made of."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from gear_loader.collection.batches import Batch
+from gear_loader.collection.conversions import Conversion, converted_dtype
+from gear_loader.collection.n_step import NStep, Returns
+from gear_loader.collection.packed import PackedBuffers, PackedCollector
+from gear_loader.collection.plans import locate_columns, window_columns
+from gear_loader.collection.sources import StagedRows
+from gear_loader.collection.tier_rows import TierRows
+from gear_loader.collection.windows import (
+    Whole,
+    check_layout,
+    expand,
+    has_whole,
+    mask_of,
+    reach_of,
+    source_of,
+    steps_only,
+    windows_of,
+)
+from gear_loader.errors import SchemaError
+from gear_loader.kernels.plan import LENGTH, MASK, OUT, STEP_BYTES
+from gear_loader.native import threads
+from gear_loader.storage.filled_bits import filled_bits
+from gear_loader.storage.readers import Ticket
+from gear_loader.storage.schema import Schema, Window
+from gear_loader.storage.selected_rows import SelectedRows
+from gear_loader.storage.source import Source
+from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import Array, numbers, shown, unreadable
+
+__all__ = ["RowGather", "SchemaSource", "gather"]
+
+Windows = Mapping[str, Window | NStep | Whole]
+
+
+class SchemaSource(Source, Protocol):
+    """A source that knows its columns."""
+
+    @property
+    def schema(self) -> Schema:
+        """Columns of the trajectories."""
+
+
+class RowGather:
+    """Gathers windows of rows into any memory of the host; several threads may do so at once.
+
+    Args:
+        source: a table of this machine, or any other source with a schema. windows: name -> window, as `expand` gives
+            them.
+
+    Attributes:
+        row_bytes: bytes of a row over all windows. sources: the column that each window reads.
+        tier: of a table with a disk tier, what reads its rows; else None.
+    """
+
+    def __init__(self, source: Table | SchemaSource, windows: Mapping[str, Window]) -> None:
+        self.source, self.windows = source, dict(windows)
+        self.sources = [source_of(name, window) for name, window in windows.items()]
+        self._plan = window_columns(source.schema, self.sources, windows.values())
+        self.row_bytes = int((self._plan[:, LENGTH] * self._plan[:, STEP_BYTES]).sum())
+        reach = reach_of(source.schema, windows)
+        self.tier: TierRows | None = None
+        self._staged: StagedRows | None = None
+        if not isinstance(source, Table):
+            self._staged = StagedRows(lambda: source, source.schema, reach, self.row_bytes)
+            return
+        locate_columns(self._plan, self.sources, source.region)
+        if source.has_tier:
+            self.tier = TierRows(source, reach, self.row_bytes)
+
+    def gather(
+        self,
+        slots: Array,
+        anchors: Array,
+        generations: Callable[[], Array],
+        outs: Sequence[torch.Tensor],
+        masks: Mapping[int, torch.Tensor] | None = None,
+        into: Array | None = None,
+    ) -> int:
+        """Fill rows of tensors. The caller holds a read ticket, under which the trajectories were there.
+
+        Args:
+            slots, anchors: int64 [n], contiguous. generations: returns int64 [n]; called unless the rows lie in memory.
+            outs: contiguous ``[m, L, *shape]`` of each window, on the CPU.
+            masks: number of a window -> its mask, contiguous bool ``[m, L]``.
+            into: int64 [n], distinct: row of `outs` for each; None: row i for row i.
+
+        Returns:
+            How many of the rows were read, and not copied out of memory.
+
+        Raises:
+            LostRowsError: trajectories cannot be read. CorruptTableError: see `TableReader.check_gathered`.
+        """
+        table = self.source
+        plan = self._plan.copy()
+        plan[:, OUT] = [out.data_ptr() for out in outs]
+        for number, mask in (masks or {}).items():
+            plan[number, MASK] = mask.data_ptr()
+        if self._staged is not None:
+            bad = self._staged.read(plan, self.sources, slots, anchors, generations(), into)
+            assert bad == 0
+            return len(slots)
+        assert isinstance(table, Table)
+        if self.tier is None or not table.num_spilled:
+            extent, block_ids = table.reader().index_arrays()
+            steps = table.region.layout.block_steps
+            bad = threads.gather(plan, slots, anchors, extent, block_ids, steps, self.row_bytes, rows=into)
+            if not bad or self.tier is None:
+                table.reader().check_gathered(bad)
+                return 0
+        return self.tier.gather(plan, self.sources, slots, anchors, generations(), into)
+
+
+_known: weakref.WeakKeyDictionary[Table, tuple[Any, RowGather]] = weakref.WeakKeyDictionary()
+"""Of each table, the windows of the last call of `gather`, and what gathers them."""
+
+
+def gather(table: Table, index: Any, anchor: Any, windows: Any, out: Any) -> Batch:
+    """See `Table.gather`."""
+    windows = Whole() if windows is None else windows
+    wanted, packed = windows_of(table.schema, windows, None), has_whole(windows)
+    check_layout("packed" if packed else "padded", windows)
+    slots = _rows(index, "index")
+    if packed and anchor is not None:
+        raise SchemaError(
+            f"anchor is {shown(anchor)}, and the windows are whole trajectories, which have no anchor; expected None, "
+            "or gear_loader.Window as windows."
+        )
+    anchors = np.zeros_like(slots) if anchor is None else _rows(anchor, "anchor")
+    if len(anchors) != len(slots):
+        raise SchemaError(f"anchor has {len(anchors)} rows and index {len(slots)}; expected as many of both.")
+    given = _given(wanted, packed, out)
+    ticket = Ticket()
+
+    def read() -> Batch:
+        generations, lengths = table.reader().begin_read_rows(slots, ticket)
+        _check_anchors(anchors, lengths)
+        _check_late(table, wanted, slots)
+        rows = SelectedRows(slots, anchors, generations)
+        return (_packed if packed else _padded)(table, wanted, rows, given)
+
+    return ticket.during(read)
+
+
+def _rows(value: Any, name: str) -> Array:
+    found = numbers(value, name, "iu", "integers [n]")
+    if found.ndim != 1:
+        raise SchemaError(f"{name} is {shown(value)}; expected integers [n].")
+    return np.ascontiguousarray(found, dtype=np.int64)
+
+
+def _check_anchors(anchors: Array, lengths: Array) -> None:
+    wrong = np.flatnonzero((anchors < 0) | (anchors >= lengths))
+    if len(wrong):
+        row = int(wrong[0])
+        raise SchemaError(
+            f"{len(wrong)} of {len(anchors)} anchors are no steps of their trajectories; the first is anchor[{row}], "
+            f"{anchors[row]}, of a trajectory of {lengths[row]} steps. Nothing was written; windows may reach beyond a "
+            "trajectory, anchors may not."
+        )
+
+
+def _check_late(table: Table, windows: Windows, slots: Array) -> None:
+    read = {source_of(*item) for item in expand(table.schema, windows)[0].items()}
+    late = [name for name in table.schema.late if name in read]
+    bits = table.schema.late_bits(late) if late else 0
+    missing = np.flatnonzero((filled_bits(table.index.arrays, slots) & bits) != bits)
+    if len(missing):
+        raise SchemaError(
+            f"{len(missing)} of {len(slots)} trajectories have no values yet in some of the late columns {late}; the "
+            f"first is index[{missing[0]}], {slots[missing[0]]}. Nothing was written; Table.fill gives them values."
+        )
+
+
+# ---------------------------------------------------------------- memory of the caller
+
+
+def _given(windows: Windows, packed: bool, out: Any) -> dict[str, torch.Tensor]:
+    """The tensors that the caller gives, name -> tensor, as far as they can be checked without the rows."""
+    if out is None:
+        return {}
+    if not isinstance(out, Mapping) or not all(isinstance(value, torch.Tensor) for value in out.values()):
+        raise SchemaError(f"out is {shown(out)}; expected a mapping of names to tensors, or None.")
+    computed = [name for name, window in windows.items() if isinstance(window, NStep)]
+    names = {*windows} | (set() if packed else {"mask"})
+    if computed or not {*windows} <= {*out} <= names:
+        why = f", and NStep windows {computed}, which are computed" if computed else ""
+        raise SchemaError(
+            f"out has {list(out)}{why}; expected a tensor for each window, {list(windows)}, and for nothing else"
+            f"{'' if packed else ' but mask'}."
+        )
+    ends: list[tuple[int, int, str]] = []
+    for name, tensor in out.items():
+        kind = unreadable(tensor)
+        if kind or tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.requires_grad:
+            raise SchemaError(
+                f"out[{name!r}] is {kind or _described(tensor)}; expected a contiguous tensor on the CPU that needs no "
+                "gradient. For a GPU gather into pinned memory and copy that."
+            )
+        ends.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
+    ends.sort()
+    for (_, end, one), (begin, _, other) in itertools.pairwise(ends):
+        if begin < end:
+            raise SchemaError(
+                f"out[{one!r}] and out[{other!r}] share memory; expected tensors that do not overlap."
+            )
+    return dict(out)
+
+
+def _memory(
+    given: Mapping[str, torch.Tensor], name: str, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """The caller's tensor of a window, or a new one."""
+    tensor = given.get(name)
+    if tensor is None:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    if tensor.shape != tuple(shape) or tensor.dtype != dtype:
+        raise SchemaError(
+            f"out[{name!r}] is {_described(tensor)}; expected {str(dtype).removeprefix('torch.')} {list(shape)}. "
+            "Nothing was written."
+        )
+    return tensor
+
+
+def _described(tensor: torch.Tensor) -> str:
+    kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
+    strides = "" if tensor.is_contiguous() else f" with strides {list(tensor.stride())}"
+    return f"{kind}{strides}{' that requires a gradient' if tensor.requires_grad else ''}"
+
+
+# ---------------------------------------------------------------- layouts
+
+
+def _padded(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[str, torch.Tensor]) -> Batch:
+    count, schema, key = len(rows), table.schema, tuple(windows.items())
+    plain, hidden = expand(schema, windows)
+    if table not in _known or _known[table][0] != key:
+        _known[table] = key, RowGather(table, plain)
+    keys = {name: mask_of(schema, name, window) for name, window in steps_only(schema, plain).items()}
+    parts_of = {each for parts in hidden.values() for each in parts.values()}
+    kinds = {(keys[name], plain[name].squeeze) for name in keys if name not in parts_of}
+    if "mask" in given and len(kinds) != 1:
+        raise SchemaError(
+            "out has mask, and the windows have different ones; expected out without mask, or windows of one span."
+        )
+    batch, outs, conversions = Batch(), [], []
+    masks: dict[Any, torch.Tensor] = {}
+    owners: dict[int, torch.Tensor] = {}
+    shown_masks: dict[str, torch.Tensor] = {}
+    for number, (name, window) in enumerate(plain.items()):
+        column = schema[source_of(name, window)]
+        dtype = converted_dtype(name, window, column)
+        inner = () if window.squeeze else (window.length,)
+        values = _memory(given, name, (count, *inner, *column.shape), dtype or column.dtype)
+        full = (count, window.length, *column.shape)
+        gathered = values if dtype is None else torch.empty(full, dtype=column.dtype, device="cpu")
+        outs.append(gathered)
+        if dtype is not None:
+            conversions.append(Conversion(gathered, values.view(full), window.scale))
+        batch[name] = values
+        if name in keys:
+            if keys[name] not in masks:
+                mask = _memory({} if name in parts_of else given, "mask", (count, *inner), torch.bool)
+                masks[keys[name]] = owners[number] = mask.view(count, window.length)
+            mask = masks[keys[name]]
+            shown_masks[name] = mask[:, 0] if window.squeeze else mask
+    returns = [
+        Returns.of(
+            windows[name],  # type: ignore[arg-type]
+            {part: batch.pop(each) for part, each in parts.items()},
+            {part: shown_masks.pop(each) for part, each in parts.items()},
+        )
+        for name, parts in hidden.items()
+    ]
+    _known[table][1].gather(rows.slots, rows.anchors, lambda: rows.generations, outs, owners)
+    for conversion in conversions:
+        conversion.convert(count)
+    batch.update((name, each.out) for name, each in zip(hidden, returns, strict=True))
+    batch["mask"] = given.get("mask", next(iter(shown_masks.values()))) if len(kinds) == 1 else shown_masks
+    _name(batch, rows)
+    for each in returns:
+        each.compute(batch["anchor"])
+    return batch
+
+
+def _packed(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[str, torch.Tensor]) -> Batch:
+    collector = PackedCollector(table, windows)
+    rows.spans, total, _ = collector.measure(rows)
+    for name, window in collector.windows.items():
+        column = collector.column_of(name)
+        dtype = converted_dtype(name, window, column) or column.dtype
+        first = len(rows) if column.trajectory else total
+        if name in given:
+            _memory(given, name, (first, *column.shape), dtype)
+    buffers = PackedBuffers(collector, shared=False, given=given)
+    collector.gather(buffers, rows)
+    return buffers.rows(len(rows))
+
+
+def _name(batch: Batch, rows: SelectedRows) -> None:
+    """Add the keys that identify the rows."""
+    for name, values in zip(
+        ("index", "anchor", "generation"), (rows.slots, rows.anchors, rows.generations), strict=True
+    ):
+        batch[name] = torch.from_numpy(values.copy())
