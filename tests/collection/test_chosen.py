@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from options_common import nested_table
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError, StaleIndexError
@@ -46,7 +47,7 @@ def table(request: pytest.FixtureRequest) -> Iterator[gear.Table]:
     block_steps, packed = request.param
     sizes: dict[str, Any] = {"max_steps": 500, "max_trajectories": 20}
     with gear.Table.create(
-        SCHEMA, **sizes, block_steps=block_steps, memory=gear.Memory(packed=packed)
+        SCHEMA, **nested_table({**sizes, "block_steps": block_steps, "memory": gear.Memory(packed=packed)})
     ) as made:
         gone = made.add(trajectory(9, 3))  # so that slots are no numbers of trajectories
         for number, each in enumerate(TRAJECTORIES):
@@ -217,7 +218,7 @@ def test_trajectories_on_disk(tmp_path: Path) -> None:
         "block_steps": 8,
         "memory": gear.Memory(max_blocks=40),
     }
-    with gear.Table.create(SCHEMA, **sizes, disk=disk, timeout=30) as table:
+    with gear.Table.create(SCHEMA, **nested_table({**sizes, "disk": disk, "timeout": 30})) as table:
         many = [trajectory(seed, 20) for seed in range(40)]
         index = [table.add(each) for each in many]
         assert table.num_spilled
@@ -232,7 +233,7 @@ def test_trajectories_on_disk(tmp_path: Path) -> None:
 def test_rows_are_whole_while_others_evict() -> None:
     schema = {"obs": gear.Column(torch.int64, (16,))}
     sizes: dict[str, Any] = {"max_steps": 400, "max_trajectories": 10, "block_steps": 4}
-    with gear.Table.create(schema, **sizes, on_full="evict_oldest") as table:
+    with gear.Table.create(schema, **nested_table({**sizes, "on_full": "evict_oldest"})) as table:
         for number in range(10):
             table.add({"obs": np.full((30, 16), number)})
         stop, gathered = threading.Event(), 0

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import numpy as np
+from options_common import nested_table
 from source_conformance import SCHEMA, SourceConformance, trajectory
 
 import gear_loader as gear
@@ -15,7 +16,7 @@ SIZES: dict[str, Any] = {"max_steps": 4000, "max_trajectories": 100}
 
 class TestTable(SourceConformance):
     def make(self, trajectories: list[dict[str, Any]], stack: contextlib.ExitStack) -> tuple[Any, np.ndarray]:
-        table = stack.enter_context(gear.Table.create(SCHEMA, **SIZES, block_steps=6))
+        table = stack.enter_context(gear.Table.create(SCHEMA, **nested_table({**SIZES, "block_steps": 6})))
         return table, np.array([table.add(each) for each in trajectories])
 
 
@@ -25,7 +26,10 @@ class TestTableBelowWhichIsADisk(SourceConformance):
         disk = gear.Disk(self.path / "table", sync_seconds=0.01, size="1MiB", keep="newest")
         memory = gear.Memory(max_blocks=30)
         table = stack.enter_context(
-            gear.Table.create(SCHEMA, **SIZES, block_steps=8, memory=memory, disk=disk, timeout=30)
+            gear.Table.create(
+                SCHEMA,
+                **nested_table({**SIZES, "block_steps": 8, "memory": memory, "disk": disk, "timeout": 30}),
+            )
         )
         slots = np.array([table.add(each) for each in trajectories])
         while not table.num_spilled:

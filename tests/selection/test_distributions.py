@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from dataset_common import chi_square, chi_square_limit
+from options_common import nested
 from priority_common import host_of
 
 import gear_loader as gear
@@ -222,10 +223,14 @@ def dataset(table: gear.Table, kind: str, selector: Any, items: int) -> gear.Rep
     options: dict[str, Any] = {"batch_size": items * size, "device": "cpu", **ITEMS[kind][1]}
     return gear.ReplayDataset(
         table,
-        windows={"value": WINDOW, "group": None},
-        selector=selector,
-        prefetch=gear.Prefetch(0, copy=True),
-        **options,
+        **nested(
+            {
+                "windows": {"value": WINDOW, "group": None},
+                "selector": selector,
+                "prefetch": gear.Prefetch(0, copy=True),
+                **options,
+            }
+        ),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from options_common import nested_table
 from table_common import forked, forks, named
 
 import gear_loader as gear
@@ -57,7 +58,10 @@ def test_it_leaves_what_single_writers_leave(n: int, options: dict[str, int]) ->
     """Random ends, skipped rows and priorities, arrays and tensors, contiguous or not."""
     random = np.random.default_rng(n)
     sizes = {"max_steps": 4000, "max_trajectories": 400, "block_steps": 4}
-    with gear.Table.create(COLUMNS, **sizes) as table, gear.Table.create(COLUMNS, **sizes) as expected:
+    with (
+        gear.Table.create(COLUMNS, **nested_table(sizes)) as table,
+        gear.Table.create(COLUMNS, **nested_table(sizes)) as expected,
+    ):
         vector = table.writers(n, **options)
         singles = [expected.writer(**options) for _ in range(n)]
         for step in range(120):
@@ -335,7 +339,7 @@ def test_one_lock_for_all_environments(options: dict[str, Any], monkeypatch: pyt
     """One for room for all, one for room for final steps, one for commits; also when the table is full."""
     columns = {"x": gear.Column(torch.int64, final=True)}
     sizes = {"max_steps": 1000, "max_trajectories": 200, "block_steps": 4, "on_full": "evict_oldest"}
-    with gear.Table.create(columns, **sizes) as table:
+    with gear.Table.create(columns, **nested_table(sizes)) as table:
         writer = table.writers(6, **options)
         lengths = 1 + np.random.default_rng(3).permutation(6)
         steps, calls, counters = np.zeros(6, dtype=int), 0, table.region.array("counters")
