@@ -33,7 +33,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
         options["draws"] = gear.Draws(**draws)
     if ranks := _taken(options, gear.Ranks):
         options["ranks"] = gear.Ranks(**ranks)
-    if steps := _taken(options, gear.Steps):
+    if (steps := _taken(options, gear.Steps)).get("max_steps") is not None:
         options["batch_size"] = gear.Steps(**steps)
     kept = {name: options.pop(name) for name in ("keep", "copy") if name in options}
     if kept:

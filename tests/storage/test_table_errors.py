@@ -607,7 +607,7 @@ def test_attach_to_what_is_no_file(
     name, path = file
     if kind == "refused":
         error = PermissionError(13, "Permission denied", str(path))
-        monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(os, "open", lambda *_, **__: (_ for _ in ()).throw(error))
         message = f"Table '{name}' cannot be attached: [Errno 13] Permission denied: '{path}'."
         assert _attach_fails(name) == message
         return
