@@ -213,14 +213,14 @@ class Selection:
 
     def drawable(self, snapshot: Snapshot | None = None) -> Any:
         """What can be drawn of a snapshot, by default of a new one: trajectories, or under a read ticket groups."""
-        view = self.view(snapshot)
-        return self.anchors_of(view) if self.former is None else self.former.form(view)
+        view = self.anchors_of(self.view(snapshot))
+        return view if self.former is None else self.former.form(view)
 
     def look(self) -> Any:
         """The current items for the start of an epoch; has a length and `num_steps`."""
         if self.former is None:
             return self.drawable()
-        return self.former.look(self.view)
+        return self.former.look(lambda snapshot: self.anchors_of(self.view(snapshot)))
 
     def after_fork(self) -> None:
         """Drop locks of the parent's threads in a forked child."""

@@ -142,8 +142,7 @@ class SnapshotSelection(Selection):
                     mine[gone] = other[gone]
         if steps is None:
             steps = anchors(context.anchor, lengths, dataclasses.replace(draw, count=count))
-        # The anchors of groups from a snapshot are any steps, also with complete windows.
-        drawn = slots, steps + (context.first if self.former is None else 0), generations
+        drawn = slots, steps + context.first, generations
         times = self.count_samples(slots, generations, lambda *which: self._redraw(draw, drawn, *which))
         return self.rows(*drawn, times, 1.0 if selector.ordered and self.former is None else 1 / size)
 

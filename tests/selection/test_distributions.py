@@ -244,8 +244,6 @@ SELECTORS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_items_are_drawn_equally_often_while_the_table_changes(kind: str, selector: str) -> None:
     """Exactly those that there are, each as often as any other, before and after trajectories come and go."""
-    if kind == "complete groups" and selector == "uniform":
-        pytest.skip("groups from a snapshot have any steps as anchors")
     with gear.Table.create(COLUMNS, max_steps=200, max_trajectories=20, block_steps=4, timeout=0.01) as table:
         data = dataset(table, kind, SELECTORS[selector](ITEMS[kind][0]), 300)
         lengths = dict(enumerate(LENGTHS))
