@@ -2,8 +2,8 @@
 
     manifest.json                  version, schema, sizes, rules, counts, and bytes and checksum of every file; see
                                    `.manifest`
-    index.<n>.records              records of trajectories, see `.records`; save n began the file, and later ones of a
-                                   table that is written in the background append to it
+    index.<n>.records              records of trajectories, see `.trajectory_records`; save n began the file, and
+                                   later ones of a table that is written in the background append to it
     segments/<number>/<column>.npy whole trajectories one after another, [steps, *shape] (bfloat16 as uint16); of a
                                    column per trajectory, [trajectories, *shape]
     manifest.previous.json         the manifest before it, of tables that are written in the background
