@@ -339,8 +339,6 @@ class WriteBehind:
             if len(lost[0]):
                 table.remove_lost(LostRowsError(f"{place.directory.path} has damaged files.", *lost))
             self._spiller.spill()
-        place.previous, place.manifest = place.manifest, save.manifest
-        place.on_disk = save.on_disk, save.index_file
         self._version, self._following = version, save.manifest.next_sequence
         self._writes, self._bytes = self._writes + 1, self._bytes + save.bytes_written
         self._seconds = time.monotonic() - began
@@ -351,19 +349,30 @@ class WriteBehind:
         """Write once; in a table with a disk tier evict by its policy, and repeat, while the files are too large."""
         place = self._place
         while True:
-            save = Save(table, place.directory, place.manifest, place.on_disk)
+            known = place.on_disk
+            save = Save(table, place.directory, place.manifest, known)
+            # Until the new checkpoint is known: an exception may come between any two lines.
+            place.is_uncertain, place.on_disk = True, None
             try:
                 save.run_behind(place.previous, self._arena, self._note)
-                return save
-            except DiskFullError as error:
+            except BaseException as error:
+                if not save.has_changed:
+                    place.on_disk = known
+                    place.is_uncertain = False
+                else:
+                    place.is_uncertain = save.manifest is not None
+                if not isinstance(error, DiskFullError):
+                    raise
                 evict, _ = table.policy
                 if evict == REFUSE or not table.index.evict(error.steps, evict):
                     raise
-            except BaseException:
-                if save.has_changed:
-                    place.on_disk = None
-                place.is_uncertain = save.manifest is not None
-                raise
+                continue
+            assert save.manifest is not None
+            assert save.index_file is not None
+            place.previous, place.manifest = place.manifest, save.manifest
+            place.on_disk = save.on_disk, save.index_file
+            place.is_uncertain = False
+            return save
 
     def _note(self, save: Save) -> None:
         # While the files of the write before are there: an owner that died may have noted only that one.

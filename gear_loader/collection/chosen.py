@@ -157,7 +157,7 @@ def _rows(value: Any, name: str) -> Array:
     found = numbers(value, name, "iu", "integers [n]")
     if found.ndim != 1:
         raise SchemaError(f"{name} is {shown(value)}; expected integers [n].")
-    return np.ascontiguousarray(found, dtype=np.int64)
+    return np.array(found, dtype=np.int64)  # a copy: `out` may share memory with what was given
 
 
 def _check_anchors(anchors: Array, lengths: Array) -> None:
@@ -245,8 +245,10 @@ def _described(tensor: torch.Tensor) -> str:
 def _padded(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[str, torch.Tensor]) -> Batch:
     count, schema, key = len(rows), table.schema, tuple(windows.items())
     plain, hidden = expand(schema, windows)
-    if table not in _known or _known[table][0] != key:
-        _known[table] = key, RowGather(table, plain)
+    known = _known.get(table)
+    if known is None or known[0] != key:  # a proxy: the value must not keep its key
+        known = _known[table] = key, RowGather(weakref.proxy(table), plain)
+    gatherer = known[1]  # this call's; another thread may replace the entry
     keys = {name: mask_of(schema, name, window) for name, window in steps_only(schema, plain).items()}
     parts_of = {each for parts in hidden.values() for each in parts.values()}
     kinds = {(keys[name], plain[name].squeeze) for name in keys if name not in parts_of}
@@ -283,7 +285,7 @@ def _padded(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[s
         )
         for name, parts in hidden.items()
     ]
-    _known[table][1].gather(rows.slots, rows.anchors, lambda: rows.generations, outs, owners)
+    gatherer.gather(rows.slots, rows.anchors, lambda: rows.generations, outs, owners)
     for conversion in conversions:
         conversion.convert(count)
     batch.update((name, each.out) for name, each in zip(hidden, returns, strict=True))

@@ -128,7 +128,10 @@ class StagedRows:
         begins = np.cumsum(blocks) - blocks
         first = low * size
         counts = np.minimum(totals, (low + blocks) * size) - first
-        memory = self._spare.pop() if self._spare else {}
+        try:
+            memory = self._spare.pop()
+        except IndexError:  # none, or another thread took it
+            memory = {}
         outs: dict[str, tuple[Array, Array]] = {}
         for name in set(sources):
             step = schema[name].step_bytes

@@ -35,7 +35,8 @@ class TierRows:
     def __init__(self, table: Table, reach: Reach, row_bytes: int) -> None:
         self.table, self._reach, self._row_bytes = table, reach, row_bytes
         block_steps = min(table.region.layout.block_steps, _LONGEST_BLOCK)
-        self._staged = StagedRows(table.tier_reader, table.schema, reach, row_bytes, block_steps)
+        # Not the bound method, which would hold the table.
+        self._staged = StagedRows(lambda: table.tier_reader(), table.schema, reach, row_bytes, block_steps)
 
     def outside(self, slots: Array) -> Array:
         """Which trajectories lie on disk only now, bool [n]."""

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.windows import Whole, has_whole, windows_of
 from gear_loader.dataset import ReplayDataset
-from gear_loader.dataset.options import Draws
+from gear_loader.dataset.options import Draws, Gpu
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError, SourceError
 from gear_loader.lightning.evaluation import EvaluationDataset, evaluation_dataset, prediction_dataset
@@ -416,8 +416,11 @@ class ReplayDataModule(LightningDataModule):
     def _device_options(self) -> dict[str, Any]:
         """The options of the datasets, with the device of the trainer."""
         options = dict(self._options)
-        if options.get("device", "auto") == "auto" and self.trainer is not None:
-            options["device"] = self.trainer.strategy.root_device
+        device = options.get("device", "auto")
+        if (device.device if isinstance(device, Gpu) else device) == "auto" and self.trainer is not None:
+            root = self.trainer.strategy.root_device
+            shared = isinstance(device, Gpu) and root.type in ("cpu", "cuda")
+            options["device"] = dataclasses.replace(device, device=root) if shared else root
         if options.get("layout", "padded") != "padded" or has_whole(options.get("windows")):
             options["device"] = "cpu"  # which packs; Lightning moves the batch
         if isinstance(options.get("device"), torch.device) and options["device"].type not in ("cpu", "cuda"):

@@ -176,7 +176,7 @@ class GroupLeaves(HostLeaves):
 
     def read(self, items: Array) -> Array:
         """See `HostLeaves.read`."""
-        leaves: Array = self._members[items]
+        leaves: Array = np.where(items >= 0, self._members[items], np.float32(0))
         return leaves
 
     def form(self, known: Callable[[], Snapshot]) -> None:

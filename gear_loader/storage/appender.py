@@ -14,10 +14,14 @@ from gear_loader.storage.schema import Schema
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least
 
-__all__ = ["Appender", "Bytes", "Sink", "here", "no_final_step", "too_long"]
+__all__ = ["KNOWN_LATER", "Appender", "Bytes", "Sink", "here", "no_final_step", "too_long"]
 
 Bytes = Mapping[str, Array]
 """Checked values: column name -> uint8 [n, step_bytes], or [1, step_bytes] where all lanes have the same."""
+
+
+KNOWN_LATER = -2
+"""Index of a trajectory that has been committed, where it is not known yet."""
 
 
 class _Here:
@@ -121,7 +125,7 @@ class Sink(Protocol):
                 last `overlap` steps.
             priorities: float32 [n], -1 for none. last: the final step of those that have not `chunk` steps, or None.
             once: values of the columns per trajectory.
-            out: int64 [n], output: index of each trajectory; -1 where it is not known yet.
+            out: int64 [n], output: index of each trajectory, or KNOWN_LATER.
         """
 
     def last_indices(self, chosen: Array) -> Array:

@@ -425,16 +425,17 @@ class GrowingSink(BlockSink):
         chosen = chosen[lanes[chosen, LANE_STEPS] > 0]
         ops, where, sources = index.arrays.ops, index.arrays.where, rows.sources
         evict, wait = self.table.policy
-        backoff, attempt, left = None, 0, 0
+        backoff, attempt = None, 0
+        outside: list[int] = []  # lanes whose trajectories lie on disk only
 
         def grow(chosen: Array, at: Array) -> int:
-            nonlocal left
             given = (self._columns, sources, first, count, int(final), int(evict))
             answer: int = ops.grow_lanes(where, lanes, chosen, at, *given)
-            if answer != OUTSIDE:
-                return answer
-            left, at[0] = len(chosen) - int(at[0]), len(chosen)
-            return DONE
+            while answer == OUTSIDE:
+                outside.append(int(chosen[at[0]]))
+                at[0] += 1
+                answer = ops.grow_lanes(where, lanes, chosen, at, *given)
+            return answer
 
         def missing(lane: int) -> tuple[int, int, int]:
             steps = int(lanes[lane, LANE_STEPS])
@@ -442,10 +443,10 @@ class GrowingSink(BlockSink):
             return 0, -(-(steps + count) // size) - -(-steps // size), 0 if final else count
 
         while len(chosen):
-            left, before = 0, len(chosen)
+            outside.clear()
             index.change_lanes(lanes, chosen, grow, needed=missing, evict=evict, wait=wait)
-            chosen = chosen[before - left :] if left else chosen[:0]
-            if not left:
+            chosen = np.array(outside, dtype=np.int64)
+            if not outside:
                 return
             slots = lanes[chosen[:1], LANE_SLOT]
             backoff, attempt = backoff or index.admission.backoff(), attempt + 1

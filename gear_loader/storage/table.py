@@ -1076,8 +1076,9 @@ class Table:
     ) -> dict[str, Any]:
         """Copy rows that the caller chose, as `ReplayDataset` copies rows that it draws.
 
-        All rows are of one moment: no trajectory that is evicted meanwhile is torn. Nothing is counted as drawn, and
-        the rate limiter is not asked. On the CPU, with as many threads as torch uses; no GPU is waited for.
+        No trajectory that is evicted meanwhile is torn; one that grows may show more steps in later rows. Nothing is
+        counted as drawn, and the rate limiter is not asked. On the CPU, with as many threads as torch uses; no GPU is
+        waited for.
 
         Args:
             index: int [n], indices of trajectories, as `add` returns them, in any order, also several times.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -102,8 +103,9 @@ class VectorWriter(VectorRows):
             TableFullError, RateLimitError, LockTimeoutError, PeerTimeoutError: as `Writer.append` and `Writer.commit`.
 
         After an error nothing was appended, except for environments whose trajectory or chunk this call had committed
-        before: `appended`. To try again, repeat the call with ``active=active & ~writer.appended``. After any other
-        exception (Ctrl-C) all open trajectories are discarded.
+        before: `appended`. To try again, repeat the call with ``active=active & ~writer.appended``. With
+        ``commit_every_step`` a trajectory that is in `appended`, and of which the final step found no room, stays open:
+        ``commit(mask, final=...)``. After any other exception (Ctrl-C) all open trajectories are discarded.
         """
         self._check_usable()
         ending = None if done is None else self._mask("done", done)
@@ -129,12 +131,35 @@ class VectorWriter(VectorRows):
         except GearError:
             if before is not None:
                 changed = (self._lanes != before).any(axis=1) & (self._lanes[:, LANE_STEPS] > 0)
-                self.appended = changed | (indices >= 0)
+                self.appended = changed | (indices != -1)
+                self._end_appended(ending, acting, priorities, last, once, indices)
             raise
         except BaseException:
             self.close()  # how far the call has come is not known
             raise
-        return indices
+        return np.maximum(indices, -1)
+
+    def _end_appended(
+        self,
+        ending: Array | None,
+        acting: Array | None,
+        priorities: Array,
+        last: Any,
+        once: Any,
+        indices: Array,
+    ) -> None:
+        """After an error, end the growing trajectories of environments whose last row is in: it is not repeated."""
+        if ending is None:
+            return
+        over = ending & self.appended & (self._lanes[:, LANE_STEPS] > 0)
+        over = over if acting is None else over & acting
+        try:
+            for lane in np.flatnonzero(over):
+                with contextlib.suppress(GearError):  # no room for its final step: it stays open
+                    self._sink.end(np.array([lane]), ending, -1, 0, priorities, last, once, indices)
+        except BaseException:
+            self.close()
+            raise
 
     def _end(
         self,
@@ -150,7 +175,7 @@ class VectorWriter(VectorRows):
             self._appender.end(ending, acting, priorities, last, once, indices)
         except GearError:
             if not self._sink.grows:
-                self.appended = indices >= 0
+                self.appended = indices != -1
                 left = ~self.appended if acting is None else acting & ~self.appended
                 self._lanes[left, LANE_STEPS] -= 1
             raise
@@ -197,7 +222,7 @@ class VectorWriter(VectorRows):
         except BaseException:
             self.close()
             raise
-        return indices
+        return np.maximum(indices, -1)
 
     def discard(self, mask: Any = None) -> None:
         """Discard open trajectories; chunks that are complete stay.

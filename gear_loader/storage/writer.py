@@ -241,7 +241,8 @@ class Writer(StepAppender):
         last = None if final is None else checked_final(self._sink.schema, final)
         once = {} if self._sink.grows else self._checked_once(trajectory)
         lane, appender = self._lane, self._appender
-        if lane[LANE_STEPS] == lane[LANE_COMMON] and (last is None or not appender.overlap):
+        nothing = lane[LANE_STEPS] == lane[LANE_COMMON] and (last is None or not appender.overlap)
+        if nothing or not lane[LANE_STEPS]:
             return self._end_stream(last)
         if last is not None and lane[LANE_STEPS] == appender.chunk and not self._sink.grows:
             raise too_long(lane[LANE_STEPS] + 1, self._sink.longest)
@@ -254,7 +255,7 @@ class Writer(StepAppender):
             self.discard()
             raise
         self._committed += not self._sink.grows
-        return int(self._index[0])
+        return max(int(self._index[0]), -1)
 
     def _end_stream(self, last: Bytes | None) -> int:
         """Commit without steps after the last chunk."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from gear_loader.errors import GearError, SchemaError
 from gear_loader.native.lanes import EMPTY_LANE, LANE_COMMON, LANE_LAST, LANE_STEPS
-from gear_loader.storage.appender import Bytes, too_long
+from gear_loader.storage.appender import KNOWN_LATER, Bytes, too_long
 from gear_loader.transport.spool import Account, Buffer, Episode, Piece, Spool
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.available_memory import available_bytes
@@ -245,7 +245,7 @@ class SpoolSink:
             episode = self._episodes[lane]
             given = {name: _row(values, lane)[None] for name, values in once.items()}
             episode.complete(float(priorities[lane]), given, final=final)
-            out[lane] = -1
+            out[lane] = KNOWN_LATER
             if self._wait and not cut:
                 self._spool.store_now(episode)
             else:
@@ -255,7 +255,8 @@ class SpoolSink:
                 self.lanes[lane, LANE_LAST] = 0
                 self._last = episode
             elif self._wait:
-                out[lane] = self._answer(episode, began)
+                answer = self._answer(episode, began)
+                out[lane] = KNOWN_LATER if answer < 0 else answer
         if not self._alone:
             self._spool.hold(self._account, self._held)
 

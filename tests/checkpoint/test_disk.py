@@ -35,11 +35,11 @@ from table_common import COLUMNS, fresh_name, named, numbers_of, rows
 from waiting_common import wait_until
 
 import gear_loader as gear
-from gear_loader.checkpoint import behind, changes, index, saving
+from gear_loader.checkpoint import behind, changes, index, saving, spilling
 from gear_loader.checkpoint import files as files_module
 from gear_loader.checkpoint.names import LOCK_NAME
 from gear_loader.checkpoint.trajectory_records import RECORD
-from gear_loader.errors import CheckpointError, SchemaError
+from gear_loader.errors import CheckpointError, LockTimeoutError, SchemaError
 
 MonkeyPatch = pytest.MonkeyPatch
 PATIENCE = 60.0  # seconds for what takes milliseconds
@@ -140,6 +140,29 @@ def test_priorities_are_those_of_the_last_write(tmp_path: Path) -> None:
         table.region.array("priority")[slot] = 7.0
     with gear.Table.recover(tmp_path) as table:
         assert table.region.array("priority")[table.indices()].tolist() == [7.0], "close writes them"
+
+
+def test_an_error_after_the_manifest_is_written_is_followed_by_writes_that_can_be_read(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    """What the directory holds is known again, whatever happens between the write and its end."""
+    tier = gear.Disk(tmp_path, sync_seconds=NEVER, size="1MiB")
+    real = spilling.Spiller.spill
+
+    def fails(self: spilling.Spiller) -> None:
+        raise LockTimeoutError("later")
+
+    with make(disk=tier, memory="1MiB") as table:
+        for turn in range(4):
+            table.add(rows(turn, 5))
+            monkeypatch.setattr(spilling.Spiller, "spill", fails)
+            with pytest.raises(LockTimeoutError, match="later"):
+                table.save(tmp_path)
+            monkeypatch.setattr(spilling.Spiller, "spill", real)
+            assert loaded(tmp_path) == contents(table)
+            table.add(rows(100 + turn, 5))
+            table.save(tmp_path)
+            assert loaded(tmp_path) == contents(table)
 
 
 def test_an_index_grows_by_what_has_changed_and_is_compacted(

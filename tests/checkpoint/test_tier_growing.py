@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tier_common
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_common import fresh_name
@@ -189,3 +190,25 @@ def test_another_owner_moves_only_what_the_disk_has(tmp_path: Path) -> None:
         heir = Spiller(table.index, table.region.layout, "newest")
         assert heir._spill(slots, table.index.arrays.generation) == 0
         assert everything(table) == before
+
+
+@pytest.mark.parametrize("options", [{}, {"max_age": 1e6}], ids=["together", "one by one"])
+def test_rows_of_environments_of_which_one_lies_on_disk_go_to_their_own_trajectories(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    steps = [name for name, column in tier_common.COLUMNS.items() if not column.trajectory]
+    with (
+        tier_common.tiered(tmp_path, blocks=60, **options) as table,
+        table.writers(4, commit_every_step=True) as writers,
+    ):
+        for turn in range(6):
+            values = [tier_common.rows(number, turn + 1) for number in range(4)]
+            if not turn:
+                writers.trajectory = {"task": np.stack([each["task"] for each in values])}
+            writers.append({name: np.stack([each[name][-1] for each in values]) for name in steps})
+            if turn == 3:
+                table.save(tmp_path)
+                assert tier_common.spill(table, table.indices()[1:2]) == 1
+        assert writers.num_steps.tolist() == [6] * 4
+        for number, index in enumerate(table.indices()):
+            assert table[int(index)]["value"].tolist() == tier_common.rows(number, 6)["value"].tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -258,3 +259,41 @@ def test_rows_are_whole_while_others_evict() -> None:
             stop.set()
             writer.join()
         assert gathered > 100
+
+
+def test_threads_gather_different_windows_of_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one keeps for the next call is not what another is about to use."""
+    with gear.Table.create({"x": gear.Column(torch.int64)}, max_steps=2000, max_trajectories=20) as made:
+        rows = [made.add({"x": torch.arange(50)}) for _ in range(20)]
+        inner: list[Any] = []
+        real = torch.empty
+
+        def between(*args: Any, **options: Any) -> torch.Tensor:
+            if not inner:  # another thread's call, amid the first one
+                inner.append(None)
+                inner.append(made.gather(rows, windows=gear.Window(9)))
+            return real(*args, **options)
+
+        made.gather(rows, windows=gear.Window(3))
+        monkeypatch.setattr(torch, "empty", between)
+        batch = made.gather(rows, windows=gear.Window(3))
+        assert batch["x"].shape == (20, 3)
+        assert (batch["x"] == batch["anchor"][:, None] + torch.arange(3)).logical_or(~batch["mask"]).all()
+        assert inner[1]["x"].shape == (20, 9)
+
+
+def test_a_table_that_was_gathered_from_is_freed() -> None:
+    made = gear.Table.create({"x": gear.Column(torch.float32)}, max_steps=99, max_trajectories=9)
+    made.gather([made.add({"x": torch.arange(5.0)})], windows=gear.Window(2))
+    dropped = weakref.ref(made)
+    del made
+    assert dropped() is None
+
+
+def test_out_may_be_the_memory_of_the_index() -> None:
+    with gear.Table.create({"x": gear.Column(torch.int64)}, max_steps=99, max_trajectories=9) as made:
+        rows = [made.add({"x": torch.arange(5) + 7}) for _ in range(4)]
+        index = torch.tensor(rows)
+        batch = made.gather(index, [0] * 4, windows={"x": gear.Window(1, squeeze=True)}, out={"x": index})
+        assert batch["index"].tolist() == rows
+        assert index.tolist() == [7] * 4

@@ -394,3 +394,34 @@ def test_a_commit_that_fails_leaves_those_before_it() -> None:
         table.remove(other)
         writer.append(x=x, done=both, active=~writer.appended, final={"x": x})
         assert scalars(table) == [[10, 20, 30], [1, 11, 21, 31]]
+
+
+def test_growing_trajectories_whose_last_row_is_in_end_although_another_has_no_room() -> None:
+    with gear.Table.create(
+        {"x": gear.Column(torch.int64)}, max_steps=100, max_trajectories=3, block_steps=4
+    ) as table:
+        writers, other = table.writers(2, commit_every_step=True), table.writers(2)
+        writers.append(x=np.array([0, 0]), active=[True, False])
+        other.append(x=np.array([7, 7]))
+        rows, done = np.array([1, 100]), [True, False]
+        with pytest.raises(TableFullError):
+            writers.append(x=rows, done=done)
+        assert writers.appended.tolist() == [True, False]
+        assert writers.num_steps.tolist() == [0, 0]
+        other.discard()
+        writers.append(x=rows, done=done, active=~writers.appended)
+        writers.append(x=np.array([1000, 101]))
+        assert sorted(table[int(i)]["x"].tolist() for i in table.indices()) == [[0, 1], [100, 101], [1000]]
+
+
+@pytest.mark.parametrize("final", [None, {"x": torch.tensor(1)}])
+def test_nothing_is_committed_without_a_step(final: Any) -> None:
+    columns = {"x": gear.Column(torch.int64, final=True)}
+    with (
+        gear.Table.create(columns, max_steps=100, max_trajectories=3, block_steps=4) as table,
+        table.writer(chunk_steps=6, overlap_steps=2) as writer,
+    ):
+        with pytest.raises(SchemaError, match="Nothing has been appended"):
+            writer.commit(final=final)
+        table.check_valid()
+        writer.append(x=3)
