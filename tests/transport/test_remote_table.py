@@ -626,3 +626,45 @@ def test_a_closed_connection_says_so() -> None:
         for call in (lambda: writer.append(number=1), lambda: remote.add({"number": torch.tensor([1])})):
             with pytest.raises(GearError, match="closed; connect again"):
                 call()
+
+
+def test_environments_whose_trajectories_were_committed_before_a_time_out_are_appended() -> None:
+    """Their indices are not known, and their rows are not taken back: repeating the call stores each row once."""
+    columns = {"x": gear.Column(torch.int64), "obs": gear.Column(torch.float32, (2,), final=True)}
+    table = gear.Table.create(columns, name=fresh_name(), max_steps=1000, max_trajectories=50, block_steps=4)
+    try:
+        with serving(str(table.name)) as server:
+            url = f"{server.address.replace('socket', 'gear')}/{table.name}"
+            with gear.connect(url, secret=SECRET) as remote:
+                writers: Any = remote.writers(3, chunk_steps=3, overlap_steps=1)
+                spool = writers._sink._spool
+
+                def step(number: int) -> dict[str, Any]:
+                    return {"x": np.arange(3) * 100 + number, "obs": np.zeros((3, 2), np.float32)}
+
+                writers.append(step(0))
+                writers.append(step(1), active=[False, True, True])
+                before, reserve = spool._committed, spool.reserve
+
+                def full(*given: Any) -> Any:
+                    if spool._committed > before:
+                        raise PeerTimeoutError("The spool is full.")
+                    return reserve(*given)
+
+                spool.reserve = full
+                done, final = [True, True, False], {"obs": np.ones((3, 2), np.float32)}
+                with pytest.raises(PeerTimeoutError):
+                    writers.append(step(2), done=done, final=final)
+                spool.reserve = reserve
+                assert writers.appended.tolist() == [True, True, False]
+                assert (writers.num_steps >= 0).all()
+                writers.append(step(2), done=done, final=final, active=~writers.appended)
+                remote.flush()
+                assert sorted(table[int(i)]["x"].tolist() for i in table.indices()) == [
+                    [0, 2],
+                    [100, 101, 102],
+                    [200, 201, 202],
+                ]
+    finally:
+        table.unlink()
+        table.close()
