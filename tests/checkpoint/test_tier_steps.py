@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from options_common import nested
+from table_common import bury
 from tier_common import (
     COLUMNS,
     NEVER,
@@ -33,6 +34,7 @@ from gear_loader.checkpoint import promoting, spilling
 from gear_loader.errors import SchemaError, StaleIndexError
 from gear_loader.selection import priorities
 from gear_loader.selection.leaf_blocks import LeafBlocks
+from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.tier_counts import unpack_priorities
 
 STEPS = [name for name, column in COLUMNS.items() if not column.trajectory]
@@ -308,6 +310,9 @@ def test_any_history_equals_that_of_a_table_that_fits(
                 spill(table, table.indices()[first::second])
             elif action == "die" and len(table):
                 die_while_spilling(table, first, table.indices()[::second])
+                for one in tables:  # both are repaired, so that both hand out free slots in the same order
+                    one.index.arrays.counters[DIRTY] = 1
+                    bury(one)
             elif action == "promote" and len(table):
                 promote(table, int(table.indices()[first % len(table)]))
             elif action == "remove" and len(table):
