@@ -356,11 +356,8 @@ class WriteBehind:
             try:
                 save.run_behind(place.previous, self._arena, self._note)
             except BaseException as error:
-                if not save.has_changed:
-                    place.on_disk = known
-                    place.is_uncertain = False
-                else:
-                    place.is_uncertain = save.manifest is not None
+                place.on_disk = None if save.has_changed else known
+                place.is_uncertain = save.has_changed and save.manifest is not None
                 if not isinstance(error, DiskFullError):
                     raise
                 evict, _ = table.policy

@@ -257,7 +257,7 @@ class FileReader:
         *,
         drawn: int = 0,
     ) -> None:
-        """See `gear_loader.storage.disk.TierReader.read`."""
+        """See `gear_loader.storage.source.Source.read`."""
         began = time.monotonic_ns()
         if self._pid != os.getpid():
             self._mutex = threading.Lock()  # the parent's may be held
@@ -282,7 +282,7 @@ class FileReader:
             self._counts.add(drawn, int(reads.pieces[:, BYTES].sum()), began, time.monotonic_ns())
 
     def sizes(self, slots: Array) -> Array:
-        """See `gear_loader.storage.disk.TierReader.sizes`."""
+        """See `gear_loader.storage.source.Source.sizes`."""
         table = self._table()
         assert table is not None
         index = table.index

@@ -373,7 +373,7 @@ def test_a_corrupt_block_is_an_error(table: gear.Table) -> None:
         ({"windows": {"prompt": gear.Whole(), "token": gear.Whole()}}, "has one value per trajectory"),
         ({"anchor": "last"}, "anchor='last' and selector=None were given with whole trajectories"),
         ({"selector": gear.Uniform(unit="step")}, "were given with whole trajectories"),
-        ({"complete": True}, "was given with whole trajectories"),
+        ({"complete": True}, r"Draws\(complete=True\) was given with whole trajectories"),
         ({"output": "tensordict"}, "output='tensordict' was given with layout='packed'"),
         ({"batch_size": None}, "batch_size is None; expected an integer"),
     ],

@@ -444,7 +444,11 @@ def test_what_is_refused() -> None:
         for source, options, message in (
             (table, {"batch_size": 2, "balance": "steps"}, "expected balance and micro_batches with Shards"),
             (shards, {"batch_size": 2, "balance": "tokens"}, "balance is 'tokens'"),
-            (shards, {"batch_size": 2, "micro_batches": 2}, "was given with a batch_size in rows"),
+            (
+                shards,
+                {"batch_size": 2, "micro_batches": 2},
+                "with a batch_size in rows; expected batch_size=Steps",
+            ),
             (shards, {"max_steps": 20, "micro_batches": 0}, "micro_batches"),
             (shards, {"max_steps": 20, "micro_batches": 2, "scope": "local"}, "scope='global'"),
         ):
