@@ -25,8 +25,8 @@ from gear_loader.distributed.stage_rows import StageRows
 from gear_loader.distributed.update_routing import UpdateRouter
 from gear_loader.errors import PriorityError, SchemaError, TableEmptyError
 from gear_loader.selection.base import Selection, SelectionContext
-from gear_loader.selection.history import BatchHistory, BatchRows
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw
+from gear_loader.selection.state import BatchHistory, BatchRows
 from gear_loader.selection.weights import importance_weights
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.selected_rows import Reach
@@ -350,7 +350,7 @@ class GlobalSelection(Selection):
         Raises:
             SchemaError: another kind of state; nothing was changed.
         """
-        restored = state.parse_state(saved, self.context.selector)
+        restored = state.parse_shards_state(saved, self.context.selector)
         received = []
         for shard, sampler in self.samplers.own.items():
             sampler.load(restored.part_of(sampler))

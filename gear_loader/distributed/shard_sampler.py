@@ -12,9 +12,9 @@ from gear_loader.distributed.records import SUMMARY, record_dtype
 from gear_loader.selection.base import REDRAWN, Selection, SelectionContext
 from gear_loader.selection.leaves import HostLeaves
 from gear_loader.selection.priorities import ANCHORS, LEAVES, Priorities, draw_key, keyed_anchors
-from gear_loader.selection.priority_state import PriorityState
 from gear_loader.selection.selectors import Draw, anchors
 from gear_loader.selection.snapshot_selection import gone_rows, random_rows, rows_of
+from gear_loader.selection.state import PriorityState
 from gear_loader.selection.tree import uniforms
 from gear_loader.selection.weights import checked_leaves
 from gear_loader.storage.priority_updates import PriorityUpdates

@@ -18,9 +18,9 @@ from gear_loader.selection.base import Anchor, SelectionContext
 from gear_loader.selection.item_map import ItemMap, Leaves
 from gear_loader.selection.leaf_blocks import LeafBlocks
 from gear_loader.selection.leaves import Change
-from gear_loader.selection.priority_state import PriorityState
 from gear_loader.selection.random import key
 from gear_loader.selection.selectors import Draw, anchors
+from gear_loader.selection.state import PriorityState
 from gear_loader.selection.tree import uniforms
 from gear_loader.selection.weights import LARGEST_LEAF, first_leaves, scaled
 from gear_loader.storage.index_arrays import ranges
@@ -428,7 +428,7 @@ class Priorities:
 
         def restore() -> None:
             if self.items.own is not None and state.blocks is not None:
-                self._rearrange(self.items.own, state.sequences, state.lengths, state.blocks)
+                self._rearrange(self.items.own, state.names, state.lengths, state.blocks)
             self._restore(state)
 
         ticket = Ticket()
@@ -467,7 +467,7 @@ class Priorities:
         self.items.rearrange(slots[both], given, slots[~both])
 
     def _restore(self, state: PriorityState) -> None:
-        sequences, lengths, leaves = state.sequences, state.lengths, state.leaves
+        sequences, lengths, leaves = state.names, state.lengths, state.leaves
         view = self.known()
         places, both = find(sequences, view.sequences)
         both &= lengths[places] == view.lengths if len(lengths) else False

@@ -11,13 +11,12 @@ import numpy as np
 
 from gear_loader.errors import PriorityError, TableEmptyError
 from gear_loader.selection.base import ANCHOR_KINDS, REDRAWN, Selection, SelectionContext
-from gear_loader.selection.history import BatchHistory, BatchRows
 from gear_loader.selection.item_map import ItemMap
 from gear_loader.selection.leaves import Change, GroupLeaves, HostLeaves
 from gear_loader.selection.priorities import ANCHORS, LEAVES, Priorities, draw_key, find
-from gear_loader.selection.priority_state import parse_state
 from gear_loader.selection.random import key
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Prioritized
+from gear_loader.selection.state import BatchHistory, BatchRows, parse_state
 from gear_loader.selection.updates import request
 from gear_loader.selection.weights import checked_leaves, importance_weights
 from gear_loader.storage.inline import InlineBatch, Places, prioritized_batch

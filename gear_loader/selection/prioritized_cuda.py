@@ -13,12 +13,12 @@ import torch
 from gear_loader.selection.base import SelectionContext
 from gear_loader.selection.cuda_leaves import CudaLeaves
 from gear_loader.selection.cuda_updates import Parts, UpdateSlots, check_parts
-from gear_loader.selection.history import BatchRows
 from gear_loader.selection.item_map import ItemMap
 from gear_loader.selection.leaves import Change
 from gear_loader.selection.priorities import ANCHORS, LEAVES, draw_key
 from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw
+from gear_loader.selection.state import BatchRows
 from gear_loader.selection.updates import request
 from gear_loader.selection.weights import checked_leaves
 from gear_loader.storage.inline import InlineBatch
