@@ -7,9 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from gear_loader.distributed.failures import attempt
-from gear_loader.distributed.messages import Message, as_bytes
 from gear_loader.distributed.rank_exchange import SingleProcess
-from gear_loader.distributed.records import SUMMARY, UPDATE, slice_rows
+from gear_loader.distributed.records import SUMMARY, UPDATE, Message, as_bytes, slice_rows
 from gear_loader.distributed.samplers import Samplers
 from gear_loader.distributed.shards import Shards
 from gear_loader.distributed.update_routing import UpdateRouter

@@ -14,10 +14,16 @@ from gear_loader.distributed import state
 from gear_loader.distributed.batch_exchange import BatchExchange
 from gear_loader.distributed.collector import ReadTickets, ShardRows
 from gear_loader.distributed.duplicates import migrated_ids
-from gear_loader.distributed.merging import PassView, empty_error
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.rebalance import Rebalance
-from gear_loader.distributed.row_drawing import CandidateDrawing, RowAssignment, RowDrawing, Rows
+from gear_loader.distributed.row_drawing import (
+    CandidateDrawing,
+    PassView,
+    RowAssignment,
+    RowDrawing,
+    Rows,
+    empty_error,
+)
 from gear_loader.distributed.samplers import Samplers
 from gear_loader.distributed.shard_sampler import records_of
 from gear_loader.distributed.shards import Shards

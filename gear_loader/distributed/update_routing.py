@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.distributed.messages import Outbox
 from gear_loader.distributed.rank_exchange import SingleProcess
-from gear_loader.distributed.records import UPDATE
+from gear_loader.distributed.records import UPDATE, Outbox
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError
 from gear_loader.selection.selectors import Selector

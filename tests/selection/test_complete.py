@@ -153,28 +153,3 @@ def test_state_and_errors() -> None:
                 dataset(table, gear.Window(50), selector).sample()
         with pytest.raises(gear.errors.SchemaError, match="complete is 1"):
             dataset(table, WINDOWS[1], None, complete=1)
-
-
-def test_over_shards_of_one_process() -> None:
-    with filled() as one, filled() as two, gear.distributed.Shards([one, two]) as shards:
-        two.remove(int(two.indices()[3]))
-        allowed = {
-            (shard, *row)
-            for shard, table in enumerate((one, two))
-            for row in complete_anchors(table, WINDOWS[1])
-        }
-        for name in ("uniform steps", "steps once", "prioritized steps", "prioritized trajectories", "top"):
-            replay = dataset(
-                shards, WINDOWS[1], SELECTORS[name], batches_per_epoch=None if "once" in name else 4
-            )
-            rows = []
-            for batch in replay:
-                assert all(mask.all() for mask in batch["mask"].values())
-                rows += zip(batch["shard"].tolist(), *zip(*rows_of(batch), strict=True), strict=True)
-            assert set(rows) <= allowed
-            assert sorted(rows) == sorted(allowed) if "once" in name else len(rows) == 32
-            stats = replay.stats()
-            assert (stats["anchors"], stats["trajectories"] + stats["too_short"]) == (
-                len(allowed),
-                2 * len(LENGTHS) - 1,
-            )
