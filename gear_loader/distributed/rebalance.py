@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from gear_loader.distributed.duplicates import DuplicateSearch, remove_ids
+from gear_loader.distributed.duplicates import remove_duplicates, remove_ids
 from gear_loader.distributed.failures import collect
 from gear_loader.distributed.migration import Budget, MigrationSet, Mover, choose_migration
 from gear_loader.distributed.records import MOVE
@@ -175,11 +175,7 @@ class Rebalance:
 
     def remove_duplicates(self) -> int:
         """Remove the duplicates of an interrupted migration from all shards; return their number. All ranks call it."""
-        search = DuplicateSearch(self._tables, self._slots_of, grace=self._shards.timeout)
-        search.set_migrated(self._run("list its ids", search.migrated))
-        search.set_present(self._run("find ids", search.present))
-        removed = self._run("remove duplicates", search.remove)
-        return sum(int(values[0]) for values in removed.values())
+        return remove_duplicates(self._tables, self._slots_of, self._shards.timeout, self._run)
 
     def _loads(self) -> Array:
         """Return the load of each shard, float64 [S]."""

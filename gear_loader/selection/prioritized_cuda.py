@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from gear_loader.selection.base import SelectionContext
-from gear_loader.selection.cuda_leaves import CudaLeaves
-from gear_loader.selection.cuda_updates import Parts, UpdateSlots, check_parts
+from gear_loader.selection.cuda_leaves import CudaLeaves, Parts, UpdateSlots, check_parts
 from gear_loader.selection.item_map import ItemMap
 from gear_loader.selection.leaves import Change
 from gear_loader.selection.priorities import ANCHORS, LEAVES, draw_key

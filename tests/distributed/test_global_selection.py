@@ -262,17 +262,6 @@ def test_distinct_rows_are_drawn_one_after_another_over_all_shards() -> None:
 # ---------------------------------------------------------------- trajectories that come and go
 
 
-def test_evicted_trajectories_are_replaced_and_new_ones_are_drawn() -> None:
-    shards = alone([30, 30])
-    for number, batch in enumerate(dataset(shards, "prioritized", batches_per_epoch=30)):
-        check_batch(batch, WINDOWS)
-        for shard, table in shards.own.items():
-            table.remove(table.indices()[:3])
-            for i in range(3):
-                table.add(trajectory(10_000 + 1000 * shard + 3 * number + i, 4))
-    assert (batch["act"] // 1000 >= 10_000).any()
-
-
 def test_nothing_to_draw_is_an_error_until_there_is() -> None:
     shards = alone([0, 0])
     data = dataset(shards, "uniform")
@@ -340,28 +329,6 @@ def test_shards_that_are_empty_or_cannot_be_reached(name: str, monkeypatch: Any)
             same_rows([found], expected, name)
         elif not SELECTORS[name].passes:  # a pass goes over what there was when it began
             assert not any(set(lost) & set(batch["shard"].tolist()) for batch in found)
-
-
-@pytest.mark.parametrize("name", list(SELECTORS))
-@pytest.mark.parametrize("emptied", [[0, 2], [1]])
-def test_rows_of_a_shard_that_is_emptied_fall_to_the_others(name: str, emptied: list[int]) -> None:
-    shards = alone([40, 40, 40])
-    data = dataset(shards, name)
-    for number, batch in enumerate(data):
-        check_batch(batch, WINDOWS)
-        assert len(batch["index"]) == ROWS or SELECTORS[name].passes
-        if number >= 1:
-            assert not set(emptied) & set(batch["shard"].tolist())
-        if number == 0:
-            for shard in emptied:
-                shards.own[shard].remove(shards.own[shard].indices())
-    for shard in set(range(3)) - set(emptied):
-        shards.own[shard].remove(shards.own[shard].indices())
-    with pytest.raises((gear.errors.TableEmptyError, gear.errors.PriorityError)):
-        data.sample()
-    shards.own[emptied[0]].add(trajectory(7, 3))
-    if name != "prioritized distinct":  # which finds too few
-        assert set(data.sample()["shard"].tolist()) == {emptied[0]}
 
 
 def test_rows_that_vanish_before_they_are_read_come_from_a_shard_that_has_some(monkeypatch: Any) -> None:

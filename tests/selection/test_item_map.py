@@ -305,33 +305,6 @@ class TwinMachine(stateful.RuleBasedStateMachine):
         self.twin.update(data.draw(st.lists(rows, max_size=12)), named=named, error=error)
 
 
-@pytest.mark.parametrize("unit", ["trajectory", "step"])
-def test_an_update_at_a_slot_that_has_changed_hands_since_the_last_look(unit: str) -> None:
-    twin = Twin(unit=unit, block_steps=4, max_steps=20, max_trajectories=2)
-    with twin.table:
-        twin.add([3, 5], [1.0, 1.0])
-        old = next(iter(twin.live.values()))
-        batch = twin.data.sample(30)
-        of_old = batch["index"] == old.slot
-        assert of_old.any()
-        twin.seen()
-        twin.remove([old.number])
-        twin.add([3], [0.25])
-        assert [t.slot for t in twin.live.values()].count(old.slot) == 1
-        anchor = batch["anchor"] if unit == "step" else None
-        twin.data.update_priority(
-            batch["index"], torch.full((30,), 5.0), generation=batch["generation"], anchor=anchor
-        )
-        twin.stale += int(of_old.sum())
-        other = next(t for t in twin.live.values() if t.slot != old.slot)
-        assert other.priorities is not None
-        steps = batch["anchor"][~of_old].tolist() if unit == "step" else [0]
-        for step in steps:
-            other.priorities[step] = 5.0
-        twin.maximum = 5.0
-        twin.look()
-
-
 TwinMachine.TestCase.pytestmark = [  # type: ignore[attr-defined]
     pytest.mark.slow,
     pytest.mark.timeout(900),  # Hypothesis may take minutes to shrink a failing example
