@@ -124,45 +124,6 @@ def test_batches_are_those_of_the_plain_loop(
         assert (stats["fill"], stats["gone"], stats["skipped"]) == (data.batch_fill, 0, 0)
 
 
-@given(
-    lengths=LENGTHS,
-    selector=st.sampled_from([gear.Uniform(unit="step"), gear.Uniform(False, "step"), gear.Uniform(), ONCE]),
-    window=st.tuples(st.integers(1, 12), st.integers(-12, 6)),
-    lookahead=st.integers(0, 5),
-)
-def test_windows_of_which_only_existing_steps_count(
-    lengths: list[int], selector: Any, window: tuple[int, int], lookahead: int
-) -> None:
-    max_steps, options = window[0] + 5, {"windows": gear.Window(*window), "selector": selector, "prefetch": 0}
-    with make_table(lengths) as table:
-        data = dataset(table, max_steps=max_steps, lookahead=lookahead, **options)
-        count = len(lengths) if selector.unit == "trajectory" else sum(lengths)
-        padded = gear.ReplayDataset(
-            table,
-            **nested(
-                {
-                    "batch_size": 64,
-                    "device": "cpu",
-                    "seed": 5,
-                    "batches_per_epoch": -(-count // 64),
-                    **options,
-                }
-            ),
-        )
-        rows: list[tuple[int, int]] = []
-        sizes: list[int] = []
-        for batch in padded:
-            rows += zip(batch["index"].tolist(), batch["anchor"].tolist(), strict=True)
-            sizes += batch["mask"].sum(1).tolist()
-        expected = grouped(range(count), sizes[:count], max_steps, lookahead)
-        found = []
-        for batch in data:
-            found.append(list(zip(batch["index"].tolist(), batch["anchor"].tolist(), strict=True)))
-            assert batch["cu_seqlens"].diff().tolist() == [sizes[i] for i in expected[len(found) - 1]]
-            assert torch.equal(batch["token"], batch["position"])
-        assert found == [[rows[i] for i in batch] for batch in expected]
-
-
 @pytest.mark.parametrize("selector", [ONCE, gear.Uniform(), WEIGHED], ids=repr)
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("batches", [None, 40])
@@ -282,25 +243,6 @@ def test_writers_between_batches(
         assert found == expected
         assert rest == []
         assert data.stats()["gone"] == counted
-
-
-@pytest.mark.parametrize("selector", [WEIGHED, gear.Uniform()], ids=repr)
-def test_what_rows_carry_stays_with_them_while_they_wait(selector: Any) -> None:
-    lengths = np.random.default_rng(7).integers(1, 30, 100).tolist()
-    total, seen = 100 * 101 / 2, np.zeros(100, dtype=int)
-    with make_table(lengths) as table:
-        for batch in dataset(table, selector=selector, max_steps=60, lookahead=5, sample_info=True):
-            info, rows = batch["sample_info"], batch["number"]
-            weighs = selector is WEIGHED
-            likely = (rows + 1) / total if weighs else torch.full((len(rows),), 0.01)
-            assert torch.allclose(info["probability"], likely.float(), rtol=1e-5)
-            assert info["age"].tolist() == (99 - rows).tolist()
-            assert ("priority_weight" in batch) == weighs
-            if weighs:
-                assert torch.allclose(batch["priority_weight"], (rows + 1.0) ** -0.4, rtol=1e-5)
-            np.add.at(seen, rows.numpy(), 1)
-            assert (info["times_sampled"].numpy() >= 1).all()
-        assert seen.sum() == 100
 
 
 @pytest.mark.parametrize(
