@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -223,20 +224,14 @@ class GlobalSelection(Selection):
     def _drawn(self, draw: Draw, view: PassView | None, summaries: Array) -> tuple[Rows, Weigh | None]:
         """Draw the rows of a batch; return them, and the function from leaves to importance weights."""
         masses = self._batches.masses()
-        for _ in range(2):  # new priorities may be on their way: to their owners, and into the sum trees
-            if masses.sum() > 0:
-                break
-            self._updates.draws += 2
+        # New priorities may be on their way: to their owners, and into the sum trees. If the context waits, others fill
+        # columns, or add newer trajectories.
+        more = itertools.chain((2, 2), (0 for _ in self._turns()) if self.context.waits else ())
+        while not masses.sum() > 0 and (draws := next(more, None)) is not None:
+            self._updates.draws += draws
             self._batches.summaries = None
             summaries = self._batches.known_summaries()
             masses = self._batches.masses()
-        if self.context.waits and not masses.sum() > 0:  # others fill columns, or add newer trajectories
-            for _ in self._turns():
-                self._batches.summaries = None
-                summaries = self._batches.known_summaries()
-                masses = self._batches.masses()
-                if masses.sum() > 0:
-                    break
         if not masses.sum() > 0 or (view is not None and len(view) == 0):
             raise self._empty_error()
         drawn = self._drawing.draw(draw, masses, view)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,20 +42,6 @@ class MigrationSet:
     lengths: Array
     leaves: Array
     counts: Array
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """Return the names of the attributes."""
-        return [field.name for field in dataclasses.fields(cls)]
-
-    def to_arrays(self) -> dict[str, Array]:
-        """Return the attributes by name."""
-        return {name: getattr(self, name) for name in self.names()}
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, Array]) -> MigrationSet:
-        """Make a set from its attributes; the inverse of `to_arrays`."""
-        return cls(**arrays)
 
     def leaves_of(self, which: Array) -> Array:
         """Return the leaves of the trajectories in positions `which`, float32."""

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 
 from gear_loader.distributed.failures import run_on_all
-from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.shards import Shards
 from gear_loader.distributed.stage_tables import Storing
 from gear_loader.errors import SchemaError, TransportError
@@ -283,8 +282,7 @@ class Placement:
 
     def _masses(self, shards: list[int]) -> tuple[list[int], list[float]]:
         """Return the shards that answered and their masses, as far as this rank knows them."""
-        selection = self._selection()
-        summaries = None if selection is None else selection.summaries
+        summaries = getattr(self._dataset and self._dataset._selection, "summaries", None)
         now = time.monotonic()
         if summaries is not None and summaries is not self._summaries:
             self._base, self._summaries = summaries["mass"].astype(np.float64), summaries
@@ -295,10 +293,6 @@ class Placement:
             self._reported = now
             self._placed[:] = 0
         return shards, (self._base + self._placed)[shards].tolist()
-
-    def _selection(self) -> GlobalSelection | None:
-        selection = None if self._dataset is None else self._dataset._selection
-        return selection if isinstance(selection, GlobalSelection) else None
 
     def _weights(self, lengths: Array, priorities: Array) -> Array:
         """Return the mass that each new trajectory adds to its shard, float64 [n]."""

@@ -236,12 +236,12 @@ class Rebalance:
                     excluded=excluded,
                 )
                 taken[flow.source] = np.concatenate([excluded, chosen.ids])
-                found.update({f"{number}/{name}": values for name, values in chosen.to_arrays().items()})
+                found.update({f"{number}/{name}": values for name, values in vars(chosen).items()})
             return found
 
         found = self._collect("choose what moves", choose)
         self._sets = [
-            MigrationSet.from_arrays({name: found[f"{number}/{name}"] for name in MigrationSet.names()})
+            MigrationSet(*(found[f"{number}/{field.name}"] for field in dataclasses.fields(MigrationSet)))
             for number in range(len(self._flows))
         ]
 

@@ -197,7 +197,8 @@ class PrioritizedSelection(Selection):
         context, priorities = self.context, self.priorities
         priorities.form()
         try:
-            items, leaves = self._draw_items(draw, streams[0])
+            key = draw_key(draw, streams[0])
+            items, leaves = priorities.leaves.draw(draw.count, key=key, step=draw.step)
         except PriorityError:
             # By the items that were drawn from: a trajectory that can be drawn may have come since.
             if priorities.leaves.is_empty:
@@ -209,13 +210,6 @@ class PrioritizedSelection(Selection):
         likely = leaves / priorities.leaves.tree.total if context.informs else None
         generations = context.table.reader().slot_states()[1][slots]
         return DrawnItems(slots, steps, generations, leaves, likely=likely)
-
-    def _draw_items(self, draw: Draw, stream: int) -> tuple[Array, Array]:
-        """Items, int64 [n], and their leaves, float32 [n]."""
-        drawn: tuple[Array, Array] = self.priorities.leaves.draw(
-            draw.count, key=draw_key(draw, stream), step=draw.step
-        )
-        return drawn
 
     def _redraw(self, draw: Draw, rows: DrawnItems, which: Array, turn: int) -> bool:
         """Redraw rows `which` (int64 [m]); see `Selection.count_samples`."""
