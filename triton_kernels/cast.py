@@ -16,8 +16,8 @@ import triton.language as tl
 
 from gear_loader.kernels import cast_plan as _plan
 from gear_loader.kernels.cast_plan import CastPlan
-from gear_loader.kernels.checks import check_programs, grid_size
 from gear_loader.kernels.devices import multiprocessors, on_device
+from gear_loader.kernels.tensor_checks import check_programs, grid_size
 
 __all__ = ["cast"]
 

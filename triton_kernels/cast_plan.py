@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gear_loader.kernels.checks import check_like
+from gear_loader.kernels.tensor_checks import check_like
 
 __all__ = [
     "CAST_DTYPES",

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 from gear_loader.kernels import sum_tree as _tree
-from gear_loader.kernels.checks import check_tensor
 from gear_loader.kernels.devices import on_device
 from gear_loader.kernels.priority import uniform
 from gear_loader.kernels.sum_tree import SumTree
+from gear_loader.kernels.tensor_checks import check_tensor
 
 __all__ = ["ANCHORS", "Blocks", "IndexAddresses", "locate", "resolve", "weigh"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gear_loader.kernels.checks import check_tensor
 from gear_loader.kernels.priority_reference import uniforms
+from gear_loader.kernels.tensor_checks import check_tensor
 
 __all__ = ["check_draw", "draw"]
 

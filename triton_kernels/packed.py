@@ -27,10 +27,10 @@ import triton
 import triton.language as tl
 
 from gear_loader.kernels import packed_plan as _plan
-from gear_loader.kernels.checks import check_programs, grid_size
 from gear_loader.kernels.devices import bus_programs, on_device
 from gear_loader.kernels.gather import _clip, _store
 from gear_loader.kernels.packed_plan import PackedPlan, PackedWork
+from gear_loader.kernels.tensor_checks import check_programs, grid_size
 
 __all__ = ["gather_packed"]
 

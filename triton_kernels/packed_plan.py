@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from gear_loader.kernels.checks import check_tensor, word_of
 from gear_loader.kernels.plan import LINE
+from gear_loader.kernels.tensor_checks import check_tensor, word_of
 
 __all__ = [
     "PACKED_BASE",

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from gear_loader.kernels import plan as _plan
-from gear_loader.kernels.checks import check_programs, grid_size
 from gear_loader.kernels.devices import bus_programs, on_device
 from gear_loader.kernels.plan import LINE, PlacePlan
+from gear_loader.kernels.tensor_checks import check_programs, grid_size
 
 __all__ = ["place"]
 

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from gear_loader.kernels import split_plan as _plan
-from gear_loader.kernels.checks import check_programs, grid_size
 from gear_loader.kernels.devices import multiprocessors, on_device
 from gear_loader.kernels.split_plan import SplitPlan
+from gear_loader.kernels.tensor_checks import check_programs, grid_size
 
 __all__ = ["split"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gear_loader.kernels.checks import check_like, check_tensor, word_of
+from gear_loader.kernels.tensor_checks import check_like, check_tensor, word_of
 
 __all__ = [
     "SPLIT_LENGTH",
