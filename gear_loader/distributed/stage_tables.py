@@ -29,6 +29,7 @@ _PART_BYTES = 1 << 25  # bytes of trajectories that are sent at once
 _PART_ROWS = 1 << 12
 
 
+@dataclasses.dataclass(repr=False, eq=False)
 class StageTable:
     """The table with the columns of one stage of a shard: on this node, or on another one.
 
@@ -43,27 +44,19 @@ class StageTable:
         origin: shard number in the table's ids; by default that of `table`.
     """
 
-    def __init__(
-        self,
-        shard: int,
-        stage: int,
-        schema: Schema,
-        *,
-        table: Table | None = None,
-        peer: Any = None,
-        node: str = "",
-        name: str = "",
-        origin: int | None = None,
-    ) -> None:
-        self.shard = shard
-        self.stage = stage
-        self.schema = schema
-        self.table = table
-        self.node = node
-        self.name = name
-        found = table.origin if origin is None and table is not None else origin
-        self.origin: int = shard if found is None else found
-        self._peer = peer
+    shard: int
+    stage: int
+    schema: Schema
+    table: Table | None = None
+    peer: Any = None
+    node: str = ""
+    name: str = ""
+    origin: Any = None
+
+    def __post_init__(self) -> None:
+        if self.origin is None:
+            known = None if self.table is None else self.table.origin
+            self.origin = self.shard if known is None else known
         self._report: tuple[int, float] = (0, 0.0)  # free steps and mass on the other node
         self._reported = -_REPORT
 
@@ -97,7 +90,7 @@ class StageTable:
     def _capacity(self) -> tuple[int, float]:
         """Return free steps and mass of a table on another node."""
         if time.monotonic() - self._reported >= _REPORT:
-            self._report = parse_capacity_report(self._peer.metadata("capacity", self.name).result())
+            self._report = parse_capacity_report(self.peer.metadata("capacity", self.name).result())
             self._reported = time.monotonic()
         return self._report
 
@@ -150,7 +143,7 @@ class StageTable:
             if size >= _PART_BYTES or end - first == _PART_ROWS or end == len(trajectories):
                 part = [dict(each) for each in trajectories[first:end]]
                 rows = (values[first:end].copy() for values in (priorities, given, ends))
-                futures.append(self._peer.store(self.name, self.schema.added, part, *rows))
+                futures.append(self.peer.store(self.name, self.schema.added, part, *rows))
                 first, size = end, 0
         return futures
 
@@ -166,7 +159,7 @@ class StageTable:
         if self.table is not None:
             self.table.fill(slots, generation=generations, **columns)
             return
-        filler = Delivery(self._peer, self.name, self.schema, self._peer.timeout)
+        filler = Delivery(self.peer, self.name, self.schema, self.peer.timeout)
         fill_parts(filler, *checked_fill(self.schema, slots, generations, columns), strict=False)
 
 

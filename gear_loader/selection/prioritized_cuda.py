@@ -145,11 +145,6 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             finally:
                 self._leaves.leave(told=True)
 
-    def draw_rows(self, draw: Draw, places: DrawPlaces) -> None:
-        """Queue the draw of a batch."""
-        self._prepare_draw(draw, places)
-        self._launch_draw(draw, places)
-
     def _prepare_draw(self, draw: Draw, places: DrawPlaces) -> None:
         """Write what changes from draw to draw, and queue what only torch computes, which is not recorded."""
         selector: Any = self.context.selector

@@ -78,7 +78,8 @@ def drawn(selection: CudaPrioritizedSelection, draw: Draw) -> tuple[torch.Tensor
     try:
         selection.priorities.follow(ticket)
         places = DrawPlaces(random, beta, mirror, mirror[0], REACH, RepeatedWork(), True, lambda: None)
-        selection.draw_rows(draw, places)
+        selection._prepare_draw(draw, places)
+        selection._launch_draw(draw, places)
         selection.priorities.leaves.leave()
     finally:
         ticket.end()
