@@ -88,7 +88,7 @@ class StepBudget(Steps):
     """`Steps`, and the windows of which steps are counted.
 
     Attributes:
-        offset, length, final: of the windows; see `gear_loader.native.packed.screen`.
+        offset, length, final: of the windows; see `gear_loader.native.packed.measure`.
     """
 
     offset: int = 0

@@ -229,6 +229,9 @@ class Twin:
 PRIORITIES = st.integers(0, 40).map(lambda eighths: eighths / 8)
 
 
+FAR = st.sampled_from([2**62, -(2**40), 2**40])
+
+
 class TwinMachine(stateful.RuleBasedStateMachine):
     """Additions, evictions, removals, updates, draws and repairs in any order; looks only now and then."""
 
@@ -295,7 +298,8 @@ class TwinMachine(stateful.RuleBasedStateMachine):
             return index, generation[index % count] - late, step, priority
 
         rare = st.integers(0, 9).map(lambda i: i == 9)
-        rows = st.builds(row, st.integers(-1, count), rare, st.integers(-1, 20), PRIORITIES)
+        indices, steps = st.integers(-1, count) | FAR, st.integers(-1, 20) | FAR
+        rows = st.builds(row, indices, rare, steps, PRIORITIES)
         live = [(t.slot, t.length) for t in self.twin.members()]
         if live:  # mostly what is there
             known = st.sampled_from(live).flatmap(

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 import gear_loader as gear
 from gear_loader.collection.collector import Collector
 from gear_loader.collection.prefetch import Prefetcher
-from gear_loader.errors import PriorityError, SchemaError, StaleIndexError
+from gear_loader.errors import PriorityError, SchemaError
 
 TINY = float(np.finfo(np.float32).tiny)
 UNITS = ("trajectory", "step")
@@ -232,63 +232,6 @@ def test_a_whole_batch_names_its_rows(table: gear.Table, unit: Any) -> None:
     with pytest.raises(SchemaError, match=r"in which \['generation'\] is missing; expected a whole batch"):
         data.update_priority(part, values)
     assert everything(data) == before
-
-
-def stale_rows(table: gear.Table, unit: str) -> list[tuple[int, int, int]]:
-    """Rows (index, generation, step) that are invalid: number 1 was removed, 2 has a successor in its slot."""
-    g = table.region.array("generation").tolist()
-    table.remove(2)
-    while (successor := table.add(episode(12, 12))) != 2:  # until the slot has been used again
-        table.remove(successor)
-    table.remove(1)
-    rows = [(1, g[1], 0), (2, g[2], 0), (13, 1, 0), (-1, g[-1], 0), (14, 1, 0), (2**62, 1, 0)]
-    rows += [(0, g[0] + 1, 0), (0, 0, 0)]  # a generation to come, and the one of slots that were never used
-    if unit == "step":  # also in the last block, beyond the end
-        rows += [
-            (3, g[3], -1),
-            (3, g[3], 8),
-            (5, g[5], 20),
-            (3, g[3], 2**40),
-            (0, g[0], 5),
-            (0, g[0], -(2**40)),
-        ]
-    return rows
-
-
-@pytest.mark.parametrize("unit", UNITS)
-def test_invalid_rows_are_left_out_and_counted_or_refused_on_demand(table: gear.Table, unit: Any) -> None:
-    data = dataset(table, gear.Prioritized(1, unit=unit))
-    data.sample()
-    rows = stale_rows(table, unit)
-    data.sample()
-    good = (6, int(table.region.array("generation")[6]), 1)
-    item = (6, 1 if unit == "step" else 0)
-
-    def update(*rows: tuple[int, int, int], **options: Any) -> None:
-        columns = torch.tensor(rows)
-        if unit == "step":
-            options["anchor"] = columns[:, 2]
-        data.update_priority(
-            columns[:, 0], torch.full((len(rows),), 50.0), generation=columns[:, 1], **options
-        )
-
-    for row in rows:
-        before = everything(data)
-        with pytest.raises(StaleIndexError) as caught:
-            update(good, good, row, good, stale="error")
-        assert str(caught.value).startswith(
-            f"1 of 4 priorities are for removed trajectories; the first is row 2, index {row[0]}."
-        )
-        assert everything(data) == before
-        update(row)
-        assert everything(data) == (*before[:2], before[2] + 1)
-    before = leaves_of(data)
-    assert (12, 0) in before
-    update(*rows, good)
-    assert data.num_stale == 2 * len(rows)
-    assert leaves_of(data) == {**before, item: 50.0}
-    assert data.state_dict()["priorities"]["maximum"] == 50.0
-    update(good, stale="error")
 
 
 def test_what_is_no_priority_is_refused(table: gear.Table) -> None:
