@@ -189,9 +189,10 @@ def test_kinds_of_priorities_and_indices(table: gear.Table) -> None:
         lambda i: torch._neg_view(torch.tensor(i).neg()),
         lambda i: _shifted(np.array(i)),
     ]
-    for i, kind in enumerate(KINDS.values()):
+    pairs = [(kind, torch.tensor) for kind in KINDS.values()] + [(torch.tensor, kind) for kind in integers]
+    for kind, as_kind in pairs:
         batch = data.sample(3)
-        before, as_kind = leaves_of(data), integers[i % len(integers)]
+        before = leaves_of(data)
         index, generation, anchor = (
             as_kind(batch[key].tolist()) for key in ("index", "generation", "anchor")
         )
