@@ -32,7 +32,6 @@ from table_common import (
 
 import gear_loader as gear
 from gear_loader.errors import TableFullError
-from gear_loader.storage import table as table_module
 from gear_loader.storage.region import _Mapping, region_path
 
 SCALAR = {"x": gear.Column(torch.int64)}
@@ -372,11 +371,11 @@ def test_closing_while_another_thread_writes() -> None:
     """The writer gets an error of ours; nothing is unmapped under it, nothing stays taken."""
     with named() as keeper:
         table = gear.Table.attach(str(keeper.name))
-        genuine = table_module.Table._write
+        genuine = Engine._write
         entered, closed = threading.Event(), threading.Event()
         errors: list[BaseException] = []
 
-        def slow(self: gear.Table, *args: Any) -> None:
+        def slow(self: Engine, *args: Any) -> None:
             entered.set()
             closed.wait(10)
             genuine(self, *args)
@@ -388,7 +387,7 @@ def test_closing_while_another_thread_writes() -> None:
                 errors.append(error)
 
         in_three_steps(table)
-        table._engine._write = slow.__get__(table)  # type: ignore[method-assign]
+        table._engine._write = slow.__get__(table._engine)  # type: ignore[method-assign]
         thread = threading.Thread(target=work)
         thread.start()
         assert entered.wait(10)
