@@ -32,6 +32,7 @@ from table_common import (
 
 import gear_loader as gear
 from gear_loader.errors import TableFullError
+from gear_loader.storage.engine import Engine
 from gear_loader.storage.region import _Mapping, region_path
 
 SCALAR = {"x": gear.Column(torch.int64)}
