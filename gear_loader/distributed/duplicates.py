@@ -22,8 +22,8 @@ Run = Callable[[str, Callable[[], dict[str, Array]]], Mapping[str, Array]]
 
 def migrated_ids(table: Table) -> Array:
     """Return the ids, int64 [n], of a table's trajectories that came from other shards."""
-    view = table.reader().snapshot()
-    ids: Array = table.ids(view.slots)[table.index.arrays.ident[view.slots] >= 0]
+    view = table._engine.reader().snapshot()
+    ids: Array = table.ids(view.slots)[table._engine.index.arrays.ident[view.slots] >= 0]
     return ids
 
 
@@ -73,13 +73,13 @@ def remove_duplicates(
     def list_ids() -> dict[str, Array]:
         found = {}
         for shard, stage, table in tables:
-            view = table.reader().snapshot()
+            view = table._engine.reader().snapshot()
             ids = table.ids(view.slots)
-            moved = ids[table.index.arrays.ident[view.slots] >= 0]
+            moved = ids[table._engine.index.arrays.ident[view.slots] >= 0]
             if stage == 0:
                 found[f"{shard}"] = moved
                 continue
-            _, age = table.reader().ages(view.slots, view.sequences)
+            _, age = table._engine.reader().ages(view.slots, view.sequences)
             is_old = np.isin(moved, ids[age > grace * 1e9])
             old[shard, stage], young[shard, stage] = moved[is_old], moved[~is_old]
         return found
@@ -92,7 +92,7 @@ def remove_duplicates(
             if stage == 0:
                 slots = slots_of(shard, migrated)
                 found[f"{shard}"] = migrated[slots >= 0]
-                found[f"{shard}/filled"] = filled_bits(table.index.arrays, slots[slots >= 0])
+                found[f"{shard}/filled"] = filled_bits(table._engine.index.arrays, slots[slots >= 0])
         return found
 
     found = run("find ids", find)

@@ -34,7 +34,7 @@ class IdMap:
         self._table = table
         self._position = -1
         self._slots: dict[int, int] = {}
-        self._id_of: Array = np.full(table.region.layout.max_trajectories, -1, dtype=np.int64)
+        self._id_of: Array = np.full(table._engine.region.layout.max_trajectories, -1, dtype=np.int64)
 
     def slots(self, ids: Array) -> Array:
         """Return the slots of trajectories, int64 [n]; -1 for trajectories that are gone.
@@ -45,7 +45,7 @@ class IdMap:
         ticket = Ticket()
 
         def read() -> tuple[Changes, Array]:
-            changes = self._table.reader().begin_changes(self._position, ticket=ticket)[1]
+            changes = self._table._engine.reader().begin_changes(self._position, ticket=ticket)[1]
             return changes, self._table.ids(changes.slots)
 
         changes, changed_ids = ticket.during(read)
@@ -120,7 +120,7 @@ class Samplers:
         for name in records.dtype.names or ():
             full[name] = records[name]
         if self._reach is None:
-            extents = table.reader().index_arrays()[0][full["slot"]]
+            extents = table._engine.reader().index_arrays()[0][full["slot"]]
             full["steps"], full["final"] = extents[:, 0], extents[:, 2]
             return full
         width = full["blocks"].shape[1]

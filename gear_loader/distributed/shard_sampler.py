@@ -165,7 +165,7 @@ def records_of(
         times: simulated times of the draws; see `PrioritizedShardSampler`.
     """
     records: Array = np.zeros(len(slots), dtype=record_dtype(0))
-    _, generation, _ = table.reader().slot_states()
+    _, generation, _ = table._engine.reader().slot_states()
     records["slot"], records["step"], records["generation"] = slots, steps, generation[slots]
     records["id"], records["leaf"], records["time"] = table.ids(slots), leaves, times
     return records
@@ -227,14 +227,14 @@ class SnapshotShardSampler(ShardSampler):
         return self._records(slots, steps, generations)
 
     def _gone(self, records: Array) -> Array:
-        return gone_rows(self.table.reader(), records["slot"], records["generation"])
+        return gone_rows(self.table._engine.reader(), records["slot"], records["generation"])
 
     def _follow(self) -> None:
         self._view = self._selection.look()
 
     def known(self) -> Snapshot:
         """See `ShardSampler.known`."""
-        return self.table.reader().snapshot()
+        return self.table._engine.reader().snapshot()
 
     def leaves_of(self, view: Snapshot) -> tuple[Array, Array]:
         """See `ShardSampler.leaves_of`."""
@@ -294,7 +294,7 @@ class PrioritizedShardSampler(ShardSampler):
 
     def _gone(self, records: Array) -> Array:
         # Those whose trajectories are not the ones that the tree has taken in.
-        state, _, sequence = self.table.reader().slot_states()
+        state, _, sequence = self.table._engine.reader().slot_states()
         slots = records["slot"]
         return np.flatnonzero(
             (state[slots] != READY) | (sequence[slots] != self.priorities.items.sequence_of[slots])
@@ -337,7 +337,7 @@ class PrioritizedShardSampler(ShardSampler):
         """See `ShardSampler.leaves_of`."""
         priorities = self.priorities
         with priorities.mutex:
-            lengths = self.table.reader().arrays.extent[view.slots, 0]
+            lengths = self.table._engine.reader().arrays.extent[view.slots, 0]
             leaves: Array = priorities.leaves.read(priorities.all_items(view.slots, lengths))
         steps = self.context.selector.unit == "step"
         return leaves, view.lengths if steps else np.ones_like(view.lengths)
@@ -360,7 +360,7 @@ class PrioritizedShardSampler(ShardSampler):
 
         def take() -> None:
             present = np.ones(len(slots), dtype=bool)
-            present[gone_rows(self.table.reader(), slots, generations)] = False
+            present[gone_rows(self.table._engine.reader(), slots, generations)] = False
             items, values = (
                 priorities.all_items(slots[present], counts[present]),
                 leaves[np.repeat(present, counts)],

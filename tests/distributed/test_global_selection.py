@@ -179,7 +179,7 @@ def one_table(counts: list[int]) -> gear.Table:
     table = gear.Table.create(dict(parts[0].schema), max_steps=16000, max_trajectories=400, block_steps=8)
     for part, count in zip(parts, counts, strict=True):
         table.extend(
-            [part[index] for index in part.indices()], priority=part.reader().arrays.priority[:count]
+            [part[index] for index in part.indices()], priority=part._engine.reader().arrays.priority[:count]
         )
     return table
 

@@ -134,7 +134,7 @@ def test_a_schedule_goes_by_the_number_of_batches_drawn(table: gear.Table) -> No
 def test_a_positive_priority_stays_positive(alpha: float, priority: float) -> None:
     with make_table([]) as table:
         table.extend([episode(0, 2), episode(1, 2)], priority=[priority, 0.0])
-        stored = table.region.array("priority")[:2].tolist()
+        stored = table._engine.region.array("priority")[:2].tolist()
         assert stored[0] > 0
         assert stored[0] == TINY or 0 < np.float32(priority) != TINY
         assert stored[1] == 0
@@ -446,7 +446,7 @@ def test_a_pass_over_a_table_that_changes_meanwhile() -> None:
         for selector in (gear.Fifo(False, unit), gear.Lifo(False, unit)):
             order = by_age(table, unit)
             order = order if type(selector) is gear.Fifo else order[::-1]
-            generation = table.region.array("generation")
+            generation = table._engine.region.array("generation")
             began = generation.copy()
             place = 0
             for number, batch in enumerate(dataset(table, selector, batch_size=4)):
