@@ -78,7 +78,7 @@ class FailureSearch:
 
     @property
     def _end(self) -> float:
-        return self._began + self._exchange.timeout
+        return self._began + float(self._exchange.timeout)
 
     def _raise_known_failure(self) -> None:
         """Raise the failure that another rank has found."""
@@ -235,7 +235,8 @@ class FailureSearch:
         """Return the error for these ranks, and publish it for the other ranks."""
         if ranks:
             self._exchange.tell_failure(ranks, why)
-        return self._exchange.give_up(self._error(ranks, why))
+        error: RankError = self._exchange.give_up(self._error(ranks, why))
+        return error
 
     def _error(self, ranks: list[Any], why: str) -> RankError:
         names = self._exchange.names(ranks) if ranks else "An unknown rank"

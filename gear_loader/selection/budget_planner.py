@@ -247,7 +247,8 @@ class BudgetPlanner:
     def _rows_at(self, places: Array) -> Any:
         """The rows at some places of the queue, as those of a batch."""
         names, (weights, counted, numbers, _) = self._queue.take(places, 1), self._more_of(places)
-        return SelectedRows(*names[:QUEUE_DRAW], weights, counted, numbers, names[QUEUE_FIRST:])
+        slots, anchors, generations = names[:QUEUE_DRAW]
+        return SelectedRows(slots, anchors, generations, weights, counted, numbers, names[QUEUE_FIRST:])
 
     def _planned(
         self, rows: Any, state: BudgetState, tickets: list[Any], counts: BudgetCounts
