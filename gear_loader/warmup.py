@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader.checkpoint.promoting import promote
+from gear_loader.checkpoint.spilling import promote
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.windows import Whole
 from gear_loader.dataset import ReplayDataset

@@ -18,7 +18,7 @@ from gear_loader.checkpoint.names import (
     PREVIOUS_NAME,
     SEGMENT_NAME,
     SEGMENTS_NAME,
-    is_column_file,
+    is_segment_file,
 )
 from gear_loader.errors import CheckpointError, GearError
 from gear_loader.utils.descriptors import Descriptor
@@ -96,7 +96,7 @@ def refuse_links(directory: Directory) -> None:
         segments.refuse_links(_is_segment)
         for name in filter(_is_segment, segments.names()):
             with contextlib.suppress(NotADirectoryError), segments.child(name) as segment:
-                segment.refuse_links(is_column_file)
+                segment.refuse_links(is_segment_file)
 
 
 def check_owned(directory: Directory, manifest: str, ours: Callable[[str], bool], *, what: str) -> None:
@@ -263,7 +263,7 @@ def _remove_segments(segments: Directory, keep: Collection[str]) -> None:
         if _is_segment(name) and name not in keep:
             with contextlib.suppress(OSError):
                 with segments.child(name) as segment:
-                    segment.remove_files(is_column_file)
+                    segment.remove_files(is_segment_file)
                 segments.rmdir(name)
 
 

@@ -11,6 +11,7 @@ from gear_loader.checkpoint.index import read_records
 from gear_loader.checkpoint.loading import Part, Share, whole_share
 from gear_loader.checkpoint.manifest import Manifest
 from gear_loader.checkpoint.resharding import assign_ranks, split_counts
+from gear_loader.checkpoint.segments import check_files
 from gear_loader.checkpoint.sharded import ShardsManifest, open_shard, shard_folder
 from gear_loader.checkpoint.trajectory_records import Counters, ids_of, rows_of
 from gear_loader.errors import CheckpointError
@@ -50,6 +51,8 @@ def resharded_share(directory: Directory, shards: ShardsManifest, rank: int, wor
     for i, manifest in enumerate(manifests):
         with directory.child_to_load(shard_folder(shards.number, i)) as folder:
             indices.append(read_records(folder, manifest))
+            for segment in manifest.segments:
+                check_files(folder, segment, manifest.schema)
     shard = np.repeat(np.arange(len(indices)), [len(records) for records in indices])
     everything = np.concatenate(indices)
     ids = np.concatenate([ids_of(records, m.origin) for records, m in zip(indices, manifests, strict=True)])

@@ -10,15 +10,18 @@ of bytes a second: those that have become hot come back into memory, and cold on
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Collection
 
 import numpy as np
 
-from gear_loader.checkpoint.promoting import promote
+from gear_loader.checkpoint.rows import column_places
 from gear_loader.checkpoint.trajectory_records import rows_of
+from gear_loader.errors import StaleIndexError
 from gear_loader.kernels.sum_tree import UNSET
+from gear_loader.native.copying import copy_rows
 from gear_loader.storage.counters import (
     DISK_FULL,
     NUM_FREE_BLOCKS,
@@ -28,7 +31,7 @@ from gear_loader.storage.counters import (
     SPILLER_START,
     WANTED_BLOCKS,
 )
-from gear_loader.storage.disk import Keep
+from gear_loader.storage.disk import Keep, LostRowsError
 from gear_loader.storage.disk_copies import DiskCopies, are_current, copies_of, note_copies
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.index import Index
@@ -36,14 +39,16 @@ from gear_loader.storage.layout import Layout
 from gear_loader.storage.lock import process_start
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
-from gear_loader.storage.tier_counts import KEEP, KEEPS, unpack_priorities
+from gear_loader.storage.tier_counts import KEEP, KEEPS, PROMOTED_BYTES, unpack_priorities
 from gear_loader.storage.tier_swaps import exchange
-from gear_loader.utils.arrays import Array
+from gear_loader.utils.arrays import Array, data_address
 
-__all__ = ["Spiller", "coldness", "hottest", "kept_free", "note_places"]
+__all__ = ["LARGEST_BYTES", "Spiller", "coldness", "hottest", "kept_free", "note_places", "promote"]
 
 FREE_BYTES = 256 << 20
 """Bytes of blocks that are kept free, but at least a sixteenth of all blocks and at most a quarter."""
+LARGEST_BYTES = 8 << 20
+"""Bytes of the largest trajectory that is brought back: it is copied under the table's lock, in about a millisecond."""
 EXCHANGE_BYTES = 64 << 20
 """Bytes that come back into memory in one exchange."""
 EXCHANGE_SECONDS = 1.0
@@ -247,3 +252,53 @@ class Spiller:
     def _spill(self, slots: Array, generations: Array) -> int:
         """`Index.spill` of slots (int64 [n]); generations are of all slots."""
         return self._index.spill(slots, generations[slots])
+
+
+def promote(table: Table, slots: Array, *, most_bytes: int | None = LARGEST_BYTES) -> int:
+    """Bring trajectories back into memory as far as blocks are free; return how many. They stay on disk too.
+
+    Args:
+        table: with a disk tier.
+        slots: int64 [n], distinct. Those that are gone, in memory, or larger than `most_bytes` are skipped.
+        most_bytes: of a trajectory; None for any.
+    """
+    arrays, schema = table.index.arrays, table.schema
+    # Before it is read on disk, and the bits before the extent: what is filled is there if it lies there only.
+    generations, filled, extent = arrays.generation[slots], filled_bits(arrays, slots), arrays.extent[slots]
+    rows = extent[:, 0] + extent[:, 2]
+    chosen = extent[:, 1] < 0
+    if most_bytes is not None:
+        chosen &= rows * schema.step_bytes + schema.trajectory_bytes <= most_bytes
+    slots, generations, rows = slots[chosen], generations[chosen], rows[chosen]
+    known = np.column_stack((extent[:, [0, 2]], filled))[chosen].tolist()
+    if not len(slots):
+        return 0
+    ends = np.cumsum(rows)
+    outs = {}
+    for name, column in schema.items():
+        begins = np.arange(len(slots)) if column.trajectory else ends - rows
+        count = len(slots) if column.trajectory else int(ends[-1])
+        outs[name] = np.empty(count * column.step_bytes, dtype=np.uint8), begins * column.step_bytes
+    try:
+        table.tier_reader().read(slots, generations, np.zeros_like(rows), rows, outs)
+    except LostRowsError as error:
+        table.remove_lost(error)
+        return 0
+    except StaleIndexError:
+        return 0
+    places = {name: column_places(table, name) for name in schema}
+
+    def write(i: int, ids: Array) -> None:
+        zero = np.zeros(1, dtype=np.int64)
+        for name, (out, offsets) in outs.items():
+            count = 1 if schema[name].trajectory else int(rows[i])
+            size = count * schema[name].step_bytes
+            address = data_address(out) + int(offsets[i])
+            copy_rows(address, 0, size, zero, np.array([count]), zero, ids, places[name], True)
+
+    done = [
+        table.index.promote(slot, generation, tuple(known[i]), functools.partial(write, i))
+        for i, (slot, generation) in enumerate(zip(slots.tolist(), generations.tolist(), strict=True))
+    ]
+    arrays.tier_counts[PROMOTED_BYTES] += int(rows[done].sum()) * schema.step_bytes  # of the owner alone
+    return sum(done)

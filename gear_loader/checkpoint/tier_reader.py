@@ -12,7 +12,6 @@ looks the trajectory up again.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import errno
 import os
@@ -26,11 +25,10 @@ import numpy as np
 import xxhash
 
 from gear_loader.checkpoint.directory import Directory
-from gear_loader.checkpoint.disk_place import previous_of
-from gear_loader.checkpoint.files import read_piece
-from gear_loader.checkpoint.json_file import FileRecord
-from gear_loader.checkpoint.manifest import Manifest, Segment, read_manifest
-from gear_loader.checkpoint.names import MANIFEST_NAME, column_file, npy_header, segment_folder
+from gear_loader.checkpoint.manifest import Manifest, previous_of, read_manifest
+from gear_loader.checkpoint.names import MANIFEST_NAME, segment_folder
+from gear_loader.checkpoint.reading import ColumnFile
+from gear_loader.checkpoint.segments import Segment, read_checksums
 from gear_loader.errors import CheckpointError, StaleIndexError
 from gear_loader.native import file_reads
 from gear_loader.native.file_reads import ADDRESS, BEGIN, BYTES, CHUNK, FD, VERIFIED, WIDTH
@@ -42,7 +40,7 @@ from gear_loader.utils.mutex import uninterrupted
 from gear_loader.utils.notices import notice
 
 if TYPE_CHECKING:
-    from gear_loader.storage.schema import Schema
+    from gear_loader.storage.schema import Column, Schema
     from gear_loader.storage.table import Table
 
 __all__ = ["FileReader"]
@@ -60,76 +58,47 @@ _WINDOW_SECONDS = 10.0
 _DAMAGE = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG)
 
 
-class _File:
+class _File(ColumnFile):
     """One column of a segment.
 
     Attributes:
-        fd: descriptor of the open file. header: bytes before the first row.
         verified: bool [chunks], the chunks whose checksums have been compared.
+        about: descriptor, bytes of the header, address of `verified`, and bytes of a chunk.
     """
 
     def __init__(
-        self, folder: Directory, name: str, record: FileRecord, chunk_bytes: int, header: bytes
+        self, folder: Directory, segment: Segment, name: str, column: Column, checksums: bytes
     ) -> None:
-        self.path = folder.at(name)
-        self.record, self.chunk_bytes, self.header = record, chunk_bytes, header
-        self._file = folder.open_file(name)
-        self.fd = self._file.fileno()
-        size = os.fstat(self.fd).st_size
-        if size != record.bytes:
-            self._file.close()
-            raise CheckpointError(
-                f"{self.path} has {size:,} bytes; expected {record.bytes:,}: it was cut or changed."
-            )
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
-        self.verified = np.zeros(-(-record.bytes // chunk_bytes), dtype=bool)
-        # Descriptor, bytes of the header, address of `verified`, and bytes of a chunk.
-        self.about = self.fd, len(header), data_address(self.verified), chunk_bytes
+        super().__init__(folder, segment, name, column, checksums, os.POSIX_FADV_RANDOM)
+        self.verified = np.zeros(len(checksums) // 8, dtype=bool)
+        self.about = self.fd, len(self.header), data_address(self.verified), self.chunk_bytes
 
-    def read(self, view: memoryview, begin: int) -> None:
+    def read_verified(self, view: memoryview, begin: int) -> None:
         """Fill a buffer with the bytes from `begin` on, and verify the chunks that were not verified before.
 
         Raises:
             CheckpointError: a chunk is damaged. OSError: it cannot be read.
         """
-        size, end = self.chunk_bytes, begin + len(view)
-        first, last = begin // size, (end - 1) // size
-        if self.verified[first : last + 1].all():
-            read_piece(self.fd, self.path, view, begin)
-            return
-        for chunk in range(first, last + 1):
-            low, high = max(begin, chunk * size), min(end, (chunk + 1) * size)
+        end = begin + len(view)
+        for chunk in range(begin // self.chunk_bytes, (end - 1) // self.chunk_bytes + 1):
+            start, stop = self.bounds(chunk)
+            low, high = max(begin, start), min(end, stop)
             if self.verified[chunk]:
-                read_piece(self.fd, self.path, view[low - begin : high - begin], low)
-            else:
-                data = self._verify(chunk)
-                view[low - begin : high - begin] = data[low - chunk * size : high - chunk * size]
-
-    def _verify(self, chunk: int) -> memoryview:
-        start = chunk * self.chunk_bytes
-        data = memoryview(bytearray(min(self.chunk_bytes, self.record.bytes - start)))
-        read_piece(self.fd, self.path, data, start)
-        found, expected = xxhash.xxh3_64_hexdigest(data), self.record.chunks[16 * chunk : 16 * chunk + 16]
-        if found != expected:
-            raise CheckpointError(
-                f"{self.path} is damaged: the checksum of the {len(data):,} bytes from {start:,} on is {found}, "
-                f"expected {expected}."
-            )
-        if (
-            start < len(self.header)
-            and data[: len(self.header) - start] != self.header[start : start + len(data)]
-        ):
-            raise CheckpointError(f"{self.path} has another header than {self.header.strip()!r}.")
-        self.verified[chunk] = True
-        return data
+                self.read(view[low - begin : high - begin], low)
+                continue
+            data = memoryview(bytearray(stop - start))
+            self.read(data, start)
+            self.compare(chunk, xxhash.xxh3_64(data))
+            self.verified[chunk] = True
+            view[low - begin : high - begin] = data[low - start : high - start]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Opened:
-    """An open segment: its columns' files, opened when they are first read."""
+    """An open segment: its checksums by column and its columns' files, read and opened when they are first needed."""
 
     segment: Segment
+    checksums: dict[str, bytes] = dataclasses.field(default_factory=dict)
     files: dict[str, _File] = dataclasses.field(default_factory=dict)
 
 
@@ -169,7 +138,7 @@ class _Reads:
             file = self.files[self.of[i]]
             assert file is not None
             try:
-                file.read(view, int(self.pieces[i, BEGIN]))
+                file.read_verified(view, int(self.pieces[i, BEGIN]))
             except (CheckpointError, OSError) as error:
                 _check_damage(error)
                 failed[int(self.positions[i])] = error
@@ -369,12 +338,12 @@ class FileReader:
     def _file(self, opened: _Opened, name: str) -> _File:
         """The open file of a column. The caller holds the mutex."""
         if name not in opened.files:
-            segment, column = opened.segment, self._schema[name]
-            header = npy_header(column.dtype_name, segment.rows(column), column.shape)
+            segment = opened.segment
             with self._directory() as directory, directory.child(segment_folder(segment.number)) as folder:
-                opened.files[name] = _File(
-                    folder, column_file(name), segment.files[name], segment.chunk_bytes, header
-                )
+                if not opened.checksums:
+                    opened.checksums.update(read_checksums(folder, segment, self._schema))
+                column, checksums = self._schema[name], opened.checksums[name]
+                opened.files[name] = _File(folder, segment, name, column, checksums)
         return opened.files[name]
 
     def _plan(

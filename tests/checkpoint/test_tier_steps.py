@@ -30,7 +30,7 @@ from tier_common import (
 from waiting_common import wait_until
 
 import gear_loader as gear
-from gear_loader.checkpoint import promoting, spilling
+from gear_loader.checkpoint import spilling
 from gear_loader.errors import SchemaError, StaleIndexError
 from gear_loader.selection import priorities
 from gear_loader.selection.leaf_blocks import LeafBlocks
@@ -403,7 +403,7 @@ def test_priorities_stay_on_the_way_to_disk_and_back(tmp_path: Path) -> None:
                 assert (batch["value"][:, 2, 0] == expected).all()
             assert found == hot
             if not again:
-                assert promoting.promote(table, slots[:4]) == 4
+                assert spilling.promote(table, slots[:4]) == 4
                 assert spill(table, slots[6:9]) == 3
                 twin.check(data)
         table.remove(slots[[2, 7]])

@@ -37,7 +37,7 @@ from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader import cli, doctor, top
-from gear_loader.checkpoint import changes, promoting, spilling, tier_reader
+from gear_loader.checkpoint import saving, spilling, tier_reader
 from gear_loader.collection.windows import expand, windows_of
 from gear_loader.errors import LockTimeoutError, SchemaError, TableFullError
 from gear_loader.storage import stats as stats_module
@@ -381,7 +381,7 @@ def test_a_save_elsewhere_reads_them(tmp_path: Path) -> None:
 def test_files_are_rewritten_under_trajectories_that_lie_there_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(changes, "MAX_SEGMENTS_BEHIND", 6)
+    monkeypatch.setattr(saving, "MAX_SEGMENTS_BEHIND", 6)
     moved = 0
     with fitting(on_full="evict_oldest") as whole, tiered(tmp_path, on_full="evict_oldest") as table:
         for number in range(50):
@@ -510,9 +510,9 @@ def test_blocks_that_were_read_are_free_for_the_next_that_comes_back(tmp_path: P
         table.save(tmp_path)
         ticket = table.reader().begin_read()
         assert spill(table, slots) == 2
-        assert promoting.promote(table, np.array(slots)) == 0, "a reader may see the blocks"
+        assert spilling.promote(table, np.array(slots)) == 0, "a reader may see the blocks"
         ticket.end()
-        assert promoting.promote(table, np.array(slots)) == 2
+        assert spilling.promote(table, np.array(slots)) == 2
         table.check_valid()
 
 
