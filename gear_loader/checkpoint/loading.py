@@ -15,7 +15,7 @@ from gear_loader.checkpoint.index import read_records
 from gear_loader.checkpoint.manifest import Manifest, no_manifest, read_manifest
 from gear_loader.checkpoint.names import CHECKSUMS_NAME, MANIFEST_NAME, segment_folder
 from gear_loader.checkpoint.reading import ColumnRead, bytes_of, read_columns
-from gear_loader.checkpoint.rows import column_memory, column_places
+from gear_loader.checkpoint.rows import column_places
 from gear_loader.checkpoint.segments import Segment, check_files, read_checksums
 from gear_loader.checkpoint.spilling import hottest, note_places
 from gear_loader.checkpoint.trajectory_records import Counters, rows_of
@@ -332,7 +332,6 @@ def _reads(
             ends=place + 1 if column.trajectory else first + rows,
             places=places,
             place=column_places(table, name),
-            memory=column_memory(table, name),
         )
         for name, column in table.schema.items()
     ]
@@ -355,7 +354,7 @@ def _keep_versions(table: Table, directory: Directory, part: Part, slots: Array)
     # One after another: blocks of one step, of which each trajectory has the one with its number.
     place = np.array([data_address(values), size, size, size, 1], dtype=np.int64)
     reads = [
-        dataclasses.replace(read, place=place, memory=values.reshape(-1))
+        dataclasses.replace(read, place=place)
         for segment in part.manifest.segments
         for read in _reads(table, directory, part, segment, np.arange(len(slots)))
         if read.name == name

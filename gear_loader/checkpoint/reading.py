@@ -1,8 +1,8 @@
 """Reading column files: one chunk after another with its checksum, and by several threads into a table's blocks.
 
-For the latter a thread takes some chunks of a file and reads them in pieces that stay in its core's cache: straight
-into the blocks if these hold the column's steps side by side, else into a buffer, from which each piece is copied. A
-chunk that holds none of the wanted rows is not read. The checksums of the chunks cover every byte that is read.
+For the latter a thread takes some chunks of a file and reads them in pieces that stay in its core's cache, from which
+each is copied into the blocks. A chunk that holds none of the wanted rows is not read. The checksums of the chunks
+cover every byte that is read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from gear_loader.checkpoint.names import column_file
 from gear_loader.checkpoint.segments import Segment
 from gear_loader.errors import CheckpointError
 from gear_loader.native.copying import copy_rows
-from gear_loader.native.file_reads import ranges_of
 from gear_loader.storage.schema import Column
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import Event
@@ -35,8 +34,6 @@ PIECE_BYTES = 1 << 20
 TASK_BYTES = 16 << 20
 """Bytes that a thread takes at a time."""
 MAX_THREADS = 8
-_RANGES = 64
-"""Most places in the blocks that a piece is read to at once."""
 _PER_THREAD = 4 << 20
 """Fewest bytes for a thread."""
 
@@ -129,7 +126,6 @@ class ColumnRead:
         first, ends: int64 [n], ascending: first row of each wanted trajectory, and the row after its last.
         places: int64 [n], where the blocks of each begin in the list of blocks.
         place: int64 [5], of the column in the table, as for `copy_rows`.
-        memory: uint8 [bytes] from the column's first byte on, if its steps lie side by side in a block; else None.
     """
 
     folder: str
@@ -141,7 +137,6 @@ class ColumnRead:
     ends: Array
     places: Array
     place: Array
-    memory: Array | None
 
     def chunks(self) -> Array:
         """Numbers of the chunks that hold wanted rows, int64 [n], ascending."""
@@ -237,25 +232,6 @@ class _Reader:
             for chunk in task.chunks.tolist():
                 self._read_chunk(read, file, chunk)
 
-    def _read_straight(
-        self, read: ColumnRead, file: ColumnFile, begin: int, size: int, checksum: xxhash.xxh3_64
-    ) -> bool:
-        """Read bytes of a file into the blocks; return whether that was possible. `checksum` is updated."""
-        if read.memory is None:
-            return False
-        low = begin - len(file.header)
-        ranges: Array = np.empty((_RANGES, 2), dtype=np.int64)
-        count = ranges_of(low, low + size, read.first, read.ends, read.places, self._ids, read.place, ranges)
-        if count < 0:
-            return False
-        memory = read.memory.data
-        for start, length in ranges[:count].tolist():
-            view = memory[start : start + length]
-            file.read(view, begin)
-            begin += length
-            checksum.update(view)
-        return True
-
     def _buffer(self) -> tuple[memoryview, int]:
         """The buffer of this thread, and its address."""
         if not hasattr(self._local, "buffer"):
@@ -273,8 +249,6 @@ class _Reader:
             if self.stop.is_set():
                 return
             size = min(PIECE_BYTES, stop - begin)
-            if begin >= before and self._read_straight(read, file, begin, size, checksum):
-                continue
             view = buffer[:size]
             file.read(view, begin)
             checksum.update(view)

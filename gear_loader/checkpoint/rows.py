@@ -17,7 +17,7 @@ from gear_loader.storage.schema import Schema
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["TrajectoryRows", "column_memory", "column_places"]
+__all__ = ["TrajectoryRows", "column_places"]
 
 
 def column_places(table: Table, name: str) -> Array:
@@ -27,15 +27,6 @@ def column_places(table: Table, name: str) -> Array:
     return np.array(
         [base, column.block_stride, column.step_bytes, column.step_stride, layout.block_steps], dtype=np.int64
     )
-
-
-def column_memory(table: Table, name: str) -> Array | None:
-    """The blocks of a column whose steps lie side by side in them, uint8 [bytes]; None if others lie between them."""
-    column = table.region.layout.columns[name]
-    if column.step_stride != column.step_bytes or column.inside:
-        return None
-    found: Array = table.region.blocks(name).reshape(-1)
-    return found
 
 
 class TrajectoryRows:

@@ -32,7 +32,7 @@ from gear_loader.storage.counters import (
     WANTED_BLOCKS,
 )
 from gear_loader.storage.disk import Keep, LostRowsError
-from gear_loader.storage.disk_copies import DiskCopies, are_current, copies_of, note_copies
+from gear_loader.storage.disk_copies import COPY, are_current, copies_of, note_copies
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.index import Index
 from gear_loader.storage.layout import Layout
@@ -85,12 +85,7 @@ def hottest(layout: Layout, records: Array, keep: Keep) -> Array:
 
 def note_places(index: Index, slots: Array, records: Array) -> None:
     """Note where trajectories, which are not committed yet, are on disk."""
-    index.recovery.locked(lambda: note_copies(index.arrays, slots, _copies(records)))
-
-
-def _copies(records: Array) -> DiskCopies:
-    names = ("sequence", "segment", "first", "place", "length", "final", "filled")
-    return DiskCopies(*(records[name].astype(np.int64) for name in names))
+    index.recovery.locked(lambda: note_copies(index.arrays, slots, records))
 
 
 class Spiller:
@@ -151,14 +146,14 @@ class Spiller:
         Args:
             slots: int64 [n]. records: [n], of their trajectories; those without a number are skipped.
         """
-        arrays, new = self._arrays, _copies(records)
-        changed = np.flatnonzero(new.differ_from(copies_of(arrays, slots)) & (new.sequences >= 0))
+        arrays, known = self._arrays, copies_of(self._arrays, slots)
+        differs = records["sequence"] >= 0
+        differs &= np.logical_or.reduce([records[name] != known[name] for name in COPY.names or ()])
+        slots, records = slots[differs], records[differs]
 
         def write() -> None:
-            live = (arrays.state[slots[changed]] == READY) & (
-                arrays.sequence[slots[changed]] == new.sequences[changed]
-            )
-            note_copies(arrays, slots[changed[live]], new.take(changed[live]))
+            live = (arrays.state[slots] == READY) & (arrays.sequence[slots] == records["sequence"])
+            note_copies(arrays, slots[live], records[live])
 
         self._index.recovery.locked(write)
 
@@ -173,7 +168,7 @@ class Spiller:
         arrays = self._arrays
         generations = arrays.generation.copy()
         slots = np.flatnonzero((arrays.state == READY) & (arrays.extent[:, 1] < 0))
-        slots = slots[~np.isin(copies_of(arrays, slots).segments, list(segments))]
+        slots = slots[~np.isin(copies_of(arrays, slots)["segment"], list(segments))]
         return slots, generations[slots]
 
     def is_due(self) -> bool:

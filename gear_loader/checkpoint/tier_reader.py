@@ -256,7 +256,7 @@ class FileReader:
         assert table is not None
         index = table.index
         copies = index.recovery.locked(lambda: copies_of(index.arrays, slots))
-        return np.stack((copies.lengths, copies.finals), axis=1)
+        return np.stack((copies["length"], copies["final"]), axis=1)
 
     def count_hits(self, rows: int) -> None:
         """See `gear_loader.storage.disk.TierReader.count_hits`."""
@@ -283,14 +283,14 @@ class FileReader:
 
         def look() -> Array:
             copies = copies_of(arrays, slots)
-            gone = (arrays.generation[slots] != generations) | (copies.sequences != arrays.sequence[slots])
+            gone = (arrays.generation[slots] != generations) | (copies["sequence"] != arrays.sequence[slots])
             if gone.any():
                 raise StaleIndexError(
                     f"{int(gone.sum())} of {len(slots)} trajectories were evicted or removed before they were read "
                     f"from {self._path}; the first is index {slots[gone][0]}."
                 )
             self._counts.take(arrays.tier_counts)
-            return np.stack((copies.segments, copies.first, copies.places), axis=1)
+            return np.stack((copies["segment"], copies["first"], copies["place"]), axis=1)
 
         return index.recovery.locked(look)
 

@@ -25,7 +25,6 @@ from table_common import (
     forked,
     forks,
     fresh_name,
-    named,
     number_of,
     numbers_of,
     random_values,
@@ -277,16 +276,6 @@ def test_tables_are_never_mixed(tmp_path: Path) -> None:
         three.add(rows(2, 10))
         three.save(tmp_path)
         assert loaded_numbers(tmp_path) == [*kept, 2]
-
-
-def test_handles_of_one_table_share_its_checkpoint(tmp_path: Path) -> None:
-    with named() as table, gear.Table.attach(str(table.name)) as other:
-        table.add(rows(0, 10))
-        table.save(tmp_path)
-        other.add(rows(1, 10))
-        other.save(tmp_path)
-        assert segments(tmp_path) == ["000001", "000002"]
-        assert loaded_numbers(tmp_path) == [0, 1]
 
 
 def test_progress(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,7 +157,7 @@ def _full(path: Path) -> gear.Table:
 
 def test_damage_loses_the_trajectories_that_it_hits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with _full(tmp_path) as table:
-        segments = copies_of(table.index.arrays, table.indices()).segments
+        segments = copies_of(table.index.arrays, table.indices())["segment"]
         spilled = table.region.array("extent")[table.indices(), 1] < 0
         number = int(np.bincount(segments[spilled]).argmax())
         hit = spilled & (segments == number)
