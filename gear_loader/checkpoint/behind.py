@@ -24,8 +24,7 @@ import numpy as np
 
 from gear_loader.checkpoint.disk_place import Place, holder_of, occupied, open_new
 from gear_loader.checkpoint.files import Arena
-from gear_loader.checkpoint.housekeeping import LockedError, convert_errors, is_full
-from gear_loader.checkpoint.identity import identity
+from gear_loader.checkpoint.housekeeping import LockedError, convert_errors, identity, is_full
 from gear_loader.checkpoint.saving import DiskFullError, Save
 from gear_loader.checkpoint.spilling import Spiller
 from gear_loader.errors import CheckpointError, GearError, TableClosedError

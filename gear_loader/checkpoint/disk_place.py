@@ -12,12 +12,12 @@ from gear_loader.checkpoint.housekeeping import (
     convert_errors,
     is_unfinished_save,
     lock,
+    manifests_of,
     refuse_links,
-    sweep,
     unlock,
 )
 from gear_loader.checkpoint.index import IndexFile
-from gear_loader.checkpoint.manifest import Manifest, no_manifest, previous_of, read_manifest
+from gear_loader.checkpoint.manifest import Manifest, no_manifest
 from gear_loader.checkpoint.names import MANIFEST_NAME, PREVIOUS_NAME, SHARDS_NAME
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.disk import Disk
@@ -51,12 +51,8 @@ class Place:
         Raises:
             CheckpointError: the current one is damaged.
         """
-        directory = self.directory
         self.on_disk = None
-        self.manifest = read_manifest(directory) if directory.has(MANIFEST_NAME) else None
-        self.previous = previous_of(directory)
-        directory.sync()  # its writer may have died before this; it must be durable before older files are removed
-        sweep(directory, self.manifest, self.previous)
+        self.manifest, self.previous = manifests_of(self.directory, previous=True)
         self.is_uncertain = False
 
     def is_at(self, path: str) -> bool:

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import numpy as np
 
 from gear_loader.checkpoint.directory import Directory, open_to_load, readable
-from gear_loader.checkpoint.identity import set_parent
+from gear_loader.checkpoint.housekeeping import set_parent
 from gear_loader.checkpoint.index import read_records
 from gear_loader.checkpoint.manifest import Manifest, no_manifest, read_manifest
 from gear_loader.checkpoint.names import CHECKSUMS_NAME, MANIFEST_NAME, segment_folder
-from gear_loader.checkpoint.reading import ColumnRead, bytes_of, read_columns
+from gear_loader.checkpoint.reading import ColumnRead, read_columns
 from gear_loader.checkpoint.rows import column_places
 from gear_loader.checkpoint.segments import Segment, check_files, read_checksums
 from gear_loader.checkpoint.spilling import hottest, note_places
@@ -27,7 +27,6 @@ from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.table import Table
 from gear_loader.storage.table_rules import OnFull
 from gear_loader.utils.arrays import Array, data_address
-from gear_loader.utils.progress import progress_bar
 
 __all__ = [
     "LoadOptions",
@@ -281,8 +280,7 @@ def _fill(table: Table, directory: Directory, share: Share, *, inside: Array | N
             for segment in part.manifest.segments
             for read in _reads(table, directory, part, segment, first_ids)
         ]
-        with progress_bar("Loading", bytes_of(reads), enabled=progress) as (advance, _):
-            read_columns(directory, reads, ids, advance)
+        read_columns(directory, reads, ids, progress=progress)
         loaded = index.commit_as(
             slots,
             records["priority"].copy(),
@@ -359,7 +357,7 @@ def _keep_versions(table: Table, directory: Directory, part: Part, slots: Array)
         for read in _reads(table, directory, part, segment, np.arange(len(slots)))
         if read.name == name
     ]
-    read_columns(directory, reads, np.arange(len(slots), dtype=np.int32), lambda count: None)
+    read_columns(directory, reads, np.arange(len(slots), dtype=np.int32))
     kept[slots] = values.view(np.dtype(table.schema[name].dtype_name)).reshape(-1)
 
 

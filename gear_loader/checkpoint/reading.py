@@ -10,10 +10,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import mmap
 import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,8 +23,9 @@ from gear_loader.checkpoint.segments import Segment
 from gear_loader.errors import CheckpointError
 from gear_loader.native.copying import copy_rows
 from gear_loader.storage.schema import Column
-from gear_loader.utils.arrays import Array
+from gear_loader.utils.arrays import Array, data_address
 from gear_loader.utils.mutex import Event
+from gear_loader.utils.progress import progress_bar
 
 __all__ = ["ColumnFile", "ColumnRead", "read_columns"]
 
@@ -148,9 +147,18 @@ class ColumnRead:
         np.add.at(needed, high + 1, -1)
         return np.flatnonzero(np.cumsum(needed)[:-1])
 
+    def tasks(self) -> Iterator[tuple[ColumnRead, Array, int]]:
+        """It, chunks for one thread, and their bytes; together they are all that hold wanted rows."""
+        chunks, size = self.chunks(), self.segment.chunk_bytes
+        count = max(1, TASK_BYTES // size)
+        for i in range(0, len(chunks), count):
+            part = chunks[i : i + count]
+            end = min((int(part[-1]) + 1) * size, self.segment.bytes(self.column))
+            yield self, part, end - int(part[-1]) * size + (len(part) - 1) * size
+
 
 def read_columns(
-    directory: Directory, reads: Sequence[ColumnRead], ids: Array, advance: Callable[[int], None]
+    directory: Directory, reads: Sequence[ColumnRead], ids: Array, *, progress: bool = False
 ) -> None:
     """Read rows of column files into blocks, and check the chunks that hold them.
 
@@ -158,112 +166,56 @@ def read_columns(
         directory: the loaded directory.
         reads: what to read.
         ids: int32, blocks of all trajectories.
-        advance: called with numbers of bytes, of `bytes_of` in all, for a progress bar.
+        progress: show a progress bar.
 
     Raises:
         CheckpointError: a file is missing or has another size or header, or a chunk is damaged. Blocks may have been
             written.
     """
-    tasks = [_Task(read, chunks) for read in reads for chunks in _groups(read)]
-    total = sum(task.bytes for task in tasks)
+    tasks = [task for read in reads for task in read.tasks()]
+    total = sum(size for _, _, size in tasks)
     threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)), total // _PER_THREAD))
-    reader = _Reader(directory, ids)
+    stop = Event()
     pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="gear-loader-load")
-    try:
-        for task, future in [(task, pool.submit(reader.run, task)) for task in tasks]:
-            future.result()
-            advance(task.bytes)
-    finally:
-        reader.stop.set()
-        pool.shutdown(cancel_futures=True)  # threads write into the blocks until then
+    with progress_bar("Loading", total, enabled=progress) as (advance, _):
+        try:
+            futures = [pool.submit(_read, directory, ids, stop, read, chunks) for read, chunks, _ in tasks]
+            for (_, _, size), future in zip(tasks, futures, strict=True):
+                future.result()
+                advance(size)
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)  # threads write into the blocks until then
 
 
-def bytes_of(reads: Sequence[ColumnRead]) -> int:
-    """Bytes that `read_columns` reads."""
-    return sum(_Task(read, chunks).bytes for read in reads for chunks in _groups(read))
+def _read(directory: Directory, ids: Array, stop: Event, read: ColumnRead, chunks: Array) -> None:
+    """Read chunks of a file into the blocks `ids`, until `stop` is set.
 
-
-@dataclasses.dataclass(frozen=True)
-class _Task:
-    """Chunks of a file, for one thread."""
-
-    read: ColumnRead
-    chunks: Array
-
-    @property
-    def bytes(self) -> int:
-        size, last = self.read.segment.chunk_bytes, int(self.chunks[-1])
-        end = min((last + 1) * size, self.read.segment.bytes(self.read.column))
-        return (len(self.chunks) - 1) * size + end - last * size
-
-
-def _groups(read: ColumnRead) -> list[Array]:
-    chunks = read.chunks()
-    count = max(1, TASK_BYTES // read.segment.chunk_bytes)
-    return [chunks[i : i + count] for i in range(0, len(chunks), count)]
-
-
-class _Reader:
-    """Reads tasks; each thread has a buffer of its own.
-
-    Attributes:
-        stop: makes threads end after the piece that they read.
+    Raises:
+        CheckpointError: see `read_columns`.
     """
-
-    def __init__(self, directory: Directory, ids: Array) -> None:
-        self.stop = Event()
-        self._directory, self._ids = directory, ids
-        self._local = threading.local()
-
-    def run(self, task: _Task) -> None:
-        """Read chunks into the blocks.
-
-        Raises:
-            CheckpointError: see `read_columns`.
-        """
-        read = task.read
-        with (
-            self._directory.child_to_load(read.folder) as folder,
-            readable(folder.at(column_file(read.name))),
-            ColumnFile(
-                folder, read.segment, read.name, read.column, read.checksums, os.POSIX_FADV_SEQUENTIAL
-            ) as file,
-        ):
-            for chunk in task.chunks.tolist():
-                self._read_chunk(read, file, chunk)
-
-    def _buffer(self) -> tuple[memoryview, int]:
-        """The buffer of this thread, and its address."""
-        if not hasattr(self._local, "buffer"):
-            memory = mmap.mmap(-1, PIECE_BYTES)
-            address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
-            self._local.buffer = memoryview(memory), address
-        found: tuple[memoryview, int] = self._local.buffer
-        return found
-
-    def _read_chunk(self, read: ColumnRead, file: ColumnFile, chunk: int) -> None:
-        buffer, address = self._buffer()
-        start, stop = file.bounds(chunk)
-        before, checksum = len(file.header), xxhash.xxh3_64()
-        for begin in range(start, stop, PIECE_BYTES):
-            if self.stop.is_set():
-                return
-            size = min(PIECE_BYTES, stop - begin)
-            view = buffer[:size]
-            file.read(view, begin)
-            checksum.update(view)
-            skipped = max(0, before - begin)
-            low, high = begin + skipped - before, begin + size - before
-            if low < high:
-                copy_rows(
-                    address + skipped,
-                    low,
-                    high,
-                    read.first,
-                    read.ends,
-                    read.places,
-                    self._ids,
-                    read.place,
-                    True,
-                )
-        file.compare(chunk, checksum)
+    buffer: Array = np.empty(PIECE_BYTES, dtype=np.uint8)
+    address = data_address(buffer)
+    with (
+        directory.child_to_load(read.folder) as folder,
+        readable(folder.at(column_file(read.name))),
+        ColumnFile(
+            folder, read.segment, read.name, read.column, read.checksums, os.POSIX_FADV_SEQUENTIAL
+        ) as file,
+    ):
+        before = len(file.header)
+        for chunk in chunks.tolist():
+            start, stop_at = file.bounds(chunk)
+            checksum = xxhash.xxh3_64()
+            for begin in range(start, stop_at, PIECE_BYTES):
+                if stop.is_set():
+                    return
+                end = min(begin + PIECE_BYTES, stop_at)
+                view = buffer[: end - begin].data
+                file.read(view, begin)
+                checksum.update(view)
+                low = max(begin, before)
+                if low < end:
+                    rows = low - before, end - before, read.first, read.ends, read.places, ids, read.place
+                    copy_rows(address + low - begin, *rows, True)
+            file.compare(chunk, checksum)

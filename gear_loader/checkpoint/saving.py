@@ -18,13 +18,14 @@ from gear_loader.checkpoint.files import Arena, ColumnWriter, write_small
 from gear_loader.checkpoint.housekeeping import (
     check_owned,
     convert_errors,
+    identity,
     is_unfinished_save,
     keep_previous,
+    manifests_of,
     refuse_links,
     sweep,
     under_lock,
 )
-from gear_loader.checkpoint.identity import identity
 from gear_loader.checkpoint.index import IndexFile, read_records
 from gear_loader.checkpoint.manifest import Manifest, read_manifest
 from gear_loader.checkpoint.names import (
@@ -101,15 +102,12 @@ def save_into(table: Table, directory: Directory, *, progress: bool = False) -> 
     """
     check_owned(directory, MANIFEST_NAME, is_unfinished_save, what="checkpoint")
     refuse_links(directory)
-    under_lock(directory, lambda: Save(table, directory, _previous(directory)).run(progress))
 
+    def run() -> None:
+        manifest, _ = manifests_of(directory, previous=False)
+        Save(table, directory, manifest).run(progress)
 
-def _previous(directory: Directory) -> Manifest | None:
-    """Read the manifest of the previous save, if any, and remove files that it does not name."""
-    manifest = read_manifest(directory) if directory.has(MANIFEST_NAME) else None
-    directory.sync()  # its writer may have died before this; it must be durable before older files are removed
-    sweep(directory, manifest)
-    return manifest
+    under_lock(directory, run)
 
 
 # Saving ----------------------------------------------------------------------------------------------

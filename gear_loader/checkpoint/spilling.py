@@ -208,7 +208,7 @@ class Spiller:
         budget = max(1, EXCHANGE_BYTES // block_bytes)
         come, leave = exchange(order, extent[:, 1] >= 0, blocks, total, budget)
         self._next = time.monotonic() + max(EXCHANGE_SECONDS, 20 * (time.monotonic() - now))
-        if len(leave) and self._spill(slots[leave], generations) < 0:
+        if len(leave) and self._index.spill(slots[leave], generations[slots[leave]]) < 0:
             return 0
         return promote(table, slots[come])
 
@@ -237,16 +237,12 @@ class Spiller:
         slots = slots[:count]
         if not len(slots):
             return missing
-        if self._spill(slots, generations) < 0:
+        if self._index.spill(slots, generations[slots]) < 0:
             return -1
         missing = self.missing()
         if not missing:
             arrays.counters[WANTED_BLOCKS] = 0
         return missing
-
-    def _spill(self, slots: Array, generations: Array) -> int:
-        """`Index.spill` of slots (int64 [n]); generations are of all slots."""
-        return self._index.spill(slots, generations[slots])
 
 
 def promote(table: Table, slots: Array, *, most_bytes: int | None = LARGEST_BYTES) -> int:

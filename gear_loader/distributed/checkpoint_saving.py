@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gear_loader.checkpoint.directory import Directory
-from gear_loader.checkpoint.housekeeping import convert_errors, locked, remove_checkpoint
-from gear_loader.checkpoint.identity import identity
+from gear_loader.checkpoint.housekeeping import convert_errors, identity, lock, remove_checkpoint, unlock
 from gear_loader.checkpoint.names import SHARDS_NAME
 from gear_loader.checkpoint.saving import save_into as save_table
 from gear_loader.checkpoint.sharded import (
@@ -109,7 +108,7 @@ class _Part:
             with convert_errors(self._path):
                 top = self._top = self._stack.enter_context(_directory(self._path, self._stage, make=True))
                 check_shards_directory(top)
-                self._stack.enter_context(locked(top))
+                self._stack.callback(unlock, lock(top), os.getpid())
                 old = self._old = _previous(top)
                 sweep_saves(top, old)
                 answer.update(number=next_number(top, old), replaces=old.save if old else None)
