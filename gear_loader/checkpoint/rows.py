@@ -13,17 +13,17 @@ from gear_loader.native.saving_loops import CORRUPT, LOST, ON_DISK, copy_out
 from gear_loader.storage.disk import LostRowsError, TierReader
 from gear_loader.storage.index import Index
 from gear_loader.storage.readers import Ticket
+from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Schema
-from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
 __all__ = ["TrajectoryRows", "column_places"]
 
 
-def column_places(table: Table, name: str) -> Array:
+def column_places(region: Region, name: str) -> Array:
     """A column's place in the region, int64 [5], as `copy_rows` takes it. The caller keeps it mapped."""
-    column, layout = table.region.layout.columns[name], table.region.layout
-    base = table.region.column(name).ctypes.data
+    layout, column = region.layout, region.layout.columns[name]
+    base = region.column(name).ctypes.data
     return np.array(
         [base, column.block_stride, column.step_bytes, column.step_stride, layout.block_steps], dtype=np.int64
     )

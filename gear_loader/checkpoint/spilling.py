@@ -33,6 +33,7 @@ from gear_loader.storage.counters import (
 )
 from gear_loader.storage.disk import Keep, LostRowsError
 from gear_loader.storage.disk_copies import COPY, are_current, copies_of, note_copies
+from gear_loader.storage.engine import Engine
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.index import Index
 from gear_loader.storage.layout import Layout
@@ -203,14 +204,14 @@ class Spiller:
         order = self._coldness(slots, sequences, generations)
         extent = arrays.extent[slots]
         blocks = arrays.blocks_of(extent[:, 0] + extent[:, 2])
-        block_bytes = table.region.layout.block_bytes
+        block_bytes = table._engine.region.layout.block_bytes
         total = arrays.num_blocks - self._free
         budget = max(1, EXCHANGE_BYTES // block_bytes)
         come, leave = exchange(order, extent[:, 1] >= 0, blocks, total, budget)
         self._next = time.monotonic() + max(EXCHANGE_SECONDS, 20 * (time.monotonic() - now))
         if len(leave) and self._index.spill(slots[leave], generations[slots[leave]]) < 0:
             return 0
-        return promote(table, slots[come])
+        return promote(table._engine, slots[come])
 
     def spill(self) -> int:
         """Take the blocks of the coldest trajectories that are on disk, as many as are missing.
@@ -245,15 +246,15 @@ class Spiller:
         return missing
 
 
-def promote(table: Table, slots: Array, *, most_bytes: int | None = LARGEST_BYTES) -> int:
+def promote(engine: Engine, slots: Array, *, most_bytes: int | None = LARGEST_BYTES) -> int:
     """Bring trajectories back into memory as far as blocks are free; return how many. They stay on disk too.
 
     Args:
-        table: with a disk tier.
+        engine: of a table with a disk tier.
         slots: int64 [n], distinct. Those that are gone, in memory, or larger than `most_bytes` are skipped.
         most_bytes: of a trajectory; None for any.
     """
-    arrays, schema = table.index.arrays, table.schema
+    arrays, schema = engine.index.arrays, engine.schema
     # Before it is read on disk, and the bits before the extent: what is filled is there if it lies there only.
     generations, filled, extent = arrays.generation[slots], filled_bits(arrays, slots), arrays.extent[slots]
     rows = extent[:, 0] + extent[:, 2]
@@ -271,13 +272,13 @@ def promote(table: Table, slots: Array, *, most_bytes: int | None = LARGEST_BYTE
         count = len(slots) if column.trajectory else int(ends[-1])
         outs[name] = np.empty(count * column.step_bytes, dtype=np.uint8), begins * column.step_bytes
     try:
-        table.tier_reader().read(slots, generations, np.zeros_like(rows), rows, outs)
+        engine.tier_reader().read(slots, generations, np.zeros_like(rows), rows, outs)
     except LostRowsError as error:
-        table.remove_lost(error)
+        engine.remove_lost(error)
         return 0
     except StaleIndexError:
         return 0
-    places = {name: column_places(table, name) for name in schema}
+    places = {name: column_places(engine.region, name) for name in schema}
 
     def write(i: int, ids: Array) -> None:
         zero = np.zeros(1, dtype=np.int64)
@@ -288,7 +289,7 @@ def promote(table: Table, slots: Array, *, most_bytes: int | None = LARGEST_BYTE
             copy_rows(address, 0, size, zero, np.array([count]), zero, ids, places[name], True)
 
     done = [
-        table.index.promote(slot, generation, tuple(known[i]), functools.partial(write, i))
+        engine.index.promote(slot, generation, tuple(known[i]), functools.partial(write, i))
         for i, (slot, generation) in enumerate(zip(slots.tolist(), generations.tolist(), strict=True))
     ]
     arrays.tier_counts[PROMOTED_BYTES] += int(rows[done].sum()) * schema.step_bytes  # of the owner alone
