@@ -12,6 +12,7 @@ looks the trajectory up again.
 from __future__ import annotations
 
 import concurrent.futures
+import ctypes
 import dataclasses
 import errno
 import os
@@ -56,6 +57,8 @@ _LOOK_SECONDS = 1.0
 """Seconds after which the manifest is looked at again although all segments are known."""
 _WINDOW_SECONDS = 10.0
 """Seconds over which the share of the time that batches read from disk is taken."""
+_POSITION, _OF = WIDTH, WIDTH + 1
+_OF_A_READ = [BEGIN, BYTES, ADDRESS, _POSITION, _OF]
 _DAMAGE = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG)
 
 
@@ -108,19 +111,13 @@ class _Reads:
     """Pieces of files, in the order of their places.
 
     Attributes:
-        pieces: int64 [n, WIDTH], see `gear_loader.native.file_reads`.
-        positions: int64 [n], of their trajectories in the request. of: int64 [n], positions in `files`.
-        outs: int64 [n], positions in `memory`. offsets: int64 [n], in the memory.
-        files: open files, None where there was an error. memory: buffers of the request.
+        pieces: int64 [n, WIDTH + 2], see `gear_loader.native.file_reads`; then the positions of their trajectories in
+            the request and of their files in `files`.
+        files: open files, None where there was an error.
     """
 
     pieces: Array
-    positions: Array
-    of: Array
-    outs: Array
-    offsets: Array
     files: list[_File | None]
-    memory: list[memoryview]
 
     def read_cached(self) -> Array:
         """Make the reads that wait for no disk; return the positions of the others, int64 [m]."""
@@ -130,19 +127,18 @@ class _Reads:
 
     def read(self, which: Array) -> dict[int, Exception]:
         """Make the reads `which`, int64 [m]; return errors by position in the request."""
-        done = np.zeros(len(which), dtype=bool)
-        file_reads.read_pieces(self.pieces[which], done, False)
+        done, pieces = np.zeros(len(which), dtype=bool), self.pieces[which]
+        file_reads.read_pieces(pieces, done, False)
         failed: dict[int, Exception] = {}
-        for i in which[~done].tolist():
-            offset, size = int(self.offsets[i]), int(self.pieces[i, BYTES])
-            view = self.memory[self.outs[i]][offset : offset + size]
-            file = self.files[self.of[i]]
+        for begin, size, address, position, of in pieces[~done][:, _OF_A_READ].tolist():
+            file = self.files[of]
             assert file is not None
             try:
-                file.read_verified(view, int(self.pieces[i, BEGIN]))
+                view = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+                file.read_verified(view, begin)
             except (CheckpointError, OSError) as error:
                 _check_damage(error)
-                failed[int(self.positions[i])] = error
+                failed[position] = error
         return failed
 
 
@@ -393,7 +389,7 @@ class FileReader:
         rank = np.empty(len(files), dtype=np.int64)
         rank[order] = np.arange(len(files))
         failed: dict[int, Exception] = {}
-        parts: list[tuple[Array, ...]] = []
+        parts: list[Array] = []
         for j, (name, (out, offsets)) in enumerate(outs.items()):
             column = self._schema[name]
             size = column.step_bytes
@@ -407,19 +403,15 @@ class FileReader:
                 failed[i] = problem
             which = np.flatnonzero(there & (taken > 0))
             of = of[which]
-            pieces = np.empty((len(which), WIDTH), dtype=np.int64)
+            pieces = np.empty((len(which), WIDTH + 2), dtype=np.int64)
             pieces[:, FD], pieces[:, VERIFIED], pieces[:, CHUNK] = about[of, 0], about[of, 2], about[of, 3]
             pieces[:, BEGIN] = about[of, 1] + rows[which] * size
             pieces[:, BYTES] = taken[which] * size
             pieces[:, ADDRESS] = data_address(out) + offsets[which]
-            parts.append((pieces, which, of, np.full(len(which), j), offsets[which]))
-        pieces, positions, of, into, offset = (np.concatenate(part) for part in zip(*parts, strict=True))
-        order_of = np.lexsort((pieces[:, BEGIN], rank[of]))
-        pieces, positions, of, into, offset = (
-            part[order_of] for part in (pieces, positions, of, into, offset)
-        )
-        memory = [out.data for out, _ in outs.values()]
-        return _Reads(pieces, positions, of, into, offset, files, memory), failed
+            pieces[:, _POSITION], pieces[:, _OF] = which, of
+            parts.append(pieces)
+        pieces = np.concatenate(parts)
+        return _Reads(pieces[np.lexsort((pieces[:, BEGIN], rank[pieces[:, _OF]]))], files), failed
 
     # ---------------------------------------------------------------- reading
 
