@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import oracle
 import torch
 
+import gear_loader as gear
 from gear_loader.collection.collector import resolve
 from gear_loader.kernels.plan import LINE, PAD_EDGE, PAD_HEAD, PAD_KEEP, PAD_TAIL, GatherColumn, GatherPlan
 
@@ -24,6 +26,7 @@ GUARD = 256
 """Bytes before and after each output."""
 
 PADS = (PAD_KEEP, PAD_HEAD, PAD_TAIL, PAD_EDGE)
+PAD_NAMES: tuple[Any, ...] = ("keep", "head", "tail", "edge")
 
 STEP_BYTES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 44, 48, 64, 128, 132, 384, 1000)
 
@@ -231,25 +234,15 @@ def _same(found: Array, expected: Array, what: str) -> None:
 def windows_of(
     rows: Sequence[Array] | Mapping[int, Array], spec: Spec, slots: torch.Tensor, anchors: torch.Tensor
 ) -> tuple[Array, Array]:
-    """The windows by their definition, step by step: uint8 [n, L, step_bytes] and bool [n, L]."""
-    steps = np.zeros((len(slots), spec.length, spec.step_bytes), dtype=np.uint8)
-    exists = np.zeros((len(slots), spec.length), dtype=bool)
-    for b, (slot, anchor) in enumerate(zip(slots.tolist(), anchors.tolist(), strict=True)):
-        first = anchor + spec.offset
-        inside = [step for step in range(first, first + spec.length) if 0 <= step < len(rows[slot])]
-        if spec.pad == PAD_HEAD:
-            start = spec.length - len(inside)
-        elif spec.pad == PAD_TAIL or not inside:
-            start = 0
-        else:
-            start = inside[0] - first
-        for place, step in enumerate(inside):
-            steps[b, start + place] = rows[slot][step]
-            exists[b, start + place] = True
-        if spec.pad == PAD_EDGE:
-            for place, step in enumerate(range(first, first + spec.length)):
-                steps[b, place] = rows[slot][min(max(step, 0), len(rows[slot]) - 1)]
-    return steps, exists
+    """The windows by the oracle: uint8 [n, L, step_bytes] and bool [n, L]."""
+    window = gear.Window(spec.length, spec.offset, PAD_NAMES[PADS.index(spec.pad)])
+    pairs = [
+        oracle.padded(window, anchor, rows[slot])
+        for slot, anchor in zip(slots.tolist(), anchors.tolist(), strict=True)
+    ]
+    steps = np.array([values for values, _ in pairs], dtype=np.uint8)
+    exists = np.array([mask for _, mask in pairs], dtype=bool)
+    return steps.reshape(-1, spec.length, spec.step_bytes), exists.reshape(-1, spec.length)
 
 
 def check_gather(
