@@ -100,6 +100,7 @@ def check_batch(
     rows = [oracle.Row(numbers[index], anchor) for index, anchor in names]
     expected = oracle.batch(schema, list(trajectories.values()), rows, windows)
     for name in windows:
+        assert batch[name].dtype == schema[name].dtype
         mask = batch["mask"][name] if isinstance(batch["mask"], dict) else batch["mask"]
         for found, right in ((batch[name], expected[name]), (mask, expected["masks"][name])):
             values = oracle.numpy_of(found)
