@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import oracle
+import products_common
 import torch
 from options_common import nested, nested_table
 from table_common import fresh_name
@@ -144,14 +145,10 @@ def name_of(point: Point) -> str:
 
 
 def schema_of(point: Point) -> dict[str, gear.Column]:
-    columns = {
-        "observation": gear.Column(torch.float32, (3,), final=point["final"]),
-        "action": gear.Column(torch.int16, (2,)),
-        "reward": gear.Column(torch.float64),
-        "wide": gear.Column(torch.uint8, (300,)),
-    }
-    if point["per_trajectory"]:
-        columns["prompt"] = gear.Column(torch.int64, per="trajectory")
+    columns = dict(products_common.SCHEMA)
+    columns["observation"] = gear.Column(torch.float32, (3,), final=point["final"])
+    if not point["per_trajectory"]:
+        del columns["prompt"]
     if point["late"]:
         columns["score"] = gear.Column(torch.float32, late=True)
     if point["late"] and point["per_trajectory"]:
@@ -180,17 +177,10 @@ def windows_of(point: Point) -> Any:
 
 def trajectory(number: int, schema: Mapping[str, gear.Column]) -> dict[str, Any]:
     """One whose values and length follow from its number."""
-    length = number * 7 % 23 + 1
-    steps = np.arange(length)
-    values = {
-        "observation": (number + steps[:, None] / 64 + np.arange(3) / 8).astype(np.float32),
-        "action": (number * 3 + steps[:, None] - np.arange(2)).astype(np.int16),
-        "reward": number * 4096.0 + steps,
-        "wide": (number + steps[:, None] + np.arange(300)).astype(np.uint8),
-        "prompt": number // 2,
-        "score": (steps - number).astype(np.float32),
-        "grade": np.array([number, -number], dtype=np.int32),
-    }
+    values = products_common.trajectory(number)
+    steps = np.arange(len(values["reward"]))
+    values["score"] = (steps - number).astype(np.float32)
+    values["grade"] = np.array([number, -number], dtype=np.int32)
     return {name: values[name] for name in schema}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from cases import kernel_and_twin
 from gather_common import GUARD, POISON, STEP_BYTES, Store, host_memory, pinned_memory
 from packed_common import WHOLE, PackedBatch
 
@@ -21,21 +22,8 @@ hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
 
 Gather = Callable[..., None]
-ALL = pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(
-            gather_packed, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it is compiled here")
-        ),
-        packed_reference.gather_packed,
-    ],
-    ids=["kernel", "twin"],
-)
-EVERY = (
-    (packed_reference.gather_packed,)
-    if torch.cuda.is_available()
-    else (gather_packed, packed_reference.gather_packed)
-)
+ALL = kernel_and_twin(gather_packed, packed_reference.gather_packed)
+EVERY = [packed_reference.gather_packed] + [gather_packed] * (not torch.cuda.is_available())
 
 
 @ALL

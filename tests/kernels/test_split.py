@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cases import kernel_and_twin
 from gather_common import POISON
 from records_common import CARTPOLE, HOPPER, Part, Records
 
@@ -19,16 +20,7 @@ st = pytest.importorskip("hypothesis.strategies")
 DEVICE = "cuda"
 Split = Callable[..., None]
 
-ALL = pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(
-            split, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it is compiled here")
-        ),
-        reference.split,
-    ],
-    ids=["kernel", "twin"],
-)
+ALL = kernel_and_twin(split, reference.split)
 
 
 @ALL
