@@ -93,7 +93,7 @@ def test_arguments_that_are_refused(run: Split) -> None:
         run(records.plan, 2, rows=torch.zeros(1, dtype=torch.int64))
     with pytest.raises(TypeError, match=r"rows is torch.int32 \[2\]; expected contiguous torch.int64"):
         run(records.plan, 2, rows=torch.zeros(2, dtype=torch.int32))
-    assert all((part == POISON).all() for part in records.guarded)
+    assert all((part.whole == POISON).all() for part in records.guarded)
 
 
 @pytest.mark.gpu
