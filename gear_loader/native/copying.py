@@ -149,8 +149,8 @@ def copy_rows(address, low, high, first, ends, places, ids, column, into) -> Non
     ROWS_WIDTH,
     ROWS_HEAD,
 ) = range(9)
-_AHEAD = 16
-"""Environments whose place in memory is requested before the row of the first of them is copied."""
+_AHEAD, _LINES_AHEAD = 16, 8
+"""Environments whose place in memory is requested before the row of the first of them is copied; lines a column."""
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -245,7 +245,9 @@ def append_rows(request):  # type: ignore[no-untyped-def]
             place = step // block_steps
             block, inside = int64(blocks[later, place]), step - place * block_steps
             for c in range(width):
-                prefetch(columns[c, 0] + block * columns[c, 1] + inside * columns[c, 3])
+                target = columns[c, 0] + block * columns[c, 1] + inside * columns[c, 3]
+                for line in range(min((columns[c, 2] + 63) // 64, _LINES_AHEAD)):
+                    prefetch(target + 64 * line)
         if i < 0 or not (every or active[i] != 0):
             continue
         step = lanes[i, LANE_STEPS]

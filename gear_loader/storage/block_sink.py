@@ -29,7 +29,7 @@ from gear_loader.native.lanes import (
     LANE_STEPS,
     LANE_WIDTH,
 )
-from gear_loader.storage.appender import Bytes, here, too_long
+from gear_loader.storage.appender import Bytes, Given, here, too_long
 from gear_loader.storage.operations.view import DONE, OUTSIDE
 from gear_loader.utils.arrays import Array, data_address
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from gear_loader.storage.index import Index
     from gear_loader.storage.region import Region
     from gear_loader.storage.schema import Schema
-    from gear_loader.storage.step_appender import StepColumn
+    from gear_loader.storage.step_columns import StepColumn
 
 __all__ = ["BlockSink", "GrowingSink", "Target"]
 
@@ -92,6 +92,12 @@ class StepSources:
         return self._sources
 
 
+def _located_bytes(rows: Bytes, names: Sequence[str]) -> StepSources:
+    found = [rows[name] for name in names]
+    apart = [values.shape[1] if len(values) > 1 else 0 for values in found]
+    return StepSources(1, [data_address(values) for values in found], apart, found)
+
+
 class BlockSink:
     """Writes steps into blocks of a table; see `gear_loader.storage.appender.Sink`. If the process dies, the next
     allocation that needs space reclaims what is not committed.
@@ -106,6 +112,8 @@ class BlockSink:
         layout, self.schema = table.region.layout, table.schema.added
         self.table, self.index = table, table.index
         self.longest = self.most = table.longest
+        self.chunk, self.overlap = -1, 0
+        self.check = table.check_open
         self.remedy = f"make one with table.{'writer' if n == 1 else 'writers'}()"
         self._steps = self.schema.steps
         self._block_steps = layout.block_steps
@@ -117,8 +125,6 @@ class BlockSink:
         self._once_columns[:, 3] = self._once_columns[:, 2]
         self._make_request(n)
         self._step_bytes = self._columns[:, 2].tolist()
-        # Name, dtype and shape of rows of all lanes that need no further look.
-        self._plain = [(name, column.numpy_dtype, (n, *column.shape)) for name, column in self._steps.items()]
         self._thread = 0  # the thread that has allocated last
         self._pid = here.pid
         self.index.allocator.writers.add(self)
@@ -149,9 +155,6 @@ class BlockSink:
         slots = self.lanes[:, LANE_SLOT]
         return self._thread, slots[slots >= 0].tolist() if here.pid == self._pid else []
 
-    def check(self) -> None:
-        self.table.check_open()
-
     def check_chunks(self, chunk: int, overlap: int) -> None:
         layout, size = self.table.region.layout, self._block_steps
         blocks = -(-chunk // size) + (0 if (chunk - overlap) % size == 0 else -(-overlap // size))
@@ -165,27 +168,11 @@ class BlockSink:
     # ---------------------------------------------------------------- steps
 
     def located(self, rows: Any, what: str) -> StepSources:
-        if type(rows) is dict and len(rows) == len(self._plain):
-            found = []
-            for name, dtype, shape in self._plain:
-                value = rows.get(name)
-                if type(value) is not np.ndarray or value.dtype != dtype or value.shape != shape:
-                    break
-                if dtype is None or not value.flags.c_contiguous:
-                    break
-                found.append(data_address(value))
-            else:
-                return StepSources(len(self.lanes), found, self._step_bytes, rows)
         length, addresses, hold = self._steps.locate(rows, what=what)
         return StepSources(length, addresses, self._step_bytes, hold)
 
     def plain(self, rows: Bytes) -> StepSources:
-        return self._located_bytes(rows, list(self._steps))
-
-    def _located_bytes(self, rows: Bytes, names: Sequence[str]) -> StepSources:
-        found = [rows[name] for name in names]
-        apart = [values.shape[1] if len(values) > 1 else 0 for values in found]
-        return StepSources(1, [data_address(values) for values in found], apart, found)
+        return _located_bytes(rows, list(self._steps))
 
     def show(self, columns: Sequence[StepColumn]) -> tuple[int, int]:
         step, held = int(self.lanes[0, LANE_STEPS]), int(self.lanes[0, LANE_HELD])
@@ -252,30 +239,22 @@ class BlockSink:
     def _put_once(self, chosen: Array, once: Bytes) -> None:
         """Write what trajectories have once into their first blocks, where no other trajectory has any."""
         if once:
-            self._put(chosen, self._located_bytes(once, list(self.schema.per_trajectory)), 0, 1, once=True)
+            self._put(chosen, _located_bytes(once, list(self.schema.per_trajectory)), 0, 1, once=True)
 
-    def add(self, rows: StepSources, first: int, count: int, priorities: Array, once: Bytes) -> int:
+    def add(self, rows: StepSources, first: int, count: int, given: Given) -> int:
         self.room(_ONE_LANE, count)
         self._put(_ONE_LANE, rows, first, count)
         self.lanes[0, LANE_STEPS] += count
         return count
 
-    def add_rows(
-        self,
-        rows: StepSources,
-        acting: Array | None,
-        ending: Array | None,
-        chunk: int,
-        priorities: Array,
-        once: Bytes,
-    ) -> bool:
+    def add_rows(self, rows: StepSources, acting: Array | None, ending: Array | None, given: Given) -> bool:
         request = self._request
         active = 0 if acting is None else data_address(acting)
         done = 0 if ending is None else data_address(ending)
         self._pack_rows(request.data, self._rows_at, *rows.addresses)
         while True:
             blocks = self._blocks
-            masks = (active, done, chunk, data_address(blocks), blocks.shape[1])
+            masks = (active, done, self.chunk, data_address(blocks), blocks.shape[1])
             self._pack_masks(request.data, 8 * ROWS_ACTIVE, *masks)
             due: int = copying.append_rows(request)
             if due >= 0:
@@ -285,49 +264,30 @@ class BlockSink:
 
     # ---------------------------------------------------------------- trajectories
 
-    def end(
-        self,
-        chosen: Array,
-        ending: Array,
-        chunk: int,
-        overlap: int,
-        priorities: Array,
-        last: Bytes | None,
-        once: Bytes,
-        out: Array,
-    ) -> None:
-        steps = self.lanes[:, LANE_STEPS]
+    def end(self, chosen: Array, ending: Array, given: Given) -> None:
+        steps, last = self.lanes[:, LANE_STEPS], given.last
         together = last is None or len(chosen) == 1
-        together = together or self.room(chosen[steps[chosen] != chunk], 1, waits=False)
+        together = together or self.room(chosen[steps[chosen] != self.chunk], 1, waits=False)
         for group in [chosen] if together else chosen[:, None]:
             if last is not None:
-                longer = group[steps[group] != chunk]
+                longer = group[steps[group] != self.chunk]
                 self.room(longer, 1)
                 self._put(longer, self.plain(last), 0, 1)
-            self._put_once(group, once)
-            self._finish(group, ending, chunk, overlap, priorities, out, final=last is not None)
+            if given.once:
+                self._put_once(group, given.once)
+            self._finish(group, ending, given)
 
-    def _finish(
-        self,
-        chosen: Array,
-        ending: Array,
-        chunk: int,
-        overlap: int,
-        priorities: Array,
-        out: Array,
-        *,
-        final: bool,
-    ) -> None:
+    def _finish(self, chosen: Array, ending: Array, given: Given) -> None:
         """Commit trajectories, whose steps are written."""
         lanes, index, blocks, size = self.lanes, self.index, self._blocks, self._block_steps
-        ops, where = index.arrays.ops, index.arrays.where
+        ops, where, chunk, overlap = index.arrays.ops, index.arrays.where, self.chunk, self.overlap
         evict, wait = self.table.policy
-        given = (blocks, self._columns, chunk, overlap, ending, int(final), priorities)
+        told = (blocks, self._columns, chunk, overlap, ending, int(given.last is not None), given.priorities)
 
         def finish(chosen: Array, at: Array) -> int:
             now, here = time.monotonic_ns(), index.readers.here()
             answer: int = ops.end_lanes(
-                where, lanes, chosen, at, *given, now, self.grows, int(evict), *here, out
+                where, lanes, chosen, at, *told, now, self.grows, int(evict), *here, given.out
             )
             return answer
 
@@ -361,9 +321,9 @@ class GrowingSink(BlockSink):
     def show(self, columns: Sequence[StepColumn]) -> tuple[int, int]:
         return 0, 0
 
-    def add(self, rows: StepSources, first: int, count: int, priorities: Array, once: Bytes) -> int:
+    def add(self, rows: StepSources, first: int, count: int, given: Given) -> int:
         if not self._add_at_once(rows, first, count):
-            self._add(_ONE_LANE, rows, first, count, priorities, once)
+            self._add(_ONE_LANE, rows, first, count, given)
         return count
 
     def _add_at_once(self, rows: StepSources, first: int, count: int) -> bool:
@@ -376,22 +336,12 @@ class GrowingSink(BlockSink):
         answer = index.recovery.lock.run(ops.grow_lanes, where, lanes, _ONE_LANE, at, *given)
         return answer == DONE and bool(lanes[0, LANE_STEPS])
 
-    def add_rows(
-        self,
-        rows: StepSources,
-        acting: Array | None,
-        ending: Array | None,
-        chunk: int,
-        priorities: Array,
-        once: Bytes,
-    ) -> bool:
+    def add_rows(self, rows: StepSources, acting: Array | None, ending: Array | None, given: Given) -> bool:
         chosen = np.arange(len(self.lanes)) if acting is None else np.flatnonzero(acting)
-        self._add(chosen, rows, 0, 1, priorities, once)
+        self._add(chosen, rows, 0, 1, given)
         return ending is not None and bool((ending if acting is None else ending & acting).any())
 
-    def _add(
-        self, chosen: Array, rows: StepSources, first: int, count: int, priorities: Array, once: Bytes
-    ) -> None:
+    def _add(self, chosen: Array, rows: StepSources, first: int, count: int, given: Given) -> None:
         """Add steps to the trajectories of lanes, and then to new ones of lanes that have none."""
         lanes = self.lanes
         self._drop_half_begun(chosen)
@@ -406,9 +356,10 @@ class GrowingSink(BlockSink):
             self.room(chosen, count)
             self._put(chosen, rows, first, count)
             lanes[chosen, LANE_STEPS] = count
-            self._put_once(chosen, once)
-            nobody, slots = np.zeros(len(lanes), dtype=bool), np.empty(len(lanes), dtype=np.int64)
-            self._finish(chosen, nobody, -1, 0, priorities, slots, final=False)
+            self._put_once(chosen, given.once)
+            begun = Given(len(lanes))
+            begun.priorities = given.priorities
+            self._finish(chosen, np.zeros(len(lanes), dtype=bool), begun)
         except BaseException:
             self._drop_half_begun(chosen)
             raise
@@ -460,23 +411,13 @@ class GrowingSink(BlockSink):
                     "trajectories."
                 )
 
-    def end(
-        self,
-        chosen: Array,
-        ending: Array,
-        chunk: int,
-        overlap: int,
-        priorities: Array,
-        last: Bytes | None,
-        once: Bytes,
-        out: Array,
-    ) -> None:
+    def end(self, chosen: Array, ending: Array, given: Given) -> None:
         slots = self.lanes[:, LANE_SLOT].copy()
-        for group in [chosen] if last is None else chosen[:, None]:
-            if last is not None:
-                self._grow(group, self.plain(last), 0, 1, final=True)
+        for group in [chosen] if given.last is None else chosen[:, None]:
+            if given.last is not None:
+                self._grow(group, self.plain(given.last), 0, 1, final=True)
             self.lanes[group] = EMPTY_LANE
-            out[group] = slots[group]
+            given.out[group] = slots[group]
 
     @property
     def open_slots(self) -> tuple[int, list[int]]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gear_loader.utils.arrays import Array, data_address
+from gear_loader.utils.arrays import DATA, Array, data_address, word_at
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
 __all__ = ["Expected", "located", "located_list"]
@@ -58,7 +58,7 @@ def located(expected: tuple[Expected, ...], rows: Any) -> tuple[int, list[int], 
                 given = value.shape
                 if array_dtype is None or value.dtype != array_dtype or not value.flags.c_contiguous:
                     return None
-                address = data_address(value)
+                address = word_at(id(value) + DATA).value  # `data_address` without its call
                 held: Any = -1
             elif is_tensor(value) and type(value) is torch.Tensor:
                 given = value.shape
