@@ -7,12 +7,13 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from gear_loader.errors import SchemaError, TableFullError
 from gear_loader.native import copying
+from gear_loader.native.array_headers import ArrayHeaders
 from gear_loader.native.copying import (
     ROWS_ACTIVE,
     ROWS_BLOCK_STEPS,
@@ -70,32 +71,29 @@ class Target(Protocol):
     def check_open(self) -> None: ...
 
 
-class StepSources:
+class StepSources(NamedTuple):
     """Steps in memory.
 
     Attributes:
-        length: number of steps. addresses: of each column's contiguous steps. apart: bytes from the row of one lane to
-        that of the next in each column. hold: owner of the memory.
+        length: number of steps. sources: address of each column's contiguous steps, and bytes from the row of one lane
+        to that of the next, int64 [C, 2]. hold: owner of the memory.
     """
 
-    __slots__ = ("_sources", "addresses", "apart", "hold", "length")
+    length: int
+    sources: Array
+    hold: object
 
-    def __init__(self, length: int, addresses: Sequence[int], apart: Sequence[int], hold: object) -> None:
-        self.length, self.addresses, self.apart, self.hold = length, addresses, apart, hold
-        self._sources: Array | None = None
 
-    @property
-    def sources(self) -> Array:
-        """Addresses and `apart`, int64 [C, 2], for compiled loops."""
-        if self._sources is None:
-            self._sources = np.array([*zip(self.addresses, self.apart, strict=True)], dtype=np.int64)
-        return self._sources
+def _sources(length: int, addresses: Sequence[int], apart: Sequence[int], hold: object) -> StepSources:
+    sources: Array = np.empty((len(addresses), 2), dtype=np.int64)
+    sources[:, 0], sources[:, 1] = addresses, apart
+    return StepSources(length, sources, hold)
 
 
 def _located_bytes(rows: Bytes, names: Sequence[str]) -> StepSources:
     found = [rows[name] for name in names]
     apart = [values.shape[1] if len(values) > 1 else 0 for values in found]
-    return StepSources(1, [data_address(values) for values in found], apart, found)
+    return _sources(1, [data_address(values) for values in found], apart, found)
 
 
 class BlockSink:
@@ -123,8 +121,16 @@ class BlockSink:
         named = dict(zip(table.schema, table.column_addresses(), strict=True))
         self._once_columns = np.array([named[name] for name in once], dtype=np.int64).reshape(-1, 4)
         self._once_columns[:, 3] = self._once_columns[:, 2]
-        self._make_request(n)
         self._step_bytes = self._columns[:, 2].tolist()
+        self._make_request(n)
+        # Arrays with a row for each lane are found without a further look; their addresses are part of the request.
+        columns = self._steps.values()
+        dtypes, shapes = (
+            [column.numpy_dtype for column in columns],
+            [(n, *column.shape) for column in columns],
+        )
+        self._headers = ArrayHeaders(list(self._steps), dtypes, shapes, self._sources[:, 0])
+        self._arrays = StepSources(n, self._sources, None)
         self._thread = 0  # the thread that has allocated last
         self._pid = here.pid
         self.index.allocator.writers.add(self)
@@ -135,15 +141,15 @@ class BlockSink:
         """Make the request of `copying.append_rows`, which holds the lanes."""
         width = len(self._columns)
         rows = ROWS_HEAD + 4 * width
-        self._request: Array = np.zeros(rows + width + n * LANE_WIDTH, dtype=np.int64)
+        self._request: Array = np.zeros(rows + 2 * width + n * LANE_WIDTH, dtype=np.int64)
         self._request[[ROWS_COUNT, ROWS_COLUMNS, ROWS_BLOCK_STEPS]] = n, width, self._block_steps
         self._request[ROWS_HEAD:rows] = self._columns.reshape(-1)
-        self.lanes: Array = self._request[rows + width :].reshape(n, LANE_WIDTH)
+        self._sources = self._request[rows : rows + 2 * width].reshape(width, 2)
+        self._sources[:, 1] = self._step_bytes
+        self.lanes: Array = self._request[rows + 2 * width :].reshape(n, LANE_WIDTH)
         self.lanes[:] = EMPTY_LANE
         self._blocks: Array = np.zeros((n, 0), dtype=np.int32)
         self._pack_masks = struct.Struct("=5q").pack_into  # from ROWS_ACTIVE to ROWS_WIDTH
-        self._pack_rows = struct.Struct(f"={width}q").pack_into
-        self._rows_at = 8 * rows
 
     @property
     def name(self) -> str:
@@ -168,8 +174,10 @@ class BlockSink:
     # ---------------------------------------------------------------- steps
 
     def located(self, rows: Any, what: str) -> StepSources:
+        if self._headers.read(rows):
+            return self._arrays
         length, addresses, hold = self._steps.locate(rows, what=what)
-        return StepSources(length, addresses, self._step_bytes, hold)
+        return _sources(length, addresses, self._step_bytes, hold)
 
     def plain(self, rows: Bytes) -> StepSources:
         return _located_bytes(rows, list(self._steps))
@@ -197,15 +205,14 @@ class BlockSink:
             As `Index.begin`; SchemaError: a trajectory would be too long.
         """
         lanes, index, size = self.lanes, self.index, self._block_steps
-        needed = lanes[chosen, LANE_STEPS] + count
-        short = needed > lanes[chosen, LANE_HELD]
-        chosen, needed = chosen[short], needed[short]
-        if not len(chosen):
+        now = lanes[chosen]
+        needed, held = now[:, LANE_STEPS] + count, now[:, LANE_HELD]
+        if (needed <= held).all():
             return True
         longest = int(needed.max())
         if longest > self.most:
             raise too_long(longest, self.longest)
-        self._widen(min(max(longest, 2 * int(lanes[chosen, LANE_HELD].max()), size), max(self.most, size)))
+        self._widen(min(max(longest, 2 * int(held.max()), size), max(self.most, size)))
         blocks, ops, where = self._blocks, index.arrays.ops, index.arrays.where
         evict, wait = self.table.policy
         self._thread = threading.get_ident()
@@ -251,7 +258,8 @@ class BlockSink:
         request = self._request
         active = 0 if acting is None else data_address(acting)
         done = 0 if ending is None else data_address(ending)
-        self._pack_rows(request.data, self._rows_at, *rows.addresses)
+        if rows is not self._arrays:
+            self._sources[:] = rows.sources
         while True:
             blocks = self._blocks
             masks = (active, done, self.chunk, data_address(blocks), blocks.shape[1])
