@@ -33,7 +33,7 @@ multi-server | cpu | | 2: from 1 to 3 servers
     rows of other nodes, and drawing from all of them; 1 to 3 nodes
 batch-size | cpu, cuda | Reverb, TorchRL, cpprb | 3: batch sizes 32 to 1024
     the same batches as single-server, of 32 to 1024 rows
-collect | cpu, cuda | |
+collect | cpu, cuda | TorchRL, cpprb |
     gathering batches, against a copy of as many bytes
 overhead | cpu | |
     what a call costs beside its copy: batches of one, whole trajectories, adding
