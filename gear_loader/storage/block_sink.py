@@ -129,7 +129,7 @@ class BlockSink:
             [column.numpy_dtype for column in columns],
             [(n, *column.shape) for column in columns],
         )
-        self._headers = ArrayHeaders(list(self._steps), dtypes, shapes, self._sources[:, 0])
+        self._headers = ArrayHeaders(list(self._steps), dtypes, shapes, self._sources)
         self._arrays = StepSources(n, self._sources, None)
         self._thread = 0  # the thread that has allocated last
         self._pid = here.pid
