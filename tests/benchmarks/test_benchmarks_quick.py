@@ -46,14 +46,13 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
         "cpprb",
     ),
     "overhead": (
-        "--threads 1 --busy 1 --batches 8",
+        "--threads 1 --busy 1",
         {
             "step": {"plain torch", "uniform", "prioritized, steps", "uniform, copy=False"},
-            "W1": {"index_select", "ours"},
             "add": {"memcpy", "plain torch", "ours", "ours, arrays", "ours, stacked", "ours, list"},
             "disk": {"ours", "ours, disk"},
         },
-        "at most 15 µs",
+        "at most 13 µs",
     ),
     "select": (
         "--device cpu --threads 1 --sizes 500,3e3 --batches 8,64 --peers PEERS",
