@@ -387,7 +387,7 @@ def measured_on_gpu(
 
 def _workload(rig: _Rig, data: Data, table: gear.Table, batch: int, label: str) -> None:
     engine, sizes, workload = rig.engine, rig.sizes, data.workload
-    steps = table.region.layout.block_steps
+    steps = table._engine.region.layout.block_steps
     count = batch * workload.row_bytes
     rows = WorkloadRows(engine, data, table, batch, _launches(count, sizes))
     long = max(8, min(200, 16 * sizes.queue_bytes // count))
