@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -35,40 +35,15 @@ from gear_loader.storage.operations.view import DONE, OUTSIDE
 from gear_loader.utils.arrays import Array, data_address
 
 if TYPE_CHECKING:
+    from gear_loader.storage.engine import Engine
     from gear_loader.storage.index import Index
-    from gear_loader.storage.region import Region
-    from gear_loader.storage.schema import Schema
     from gear_loader.storage.step_columns import StepColumn
 
-__all__ = ["BlockSink", "GrowingSink", "Target"]
+__all__ = ["BlockSink", "GrowingSink"]
 
 _AT_ONCE = 10
 """Attempts to add steps to a trajectory that was brought back into memory before it is waited in between."""
 _ONE_LANE: Array = np.zeros(1, dtype=np.int64)
-
-
-class Target(Protocol):
-    """The interface of a `gear_loader.Table` that a sink uses."""
-
-    schema: Schema
-    longest: int
-
-    @property
-    def region(self) -> Region: ...
-
-    @property
-    def policy(self) -> tuple[int, bool]: ...
-
-    def column_addresses(self) -> Array: ...
-
-    def step_addresses(self) -> Array: ...
-
-    def load_from_disk(self, slots: Array) -> int: ...
-
-    @property
-    def index(self) -> Index: ...
-
-    def check_open(self) -> None: ...
 
 
 class StepSources(NamedTuple):
@@ -106,7 +81,7 @@ class BlockSink:
 
     grows = False
 
-    def __init__(self, table: Target, n: int) -> None:
+    def __init__(self, table: Engine, n: int) -> None:
         layout, self.schema = table.region.layout, table.schema.added
         self.table, self.index = table, table.index
         self.longest = self.most = table.longest
