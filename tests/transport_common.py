@@ -23,7 +23,7 @@ from gear_loader.transport import Limits, Peer, Server, WindowSpec
 from gear_loader.transport.channel import Address
 from gear_loader.transport.handshake import introduce
 from gear_loader.transport.loop import event_loop
-from gear_loader.transport.packed_spec import PackedSpec
+from gear_loader.transport.spec import PackedSpec
 from gear_loader.transport.wire import HEADER, NONCE, Header, Kind, pack_text
 
 SECRET = b"the secret of the tests"

@@ -33,8 +33,7 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import Future, new_mutex
 
 if TYPE_CHECKING:
-    from gear_loader.transport.packed_spec import PackedSpec
-    from gear_loader.transport.spec import WindowSpec
+    from gear_loader.transport.spec import PackedSpec, WindowSpec
 
 __all__ = ["Peer"]
 

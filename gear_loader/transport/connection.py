@@ -19,11 +19,10 @@ from gear_loader.transport.fill_message import Fill, Unfilled
 from gear_loader.transport.message_schema import MAX_SPEC_BYTES
 from gear_loader.transport.open_packed import OpenPacked
 from gear_loader.transport.open_query import OpenQuery
-from gear_loader.transport.packed_spec import PackedSpec, read_spec
 from gear_loader.transport.part_message import MOST_PART, OpenParts, Part
 from gear_loader.transport.socket import AHEAD, AHEAD_LENT
 from gear_loader.transport.spare_memory import aligned
-from gear_loader.transport.spec import WindowSpec
+from gear_loader.transport.spec import PackedSpec, WindowSpec, read_spec
 from gear_loader.transport.store_message import OneStore, Store
 from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import HEADER, Fields, Header, Kind, Limits, ProtocolError, check, pack_error

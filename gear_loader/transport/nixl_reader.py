@@ -50,8 +50,7 @@ from gear_loader.transport.nixl_intervals import Intervals
 from gear_loader.transport.nixl_plan import Rows, pieces_of, reads_of
 from gear_loader.transport.nixl_session import NixlRead, NixlSession
 from gear_loader.transport.nixl_spans import SpanReads, SpanRows
-from gear_loader.transport.packed_spec import PackedSpec
-from gear_loader.transport.spec import WindowSpec
+from gear_loader.transport.spec import PackedSpec, WindowSpec
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.background import background_thread
 from gear_loader.utils.forks import keep_for_ever

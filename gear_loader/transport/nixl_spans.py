@@ -9,7 +9,7 @@ from gear_loader.native.compile import compiled
 from gear_loader.transport.nixl_agent import Description
 from gear_loader.transport.nixl_intervals import Intervals
 from gear_loader.transport.nixl_plan import add_transfer, check_schema
-from gear_loader.transport.packed_spec import PackedSpec
+from gear_loader.transport.spec import PackedSpec
 from gear_loader.utils.arrays import Array
 
 __all__ = ["SpanReads", "SpanRows"]

@@ -13,7 +13,7 @@ from gear_loader.kernels.plan import OUT, WIDTH
 from gear_loader.native.packed import gather_packed
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.transport.open_table import OpenTable
-from gear_loader.transport.packed_spec import PackedSpec, Span
+from gear_loader.transport.spec import PackedSpec, Span
 from gear_loader.transport.table_cache import AttachedTable, TableCache
 from gear_loader.utils.arrays import Array
 

@@ -18,8 +18,7 @@ from gear_loader.transport.request import Request
 from gear_loader.transport.wire import HEADER, Header, Kind, Limits, ProtocolError, failure, send
 
 if TYPE_CHECKING:
-    from gear_loader.transport.packed_spec import PackedSpec
-    from gear_loader.transport.spec import WindowSpec
+    from gear_loader.transport.spec import PackedSpec, WindowSpec
 
 __all__ = ["FAREWELL", "Session", "os_error_text"]
 

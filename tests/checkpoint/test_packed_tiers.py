@@ -23,7 +23,7 @@ import gear_loader as gear
 from gear_loader.errors import LockTimeoutError
 from gear_loader.storage.disk_copies import copies_of
 from gear_loader.transport.open_packed import OpenPacked
-from gear_loader.transport.packed_spec import PackedSpec
+from gear_loader.transport.spec import PackedSpec
 from gear_loader.transport.table_cache import TableCache
 
 ONCE = gear.Uniform(replacement=False)

@@ -28,7 +28,7 @@ from gear_loader.transport.nixl_agent import Description
 from gear_loader.transport.nixl_intervals import Intervals
 from gear_loader.transport.nixl_reader import NixlPeer
 from gear_loader.transport.nixl_spans import SpanReads, SpanRows
-from gear_loader.transport.packed_spec import PackedSpec
+from gear_loader.transport.spec import PackedSpec
 
 Array = np.ndarray[Any, Any]
 needs_nixl = pytest.mark.skipif(nixl_agent.installed() is None, reason="NIXL is not installed")

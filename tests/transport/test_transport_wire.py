@@ -18,6 +18,7 @@ from gear_loader.errors import HandshakeError, SchemaError, TableFullError, Tran
 from gear_loader.storage.schema import Schema, Window
 from gear_loader.transport import Address, Limits, WindowSpec, carrier
 from gear_loader.transport.channel import family
+from gear_loader.transport.spec import PackedSpec, read_spec
 from gear_loader.transport.store_message import Store, step_places
 from gear_loader.transport.wire import (
     HEADER,
@@ -34,6 +35,7 @@ from gear_loader.transport.wire import (
 )
 
 SPEC = WindowSpec("replay", Schema(COLUMNS), WINDOWS)
+PACKED = PackedSpec("replay", Schema(COLUMNS), {"a": "step", "b": "value"})
 
 
 def test_a_spec_lays_out_columns_then_masks() -> None:
@@ -48,7 +50,8 @@ def test_a_spec_lays_out_columns_then_masks() -> None:
     turned = WindowSpec("t", Schema(COLUMNS), dict(reversed(WINDOWS.items())))
     assert list(turned.windows) == list(COLUMNS)
     assert turned.pieces(5) == SPEC.pieces(5)
-    again = WindowSpec.from_bytes(SPEC.to_bytes())
+    again = read_spec(SPEC.to_bytes())
+    assert isinstance(again, WindowSpec)
     assert (again.table, again.windows) == (SPEC.table, SPEC.windows)
     assert again.schema.to_json() == SPEC.schema.to_json()
     assert again.pieces(7) == SPEC.pieces(7)
@@ -60,7 +63,8 @@ def test_a_spec_lays_out_columns_then_masks() -> None:
 
 
 def changed(**fields: Any) -> bytes:
-    return json.dumps({**json.loads(SPEC.to_bytes()), **fields}).encode()
+    spec = PACKED if "packed" in fields else SPEC
+    return json.dumps({**json.loads(spec.to_bytes()), **fields}).encode()
 
 
 def window(*values: Any) -> bytes:
@@ -97,13 +101,19 @@ SPECS: list[tuple[bytes, str]] = [
     (window(1, 0, "left"), "expected 'keep'"),
     (window(1, 0, {}), "expected 'keep'"),
     (changed(windows=[["nothing", 1, 0, "keep"]]), "at least one of the columns"),
+    (changed(packed=[]), "list of 0 as packed"),
+    (changed(packed=[["a", "step"]] * 2), r"as packed\[1\]; expected \[name, column\], each name once"),
+    (changed(packed=[["a"]]), r"as packed\[0\]"),
+    (changed(packed=[["a", 5]]), r"as packed\[0\]"),
+    (changed(packed=[["a", "nothing"]]), "at least one of them with steps"),
+    (changed(packed=[["a", "step"]], windows=[]), "a dict of 4"),
 ]
 
 
 def test_a_spec_is_checked_field_by_field() -> None:
     for data, message in SPECS:
         with pytest.raises(TransportError, match=message) as caught:
-            WindowSpec.from_bytes(data)
+            read_spec(data)
         assert len(str(caught.value)) < 2000
 
 
