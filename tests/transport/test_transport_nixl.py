@@ -300,7 +300,7 @@ def test_a_description_that_contradicts_itself_or_is_invalid() -> None:
     for data in (b"", b"GEARNIXL", json.dumps({}).encode(), b"\x80\x04\x95"):
         with pytest.raises(TransportError, match="description of its memory is invalid"):
             Description.from_bytes(data)
-    with pytest.raises(TransportError, match="describes its memory in version 1; expected 3"):
+    with pytest.raises(TransportError, match="describes its memory in version 1; expected 4"):
         Description.from_bytes(GOOD[:8] + b"\1\0" + GOOD[10:])
 
 

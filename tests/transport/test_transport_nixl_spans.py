@@ -25,9 +25,8 @@ from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.table import Table
 from gear_loader.transport import nixl_agent
 from gear_loader.transport.nixl_agent import Description
-from gear_loader.transport.nixl_intervals import Intervals
+from gear_loader.transport.nixl_plan import Intervals, Rows, SpanReads
 from gear_loader.transport.nixl_reader import NixlPeer
-from gear_loader.transport.nixl_spans import SpanReads, SpanRows
 from gear_loader.transport.spec import PackedSpec
 
 Array = np.ndarray[Any, Any]
@@ -431,7 +430,8 @@ def test_blocks_side_by_side_are_one_transfer(block_steps: int) -> None:
     ) as table:
         for length in (1000, 500):
             table.add({"token": np.arange(length, dtype=np.int32), "wide": np.zeros((length, 8), np.uint8)})
-        rows = SpanRows(*(np.array(part, dtype=np.int64) for part in ([1, 0], [40, 100], [0, 0], [300, 800])))
+        slots, none, firsts, counts = np.array([[1, 0], [0, 0], [40, 100], [300, 800]])
+        rows = Rows(slots, none, {"firsts": firsts, "counts": counts})
         spec = PackedSpec("t", table.schema, {"token": "token"})
         reads = SpanReads(spec, described(table), rows)
         extents = table.region.array("extent")[rows.slots]
