@@ -112,7 +112,7 @@ class TableCache(Undo):
             max_steps=workload.trajectories * workload.steps,
             max_trajectories=places,
             block_steps=block_steps,
-            max_blocks=gear.Table.required_blocks(lengths, block_steps),
+            memory=gear.Memory(max_blocks=gear.Table.required_blocks(lengths, block_steps)),
             name=name,
             on_full="evict_oldest",
             rate_limiter=limiter,

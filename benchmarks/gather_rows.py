@@ -99,8 +99,7 @@ def sweep_table(steps: int, trajectories: int) -> gear.Table:
         max_steps=steps * trajectories,
         max_trajectories=trajectories,
         block_steps=steps,
-        max_blocks=trajectories,
-        packed=False,  # one column is gathered at a time
+        memory=gear.Memory(max_blocks=trajectories, packed=False),
     )
     for first in range(0, trajectories, chunk := max(1, trajectories // 32)):
         count = min(chunk, trajectories - first)

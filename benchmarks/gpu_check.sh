@@ -145,7 +145,6 @@ if missing=$("$python" -c 'import rich, typer' 2>&1); then
         note train "LEFT OUT" 0 "$(tail -n 1 <<<"$missing")"
     fi
     benchmark packed 22
-    stage cache 17 cache-cuda.log "$python" -m benchmarks.device_cache gather --megabytes 1024 --seconds 0.7
 else
     status=1
     note benchmarks SKIPPED 0 "$(tail -n 1 <<<"$missing")"

@@ -91,14 +91,26 @@ def check_map_style(data: Data, loader: DataLoader[Any]) -> None:
             expect(found, {name: expected[name] for name in data.flat})
 
 
-def dataset(data: Data, table: gear.Table, batch: int, **options: Any) -> gear.ReplayDataset:
-    """Ours, of a workload's rows, without end."""
+def dataset(
+    data: Data,
+    table: gear.Table,
+    batch: int,
+    *,
+    device: Any = "cpu",
+    prefetch: int = 2,
+    programs: int | None = None,
+    **options: Any,
+) -> gear.ReplayDataset:
+    """Ours, of a workload's rows, without end; keep and copy: of `Prefetch`."""
     workload = data.workload
+    kept = {name: options.pop(name) for name in ("keep", "copy") if name in options}
     return gear.ReplayDataset(
         table,
         batch_size=batch,
         windows=workload.window,
         anchor=workload.anchor,
+        device=gear.Gpu(device, programs=programs),
+        prefetch=gear.Prefetch(prefetch, **kept),
         batches_per_epoch=math.inf,
         **options,
     )

@@ -195,7 +195,11 @@ class DatasetSubject(OnDevice):
             raise Incorrect("the importance weights differ")
 
     def _made(self, selector: gear.Prioritized, batch: int = 1024) -> gear.ReplayDataset:
-        options: dict[str, Any] = {"anchor": "first", "device": self.device, "prefetch": 0, "copy": False}
+        options: dict[str, Any] = {
+            "anchor": "first",
+            "device": self.device,
+            "prefetch": gear.Prefetch(0, copy=False),
+        }
         windows = gear.Window(1)
         return gear.ReplayDataset(
             self._table, batch_size=batch, windows=windows, selector=selector, **options

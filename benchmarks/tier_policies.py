@@ -140,7 +140,7 @@ def _table(count: int, blocks: int, budget: int) -> Iterator[gear.Table]:
             max_steps=count,
             max_trajectories=count,
             block_steps=1,
-            max_blocks=blocks,
+            memory=gear.Memory(max_blocks=blocks),
             timeout=60.0,
             disk=gear.Disk(folder, size="1GiB"),
         ) as table,

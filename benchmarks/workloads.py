@@ -131,8 +131,7 @@ class Data:
             max_steps=workload.trajectories * workload.steps,
             max_trajectories=workload.trajectories,
             block_steps=block_steps,
-            max_blocks=gear.Table.required_blocks(lengths, block_steps),
-            packed=packed,
+            memory=gear.Memory(max_blocks=gear.Table.required_blocks(lengths, block_steps), packed=packed),
         )
         table.extend(self.stacked, lengths=lengths, **options)
         return table

@@ -167,7 +167,7 @@ table = gear.Table.create(
     max_steps=sum(lengths),
     max_trajectories=len(lengths),
     block_steps=BLOCK_STEPS,
-    max_blocks=gear.Table.required_blocks(lengths, BLOCK_STEPS),  # the lengths are known: reserve just that
+    memory=gear.Memory(max_blocks=gear.Table.required_blocks(lengths, BLOCK_STEPS)),
 )
 table.extend(episodes)
 behaviour_returns = np.array([episode["return_to_go"][0] for episode in episodes])

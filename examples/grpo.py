@@ -367,18 +367,31 @@ def main():
 
     name = f"grpo.{os.getpid()}"
     with gear.Table.create(
-        SCHEMA, name=name, max_steps=50_000, max_trajectories=6_000, block_steps=8, packed=False,
-        on_full="evict_oldest", version="policy", max_lag=MAX_LAG, timeout=60.0,
-    ) as table:  # fmt: skip
+        SCHEMA,
+        name=name,
+        max_steps=50_000,
+        max_trajectories=6_000,
+        block_steps=8,
+        memory=gear.Memory(packed=False),
+        on_full="evict_oldest",
+        limits=gear.Limits(version="policy", max_lag=MAX_LAG),
+        timeout=60.0,
+    ) as table:
         try:
             workers = Workers(name, path, options.generators, options.seed)
             module = Grpo(table, path, workers, options.updates)
             publish(module.model, 0, path)
             replay = gear.ReplayDataset(
-                table, windows=gear.Whole(), layout="packed", device="cpu", max_steps=BUDGET, lookahead=8,
-                seed=options.seed, group="group", group_size=GROUP, group_varies="reward", group_max_age=30.0,
-                batches_per_epoch=options.updates, prefetch=1,
-            )  # fmt: skip
+                table,
+                windows=gear.Whole(),
+                layout="packed",
+                device="cpu",
+                batch_size=gear.Steps(BUDGET, lookahead=8),
+                seed=options.seed,
+                groups=gear.Groups("group", GROUP, varies="reward", max_age=30.0),
+                batches_per_epoch=options.updates,
+                prefetch=1,
+            )
             trainer = lightning.Trainer(
                 max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
                 enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=LARGEST_GRADIENT,

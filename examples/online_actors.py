@@ -422,7 +422,7 @@ def main():
             selector=gear.Prioritized(
                 0.6, gear.LinearSchedule(0.4, 1.0, batches=options.updates), eps=1e-6, unit="step"
             ),
-            sample_info=True,
+            draws=gear.Draws(sample_info=True),
             prefetch=0,
             seed=options.seed,
             val_fraction=0,

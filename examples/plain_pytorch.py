@@ -48,7 +48,7 @@ table = gear.Table.create(
     max_steps=sum(lengths),
     max_trajectories=len(lengths),
     block_steps=32,
-    max_blocks=gear.Table.required_blocks(lengths, 32),
+    memory=gear.Memory(max_blocks=gear.Table.required_blocks(lengths, 32)),
 )
 table.extend(
     {"position": episode["observation"][:, [0, 2]], "action": episode["action"]} for episode in episodes

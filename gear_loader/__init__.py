@@ -14,13 +14,18 @@ if TYPE_CHECKING:
     from gear_loader.collection.n_step import NStep
     from gear_loader.collection.windows import Whole
     from gear_loader.dataset import Mixture, ReplayDataset
+    from gear_loader.dataset.options import Draws, Gpu, Prefetch, Ranks
     from gear_loader.graph.features import Features
     from gear_loader.lightning.datamodule import ReplayDataModule
     from gear_loader.lightning.monitor import ReplayMonitor
     from gear_loader.selection.balance import balance
+    from gear_loader.selection.grouping import Groups
     from gear_loader.selection.selectors import Fifo, Lifo, LinearSchedule, Prioritized, TopK, Uniform
+    from gear_loader.selection.step_budget import Steps
     from gear_loader.storage.disk import Disk, DiskStats
     from gear_loader.storage.limiters import MinSize, Queue, RateLimiter, SampleToInsertRatio
+    from gear_loader.storage.memory_options import Memory
+    from gear_loader.storage.rules import Limits
     from gear_loader.storage.schema import Column, Schema, Window
     from gear_loader.storage.stats import TableStats
     from gear_loader.storage.step_writer import StepWriter
@@ -35,15 +40,22 @@ __all__ = [
     "Column",
     "Disk",
     "DiskStats",
+    "Draws",
     "Features",
     "Fifo",
+    "Gpu",
+    "Groups",
     "Lifo",
+    "Limits",
     "LinearSchedule",
+    "Memory",
     "MinSize",
     "Mixture",
     "NStep",
+    "Prefetch",
     "Prioritized",
     "Queue",
+    "Ranks",
     "RateLimiter",
     "RemoteTable",
     "ReplayDataModule",
@@ -52,6 +64,7 @@ __all__ = [
     "SampleToInsertRatio",
     "Schema",
     "StepWriter",
+    "Steps",
     "Table",
     "TableStats",
     "TopK",
@@ -78,15 +91,22 @@ _MODULES = {
     "Column": "storage.schema",
     "Disk": "storage.disk",
     "DiskStats": "storage.disk",
+    "Draws": "dataset.options",
     "Features": "graph.features",
     "Fifo": "selection.selectors",
+    "Gpu": "dataset.options",
+    "Groups": "selection.grouping",
     "Lifo": "selection.selectors",
+    "Limits": "storage.rules",
     "LinearSchedule": "selection.selectors",
+    "Memory": "storage.memory_options",
     "MinSize": "storage.limiters",
     "Mixture": "dataset",
     "NStep": "collection.n_step",
+    "Prefetch": "dataset.options",
     "Prioritized": "selection.selectors",
     "Queue": "storage.limiters",
+    "Ranks": "dataset.options",
     "RateLimiter": "storage.limiters",
     "RemoteTable": "transport.remote_table",
     "ReplayDataModule": "lightning.datamodule",
@@ -95,6 +115,7 @@ _MODULES = {
     "SampleToInsertRatio": "storage.limiters",
     "Schema": "storage.schema",
     "StepWriter": "storage.step_writer",
+    "Steps": "selection.step_budget",
     "Table": "storage.table",
     "TableStats": "storage.stats",
     "TopK": "selection.selectors",

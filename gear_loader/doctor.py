@@ -444,7 +444,8 @@ def _slow(found: dict[str, Any]) -> list[dict[str, str]]:
         gpu and memory["huge_named"] in ("never", "deny"),
         "named tables lie in pages of 4 KiB",
         f"{shared_memory.DIRECTORY} gives no huge pages (huge={memory['huge_named']})",
-        f"mount -o remount,huge=within_size {shared_memory.DIRECTORY}, or Table.create(huge_pages=True)",
+        f"mount -o remount,huge=within_size {shared_memory.DIRECTORY}, or "
+        "Table.create(memory=gear_loader.Memory(huge_pages=True))",
     )
     add(
         memory["shm_bytes"] < _SHM,

@@ -14,6 +14,7 @@ from gear_loader.checkpoint.promoting import promote
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.windows import Whole
 from gear_loader.dataset import ReplayDataset
+from gear_loader.dataset.options import Draws
 from gear_loader.distributed.row_cache import CacheBudget, RowCache
 from gear_loader.distributed.shards import Shards
 from gear_loader.graph.csr import Graph
@@ -25,9 +26,12 @@ from gear_loader.native import gathering
 from gear_loader.native.file_reads import ranges_of
 from gear_loader.native.row_cache import KEY
 from gear_loader.selection.selectors import Fifo, Lifo, Prioritized, Selector, TopK, Uniform
+from gear_loader.selection.step_budget import Steps
 from gear_loader.storage.disk import Disk
 from gear_loader.storage.index import EVICT_OLDEST
 from gear_loader.storage.limiters import MinSize
+from gear_loader.storage.memory_options import Memory
+from gear_loader.storage.rules import Limits
 from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
 from gear_loader.transport import open_query
@@ -92,11 +96,13 @@ def _adding() -> None:
     with _table(**large, on_full="evict_oldest") as table:
         for _ in range(3):
             table.add(_steps(_LARGE))
-    with _table(max_age=1e-9) as table:
+    with _table(limits=Limits(max_age=1e-9)) as table:
         for _ in range(3):
             table.add(_steps(3))
     versions = {**_SCHEMA, "policy": Column(torch.int64, per="trajectory")}
-    with Table.create(versions, max_steps=8, max_trajectories=2, version="policy", max_lag=0) as table:
+    with Table.create(
+        versions, max_steps=8, max_trajectories=2, limits=Limits(version="policy", max_lag=0)
+    ) as table:
         table.add({**_steps(3), "policy": 0})
         table.advance_version()
 
@@ -145,10 +151,10 @@ def _drawing() -> None:
                     _draw(table, kind(replacement=replacement, unit=unit))
     with _filled() as table:
         target = NStep("reward", n=2, gamma=0.9, done="reward")
-        _draw(table, Uniform(unit="step"), windows={"target": target}, complete=True)
-    with _table(max_times_sampled=100) as table:
+        _draw(table, Uniform(unit="step"), windows={"target": target}, draws=Draws(complete=True))
+    with _table(limits=Limits(max_times_sampled=100)) as table:
         table.extend([_steps(10) for _ in range(4)])
-        _draw(table, Uniform(), sample_info=True)
+        _draw(table, Uniform(), draws=Draws(sample_info=True))
     with _table(max_steps=2 * _LARGE, block_steps=64) as table:  # batches that threads share
         table.extend([_steps(_LARGE)])
         _draw(table, Uniform(), windows=Window(20_000), batch_size=16)
@@ -162,7 +168,7 @@ def _packing() -> None:
     with _filled() as table:
         _draw(table, Uniform(), **packed)
         _draw(table, Uniform(), windows=Whole())
-        next(iter(ReplayDataset(table, max_steps=20, device="cpu", prefetch=0, **packed)))
+        next(iter(ReplayDataset(table, batch_size=Steps(20), device="cpu", prefetch=0, **packed)))
 
 
 def _prioritizing() -> None:
@@ -219,7 +225,7 @@ def _sampling() -> None:
 def _spilling() -> None:
     with tempfile.TemporaryDirectory() as folder:
         disk = Disk(folder, sync_seconds=1e6, size="1MiB")
-        with _table(disk=disk, max_blocks=6) as table:
+        with _table(disk=disk, memory=Memory(max_blocks=6)) as table:
             for _ in range(4):
                 table.add(_steps(10))
             _draw(table, Uniform())

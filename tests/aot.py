@@ -89,10 +89,10 @@ VARIANTS = [
         Variant(
             f"gather_{word}{kind}",
             gather.gather_kernel,
-            {"WORD": word, "CHOSEN": "_rows" in kind, "CACHED": "_cached" in kind},
+            {"WORD": word, "CHOSEN": kind == "_rows"},
             gather.LAUNCH,
         )
-        for word, kind in itertools.product((16, 4, 1), ("", "_rows", "_cached", "_cached_rows"))
+        for word, kind in itertools.product((16, 4, 1), ("", "_rows"))
     ),
     Variant("place", place.place_kernel, {}, place.LAUNCH),
     *(
@@ -135,13 +135,12 @@ VARIANTS = [
     ),
     *(
         Variant(
-            f"items_resolve_{name}{'_cached' * cached}",
+            f"items_resolve_{name}",
             items.resolve_kernel,
-            {"ANCHOR": i, "CACHED": cached},
+            {"ANCHOR": i},
             items.LAUNCH,
         )
         for i, name in enumerate(items.ANCHORS)
-        for cached in (False, True)
     ),
     Variant("items_weigh_batch", items.weigh_kernel, {"TABLE": False}, items.WEIGH),
     Variant("items_weigh_table", items.weigh_kernel, {"TABLE": True}, items.WEIGH),

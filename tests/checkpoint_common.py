@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from options_common import nested_table
 from table_common import COLUMNS, Died, bits, number_of
 
 import gear_loader as gear
@@ -23,7 +24,7 @@ CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdi
 
 def make(**options: Any) -> gear.Table:
     """A private table of `COLUMNS`."""
-    return gear.Table.create(COLUMNS, **{**SIZES, **options})
+    return gear.Table.create(COLUMNS, **nested_table({**SIZES, **options}))
 
 
 def contents(table: gear.Table) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
+from options_common import nested, nested_table
 
 import gear_loader as gear
 from gear_loader.errors import StaleIndexError
@@ -512,13 +513,13 @@ def serve(fd: int, parent: int) -> NoReturn:
 def _load_compiled() -> None:
     """Use every compiled loop once, so that children need not load them."""
     sizes: dict[str, Any] = {"max_steps": 400, "max_trajectories": 40, "block_steps": 4}
-    with gear.Table.create(COLUMNS, **sizes, on_full="evict_oldest") as table:
+    with gear.Table.create(COLUMNS, **nested_table({**sizes, "on_full": "evict_oldest"})) as table:
         author = Author(table, 0, 0, longest=24)
         for _ in range(40):
             author.act()
         options: dict[str, Any] = {"windows": gear.Window(4, offset=-1), "device": "cpu", "sample_info": True}
         for selector in (gear.Uniform(), gear.Prioritized(), gear.TopK(), gear.Fifo()):
-            dataset = gear.ReplayDataset(table, batch_size=4, selector=selector, **options)
+            dataset = gear.ReplayDataset(table, **nested({"batch_size": 4, "selector": selector, **options}))
             batch = dataset.sample()
             if isinstance(selector, gear.Prioritized):
                 dataset.update_priority(batch, torch.ones(4))

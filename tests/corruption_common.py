@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from options_common import nested_table
 from table_common import COLUMNS, fresh_name, rows
 
 import gear_loader as gear
@@ -48,7 +49,9 @@ def image(seed: int, *, dirty: bool = False) -> bytes:
     """The bytes of a table with trajectories in all states: ready, being written, cut from one stream, retired."""
     random = np.random.default_rng(seed)
     policy: Any = ("evict_oldest", "evict_lowest_priority", "error", "wait")[seed % 4]
-    with gear.Table.create(COLUMNS, **SIZES, name=fresh_name(), on_full=policy, timeout=0.05) as table:
+    with gear.Table.create(
+        COLUMNS, **nested_table({**SIZES, "name": fresh_name(), "on_full": policy, "timeout": 0.05})
+    ) as table:
         try:
             for number in range(18):
                 table.add(rows(number, int(random.integers(1, 16))), priority=float(random.integers(0, 5)))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from gather_common import PADS, Spec, windows_of
+from options_common import nested_table
 
 import gear_loader as gear
 
@@ -66,7 +67,7 @@ def make_table(lengths: Iterable[int] = LENGTHS, **options: Any) -> gear.Table:
         "block_steps": 4,
         **options,
     }
-    table = gear.Table.create(SCHEMA, **sizes)
+    table = gear.Table.create(SCHEMA, **nested_table(sizes))
     table.extend([episode(i, length) for i, length in enumerate(lengths)])
     return table
 

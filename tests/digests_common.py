@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from options_common import nested, nested_table
 from torch.utils.data import DataLoader
 
 import gear_loader as gear
@@ -52,7 +53,7 @@ def trajectory(number: int) -> dict[str, np.ndarray[Any, Any]]:
 def table(count: int = 60, first: int = 0, **options: Any) -> gear.Table:
     """Trajectories number `first` to `first + count - 1`; the first third is replaced as one that is full does."""
     sizes = {"max_steps": 2000, "max_trajectories": 100, "block_steps": 4, **options}
-    made = gear.Table.create(SCHEMA, **sizes)
+    made = gear.Table.create(SCHEMA, **nested_table(sizes))
     indices = [made.add(trajectory(first + i), priority=i % 5 + 0.5) for i in range(count)]
     made.remove(indices[: count // 3])
     for i in range(count, count + count // 3):
@@ -107,7 +108,7 @@ def learned(dataset: gear.ReplayDataset, batches: int = 40) -> list[dict[str, An
 
 def _dataset(source: Any, selector: gear.Uniform | None = None, **options: Any) -> gear.ReplayDataset:
     options = {"batch_size": SIZE, "windows": WINDOW, "seed": 5, "device": "cpu", "copy": True} | options
-    return gear.ReplayDataset(source, selector=selector, **options)
+    return gear.ReplayDataset(source, **nested({"selector": selector, **options}))
 
 
 def _uniform() -> str:

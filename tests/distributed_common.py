@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from options_common import nested_table
 
 import gear_loader as gear
 
@@ -73,7 +74,7 @@ def same_rows(parts: list[list[dict[str, Any]]], whole: list[dict[str, Any]], na
 def filled(name: str | None, shard: int, counts: list[int], **options: Any) -> gear.Table:
     """A shard's table, in which trajectory number 100 * shard + i is the i-th."""
     options = {"max_steps": 4000, "max_trajectories": 100, "block_steps": 8} | options
-    table = gear.Table.create(SCHEMA, name=name, **options)
+    table = gear.Table.create(SCHEMA, **nested_table({"name": name, **options}))
     for i in range(counts[shard]):
         number = 100 * shard + i
         table.add(trajectory(number, number * 7 % 23 + 1), priority=number % 5 + 0.5)

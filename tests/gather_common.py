@@ -283,44 +283,6 @@ def check_gather(
     return plan
 
 
-def check_cached(
-    gather: Gather,
-    store: Store,
-    specs: Sequence[Spec],
-    slots: torch.Tensor,
-    anchors: torch.Tensor,
-    *,
-    share: float,
-    seed: int = 0,
-    rows: torch.Tensor | None = None,
-    batch: int | None = None,
-    **options: Any,
-) -> GatherPlan:
-    """`check_gather` with a share of the blocks in a cache, and what the table holds of them destroyed.
-
-    Args:
-        rows: of the outputs, of which there are `batch`.
-    """
-    cached = np.flatnonzero(np.random.default_rng(seed).random(store.num_blocks) < share)
-    if not len(cached):
-        cached = np.arange(1)
-    outputs = Outputs(specs, len(slots) if batch is None else batch)
-    caches = []
-    for source in store.sources:
-        cache = host_memory(len(cached) * source.stride(0)).view(len(cached), -1)
-        caches.append(cache.copy_(source[cached]))
-        source[cached] = FOREIGN ^ 255
-    columns = outputs.plan(store).columns
-    parts = [dataclasses.replace(part, cache=cache) for part, cache in zip(columns, caches, strict=True)]
-    where = torch.arange(store.num_blocks, dtype=torch.int32)
-    where[cached] = ~torch.arange(len(cached), dtype=torch.int32)
-    plan = GatherPlan(parts, store.block_steps)
-    gather(plan, slots, anchors, store.extent, where[store.block_ids.long()], rows=rows, **options)
-    found = [windows_of(store.column(i, spec), spec, slots, anchors) for i, spec in enumerate(specs)]
-    outputs.check(found, rows)
-    return plan
-
-
 def choose(count: int, batch: int, seed: int = 0) -> torch.Tensor:
     """Distinct rows of a batch, in random order."""
     return torch.from_numpy(np.random.default_rng(seed).permutation(batch)[:count])

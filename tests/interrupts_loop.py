@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from options_common import nested, nested_table
 from tier_common import NEVER, spill
 
 import gear_loader as gear
@@ -55,7 +56,9 @@ class Subject:
     def __init__(self) -> None:
         sizes: dict[str, Any] = {"max_steps": 400, "max_trajectories": 40, "block_steps": 4}
         name = f"test.interrupts.{os.getpid()}"
-        self.table = gear.Table.create(SCHEMA, **sizes, name=name, on_full="evict_oldest")
+        self.table = gear.Table.create(
+            SCHEMA, **nested_table({**sizes, "name": name, "on_full": "evict_oldest"})
+        )
         self.table.extend([self.rows(7) for _ in range(20)])
         self.other = _Other(self.table.name or "")
         options: dict[str, Any] = {"batch_size": 4, "windows": gear.Window(2), "device": "cpu"}
@@ -63,7 +66,8 @@ class Subject:
 
         def dataset(prefetch: int, selector: Any = None) -> gear.ReplayDataset:
             return gear.ReplayDataset(
-                self.table, prefetch=prefetch, selector=selector or gear.Uniform(), **options
+                self.table,
+                **nested({"prefetch": prefetch, "selector": selector or gear.Uniform(), **options}),
             )
 
         self.uniform, self.ahead = dataset(0), dataset(2)
@@ -74,11 +78,15 @@ class Subject:
         self.late = self._late_table()
         self.tiered = self._tiered_table()
         whole: dict[str, Any] = {"windows": gear.Whole(), "layout": "packed", "batches_per_epoch": math.inf}
-        self.packed = gear.ReplayDataset(self.table, batch_size=4, device="cpu", **whole)
-        self.budget = gear.ReplayDataset(self.table, max_steps=30, prefetch=0, device="cpu", **whole)
-        self.from_disk = gear.ReplayDataset(self.tiered, selector=gear.Prioritized(unit="step"), **options)
+        self.packed = gear.ReplayDataset(self.table, **nested({"batch_size": 4, "device": "cpu", **whole}))
+        self.budget = gear.ReplayDataset(
+            self.table, **nested({"max_steps": 30, "prefetch": 0, "device": "cpu", **whole})
+        )
+        self.from_disk = gear.ReplayDataset(
+            self.tiered, **nested({"selector": gear.Prioritized(unit="step"), **options})
+        )
         self.packed_from_disk = gear.ReplayDataset(
-            self.tiered, batch_size=4, prefetch=0, device="cpu", **whole
+            self.tiered, **nested({"batch_size": 4, "prefetch": 0, "device": "cpu", **whole})
         )
         self.mixture = gear.Mixture(
             {"one": (dataset(0), 0.5), "other": (dataset(0, gear.Prioritized()), 0.5)},
@@ -122,13 +130,13 @@ class Subject:
     def _late_table(self) -> gear.Table:
         schema = {**SCHEMA, "value": gear.Column(torch.float32, (2000,), late=True)}
         sizes: dict[str, Any] = {"max_steps": 100, "max_trajectories": 20, "block_steps": 4}
-        return gear.Table.create(schema, **sizes, on_full="evict_oldest")
+        return gear.Table.create(schema, **nested_table({**sizes, "on_full": "evict_oldest"}))
 
     def _tiered_table(self) -> gear.Table:
         """A table of which half lies on disk only."""
         disk = gear.Disk(f"{self.folder}/tier", sync_seconds=NEVER, size="1GiB", keep="newest")
         sizes: dict[str, Any] = {"max_steps": 400, "max_trajectories": 40, "block_steps": 4, "max_blocks": 60}
-        table = gear.Table.create(SCHEMA, **sizes, disk=disk, on_full="evict_oldest")
+        table = gear.Table.create(SCHEMA, **nested_table({**sizes, "disk": disk, "on_full": "evict_oldest"}))
         slots = table.extend([self.rows(7) for _ in range(20)])
         table.save(f"{self.folder}/tier")
         spill(table, slots[:10])

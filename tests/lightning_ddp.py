@@ -20,6 +20,7 @@ import torch
 from distributed_common import filled
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
+from options_common import nested
 
 import gear_loader as gear
 from gear_loader.distributed import Shards
@@ -130,7 +131,16 @@ def rows_of(batch: Any) -> Rows:
 def module(source: Any, run: str, ranks: int) -> gear.ReplayDataModule:
     options = {"batches_per_epoch": BATCHES, **RUNS[run]}
     return gear.ReplayDataModule(
-        source, batch_size=ROWS // ranks, windows=gear.Window(3), val_fraction=0.2, seed=7, **options
+        source,
+        **nested(
+            {
+                "batch_size": ROWS // ranks,
+                "windows": gear.Window(3),
+                "val_fraction": 0.2,
+                "seed": 7,
+                **options,
+            }
+        ),
     )
 
 

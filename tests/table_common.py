@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from options_common import nested_table
 
 import gear_loader as gear
 from gear_loader.storage.incoming import Steps
@@ -112,7 +113,7 @@ def named(**options: Any) -> Iterator[gear.Table]:
         "block_steps": 4,
         "name": fresh_name(),
     }
-    with gear.Table.create(COLUMNS, **{**settings, **options}) as table:
+    with gear.Table.create(COLUMNS, **nested_table({**settings, **options})) as table:
         try:
             yield table
         finally:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from options_common import nested
 from table_common import fresh_name
 from transport_common import SECRET, serving
 
@@ -194,7 +195,9 @@ def test_updates_of_a_dataset_that_prefetches(shards: bool) -> None:
         indices = table.extend([{"x": np.zeros((1, 4), np.float32), "goal": np.zeros(2, np.float32)}] * 2)
         source: Any = Shards([table]) if shards else table
         options: dict[str, Any] = {"batch_size": 4, "windows": gear.Window(1), "batches_per_epoch": 40}
-        data = gear.ReplayDataset(source, selector=gear.Prioritized(), prefetch=4, copy=True, **options)
+        data = gear.ReplayDataset(
+            source, **nested({"selector": gear.Prioritized(), "prefetch": 4, "copy": True, **options})
+        )
         for number, batch in enumerate(data):
             assert number < 10 or is_all(batch["index"], float(indices[1]))
             arrays.index[:], arrays.priority[:] = indices, [0, 1]

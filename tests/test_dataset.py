@@ -32,6 +32,7 @@ from dataset_common import (
     same_batches,
     snapshot,
 )
+from options_common import nested
 from torch.utils.data import DataLoader
 
 import gear_loader as gear
@@ -53,7 +54,7 @@ def table() -> Iterator[gear.Table]:
 
 def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     told = {"batch_size": 4, "windows": WINDOW, "device": "cpu", "seed": 3, **options}
-    return gear.ReplayDataset(table, **told)
+    return gear.ReplayDataset(table, **nested(told))
 
 
 @pytest.fixture(params=["thread", "stream"])

@@ -40,6 +40,7 @@ from dataset_common import (
     same_batches,
     snapshot,
 )
+from options_common import nested
 from torch.utils.data import DataLoader, get_worker_info
 
 import gear_loader as gear
@@ -75,7 +76,7 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     told = {"batch_size": size, "windows": WINDOW, "device": "cpu", "seed": 5, **options}
     if selector.replacement:
         told.setdefault("batches_per_epoch", EPOCH)
-    return gear.ReplayDataset(table, **told)
+    return gear.ReplayDataset(table, **nested(told))
 
 
 def epochs_of(count: int, data: gear.ReplayDataset) -> list[list[Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from options_common import nested
 
 import gear_loader as gear
 
@@ -93,7 +94,7 @@ def test_batches_are_on_the_cpu_whatever_the_default_device(
         windows = {"value": gear.Window(4, -3), "half": gear.Window(2)}
         options: dict[str, Any] = {"copy": True, "batches_per_epoch": 4, "sample_info": True, "device": "cpu"}
         options |= {"selector": selector, "prefetch": prefetch}
-        data = gear.ReplayDataset(table, batch_size=8, windows=windows, **options)
+        data = gear.ReplayDataset(table, **nested({"batch_size": 8, "windows": windows, **options}))
         found = []
         for batch in data:
             found.append(batch)

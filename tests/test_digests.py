@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from digests_common import CONFIGURATIONS, digest_of, epochs, loaded, resumed, table
 from distributed_common import run_ranks
+from products_common import digest
 
 import gear_loader as gear
 import gear_loader.distributed as gd
 
 DATA = Path(__file__).parent / "data"
 RECORDED = json.loads((DATA / "digests.json").read_text())
+PRODUCTS = json.loads((DATA / "products.json").read_text())
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -58,3 +60,8 @@ def test_a_recorded_checkpoint_of_two_ranks_loads(data: Path, world: int) -> Non
     held = run_ranks(world, load_shard, str(data / "shards"))
     saved = [digest for first in (0, 100) for digest in contents(table(20, first=first))]
     assert sorted(digest for rank in held for digest in rank) == sorted(saved)
+
+
+@pytest.mark.parametrize("point", PRODUCTS)
+def test_a_point_of_the_product_of_options_gives_the_batches_that_were_recorded(point: str) -> None:
+    assert digest(json.loads(point)) == PRODUCTS[point]

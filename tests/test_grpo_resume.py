@@ -36,9 +36,16 @@ class Run:
         made = self.module.configure_optimizers()
         self.optimizer, self.schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
         self.replay = gear.ReplayDataset(
-            table, windows=gear.Whole(), layout="packed", device="cpu", max_steps=100, lookahead=8, seed=seed,
-            group="group", group_size=grpo.GROUP, group_varies="reward", batches_per_epoch=1000, prefetch=0,
-        )  # fmt: skip
+            table,
+            windows=gear.Whole(),
+            layout="packed",
+            device="cpu",
+            batch_size=gear.Steps(100, lookahead=8),
+            seed=seed,
+            groups=gear.Groups("group", grpo.GROUP, varies="reward"),
+            batches_per_epoch=1000,
+            prefetch=0,
+        )
         if saved is not None:
             self.module.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
@@ -93,9 +100,14 @@ def json_safe(state: Any) -> Any:
 
 def make_table(grpo: Any) -> gear.Table:
     return gear.Table.create(
-        grpo.SCHEMA, max_steps=9000, max_trajectories=1200, block_steps=8, packed=False, on_full="evict_oldest",
-        version="policy", max_lag=grpo.MAX_LAG,
-    )  # fmt: skip
+        grpo.SCHEMA,
+        max_steps=9000,
+        max_trajectories=1200,
+        block_steps=8,
+        memory=gear.Memory(packed=False),
+        on_full="evict_oldest",
+        limits=gear.Limits(version="policy", max_lag=grpo.MAX_LAG),
+    )
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ import torch
 from dataset_common import chi_square, chi_square_limit, equal
 from hypothesis import given
 from hypothesis import strategies as st
+from options_common import nested
 from table_common import fresh_name
 from torch.utils.data import DataLoader
 
@@ -37,7 +38,7 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
         "prefetch": 0,
         **options,
     }
-    return gear.ReplayDataset(table, **given)
+    return gear.ReplayDataset(table, **nested(given))
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from options_common import nested, nested_table
 
 import gear_loader as gear
 from gear_loader.distributed import Shards
@@ -279,7 +280,7 @@ def of_dataset(table: gear.Table) -> Iterator[tuple[str, Call]]:
 
     def make(**options: Any) -> gear.ReplayDataset:
         plain = {"batch_size": 2, "windows": gear.Window(2), "columns": ["x", "n"], "device": "cpu"}
-        return gear.ReplayDataset(table, **{**plain, **options})
+        return gear.ReplayDataset(table, **nested({**plain, **options}))
 
     def update(unit: Any, **change: Any) -> object:
         data = make(selector=gear.Prioritized(unit=unit))
@@ -315,7 +316,7 @@ def of_dataset(table: gear.Table) -> Iterator[tuple[str, Call]]:
         "load_options",
     ]
     for name in [*given, *names]:
-        yield f"module, {name}", lambda v, name=name: gear.ReplayDataModule(**{**given, name: v})
+        yield f"module, {name}", lambda v, name=name: gear.ReplayDataModule(**nested({**given, name: v}))
 
 
 def of_options() -> Iterator[tuple[str, Call]]:
@@ -356,7 +357,7 @@ def of_options() -> Iterator[tuple[str, Call]]:
 
         def create(value: Any, name: str = name) -> None:
             if not (name == "name" and isinstance(value, str)):
-                gear.Table.create(**{**sizes, name: value}).close()
+                gear.Table.create(**nested_table({**sizes, name: value})).close()
 
         yield f"create, {name}", create
     for call in (gear.Table.attach, gear.Table.load, gear.Table.recover):
@@ -446,13 +447,13 @@ ACCEPTED: dict[str, Callable[[gear.Table], object]] = {
     "a shape of keys": lambda table: gear.Column(torch.float32, {3: 1}),  # type: ignore[arg-type]
     "a shape without order": lambda table: gear.Column(torch.float32, {2, 3}),  # type: ignore[arg-type]
     "squeeze": lambda table: gear.Window(1, squeeze="no"),  # type: ignore[arg-type]
-    "exist_ok": lambda table: gear.Table.create(COLUMNS, max_steps=9, max_trajectories=9, exist_ok=[]),  # type: ignore[arg-type]
+    "if_exists": lambda table: gear.Table.create(COLUMNS, max_steps=9, max_trajectories=9, if_exists=1),  # type: ignore[arg-type]
     "drop_last": lambda table: gear.ReplayDataset(
-        table, batch_size=1, windows=gear.Window(1), drop_last="no"
+        table, batch_size=1, windows=gear.Window(1), draws=gear.Draws(drop_last="no")
     ),  # type: ignore[arg-type]
     "a batch of 10**30": lambda table: gear.ReplayDataset(table, batch_size=10**30, windows=gear.Window(1)),
     "keep of 2**63": lambda table: gear.ReplayDataset(
-        table, batch_size=1, windows=gear.Window(1), keep=2**63
+        table, batch_size=1, windows=gear.Window(1), prefetch=gear.Prefetch(keep=2**63)
     ),
 }
 
@@ -521,7 +522,7 @@ def test_arrays_of_other_libraries_are_read(
     one = {"x": kind(x), "done": done, "goal": kind(x[0])}
     with contextlib.ExitStack() as stack:
         sizes: dict[str, Any] = {"max_steps": 99, "max_trajectories": 16, "name": NAME if remote else None}
-        table = stack.enter_context(gear.Table.create(schema, **sizes))
+        table = stack.enter_context(gear.Table.create(schema, **nested_table(sizes)))
         target: Any = stack.enter_context(connected(table)) if remote else table
         target.add(one)
         target.add(one, final={"x": kind(x[0])})

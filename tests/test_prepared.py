@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from distributed_common import run_ranks
+from options_common import nested
 from table_common import fresh_name
 from torch.utils.data import DataLoader
 
@@ -24,7 +25,7 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
         "windows": gear.Window(1, squeeze=True),
         "selector": gear.Uniform(False, unit="step"),
     } | options
-    return gear.ReplayDataset(table, batch_size=10, device="cpu", seed=1, **options)
+    return gear.ReplayDataset(table, **nested({"batch_size": 10, "device": "cpu", "seed": 1, **options}))
 
 
 def rows(loader: Any) -> list[list[int]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -287,3 +289,9 @@ def test_install_hints_name_what_can_be_installed() -> None:
     assert not wrong
     found.discard("{}")
     assert {"lightning", "nixl", "sources", "ucx"} <= found <= set(settings["optional-dependencies"])
+
+
+@pytest.mark.parametrize(("call", "most"), [(gear_loader.ReplayDataset, 15), (gear_loader.Table.create, 12)])
+def test_options_that_belong_together_are_objects(call: Any, most: int) -> None:
+    names = [name for name in inspect.signature(call).parameters if name not in ("self", "cls")]
+    assert len(names) <= most, names

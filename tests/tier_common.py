@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from options_common import nested_table
 from table_common import Died, bits, bury, mortal
 
 import gear_loader as gear
@@ -51,7 +52,7 @@ def final(number: int, length: int) -> dict[str, np.ndarray]:
 
 def fitting(**options: Any) -> gear.Table:
     """A private table that is all in memory."""
-    return gear.Table.create(COLUMNS, **{**SIZES, **options})
+    return gear.Table.create(COLUMNS, **nested_table({**SIZES, **options}))
 
 
 def tiered(
@@ -60,7 +61,7 @@ def tiered(
     """A private table with a memory of some blocks, beyond which trajectories lie on disk."""
     disk = gear.Disk(path, sync_seconds=NEVER, size=size, keep=keep)
     return gear.Table.create(
-        COLUMNS, **{**SIZES, "max_blocks": blocks, "timeout": 30.0, **options}, disk=disk
+        COLUMNS, **nested_table({**SIZES, "max_blocks": blocks, "timeout": 30.0, **options, "disk": disk})
     )
 
 

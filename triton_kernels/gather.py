@@ -22,11 +22,6 @@ only for loads that it issued at least a tile ago; it requests the lines of the 
     stores          of tile k
 
 One thread computes the address of a line; the threads that move its words read it from shared memory.
-
-**A cache in device memory.** With `CACHED`, a negative block id is one of a block that lies in the GPU's own memory:
-~id is its place in the column's cache (`GatherColumn.cache`), whose blocks have the same stride. Lines of such blocks
-are not read over the bus. `gear_loader.collection.device_cache` decides which blocks lie there; what resolves the rows
-of a batch looks their blocks up once (`items.resolve`, or the host).
 """
 
 from __future__ import annotations
@@ -50,7 +45,6 @@ OFFSET = tl.constexpr(_plan.OFFSET)
 PAD = tl.constexpr(_plan.PAD)
 LINES = tl.constexpr(_plan.LINES)
 FINAL = tl.constexpr(_plan.FINAL)
-CACHE = tl.constexpr(_plan.CACHE)
 WIDTH = tl.constexpr(_plan.WIDTH)
 PAD_KEEP = tl.constexpr(_plan.PAD_KEEP)
 PAD_HEAD = tl.constexpr(_plan.PAD_HEAD)
@@ -123,21 +117,6 @@ def _block(low, block_steps, magic, shift):
 
 
 @triton.jit
-def _address(p_columns, i_column, o_line, block_id, stride, CACHED: tl.constexpr):
-    """Address of a line, whose address in block 0 is `o_line`.
-
-    With `CACHED`, `o_line` is relative to the column, and the address of the table's column or of its cache is loaded
-    here, by the sign of the block id: to keep both from tile to tile would take more registers than there are.
-    """
-    if CACHED:
-        b_sign = block_id >> 31  # all bits of a negative one
-        a_column = tl.load(p_columns + i_column * WIDTH + (CACHE & b_sign))
-        return a_column + o_line + (block_id ^ b_sign).to(tl.int64) * stride
-    else:
-        return o_line + block_id.to(tl.int64) * stride
-
-
-@triton.jit
 def _lines(
     p_columns,
     p_block_ids,
@@ -150,13 +129,12 @@ def _lines(
     block_steps,
     magic,
     shift,
-    CACHED: tl.constexpr,
 ):
     """Where lines come from and go to; loads their block ids.
 
-    Returns, each [TILE]: id of the line's block; number of its column; where the line is in block 0 (see `_address`);
-    bytes from block to block; address in the output of the line's byte 0; bytes of it within the window (`_range`);
-    address of the output's line of the same number; the padding there (`_padding`), or 0 if there is none.
+    Returns, each [TILE]: id of the line's block; address of the line in block 0; bytes from block to block; address in
+    the output of the line's byte 0; bytes of it within the window (`_range`); address of the output's line of the same
+    number; the padding there (`_padding`), or 0 if there is none.
     """
     m_row = i_out >= 0
     p_column = p_columns + b_name.to(tl.int32) * WIDTH
@@ -199,12 +177,7 @@ def _lines(
     b_pad = tl.where((tl.minimum(pad_from, pad_stop) > 0) | (pad_to < pad_stop), b_pad, 0)
     a_line = a_out + i_line.to(tl.int64) * 128
     a_out += head * step_bytes + o_steps
-    if CACHED:
-        o_line = o_inside.to(tl.int64)
-    else:
-        o_line = a_source + o_inside
-    i_column = b_name.to(tl.int32)
-    return block_id, i_column, o_line, stride, a_out, tl.where(m_line, b_range, 0), a_line, b_pad
+    return block_id, a_source + o_inside, stride, a_out, tl.where(m_line, b_range, 0), a_line, b_pad
 
 
 @triton.jit
@@ -223,7 +196,6 @@ def _edges(
     magic,
     shift,
     CHOSEN: tl.constexpr,
-    CACHED: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Addresses of the first and of the last step of windows, or of the step next to them, and bytes of a step.
@@ -247,16 +219,10 @@ def _edges(
     o_ids += i_block
     last = first + tl.maximum(count - 1, 0)
     n_block = last // block_steps
-    i_column = b_name.to(tl.int32)
-    if CACHED:
-        o_line = tl.zeros_like(i_column)
-    else:
-        o_line = a_source
-    head = tl.load(p_block_ids + o_ids, mask=m_row, other=0)
-    a_head = _address(p_columns, i_column, o_line, head, stride, CACHED) + first * step_bytes
-    tail = tl.load(p_block_ids + o_ids + n_block, mask=m_row, other=0)
-    a_tail = _address(p_columns, i_column, o_line, tail, stride, CACHED)
-    a_tail += (last - n_block * block_steps) * step_bytes
+    head = tl.load(p_block_ids + o_ids, mask=m_row, other=0).to(tl.int64)
+    a_head = a_source + head * stride + first * step_bytes
+    tail = tl.load(p_block_ids + o_ids + n_block, mask=m_row, other=0).to(tl.int64)
+    a_tail = a_source + tail * stride + (last - n_block * block_steps) * step_bytes
     i_line = (b_name >> 32).to(tl.int32)
     return a_head, a_tail, step_bytes, i_line * 128 % step_bytes
 
@@ -394,7 +360,6 @@ def gather_kernel(
     shift,
     WORD: tl.constexpr,  # bytes of which steps are whole multiples: 16, 4 or 1
     CHOSEN: tl.constexpr,  # whether entry b goes to row p_rows[b] of the outputs, or to row b
-    CACHED: tl.constexpr,  # whether negative block ids are those of blocks in the GPU's memory
     TILE: tl.constexpr,
     ENTRIES: tl.constexpr,
     STAGES: tl.constexpr,
@@ -412,8 +377,8 @@ def gather_kernel(
     y_out, y_name, slot, y_anchor = _names(
         p_lines, p_slots, p_anchors, p_rows, i_next, lines, batch, CHOSEN, TILE
     )
-    block_id, i_column, o_line, stride, a_out, b_range, a_line, b_pad = _lines(
-        p_columns, p_block_ids, i_out, b_name, anchor, steps, o_ids, finals, block_steps, magic, shift, CACHED
+    block_id, a_first, stride, a_out, b_range, a_line, b_pad = _lines(
+        p_columns, p_block_ids, i_out, b_name, anchor, steps, o_ids, finals, block_steps, magic, shift
     )
     steps, o_ids, finals = _extents(p_extent, y_out, slot)
     i_next = tl.minimum(i_next + programs, line_tiles)
@@ -424,9 +389,9 @@ def gather_kernel(
         # Loads in a branch stay where they are, so that Triton pipelines only those of the lines. What the lines need
         # comes out of it, so that it runs before they are requested.
         if i_tile + programs < line_tiles:
-            a_source = _address(p_columns, i_column, o_line, block_id, stride, CACHED)
+            a_source = a_first + block_id.to(tl.int64) * stride
             x_out, x_range, x_line, x_pad = a_out, b_range, a_line, b_pad
-            block_id, i_column, o_line, stride, a_out, b_range, a_line, b_pad = _lines(
+            block_id, a_first, stride, a_out, b_range, a_line, b_pad = _lines(
                 p_columns,
                 p_block_ids,
                 y_out,
@@ -438,7 +403,6 @@ def gather_kernel(
                 block_steps,
                 magic,
                 shift,
-                CACHED,
             )
             y_out, y_name, y_anchor = z_out, z_name, z_anchor
             steps, o_ids, finals = _extents(p_extent, z_out, z_slot)
@@ -447,7 +411,7 @@ def gather_kernel(
                 p_lines, p_slots, p_anchors, p_rows, i_next, lines, batch, CHOSEN, TILE
             )
         else:
-            a_source = _address(p_columns, i_column, o_line, block_id, stride, CACHED)
+            a_source = a_first + block_id.to(tl.int64) * stride
             x_out, x_range, x_line, x_pad = a_out, b_range, a_line, b_pad
         # Whole lines, in words of 4 bytes.                                                   [TILE, 32]
         p_source = tl.multiple_of((a_source // 128 * 128).to(tl.pointer_type(tl.int32)), 128)
@@ -476,7 +440,6 @@ def gather_kernel(
                     magic,
                     shift,
                     CHOSEN,
-                    CACHED,
                     TILE,
                 )
                 _store_padding(x_line, x_pad, a_head, a_tail, step_bytes, phase, WORD, True)
@@ -520,8 +483,7 @@ def gather(
         slots: int64 [n] on the plan's device, n <= batch size: slots of the trajectories.
         anchors: int64 [n]: the steps that the windows are relative to.
         extent: int64 [T, 3]: slot -> length in steps, first entry in `block_ids`, number of final steps (0 or 1).
-        block_ids: int32 [H]: block tables, each with consecutive entries. If the plan's columns have a cache, ~i for a
-            block that lies in place i of it.
+        block_ids: int32 [H]: block tables, each with consecutive entries.
         rows: int64 [n] on the plan's device, distinct: window b goes to row ``rows[b]`` of the outputs and masks; by
             default to row b. Values of `rows` and `slots` are not checked: an invalid one is written to, or read from,
             other memory.
@@ -570,6 +532,5 @@ def gather(
                 shift,
                 WORD=word,
                 CHOSEN=rows is not None,
-                CACHED=plan.is_cached,
                 **LAUNCH,
             )

@@ -17,7 +17,7 @@ from gear_loader.kernels.devices import on_device
 from gear_loader.kernels.priority import check, uniform
 from gear_loader.kernels.sum_tree import SumTree
 
-__all__ = ["ANCHORS", "Blocks", "CacheMap", "Index", "locate", "resolve", "weigh"]
+__all__ = ["ANCHORS", "Blocks", "Index", "locate", "resolve", "weigh"]
 
 STALE = tl.constexpr(_tree.STALE)
 
@@ -71,22 +71,6 @@ class Blocks:
     place: torch.Tensor
     first: torch.Tensor
     steps: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheMap:
-    """Which blocks lie in device memory; all tensors on the device. See `gear_loader.collection.device_cache`.
-
-    Attributes:
-        where: int32 [num_blocks]: ~i for a block of which place i of the cache holds a copy; else the block itself.
-        totals: int32 [T]: steps of the slot's trajectory, its final step included, of which the copies are. If the
-            trajectory has another number by now, its copies are not used.
-        counts: int64 [2]: blocks that rows have found in the cache, and others.
-    """
-
-    where: torch.Tensor
-    totals: torch.Tensor
-    counts: torch.Tensor
 
 
 # ---------------------------------------------------------------- locate
@@ -231,9 +215,6 @@ def resolve_kernel(
     p_addresses,
     p_rows,  # int64 [6, size]
     p_ids,  # int32 [size, width]
-    p_where,  # of a `CacheMap` if CACHED
-    p_totals,
-    p_counts,
     count,
     size,
     width,
@@ -245,7 +226,6 @@ def resolve_kernel(
     ahead_final,
     once,
     ANCHOR: tl.constexpr,
-    CACHED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     i_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -290,29 +270,13 @@ def resolve_kernel(
     tl.store(p_rows + 3 * size + 3 * i_row, steps, mask=m_row)
     tl.store(p_rows + 3 * size + 3 * i_row + 1, tl.where(m_item, o_own - low, o_own), mask=m_row)
     tl.store(p_rows + 3 * size + 3 * i_row + 2, final, mask=m_row)
-    if CACHED:
-        # A trajectory that has grown since may have steps in a block that its copy lacks.
-        m_same = m_item & (tl.load(p_totals + i_slot, mask=m_item, other=0) == steps + final)
-        b_read = tl.zeros([ROWS], dtype=tl.int64)
-        b_found = tl.zeros([ROWS], dtype=tl.int64)
     for k in range(width):
         m_block = m_item & (low + k <= high)
         b_block = tl.load(p_blocks + o_ids + low + k, mask=m_block, other=0)
-        if CACHED:
-            m_look = m_same & m_block
-            b_block = tl.where(m_look, tl.load(p_where + b_block, mask=m_look, other=0), b_block)
-            b_read += m_block.to(tl.int64)
-            b_found += (m_block & (b_block < 0)).to(tl.int64)
         tl.store(p_ids + o_own + k, b_block, mask=m_row)
     if once:
         b_block = tl.load(p_blocks + o_ids, mask=m_item, other=0)
-        if CACHED:
-            b_block = tl.where(m_same, tl.load(p_where + b_block, mask=m_same, other=0), b_block)
         tl.store(p_ids + o_own + width - 1, b_block, mask=m_row)
-    if CACHED:
-        found = tl.sum(b_found, axis=0)
-        tl.atomic_add(p_counts, found)
-        tl.atomic_add(p_counts + 1, tl.sum(b_read, axis=0) - found)
 
 
 def resolve(
@@ -326,7 +290,6 @@ def resolve(
     first: int,
     last: int,
     once: bool = False,
-    cache: CacheMap | None = None,
 ) -> None:
     """Compute the gather's inputs for drawn items.
 
@@ -342,8 +305,6 @@ def resolve(
         anchor: one of `ANCHORS`.
         first, last: first and last step covered by any window, relative to the anchor; they touch at most K blocks.
         once: whether the last of the K is the trajectory's first block, and the windows touch at most K - 1.
-        cache: what lies in device memory, whose `counts` count the windows' blocks; None: nothing, and no id in `ids`
-            is negative.
 
     Does not wait for the GPU.
 
@@ -358,10 +319,6 @@ def resolve(
     check("random", random, torch.int64, (3,), random.device)
     if anchor not in ANCHORS or (anchor == "item") != (known.blocks is not None):
         raise ValueError(f"anchor is {anchor!r}; expected one of {ANCHORS}, 'item' where an item is a step.")
-    if cache is not None:
-        check("where", cache.where, torch.int32, (len(cache.where),), device)
-        check("totals", cache.totals, torch.int32, (len(known.known),), device)
-        check("counts", cache.counts, torch.int64, (2,), device)
     if count == 0:
         return
     dummy, blocks = known.known, known.blocks
@@ -374,9 +331,6 @@ def resolve(
             known.addresses,
             rows,
             ids,
-            dummy if cache is None else cache.where,
-            dummy if cache is None else cache.totals,
-            rows if cache is None else cache.counts,
             count,
             size,
             ids.shape[-1],
@@ -386,7 +340,6 @@ def resolve(
             *known.anchors,
             int(once),
             ANCHOR=ANCHORS.index(anchor),
-            CACHED=cache is not None,
             **LAUNCH,
         )
 

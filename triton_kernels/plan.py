@@ -12,7 +12,6 @@ import torch
 __all__ = [
     "BASE",
     "BLOCKS",
-    "CACHE",
     "FINAL",
     "LENGTH",
     "LINE",
@@ -57,7 +56,6 @@ BLOCKS = 9  # blocks of the column: a block id is below it
 FINAL = 10  # 1: the window may read the final step, which follows the last step; else 0
 STEP_STRIDE = 11  # bytes from step to step in a block; the GPU's kernels expect STEP_BYTES
 WIDTH = 12
-CACHE = MASK  # in the table of a launch, where masks have rows of their own: address of the column's cache
 
 PAD_KEEP, PAD_HEAD, PAD_TAIL, PAD_EDGE = range(4)
 
@@ -78,8 +76,6 @@ class GatherColumn:
             offset below 0 by more than any trajectory's length, and PAD_EDGE.
         inside: bytes before the column in a step of `source`, which may be a record of several columns.
         step_stride: bytes from step to step in a block; None: ``step_bytes``.
-        cache: uint8 [places, stride] on the device that gathers: copies of blocks, of the same stride; or None. A block
-            id below 0 is then that of a copy. Only for the GPU's kernels.
     """
 
     source: torch.Tensor
@@ -91,7 +87,6 @@ class GatherColumn:
     once: bool = False
     inside: int = 0
     step_stride: int | None = None
-    cache: torch.Tensor | None = None
 
     @property
     def step_bytes(self) -> int:
@@ -141,7 +136,6 @@ class GatherColumn:
                 f"mask is {mask.dtype} {list(mask.shape)} on {mask.device}; expected contiguous bool "
                 f"{list(out.shape[:2])} on {out.device}."
             )
-        self._check_cache()
         # Counted in int32 by the kernels: bytes from the start of a window's first block to the end of its last line,
         # lines of a batch, entries of its mask; each up to the end of a tile.
         lines = self.lines(block_steps)
@@ -154,22 +148,6 @@ class GatherColumn:
             )
         if self.pad not in range(PAD_KEEP, PAD_EDGE + 1):
             raise ValueError(f"pad is {self.pad}; expected {PAD_KEEP} to {PAD_EDGE}.")
-
-    def _check_cache(self) -> None:
-        cache, stride = self.cache, self.source.stride(0)
-        if cache is not None and (
-            cache.dtype != torch.uint8
-            or cache.ndim != 2
-            or cache.device != self.out.device
-            or cache.shape[1] != stride
-            or cache.stride() != (stride, 1)
-            or cache.data_ptr() % LINE
-        ):
-            raise ValueError(
-                f"cache is {cache.dtype} {list(cache.shape)} with strides {cache.stride()} on {cache.device}, at "
-                f"{cache.data_ptr():#x}; expected uint8 [places, {stride}] with strides ({stride}, 1) on "
-                f"{self.out.device}, at a multiple of {LINE}."
-            )
 
     def lines(self, block_steps: int) -> int:
         """Most 128-byte lines of the source that one window can touch.
@@ -234,7 +212,6 @@ class GatherPlan:
         masks: masks beside those of the columns; only for the GPU's kernels.
 
     Attributes:
-        is_cached: whether the columns have a cache.
         table: int64 [C, WIDTH] on the CPU.
         launches: (word bytes, table on the CPU, table on the device) of each kernel launch: one launch with 16-byte
             words if all steps are whole such words; otherwise one with 4-byte words for the columns that allow it, and
@@ -265,17 +242,12 @@ class GatherPlan:
                 f"A batch of {first.shape[0]:,} rows has {lines:,} lines of {LINE} bytes in its columns, more than the "
                 "kernels count; expected less than 2**31: a smaller batch, shorter windows or fewer columns."
             )
-        if len({column.cache is None for column in columns}) > 1:
-            raise ValueError(
-                "Some columns have a cache and others have none; expected one for all or for none."
-            )
         for mask in masks:
             mask.check(first)
         self.columns, self.masks = tuple(columns), tuple(masks)
         self.block_steps = block_steps
         self.batch_size = first.shape[0]
         self.device = first.device
-        self.is_cached = columns[0].cache is not None
         self.table = torch.tensor(
             [self._row(column) for column in columns], dtype=torch.int64, device="cpu"
         ).reshape(-1, WIDTH)
@@ -303,8 +275,6 @@ class GatherPlan:
             return row[STEP_BYTES] % word == 0 and row[OUT] % word == 0
 
         rows = self.table.tolist()
-        for row, column in zip(rows, self.columns, strict=True):
-            row[CACHE] = 0 if column.cache is None else column.cache.data_ptr()
         if all(fits(row, 16) for row in rows):
             parts = [(16, rows)]
         else:

@@ -60,10 +60,7 @@ def gather(
             step, shown = step.clamp(min=0).minimum(steps[:, None] - 1), torch.ones_like(mask)
         block = block_ids[torch.where(shown, row[:, None] + step // plan.block_steps, 0)].long()
         inside = step % plan.block_steps
-        found = _steps(each.source, each, plan.block_steps)[block.clamp(min=0), inside]
-        if each.cache is not None:
-            copied = _steps(each.cache, each, plan.block_steps)[(~block).clamp(min=0), inside]
-            found = torch.where(block[:, :, None] < 0, copied, found)
+        found = _steps(each.source, each, plan.block_steps)[block, inside]
         out[into] = found.masked_fill_(~shown[:, :, None], 0)
         if each.mask is not None:
             each.mask[into] = mask

@@ -106,7 +106,7 @@ def _table(workload: Workload, share: int, path: Path | None) -> gear.Table:
         max_steps=count * workload.steps,
         max_trajectories=count,
         block_steps=BLOCK_STEPS,
-        max_blocks=blocks + (count if share == 100 and path is not None else 0),
+        memory=gear.Memory(max_blocks=blocks + (count if share == 100 and path is not None else 0)),
         timeout=300.0,
         disk=disk,
     )

@@ -186,8 +186,7 @@ class Reader:
             selector=selector,
             seed=spec["seed"],
             device="cpu",
-            prefetch=0,
-            copy=False,
+            prefetch=gear.Prefetch(0, copy=False),
         )
         source, count = trajectories_of(spec), writers * spec["sources"]
         ((_, rows),) = source.stacked(count, 0, count)

@@ -94,7 +94,8 @@ def _timed(call: Callable[[], object], count: int) -> Callable[[], float]:
 
 
 def _batches(table: gear.Table, size: int, **options: Any) -> Iterator[Any]:
-    given = {"device": "cpu", "prefetch": 0, "batches_per_epoch": math.inf, **options}
+    ahead = gear.Prefetch(0, copy=options.pop("copy", None))
+    given = {"device": "cpu", "prefetch": ahead, "batches_per_epoch": math.inf, **options}
     return iter(gear.ReplayDataset(table, batch_size=size, **given))
 
 

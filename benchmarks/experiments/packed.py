@@ -78,7 +78,7 @@ class Sequences:
             max_steps=self.total,
             max_trajectories=len(self.lengths),
             block_steps=128,
-            packed=False,
+            memory=gear.Memory(packed=False),
         )
         for first, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
             table.add({name: values[first : first + length] for name, values in self.flat.items()})
@@ -101,12 +101,12 @@ def _measured(session: Session, data: Sequences, count: int) -> None:
     with contextlib.ExitStack() as stack, data.table() as table:
         device = torch.device("cuda" if session.cuda else "cpu")
         options: dict[str, Any] = {
-            "windows": gear.Whole(), "layout": "packed", "max_steps": TOKENS, "device": device, "seed": SEED,
-            "selector": gear.Uniform(replacement=False), "batches_per_epoch": math.inf,
-            "prefetch": 2 if session.cuda else 0,
+            "windows": gear.Whole(), "layout": "packed", "batch_size": gear.Steps(TOKENS, LOOKAHEAD),
+            "device": device, "seed": SEED, "selector": gear.Uniform(replacement=False), "batches_per_epoch": math.inf,
         }  # fmt: skip
-        kept = gear.ReplayDataset(table, lookahead=LOOKAHEAD, **options)
-        recycled = gear.ReplayDataset(table, lookahead=LOOKAHEAD, copy=False, **options)
+        ahead = 2 if session.cuda else 0
+        kept = gear.ReplayDataset(table, prefetch=ahead, **options)
+        recycled = gear.ReplayDataset(table, prefetch=gear.Prefetch(ahead, copy=False), **options)
         targets = {"plain torch": 0.9}
         on_cpu = [
             _variant("plain torch, cat", _joined(data), data, count),

@@ -85,7 +85,7 @@ class Rank:
             max_steps=count * steps,
             max_trajectories=count,
             block_steps=steps,
-            max_blocks=count,
+            memory=gear.Memory(max_blocks=count),
         )
         lengths = np.full(count, steps)
         slots = np.asarray(self.table.extend(source.stacked, lengths=lengths, priority=priorities_of(count)))
@@ -329,8 +329,7 @@ class Batches(Subject):
             anchor=rank.workload.anchor,
             selector=SELECTORS[selector](),
             device="cpu",
-            prefetch=0,
-            copy=False,
+            prefetch=gear.Prefetch(0, copy=False),
             batches_per_epoch=float("inf"),
         )
         self._batches: Iterator[Any] = iter(self._data)

@@ -26,7 +26,8 @@ PACKAGES = MODULES = ("torch", "numpy")
 def table_of(shapes: Mapping[str, Any], lengths: np.ndarray, **options: Any) -> gear.Table:
     """A table with room for trajectories of these lengths and no more."""
     if "block_steps" in options:
-        options["max_blocks"] = gear.Table.required_blocks(lengths, options["block_steps"])
+        blocks = gear.Table.required_blocks(lengths, options["block_steps"])
+        options["memory"] = gear.Memory(max_blocks=blocks)
     columns = {name: gear.Column(torch.float32, shape) for name, shape in shapes.items()}
     return gear.Table.create(columns, max_steps=int(lengths.sum()), max_trajectories=len(lengths), **options)
 
@@ -238,8 +239,7 @@ class Loader(episodes.Loader):
             selector=gear.Uniform(unit="step"),
             seed=self.seed,
             device=self.device,
-            prefetch=self.prefetch,
-            copy=False,
+            prefetch=gear.Prefetch(self.prefetch, copy=False),
             batches_per_epoch=math.inf,
         )
         self._iterator: Any = iter(DataLoader(dataset, batch_size=None))

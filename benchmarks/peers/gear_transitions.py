@@ -50,8 +50,7 @@ class Transitions(transitions.Subject):
             selector=prioritized if self.prioritized else gear.Uniform(unit="step"),
             seed=self.data.seed,
             device="cpu",
-            prefetch=0,
-            copy=self.copy,
+            prefetch=gear.Prefetch(0, copy=self.copy),
         )
         if self.envs > 1:
             self._writer: Any = self.store.writers(self.envs, commit_every_step=self.every_step)

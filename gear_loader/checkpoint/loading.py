@@ -21,6 +21,7 @@ from gear_loader.checkpoint.spilling import hottest, note_places
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.allocation import Claim
 from gear_loader.storage.disk import Disk
+from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.rules import OnFull
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.table import Table
@@ -139,28 +140,24 @@ def load_version(kind: type[Table], directory: Directory, manifest: Manifest, op
     entries = read_entries(directory, manifest)
     check_files(directory, manifest)
     tier = None if options.disk is None else options.disk.tier()
+    blocks = sizes.pop("max_blocks")
     if options.memory is not None:
-        sizes["memory"] = options.memory
+        blocks = None
     elif tier is not None:
-        sizes["max_blocks"] = manifest.num_blocks if options.max_blocks is None else options.max_blocks
+        blocks = manifest.num_blocks if blocks is None else blocks
     elif as_saved:
         # Trajectories that shared blocks in the saved table get separate blocks.
-        needed = kind.required_blocks(entries.rows, manifest.block_steps)
-        sizes["max_blocks"] = max(manifest.num_blocks, needed)
-    if sizes["block_steps"] == "auto" and len(entries.length):
-        sizes["mean_length"] = float(entries.length.mean())
+        blocks = max(manifest.num_blocks, kind.required_blocks(entries.rows, manifest.block_steps))
+    mean = float(entries.length.mean()) if sizes["block_steps"] == "auto" and len(entries.length) else None
     table = kind.create(
         manifest.schema,
         **sizes,
         disk=tier,
-        packed=options.packed,
+        memory=Memory(options.memory, blocks, mean, options.packed),
         name=options.name,
         on_full=manifest.rules.on_full if options.on_full is None else options.on_full,
         rate_limiter=manifest.rules.rate_limiter,
-        max_times_sampled=manifest.rules.max_times_sampled,
-        max_age=manifest.rules.max_age,
-        version=manifest.rules.version,
-        max_lag=manifest.rules.max_lag,
+        limits=manifest.rules.limits,
     )
     try:
         part = Part("", manifest, entries, np.arange(len(entries.length)))

@@ -31,7 +31,7 @@ _COLLATED = (
     "A DataLoader of the Trainer of transformers was made without batch_size=None, so it would stack whole batches "
     "into one. The dataset makes the batches itself, of its own batch_size; override the trainer's "
     "get_train_dataloader to return self.accelerator.prepare(DataLoader(dataset, batch_size=None)). On several ranks "
-    "pass rank=0, world_size=1 to the dataset too."
+    "pass ranks=gear_loader.Ranks(rank=0, world_size=1) to the dataset too."
 )
 
 

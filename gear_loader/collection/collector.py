@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.conversions import Casts, Conversion, converted_dtype
-from gear_loader.collection.device_cache import DeviceCache
 from gear_loader.collection.n_step import NStep, Returns
 from gear_loader.collection.plans import Output, Plans, Staging, plans_of
 from gear_loader.collection.references import Arena, BatchReferences
@@ -152,7 +150,6 @@ class Collector:
         programs: size of the kernel's grid, see `gear_loader.kernels.gather.gather`.
         weighs: whether batches carry ``priority_weight``.
         informs: whether batches carry ``sample_info``.
-        cache: blocks in the device's memory, used if the device reads the region itself.
 
     Attributes:
         zero_copy: whether the device reads the region itself.
@@ -171,10 +168,8 @@ class Collector:
         programs: int | None = None,
         weighs: bool = False,
         informs: bool = False,
-        cache: DeviceCache | None = None,
     ) -> None:
         self.table = table
-        self.cache = cache
         self.weighs = weighs
         self.informs = informs
         self.windows, self._hidden = expand(table.schema, windows)
@@ -340,8 +335,7 @@ class Collector:
             counts = empty(2, size, dtype=torch.int64)
             batch["sample_info"] = _named(counts, empty(2, size, dtype=torch.float32))
         staging: Staging | None = {} if self.zero_copy else None
-        copies = self.cache.memory if self.cache is not None and self.zero_copy else None
-        plans = plans_of(self.table, outputs, staging, copies)
+        plans = plans_of(self.table, outputs, staging)
         computed: tuple[Returns | Conversion | Casts, ...] = (*returns, *conversions)
         if device.type == "cuda" and conversions:
             casts = [CastColumn(each.source, each.out, each.scale) for each in conversions]
@@ -374,27 +368,23 @@ class Collector:
         # The host memory of the previous batch in these buffers is about to be overwritten. That batch was delivered,
         # so this waits only if the host is ahead of the GPU by as many batches as there are buffers.
         gpu.filled.synchronize()
-        cache = self.cache if gpu.staging is None else None
         try:
-            with contextlib.nullcontext() if cache is None else cache.using(len(rows) * self._row_bytes):
-                self._gather_gpu(buffers, gpu, rows, cache)
+            self._gather_gpu(buffers, gpu, rows)
         finally:
             # Also after a failed batch, whose queued part reads the same memory.
             gpu.filled.record(current_stream(self.device))
 
-    def _gather_gpu(self, buffers: Buffers, gpu: GpuSide, rows: Any, cache: DeviceCache | None) -> None:
+    def _gather_gpu(self, buffers: Buffers, gpu: GpuSide, rows: Any) -> None:
         if isinstance(rows, CudaRows):
-            self._gather_drawn(buffers, gpu, rows, cache)
+            self._gather_drawn(buffers, gpu, rows)
         elif gpu.host is not None and gpu.mirror is not None:
-            self._gather_zero_copy(buffers, gpu, gpu.host, gpu.mirror, rows, cache)
+            self._gather_zero_copy(buffers, gpu, gpu.host, gpu.mirror, rows)
         elif gpu.staging is not None:
             self._gather_cpu(gpu.staging, rows)
             current_stream(self.device).wait_event(gpu.released)
             copy_batch(buffers.rows(len(rows)), gpu.staging.rows(len(rows)))
 
-    def _gather_drawn(
-        self, buffers: Buffers, gpu: GpuSide, rows: CudaRows, cache: DeviceCache | None
-    ) -> None:
+    def _gather_drawn(self, buffers: Buffers, gpu: GpuSide, rows: CudaRows) -> None:
         assert gpu.random is not None
         assert gpu.mirror is not None
         assert gpu.arguments is not None
@@ -406,7 +396,6 @@ class Collector:
             out=gpu.mirror,
             memory=gpu.arguments[1],
             reach=self.reach,
-            cache=None if cache is None else cache.map(),
             work=gpu.work,
             whole=count == self.batch_size,
             gather=lambda: self._queue(buffers, gpu, count),
@@ -500,7 +489,6 @@ class Collector:
         host: tuple[torch.Tensor, ...],
         mirror: tuple[torch.Tensor, ...],
         drawn: SelectedRows,
-        cache: DeviceCache | None,
     ) -> None:
         # Host memory is slow for the kernel, so the index entries of the rows are copied; only the steps are read
         # across the bus.
@@ -518,12 +506,6 @@ class Collector:
                 if self._tier is None:
                     raise
                 disk = self._resolve_tiers(self._tier, gpu, host, drawn)
-        if cache is not None:
-            slots, anchors, inside = drawn.slots, drawn.anchors, count - len(disk)
-            if len(disk):  # the entries of rows in memory come first
-                slots = slots[host[-1].numpy()[1, :inside]]
-                anchors = anchors[host[-1].numpy()[1, :inside]]
-            cache.look_up(slots, anchors, extent[:inside], ids[:inside], self.reach)
         if drawn.weights is not None:
             host[2].numpy()[:count] = drawn.weights
         if drawn.counts is not None and drawn.numbers is not None:

@@ -64,7 +64,6 @@ def plans_of(
     table: Table,
     outputs: Sequence[Output],
     staging: Staging | None = None,
-    cache: Callable[[str], torch.Tensor] | None = None,
 ) -> Plans:
     """The plans that fill `outputs` from a table.
 
@@ -73,7 +72,6 @@ def plans_of(
         outputs: of the windows, at least one with steps.
         staging: memory of gathered records; what is missing is allocated on the current stream. None for the CPU, which
             reads single columns of records.
-        cache: copies of a column's blocks on the device, by its name; None without. See `DeviceCache.memory`.
     """
     region, schema = table.region, table.schema
     layout = region.layout
@@ -90,11 +88,7 @@ def plans_of(
             once=column.trajectory,
             inside=place.inside,
             step_stride=place.step_stride,
-            cache=copies(output.column),
         )
-
-    def copies(column: str) -> torch.Tensor | None:
-        return None if cache is None else cache(column)
 
     if staging is None:
         return Plans(GatherPlan([column_of(output) for output in outputs], layout.block_steps))
@@ -116,8 +110,7 @@ def plans_of(
         if key not in staging:
             staging[key] = out.new_empty(len(out), length, layout.record.bytes)
         source = torch.from_numpy(region.blocks(group[0].column))
-        copied = copies(group[0].column)
-        columns.append(GatherColumn(source, staging[key], offset, PADS[pad], final=final, cache=copied))
+        columns.append(GatherColumn(source, staging[key], offset, PADS[pad], final=final))
         for output in group:
             inside, first = layout.columns[output.column].inside, output.window.offset - offset
             split.append(SplitColumn(staging[key], output.out, first, inside))

@@ -26,7 +26,7 @@ def can_count() -> bool:
         notice(
             "references",
             f"PyTorch {torch.__version__} has no torch._C._storage_Use_Count: each batch gets memory of its own, which "
-            "is slower. ReplayDataset(copy=False) recycles memory without counting references.",
+            "is slower. Prefetch(copy=False) recycles memory without counting references.",
         )
     return _use_count is not None
 

@@ -1,21 +1,164 @@
-"""Checks of the options of `ReplayDataset` that are invalid with any table."""
+"""The option objects of `ReplayDataset`, and the checks of options that are invalid with any table."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
 
 from gear_loader.collection.output import check_output
 from gear_loader.collection.windows import check_layout, check_windows, has_whole
 from gear_loader.errors import SchemaError
+from gear_loader.selection.grouping import Groups
 from gear_loader.selection.selectors import Selector
-from gear_loader.selection.step_budget import StepBudget
-from gear_loader.storage.rules import check_seconds
-from gear_loader.utils.arrays import shown
-from gear_loader.utils.checks import at_least, byte_count, flag, integer, one_of
+from gear_loader.selection.step_budget import Steps
+from gear_loader.utils.arrays import Array, shown
+from gear_loader.utils.checks import at_least, flag, integer, one_of
 from gear_loader.utils.devices import check_device
 
-__all__ = ["check_options"]
+__all__ = ["Draws", "Gpu", "Prefetch", "Ranks", "check_options"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefetch:
+    """How batches are prepared ahead and how long their memory is kept: ``prefetch=gear.Prefetch(2, copy=True)``.
+
+    Attributes:
+        batches: batches prepared ahead: by a thread on the CPU, on a side stream on a GPU. 0 disables prefetching.
+        keep: batches after which memory is reused; at least 1. See the validity of a batch in `ReplayDataset`.
+        copy: whether each batch lies in new memory: None where references to earlier ones require it; True always,
+            which costs a copy within GPU memory and on the CPU an allocation per batch; False never.
+
+    Raises:
+        SchemaError: an invalid value.
+    """
+
+    batches: int = 2
+    keep: int = 2
+    copy: bool | None = None
+
+    def __post_init__(self) -> None:
+        at_least("prefetch", self.batches, least=0)
+        at_least("keep", self.keep)
+        if self.copy is not None and not isinstance(self.copy, bool):
+            raise SchemaError(
+                f"copy is {shown(self.copy)}; expected None (memory is reused when nothing refers to the batch any "
+                "longer), True (new memory for each batch) or False (memory is reused whatever refers to it)."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A GPU and the share of it that gathering takes: ``device=gear.Gpu("cuda:1", programs=8)``.
+
+    Attributes:
+        device: as `device` of `ReplayDataset`.
+        programs: programs of the gather kernel's grid; by default 16, which saturate the bus. 8 move 0.85 of that, and
+            slow training down less; see docs/gpu.md.
+        stream_priority: of the side stream that prepares batches, as for `torch.cuda.Stream`: -1 gives its kernels the
+            next free multiprocessors, before blocks of training kernels that are queued already. Beside products of
+            matrices and a transformer on a H100 it made no difference.
+
+    Raises:
+        SchemaError: an invalid value.
+    """
+
+    device: str | torch.device = "auto"
+    programs: int | None = None
+    stream_priority: int = 0
+
+    def __post_init__(self) -> None:
+        check_device(self.device)
+        if self.programs is not None:
+            at_least("programs", self.programs)
+        if integer("stream_priority", self.stream_priority) > 0:
+            raise SchemaError(
+                f"stream_priority is {self.stream_priority}; expected 0, or a negative number to go first."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """What is drawn, and how draws are counted: ``draws=gear.Draws(subset=lambda n: n % 10 > 0)``.
+
+    Attributes:
+        complete: draw only anchors at which every window lies wholly inside the trajectory, its final step included. A
+            trajectory that has none is never drawn; `ReplayDataset.stats` counts them.
+        subset: function of sequence numbers (int64 [n], the order of insertion into the table that stored the
+            trajectories first) that returns bool [n]: whether they belong to this dataset. `ReplayDataModule` uses it
+            to split training and validation.
+        drop_last: without replacement: skip a last batch that is not full (over `Shards`: on all ranks).
+        sample_info: whether batches carry ``sample_info``. Draws are counted by such datasets, and by all if the table
+            has `max_times_sampled`; then, on a GPU, the host draws by priority.
+        rate_limited: wait for the table's rate limiter and count for it. False for validation.
+
+    Raises:
+        SchemaError: an invalid value.
+    """
+
+    complete: bool = False
+    subset: Callable[[Array], Array] | None = None
+    drop_last: bool = False
+    sample_info: bool = False
+    rate_limited: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("complete", "drop_last", "sample_info", "rate_limited"):
+            flag(name, getattr(self, name))
+        if self.subset is not None and not callable(self.subset):
+            raise SchemaError(
+                f"subset is {shown(self.subset)}; expected a function of the sequence numbers (int64 [n])."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """How ranks share the batches: ``ranks=gear.Ranks("local")``.
+
+    Attributes:
+        scope: of `Shards`: ``"global"`` draws the same batch over all shards on every rank, `world_size` times as large
+            as in one process, and each rank gets its slice; ``"local"`` draws from this rank's shard alone,
+            communicates only at the start of an iteration, and corrects importance weights for the shard's share of all
+            priorities at that time.
+        rank, world_size: without `Shards`: by default those of `torch.distributed` if it is initialised, else 0 of 1.
+        balance: with packed batches over all `Shards`: how rows are dealt to ranks. ``"steps"``: all ranks have about
+            as many steps, ``"squares"``: as large sums of the squares of their rows' lengths, as where attention
+            dominates; each rank has `batch_size` rows, or with `Steps` as many batches. None: slices of the batch; with
+            `Steps` as ``"steps"``.
+        micro_batches: with `Steps` over all `Shards`: batches of each rank that are one training step. They are
+            planned together, and dealt so that the ranks' work in the step is about equal: see `balance`. An epoch's
+            last step has fewer if there are not as many; batches are split so that all ranks have the same number, or
+            if they cannot be, because each has one row, the shortest repeat.
+
+    Raises:
+        SchemaError: an invalid value.
+    """
+
+    scope: Literal["global", "local"] = "global"
+    rank: int | None = None
+    world_size: int | None = None
+    balance: Literal["steps", "squares"] | None = None
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        one_of("scope", self.scope, ("global", "local"))
+        if (self.rank is None) != (self.world_size is None):
+            raise SchemaError(
+                f"rank {shown(self.rank)} of world_size {shown(self.world_size)}; expected both, with "
+                "0 <= rank < world_size."
+            )
+        if self.rank is not None and integer("rank", self.rank) not in range(
+            at_least("world_size", self.world_size)
+        ):
+            raise SchemaError(
+                f"rank {self.rank} of world_size {self.world_size}; expected both, with 0 <= rank < world_size."
+            )
+        if self.balance is not None:
+            one_of("balance", self.balance, ("steps", "squares"))
+        at_least("micro_batches", self.micro_batches)
 
 
 def check_options(
@@ -23,42 +166,25 @@ def check_options(
     batch_size: Any,
     windows: Any,
     columns: Any,
-    complete: Any,
     anchor: Any,
     selector: Any,
+    groups: Any,
+    draws: Any,
     seed: Any,
     device: Any,
     prefetch: Any,
-    copy: Any,
-    keep: Any,
     batches_per_epoch: Any,
-    subset: Any,
-    programs: Any,
-    stream_priority: Any,
-    scope: Any,
-    rank: Any,
-    world_size: Any,
+    ranks: Any,
     output: Any,
     layout: Any,
-    max_steps: Any,
-    lookahead: Any,
-    too_long: Any,
-    group: Any,
-    group_size: Any,
-    group_priority: Any,
-    group_varies: Any,
-    group_max_age: Any,
-    balance: Any,
-    micro_batches: Any,
-    device_cache: Any,
-    drop_last: Any,
-    sample_info: Any,
-    rate_limited: Any,
     **_: Any,
 ) -> None:
-    """Raise SchemaError for an option of `ReplayDataset` that is invalid with any table."""
-    if max_steps is None:
-        at_least("batch_size", batch_size)
+    """Raise SchemaError for options of `ReplayDataset` that are invalid with any table."""
+    for name, value, kind in (("draws", draws, Draws), ("ranks", ranks, Ranks)):
+        if not isinstance(value, kind):
+            raise SchemaError(f"{name} is {shown(value)}; expected gear_loader.{kind.__name__}(...).")
+    if not isinstance(batch_size, Steps):
+        at_least("batch_size", batch_size, otherwise=" or gear_loader.Steps(...)")
     check_windows(windows, columns)
     check_layout(layout, windows)
     one_of("anchor", anchor, ("uniform", "first", "last"))
@@ -71,88 +197,33 @@ def check_options(
         raise SchemaError(
             f"anchor={anchor!r} goes with a selector of trajectories; {selector!r} chooses the steps itself."
         )
-    for name, value in (
-        ("drop_last", drop_last),
-        ("sample_info", sample_info),
-        ("rate_limited", rate_limited),
-    ):
-        flag(name, value)
     integer("seed", seed)
-    check_device(device)
-    at_least("prefetch", prefetch, least=0)
-    if copy is not None and not isinstance(copy, bool):
-        raise SchemaError(
-            f"copy is {shown(copy)}; expected None (memory is reused when nothing refers to the batch any longer), "
-            "True "
-            "(new memory for each batch) or False (memory is reused whatever refers to it)."
-        )
-    at_least("keep", keep)
+    if not isinstance(device, Gpu):
+        check_device(device)
+    if not isinstance(prefetch, Prefetch):
+        at_least("prefetch", prefetch, least=0, otherwise=" or gear_loader.Prefetch(...)")
     if batches_per_epoch is not None and not (
         isinstance(batches_per_epoch, float) and batches_per_epoch == math.inf
     ):
         at_least("batches_per_epoch", batches_per_epoch, otherwise=" or math.inf")
-    if subset is not None and not callable(subset):
-        raise SchemaError(
-            f"subset is {shown(subset)}; expected a function of the sequence numbers (int64 [n])."
-        )
-    if programs is not None:
-        at_least("programs", programs)
-    if integer("stream_priority", stream_priority) > 0:
-        raise SchemaError(
-            f"stream_priority is {stream_priority}; expected 0, or a negative number to go first."
-        )
-    if (rank is None) != (world_size is None):
-        raise SchemaError(
-            f"rank {shown(rank)} of world_size {shown(world_size)}; expected both, with 0 <= rank < world_size."
-        )
-    if rank is not None and integer("rank", rank) not in range(at_least("world_size", world_size)):
-        raise SchemaError(
-            f"rank {rank} of world_size {world_size}; expected both, with 0 <= rank < world_size."
-        )
-    one_of("scope", scope, ("global", "local"))
-    if balance is not None:
-        one_of("balance", balance, ("steps", "squares"))
-    at_least("micro_batches", micro_batches)
-    if device_cache is not None:
-        byte_count("device_cache", device_cache)
-        if layout != "padded":
-            raise SchemaError(
-                f"device_cache={shown(device_cache)} was given with layout={layout!r}; expected layout='padded', which "
-                "alone reads from it for now. Leave one of them out."
-            )
     check_output(output)
-    _check_sizes(batch_size, layout, windows, max_steps, lookahead, too_long, selector)
-    _check_packed(layout, windows, anchor, selector, output, complete)
-    _check_group(group, group_size, group_priority, group_varies, group_max_age, selector)
-
-
-def _check_sizes(
-    batch_size: Any,
-    layout: Any,
-    windows: Any,
-    max_steps: Any,
-    lookahead: Any,
-    too_long: Any,
-    selector: Any,
-) -> None:
-    """Check the options of batches that have a number of steps instead of rows."""
-    if max_steps is None:
-        if not (isinstance(lookahead, int) and lookahead == 0) or not _is_text(too_long, "error"):
-            raise SchemaError("lookahead or too_long was given without max_steps, to which they belong.")
+    if isinstance(batch_size, Steps):
+        if layout == "padded" and not has_whole(windows):
+            raise SchemaError(
+                f"batch_size={batch_size!r} was given with windows of one length and layout='padded'; expected "
+                "layout='packed' or 'jagged', or gear_loader.Whole()."
+            )
+        batch_size.check_selector(selector)
+    _check_packed(layout, windows, anchor, selector, output, draws.complete)
+    if groups is None:
         return
-    if batch_size is not None:
-        raise SchemaError(
-            f"batch_size={shown(batch_size)} and max_steps={shown(max_steps)} were given; expected one of them."
-        )
-    if layout == "padded" and not has_whole(windows):
-        raise SchemaError(
-            "max_steps was given with windows of one length and layout='padded'; expected layout='packed' or 'jagged', "
-            "or gear_loader.Whole()."
-        )
-    StepBudget.check(max_steps, lookahead, too_long, selector)
+    if not isinstance(groups, Groups):
+        raise SchemaError(f"groups is {shown(groups)}; expected None or gear_loader.Groups(column, size).")
+    if selector is not None and selector.unit == "step":
+        raise SchemaError(f"{groups!r} was given with {selector!r}; expected unit='trajectory'.")
 
 
-def _check_packed(layout: Any, windows: Any, anchor: Any, selector: Any, output: Any, complete: Any) -> None:
+def _check_packed(layout: Any, windows: Any, anchor: Any, selector: Any, output: Any, complete: bool) -> None:
     """Check the options that packed batches do not go with."""
     if layout == "padded" and not has_whole(windows):
         return
@@ -163,31 +234,12 @@ def _check_packed(layout: Any, windows: Any, anchor: Any, selector: Any, output:
         )
     if not has_whole(windows):
         return
-    if complete is True:
-        raise SchemaError("complete=True was given with whole trajectories, which always are; leave it out.")
+    if complete:
+        raise SchemaError(
+            "Draws(complete=True) was given with whole trajectories, which always are; leave it out."
+        )
     if anchor == "last" or (selector is not None and selector.unit == "step"):
         raise SchemaError(
             f"anchor={anchor!r} and selector={selector!r} were given with whole trajectories; expected a selector with "
             "unit='trajectory', and no anchor: theirs is step 0."
         )
-
-
-def _check_group(group: Any, size: Any, priority: Any, varies: Any, max_age: Any, selector: Any) -> None:
-    """Check the options of groups that are invalid with any table."""
-    if group is None:
-        if size is not None or varies is not None or max_age is not None or not _is_text(priority, "max"):
-            raise SchemaError(
-                "group_size, group_priority, group_varies or group_max_age was given without group, to which they "
-                "belong."
-            )
-        return
-    if size is None:
-        raise SchemaError(f"group={shown(group)} was given without group_size; give both.")
-    if max_age is not None:
-        check_seconds("group_max_age", max_age)
-    if selector is not None and selector.unit == "step":
-        raise SchemaError(f"group={group!r} was given with {selector!r}; expected unit='trajectory'.")
-
-
-def _is_text(value: Any, text: str) -> bool:
-    return isinstance(value, str) and value == text

@@ -54,11 +54,13 @@ def prepared_error(
         )
     if found == "shard":
         return (
-            f"{what} without dispatching, which it cannot share out. Either {leave}; or pass rank=0, world_size=1 to "
+            f"{what} without dispatching, which it cannot share out. Either {leave}; or pass "
+            "ranks=gear_loader.Ranks(rank=0, world_size=1) to "
             "the dataset and dispatch_batches=True to accelerate's DataLoaderConfiguration."
         )
     return (
         f"{what}, which deals the batches of rank 0 to all ranks, but this dataset gives each of {world_size} ranks "
-        f"batches of its own, so that the rows of the others would be missing. Either pass rank=0, world_size=1 to "
+        "batches of its own, so that the rows of the others would be missing. Either pass "
+        "ranks=gear_loader.Ranks(rank=0, world_size=1) to "
         f"the dataset; or {leave}."
     )

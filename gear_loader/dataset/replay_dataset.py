@@ -19,9 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from gear_loader.collection.batches import Batch, loader_error, refuse
 from gear_loader.collection.buffer_pools import BufferPools
-from gear_loader.collection.cache_policy import CacheOrder
 from gear_loader.collection.collector import Collector
-from gear_loader.collection.device_cache import DeviceCache
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.output import as_jagged, as_padded, as_tensordict, check_nesting
 from gear_loader.collection.prefetch import Prefetcher
@@ -30,7 +28,6 @@ from gear_loader.collection.windows import (
     expand,
     has_whole,
     packed_span,
-    reach_of,
     single_steps,
     source_of,
     steps_only,
@@ -38,22 +35,21 @@ from gear_loader.collection.windows import (
 )
 from gear_loader.dataset.draws import EpochDraws, planned_batches
 from gear_loader.dataset.filling import Filler
-from gear_loader.dataset.options import check_options
+from gear_loader.dataset.options import Draws, Gpu, Prefetch, Ranks, check_options
 from gear_loader.dataset.position import Position
 from gear_loader.dataset.prepared import dealer, prepared_error
 from gear_loader.dataset.table_options import (
-    check_cache,
     check_dealing,
     check_freshness,
+    check_groups,
     check_packed,
     check_worker,
-    grouping_of,
     step_budget_of,
 )
 from gear_loader.distributed.budget_planner import ShardBudgetPlanner
 from gear_loader.distributed.collector import ShardCollector
 from gear_loader.distributed.collector_for import collector_for
-from gear_loader.distributed.dealing import Balance, RowDealer, deal_all
+from gear_loader.distributed.dealing import RowDealer, deal_all
 from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.local_selection import (
@@ -70,17 +66,17 @@ from gear_loader.selection.budget_planner import BudgetPlanner, PlannedBatch
 from gear_loader.selection.complete import CompleteAnchors
 from gear_loader.selection.epochs import notice_short_epoch, notice_uneven_lengths
 from gear_loader.selection.group_selection import GroupSelection, PrioritizedGroupSelection
-from gear_loader.selection.grouping import GroupPriority
+from gear_loader.selection.grouping import Groups
 from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
 from gear_loader.selection.random import key
-from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Fifo, Selector, TopK, Uniform
-from gear_loader.selection.step_budget import BudgetProgress, StepBudget, TooLong, checked_positions
+from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector, Uniform
+from gear_loader.selection.step_budget import BudgetProgress, StepBudget, Steps, checked_positions
 from gear_loader.storage.priority_updates import is_strict
 from gear_loader.storage.schema import Window, as_mapping
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.captures import beside_captures, refuse_capture
-from gear_loader.utils.checks import at_least, byte_count, flag, one_of
+from gear_loader.utils.checks import at_least, one_of
 from gear_loader.utils.devices import device_of
 from gear_loader.utils.forks import keep_for_ever
 
@@ -89,6 +85,7 @@ __all__ = ["ReplayDataset"]
 _logger = logging.getLogger("gear_loader")
 
 _LOCAL = 0x6C6F6361  # random number stream of the seeds of local draws
+_DRAWS, _RANKS = Draws(), Ranks()
 _ALL_DRAWS = 1 << 30  # history of a selection that is told which draws to forget
 
 
@@ -107,7 +104,7 @@ class ReplayDataset(IterableDataset[Batch]):
     ============== ==================================================================================
 
     Drawn over `Shards`, also ``shard``, int64 ``[B]``: the shard of the index. With a selector that weighs, also
-    ``priority_weight``, float32 ``[B]``; with `sample_info`, a dict ``sample_info`` of
+    ``priority_weight``, float32 ``[B]``; with `Draws.sample_info`, a dict ``sample_info`` of
 
     ================= ===============================================================================
     ``times_sampled`` int64 ``[B]``: draws of the trajectory so far, including this one
@@ -117,21 +114,22 @@ class ReplayDataset(IterableDataset[Batch]):
     ================= ===============================================================================
 
     **Validity of a batch:** a batch does not change as long as anything refers to it: its tensors, slices of them,
-    numpy arrays over them, autograd. Its memory is reused after that, when `keep` more batches have been requested from
-    the same iterator or the next one (2 by default: the batch in use and one that a trainer fetched ahead); until it
-    can be, others take its place. (On the CPU, tensors of up to 4 KiB and one dtype share an allocation of 4 KiB, which
-    one that is kept keeps.) What has only an address (``data_ptr()``) is no reference. On a GPU a reference must
-    also outlast the launch of the last kernel that reads the batch, as everywhere in PyTorch. ``copy=False`` saves
-    counting the references and making tensors, some microseconds a batch: then a batch is valid until `keep` more have
-    been requested, whatever refers to it, and must not be sent to another process. ``copy=True`` delivers each batch in
-    new memory: on a GPU a copy that the GPU makes without the host waiting. `DataLoader` workers always do.
+    numpy arrays over them, autograd. Its memory is reused after that, when `Prefetch.keep` more batches have been
+    requested from the same iterator or the next one (2 by default: the batch in use and one that a trainer fetched
+    ahead); until it can be, others take its place. (On the CPU, tensors of up to 4 KiB and one dtype share an
+    allocation of 4 KiB, which one that is kept keeps.) What has only an address (``data_ptr()``) is no reference. On a
+    GPU a reference must also outlast the launch of the last kernel that reads the batch, as everywhere in PyTorch. With
+    `Prefetch`, ``copy=False`` saves counting the references and making tensors, some microseconds a batch: then a batch
+    is valid until `keep` more have been requested, whatever refers to it, and must not be sent to another process.
+    ``copy=True`` delivers each batch in new memory: on a GPU a copy that the GPU makes without the host waiting.
+    `DataLoader` workers always do.
 
     **Order:** batch number and seed determine every draw, so `prefetch` and `num_workers` do not change the order.
     Rank r of w ranks gets the batches number r, r + w, r + 2 w, ...
 
     Over `Shards` every rank gets rows of each batch. If the last batch of a pass has fewer rows than there are ranks,
-    some of its rows repeat on several ranks (`drop_last` skips that batch). An epoch ends when all ranks have collected
-    their last batch. All ranks pass the same options.
+    some of its rows repeat on several ranks (`Draws.drop_last` skips that batch). An epoch ends when all ranks have
+    collected their last batch. All ranks pass the same options.
 
     Workers and ranks take a snapshot of the table independently when they start an epoch. If the table is written at
     that moment, the snapshots may differ: then an epoch without replacement is not exact, and its length may differ
@@ -140,43 +138,26 @@ class ReplayDataset(IterableDataset[Batch]):
     Args:
         table: a `Table`, or `Shards`, the tables of all ranks as one. `DataLoader` workers attach to a table by name,
             so it needs one for them.
-        batch_size: rows of a batch on each rank; None with `max_steps`.
+        batch_size: rows of a batch on each rank; or `Steps`, the most steps of a batch.
         windows: one `Window` for all columns, or a mapping of column name to window; columns without a window are not
             read. `Whole` in place of a `Window` for whole trajectories.
         columns: with one window: the columns to read (all by default).
-        complete: draw only anchors at which every window lies wholly inside the trajectory, its final step included. A
-            trajectory that has none is never drawn; `stats` counts them.
         anchor: ``"uniform"`` over the trajectory's steps, ``"first"`` or ``"last"``. A selector with
             ``unit="step"`` chooses the anchors itself.
         selector: by default `Uniform()`, or where every window has one step ``Uniform(unit="step")``, unless `anchor`
-            or `group` are given. The logger `gear_loader` says once if by default the shorter half of the trajectories,
-            with half of the rows, has less than a quarter of the steps.
+            or `groups` are given. The logger `gear_loader` says once if by default the shorter half of the
+            trajectories, with half of the rows, has less than a quarter of the steps.
+        groups: `Groups` of trajectories that are drawn together.
+        draws: `Draws`, what is drawn and how it is counted.
         seed: seed of all draws.
-        device: ``"auto"`` (the current GPU if there is one, else the CPU) or a torch device.
-        prefetch: batches prepared ahead: by a thread on the CPU, on a side stream on a GPU. 0 disables prefetching.
-        copy: whether each batch lies in new memory: None where references to earlier ones require it, True always,
-            which costs a copy within GPU memory and on the CPU an allocation per batch; False never. See above.
-        keep: batches after which memory is reused, see above; at least 1.
+        device: ``"auto"`` (the current GPU if there is one, else the CPU), a torch device, or a `Gpu` with the share of
+            it that gathering takes.
+        prefetch: batches prepared ahead: by a thread on the CPU, on a side stream on a GPU; 0 disables prefetching. Or
+            a `Prefetch`, which also says when memory is reused.
         batches_per_epoch: length of an epoch on each rank; by default that of one pass, ceil(items / batch_size) over
             all ranks: items are trajectories, or steps if the selector has ``unit="step"``. The logger `gear_loader`
             says once if such an epoch reads a small part of the table. ``math.inf`` never ends.
-        drop_last: without replacement: skip a last batch that is not full (over `Shards`: on all ranks).
-        subset: function of sequence numbers (int64 [n], the order of insertion into the table that stored the
-            trajectories first) that returns bool [n]: whether they belong to this dataset. `ReplayDataModule` uses it
-            to split training and validation.
-        sample_info: whether batches carry ``sample_info``. Draws are counted by such datasets, and by all if the table
-            has `max_times_sampled`; then, on a GPU, the host draws by priority.
-        rate_limited: wait for the table's rate limiter and count for it. False for validation.
-        programs: programs of the gather kernel's grid on a GPU; by default 16, which saturate the bus. 8 move
-            0.85 of that, and slow training down less; see docs/gpu.md.
-        stream_priority: of the side stream that prepares batches on a GPU, as for `torch.cuda.Stream`: -1 gives its
-            kernels the next free multiprocessors, before blocks of training kernels that are queued already. Beside
-            products of matrices and a transformer on a H100 it made no difference.
-        scope: of `Shards`: ``"global"`` draws the same batch over all shards on every rank, `world_size` times as large
-            as in one process, and each rank gets its slice; ``"local"`` draws from this rank's shard alone,
-            communicates only at the start of an iteration, and corrects importance weights for the shard's share of all
-            priorities at that time.
-        rank, world_size: by default those of `torch.distributed` if it is initialised, else 0 of 1.
+        ranks: `Ranks`, how ranks share the batches.
         output: ``"dict"``, or ``"tensordict"`` for batches that are a ``tensordict.TensorDict`` of batch size [B] with
             the same entries; a dot in a name is a level of nesting (``("next", "reward")``). `DataLoader` then needs
             ``collate_fn=dataset.collate``.
@@ -184,43 +165,6 @@ class ReplayDataset(IterableDataset[Batch]):
             batch, which is then copied from a packed one. ``"packed"``: rows lie one after another without padding, see
             below. ``"jagged"``: so they do, and are shown as `torch.nested` tensors of layout `torch.jagged`, without a
             copy.
-        max_steps: in place of `batch_size`, most steps of a batch: it has the drawn trajectories in order until one
-            does not fit, which begins the next batch. An epoch delivers every drawn trajectory exactly once, unless it
-            was removed from the table meanwhile: as many as there are items, or with `batches_per_epoch` so many
-            batches. Order and resuming are as with `batch_size`, for any `prefetch` and `num_workers`. `stats` tells
-            how full batches are. Not for `TopK`, `drop_last` and selectors of which every batch has the same
-            trajectories; `sample` draws so on one rank, from a `Table` or with ``scope="local"``.
-        lookahead: with `max_steps`: number of drawn trajectories that do not fit which a batch may pass over to find
-            others that do. The next batch begins with them, so none waits for more than ``lookahead + 1`` batches.
-        too_long: with `max_steps`: what becomes of a drawn trajectory with more steps. ``"error"`` raises an error that
-            names it, ``"truncate"`` delivers its first `max_steps` steps, ``"skip"`` leaves it out and counts it.
-        group: name of an integer column per trajectory. Trajectories with the same value are a group; only complete
-            groups are drawn, and whole: their members are `group_size` rows one after another, in order of addition.
-            The selector chooses groups, and `batch_size` is a multiple of `group_size`. With `max_steps` a batch may
-            end inside a group; the next one begins with the rest. A value that more trajectories have is an error.
-            Over Shards with ``scope="local"``: of this rank's table.
-        group_size: trajectories of a complete group.
-        group_priority: priority of a group: the ``"max"`` of its members', or the ``"mean"`` of them to the power of
-            alpha.
-        group_varies: name of a column per trajectory; groups whose members all have the same value are left out, and
-            counted by `stats`. With rewards: groups that give no advantage.
-        device_cache: bytes of GPU memory, an int or a text such as ``"8GiB"``, for copies of the table's blocks: those
-            that are likeliest to be drawn, in all columns that are read. Batches are the same, and read less over the
-            bus; `stats` tells how much. Beside it 4 bytes for each block and trajectory of the table. By priority the
-            likeliest blocks are kept, with `Fifo` and `Lifo` (which draw with replacement) the oldest and newest; with
-            others all are as likely, and any are kept, as they come. Of a table with a disk tier, blocks in memory are
-            copied. Needs a `Table`, a CUDA device that can read it (else the cache stays empty) and
-            ``layout="padded"``.
-        group_max_age: seconds after which the trajectories of an incomplete group are removed from the table, counted
-            from the last one that was added.
-        balance: with packed batches over all `Shards`: how rows are dealt to ranks. ``"steps"``: all ranks have about
-            as many steps, ``"squares"``: as large sums of the squares of their rows' lengths, as where attention
-            dominates; each rank has `batch_size` rows, or with `max_steps` as many batches. None: slices of the batch;
-            with `max_steps` as ``"steps"``.
-        micro_batches: with `max_steps` over all `Shards`: batches of each rank that are one training step. They are
-            planned together, and dealt so that the ranks' work in the step is about equal: see `balance`. An epoch's
-            last step has fewer if there are not as many; batches are split so that all ranks have the same number,
-            or if they cannot be, because each has one row, the shortest repeat.
 
     **Late columns** (`Column.late`): a dataset draws only trajectories whose late columns are filled, of those that it
     reads. If there are none, or no complete groups, or no recent trajectories of a table with `max_lag`, a draw waits
@@ -251,8 +195,9 @@ class ReplayDataset(IterableDataset[Batch]):
     asked for while the current stream captures is a GpuError, and nothing is changed.
 
     **Other loaders:** torchdata's `StatefulDataLoader` and Lightning's Fabric work as `DataLoader` does. On several
-    ranks `accelerate.Accelerator.prepare` deals the batches of rank 0 to all: give the dataset ``rank=0,
-    world_size=1``; otherwise, for Shards and for packed batches, the loader stays out of `prepare`. What would deliver
+    ranks `accelerate.Accelerator.prepare` deals the batches of rank 0 to all: give the dataset
+    ``ranks=gear.Ranks(rank=0, world_size=1)``; otherwise, for Shards and for packed batches, the loader stays out of
+    `prepare`. What would deliver
     other rows raises SchemaError.
 
     Raises:
@@ -263,40 +208,20 @@ class ReplayDataset(IterableDataset[Batch]):
         self,
         table: Table | Shards,
         *,
-        batch_size: int | None = None,
+        batch_size: int | Steps,
         windows: Window | Whole | Mapping[str, Any],
         columns: Sequence[str] | None = None,
-        complete: bool = False,
         anchor: Literal["uniform", "first", "last"] = "uniform",
         selector: Selector | None = None,
+        groups: Groups | None = None,
+        draws: Draws = _DRAWS,
         seed: int = 0,
-        device: str | torch.device = "auto",
-        prefetch: int = 2,
-        copy: bool | None = None,
-        keep: int = 2,
+        device: str | torch.device | Gpu = "auto",
+        prefetch: int | Prefetch = 2,
         batches_per_epoch: float | None = None,
-        drop_last: bool = False,
-        subset: Callable[[Array], Array] | None = None,
-        sample_info: bool = False,
-        rate_limited: bool = True,
-        programs: int | None = None,
-        stream_priority: int = 0,
-        scope: Literal["global", "local"] = "global",
-        rank: int | None = None,
-        world_size: int | None = None,
+        ranks: Ranks = _RANKS,
         output: Literal["dict", "tensordict"] = "dict",
         layout: Literal["padded", "packed", "jagged"] = "padded",
-        max_steps: int | None = None,
-        lookahead: int = 0,
-        too_long: TooLong = "error",
-        group: str | None = None,
-        group_size: int | None = None,
-        group_priority: GroupPriority = "max",
-        group_varies: str | None = None,
-        group_max_age: float | None = None,
-        balance: Balance | None = None,
-        micro_batches: int = 1,
-        device_cache: int | str | None = None,
     ) -> None:
         if not isinstance(table, (Table, Shards)):
             remedy = f" Attach to it by its name: gear_loader.Table.attach({shown(table)})."
@@ -308,42 +233,23 @@ class ReplayDataset(IterableDataset[Batch]):
             batch_size=batch_size,
             windows=windows,
             columns=columns,
-            complete=complete,
             anchor=anchor,
             selector=selector,
+            groups=groups,
+            draws=draws,
             seed=seed,
             device=device,
             prefetch=prefetch,
-            copy=copy,
-            keep=keep,
             batches_per_epoch=batches_per_epoch,
-            subset=subset,
-            programs=programs,
-            stream_priority=stream_priority,
-            scope=scope,
-            rank=rank,
-            world_size=world_size,
+            ranks=ranks,
             output=output,
             layout=layout,
-            max_steps=max_steps,
-            lookahead=lookahead,
-            too_long=too_long,
-            group=group,
-            group_size=group_size,
-            group_priority=group_priority,
-            group_varies=group_varies,
-            group_max_age=group_max_age,
-            balance=balance,
-            micro_batches=micro_batches,
-            device_cache=device_cache,
-            drop_last=drop_last,
-            sample_info=sample_info,
-            rate_limited=rate_limited,
         )
         self.shards = table if isinstance(table, Shards) else None
         self.table: Table = table.table if isinstance(table, Shards) else table
         table = self.table
-        self.batch_size = 0 if batch_size is None else int(batch_size)
+        budget = batch_size if isinstance(batch_size, Steps) else None
+        self.batch_size = 0 if isinstance(batch_size, Steps) else int(batch_size)
         self.windows = windows_of(table.schema, windows, columns)
         self.mask_names: tuple[str, ...] | None = None
         if isinstance(windows, Mapping):
@@ -353,69 +259,48 @@ class ReplayDataset(IterableDataset[Batch]):
         if output == "tensordict":
             check_nesting(self.windows)
         # Whether nothing tells if trajectories or steps are to be equally likely.
-        self._by_default = selector is None and anchor == "uniform" and group is None
+        self._by_default = selector is None and anchor == "uniform" and groups is None
         self._by_default &= not has_whole(self.windows)
         by_step = self._by_default and single_steps(table.schema, self.windows)
         if selector is None:
             selector = Uniform(unit="step" if by_step else "trajectory")
         self.selector: Selector = selector
-        self.complete = CompleteAnchors.of(table.schema, self.windows) if flag("complete", complete) else None
+        self.complete = CompleteAnchors.of(table.schema, self.windows) if draws.complete else None
         whole = has_whole(self.windows)
         self.anchor: Literal["uniform", "first", "last"] = "first" if whole else anchor
         self.seed = int(seed)
-        self.device = device_of(device)
-        self.prefetch = int(prefetch)
-        self.keep = int(keep)
-        self.copy = copy
+        gpu = device if isinstance(device, Gpu) else Gpu(device)
+        self.device = device_of(gpu.device)
+        self.programs = None if gpu.programs is None else int(gpu.programs)
+        self.stream_priority = int(gpu.stream_priority)
+        ahead = prefetch if isinstance(prefetch, Prefetch) else Prefetch(prefetch)
+        self.prefetch, self.keep, self.copy = int(ahead.batches), int(ahead.keep), ahead.copy
         self.layout: Literal["padded", "packed", "jagged"] = layout
         self._packs = whole or layout != "padded"  # rows are gathered one after another
-        self.device_cache = None if device_cache is None else byte_count("device_cache", device_cache)
-        self._cache: DeviceCache | None = None
-        if self.device_cache is not None:
-            check_cache(
-                device_cache,
-                self.device_cache,
-                table=table,
-                shards=self.shards,
-                device=self.device,
-                packs=self._packs,
-                columns=self._sources(),
-            )
         self._late = table.schema.late_bits(self._sources())
-        is_global = self.shards is not None and scope == "global"
-        check_freshness(self.selector, table, is_global=is_global)
-        self.groups = grouping_of(
-            table,
-            group,
-            group_size,
-            group_priority,
-            group_varies,
-            group_max_age,
-            is_global=is_global,
-            batch_size=self.batch_size,
+        self.scope: Literal["global", "local"] = ranks.scope
+        self._shard = (
+            None if ranks.rank is None or ranks.world_size is None else (ranks.rank, ranks.world_size)
         )
-        if self.groups is not None and group_varies is not None:
-            self._late |= table.schema.late_bits([group_varies])
-        self.scope: Literal["global", "local"] = scope
-        self.balance, self.micro_batches = balance, int(micro_batches)
-        check_dealing(balance, self.micro_batches, deals=self._packs and self._is_global, max_steps=max_steps)
+        self.balance, self.micro_batches = ranks.balance, int(ranks.micro_batches)
+        check_freshness(self.selector, table, is_global=self._is_global)
+        check_groups(groups, table, is_global=self._is_global, batch_size=self.batch_size)
+        self.groups = groups
+        if groups is not None and groups.varies is not None:
+            self._late |= table.schema.late_bits([groups.varies])
+        check_dealing(ranks, budget, deals=self._packs and self._is_global)
         self._budget: StepBudget | None = None
         if self._packs:
-            check_packed(self.windows, layout, shards=self.shards, scope=scope, device=self.device)
-            self._budget = step_budget_of(table, self.windows, max_steps, lookahead, too_long, drop_last)
+            check_packed(self.windows, layout, shards=self.shards, scope=self.scope, device=self.device)
+            self._budget = step_budget_of(table, self.windows, budget, draws.drop_last)
         self._progress, self._sample_progress = BudgetProgress(self.keep), BudgetProgress(0)
         self._sample_progress.counts = self._progress.counts
-        self._sampler: BudgetPlanner | None = None  # of `sample` with max_steps
+        self._sampler: BudgetPlanner | None = None  # of `sample` with `Steps`
         endless = batches_per_epoch is None or batches_per_epoch == math.inf
         self.batches_per_epoch = batches_per_epoch if endless else int(batches_per_epoch or 0)
-        self.drop_last = drop_last
-        self.subset = subset
-        self.sample_info = sample_info
-        self.rate_limited = rate_limited
+        self.drop_last, self.subset = draws.drop_last, draws.subset
+        self.sample_info, self.rate_limited = draws.sample_info, draws.rate_limited
         self._check_rate(self._num_drawn)
-        self.programs = None if programs is None else int(programs)
-        self.stream_priority = int(stream_priority)
-        self._shard = None if rank is None or world_size is None else (rank, world_size)
         self._exchange = self._new_exchange()
         self._position = Position()
         self._buffers = BufferPools()
@@ -450,34 +335,6 @@ class ReplayDataset(IterableDataset[Batch]):
         return {
             source_of(name, window) for name, window in expand(self.table.schema, self.windows)[0].items()
         }
-
-    def _device_cache(self) -> DeviceCache | None:
-        """The cache of this process; made for the first collector."""
-        if self.device_cache is None or self._cache is not None:
-            return self._cache
-        reach = reach_of(self.table.schema, expand(self.table.schema, self.windows)[0])
-        self._cache = DeviceCache(
-            self.table,
-            self._sources(),
-            self.device_cache,
-            self.device,
-            order=self._cache_order(),
-            anchor=None if self.selector.unit == "step" else self.anchor,
-            reach=(reach.first, reach.last),
-            likelihoods=self._selected().likelihoods,
-        )
-        return self._cache
-
-    def _cache_order(self) -> CacheOrder:
-        """What is likeliest to be drawn."""
-        selector = self.selector
-        if self.groups is not None or (isinstance(selector, TopK) and not selector.largest):
-            return "any"
-        if needs_priorities(selector):
-            return "priority"
-        if isinstance(selector, Fifo) and selector.replacement:
-            return "newest" if selector.newest else "oldest"
-        return "any"
 
     def _items_of(self, rows: int) -> int:
         """Items of so many rows: groups, or rows."""
@@ -563,7 +420,7 @@ class ReplayDataset(IterableDataset[Batch]):
         `min_size` trajectories; and over all `Shards` every rank calls it at the same time.
 
         Raises:
-            TypeError: the dataset is endless, or has max_steps without batches_per_epoch: the number then depends on
+            TypeError: the dataset is endless, or has `Steps` without batches_per_epoch: the number then depends on
                 the draws.
             TableEmptyError: there is nothing to draw from.
             RateLimitError: timed out waiting for the rate limiter.
@@ -574,7 +431,7 @@ class ReplayDataset(IterableDataset[Batch]):
         if self.batches_per_epoch is None:
             if self._budget is not None:
                 raise TypeError(
-                    "This ReplayDataset has no length: with max_steps it depends on what is drawn. Give "
+                    "This ReplayDataset has no length: with batch_size=Steps(...) it depends on what is drawn. Give "
                     "batches_per_epoch."
                 )
             self._await_first()
@@ -747,17 +604,20 @@ class ReplayDataset(IterableDataset[Batch]):
         """Raise SchemaError if workers or ranks cannot share the batches of one stream of draws."""
         if workers > 1 and self.rate_limited and self.table.rules.rate_limiter is not None:
             raise SchemaError(
-                f"max_steps was given with {workers} DataLoader workers and a table with a rate limiter, for which the "
-                "draws of all workers would count. Use num_workers=0, or rate_limited=False."
+                f"batch_size=Steps(...) was given with {workers} DataLoader workers and a table with a rate limiter, "
+                "for which the "
+                "draws of all workers would count. Use num_workers=0, or Draws(rate_limited=False)."
             )
         if self.shards is not None and not self._is_global and self.batches_per_epoch is None:
             raise SchemaError(
-                "max_steps was given with Shards and scope='local'; expected batches_per_epoch too, so that all ranks "
-                "have as many batches."
+                "batch_size=Steps(...) was given with Shards and scope='local'; expected batches_per_epoch too, so "
+                "that all "
+                "ranks have as many batches."
             )
         if world > 1 and (self.batches_per_epoch is None or needs_priorities(self.selector)):
             raise SchemaError(
-                f"max_steps was given on {world} ranks; expected batches_per_epoch, so that all ranks have as many "
+                f"batch_size=Steps(...) was given on {world} ranks; expected batches_per_epoch, so that all ranks "
+                "have as many "
                 "batches, and a selector that does not draw by priority."
             )
 
@@ -784,7 +644,7 @@ class ReplayDataset(IterableDataset[Batch]):
         for. A pass is then over the items at its start.
 
         Args:
-            batch_size: rows; by default the dataset's. Changing it allocates new buffers. Not with max_steps.
+            batch_size: rows; by default the dataset's. Changing it allocates new buffers. Not with `Steps`.
 
         Returns:
             A batch that does not change while anything refers to it; with ``copy=False``, until `sample` has been
@@ -792,7 +652,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
         Raises:
             TableEmptyError: there is nothing to draw from.
-            SchemaError: batch_size was given to a dataset with max_steps, or such a dataset draws over all Shards or
+            SchemaError: batch_size was given to a dataset with `Steps`, or such a dataset draws over all Shards or
                 has several ranks.
         """
         if self._budget is not None:
@@ -840,11 +700,11 @@ class ReplayDataset(IterableDataset[Batch]):
         return prefetcher
 
     def _sample_steps(self, budget: StepBudget, batch_size: int | None) -> Batch:
-        """`sample` with max_steps."""
+        """`sample` with `Steps`."""
         world = self._rank()[1]
         if batch_size is not None or self._is_global or world > 1:
             raise SchemaError(
-                f"sample(batch_size={batch_size}) was called on a dataset with max_steps, on {world} ranks"
+                f"sample(batch_size={batch_size}) was called on a dataset with batch_size=Steps(...), on {world} ranks"
                 f"{', over all Shards' if self._is_global else ''}; expected no batch_size, one rank, and a Table or "
                 "Shards with scope='local'. Iterate over the dataset otherwise."
             )
@@ -1213,8 +1073,6 @@ class ReplayDataset(IterableDataset[Batch]):
             groups also ``"groups_complete"``: groups that can be drawn; ``"groups_constant"``: those left out because
             of `group_varies`; ``"groups_incomplete"``: trajectories in no complete group; ``"groups_expired"``:
             trajectories that this process has removed by `group_max_age`.
-            With device_cache also ``"cache_hits"`` and ``"cache_misses"``: blocks of the windows drawn so far that were
-            read from it, and over the bus; ``"cache_bytes"``: of the blocks in it. They wait for the GPU.
         """
         context = self._selected().context
         own = self.shards.own.values() if self.shards is not None and self._is_global else ()
@@ -1242,26 +1100,11 @@ class ReplayDataset(IterableDataset[Batch]):
             found["skipped"], found["gone"] = done.skipped, done.gone
         if self._late:
             found["unfilled"] = unfilled
-        if self.device_cache is not None:
-            found.update({f"cache_{name}": count for name, count in self.cache_counts().items()})
-            del found["cache_budget"]
         selection = self._selected()
         if isinstance(selection, (GroupSelection, PrioritizedGroupSelection)):
             selection.look()
             found.update({f"groups_{name}": n for name, n in selection.former.counts.to_dict().items()})
         return found
-
-    def cache_counts(self) -> dict[str, int]:
-        """Numbers of the device cache; waits for the GPU if that draws.
-
-        Returns:
-            ``"hits"`` and ``"misses"``: blocks of the windows drawn so far that were read from it, and over the bus;
-            ``"bytes"``: of the blocks in it; ``"budget"``: most of them. All 0 without a cache, or before its first
-            batch.
-        """
-        if self._cache is None:
-            return dict.fromkeys(("hits", "misses", "bytes", "budget"), 0)
-        return self._cache.counts()
 
     def _notice_epoch(self, view: Any) -> bool:
         """Log a notice if an epoch by default length reads a small part of the table; return whether it did."""
@@ -1311,7 +1154,6 @@ class ReplayDataset(IterableDataset[Batch]):
                 informs=self.sample_info,
                 programs=self.programs,
                 stream_priority=self.stream_priority,
-                cache=self._device_cache,
             )
 
     def check_worker(self, number: int, in_worker: bool) -> None:
@@ -1323,7 +1165,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_buffers=BufferPools(), _selection=None, _cache=None, _sampler=None)
+        state.update(_buffers=BufferPools(), _selection=None, _sampler=None)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             state["_shard"] = self._rank()  # a spawned worker has no process group
         return state
@@ -1339,9 +1181,9 @@ class ReplayDataset(IterableDataset[Batch]):
         if self._selection is not None:
             self._selection.after_fork()
         if self.device.type == "cuda":
-            keep_for_ever(self._buffers, self._cache, self._sampler, self._selection)
+            keep_for_ever(self._buffers, self._sampler, self._selection)
         self._buffers = BufferPools()
-        self._cache, self._sampler = None, None
+        self._sampler = None
 
     @property
     def position(self) -> tuple[int, int, int]:
@@ -1413,7 +1255,7 @@ class ReplayDataset(IterableDataset[Batch]):
         """Resume from `state`: the next iteration yields the batch after the last one delivered before it was taken.
 
         The batches are equal bit for bit if the table holds the same trajectories in the same order, on as many ranks.
-        Over all `Shards` a state goes on with other numbers of ranks, too; with max_steps one that was taken after a
+        Over all `Shards` a state goes on with other numbers of ranks, too; with `Steps` one that was taken after a
         whole number of training steps, also with other `micro_batches`.
         `DataLoader` workers made afterwards resume there too, whatever their number.
 

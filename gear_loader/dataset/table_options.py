@@ -7,61 +7,26 @@ from typing import Any
 
 import torch
 
-from gear_loader.collection.device_cache import DeviceCache
 from gear_loader.collection.windows import packed_span, reads_final
+from gear_loader.dataset.options import Ranks
 from gear_loader.dataset.position import MAX_WORKERS
 from gear_loader.distributed.packed_collector import check_packed_shards
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import PrivateTableError, SchemaError
-from gear_loader.selection.grouping import Grouping
+from gear_loader.selection.grouping import Groups
 from gear_loader.selection.prioritized import needs_priorities
 from gear_loader.selection.selectors import Selector
-from gear_loader.selection.step_budget import StepBudget, TooLong
+from gear_loader.selection.step_budget import StepBudget, Steps
 from gear_loader.storage.table import Table
 
 __all__ = [
-    "check_cache",
     "check_dealing",
     "check_freshness",
+    "check_groups",
     "check_packed",
     "check_worker",
-    "grouping_of",
     "step_budget_of",
 ]
-
-
-def check_cache(
-    given: Any,
-    size: int,
-    *,
-    table: Table,
-    shards: Shards | None,
-    device: torch.device,
-    packs: bool,
-    columns: set[str],
-) -> None:
-    """Raise SchemaError if batches are not made by a GPU that reads this process's table.
-
-    Args:
-        given: `device_cache` as it was given. size: its bytes.
-        columns: that are read.
-    """
-    if shards is not None:
-        raise SchemaError(
-            f"device_cache={given!r} was given with Shards; expected a Table: rows of shards are not cached for "
-            "now. Leave it out."
-        )
-    if device.type != "cuda":
-        raise SchemaError(
-            f"device_cache={given!r} was given with device={str(device)!r}; expected a CUDA device, in whose "
-            "memory the cache lies. Leave it out, or give device='cuda'."
-        )
-    if packs:
-        raise SchemaError(
-            f"device_cache={given!r} was given with whole trajectories (Whole), of which no rows are cached for now. "
-            "Leave it out."
-        )
-    DeviceCache.check(table, columns, size)
 
 
 def check_freshness(selector: Selector, table: Table, *, is_global: bool) -> None:
@@ -78,48 +43,38 @@ def check_freshness(selector: Selector, table: Table, *, is_global: bool) -> Non
         )
 
 
-def grouping_of(
-    table: Table,
-    column: Any,
-    size: Any,
-    priority: Any,
-    varies: Any,
-    max_age: float | None,
-    *,
-    is_global: bool,
-    batch_size: int,
-) -> Grouping | None:
-    """The options of groups; None without groups. is_global: batches are drawn over all shards."""
-    if column is None:
-        return None
-    grouping = Grouping.of(table.schema, column, size, priority, varies, max_age)
+def check_groups(groups: Groups | None, table: Table, *, is_global: bool, batch_size: int) -> None:
+    """Raise SchemaError for groups that do not go with the table or the batch; is_global: drawn over all shards."""
+    if groups is None:
+        return
+    groups.check_columns(table.schema)
     if is_global or table.rules.max_times_sampled is not None:
         raise SchemaError(
-            f"group={column!r} was given with Shards and scope='global', or a table with max_times_sampled; expected a "
-            "Table without, or Shards with scope='local': groups lie in one table, and are drawn whole."
+            f"{groups!r} was given with Shards and scope='global', or a table with max_times_sampled; expected a "
+            "Table without, or Shards with Ranks('local'): groups lie in one table, and are drawn whole."
         )
-    if batch_size % grouping.size:
+    if batch_size % groups.size:
         raise SchemaError(
-            f"batch_size is {batch_size} and group_size {grouping.size}; expected a multiple of it: groups are drawn "
-            "whole."
+            f"batch_size is {batch_size} and the groups' size {groups.size}; expected a multiple of it: groups are "
+            "drawn whole."
         )
-    return grouping
 
 
-def check_dealing(balance: Any, micro_batches: int, *, deals: bool, max_steps: int | None) -> None:
+def check_dealing(ranks: Ranks, steps: Steps | None, *, deals: bool) -> None:
     """Raise SchemaError for options that deal rows to ranks, where none are dealt.
 
     Args:
+        steps: of a batch; None for a number of rows.
         deals: packed batches are drawn over all shards.
     """
-    if (balance is not None or micro_batches > 1) and not deals:
+    if (ranks.balance is not None or ranks.micro_batches > 1) and not deals:
         raise SchemaError(
-            f"balance={balance!r} and micro_batches={micro_batches} were given; expected both with "
-            "Shards, scope='global' and layout='packed' or 'jagged': they deal the rows of a step to ranks."
+            f"{ranks!r} was given; expected balance and micro_batches with Shards, scope='global' and "
+            "layout='packed' or 'jagged': they deal the rows of a step to ranks."
         )
-    if micro_batches > 1 and max_steps is None:
+    if ranks.micro_batches > 1 and steps is None:
         raise SchemaError(
-            f"micro_batches={micro_batches} was given with batch_size; expected max_steps, whose batches are "
+            f"{ranks!r} was given with a batch_size in rows; expected batch_size=Steps(...), whose batches are "
             "planned together, or accumulate gradients over batches."
         )
 
@@ -139,25 +94,21 @@ def check_packed(
 
 
 def step_budget_of(
-    table: Table,
-    windows: Mapping[str, Any],
-    max_steps: int | None,
-    lookahead: int,
-    too_long: TooLong,
-    drop_last: bool,
+    table: Table, windows: Mapping[str, Any], steps: Steps | None, drop_last: bool
 ) -> StepBudget | None:
     """The options of packed batches that have a number of steps; None if they have a number of rows."""
     offset, length = packed_span(table.schema, windows)
-    if max_steps is None:
+    if steps is None:
         return None
     if table.rules.max_times_sampled is not None:
         raise SchemaError(
-            "max_steps was given with a table that has max_times_sampled, which removes a trajectory when it is "
-            "drawn for the last time, and it may have to wait for its batch. Use batch_size, or a table without."
+            f"{steps!r} was given with a table that has max_times_sampled, which removes a trajectory when it is "
+            "drawn for the last time, and it may have to wait for its batch. Use a batch_size in rows, or a table "
+            "without."
         )
     if drop_last:
-        raise SchemaError("drop_last was given with max_steps, whose batches are seldom full; leave it out.")
-    return StepBudget(int(max_steps), int(lookahead), too_long, offset, length, reads_final(windows))
+        raise SchemaError(f"drop_last was given with {steps!r}, whose batches are seldom full; leave it out.")
+    return StepBudget(steps.max_steps, steps.lookahead, steps.too_long, offset, length, reads_final(windows))
 
 
 def check_worker(

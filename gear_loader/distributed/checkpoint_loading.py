@@ -13,6 +13,7 @@ from gear_loader.checkpoint.sharded import ShardsManifest, open_shards, read_sha
 from gear_loader.checkpoint.sharded_loading import own_share, resharded_share
 from gear_loader.distributed.checkpoint_ranks import Agree, CheckpointRanks
 from gear_loader.errors import CheckpointError
+from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.rules import OnFull
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.table import Table
@@ -154,20 +155,19 @@ def _load_share(
         **share.sizes,
         **{key: size for key, size in given.items() if size is not None},
     }
+    blocks = sizes.pop("max_blocks")
     if given["max_blocks"] is None:
         as_saved = all(size is None for size in given.values())
-        sizes["max_blocks"] = share.sizes["max_blocks"] if as_saved else None
+        blocks = share.sizes["max_blocks"] if as_saved else None
     rules = share.rules.rules
     table = Table.create(
         shards.schema,
         **sizes,  # type: ignore[arg-type]
+        memory=Memory(max_blocks=blocks),
         name=name,
         on_full=rules.on_full if on_full is None else on_full,
         rate_limiter=rules.rate_limiter,
-        max_times_sampled=rules.max_times_sampled,
-        max_age=rules.max_age,
-        version=rules.version,
-        max_lag=rules.max_lag,
+        limits=rules.limits,
     )
     try:
         fill(table, directory, share.parts, share.contents, progress=progress)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from gear_loader.collection.collector import Collector
-from gear_loader.collection.device_cache import DeviceCache
 from gear_loader.collection.packed import PackedCollector
 from gear_loader.collection.packed_cuda import CudaPackedCollector
 from gear_loader.distributed.collector import ShardCollector
@@ -35,7 +34,6 @@ def collector_for(
     informs: bool,
     programs: int | None,
     stream_priority: int,
-    cache: Callable[[], DeviceCache | None],
 ) -> Collector:
     """Make a collector of a dataset.
 
@@ -49,7 +47,6 @@ def collector_for(
         packed: rows are gathered one after another.
         informs: batches carry ``sample_info``.
         programs, stream_priority: as for `ReplayDataset`.
-        cache: returns the device cache, or None.
     """
     made: Collector
     options: dict[str, Any] = {"batch_size": batch_size, "device": device, "programs": programs}
@@ -71,6 +68,6 @@ def collector_for(
     else:
         if device.type == "cuda" and needs_priorities(selector):
             table.region.pin(device)  # draws read it too, so it cannot be pinned during the iteration
-        made = Collector(table, windows, weighs=selector.weighs, informs=informs, cache=cache(), **options)
+        made = Collector(table, windows, weighs=selector.weighs, informs=informs, **options)
     made.stream_priority = stream_priority
     return made

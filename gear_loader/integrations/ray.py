@@ -86,7 +86,9 @@ class _Owner:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ray's own: this property calls a method that Ray has deprecated
             again = context.was_current_actor_reconstructed
-        self._table = Table.create(schema, name=f"ray-{context.get_actor_id()}", exist_ok=True, **options)
+        self._table = Table.create(
+            schema, name=f"ray-{context.get_actor_id()}", if_exists="attach", **options
+        )
         self._secret = secret
         _unlink_after_ray(self._table.name or "")
         # The server of the process that was killed may take a moment to end.
@@ -183,7 +185,7 @@ class _Options:
         """Start the actor, and wait until it serves its table.
 
         Args:
-            schema, options: of `Table.create`, except its `name`, `exist_ok` and `replace`.
+            schema, options: of `Table.create`, except its `name` and `if_exists`.
             timeout: seconds to wait for the actor.
 
         Returns:
@@ -194,7 +196,7 @@ class _Options:
             PeerTimeoutError: Ray did not start the actor in time. GearError: the actor failed; the message says why.
         """
         checked = dict(Schema(schema))
-        for name in ("name", "exist_ok", "replace"):
+        for name in ("name", "if_exists"):
             if name in options:
                 raise TypeError(
                     f"{name} was given; the actor's table has the actor's id as its name. Leave it out."

@@ -22,6 +22,7 @@ from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.errors import SchemaError, TableEmptyError, TableFullError
 from gear_loader.native import copying
 from gear_loader.storage.dtypes import NUMPY_DTYPES, torch_dtypes
+from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import SelectedRows
 from gear_loader.storage.schema import Column, Window
@@ -176,7 +177,7 @@ class ReplayBuffer(_ReplayBuffer):
             schema,
             max_steps=steps + (trajectories if self.optimize_memory_usage else 0),
             max_trajectories=trajectories,
-            max_blocks=blocks,
+            memory=Memory(max_blocks=blocks),
             block_steps=_BLOCK_STEPS,
             name=name,
         )

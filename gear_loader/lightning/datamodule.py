@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,10 +17,12 @@ from torch.utils.data import DataLoader
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.windows import Whole, has_whole, windows_of
 from gear_loader.dataset import ReplayDataset
+from gear_loader.dataset.options import Draws
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError, SourceError
 from gear_loader.lightning.evaluation import EvaluationDataset, evaluation_dataset, prediction_dataset
 from gear_loader.lightning.split import Split
+from gear_loader.selection.step_budget import Steps
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
@@ -102,7 +105,7 @@ class ReplayDataModule(LightningDataModule):
             over `Shards` all ranks share the pass. 0 disables validation.
         val_batches: most batches of a validation run on each rank, the same ones each time; by default the whole pass.
         val_batch_size: rows of a batch of validation, test and prediction on each rank; `batch_size` by
-            default. With max_steps it is needed for validation and test; prediction has 1 by default.
+            default. With `Steps` it is needed for validation and test; prediction has 1 by default.
         split_seed: seed of the choice of validation trajectories.
         num_workers: workers of the `DataLoader`. 0 is fastest: batches are prefetched in the background anyway.
         load_options: for a path: options of `gear_loader.sources.load`; for a name: options of `Table.attach`.
@@ -131,7 +134,7 @@ class ReplayDataModule(LightningDataModule):
         self,
         table: Table | Shards | str | os.PathLike[str] | Callable[[], Table | Shards],
         *,
-        batch_size: int | None = None,
+        batch_size: int | Steps,
         windows: Window | Whole | Mapping[str, Any],
         val_fraction: float = 0.1,
         val_batches: int | None = None,
@@ -153,7 +156,7 @@ class ReplayDataModule(LightningDataModule):
                 at_least(name, value)
         if load_options is not None and not isinstance(load_options, Mapping):
             raise SchemaError(f"load_options is {shown(load_options)}; expected a mapping of options.")
-        if "subset" in options:
+        if isinstance(options.get("draws"), Draws) and options["draws"].subset is not None:
             raise SchemaError(
                 "subset was given; ReplayDataModule sets it. Use val_fraction, or ReplayDataset."
             )
@@ -168,10 +171,13 @@ class ReplayDataModule(LightningDataModule):
         self._options = {"batch_size": batch_size, "windows": windows, **options}
         self._val_fraction = val_fraction
         self._val_batches = val_batches
-        self._val_batch_size = batch_size if val_batch_size is None else val_batch_size
-        if self._val_batch_size is None and val_fraction and options.get("max_steps") is not None:
+        self._val_batch_size = val_batch_size
+        if val_batch_size is None and not isinstance(batch_size, Steps):
+            self._val_batch_size = batch_size
+        if self._val_batch_size is None and val_fraction:
             raise SchemaError(
-                "max_steps was given without val_batch_size; expected val_batch_size, the rows of a batch of "
+                f"batch_size={batch_size!r} was given without val_batch_size; expected val_batch_size, the rows of a "
+                "batch of "
                 "validation, or val_fraction=0."
             )
         self._split_seed = int(split_seed)
@@ -201,7 +207,7 @@ class ReplayDataModule(LightningDataModule):
             self._check_workers()
         limiter = table.rules.rate_limiter
         size = options["batch_size"]
-        if limiter is not None and size is not None and options.get("rate_limited", True):
+        if limiter is not None and not isinstance(size, Steps) and options.get("draws", Draws()).rate_limited:
             limiter.check_batch(size)
 
     # ---------------------------------------------------------------- Lightning's hooks
@@ -296,7 +302,7 @@ class ReplayDataModule(LightningDataModule):
         if self.predict_dataset is None:
             self.predict_dataset = prediction_dataset(
                 self._opened(),
-                {**self._device_options(), "device_cache": None},
+                self._device_options(),
                 batch_size=self._val_batch_size or 1,
             )
         return self._loader(self.predict_dataset)
@@ -421,14 +427,15 @@ class ReplayDataModule(LightningDataModule):
     def _training_dataset(self) -> ReplayDataset:
         options = self._device_options()
         if self._val_fraction:
-            options["subset"] = Split(self._val_fraction, seed=self._split_seed, second=False)
+            split = Split(self._val_fraction, seed=self._split_seed, second=False)
+            options["draws"] = dataclasses.replace(options.get("draws", Draws()), subset=split)
         return ReplayDataset(self._opened(), **options)
 
     def _held_out(self, most: int | None) -> EvaluationDataset:
         """A pass over the validation steps, of at most `most` batches."""
         return evaluation_dataset(
             self._opened(),
-            {**self._device_options(), "device_cache": None},  # of the training dataset alone
+            self._device_options(),
             batch_size=self._val_batch_size or 1,
             subset=Split(self._val_fraction, seed=self._split_seed, second=True),
             most=most,

@@ -10,6 +10,7 @@ from gear_loader.collection.batches import Batch
 from gear_loader.collection.windows import Whole
 from gear_loader.dataset import ReplayDataset
 from gear_loader.dataset.draws import EpochDraws
+from gear_loader.dataset.options import Draws, Ranks
 from gear_loader.distributed.shards import Shards
 from gear_loader.selection.selectors import Fifo, Selector, Uniform
 from gear_loader.storage.table import Table
@@ -52,7 +53,8 @@ def evaluation_dataset(
         most: see `EvaluationDataset`.
     """
     selector = Uniform(replacement=False, unit="trajectory" if _whole(options) else "step")
-    return _pass(source, {**options, "subset": subset}, selector, "uniform", batch_size, most)
+    draws = dataclasses.replace(options.get("draws", Draws()), subset=subset)
+    return _pass(source, {**options, "draws": draws}, selector, "uniform", batch_size, most)
 
 
 def prediction_dataset(
@@ -79,9 +81,17 @@ def _pass(
     batch_size: int,
     most: int | None,
 ) -> EvaluationDataset:
-    replaced = {"sample_info": False, "rate_limited": False, "scope": "global", "drop_last": False}
-    replaced |= {"batches_per_epoch": None, "selector": selector, "anchor": anchor, "batch_size": batch_size}
-    replaced |= {"max_steps": None, "lookahead": 0, "too_long": "error"}
+    draws = options.get("draws", Draws())
+    replaced = {
+        "draws": dataclasses.replace(draws, sample_info=False, rate_limited=False, drop_last=False),
+        "ranks": dataclasses.replace(
+            options.get("ranks", Ranks()), scope="global", balance=None, micro_batches=1
+        ),
+        "batches_per_epoch": None,
+        "selector": selector,
+        "anchor": anchor,
+        "batch_size": batch_size,
+    }
     dataset = EvaluationDataset(source, **{**options, **replaced})
     dataset.most = most
     return dataset

@@ -48,7 +48,7 @@ class ReplayMonitor(Callback):
     ``fill_trajectories``         number of trajectories as a share of `max_trajectories`
     ``fill_steps``                number of steps as a share of `max_steps`
     ``fill_blocks``               share of all blocks in use
-    ``fill_batches``              with max_steps: see `ReplayDataset.batch_fill`
+    ``fill_batches``              with `Steps`: see `ReplayDataset.batch_fill`
     ``insert_rate``               trajectories added per second
     ``sample_rate``               rows drawn per second
     ``samples_per_insert``        rows drawn per trajectory added; omitted if no trajectory was added
@@ -66,14 +66,11 @@ class ReplayMonitor(Callback):
     ``age_seconds_max``
     ``times_sampled_mean``        number of draws of a drawn trajectory
     ``priority_q10``, ...         quantiles of the priorities, see `ReplayDataset.priority_quantiles`
-    ``cache_hit_rate``            with device_cache: share of the windows' blocks that were read from it; omitted if
-                                  none was read
-    ``cache_fill``                with device_cache: bytes in it as a share of its size
     ``num_stale``                 stale rows that `ReplayDataset.update_priority` has skipped so far
     ============================= ===================================================================================
 
-    Ages and numbers of draws are those of this process's batches, and need ``sample_info=True``; priorities need a
-    selector that draws by priority. Without a logger, and with the trainer's `fast_dev_run`, it does nothing.
+    Ages and numbers of draws are those of this process's batches, and need ``Draws(sample_info=True)``; priorities need
+    a selector that draws by priority. Without a logger, and with the trainer's `fast_dev_run`, it does nothing.
 
     Over `Shards` the metrics are those of all tables together, rows drawn are those of the batches that all ranks have
     trained on, and priorities are those of the first rank's shard. All ranks must have the callback, because a log is a
@@ -168,7 +165,6 @@ class ReplayMonitor(Callback):
 
     def _begin(self, now: float, totals: dict[str, float]) -> None:
         self._since, self._before = now, totals
-        self._cached = {} if self._dataset is None else self._dataset.cache_counts()
         self._batches = 0
         self._drawn = _Drawn()
 
@@ -217,12 +213,6 @@ class ReplayMonitor(Callback):
             metrics["disk_wait"] = since["miss_seconds"] / seconds
             if rows := since["num_hits"] + since["num_misses"]:
                 metrics["disk_hits"] = since["num_hits"] / rows
-        if dataset.device_cache is not None:
-            cached = dataset.cache_counts()
-            hits, misses = (cached[name] - self._cached.get(name, 0) for name in ("hits", "misses"))
-            metrics["cache_fill"] = cached["bytes"] / max(cached["budget"], 1)
-            if hits + misses:
-                metrics["cache_hit_rate"] = hits / (hits + misses)
         if inserted:
             metrics["samples_per_insert"] = sampled / inserted
         metrics.update(self._drawn.read())

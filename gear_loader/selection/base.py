@@ -11,7 +11,7 @@ import numpy as np
 from gear_loader.errors import SchemaError, TableEmptyError
 from gear_loader.native.random import FIRST, LAST, UNIFORM
 from gear_loader.selection.complete import CompleteAnchors
-from gear_loader.selection.grouping import Grouping
+from gear_loader.selection.grouping import Groups
 from gear_loader.selection.selectors import (
     Draw,
     Selector,
@@ -60,7 +60,7 @@ class SelectionContext:
     informs: bool = False
     complete: CompleteAnchors | None = None
     late: int = 0
-    grouping: Grouping | None = None
+    grouping: Groups | None = None
 
     @property
     def filters(self) -> bool:
@@ -253,15 +253,6 @@ class Selection:
             False, having done nothing, if it needs `draw`.
         """
         return False
-
-    def likelihoods(self) -> tuple[Array, Any] | None:
-        """How likely items are drawn, relative to each other; None if they are not drawn by priority.
-
-        Returns:
-            Numbers: of each slot, float32 [T]; of each block, float32 [num_blocks], where an item is a step. An event
-            after which they are there, or None if they are.
-        """
-        return None
 
     def undo(self, ticket: Any) -> None:
         """Release the ticket of a failed batch and subtract its rows from the sample count. Idempotent."""

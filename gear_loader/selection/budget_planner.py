@@ -25,7 +25,7 @@ from gear_loader.native.packed import (
     screen,
 )
 from gear_loader.selection.base import Selection
-from gear_loader.selection.grouping import Grouping
+from gear_loader.selection.grouping import Groups
 from gear_loader.selection.selectors import Draw, Prioritized, Selector
 from gear_loader.selection.step_budget import BudgetCounts, BudgetState, DrawnPart, StepBudget
 from gear_loader.storage.disk import LostRowsError
@@ -147,7 +147,7 @@ class BudgetPlanner:
             self._repeat(state)
 
     @staticmethod
-    def draw_size(selector: Selector, grouping: Grouping | None = None) -> int:
+    def draw_size(selector: Selector, grouping: Groups | None = None) -> int:
         """Items of one draw: rows, or groups."""
         rows = _DRAWN_BY_PRIORITY if isinstance(selector, Prioritized) else _DRAWN
         return rows if grouping is None else max(1, rows // grouping.size)

@@ -11,7 +11,13 @@ import numpy as np
 
 from gear_loader.errors import StaleIndexError
 from gear_loader.selection.base import Selection, SelectionContext
-from gear_loader.selection.grouping import Grouping, Groups, TrajectoryValues, expired_members, form_groups
+from gear_loader.selection.grouping import (
+    CompleteGroups,
+    Groups,
+    TrajectoryValues,
+    expired_members,
+    form_groups,
+)
 from gear_loader.selection.prioritized import ANCHORS, LEAVES, DrawnItems, PrioritizedSelection, scaled
 from gear_loader.selection.selectors import Draw, SnapshotSelector, TopK, anchors, replacements
 from gear_loader.storage.disk import LostRowsError
@@ -50,14 +56,14 @@ class GroupFormer:
         counts: of the last snapshot.
     """
 
-    def __init__(self, table: Table, grouping: Grouping) -> None:
+    def __init__(self, table: Table, grouping: Groups) -> None:
         self._table, self._grouping = table, grouping
         self._values = TrajectoryValues(table)
-        self._known: tuple[Snapshot, Groups] | None = None
+        self._known: tuple[Snapshot, CompleteGroups] | None = None
         self._looked = -np.inf
         self.counts = GroupCounts()
 
-    def form(self, view: Snapshot) -> Groups:
+    def form(self, view: Snapshot) -> CompleteGroups:
         """The groups among the trajectories of a snapshot that can be drawn, under a read ticket."""
         if self._known is None or self._known[0] is not view:
             groups = self._readable(view, lambda left: form_groups(self._values, left, self._grouping))
@@ -98,7 +104,7 @@ class GroupFormer:
                 self._looked = -np.inf
 
 
-def look_at_groups(selection: Selection, former: GroupFormer) -> Groups:
+def look_at_groups(selection: Selection, former: GroupFormer) -> CompleteGroups:
     """The groups that can be drawn now. Removes trajectories that cannot be read from disk."""
     former.expire()
     ticket = Ticket()
@@ -119,15 +125,15 @@ class GroupSelection(Selection):
         assert context.grouping is not None
         self.former = GroupFormer(context.table, context.grouping)
 
-    def look(self) -> Groups:
+    def look(self) -> CompleteGroups:
         """See `Selection.look`."""
         return look_at_groups(self, self.former)
 
-    def draw(self, draw: Draw, ticket: Ticket, frozen: Groups | None = None) -> SelectedRows:
+    def draw(self, draw: Draw, ticket: Ticket, frozen: CompleteGroups | None = None) -> SelectedRows:
         """See `Selection.draw`; `draw` counts groups."""
         return self.when_drawable(lambda: self._draw(draw, ticket, frozen), ticket)
 
-    def _draw(self, draw: Draw, ticket: Ticket, frozen: Groups | None) -> SelectedRows:
+    def _draw(self, draw: Draw, ticket: Ticket, frozen: CompleteGroups | None) -> SelectedRows:
         context, selector = self.context, self.context.selector
         assert isinstance(selector, SnapshotSelector)
         assert context.grouping is not None
@@ -167,11 +173,11 @@ class PrioritizedGroupSelection(PrioritizedSelection):
         self._grouping = context.grouping
         self.former = GroupFormer(context.table, context.grouping)
         self._members: Array = np.zeros(self._map.capacity, dtype=np.float32)  # leaf of each trajectory
-        self._groups: Groups | None = None  # those that the tree holds
+        self._groups: CompleteGroups | None = None  # those that the tree holds
         self._number: Array = np.zeros(self._map.capacity, dtype=np.int64)  # of the group of a first member
         self._draws_compiled = False
 
-    def look(self) -> Groups:
+    def look(self) -> CompleteGroups:
         """See `Selection.look`."""
         return look_at_groups(self, self.former)
 
@@ -197,7 +203,7 @@ class PrioritizedGroupSelection(PrioritizedSelection):
     def _write(self, items: Array, leaves: Array) -> None:
         self._put(items, leaves)
 
-    def _form(self) -> Groups:
+    def _form(self) -> CompleteGroups:
         """The groups of the trajectories that the map knows, whose leaves the tree then holds."""
         if self._groups is None:
             view = self._known()

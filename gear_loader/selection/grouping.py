@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.reader import Snapshot
+from gear_loader.storage.rules import check_seconds
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import at_least, one_of
 
-__all__ = ["GroupPriority", "Grouping", "Groups", "TrajectoryValues", "expired_members", "form_groups"]
+__all__ = ["CompleteGroups", "GroupPriority", "Groups", "TrajectoryValues", "expired_members", "form_groups"]
 
 GroupPriority = Literal["max", "mean"]
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclasses.dataclass(frozen=True)
-class Grouping:
-    """The options of groups.
+class Groups:
+    """Trajectories that are drawn together: ``groups=gear.Groups("prompt", 8)`` for the answers to one prompt.
+
+    Trajectories with the same value of a column are a group; only complete groups are drawn, and whole: their members
+    are rows one after another, in order of addition. The selector chooses groups, and `batch_size` is a multiple of
+    `size`. With `Steps` a batch may end inside a group; the next one begins with the rest. A value that more
+    trajectories have is an error. Over `Shards` with ``Ranks("local")``: of this rank's table.
 
     Attributes:
-        column: integer column per trajectory; trajectories with the same value are a group.
+        column: name of an integer column per trajectory.
         size: trajectories of a complete group.
-        priority: of a group, from those of its members.
-        varies: column per trajectory; groups in which all members have the same value are left out. None for no such.
-        max_age: seconds after which an incomplete group is removed from the table. None for no limit.
+        priority: of a group: the ``"max"`` of its members', or the ``"mean"`` of them to the power of alpha.
+        varies: name of a column per trajectory; groups whose members all have the same value are left out, and counted
+            by `ReplayDataset.stats`. With rewards: groups that give no advantage. None for no such.
+        max_age: seconds after which the trajectories of an incomplete group are removed from the table, counted from
+            the last one that was added. None for no limit.
+
+    Raises:
+        SchemaError: an invalid value.
     """
 
     column: str
@@ -39,35 +50,35 @@ class Grouping:
     varies: str | None = None
     max_age: float | None = None
 
-    @classmethod
-    def of(
-        cls, schema: Schema, column: Any, size: Any, priority: Any, varies: Any, max_age: float | None
-    ) -> Grouping:
-        """Check the options against the columns of a table.
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", at_least("size", self.size))
+        one_of("priority", self.priority, ("max", "mean"))
+        if self.max_age is not None:
+            object.__setattr__(self, "max_age", check_seconds("max_age", self.max_age))
 
-        Raises:
-            SchemaError: an option is invalid.
-        """
-        at_least("group_size", size)
-        one_of("group_priority", priority, ("max", "mean"))
+    def check_columns(self, schema: Schema) -> None:
+        """Raise SchemaError unless a table with these columns has such groups."""
         fits = (
-            isinstance(column, str) and column in schema.per_trajectory and schema[column].dtype in _INTEGERS
+            isinstance(self.column, str)
+            and self.column in schema.per_trajectory
+            and schema[self.column].dtype in _INTEGERS
         )
-        if not fits or schema[column].shape != () or schema[column].late:
+        if not fits or schema[self.column].shape != () or schema[self.column].late:
             raise SchemaError(
-                f"group is {shown(column)}; expected the name of an integer column with per='trajectory', shape () and "
-                f"without late; the table has {dict(schema.per_trajectory)}."
+                f"The column of the groups is {shown(self.column)}; expected the name of an integer column with "
+                f"per='trajectory', shape () and without late; the table has {dict(schema.per_trajectory)}."
             )
-        if varies is not None and not (isinstance(varies, str) and varies in schema.per_trajectory):
+        if self.varies is not None and not (
+            isinstance(self.varies, str) and self.varies in schema.per_trajectory
+        ):
             raise SchemaError(
-                f"group_varies is {shown(varies)}; expected the name of a column with per='trajectory': "
+                f"varies is {shown(self.varies)}; expected the name of a column with per='trajectory': "
                 f"{list(schema.per_trajectory)}."
             )
-        return cls(column, int(size), priority, varies, max_age)
 
 
 @dataclasses.dataclass(frozen=True)
-class Groups:
+class CompleteGroups:
     """The complete groups among some trajectories, in order of their last members.
 
     Attributes:
@@ -156,7 +167,7 @@ class TrajectoryValues:
         return found
 
 
-def form_groups(values_of: TrajectoryValues, view: Snapshot, grouping: Grouping) -> Groups:
+def form_groups(values_of: TrajectoryValues, view: Snapshot, grouping: Groups) -> CompleteGroups:
     """The complete groups among the trajectories of a snapshot, under a read ticket.
 
     Raises:
@@ -186,7 +197,7 @@ def form_groups(values_of: TrajectoryValues, view: Snapshot, grouping: Grouping)
         constant = int((~varies).sum())
         members = members[varies]
     members = members[np.argsort(members[:, -1], kind="stable")]
-    return Groups(
+    return CompleteGroups(
         view.version,
         view.slots[members],
         view.lengths[members],
@@ -198,7 +209,7 @@ def form_groups(values_of: TrajectoryValues, view: Snapshot, grouping: Grouping)
 
 
 def expired_members(
-    values_of: TrajectoryValues, everything: Snapshot, grouping: Grouping, max_age: float
+    values_of: TrajectoryValues, everything: Snapshot, grouping: Groups, max_age: float
 ) -> Array:
     """Slots, int64 [n], of the trajectories of incomplete groups whose newest is older than `max_age` seconds.
 

@@ -631,14 +631,6 @@ class PrioritizedSelection(Selection):
             live[known[~self.context.chosen(slots[known])]] = -1
         return live
 
-    def likelihoods(self) -> tuple[Array, Any]:
-        """See `Selection.likelihoods`."""
-        with self._mutex:
-            leaves = self._tree.leaves[: self._map.capacity].copy()
-        if self._map.steps:
-            leaves = leaves.reshape(-1, self.context.table.region.layout.block_steps).sum(axis=1)
-        return leaves, None
-
     def quantiles(self, shares: Array) -> Array:
         """Quantiles (float64 [n]) of the positive priorities, or of a sample if they are many."""
         with self._mutex:

@@ -265,8 +265,8 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             self._enter()
             try:
                 self._prepare_draw(draw, places)
-                kept = self._wide, self._index, self._status, self._cut, self._out_of_range, places.cache
-                key = (self._number, id(places.cache)) if places.whole else None
+                kept = self._wide, self._index, self._status, self._cut, self._out_of_range
+                key = self._number if places.whole else None
                 places.work.run(key, queue, stream, kept)
                 if draw.epoch < SAMPLE_EPOCH:
                     self._remember_drawn(draw, places)
@@ -307,9 +307,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             kernels.weigh(self._wide, leaves, weights[0][:count], beta=places.beta, table=table)
         anchor = "item" if selector.unit == "step" else self.context.anchor
         reach = Reach(*places.reach)._asdict()
-        kernels.resolve(
-            self._index, items, places.random, rows, ids, anchor=anchor, **reach, cache=places.cache
-        )
+        kernels.resolve(self._index, items, places.random, rows, ids, anchor=anchor, **reach)
 
     def _scratch(self, scratch: dict[Any, Any], count: int) -> tuple[torch.Tensor, ...]:
         """Twice: tensors of the items drawn, int64 [n], and their leaves, float32 [n]; a set of buffers keeps them."""
@@ -504,25 +502,6 @@ class CudaPrioritizedSelection(PrioritizedSelection):
     state_dict = _beside_captures(PrioritizedSelection.state_dict)
     load_state_dict = _beside_captures(PrioritizedSelection.load_state_dict)
     quantiles = _beside_captures(PrioritizedSelection.quantiles)
-
-    @_beside_captures
-    def likelihoods(self) -> tuple[Array, Any]:
-        """See `Selection.likelihoods`. Does not wait for the GPU: the values are there after the event."""
-        with self._mutex:
-            self._enter()
-            try:
-                leaves = self._wide.leaves[: self._map.capacity]
-                if self._map.steps:
-                    leaves = leaves.view(-1, self._index.block_steps).sum(dim=1)
-                values = torch.empty(leaves.shape, dtype=leaves.dtype, device="cpu", pin_memory=self._cuda)
-                values.copy_(leaves, non_blocking=True)
-            finally:
-                self._leave()
-            done = None
-            if self._cuda:
-                done = torch.cuda.Event(blocking=True)
-                done.record(current_stream(self._device))
-            return values.numpy(), done
 
     # ---------------------------------------------------------------- state
 

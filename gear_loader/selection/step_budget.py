@@ -21,6 +21,7 @@ __all__ = [
     "BudgetState",
     "DrawnPart",
     "StepBudget",
+    "Steps",
     "TooLong",
     "checked_positions",
 ]
@@ -28,6 +29,54 @@ __all__ = [
 TooLong = Literal["error", "truncate", "skip"]
 DrawnPart = tuple[int, int, int, int, int]
 """Number, turn, first and count of a draw, and the batches before it, for schedules."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """A number of steps in place of a number of rows: ``batch_size=gear.Steps(16_384)``.
+
+    A batch has the drawn trajectories in order until one does not fit, which begins the next batch. An epoch delivers
+    every drawn trajectory exactly once, unless it was removed from the table meanwhile: as many as there are items, or
+    with `batches_per_epoch` that number of batches. Order and resuming are as with a number of rows, for any `prefetch`
+    and `num_workers`. `ReplayDataset.stats` tells how full batches are. Not for `TopK`, `drop_last` and selectors of
+    which every batch has the same trajectories; `sample` draws so on one rank, from a `Table` or with
+    ``Ranks("local")``.
+
+    Attributes:
+        max_steps: most steps of a batch.
+        lookahead: number of drawn trajectories that do not fit which a batch may pass over to find others that do. The
+            next batch begins with them, so none waits for more than ``lookahead + 1`` batches.
+        too_long: what becomes of a drawn trajectory with more steps. ``"error"`` raises an error that names it,
+            ``"truncate"`` delivers its first `max_steps` steps, ``"skip"`` leaves it out and counts it.
+
+    Raises:
+        SchemaError: an invalid value.
+    """
+
+    max_steps: int
+    lookahead: int = 0
+    too_long: TooLong = "error"
+
+    def __post_init__(self) -> None:
+        if at_least("max_steps", self.max_steps) >= 2**31:
+            raise SchemaError(f"max_steps is {self.max_steps:,}; expected less than 2**31.")
+        at_least("lookahead", self.lookahead, least=0)
+        one_of("too_long", self.too_long, ("error", "truncate", "skip"))
+        for name in ("max_steps", "lookahead"):
+            object.__setattr__(self, name, int(getattr(self, name)))
+
+    def check_selector(self, selector: Selector | None) -> None:
+        """Raise SchemaError for a selector whose draws do not go on from batch to batch."""
+        if isinstance(selector, TopK) or (isinstance(selector, Fifo) and selector.replacement):
+            raise SchemaError(
+                f"{self!r} was given with {selector!r}, of which every batch has the same trajectories; expected "
+                "Uniform, Prioritized, or Fifo or Lifo with replacement=False."
+            )
+        if isinstance(selector, Prioritized) and not (selector.replacement and selector.normalize == "table"):
+            raise SchemaError(
+                f"{self!r} was given with {selector!r}; expected Prioritized(replacement=True, normalize='table'): a "
+                "batch is made of several draws, so neither distinct rows nor the largest weight are known at one."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,26 +96,6 @@ class StepBudget:
     offset: int
     length: int
     final: bool
-
-    @staticmethod
-    def check(max_steps: Any, lookahead: Any, too_long: Any, selector: Selector | None) -> None:
-        """Raise SchemaError for invalid options, or a selector whose draws do not go on from batch to batch."""
-        if at_least("max_steps", max_steps) >= 2**31:
-            raise SchemaError(f"max_steps is {max_steps:,}; expected less than 2**31.")
-        at_least("lookahead", lookahead, least=0)
-        one_of("too_long", too_long, ("error", "truncate", "skip"))
-        if selector is None:
-            return
-        if isinstance(selector, TopK) or (isinstance(selector, Fifo) and selector.replacement):
-            raise SchemaError(
-                f"max_steps was given with {selector!r}, of which every batch has the same trajectories; expected "
-                "Uniform, Prioritized, or Fifo or Lifo with replacement=False."
-            )
-        if isinstance(selector, Prioritized) and not (selector.replacement and selector.normalize == "table"):
-            raise SchemaError(
-                f"max_steps was given with {selector!r}; expected Prioritized(replacement=True, normalize='table'): a "
-                "batch is made of several draws, so neither distinct rows nor the largest weight are known at one."
-            )
 
 
 @dataclasses.dataclass(frozen=True)

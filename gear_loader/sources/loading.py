@@ -34,6 +34,7 @@ from gear_loader.sources.minari import read_minari
 from gear_loader.sources.time_steps import how_to_cut, is_frame, is_hugging_face, refuse_steps
 from gear_loader.storage.block_sizes import resolved_block_steps, resolved_packing
 from gear_loader.storage.incoming import checked_priorities, with_final
+from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.schema import Column, Schema, as_mapping, copied, keeps
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown, unreadable
@@ -167,10 +168,9 @@ def load(
     )
     table = Table.create(
         schema,
-        packed=packed,
         max_steps=steps,
         max_trajectories=count,
-        max_blocks=Table.required_blocks(lengths + bool(finals), in_blocks),
+        memory=Memory(max_blocks=Table.required_blocks(lengths + bool(finals), in_blocks), packed=packed),
         block_steps=in_blocks,
         name=name,
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.disk import Tier
 from gear_loader.storage.layout import LARGEST_COUNT, LARGEST_SIZE, LINE, Layout, Record
+from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.stats import BLOCK_ENTRY_BYTES, TableStats
 from gear_loader.utils.arrays import Array, shown
@@ -132,33 +133,17 @@ def resolved_block_steps(
     return best_block_steps(schema, float(mean_length), int(max_steps), packed=packed)
 
 
-def resolved_packing(schema: Schema, packed: Any) -> bool:
-    """`packed` as given to `Table.create`, or what ``"auto"`` stands for.
-
-    Raises:
-        SchemaError: anything else.
-    """
-    if isinstance(packed, str) and packed == "auto":
-        return Record.of(schema) is not None
-    if not isinstance(packed, bool):
-        raise SchemaError(f"packed is {shown(packed)}; expected True, False or 'auto'.")
-    return packed
+def resolved_packing(schema: Schema, packed: bool | Literal["auto"]) -> bool:
+    """`Memory.packed`, or what ``"auto"`` stands for."""
+    return Record.of(schema) is not None if packed == "auto" else packed
 
 
-def check_memory(memory: int | str | None, max_blocks: int | None, tier: Tier | None) -> None:
-    """Check that the memory of a table is given once, and at all if trajectories beyond it lie on a disk.
-
-    Raises:
-        SchemaError: it is given twice, or missing.
-    """
-    if memory is not None and max_blocks is not None:
+def check_memory(memory: Memory, tier: Tier | None) -> None:
+    """Raise SchemaError if trajectories beyond the memory lie on a disk, and the memory has no size."""
+    if tier is not None and memory.size is None and memory.max_blocks is None:
         raise SchemaError(
-            f"memory is {shown(memory)} and max_blocks {shown(max_blocks)}; expected one of them."
-        )
-    if tier is not None and memory is None and max_blocks is None:
-        raise SchemaError(
-            "disk has a size, and neither memory nor max_blocks was given: then everything is in memory, and nothing "
-            "is moved to disk. Give memory, such as '20GiB'."
+            "disk has a size, and memory was not given: then everything is in memory, and nothing is moved to disk. "
+            "Give memory, such as '20GiB'."
         )
 
 

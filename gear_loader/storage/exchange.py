@@ -1,4 +1,4 @@
-"""Which items move into a faster memory and which leave it: above a disk, or a GPU's above the host's."""
+"""Which trajectories move from the disk into memory, and which leave it for them."""
 
 from __future__ import annotations
 

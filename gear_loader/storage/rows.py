@@ -81,7 +81,6 @@ class DrawPlaces:
         out: device tensors that get the rows, as `gear_loader.kernels.items.resolve` writes them; then the weights.
         memory: uint8 device tensor, of which `out` are parts.
         reach: that of all windows.
-        cache: the `CacheMap` of what lies in device memory, or None.
         work: the `RepeatedWork` of the batch's buffers.
         whole: whether the draw fills the buffers, so that its launches are those of the last such draw.
         gather: queues the gather of the rows on the current stream.
@@ -92,7 +91,6 @@ class DrawPlaces:
     out: tuple[torch.Tensor, ...]
     memory: torch.Tensor
     reach: Reach
-    cache: Any
     work: Any
     whole: bool
     gather: Callable[[], None]

@@ -13,7 +13,7 @@ from gear_loader.storage.schema import Schema
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import at_least, one_of
 
-__all__ = ["OnFull", "Rules", "check_on_full", "check_seconds"]
+__all__ = ["Limits", "OnFull", "Rules", "check_on_full", "check_seconds"]
 
 OnFull = Literal["error", "evict_oldest", "evict_lowest_priority", "wait"]
 _LONGEST = 9e9  # seconds, whose nanoseconds fit into 64 bits
@@ -21,35 +21,28 @@ _POLICIES = ("error", "evict_oldest", "evict_lowest_priority", "wait")
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
-    """The rules of a table, stored in its region and valid for all processes.
+class Limits:
+    """When trajectories are removed although a table has room: ``limits=gear.Limits(max_times_sampled=4)``.
 
     Attributes:
-        on_full: default policy of additions to a full table.
-        rate_limiter: rate limiter, or None.
         max_times_sampled: number of draws after which a trajectory is removed; None for no limit.
         max_age: seconds after which a trajectory is removed; None for no limit.
-        version: column per trajectory that holds the version of its policy; None for no such.
-        max_lag: versions after which a trajectory is removed; None for no limit.
+        version: name of a column of int32 or int64 per trajectory that holds the version of the policy that made it,
+            compared with `Table.policy_version`; None for no such.
+        max_lag: largest difference of these versions: trajectories of older policies are removed, by
+            `Table.advance_version` or before the next draw, and counted (`TableStats.num_outdated`). Draws wait until
+            there are others, or `timeout`. None for no limit.
 
     Raises:
         SchemaError: an invalid value.
     """
 
-    on_full: OnFull = "error"
-    rate_limiter: RateLimiter | None = None
     max_times_sampled: int | None = None
     max_age: float | None = None
     version: str | None = None
     max_lag: int | None = None
 
     def __post_init__(self) -> None:
-        check_on_full(self.on_full)
-        if self.rate_limiter is not None and not isinstance(self.rate_limiter, RateLimiter):
-            raise SchemaError(
-                f"rate_limiter is {shown(self.rate_limiter)}; expected None or a limiter such as "
-                "gear_loader.MinSize(1000)."
-            )
         times = self.max_times_sampled
         if times is not None and (
             isinstance(times, bool) or not isinstance(times, (int, np.integer)) or not 1 <= times < 2**31
@@ -69,6 +62,36 @@ class Rules:
                     f"max_lag is {shown(self.max_lag)} without version; give the column of the versions."
                 )
             object.__setattr__(self, "max_lag", at_least("max_lag", self.max_lag, least=0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules(Limits):
+    """The rules of a table, stored in its region and valid for all processes: limits, eviction and rate limit.
+
+    Attributes:
+        on_full: default policy of additions to a full table.
+        rate_limiter: rate limiter, or None.
+
+    Raises:
+        SchemaError: an invalid value.
+    """
+
+    on_full: OnFull = "error"
+    rate_limiter: RateLimiter | None = None
+
+    def __post_init__(self) -> None:
+        check_on_full(self.on_full)
+        if self.rate_limiter is not None and not isinstance(self.rate_limiter, RateLimiter):
+            raise SchemaError(
+                f"rate_limiter is {shown(self.rate_limiter)}; expected None or a limiter such as "
+                "gear_loader.MinSize(1000)."
+            )
+        super().__post_init__()
+
+    @property
+    def limits(self) -> Limits:
+        """The limits alone, as `Table.create` takes them."""
+        return Limits(self.max_times_sampled, self.max_age, self.version, self.max_lag)
 
     def check_columns(self, schema: Schema) -> None:
         """Raise SchemaError unless a table with these columns can have the rules."""

@@ -54,13 +54,13 @@ from gear_loader.storage.index import EVICT_LOWEST, EVICT_OLDEST, INLINE_BYTES, 
 from gear_loader.storage.late import fill_columns, unfilled
 from gear_loader.storage.layout import Layout, most_blocks
 from gear_loader.storage.limiters import RateLimiter
-from gear_loader.storage.numa import Numa, check_numa
-from gear_loader.storage.pages import HugePages, check_huge_pages
+from gear_loader.storage.memory_options import Memory
+from gear_loader.storage.numa import check_numa
 from gear_loader.storage.priority_updates import is_strict, request
 from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import Region
-from gear_loader.storage.rules import OnFull, Rules, check_on_full, check_seconds
+from gear_loader.storage.rules import Limits, OnFull, Rules, check_on_full, check_seconds
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import region_path
 from gear_loader.storage.stats import TableStats, stats_of
@@ -69,7 +69,7 @@ from gear_loader.storage.tier_counts import KEEP, KEEPS, pack_heat
 from gear_loader.storage.vector_writer import VectorWriter
 from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array, numbers, shown
-from gear_loader.utils.checks import at_least, flag
+from gear_loader.utils.checks import at_least, flag, one_of
 from gear_loader.utils.devices import check_device
 from gear_loader.utils.formatting import size
 from gear_loader.utils.notices import notice, notices
@@ -167,22 +167,13 @@ class Table:
         max_steps: int,
         max_trajectories: int,
         block_steps: int | Literal["auto"] = 64,
-        mean_length: float | None = None,
-        packed: bool | Literal["auto"] = "auto",
-        max_blocks: int | None = None,
-        memory: int | str | None = None,
+        memory: int | str | Memory | None = None,
         name: str | None = None,
         on_full: OnFull = "error",
         rate_limiter: RateLimiter | None = None,
-        max_times_sampled: int | None = None,
-        max_age: float | None = None,
-        version: str | None = None,
-        max_lag: int | None = None,
+        limits: Limits | None = None,
         timeout: float | None = None,
-        exist_ok: bool = False,
-        replace: bool = False,
-        huge_pages: HugePages = "auto",
-        numa: Numa = "auto",
+        if_exists: Literal["error", "attach", "replace"] = "error",
         disk: Disk | Tier | None = None,
     ) -> Table:
         """Create an empty table.
@@ -196,16 +187,9 @@ class Table:
                 of each column outside them, are padded to 128 bytes; 32 steps are the fewest without padding for 4
                 bytes a step.
                 ``"auto"`` takes those that waste least of both, and of the index, if lengths are geometric.
-            mean_length: with ``block_steps="auto"``: expected mean length of the trajectories in steps, at least 1; by
-                default ``max_steps / max_trajectories``.
-            packed: whether the columns of less than 128 bytes a step lie together, step by step, in records, if there
-                are two or more; ``"auto"`` does. Then a step of all of them is read from one place, and a block is
-                padded once and not for each of them. A batch for a GPU reads whole records over the bus, also if it
-                has few of their columns. False gives every column blocks of its own.
-            max_blocks: number of blocks. By default enough for `max_steps` steps in `max_trajectories` trajectories
-                of any lengths. For known lengths, `required_blocks` gives the exact number and reserves less memory.
-            memory: in place of `max_blocks`: bytes of the whole region, index included, an int or a text such as
-                ``"20GiB"``; as many blocks as fit into them.
+            memory: bytes of the whole region, index included, an int or a text such as ``"20GiB"``; or a `Memory`,
+                which also says how it lies there. By default enough for `max_steps` steps in `max_trajectories`
+                trajectories of any lengths.
             name: name by which other processes attach. The table then outlives this process, until `unlink`. Its file
                 is in `/dev/shm`, or in the directory of the environment variable ``GEAR_LOADER_DIR`` at the import of
                 `gear_loader`: an absolute path on a tmpfs, the same in all processes. Without a name the table is
@@ -216,33 +200,17 @@ class Table:
                 a priority last); ``"wait"`` waits until others free space.
             rate_limiter: bounds sampling relative to adding: `MinSize`, `SampleToInsertRatio` or `Queue`. By default
                 no limit.
-            max_times_sampled: number of draws after which a trajectory is removed. By default no limit.
-            max_age: seconds after which a trajectory is removed. By default no limit.
-            version: name of a column of int32 or int64 per trajectory that holds the version of the policy that made
-                it, compared with `policy_version`.
-            max_lag: largest difference of these versions: trajectories of older policies are removed, by
-                `advance_version` or before the next draw, and counted (`TableStats.num_outdated`). Draws wait until
-                there are others, or `timeout`. By default no limit.
+            limits: `Limits`, when trajectories are removed although there is room. By default none.
             timeout: seconds until a wait for space or the rate limiter through this handle times out; 60 by default.
-            exist_ok: attach if a table of this name with the same columns, sizes and rules exists. So any process may
-                come first, and a notebook cell can run twice.
-            replace: remove a table of this name first. Attached processes keep it until they close it.
-            huge_pages: pages of 2 MiB, which are allocated and pinned faster. ``"auto"`` uses them where they cost
-                nothing: for a private table where the system allows ``MADV_HUGEPAGE``, for a named one on a tmpfs
-                mounted with ``huge=advise``, ``within_size`` or ``always``. True makes them on any tmpfs (Linux 6.1),
-                which copies each page of the new table once, and is an error where they cannot be had. False does
-                not ask for them. A private table with them takes up to 2 MiB more for each column that is written.
-                If ``$GEAR_LOADER_DIR`` is on a hugetlbfs of 2 MiB, named tables have no other pages.
-            numa: NUMA node whose memory is used first; when it is full, the system uses others. ``"auto"`` takes that
-                of the current GPU if CUDA is initialised, else that of all GPUs of the machine if it is the same. None
-                leaves it to the system: the node of the thread that allocates a page, which is this one for a named
-                table. On a machine with one node there is nothing to choose.
+            if_exists: if a table of this name exists: ``"error"``; ``"attach"`` to it if its columns, sizes and rules
+                are the same, so that any process may come first, and a notebook cell can run twice; ``"replace"``
+                removes it first, and attached processes keep it until they close it.
             disk: write the table to a disk in the background, `Disk.sync_seconds` after each commit at most, so that
                 `recover` brings it back after a crash of the machine. A thread of this process does it until `close`
                 or its end, also for what other processes add. Adding never waits for it; what is evicted before it was
                 written is not on disk. While the disk is full or fails, the table goes on, `stats` and the log say what
-                is not written, and it is caught up later. The directory must be empty or new; with `exist_ok` it may
-                be that of the existing table, which one process writes at a time.
+                is not written, and it is caught up later. The directory must be empty or new; with
+                ``if_exists="attach"`` it may be that of the existing table, which one process writes at a time.
 
                 With `Disk.size` trajectories beyond `memory` lie on the disk only; `max_steps` and `max_trajectories`
                 are limits of both together. Batches are the same as of a table that fits into memory: draws use the
@@ -262,11 +230,12 @@ class Table:
                 table is left.
         """
         schema = Schema(schema)
-        packed = resolved_packing(schema, packed)
+        memory = Memory.of(memory)
+        packed = resolved_packing(schema, memory.packed)
         block_steps = resolved_block_steps(
             schema,
             block_steps,
-            mean_length,
+            memory.mean_length,
             max_steps=max_steps,
             max_trajectories=max_trajectories,
             packed=packed,
@@ -278,14 +247,17 @@ class Table:
             raise SchemaError(f"disk is {shown(disk)}; expected None or a gear_loader.Disk.")
         else:
             tier = None if disk is None else disk.tier()
-        check_memory(memory, max_blocks, tier)
+        check_memory(memory, tier)
         sizes = {"max_steps": max_steps, "max_trajectories": max_trajectories, "block_steps": block_steps}
-        if max_blocks is not None:
-            sizes["max_blocks"] = max_blocks
+        if memory.max_blocks is not None:
+            sizes["max_blocks"] = memory.max_blocks
         for key, value in sizes.items():
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 2**37:
                 raise SchemaError(f"{key} is {shown(value)}; expected an integer from 1 to {2**37 - 1:,}.")
-        rules = Rules(on_full, rate_limiter, max_times_sampled, max_age, version, max_lag)
+        if limits is not None and not isinstance(limits, Limits):
+            raise SchemaError(f"limits is {shown(limits)}; expected None or gear_loader.Limits(...).")
+        removal = {} if limits is None else dataclasses.asdict(limits)
+        rules = Rules(**removal, on_full=on_full, rate_limiter=rate_limiter)
         rules.check_columns(schema)
         if rate_limiter is not None and rate_limiter.min_size > max_trajectories:
             raise SchemaError(
@@ -293,8 +265,9 @@ class Table:
                 f"{max_trajectories:,}. Make one of them smaller or the other larger."
             )
         timeout = None if timeout is None else check_seconds("timeout", timeout)
-        huge_pages, node = check_huge_pages(huge_pages), check_numa(numa)
+        node = check_numa(memory.numa)
         max_steps, max_trajectories, block_steps = int(max_steps), int(max_trajectories), int(block_steps)
+        max_blocks = memory.max_blocks
         if max_blocks is None:
             max_blocks = most_blocks(max_steps, max_trajectories, block_steps)
         options: dict[str, Any] = {
@@ -305,39 +278,35 @@ class Table:
             "rules": rules,
             "tier": tier,
         }
-        if memory is not None:
-            max_blocks = blocks_within(memory, int(max_blocks), schema, **options)
+        if memory.size is not None:
+            max_blocks = blocks_within(memory.size, int(max_blocks), schema, **options)
         if max(max_blocks, max_trajectories) >= 2**31:
             raise SchemaError(
                 f"{max_blocks:,} blocks and {max_trajectories:,} trajectories were asked for; expected less than "
                 "2**31 of each. Raise block_steps or split the table."
             )
         layout = Layout(schema, num_blocks=int(max_blocks), **options)
-        flag("exist_ok", exist_ok)
-        flag("replace", replace)
-        if (exist_ok or replace) and (name is None or (exist_ok and replace)):
-            raise SchemaError(
-                f"name is {name!r}, exist_ok {exist_ok} and replace {replace}; expected one of the two, and a "
-                "name. A private table is always new."
-            )
+        one_of("if_exists", if_exists, ("error", "attach", "replace"))
+        if if_exists != "error" and name is None:
+            raise SchemaError(f"if_exists is {if_exists!r} without a name: a private table is always new.")
 
         def make() -> tuple[Table, bool]:
             """The table, and whether it is new."""
-            if replace and name is not None and os.path.lexists(region_path(name)):
+            if if_exists == "replace" and name is not None and os.path.lexists(region_path(name)):
                 with contextlib.closing(Region.attach(name)) as old:
                     old.unlink()
             try:
-                region = Region.create(layout, name, huge_pages=huge_pages, node=node)
+                region = Region.create(layout, name, huge_pages=memory.huge_pages, node=node)
                 return cls(region, timeout=timeout), True
             except RegionError:
-                if not exist_ok or name is None or not os.path.lexists(region_path(name)):
+                if if_exists != "attach" or name is None or not os.path.lexists(region_path(name)):
                     raise
                 return cls._existing(name, layout, timeout), False
 
         if disk is None:
             return make()[0]
         table: Table
-        table, table._disk = _checkpoint("behind").create(make, disk, name, exist_ok=exist_ok)
+        table, table._disk = _checkpoint("behind").create(make, disk, name, exist_ok=if_exists == "attach")
         return table
 
     @classmethod
@@ -347,7 +316,7 @@ class Table:
             table.close()
             raise SchemaError(
                 f"Table {name!r} exists with other columns, sizes or rules than were asked for; expected the same. "
-                "Attach to it, give another name, or use replace=True."
+                "Attach to it, give another name, or use if_exists='replace'."
             )
         return table
 

@@ -283,7 +283,7 @@ def test_gpu_check_runs_the_most_important_first_within_ten_minutes(tmp_path: Pa
     assert status == 1  # `select` failed, and those after it ran all the same
     names = ["single-server", "collect", "select", "overlap", "batch-size", "train", "packed"]
     stages = [f"{name} tests" for name in ("gather", "priority", "place", "packed", "shards")]
-    lines = ["loops", *stages, *names[:2], "predicted", *names[2:], "cache"]
+    lines = ["loops", *stages, *names[:2], "predicted", *names[2:]]
     assert [line[:14].strip() for line in summary.splitlines()] == lines
     assert [line[15:29].strip() for line in summary.splitlines()] == [
         "FAILED (3)" if name == "select" else "passed" for name in lines

@@ -484,7 +484,9 @@ def test_dying_while_tidying_up(tmp_path: Path) -> None:
 def test_a_checkpoint_holds_columns_whatever_the_table_packs(tmp_path: Path) -> None:
     """Saved out of records and loaded into columns, and the other way round; the files are the same."""
     tables = [
-        gear.Table.create(COLUMNS, max_steps=100, max_trajectories=9, block_steps=4, packed=packed)
+        gear.Table.create(
+            COLUMNS, max_steps=100, max_trajectories=9, block_steps=4, memory=gear.Memory(packed=packed)
+        )
         for packed in (True, False)
     ]
     for table, folder in zip(tables, ("packed", "apart"), strict=True):

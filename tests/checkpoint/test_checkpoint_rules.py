@@ -16,6 +16,7 @@ import pytest
 import torch
 from cases import mostly_long
 from checkpoint_common import contents, draw, files, loaded, loaded_numbers, make, segments
+from options_common import nested_table
 from table_common import fresh_name, named, numbers_of, rows
 
 import gear_loader as gear
@@ -317,7 +318,7 @@ def stream() -> Iterator[gear.Table]:
     """A table with room for 8 chunks of 8 steps, of which each has 4 in common with the next one, and no more."""
     sizes: dict[str, Any] = {"max_steps": 72, "max_trajectories": 9, "block_steps": 4, "max_blocks": 10}
     columns = {"x": gear.Column(torch.int64), "y": gear.Column(torch.uint8, (5,))}
-    with gear.Table.create(columns, **sizes, on_full="evict_oldest") as table:
+    with gear.Table.create(columns, **nested_table({**sizes, "on_full": "evict_oldest"})) as table:
         yield table
 
 

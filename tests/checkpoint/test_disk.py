@@ -28,6 +28,7 @@ from checkpoint_common import (
     segments,
     small_disk,
 )
+from options_common import nested_table
 from table_common import COLUMNS, fresh_name, named, numbers_of, rows
 from waiting_common import wait_until
 
@@ -319,8 +320,11 @@ def test_invalid_options(tmp_path: Path) -> None:
 
 def test_processes_that_start_in_any_order(tmp_path: Path) -> None:
     name = fresh_name()
-    options: dict[str, Any] = {**SIZES, "name": name, "exist_ok": True, "disk": disk(tmp_path)}
-    with gear.Table.create(COLUMNS, **options) as first, gear.Table.create(COLUMNS, **options) as second:
+    options: dict[str, Any] = {**SIZES, "name": name, "if_exists": "attach", "disk": disk(tmp_path)}
+    with (
+        gear.Table.create(COLUMNS, **nested_table(options)) as first,
+        gear.Table.create(COLUMNS, **nested_table(options)) as second,
+    ):
         assert first.stats().disk is not None
         assert second.stats().disk is None, "one of them writes"
         second.add(rows(0, 5))
@@ -328,7 +332,7 @@ def test_processes_that_start_in_any_order(tmp_path: Path) -> None:
         first.close()
         second.add(rows(1, 5))
         # The memory has outlived the first process: a restarted one goes on with it.
-        with gear.Table.create(COLUMNS, **options) as third:
+        with gear.Table.create(COLUMNS, **nested_table(options)) as third:
             third.save(tmp_path)
             assert loaded_numbers(tmp_path) == numbers_of(third) == [0, 1]
         second.unlink()

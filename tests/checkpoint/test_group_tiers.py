@@ -12,6 +12,7 @@ import torch
 from checkpoint_common import flip
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from options_common import nested
 from tier_common import NEVER, batch_bits, spill
 
 import gear_loader as gear
@@ -48,7 +49,7 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
         "layout": "packed", "device": "cpu", "seed": 5, "selector": gear.Uniform(replacement=False),
         "group": "prompt", "group_size": SIZE, **({} if "max_steps" in options else {"batch_size": 2 * SIZE}),
     }  # fmt: skip
-    return gear.ReplayDataset(table, **{**given, **options})
+    return gear.ReplayDataset(table, **nested({**given, **options}))
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))

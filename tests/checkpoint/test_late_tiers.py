@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from options_common import nested_table
 from tier_common import NEVER, spill
 
 import gear_loader as gear
@@ -34,7 +35,7 @@ def tiered(path: Path, *, blocks: int = 40, **options: Any) -> gear.Table:
         "max_blocks": blocks,
         "timeout": 30.0,
     }
-    return gear.Table.create(COLUMNS, **{**sizes, **options}, disk=disk)
+    return gear.Table.create(COLUMNS, **nested_table({**sizes, **options, "disk": disk}))
 
 
 def add(table: gear.Table, number: int, length: int) -> int:
@@ -113,9 +114,14 @@ def draw(table: gear.Table, has: dict[int, tuple[int, int, set[str]]]) -> None:
     if not wanted:
         return
     data = gear.ReplayDataset(
-        table, windows=gear.Whole(), layout="packed", device="cpu", max_steps=50,
-        selector=gear.Uniform(replacement=False), prefetch=0,
-    )  # fmt: skip
+        table,
+        windows=gear.Whole(),
+        layout="packed",
+        device="cpu",
+        batch_size=gear.Steps(50),
+        selector=gear.Uniform(replacement=False),
+        prefetch=0,
+    )
     found = []
     for batch in data:
         starts = batch["cu_seqlens"].tolist()

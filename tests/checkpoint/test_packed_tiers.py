@@ -15,6 +15,7 @@ import torch
 from checkpoint_common import flip
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from options_common import nested
 from table_common import fresh_name
 from tier_common import batch_bits, final, fitting, rows, spill, tiered
 
@@ -46,7 +47,7 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
         "windows": WINDOWS, "layout": "packed", "device": "cpu", "seed": 5, "selector": ONCE,
         **({} if "max_steps" in options else {"batch_size": 5}),
     }  # fmt: skip
-    return gear.ReplayDataset(table, **{**given, **options})
+    return gear.ReplayDataset(table, **nested({**given, **options}))
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))

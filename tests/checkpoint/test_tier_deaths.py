@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases import points
+from options_common import nested_table
 from table_common import Died, Fragile, bury, mortal
 from tier_common import NEVER, spill
 
@@ -51,7 +52,7 @@ def value(name: str, number: int, length: int) -> Any:
 def make(path: Path, columns: dict[str, gear.Column], blocks: int = 40) -> gear.Table:
     disk = gear.Disk(path, sync_seconds=NEVER, size="1GiB")
     sizes = {"max_steps": 400, "max_trajectories": 10, "block_steps": 4, "max_blocks": blocks}
-    table = gear.Table.create(columns, **sizes, disk=disk, timeout=30.0)
+    table = gear.Table.create(columns, **nested_table({**sizes, "disk": disk, "timeout": 30.0}))
     table.region.column("token")[:] = 0xAB  # what is not written is seen
     return table
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from options_common import nested
 from table_common import bits
 from tier_common import NEVER, batch_bits, spill
 
@@ -67,7 +68,7 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
         "group_size": SIZE,
         **options,
     }
-    return gear.ReplayDataset(table, **given)
+    return gear.ReplayDataset(table, **nested(given))
 
 
 def tensors(batch: gear.Batch) -> dict[str, torch.Tensor]:

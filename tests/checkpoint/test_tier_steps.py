@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from options_common import nested
 from tier_common import (
     COLUMNS,
     NEVER,
@@ -48,7 +49,7 @@ ROOMY = 400
 
 def dataset(table: Any, **options: Any) -> gear.ReplayDataset:
     given: dict[str, Any] = {"batch_size": 8, "windows": WINDOWS, "device": "cpu", "seed": 5, "prefetch": 0}
-    return gear.ReplayDataset(table, **{**given, "selector": EXACT, **options})
+    return gear.ReplayDataset(table, **nested({**given, "selector": EXACT, **options}))
 
 
 def drawn(data: gear.ReplayDataset, size: int | None = None) -> gear.Batch | str:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from options_common import nested_table
 from tier_common import NEVER, batch_bits, spill
 
 import gear_loader as gear
@@ -28,7 +29,7 @@ def make(path: Path | None, **options: Any) -> gear.Table:
     if path is not None:
         given["disk"] = gear.Disk(path, sync_seconds=NEVER, size="1GiB", keep="newest")
         given["max_blocks"] = 20
-    return gear.Table.create(COLUMNS, **{**given, **options})
+    return gear.Table.create(COLUMNS, **nested_table({**given, **options}))
 
 
 def add(table: gear.Table, number: int, behind: int = 0) -> int:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from options_common import nested, nested_table
 from table_common import fresh_name
 from tier_common import (
     COLUMNS,
@@ -53,7 +54,7 @@ PATIENCE = 60.0  # seconds for what takes milliseconds
 
 def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     given: dict[str, Any] = {"batch_size": 8, "windows": WINDOWS, "device": "cpu", "seed": 5, "prefetch": 0}
-    return gear.ReplayDataset(table, **{**given, **options})
+    return gear.ReplayDataset(table, **nested({**given, **options}))
 
 
 SELECTORS: list[Any] = [
@@ -677,7 +678,7 @@ def test_options_of_disks(tmp_path: Path) -> None:
     ):
         gear.Disk(tmp_path, keep="best")  # type: ignore[arg-type]
     with pytest.raises(SchemaError, match="neither memory nor max_blocks was given"):
-        gear.Table.create(COLUMNS, **SIZES, disk=gear.Disk(tmp_path, size=10**6))
+        gear.Table.create(COLUMNS, **nested_table({**SIZES, "disk": gear.Disk(tmp_path, size=10**6)}))
     assert not os.listdir(tmp_path)
 
 

@@ -13,6 +13,7 @@ import torch
 from cases import mostly_long
 from dataset_common import drawn, equal, make_table, named_table
 from lightning_ddp import IGNORED, quiet
+from options_common import nested
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -39,7 +40,7 @@ def test_the_repr_shows_shapes_and_dtypes() -> None:
 
 def test_it_travels_like_any_dict(tmp_path: Path) -> None:
     with make_table() as table:
-        batch = gear.ReplayDataset(table, **OPTIONS).sample()
+        batch = gear.ReplayDataset(table, **nested(OPTIONS)).sample()
     doubled = pytree.tree_map(lambda part: part * 2, batch)
     assert (type(doubled), doubled["index"].tolist()) == (Batch, (batch["index"] * 2).tolist())
     for made in (copy.copy(batch), copy.deepcopy(batch)):
@@ -76,7 +77,7 @@ class Rows(Wrapped):
 @pytest.mark.parametrize("workers", mostly_long([0, 2], 0))
 def test_a_data_loader_that_would_stack_batches_is_refused(workers: int) -> None:
     with named_table("test-batches") as table:
-        dataset = gear.ReplayDataset(table, **OPTIONS, batches_per_epoch=4)
+        dataset = gear.ReplayDataset(table, **nested({**OPTIONS, "batches_per_epoch": 4}))
         expected = [drawn([batch]) for batch in dataset]
         for options in ({}, {"batch_size": 3, "drop_last": True}):
             with pytest.raises(SchemaError, match=r"use DataLoader\(dataset, batch_size=None\)"):
@@ -109,7 +110,7 @@ def test_lightning_is_refused_too_and_keeps_the_type() -> None:
         def configure_optimizers(self) -> None: ...
 
     with make_table() as table:
-        dataset = gear.ReplayDataset(table, **OPTIONS, batches_per_epoch=2)
+        dataset = gear.ReplayDataset(table, **nested({**OPTIONS, "batches_per_epoch": 2}))
         quiet(max_epochs=1).fit(Model(), DataLoader(dataset, batch_size=None))
         with pytest.raises(SchemaError, match="batch_size=None"):
             quiet(max_epochs=1).fit(Model(), DataLoader(dataset))

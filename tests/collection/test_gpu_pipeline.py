@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import mostly_long
 from cuda_common import FakeCuda, OnCpu
+from options_common import nested
 from waiting_common import wait_until
 
 import gear_loader as gear
@@ -88,7 +89,9 @@ def dataset(table: gear.Table, device: Any = DEVICE, **options: Any) -> gear.Rep
     windows = {"value": gear.Window(3, -2), "number": gear.Window(2), "task": None}
     return gear.ReplayDataset(
         table,
-        **{"batch_size": BATCH, "windows": windows, "device": device, "batches_per_epoch": 8, **options},
+        **nested(
+            {"batch_size": BATCH, "windows": windows, "device": device, "batches_per_epoch": 8, **options}
+        ),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from dataset_common import copies, episode, make_table, named_table
+from options_common import nested
 
 import gear_loader as gear
 from gear_loader.collection.collector import Collector
@@ -33,7 +34,7 @@ SELECTORS: dict[str, dict[str, Any]] = {
 def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     given: dict[str, Any] = {"batch_size": 5, "windows": gear.Window(3, -1), "device": "cpu", "seed": 7}
     given |= {"prefetch": 0, "batches_per_epoch": math.inf}
-    return gear.ReplayDataset(table, **{**given, **options})
+    return gear.ReplayDataset(table, **nested({**given, **options}))
 
 
 def run(table: gear.Table, **options: Any) -> tuple[list[Any], dict[str, Any], int]:

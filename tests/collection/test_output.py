@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from options_common import nested
 from torch.utils.data import DataLoader
 
 import gear_loader as gear
@@ -35,24 +36,24 @@ def test_batches_have_the_entries_of_dicts_and_take_priorities(table: gear.Table
     tensordict = pytest.importorskip("tensordict", reason="needs pip install '.[tensordict]'")
     options: dict[str, Any] = {"batch_size": 6, "windows": STEP, "device": "cpu", "seed": 3}
     options["selector"] = gear.Prioritized(unit="step")
-    plain = gear.ReplayDataset(table, **options)
-    nested = gear.ReplayDataset(table, **options, output="tensordict")
+    plain = gear.ReplayDataset(table, **nested(options))
+    dictionary = gear.ReplayDataset(table, **nested({**options, "output": "tensordict"}))
     for _ in range(3):
-        expected, found = plain.sample(), nested.sample()
+        expected, found = plain.sample(), dictionary.sample()
         assert type(found) is tensordict.TensorDict
         assert found.batch_size == torch.Size([6])
         assert torch.equal(found["next", "reward"], expected["next.reward"])
         flat = found.flatten_keys(".")
         assert set(flat.keys()) == set(expected)
         assert all(torch.equal(flat[name], value) for name, value in expected.items())
-        for dataset, batch in ((plain, expected), (nested, found)):
+        for dataset, batch in ((plain, expected), (dictionary, found)):
             dataset.update_priority(batch, expected["next.reward"] + 0.1)
     two = gear.ReplayDataset(
         table,
         batch_size=4,
         windows={"observation": gear.Window(3), "next.reward": STEP},
         output="tensordict",
-        sample_info=True,
+        draws=gear.Draws(sample_info=True),
         batches_per_epoch=2,
         device="cpu",
     )
@@ -71,9 +72,9 @@ def test_names_that_cannot_be_nested_and_a_missing_package(
         gear.ReplayDataset(table, batch_size=6, windows=STEP, output="td")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "tensordict", None)
     with pytest.raises(ImportError, match=r"pip install '.\[tensordict\]'"):
-        gear.ReplayDataset(table, windows=STEP, **options)
+        gear.ReplayDataset(table, **nested({"windows": STEP, **options}))
     monkeypatch.setitem(sys.modules, "tensordict", sys)
     for name, message in (("mask.reward", "beneath 'mask'"), ("observation.x", "beneath 'observation'")):
         windows = {"observation": STEP, name: gear.Window(1, column="next.reward")}
         with pytest.raises(SchemaError, match=message):
-            gear.ReplayDataset(table, windows=windows, **options)
+            gear.ReplayDataset(table, **nested({"windows": windows, **options}))

@@ -16,6 +16,7 @@ import torch
 from dataset_common import nothing_left, same_batches, snapshot
 from hypothesis import given
 from hypothesis import strategies as st
+from options_common import nested, nested_table
 from torch.utils.data import DataLoader
 
 import gear_loader as gear
@@ -50,7 +51,7 @@ def make_table(lengths: Any = LENGTHS, **options: Any) -> gear.Table:
     """A table in which trajectory number i, of lengths[i] steps, has sequence number i."""
     lengths = list(lengths)
     sizes = {"max_steps": max(sum(lengths), 64), "max_trajectories": max(len(lengths), 8), "block_steps": 4}
-    table = gear.Table.create(SCHEMA, **{**sizes, **options})
+    table = gear.Table.create(SCHEMA, **nested_table({**sizes, **options}))
     for number, length in enumerate(lengths):
         table.add(episode(number, length))
     return table
@@ -65,7 +66,7 @@ def table() -> Iterator[gear.Table]:
 
 def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     given = {"batch_size": 4, "windows": gear.Whole(), "layout": "packed", "device": "cpu", "seed": 3}
-    return gear.ReplayDataset(table, **{**given, **options})
+    return gear.ReplayDataset(table, **nested({**given, **options}))
 
 
 def check_packed(batch: Mapping[str, Any], offset: int | None = None, length: int = 0) -> list[int]:
@@ -372,7 +373,7 @@ def test_a_corrupt_block_is_an_error(table: gear.Table) -> None:
         ({"windows": {"prompt": gear.Whole(), "token": gear.Whole()}}, "has one value per trajectory"),
         ({"anchor": "last"}, "anchor='last' and selector=None were given with whole trajectories"),
         ({"selector": gear.Uniform(unit="step")}, "were given with whole trajectories"),
-        ({"complete": True}, "complete=True was given with whole trajectories"),
+        ({"complete": True}, "was given with whole trajectories"),
         ({"output": "tensordict"}, "output='tensordict' was given with layout='packed'"),
         ({"batch_size": None}, "batch_size is None; expected an integer"),
     ],
@@ -381,7 +382,9 @@ def test_options_that_do_not_fit(table: gear.Table, options: dict[str, Any], mes
     with pytest.raises(SchemaError, match=message):
         gear.ReplayDataset(
             table,
-            **{"batch_size": 4, "windows": gear.Whole(), "layout": "packed", "device": "cpu", **options},
+            **nested(
+                {"batch_size": 4, "windows": gear.Whole(), "layout": "packed", "device": "cpu", **options}
+            ),
         )
 
 

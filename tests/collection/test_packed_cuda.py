@@ -16,6 +16,7 @@ import torch
 from checkpoint_common import flip
 from cuda_common import OnCpu, played_on_cpu
 from dataset_common import on_host, snapshot
+from options_common import nested, nested_table
 from tier_common import NEVER, spill
 
 import gear_loader as gear
@@ -53,7 +54,7 @@ def made_tiered(path: Path, *, packed: bool, again: bool = True) -> gear.Table:
     memory again, because its columns were filled there, else nothing was read from disk."""
     disk = gear.Disk(path, sync_seconds=NEVER, size="1GiB", keep="newest")
     sizes = {"max_steps": 1000, "max_trajectories": 20, "block_steps": 16, "max_blocks": 200}
-    table = gear.Table.create(LATE, **sizes, packed=packed, disk=disk)
+    table = gear.Table.create(LATE, **nested_table({**sizes, "packed": packed, "disk": disk}))
     for number, length in enumerate(LENGTHS):
         random = np.random.default_rng(number)
         table.add(
@@ -85,7 +86,9 @@ def made_tiered(path: Path, *, packed: bool, again: bool = True) -> gear.Table:
 
 
 def made_table(*, packed: bool) -> gear.Table:
-    table = gear.Table.create(SCHEMA, max_steps=1000, max_trajectories=20, block_steps=32, packed=packed)
+    table = gear.Table.create(
+        SCHEMA, max_steps=1000, max_trajectories=20, block_steps=32, memory=gear.Memory(packed=packed)
+    )
     for number, length in enumerate(LENGTHS):
         generator = torch.Generator().manual_seed(number)
         rows = {
@@ -101,7 +104,7 @@ def made_table(*, packed: bool) -> gear.Table:
 
 def batches(table: gear.Table, device: Any, **options: Any) -> list[Any]:
     given = {"batch_size": 4, "windows": gear.Whole(), "layout": "packed", "seed": 3, "batches_per_epoch": 4}
-    data = gear.ReplayDataset(table, device=device, **{**given, **options})
+    data = gear.ReplayDataset(table, **nested({"device": device, **given, **options}))
     return [plain(batch) for batch in data]
 
 
@@ -263,8 +266,7 @@ def test_a_held_batch_stays_as_it_is_while_others_grow(on_cpu: OnCpu) -> None:
     with made_table(packed=False) as table:
         data = gear.ReplayDataset(
             table,
-            batch_size=None,
-            max_steps=220,
+            batch_size=gear.Steps(220),
             windows=gear.Whole(),
             layout="packed",
             device=DEVICE,
@@ -293,7 +295,7 @@ def test_memory_that_could_not_grow_is_as_it_was(
     with made_table(packed=True) as table:
         options: dict[str, Any] = {"batch_size": 2, "windows": CONVERTED, "layout": "packed", "prefetch": 0}
         data = [
-            gear.ReplayDataset(table, device=device, selector=gear.Fifo(), **options)
+            gear.ReplayDataset(table, **nested({"device": device, "selector": gear.Fifo(), **options}))
             for device in (DEVICE, "cpu")
         ]
         for which, times in (([1, 2], 4), ([3, 4], 1), ([9, 11], 3)):  # of 13 steps, of 203, and of 10

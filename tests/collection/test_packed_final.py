@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from options_common import nested, nested_table
 
 import gear_loader as gear
 from gear_loader.dataset.table_options import check_packed
@@ -38,7 +39,7 @@ def episode(number: int, length: int) -> dict[str, torch.Tensor]:
 
 def make(episodes: Sequence[tuple[int, bool]], **options: Any) -> gear.Table:
     sizes = {"max_steps": 400, "max_trajectories": 16, "block_steps": 3}
-    table = gear.Table.create(SCHEMA, **{**sizes, **options})
+    table = gear.Table.create(SCHEMA, **nested_table({**sizes, **options}))
     for _ in range(2):  # the second time into memory that was used before
         table.clear()
         for number, (length, final) in enumerate(episodes):
@@ -49,7 +50,9 @@ def make(episodes: Sequence[tuple[int, bool]], **options: Any) -> gear.Table:
 
 def dataset(table: Any, **options: Any) -> gear.ReplayDataset:
     given = {"batch_size": 4, "windows": WINDOWS, "layout": "packed", "device": "cpu", "seed": 3}
-    return gear.ReplayDataset(table, **{**given, "selector": gear.Uniform(replacement=False), **options})
+    return gear.ReplayDataset(
+        table, **nested({**given, "selector": gear.Uniform(replacement=False), **options})
+    )
 
 
 def check(batch: Mapping[str, Any], episodes: Sequence[tuple[int, bool]], most: int = 1000) -> list[int]:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from dataset_common import make_table, named_table, nothing_left, open_tickets, prefetch_threads
+from options_common import nested
 from table_common import forked, forks
 from waiting_common import wait_until
 
@@ -31,7 +32,7 @@ SELECTORS = [gear.Uniform(replacement=False), gear.Prioritized()]
 def dataset_of(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     """A dataset that prefetches two batches of four rows, without end."""
     options = {"batches_per_epoch": math.inf, "prefetch": 2, "device": "cpu", **options}
-    return gear.ReplayDataset(table, batch_size=4, windows=gear.Window(2), **options)
+    return gear.ReplayDataset(table, **nested({"batch_size": 4, "windows": gear.Window(2), **options}))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from dataset_common import copies, equal, make_table, same_batches
+from options_common import nested
 
 import gear_loader as gear
 from gear_loader.collection import prefetch as prefetching
@@ -106,7 +107,7 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
         "batches_per_epoch": 15,
         **options,
     }
-    return gear.ReplayDataset(table, **told)
+    return gear.ReplayDataset(table, **nested(told))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

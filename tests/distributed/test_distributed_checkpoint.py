@@ -21,6 +21,7 @@ import torch
 import xxhash
 from cases import mostly_long
 from checkpoint_common import CALLS, SIZES, contents, draw, dying, everything, files, flip, link, make
+from options_common import nested_table
 from table_common import COLUMNS, Died, bits, fresh_name, rows
 
 import gear_loader as gear
@@ -138,7 +139,7 @@ def steps_of(number: int, length: int) -> dict[str, Any]:
 
 def create(rank: int, schema: Any = SCHEMA, **options: Any) -> Table:
     sizes: dict[str, Any] = {"max_steps": 900, "max_trajectories": 60, "block_steps": 4, **options}
-    table = Table.create(schema, **sizes)
+    table = Table.create(schema, **nested_table(sizes))
     table.set_origin(rank)
     return table
 

@@ -15,6 +15,7 @@ import torch
 from cases import mostly_long
 from dataset_common import copies, drawn, same_batches
 from distributed_common import check_batch, filled, new_priorities, run_ranks, same_rows
+from options_common import nested
 from test_global_selection import COUNTS, alone, kept, shards_of
 from torch.utils.data import DataLoader
 
@@ -31,7 +32,8 @@ def dataset(shards: Shards, selector: gear.selectors.Selector, **options: Any) -
     options = {"prefetch": 0, "batches_per_epoch": math.inf, **options}
     rows = ROWS // shards.num_slices
     return gear.ReplayDataset(
-        shards, batch_size=rows, windows=WINDOWS, selector=selector, copy=True, **options
+        shards,
+        **nested({"batch_size": rows, "windows": WINDOWS, "selector": selector, "copy": True, **options}),
     )
 
 
@@ -125,7 +127,9 @@ def saving_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
 def plain(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     """A dataset of a single table, of which each rank of a process group gets its batches unasked."""
     options = {"selector": gear.Uniform(replacement=False, unit="step"), **options}
-    return gear.ReplayDataset(table, batch_size=4, windows=gear.Window(4, -2), seed=9, **options)
+    return gear.ReplayDataset(
+        table, **nested({"batch_size": 4, "windows": gear.Window(4, -2), "seed": 9, **options})
+    )
 
 
 def plain_batches(table: gear.Table) -> dict[str, Any]:
@@ -153,14 +157,20 @@ def local_draws(rank: int) -> Any:
     options: dict[str, Any] = {"windows": gear.Window(1), "scope": "local"}
     for normalize in ("batch", "table"):
         selector = gear.Prioritized(alpha=1.0, beta=1.0, normalize=normalize)
-        batches = list(gear.ReplayDataset(shards, batch_size=64, selector=selector, copy=True, **options))
+        batches = list(
+            gear.ReplayDataset(
+                shards, **nested({"batch_size": 64, "selector": selector, "copy": True, **options})
+            )
+        )
         found[normalize] = (
             len(batches),
             kept(batches[0]),
             table.reader().arrays.priority[batches[0]["index"]].copy(),
         )
     once = gear.Uniform(replacement=False)
-    found["passes"] = len(list(gear.ReplayDataset(shards, batch_size=8, selector=once, **options)))
+    found["passes"] = len(
+        list(gear.ReplayDataset(shards, **nested({"batch_size": 8, "selector": once, **options})))
+    )
     mass = float(table.reader().arrays.priority[: LOCAL[rank]].sum())
     shards.close()
     return found, mass

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import mostly_long
 from distributed_common import check_batch, filled, new_priorities, run_ranks, same_rows, trajectory
+from options_common import nested
 
 import gear_loader as gear
 from gear_loader.distributed import Shards
@@ -43,7 +44,7 @@ def dataset(shards: Shards, selector: str, world: int = 1, **options: Any) -> ge
     options = {"batches_per_epoch": BATCHES, "seed": 5, "copy": True, "prefetch": 0} | options
     rows = options.pop("rows", ROWS) // world
     return gear.ReplayDataset(
-        shards, batch_size=rows, windows=WINDOWS, selector=SELECTORS[selector], **options
+        shards, **nested({"batch_size": rows, "windows": WINDOWS, "selector": SELECTORS[selector], **options})
     )
 
 
@@ -199,7 +200,7 @@ def as_of_a_table(
         "prefetch": 0,
         **options,
     }
-    whole = gear.ReplayDataset(table, batch_size=ROWS, batches_per_epoch=BATCHES, **options)
+    whole = gear.ReplayDataset(table, **nested({"batch_size": ROWS, "batches_per_epoch": BATCHES, **options}))
     anchor = {"anchor": options["anchor"]} if "anchor" in options else {}
     for mine, expected in zip(dataset(shards, name, **anchor), whole, strict=True):
         for key in keys or expected:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from distributed_common import run_ranks
+from options_common import nested, nested_table
 
 import gear_loader as gear
 from gear_loader.distributed import Shards
@@ -35,7 +36,7 @@ SELECTORS = {
 def make(shard: int, name: str | None = None) -> gear.Table:
     """GROUPS - shard complete groups, and one that is not."""
     sizes = {"max_steps": 400, "max_trajectories": 40, "block_steps": 4}
-    table = gear.Table.create(COLUMNS, name=name, version="policy", **sizes)
+    table = gear.Table.create(COLUMNS, **nested_table({"name": name, "version": "policy", **sizes}))
     for number in range(SIZE * (GROUPS - shard) + 1):
         length = 1 + number % 5
         steps = {
@@ -61,7 +62,7 @@ def dataset(source: Any, **options: Any) -> gear.ReplayDataset:
         "seed": 5,
         **options,
     }
-    return gear.ReplayDataset(source, **given)
+    return gear.ReplayDataset(source, **nested(given))
 
 
 def batches_of(data: gear.ReplayDataset, count: int | None = None) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from distributed_common import run_ranks
+from options_common import nested
 from tier_common import NEVER, spill
 
 import gear_loader as gear
@@ -37,7 +38,12 @@ def add(table: gear.Table, number: int, policy: int = 0) -> int:
 
 def make(name: str | None, shard: int) -> gear.Table:
     table = gear.Table.create(
-        COLUMNS, name=name, max_steps=500, max_trajectories=50, block_steps=4, version="policy", max_lag=1
+        COLUMNS,
+        name=name,
+        max_steps=500,
+        max_trajectories=50,
+        block_steps=4,
+        limits=gear.Limits(version="policy", max_lag=1),
     )
     for i in range(COUNT):
         add(table, 100 * shard + i)
@@ -54,7 +60,9 @@ def fill(table: gear.Table, slots: Any) -> None:
 
 def dataset(shards: Shards, **options: Any) -> gear.ReplayDataset:
     given = {"windows": gear.Whole(), "layout": "packed", "device": "cpu", "max_steps": 20, "seed": 3}
-    return gear.ReplayDataset(shards, **{**given, "selector": gear.Uniform(replacement=False), **options})
+    return gear.ReplayDataset(
+        shards, **nested({**given, "selector": gear.Uniform(replacement=False), **options})
+    )
 
 
 def numbers(data: gear.ReplayDataset) -> list[int]:
@@ -142,8 +150,15 @@ def tiered(path: Path, shard: int, count: int, name: str | None = None) -> gear.
     """A table of `count` trajectories, of which two thirds lie on disk only, and each third one lacks something."""
     disk = gear.Disk(path / str(shard), sync_seconds=NEVER, size="64MiB")
     table = gear.Table.create(
-        COLUMNS, name=name, max_steps=900, max_trajectories=100, block_steps=4, max_blocks=60, disk=disk, timeout=20
-    )  # fmt: skip
+        COLUMNS,
+        name=name,
+        max_steps=900,
+        max_trajectories=100,
+        block_steps=4,
+        memory=gear.Memory(max_blocks=60),
+        disk=disk,
+        timeout=20,
+    )
     for i in range(count):
         number = 100 * shard + i
         slot = add(table, number)

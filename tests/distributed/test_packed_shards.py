@@ -17,6 +17,7 @@ import torch
 from distributed_common import SCHEMA, new_priorities, run_ranks, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from options_common import nested, nested_table
 
 import gear_loader as gear
 from gear_loader.distributed import Shards, remote_spans
@@ -51,7 +52,7 @@ Kept = dict[str, Any]
 
 def make(name: str | None, shard: int, **options: Any) -> gear.Table:
     options = {"max_steps": STEPS, "max_trajectories": 100, "block_steps": 8} | options
-    table = gear.Table.create(SCHEMA, name=name, **options)
+    table = gear.Table.create(SCHEMA, **nested_table({"name": name, **options}))
     for i in range(COUNTS[shard]):
         number = 100 * shard + i
         table.add(trajectory(number, number * 37 % 90 + 1), priority=number % 5 + 0.5)
@@ -79,7 +80,7 @@ def check(batch: Kept, offset: int | None = None, length: int = 0) -> Kept:
 
 def dataset(shards: Shards, **options: Any) -> gear.ReplayDataset:
     given = {"windows": WHOLE, "layout": "packed", "device": "cpu", "seed": 7}
-    return gear.ReplayDataset(shards, **{**given, **options})
+    return gear.ReplayDataset(shards, **nested({**given, **options}))
 
 
 def draw(shards: Shards, name: str, world: int, **more: Any) -> list[Kept]:
@@ -417,7 +418,10 @@ def test_ranks_are_equal_to_three_percent(kind: Any) -> None:
     schema = {"token": gear.Column(torch.int8)}
     lengths = np.clip(rng.lognormal(np.log(600), 0.8, 1500), 100, 8000).astype(int)
     tables = [
-        gear.Table.create(schema, max_steps=2_000_000, max_trajectories=1000, packed=False) for _ in range(2)
+        gear.Table.create(
+            schema, max_steps=2_000_000, max_trajectories=1000, memory=gear.Memory(packed=False)
+        )
+        for _ in range(2)
     ]
     for i, length in enumerate(lengths.tolist()):
         tables[i % 2].add({"token": np.zeros(length, dtype=np.int8)})

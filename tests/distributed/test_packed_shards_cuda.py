@@ -13,6 +13,7 @@ import torch
 from checkpoint_common import flip
 from cuda_common import OnCpu, played_on_cpu
 from distributed_common import SCHEMA, new_priorities, trajectory
+from options_common import nested, nested_table
 from played_peer import PlayedPeer
 from tier_common import NEVER, spill
 
@@ -66,7 +67,7 @@ def made(shard: int, path: Path | None = None) -> gear.Table:
     if path is not None:
         disk = gear.Disk(path / str(shard), sync_seconds=NEVER, size="1GiB", keep="newest")
         options |= {"max_blocks": 300, "disk": disk}
-    table = gear.Table.create(SCHEMA, packed=shard != 1, **options)
+    table = gear.Table.create(SCHEMA, **nested_table({"packed": shard != 1, **options}))
     for i in range(COUNTS[shard]):
         number = 100 * shard + i
         table.add(trajectory(number, number * 37 % 60 + 1), priority=number % 5 + 0.5)
@@ -87,7 +88,7 @@ def shards_of(tables: list[gear.Table], remote: tuple[int, ...] = (), gone: set[
 
 
 def drawn(shards: Shards, device: Any, **options: Any) -> list[dict[str, Any]]:
-    data = gear.ReplayDataset(shards, layout="packed", device=device, seed=7, **options)
+    data = gear.ReplayDataset(shards, **nested({"layout": "packed", "device": device, "seed": 7, **options}))
     found = []
     for number, batch in enumerate(data):
         found.append(

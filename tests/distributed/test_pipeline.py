@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_common import SCHEMA, new_priorities, run_ranks, trajectory
+from options_common import nested
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gear_loader as gear
@@ -54,7 +55,10 @@ def draw_all(shards: Shards, stage: int, rows: int, variant: str, *, updates: bo
     for name in DRAWN[variant]:
         selector = SELECTORS[name]
         data = gear.ReplayDataset(
-            shards, batch_size=rows, windows=WINDOWS[stage], selector=selector, copy=True, **options
+            shards,
+            **nested(
+                {"batch_size": rows, "windows": WINDOWS[stage], "selector": selector, "copy": True, **options}
+            ),
         )
         found[name] = []
         for number, batch in enumerate(data):
@@ -148,7 +152,9 @@ def moving(shards: Shards, table: gear.Table) -> Any:
         placement.extend([trajectory(i, i % 7 + 1) for i in range(30)], priority=1.0)
     dist.barrier()
     options: dict[str, Any] = {"selector": gear.Prioritized(), "prefetch": 1, "batches_per_epoch": 6}
-    data = gear.ReplayDataset(shards, batch_size=8, windows=gear.Window(1), copy=True, **options)
+    data = gear.ReplayDataset(
+        shards, **nested({"batch_size": 8, "windows": gear.Window(1), "copy": True, **options})
+    )
     for number, batch in enumerate(data):
         found.append(batch["act"].squeeze(1).clone())
         data.update_priority(batch, batch["act"].squeeze(1) % 5 + 1.0)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from cases import mostly_long
 from distributed_common import filled, run_ranks
+from options_common import nested
 from test_global_selection import COUNTS, shards_of
 from waiting_common import wait_until
 
@@ -277,8 +278,8 @@ def differing(rank: int) -> list[str]:
         same = {"batch_size": 8, "windows": WINDOWS, "seed": 3, "selector": gear.Prioritized()}
         for name, value in DIFFERENT.items():
             options = {**same, name: value} if one else same
-            found.append(error_of(lambda options=options: gear.ReplayDataset(shards, **options)))
-        assert len(next(iter(gear.ReplayDataset(shards, **same)))["index"]) == 8
+            found.append(error_of(lambda options=options: gear.ReplayDataset(shards, **nested(options))))
+        assert len(next(iter(gear.ReplayDataset(shards, **nested(same))))["index"]) == 8
     return found
 
 
@@ -330,7 +331,7 @@ def other_calls(rank: int) -> list[str]:
 
 def empty_shard(rank: int) -> str:
     with shards_of(rank, [9, 0, 9], timeout=20) as shards:
-        data = gear.ReplayDataset(shards, batch_size=8, windows=WINDOWS, scope="local")
+        data = gear.ReplayDataset(shards, batch_size=8, windows=WINDOWS, ranks=gear.Ranks(scope="local"))
         return error_of(lambda: next(iter(data)))
 
 

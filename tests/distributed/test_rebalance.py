@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from cases import mostly_long
 from distributed_common import check_batch, filled, run_ranks, same_rows, trajectory
+from options_common import nested
 
 import gear_loader as gear
 from gear_loader.distributed import Shards
@@ -35,7 +36,9 @@ BY_PRIORITY = ("prioritized", "steps", "top")
 
 def dataset(shards: Shards, name: str, rows: int = ROWS, **options: Any) -> gear.ReplayDataset:
     options = {"batches_per_epoch": 8, "seed": 5, "copy": True, "prefetch": 0} | options
-    return gear.ReplayDataset(shards, batch_size=rows, windows=WINDOWS, selector=SELECTORS[name], **options)
+    return gear.ReplayDataset(
+        shards, **nested({"batch_size": rows, "windows": WINDOWS, "selector": SELECTORS[name], **options})
+    )
 
 
 def new_priorities(batch: dict[str, Any], number: int) -> torch.Tensor:

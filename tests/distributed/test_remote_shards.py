@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from distributed_common import check_batch, filled, new_priorities, run_ranks, same_rows, trajectory
+from options_common import nested
 from test_global_selection import COUNTS, WINDOWS, alone, kept
 from waiting_common import go_on, stop_process
 
@@ -51,7 +52,9 @@ def far_shards(rank: int, **options: Any) -> Shards:
 
 def dataset(shards: Shards, selector: gear.selectors.Selector, **options: Any) -> gear.ReplayDataset:
     options = {"windows": WINDOWS, "seed": 9, "copy": True, "batches_per_epoch": BATCHES} | options
-    return gear.ReplayDataset(shards, batch_size=ROWS // shards.num_slices, selector=selector, **options)
+    return gear.ReplayDataset(
+        shards, **nested({"batch_size": ROWS // shards.num_slices, "selector": selector, **options})
+    )
 
 
 def draw(shards: Shards) -> list[dict[str, Any]]:

@@ -190,8 +190,7 @@ class Played:
             windows=WINDOWS,
             selector=selector,
             seed=4,
-            copy=True,
-            prefetch=0,
+            prefetch=gear.Prefetch(0, copy=True),
             batches_per_epoch=10**6,
         )
         return data, iter(data)
@@ -321,8 +320,7 @@ def turns(
             windows=WINDOWS,
             selector=selector,
             seed=4,
-            copy=True,
-            prefetch=0,
+            prefetch=gear.Prefetch(0, copy=True),
             batches_per_epoch=14,
         )
         for number, batch in enumerate(data):

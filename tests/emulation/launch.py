@@ -123,8 +123,6 @@ def _add_plan(memory: Memory, table: Any) -> None:
         for column in getattr(plan, "columns", ()):
             memory.add_tensor(column.source, "a source", host=True)
             memory.add_tensor(column.out, "an output")
-            if column.cache is not None:
-                memory.add_tensor(column.cache, "a cache")
             if column.mask is not None:
                 memory.add_tensor(column.mask, "a mask")
         for out in getattr(plan, "outs", ()):

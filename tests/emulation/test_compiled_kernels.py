@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import subprocess
@@ -17,7 +16,7 @@ pytest.importorskip("triton")
 import aot_common
 import numpy as np
 import torch
-from gather_common import Outputs, Spec, Store, check_gather, host_memory, windows_of
+from gather_common import Outputs, Spec, Store, check_gather
 from packed_common import PackedBatch
 from records_common import CARTPOLE, HOPPER, Records
 
@@ -46,10 +45,7 @@ KERNELS = [
     "tests/kernels/test_priority_kernels.py",
     "tests/kernels/test_neighbors.py",
 ]
-DEVICE = [
-    "tests/selection/test_device_priorities.py",
-    "tests/collection/test_device_cache.py::test_blocks_are_looked_up_by_the_kernel",
-]
+DEVICE = ["tests/selection/test_device_priorities.py"]
 
 
 @pytest.fixture
@@ -243,33 +239,6 @@ def test_what_a_gather_reads_over_the_bus(step_bytes: int, length: int, least: f
     assert useful / counts.host_bytes >= least
 
 
-@pytest.mark.parametrize("word", [16, *(pytest.param(word, marks=pytest.mark.long) for word in (4, 1))])
-def test_bytes_over_the_bus_fall_by_what_a_cache_holds(word: int) -> None:
-    """Lines of cached blocks are not requested from host memory, and all others are, by requests of 128 bytes."""
-    sizes = {16: 128, 4: 132, 1: 129}
-    kernels = aot_common.SAMPLE if word == 16 else ()
-    requests = []
-    for share in (None, 0.0, 0.5, 1.0):
-        counts, useful, _ = measure(sizes[word], 20, word=word, kernels=kernels, share=share)
-        assert set(counts.host_requests) <= {128}
-        requests.append(counts.host_requests[128])
-    none, empty, half, whole = requests
-    assert none == empty >= useful / 128
-    assert whole == 0
-    assert 0 < half < none
-    if word == 16:  # a step is a line
-        store, there = Store([128], [100] * 8, 32, finals=False), cached_blocks(0.5)
-        slots, anchors = store.draw(64)
-        steps = anchors.clamp(min=20)[:, None] - torch.arange(20)
-        blocks = store.block_ids[store.extent[slots, 1, None] + steps // 32].long()
-        assert half == int((~there[blocks]).sum())
-
-
-def cached_blocks(share: float, blocks: int = 35) -> torch.Tensor:
-    """Which blocks lie in a cache, bool [blocks]."""
-    return torch.rand(blocks, generator=torch.Generator().manual_seed(0)) < share
-
-
 EVERY = [
     pytest.param(16, aot_common.INSTALLED, aot_common.SAMPLE, id="sample"),
     *(
@@ -320,41 +289,25 @@ def measure(
     version: str = aot_common.INSTALLED,
     kernels: tuple[str, ...] = aot_common.SAMPLE,
     latencies: Latencies | None = None,
-    share: float | None = None,
 ) -> tuple[Counts, int, int]:
-    """What a gather of one column counts, in one program, the bytes it delivers, and its tiles.
-
-    Args:
-        share: of the blocks that lie in a cache; None for the kernel without one.
-    """
+    """What a gather of one column counts, in one program, the bytes it delivers, and its tiles."""
     store = Store([step_bytes], [100] * 8, 32, finals=False)
     slots, anchors = store.draw(batch)
     anchors = anchors.clamp(min=length)
     outputs = Outputs([Spec(step_bytes, length, 1 - length, mask=False)], batch)
-    plan, block_ids = outputs.plan(store), store.block_ids
-    memory = Memory()
-    if share is not None:
-        (column,) = plan.columns
-        there = cached_blocks(share, store.num_blocks)
-        cache = host_memory(column.source.numel()).view_as(column.source).copy_(column.source)
-        plan = GatherPlan([dataclasses.replace(column, cache=cache)], store.block_steps)
-        blocks = torch.arange(store.num_blocks, dtype=torch.int32)
-        block_ids = torch.where(there, ~blocks, blocks)[block_ids.long()]
-        memory.add_tensor(cache, "a cache")
+    plan, memory = outputs.plan(store), Memory()
     for column in plan.columns:
         memory.add_tensor(column.source, "a source", host=True)
         memory.add_tensor(column.out, "an output")
     ((found, table, device_table),) = plan.launches
     assert found == word
     _, _, tiles, _ = plan.tiles(table, batch, gather.TILE, gather.ENTRIES)
-    name = f"gather_{word}{'_cached' * (share is not None)}"
+    name = f"gather_{word}"
     runner = launch.machine(name, version, kernels)
-    inputs = (device_table, slots, anchors, store.extent, block_ids, slots)
+    inputs = (device_table, slots, anchors, store.extent, store.block_ids, slots)
     numbers = (1, 0, int(table[0, LINES]), batch, tiles, store.block_steps)
     arguments = (*inputs, *numbers, *gather.reciprocal(store.block_steps))
     counts = launch.launch(runner, name, 1, arguments, memory, latencies)
-    if share is not None:
-        outputs.check([windows_of(store.rows[0], outputs.specs[0], slots, anchors)])
     return counts, batch * length * step_bytes, tiles
 
 

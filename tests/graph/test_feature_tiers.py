@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from distributed_common import run_ranks
+from options_common import nested_table
 from table_common import COLUMNS, fresh_name
 from test_features import check, columns
 from tier_common import NEVER, spill
@@ -134,7 +135,7 @@ def test_late_columns_have_no_rows_to_copy() -> None:
 def tiered(path: Path, keep: Any, sync_seconds: float = NEVER, blocks: int = 40) -> gear.Table:
     disk = gear.Disk(path, sync_seconds=sync_seconds, size="1GiB", keep=keep)
     sizes = {"max_steps": 1000, "max_trajectories": 100, "block_steps": 4, "max_blocks": blocks}
-    return gear.Table.create(COLUMNS, **sizes, disk=disk, timeout=30.0)
+    return gear.Table.create(COLUMNS, **nested_table({**sizes, "disk": disk, "timeout": 30.0}))
 
 
 def test_rows_on_disk(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from options_common import nested_table
 from table_common import COLUMNS, fresh_name
 
 import gear_loader as gear
@@ -38,7 +39,7 @@ def check(rows: dict[str, torch.Tensor], ids: Any) -> None:
 def test_rows_by_id(packed: bool, lengths: list[int]) -> None:
     total = sum(lengths)
     sizes = {"max_steps": total, "max_trajectories": len(lengths), "block_steps": 16}
-    with gear.Table.create(COLUMNS, packed=packed, **sizes) as table:
+    with gear.Table.create(COLUMNS, **nested_table({"packed": packed, **sizes})) as table:
         for first, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
             table.add(columns(length, int(first)))
         features = gear.Features(table)
@@ -122,7 +123,9 @@ def test_ids_after_a_removal_are_not_known() -> None:
 
 def test_rules_for_draws_do_not_hold_for_reads() -> None:
     rules: dict[str, Any] = {"rate_limiter": gear.MinSize(3), "max_times_sampled": 1, "timeout": 0.1}
-    with gear.Table.create(COLUMNS, max_steps=100, max_trajectories=10, **rules) as table:
+    with gear.Table.create(
+        COLUMNS, **nested_table({"max_steps": 100, "max_trajectories": 10, **rules})
+    ) as table:
         table.add(columns(10))
         features = gear.Features(table)
         for _ in range(3):

@@ -195,8 +195,8 @@ def test_what_cannot_be_found(ray: Any) -> None:
         gear.connect("ray://replay", secret=bytes(32))
     with pytest.raises(gear.errors.SchemaError, match="max_steps"):
         Replay.options(name="bad").remote(NUMBER, max_steps=0, max_trajectories=1)
-    with pytest.raises(TypeError, match="exist_ok was given"):
-        Replay.options(name="bad").remote(NUMBER, exist_ok=True, **SIZES)
+    with pytest.raises(TypeError, match="if_exists was given"):
+        Replay.options(name="bad").remote(NUMBER, if_exists="attach", **SIZES)
 
 
 def test_without_ray_the_error_says_what_to_do() -> None:

@@ -40,7 +40,9 @@ def test_equals_the_compiled_gather(
 ) -> None:
     random = np.random.default_rng(0)
     total = 90
-    with gear.Table.create(SCHEMA, max_steps=100, max_trajectories=4, block_steps=8, packed=packed) as table:
+    with gear.Table.create(
+        SCHEMA, max_steps=100, max_trajectories=4, block_steps=8, memory=gear.Memory(packed=packed)
+    ) as table:
         rows: dict[str, Any] = {
             "x": random.standard_normal((total, 36), dtype=np.float32),
             "odd": random.integers(0, 256, (total, 7)).astype(np.uint8),

@@ -16,7 +16,6 @@ from gather_common import (
     Outputs,
     Spec,
     Store,
-    check_cached,
     check_gather,
     check_two_tables,
     choose,
@@ -103,27 +102,6 @@ def test_far_windows(run: Gather) -> None:
     for pad in PADS:
         specs = [Spec(size, 9, offset, pad) for size, offset in zip(sizes, offsets, strict=True)]
         check_gather(run, store, specs, slots, anchors)
-
-
-CACHED_SIZES = ((16, 64, 160), (4, 12, 132), (1, 6, 129))
-
-
-@BOTH
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("sizes", CACHED_SIZES, ids=["16", "4", "1"])
-def test_blocks_in_a_cache_are_read_there(run: Gather, sizes: tuple[int, ...], share: float) -> None:
-    store = Store(sizes, [1, 31, 32, 33, 98, 150], 32, spare_lines=1)
-    slots, anchors = store.draw(9)
-    specs = [
-        Spec(size, length, offset, pad)
-        for size, length, offset, pad in zip(
-            sizes, (40, 9, 20), (-20, -8, 0), (PAD_EDGE, PAD_HEAD, PAD_TAIL), strict=True
-        )
-    ]
-    for rows, batch in ((None, None), (choose(9, 13), 13)):
-        store = Store(sizes, [1, 31, 32, 33, 98, 150], 32, spare_lines=1)
-        options = {"share": share, "programs": 3, "rows": rows, "batch": batch}
-        assert check_cached(run, store, specs, slots, anchors, **options).is_cached
 
 
 @st.composite
@@ -337,16 +315,6 @@ def test_steps_that_do_not_fit_into_their_blocks() -> None:
         ValueError, match="A step of 8 bytes begins 25 bytes into one of 32 bytes of the source"
     ):
         dataclasses.replace(column(), inside=25, step_stride=32).check(2)
-
-
-def test_caches_that_are_refused() -> None:
-    cache = host_memory(2 * 128).view(2, 128)
-    assert GatherPlan([column(cache=cache)], 2).is_cached
-    for other in (cache.float(), cache.view(1, 256), cache[:, :64], host_memory(264)[8:].view(2, 128)):
-        with pytest.raises(ValueError, match=r"cache is torch.\w+ .*; expected uint8 \[places, 128\]"):
-            GatherPlan([column(cache=other)], 2)
-    with pytest.raises(ValueError, match="Some columns have a cache and others have none"):
-        GatherPlan([column(cache=cache), column()], 2)
 
 
 def test_launches_of_a_plan() -> None:

@@ -25,6 +25,7 @@ from gather_common import (
     check_two_tables,
     pinned_memory,
 )
+from options_common import nested
 from waiting_common import wait_until
 
 from gear_loader import Column, ReplayDataset, Table, Uniform, Window
@@ -137,7 +138,7 @@ def test_more_than_2_31_words() -> None:
         assert (np.sort(table.reader().index_arrays()[1])[-count:].astype(np.int64) * 64 * 1024 > 2**33).all()
         options: dict[str, Any] = {"batch_size": 64, "windows": Window(70, -69), "batches_per_epoch": 2}
         options |= {"subset": lambda sequences: sequences > 0, "copy": True}
-        both = [ReplayDataset(table, device=device, **options) for device in (DEVICE, "cpu")]
+        both = [ReplayDataset(table, **nested({"device": device, **options})) for device in (DEVICE, "cpu")]
         for found, expected in zip(*both, strict=True):
             assert_same(flat(found), flat(expected))
 
@@ -189,8 +190,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def datasets(table: Table, name: str, **more: Any) -> tuple[ReplayDataset, ReplayDataset]:
     """The same dataset on the GPU and on the CPU."""
     options = {"batch_size": 32, "seed": 11, **OPTIONS[name], **more}
-    return ReplayDataset(table, device=DEVICE, **options), ReplayDataset(
-        table, device="cpu", **{**options, "prefetch": 0, "copy": True}
+    return ReplayDataset(table, **nested({"device": DEVICE, **options})), ReplayDataset(
+        table, **nested({"device": "cpu", **options, "prefetch": 0, "copy": True})
     )
 
 
@@ -357,7 +358,7 @@ def test_eviction_while_batches_are_in_flight(staged: bool, replacement: bool) -
             table.add(numbered(number, int(random.integers(1, 90))))
         options: dict[str, Any] = {"selector": Uniform(replacement=replacement), "prefetch": 3, "keep": 1}
         options |= {"windows": window, "device": DEVICE, "batches_per_epoch": 1_000_000}
-        dataset = ReplayDataset(table, batch_size=64, **options)
+        dataset = ReplayDataset(table, **nested({"batch_size": 64, **options}))
         stop, added, failures = threading.Event(), 80, []
 
         def write() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from options_common import nested
 
 import gear_loader as gear
 from gear_loader.errors import PriorityError
@@ -172,7 +173,9 @@ def add(table: gear.Table, random: np.random.Generator, number: int) -> None:
 def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     """Steps by priority, on the GPU."""
     settings = {"batch_size": 64, "windows": gear.Window(1), "device": "cuda"}
-    return gear.ReplayDataset(table, **{**settings, "selector": gear.Prioritized(unit="step"), **options})
+    return gear.ReplayDataset(
+        table, **nested({**settings, "selector": gear.Prioritized(unit="step"), **options})
+    )
 
 
 SELECTORS = {

@@ -20,6 +20,7 @@ from cases import mostly_long, points
 from dataset_common import drawn, episode, make_table, named_table, nothing_left, prefetch_threads
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning_ddp import IGNORED, SaveAt, quiet
+from options_common import nested
 
 import gear_loader as gear
 from gear_loader import errors
@@ -70,7 +71,9 @@ class Model(lightning.LightningModule):
 
 
 def module(table: Any, **options: Any) -> ReplayDataModule:
-    return ReplayDataModule(table, **{"batch_size": 8, "windows": WINDOW, "val_fraction": 0.2, **options})
+    return ReplayDataModule(
+        table, **nested({"batch_size": 8, "windows": WINDOW, "val_fraction": 0.2, **options})
+    )
 
 
 def trainer(folder: Path | None = None, *callbacks: Callback, **options: Any) -> lightning.Trainer:
@@ -253,7 +256,7 @@ def test_training_sees_the_batches_of_the_dataset(table: gear.Table) -> None:
     options: dict[str, Any] = {"batch_size": 8, "windows": WINDOW, "selector": gear.Uniform(False), "seed": 4}
     model = fit(module(table, **options), max_epochs=2)
     subset = Split(0.2, seed=0, second=False)
-    data = gear.ReplayDataset(table, **options, subset=subset, device="cpu")
+    data = gear.ReplayDataset(table, **nested({**options, "subset": subset, "device": "cpu"}))
     assert model.seen == [drawn([batch]) for _ in range(2) for batch in data]
     assert len(model.seen) == 2 * len(data)
 

@@ -14,6 +14,7 @@ import torch
 from cases import mostly_long
 from distributed_common import filled
 from lightning_ddp import COUNTS, EPOCHS, IGNORED, ROWS, RUNS, STEPS, Model, fit, module, quiet, train
+from options_common import nested
 
 import gear_loader as gear
 from gear_loader.distributed import Shards
@@ -137,7 +138,9 @@ def test_shards_are_left_open_and_those_of_a_function_closed() -> None:
 
 def test_what_a_function_returns_is_checked_in_setup(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(source: Any, **options: Any) -> gear.ReplayDataModule:
-        return gear.ReplayDataModule(source, batch_size=4, windows=gear.Window(3), val_fraction=0, **options)
+        return gear.ReplayDataModule(
+            source, **nested({"batch_size": 4, "windows": gear.Window(3), "val_fraction": 0, **options})
+        )
 
     for data, message in (
         (made(lambda: 3), "The function that was given as table returned 3; expected a Table or Shards"),

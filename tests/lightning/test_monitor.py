@@ -14,6 +14,7 @@ import torch
 from dataset_common import episode, make_table, named_table, nothing_left, snapshot
 from lightning.pytorch.loggers import CSVLogger
 from lightning_ddp import IGNORED, Memory, SaveAt, quiet
+from options_common import nested
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
@@ -88,7 +89,7 @@ class ManualModel(Model):
 
 def module(table: Any, **options: Any) -> gear.ReplayDataModule:
     told = {"batch_size": 2, "windows": gear.Window(1), "val_fraction": 0, "prefetch": 0, "device": "cpu"}
-    return gear.ReplayDataModule(table, **{**told, "batches_per_epoch": 6, **options})
+    return gear.ReplayDataModule(table, **nested({**told, "batches_per_epoch": 6, **options}))
 
 
 def trainer(loggers: Any, *callbacks: Any, **options: Any) -> lightning.Trainer:
@@ -213,28 +214,6 @@ def test_ages_wait_for_nothing_before_they_are_read() -> None:
         drawn.read()
 
 
-def test_the_device_cache_since_the_last_log(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a dataset on a GPU would say of its cache; the rest is that of one on the CPU."""
-    said = [(0, 0, 0), (30, 10, 50), (30, 10, 100), (31, 12, 100)]
-    with make_table() as table:
-        dataset = gear.ReplayDataset(table, batch_size=2, windows=gear.Window(1), device="cpu")
-        own = ReplayMonitor(dataset)
-        own._dataset, dataset.device_cache = dataset, 100
-        for name, before, now in zip(("first", "none", "more"), said, said[1:], strict=False):
-            told = iter([before, now, now])
-            monkeypatch.setattr(
-                dataset,
-                "cache_counts",
-                lambda told=told: (
-                    dict(zip(("hits", "misses", "bytes"), next(told), strict=True)) | {"budget": 100}
-                ),
-            )
-            own._begin(clock.now, own._totals(dataset))
-            metrics = own._metrics(dataset)
-            assert metrics["cache_fill"] == now[2] / 100
-            assert metrics.get("cache_hit_rate") == {"first": 0.75, "none": None, "more": 1 / 3}[name]
-
-
 # Lightning -------------------------------------------------------------------------------------------
 
 
@@ -286,7 +265,7 @@ def test_a_resumed_run_counts_from_where_it_was(tmp_path: Path, clock: Clock) ->
 def test_a_dataset_that_is_given_or_missing(clock: Clock) -> None:
     options = {"batch_size": 2, "windows": gear.Window(1), "device": "cpu", "batches_per_epoch": 6}
     with make_table() as table:
-        dataset = gear.ReplayDataset(table, **options, sample_info=True)
+        dataset = gear.ReplayDataset(table, **nested({**options, "sample_info": True}))
         loader, memory = torch.utils.data.DataLoader(dataset, batch_size=None), Memory()
         trainer(memory, ReplayMonitor(dataset, every_n_steps=6)).fit(Model(clock.script(1)), loader)
         assert set(memory.logs[0]) == {*FILL, *RATES, *AGES}

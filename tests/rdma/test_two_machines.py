@@ -18,6 +18,7 @@ import pytest
 import torch
 from distributed_common import check_batch, filled, new_priorities, same_rows
 from nixl_common import SLOWER
+from options_common import nested
 from test_verbs import DEVICES, packets
 
 import gear_loader as gear
@@ -64,7 +65,7 @@ def draw(shards: Shards) -> list[dict[str, Any]]:
     for selector in (gear.Prioritized(), gear.Uniform(unit="step"), gear.TopK()):
         size = ROWS // shards.num_slices
         options: dict[str, Any] = {"windows": WINDOW, "seed": 9, "copy": True, "batches_per_epoch": BATCHES}
-        data = gear.ReplayDataset(shards, batch_size=size, selector=selector, **options)
+        data = gear.ReplayDataset(shards, **nested({"batch_size": size, "selector": selector, **options}))
         for number, batch in enumerate(data):
             check_batch(batch, WINDOW)
             names = ("index", "anchor", "generation", "shard", "act", "obs", "priority_weight")
@@ -111,7 +112,7 @@ def test_a_cable_that_is_pulled(group: None) -> None:
     shards = shards_of("nixl", timeout=45.0)
     options: dict[str, Any] = {"batches_per_epoch": math.inf, "prefetch": 0, "seed": 3}
     data = gear.ReplayDataset(
-        shards, windows=WINDOW, batch_size=ROWS // 2, selector=gear.Uniform(), **options
+        shards, **nested({"windows": WINDOW, "batch_size": ROWS // 2, "selector": gear.Uniform(), **options})
     )
     began = time.monotonic()
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from options_common import nested
 
 import gear_loader as gear
 
@@ -68,7 +69,9 @@ def complete_anchors(table: gear.Table, windows: dict[str, gear.Window]) -> set[
 
 def dataset(table: gear.Table, windows: Any, selector: Any, **options: Any) -> gear.ReplayDataset:
     defaults: dict[str, Any] = {"batch_size": 8, "device": "cpu", "prefetch": 0, "complete": True, "seed": 3}
-    return gear.ReplayDataset(table, windows=windows, selector=selector, **{**defaults, **options})
+    return gear.ReplayDataset(
+        table, **nested({"windows": windows, "selector": selector, **defaults, **options})
+    )
 
 
 def rows_of(batch: Any) -> list[tuple[int, int]]:

@@ -79,7 +79,7 @@ def drawn(selection: CudaPrioritizedSelection, draw: Draw) -> tuple[torch.Tensor
     ticket = Ticket()
     try:
         selection._follow(ticket)
-        places = DrawPlaces(random, beta, mirror, mirror[0], REACH, None, RepeatedWork(), True, lambda: None)
+        places = DrawPlaces(random, beta, mirror, mirror[0], REACH, RepeatedWork(), True, lambda: None)
         selection.draw_rows(draw, places)
         selection._leave()
     finally:

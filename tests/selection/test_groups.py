@@ -14,6 +14,7 @@ import torch
 from dataset_common import chi_square, chi_square_limit
 from hypothesis import given
 from hypothesis import strategies as st
+from options_common import nested
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError, TableEmptyError
@@ -48,7 +49,7 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
         "group_size": SIZE,
         **options,
     }
-    return gear.ReplayDataset(table, **given)
+    return gear.ReplayDataset(table, **nested(given))
 
 
 def groups_of(batches: Iterable[Any]) -> list[tuple[int, tuple[int, ...]]]:
@@ -240,13 +241,12 @@ def test_a_value_that_more_trajectories_have_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"group": None}, "without group"),
-        ({"group_size": None}, "without group_size"),
+        ({"group_size": None}, "size is None; expected an integer"),
         ({"group": "token"}, "expected the name of an integer column"),
         ({"group": "reward"}, "expected the name of an integer column"),
-        ({"group_varies": "token"}, "group_varies"),
-        ({"group_priority": "sum"}, "group_priority"),
-        ({"group_max_age": 0}, "group_max_age"),
+        ({"group_varies": "token"}, "varies is 'token'"),
+        ({"group_priority": "sum"}, "priority is 'sum'"),
+        ({"group_max_age": 0}, "max_age is 0"),
         ({"batch_size": 7}, "multiple"),
         ({"selector": gear.Uniform(unit="step")}, "unit='trajectory'"),
     ],

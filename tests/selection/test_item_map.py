@@ -72,7 +72,7 @@ class Twin:
             device="cpu",
             prefetch=0,
             selector=gear.Prioritized(1, 0.5, unit=unit, normalize="table"),
-            subset=chosen,
+            draws=gear.Draws(subset=chosen),
         )
         self.live: dict[int, Trajectory] = {}
         self.numbers = itertools.count()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from dataset_common import LENGTHS, episode, make_table, nothing_left, same_batches, snapshot
+from options_common import nested
 
 import gear_loader as gear
 from gear_loader.collection.collector import Collector
@@ -43,7 +44,9 @@ def table() -> Iterator[gear.Table]:
 
 def dataset(table: gear.Table, selector: gear.Selector, **options: Any) -> gear.ReplayDataset:
     settings = {"batch_size": 5, "windows": gear.Window(2, -1), "device": "cpu", "seed": 7, "prefetch": 0}
-    return gear.ReplayDataset(table, selector=selector, **{**settings, "batches_per_epoch": EPOCH, **options})
+    return gear.ReplayDataset(
+        table, **nested({"selector": selector, **settings, "batches_per_epoch": EPOCH, **options})
+    )
 
 
 def learn(data: gear.ReplayDataset, batch: Mapping[str, Any]) -> None:

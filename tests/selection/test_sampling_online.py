@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from options_common import nested, nested_table
 from table_common import COLUMNS, rows
 
 import gear_loader as gear
@@ -25,7 +26,7 @@ WINDOW = gear.Window(length=3, offset=-1)
 
 def table_of(count: int = 0, **options: Any) -> gear.Table:
     """A table of `count` trajectories of 2 to 6 steps; trajectory i has the number and priority i + 1."""
-    table = gear.Table.create(COLUMNS, **{**SIZES, **options})
+    table = gear.Table.create(COLUMNS, **nested_table({**SIZES, **options}))
     for i in range(count):
         table.add(rows(i + 1, 2 + i % 5), priority=i + 1)
     return table
@@ -33,7 +34,7 @@ def table_of(count: int = 0, **options: Any) -> gear.Table:
 
 def dataset_of(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     return gear.ReplayDataset(
-        table, **{"batch_size": 4, "windows": WINDOW, "device": "cpu", "prefetch": 0, **options}
+        table, **nested({"batch_size": 4, "windows": WINDOW, "device": "cpu", "prefetch": 0, **options})
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from options_common import nested
 from table_common import bury, fresh_name
 
 import gear_loader as gear
@@ -103,7 +104,7 @@ def storm(key: int, **options: Any) -> Iterator[tuple[gear.Table, Processes]]:
 
 def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     given: dict[str, Any] = {"windows": WINDOWS, "layout": "packed", "device": "cpu", "seed": 3}
-    return gear.ReplayDataset(table, **{**given, **options})
+    return gear.ReplayDataset(table, **nested({**given, **options}))
 
 
 def check_rows(batch: Any) -> list[tuple[int, int]]:

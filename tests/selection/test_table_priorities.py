@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from options_common import nested
 from table_common import fresh_name
 
 import gear_loader as gear
@@ -26,7 +27,7 @@ def table_of(count: int, **options: object) -> gear.Table:
 def dataset(table: gear.Table, *, unit: Any = "trajectory", **options: Any) -> gear.ReplayDataset:
     selector = gear.Prioritized(alpha=1.0, unit=unit)
     options = {"windows": gear.Window(1), "prefetch": 0, "seed": 5} | options
-    return gear.ReplayDataset(table, batch_size=64, selector=selector, **options)
+    return gear.ReplayDataset(table, **nested({"batch_size": 64, "selector": selector, **options}))
 
 
 def drawn(data: gear.ReplayDataset) -> set[int]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cases import mostly_long
+from options_common import nested_table
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
@@ -38,7 +39,7 @@ def schema_of(name: str) -> Schema:
 def filled(schema: Schema, lengths: Any, **options: Any) -> gear.Table:
     """A table of zeros."""
     options = {"max_steps": int(lengths.sum()), "max_trajectories": len(lengths), **options}
-    table = gear.Table.create(schema, **options)
+    table = gear.Table.create(schema, **nested_table(options))
     longest = {
         name: np.zeros((lengths.max(), column.step_bytes), np.uint8) for name, column in schema.items()
     }
@@ -72,7 +73,7 @@ def test_auto_is_what_wastes_least(name: str, mean: float, packed: bool) -> None
     assert resident[best] <= 1.03 * min(resident.values())
     options = {"max_steps": 10**6, "max_trajectories": 10, "block_steps": "auto", "mean_length": mean}
     options["packed"] = packed
-    with gear.Table.create(schema, **options) as table:
+    with gear.Table.create(schema, **nested_table(options)) as table:
         assert table.region.layout.block_steps == best
 
 
@@ -81,11 +82,16 @@ def test_the_mean_comes_from_the_sizes() -> None:
     options: dict[str, Any] = {"block_steps": "auto"}
     for steps, count in ((4000, 40), (40, 40), (10, 40), (3, 1)):  # columns of whole lines are not packed
         mean = max(1, steps / count)
-        with gear.Table.create(schema, max_steps=steps, max_trajectories=count, **options) as table:
+        with gear.Table.create(
+            schema, **nested_table({"max_steps": steps, "max_trajectories": count, **options})
+        ) as table:
             assert table.region.layout.block_steps == best_block_steps(schema, mean, steps) <= steps
     # Equal arguments make equal tables.
-    options.update(max_steps=400, max_trajectories=40, name="test-block-sizes", exist_ok=True)
-    with gear.Table.create(schema, **options) as table, gear.Table.create(schema, **options) as other:
+    options.update(max_steps=400, max_trajectories=40, name="test-block-sizes", if_exists="attach")
+    with (
+        gear.Table.create(schema, **nested_table(options)) as table,
+        gear.Table.create(schema, **nested_table(options)) as other,
+    ):
         table.unlink()
         assert other.region.layout.block_steps == table.region.layout.block_steps
 
@@ -105,7 +111,9 @@ def test_the_mean_comes_from_the_sizes() -> None:
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(SchemaError) as caught:
-        gear.Table.create(schema_of("images"), **{"max_steps": 100, "max_trajectories": 10, **options})
+        gear.Table.create(
+            schema_of("images"), **nested_table({"max_steps": 100, "max_trajectories": 10, **options})
+        )
     assert message in str(caught.value)
 
 
@@ -200,7 +208,7 @@ def test_what_is_loaded_has_a_mean_length(tmp_path: Path) -> None:
     with gear.sources.load(episodes, block_steps="auto", progress=False) as table:
         assert table.stats().block_steps == best != 64
     sizes = {"max_steps": 200, "max_trajectories": 200}  # which say 1 step each
-    with gear.Table.create({"x": gear.Column(torch.float32, (4,))}, **sizes) as table:
+    with gear.Table.create({"x": gear.Column(torch.float32, (4,))}, **nested_table(sizes)) as table:
         table.extend(episodes)
         table.save(tmp_path)
     with gear.Table.load(tmp_path, block_steps="auto") as loaded:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from options_common import nested_table
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
@@ -21,7 +22,9 @@ NUMPY += ("float16", "float32", "float64", ">f8")
 
 def table_of(dtype: torch.dtype, shape: tuple[int, ...] = (), **options: Any) -> gear.Table:
     schema = {"x": gear.Column(dtype, shape, cast=True)}
-    return gear.Table.create(schema, max_steps=64, max_trajectories=16, block_steps=4, **options)
+    return gear.Table.create(
+        schema, **nested_table({"max_steps": 64, "max_trajectories": 16, "block_steps": 4, **options})
+    )
 
 
 def added(table: gear.Table, value: Any) -> list[torch.Tensor]:
@@ -185,7 +188,7 @@ def test_it_stays_with_the_table_and_its_checkpoints(tmp_path: Path) -> None:
     for wrong in (["x", "float32", [], True], ["x", "float32", [], "cast", "cast"]):
         with pytest.raises(SchemaError, match="expected \\[name, dtype, shape\\], and its options"):
             Schema.from_json([wrong])
-    with table_of(torch.float32, name="test-casting", replace=True) as table:
+    with table_of(torch.float32, name="test-casting", if_exists="replace") as table:
         try:
             with gear.Table.attach("test-casting") as other:
                 other.add({"x": [1, 2.5]})

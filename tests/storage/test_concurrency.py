@@ -44,6 +44,7 @@ from concurrency_common import (
     rows,
     waiting,
 )
+from options_common import nested, nested_table
 from table_common import Died, bury, fresh_name, mortal
 from waiting_common import go_on, stop_process, wait_until
 
@@ -76,7 +77,7 @@ def nursery() -> Iterator[Nursery]:
 def named(**options: Any) -> Iterator[gear.Table]:
     sizes: dict[str, Any] = {"max_steps": 2000, "max_trajectories": 120, "block_steps": 4}
     settings = {**sizes, "name": fresh_name(), "timeout": PATIENCE, **options}
-    with gear.Table.create(COLUMNS, **settings) as table:
+    with gear.Table.create(COLUMNS, **nested_table(settings)) as table:
         try:
             yield table
         finally:
@@ -153,7 +154,7 @@ def _read_batches(voice: Voice, name: str, seed: int) -> dict[str, int]:
             if voice.is_called:
                 break
             options = {**_READINGS[turn % len(_READINGS)], "batches_per_epoch": math.inf, "device": "cpu"}
-            dataset = gear.ReplayDataset(table, batch_size=32, seed=seed + turn, **options)
+            dataset = gear.ReplayDataset(table, **nested({"batch_size": 32, "seed": seed + turn, **options}))
             try:
                 _read_some(voice, table, dataset, seen, one_by_one=turn // len(_READINGS) % 3 == 2)
             except (TableEmptyError, PriorityError):  # everything may go at once, or nearly
@@ -462,7 +463,9 @@ def _read_until_killed(table: gear.Table, journal: Journal, seed: int) -> None:
         "device": "cpu",
     }
     selector: Any = gear.Prioritized() if seed % 2 else gear.Uniform()
-    dataset = gear.ReplayDataset(table, selector=selector, seed=seed, prefetch=2 * (seed % 3), **options)
+    dataset = gear.ReplayDataset(
+        table, **nested({"selector": selector, "seed": seed, "prefetch": 2 * (seed % 3), **options})
+    )
     while True:
         with contextlib.suppress(TableEmptyError, PriorityError):  # everything may go at once
             for batch in dataset:
@@ -535,7 +538,7 @@ def _draw(voice: Voice, name: str, count: int | None, options: dict[str, Any]) -
         "device": "cpu",
     }
     with gear.Table.attach(name, timeout=0.5 if count is None else PATIENCE) as table:
-        dataset = gear.ReplayDataset(table, **options)
+        dataset = gear.ReplayDataset(table, **nested(options))
         voice.say()
         batches = 0
         while count is None or batches < count:

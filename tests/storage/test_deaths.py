@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cases import points
 from index_common import SCALAR, Follower, same_snapshot, values_at, values_of, watch_moves
+from options_common import nested_table
 from table_common import Died, bury, mortal
 
 import gear_loader as gear
@@ -323,7 +324,7 @@ def everything(table: gear.Table) -> list[list[int]]:
 def survive(scene: Scene, stores: int, *, torn: bool, again: int | None = None) -> bool:
     """Let the process die after `stores` stores, and its heir after `again`; False if one of them did not die."""
     sizes: dict[str, Any] = {"max_steps": 30, "max_trajectories": 6, "block_steps": 3, **scene.options}
-    with gear.Table.create(SCALAR, **sizes) as table:
+    with gear.Table.create(SCALAR, **nested_table(sizes)) as table:
         scene.prepare(table)
         index = table.index
         watch_moves(table)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from options_common import nested_table
 
 import gear_loader as gear
 
@@ -30,7 +31,7 @@ def final(value: float) -> dict[str, Any]:
 
 def table(**options: Any) -> gear.Table:
     sizes = {"max_steps": 200, "max_trajectories": 20, "block_steps": BLOCK, **options}
-    return gear.Table.create(SCHEMA, **sizes)
+    return gear.Table.create(SCHEMA, **nested_table(sizes))
 
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from index_common import Follower
+from options_common import nested_table
 from table_common import COLUMNS, Died, Reading, bury, mortal, number_of, numbers_of, rows, store, write
 
 import gear_loader as gear
@@ -74,7 +75,10 @@ class TableMachine(stateful.RuleBasedStateMachine):
         options: dict[str, Any] = {"max_blocks": -(-max_steps // block_steps)} if tight else {}
         options |= {"block_steps": block_steps, "on_full": "evict_oldest" if evict else "error"}
         self.table = gear.Table.create(
-            COLUMNS, max_steps=max_steps, max_trajectories=max_trajectories, packed=packed, **options
+            COLUMNS,
+            **nested_table(
+                {"max_steps": max_steps, "max_trajectories": max_trajectories, "packed": packed, **options}
+            ),
         )
         self.table.region.lock.timeout = 0
         self.max_steps, self.max_trajectories, self.block_steps = max_steps, max_trajectories, block_steps
@@ -384,7 +388,9 @@ def test_a_repair_makes_followers_look_at_every_slot() -> None:
 )
 def test_block_tables_move_twice_only_when_no_reader_is_left_behind(worn: int, retiring: bool) -> None:
     """A reader that began before a move may still use the half that was left; so the next move waits for it."""
-    with gear.Table.create(COLUMNS, max_steps=40, max_trajectories=8, block_steps=4, max_blocks=12) as table:
+    with gear.Table.create(
+        COLUMNS, max_steps=40, max_trajectories=8, block_steps=4, memory=gear.Memory(max_blocks=12)
+    ) as table:
         table.region.lock.timeout = 0
         index = table.index
         table.extend([rows(1, 9), rows(2, 13), rows(3, 1)])

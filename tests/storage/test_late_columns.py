@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from options_common import nested_table
 from table_common import Died, bury, fresh_name, mortal
 
 import gear_loader as gear
@@ -36,7 +37,7 @@ LATE = ("advantage", "reward", "logprob")
 
 def make(**options: Any) -> gear.Table:
     sizes = {"max_steps": 200, "max_trajectories": 12, "block_steps": 4}
-    return gear.Table.create(COLUMNS, **{**sizes, **options})
+    return gear.Table.create(COLUMNS, **nested_table({**sizes, **options}))
 
 
 def add(table: gear.Table, number: int, length: int = 5, **options: Any) -> int:

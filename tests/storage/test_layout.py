@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from options_common import nested_table
 from table_common import COLUMNS, DTYPES, fresh_name, named
 
 import gear_loader as gear
@@ -170,7 +171,7 @@ def test_large_headers() -> None:
         gear.Table.create(schema, max_steps=1, max_trajectories=1)
     schema = dict(itertools.islice(schema.items(), 1000))
     sizes: dict[str, Any] = {"max_steps": 1, "max_trajectories": 1, "block_steps": 1, "name": fresh_name()}
-    with gear.Table.create(schema, **sizes) as table:
+    with gear.Table.create(schema, **nested_table(sizes)) as table:
         assert 900_000 < len(table.region.layout.header) < HEADER_LIMIT
         with gear.Table.attach(str(table.name)) as other:
             assert other.schema == schema

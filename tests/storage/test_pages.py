@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from options_common import nested_table
 
 import gear_loader as gear
 from gear_loader.errors import RegionError, SchemaError
@@ -24,7 +25,10 @@ HUGE = pages.HUGE_PAGE
 
 def made(steps: int = 40_000, **options: Any) -> gear.Table:
     """About 10 MiB."""
-    return gear.Table.create(SCHEMA, max_steps=steps, max_trajectories=100, max_blocks=steps // 64, **options)
+    return gear.Table.create(
+        SCHEMA,
+        **nested_table({"max_steps": steps, "max_trajectories": 100, "max_blocks": steps // 64, **options}),
+    )
 
 
 def mapped(table: gear.Table, field: str) -> int:

@@ -13,6 +13,7 @@ import torch
 from dataset_common import chi_square, chi_square_limit
 from hypothesis import given
 from hypothesis import strategies as st
+from options_common import nested_table
 from table_common import Died, bury, fresh_name, mortal
 
 import gear_loader as gear
@@ -23,7 +24,9 @@ COLUMNS = {"token": gear.Column(torch.int32), "policy": gear.Column(torch.int32,
 
 def make(max_lag: int | None = 2, **options: Any) -> gear.Table:
     sizes = {"max_steps": 400, "max_trajectories": 40, "block_steps": 4}
-    return gear.Table.create(COLUMNS, **{**sizes, **options}, version="policy", max_lag=max_lag)
+    return gear.Table.create(
+        COLUMNS, **nested_table({**sizes, **options, "version": "policy", "max_lag": max_lag})
+    )
 
 
 def add(table: gear.Table, policy: int, length: int = 3) -> int:
@@ -153,7 +156,7 @@ def test_checkpoints_keep_the_version(tmp_path: Path) -> None:
 )
 def test_options_that_do_not_fit(columns: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(SchemaError, match=message):
-        gear.Table.create(columns, max_steps=8, max_trajectories=2, **options)
+        gear.Table.create(columns, **nested_table({"max_steps": 8, "max_trajectories": 2, **options}))
 
 
 def test_a_table_without_versions_has_none_to_advance() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from options_common import nested
 from table_common import DTYPES, bits, random_values
 
 import gear_loader as gear
@@ -235,9 +236,9 @@ def test_batches_use_no_other_keys() -> None:
         table.add({"reward": np.ones(5, np.float32)})
     options: dict[str, Any] = {"batch_size": 2, "windows": gear.Window(2), "selector": gear.Prioritized()}
     keys: set[str] = set()
-    keys |= set(gear.ReplayDataset(tables[0], **options, sample_info=True).sample())
+    keys |= set(gear.ReplayDataset(tables[0], **nested({**options, "sample_info": True})).sample())
     with gear.distributed.Shards(tables) as shards:
-        keys |= set(gear.ReplayDataset(shards, **options).sample())
+        keys |= set(gear.ReplayDataset(shards, **nested(options)).sample())
     for table in tables:
         table.close()
     assert keys == {"reward", *BATCH_KEYS}

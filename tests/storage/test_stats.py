@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from options_common import nested_table
 from table_common import COLUMNS, named, rows
 
 import gear_loader as gear
@@ -124,7 +125,7 @@ def test_uneven_lengths_cost_about_a_twentieth() -> None:
     lengths = [min(1000, 20 + int(generator.expovariate(1 / 500))) for _ in range(400)]
     blocks = gear.Table.required_blocks(lengths, 32)
     sizes = {"max_steps": sum(lengths), "max_trajectories": 400, "block_steps": 32, "max_blocks": blocks}
-    with gear.Table.create(schema, **sizes) as table:
+    with gear.Table.create(schema, **nested_table(sizes)) as table:
         table.extend({name: torch.zeros(n, *shape) for name, shape in shapes.items()} for n in lengths)
         stats = table.stats()
         assert stats.blocks_in_use == stats.num_blocks == blocks

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from options_common import nested, nested_table
 
 import gear_loader as gear
 
@@ -19,7 +20,7 @@ SCHEMA = {"x": gear.Column(torch.int64), "obs": gear.Column(torch.float32, (2,),
 
 def table(**options: Any) -> gear.Table:
     return gear.Table.create(
-        SCHEMA, **{"max_steps": 300, "max_trajectories": 30, "block_steps": 4, **options}
+        SCHEMA, **nested_table({"max_steps": 300, "max_trajectories": 30, "block_steps": 4, **options})
     )
 
 
@@ -85,7 +86,9 @@ def test_selections_follow(selector: Any, complete: bool) -> None:
     generator = random.Random(5)
     options: dict[str, Any] = {"device": "cpu", "prefetch": 0, "complete": complete, "batch_size": 64}
     with table() as made:
-        dataset = gear.ReplayDataset(made, windows=gear.Window(2, -1), selector=selector, **options)
+        dataset = gear.ReplayDataset(
+            made, **nested({"windows": gear.Window(2, -1), "selector": selector, **options})
+        )
         by_priority, by_step = isinstance(selector, gear.Prioritized), selector.unit == "step"
         writers = [made.writer(commit_every_step=True) for _ in range(3)]
         given: dict[Any, float] = {}

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from options_common import nested_table
 from table_common import (
     COLUMNS,
     DTYPES,
@@ -54,7 +55,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: torch.dtype) -> Non
     generator = torch.Generator().manual_seed(0)
     for shape, block_steps in (((), 7), ((1,), 1), ((3, 5), 1000)):
         sizes = {"max_steps": 300, "max_trajectories": 40, "block_steps": block_steps}
-        with gear.Table.create({"x": gear.Column(dtype, shape)}, **sizes) as table:
+        with gear.Table.create({"x": gear.Column(dtype, shape)}, **nested_table(sizes)) as table:
             kept = {}
             for length in (1, 6, 7, 8, 14, 15, 63):
                 values = random_values(dtype, (length, *shape), generator)
@@ -223,7 +224,7 @@ def test_max_steps_in_max_trajectories_always_fit(seed: int) -> None:
     spare = (max_steps - max_trajectories) // block_steps * block_steps
     worst = [1 + spare, *[1] * (max_trajectories - 1)]
     sizes = {"max_steps": max_steps, "max_trajectories": max_trajectories, "block_steps": block_steps}
-    with gear.Table.create(SCALAR, **sizes) as table:
+    with gear.Table.create(SCALAR, **nested_table(sizes)) as table:
         for number, length in enumerate(lengths):
             table.add(steps(number, length))
         table.check_valid()
@@ -242,13 +243,13 @@ def test_required_blocks_are_exact(lengths: list[int], kind: Any) -> None:
     assert gear.Table.required_blocks([], 64) == 0
     sizes = {"max_steps": sum(lengths), "max_trajectories": len(lengths), "block_steps": 64}
     given = [steps(i, length) for i, length in enumerate(lengths)]
-    with gear.Table.create(SCALAR, **sizes, max_blocks=blocks) as table:
+    with gear.Table.create(SCALAR, **nested_table({**sizes, "max_blocks": blocks})) as table:
         table.extend(given)
         table.check_valid()
         assert table.stats().blocks_in_use == table.stats().num_blocks == blocks
     if blocks > 1:
         with (
-            gear.Table.create(SCALAR, **sizes, max_blocks=blocks - 1) as table,
+            gear.Table.create(SCALAR, **nested_table({**sizes, "max_blocks": blocks - 1})) as table,
             pytest.raises(TableFullError, match=rf"\({blocks} blocks of 64\) .* 0 of {blocks - 1} blocks"),
         ):
             table.extend(given)

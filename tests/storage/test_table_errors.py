@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from options_common import nested_table
 from table_common import COLUMNS, fresh_name, in_three_steps, named, numbers_of, rows, state, unchanged
 
 import gear_loader as gear
@@ -45,7 +46,7 @@ SIZES: dict[str, Any] = {"max_steps": 40, "max_trajectories": 4, "block_steps": 
 @pytest.fixture
 def table() -> Iterator[gear.Table]:
     """Two trajectories, and an index that has been used and is free again."""
-    with gear.Table.create(COLUMNS, **SIZES) as table:
+    with gear.Table.create(COLUMNS, **nested_table(SIZES)) as table:
         table.extend([rows(0, 5), rows(1, 9), rows(2, 1)], priority=[1.0, 0.0, 2.5])
         table.remove(1)
         yield table
@@ -95,7 +96,7 @@ _TOO_MANY = "Add fewer at a time, or create the table larger."
 
 @pytest.mark.parametrize("on_full", ["error", "evict_oldest"])
 def test_a_refused_trajectory_evicts_nothing(on_full: Any) -> None:
-    with gear.Table.create(COLUMNS, **SIZES, on_full=on_full) as table:
+    with gear.Table.create(COLUMNS, **nested_table({**SIZES, "on_full": on_full})) as table:
         table.extend([rows(number, 10) for number in range(4)])
         for bad in (rows(9, 0), rows(9, 41), {}, None):
             refused(table, SchemaError, "", table.add, bad)
@@ -289,12 +290,12 @@ def test_a_priority_without_its_data_is_refused(table: gear.Table, kind: str) ->
 )
 def test_full(lengths: Any, options: Any, added: list[int], message: str) -> None:
     """What can never fit evicts nothing."""
-    with gear.Table.create(COLUMNS, **{**SIZES, **options}) as table:
+    with gear.Table.create(COLUMNS, **nested_table({**SIZES, **options})) as table:
         table.extend([rows(number, length) for number, length in enumerate(lengths)])
         refused(table, TableFullError, message, table.extend, [rows(9, length) for length in added])
         if lengths == [39]:
             table.add(rows(9, 1))
-    with gear.Table.create(COLUMNS, **SIZES, max_blocks=2) as table:
+    with gear.Table.create(COLUMNS, **nested_table({**SIZES, "max_blocks": 2})) as table:
         message = "Trajectory 0 has 9 steps; this table holds at most 8. Create it with a larger"
         refused(table, SchemaError, message, table.add, rows(0, 9))
 
@@ -361,7 +362,7 @@ def test_create_refuses(case: int) -> None:
     options, error, message = BAD_TABLES[case]
     name = fresh_name()
     with nothing_left_open(), pytest.raises(error) as caught:
-        gear.Table.create(**{"schema": COLUMNS, **SIZES, "name": name, **options})
+        gear.Table.create(**nested_table({"schema": COLUMNS, **SIZES, "name": name, **options}))
     assert message in str(caught.value)
     assert not os.path.exists(region_path(name))
 
@@ -377,7 +378,7 @@ def test_names_policies_and_paths() -> None:
             assert str(caught.value).startswith(message)
     wrong = ["a\0b", "\ud800", b"bytes", 5, None]
     for name in ("A.b-c_9", "9", "_", "x" * 128):
-        with gear.Table.create(COLUMNS, **SIZES, name=name) as table:
+        with gear.Table.create(COLUMNS, **nested_table({**SIZES, "name": name})) as table:
             assert table.name == name
             for policy in ("evict", True, ["error"]):
                 with pytest.raises(SchemaError, match=r"on_full is .*; expected 'error', 'evict_oldest', '"):
@@ -429,7 +430,7 @@ def test_another_thread_that_keeps_the_lock(table: gear.Table) -> None:
 
 def test_a_commit_that_cannot_get_the_lock_gives_its_room_back() -> None:
     """Nothing is visible, and nothing is lost for good: whatever needs the room next takes it back."""
-    with gear.Table.create(COLUMNS, **SIZES) as table:
+    with gear.Table.create(COLUMNS, **nested_table(SIZES)) as table:
         table.add(rows(0, 20))
         before = state(table)
         index = table.index
@@ -504,7 +505,7 @@ def test_a_name_that_exists() -> None:
     for make in (lambda: path.write_bytes(b"mine"), lambda: path.symlink_to("/nowhere/at/all")):
         make()
         with pytest.raises(RegionError, match=f"^There is already a table named '{name}'"):
-            gear.Table.create(COLUMNS, **SIZES, name=name)
+            gear.Table.create(COLUMNS, **nested_table({**SIZES, "name": name}))
         assert path.is_symlink() or path.read_bytes() == b"mine"
         path.unlink()
 
@@ -529,7 +530,7 @@ def test_a_creation_that_fails_leaves_nothing(
     name = fresh_name()
     expected = RegionError if isinstance(error, OSError) else KeyboardInterrupt
     with nothing_left_open(), pytest.raises(expected) as caught:
-        gear.Table.create(COLUMNS, **SIZES, name=name)
+        gear.Table.create(COLUMNS, **nested_table({**SIZES, "name": name}))
     if isinstance(error, OSError):
         where = re.escape(shared_memory.DIRECTORY)
         message = rf"cannot be made in {where}: \[Errno 5\] Input/output error\."
@@ -572,7 +573,7 @@ def test_attach_to_a_name_that_is_not_there() -> None:
 def file() -> Iterator[tuple[str, Path]]:
     """A table's file that no process is attached to."""
     name = fresh_name()
-    with gear.Table.create(COLUMNS, **SIZES, name=name) as table:
+    with gear.Table.create(COLUMNS, **nested_table({**SIZES, "name": name})) as table:
         table.add(rows(1, 5))
     path = Path(region_path(name))
     # Mapped here, so that a test run beside this one does not take it for a file that was left behind.
@@ -632,7 +633,7 @@ def test_attach_to_what_is_no_file(
 
 @pytest.mark.parametrize("private", [True, False])
 def test_a_closed_table(private: bool) -> None:
-    with gear.Table.create(COLUMNS, **SIZES) if private else named() as table:
+    with gear.Table.create(COLUMNS, **nested_table(SIZES)) if private else named() as table:
         pass
     for call in [
         *calls_of(table),
@@ -651,7 +652,7 @@ def test_a_closed_table(private: bool) -> None:
 
 
 def test_a_private_table_does_not_travel() -> None:
-    with gear.Table.create(COLUMNS, **SIZES) as table:
+    with gear.Table.create(COLUMNS, **nested_table(SIZES)) as table:
         message = "cannot be sent to another process. Create it with a name, Table.cr"
         refused(table, PrivateTableError, message, pickle.dumps, table)
         message = "A private table has no name to remove; close() frees its memory"
@@ -659,7 +660,7 @@ def test_a_private_table_does_not_travel() -> None:
 
 
 def test_without_eviction_an_unfinished_write_counts_as_full() -> None:
-    with gear.Table.create(COLUMNS, **SIZES) as table:
+    with gear.Table.create(COLUMNS, **nested_table(SIZES)) as table:
         slots, _ = table.index.begin(np.array([31]), evict=False)
         message = "added to 0 of at most 4 trajectories (1 more are being written), 31 of 40"
         refused(table, TableFullError, message, table.add, rows(1, 10))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from options_common import nested
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
@@ -162,7 +163,9 @@ def test_batches_have_them_in_every_row(options: dict[str, Any], shards: bool) -
             "score": None,
         }
         source = gear.distributed.Shards(table) if shards else table
-        dataset = gear.ReplayDataset(source, batch_size=4, windows=windows, batches_per_epoch=6, **options)
+        dataset = gear.ReplayDataset(
+            source, **nested({"batch_size": 4, "windows": windows, "batches_per_epoch": 6, **options})
+        )
         for batch in dataset:
             number = batch["number"][:, :1]
             assert torch.equal(batch["goal"], number.expand(-1, 3).float())

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from index_common import SCALAR, same_snapshot, values_at, values_of, watch_moves
+from options_common import nested_table
 from table_common import Died, bury, fresh_name, mortal
 
 import gear_loader as gear
@@ -83,7 +84,9 @@ class WriterMachine(stateful.RuleBasedStateMachine):
         names = ("block_steps", "max_blocks", "max_trajectories", "max_steps")
         options = dict(zip(names, sizes, strict=True))
         block_steps = options["block_steps"]
-        self.table = gear.Table.create(SCALAR, **options, on_full=on_full, max_times_sampled=limit)
+        self.table = gear.Table.create(
+            SCALAR, **nested_table({**options, "on_full": on_full, "max_times_sampled": limit})
+        )
         self.table.index.admission.timeout = self.table.region.lock.timeout = 0
         watch_moves(self.table)
         self.on_full, self.limit = on_full, limit
@@ -406,7 +409,7 @@ def test_block_tables_that_are_longer_than_there_are_blocks(on_full: Any) -> Non
     Else they outgrow the half that they are moved to, and moving does not help.
     """
     sizes = {"max_steps": 10000, "max_trajectories": 400, "block_steps": 1, "max_blocks": 60}
-    with gear.Table.create(SCALAR, **sizes, on_full=on_full, timeout=0.01) as table:
+    with gear.Table.create(SCALAR, **nested_table({**sizes, "on_full": on_full, "timeout": 0.01})) as table:
         watch_moves(table)
         writers = [table.writer(chunk_steps=8, overlap_steps=7) for _ in range(4)]
         index = table.index
@@ -472,7 +475,9 @@ def test_compiled_or_not_makes_no_difference(seed: int, monkeypatch: pytest.Monk
     sizes = {"max_steps": 60, "max_trajectories": 9, "block_steps": 3, "max_blocks": 16}
     rules: dict[str, Any] = {"max_times_sampled": 3, "max_age": 3e-5}
     for compiled in (True, False):
-        table = gear.Table.create(SCALAR, **sizes, **rules, on_full=policy, timeout=1e-6)
+        table = gear.Table.create(
+            SCALAR, **nested_table({**sizes, **rules, "on_full": policy, "timeout": 1e-6})
+        )
         table.index.arrays.operate(compiled=compiled)
         table.index.store = lambda *_args, **_options: None  # type: ignore[method-assign]
         cuts = [(None, 0), (6, 3), (6, 4), (9, 6)]
@@ -514,7 +519,7 @@ def test_the_lowest_priority_goes_first(seed: int) -> None:
     generator = np.random.default_rng(seed)
     slots = int(generator.integers(5, 70))
     sizes = {"max_steps": 10**6, "max_trajectories": slots, "block_steps": 4}
-    with gear.Table.create(SCALAR, **sizes, on_full="evict_lowest_priority") as table:
+    with gear.Table.create(SCALAR, **nested_table({**sizes, "on_full": "evict_lowest_priority"})) as table:
         index = table.index
         twin: dict[int, tuple[int, float | None]] = {}  # slot -> number, priority
         for number in range(400):
@@ -554,7 +559,9 @@ def test_trajectories_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     def firsts() -> list[int]:
         return [values_of(table, slot)[0] for slot in table.indices().tolist()]
 
-    with gear.Table.create(SCALAR, max_steps=40, max_trajectories=8, block_steps=4, max_age=2.5) as table:
+    with gear.Table.create(
+        SCALAR, max_steps=40, max_trajectories=8, block_steps=4, limits=gear.Limits(max_age=2.5)
+    ) as table:
         writer = table.writer(chunk_steps=8, overlap_steps=4)
         writer.append(x=np.arange(8))
         for number in (100, 200):
@@ -591,7 +598,9 @@ def test_rules_are_stored_with_the_table() -> None:
     limiter = gear.SampleToInsertRatio(4.0, min_size=3, error_buffer=20.0)
     policy: dict[str, Any] = {"on_full": "evict_lowest_priority", "max_times_sampled": 7, "max_age": 12.5}
     options = {"rate_limiter": limiter, **policy}
-    with gear.Table.create(SCALAR, max_steps=40, max_trajectories=4, name=fresh_name(), **options) as table:
+    with gear.Table.create(
+        SCALAR, **nested_table({"max_steps": 40, "max_trajectories": 4, "name": fresh_name(), **options})
+    ) as table:
         try:
             with gear.Table.attach(str(table.name)) as other:
                 assert other.rules == table.rules
@@ -616,5 +625,5 @@ def test_rules_are_stored_with_the_table() -> None:
     ]
     for options, message in wrong:
         with pytest.raises(gear.errors.SchemaError) as caught:
-            gear.Table.create(SCALAR, max_steps=40, max_trajectories=4, **options)
+            gear.Table.create(SCALAR, **nested_table({"max_steps": 40, "max_trajectories": 4, **options}))
         assert str(caught.value).startswith(message)

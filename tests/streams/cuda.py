@@ -15,7 +15,7 @@ import pytest
 import torch
 from cuda_common import CurrentDevice
 
-from gear_loader.collection import cache_policy, prefetch, ticket_releaser
+from gear_loader.collection import prefetch, ticket_releaser
 from gear_loader.storage import pinning
 from gear_loader.utils import background, driver, streams, waiting
 
@@ -71,6 +71,7 @@ class Cuda(CurrentDevice):
         self.machine.maybe_switch = self.threads.maybe_switch
         self.threads.tell = lambda: dict(self.machine.host_clock)
         self.threads.hear = self.machine.learn
+        self.machine.host = lambda: self.threads.current
         self.devices = devices
         self.refuse_pinning = False
         self.may_pin: Callable[[], bool] = lambda: True
@@ -388,7 +389,6 @@ class Cuda(CurrentDevice):
         in_turn = self.threads.threading
         patch.setattr(background, "threading", in_turn)
         patch.setattr(background, "_Thread", type("_Thread", (in_turn.Thread,), {"asks": None}))
-        patch.setattr(cache_policy, "queue", self.threads.queue)
         patch.setattr(waiting, "time", self.threads.time)
         patch.setattr(pinning, "threading", self.threads.threading)
         patch.setattr(driver, "library", lambda: self)

@@ -7,14 +7,13 @@ import gc
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from gear_loader.collection import prefetch, ticket_releaser
 from gear_loader.collection.collector import Collector
-from gear_loader.collection.device_cache import DeviceCache
 from gear_loader.collection.packed_cuda import CudaPackedBuffers, CudaPackedCollector
 from gear_loader.collection.references import BatchReferences
 from gear_loader.distributed.collector_cuda import CudaShardCollector
@@ -24,12 +23,36 @@ from gear_loader.selection.budget_planner import PlannedBatch
 from gear_loader.utils import launch_graph
 
 from .machine import Event, Stream
+from .scenarios import Scenario, Shrinkable
+from .shard_scenarios import ShardScenario
 from .tensors import DeviceTensor
 
-Defect = Callable[[pytest.MonkeyPatch], None]
+PutBack = Callable[[pytest.MonkeyPatch], None]
 
 
-def _left_out(kind: type, method: str, *callers: str) -> Defect:
+class Defect(NamedTuple):
+    """A defect.
+
+    Attributes:
+        put_back: puts it back, until the patch is undone.
+        of: scenarios that find it, of a seed.
+        first: the seed where the search begins, to save time; from there it goes on, and then from 0.
+    """
+
+    put_back: PutBack
+    of: Callable[[int], Shrinkable] = Scenario.of
+    first: int = 0
+
+
+@contextlib.contextmanager
+def put_back(name: str) -> Iterator[None]:
+    """Put a defect back until the end of the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        DEFECTS[name].put_back(patch)
+        yield
+
+
+def _left_out(kind: type, method: str, *callers: str) -> PutBack:
     """Calls of a method from these functions of the package do nothing."""
 
     def put_back(patch: pytest.MonkeyPatch) -> None:
@@ -120,43 +143,6 @@ def _scratch_of_the_call(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(launch_graph, "_allocations", lambda stream: None)
 
 
-DEFECTS: dict[str, Defect] = {
-    "a recorded draw allocates its scratch": _scratch_of_the_call,
-    "a batch is delivered without waiting for the stream that fills it": _left_out(
-        Stream, "wait_event", "_deliver"
-    ),
-    "buffers are filled again without waiting for the consumer": _left_out(
-        Stream, "wait_event", "gather", "_gather_drawn", "_gather_zero_copy"
-    ),
-    "the end of the consumer's work is not recorded": _left_out(Event, "record", "_recycle"),
-    "the allocator is not told that the consumer uses a batch": lambda patch: patch.setattr(
-        prefetch, "_record", lambda *_: None
-    ),
-    "buffers are allocated from the consumer's pool": _consumers_pool,
-    "a batch that is still referred to is filled again": lambda patch: patch.setattr(
-        BatchReferences, "held", property(lambda self: False)
-    ),
-    "buffers are filled again one request early": _one_early,
-    "a copy is delivered before it is complete": _left_out(Event, "record", "_run"),
-    "a read ticket is given back when the gather is queued": _early_ticket,
-    "a read ticket is given back without waiting for the gather": _left_out(Event, "synchronize", "look"),
-    "pinned buffers end with their batch": _no_lifetime,
-    "the host writes pinned buffers that a copy still reads": _left_out(Event, "synchronize", "gather"),
-    "an update runs beside a draw": _beside,
-    "streams that use the tree do not wait for each other": _left_out(Stream, "wait_event", "_enter"),
-    "an update reads priorities before they are computed": _left_out(
-        Stream, "wait_stream", "_queue_copied", "_queue_repeated"
-    ),
-    "an update's arguments are freed while it is queued": _freed_arguments,
-    "an update's memory is used again before it has run": _one_slot,
-    "an update reads the caller's own tensors": _callers_memory,
-    "the tree is freed under the stream that draws": _left_out(DeviceTensor, "record_stream", "_enter"),
-    "row numbers are freed under the stream that gathers": lambda patch: patch.setattr(
-        Collector, "use_on", lambda *_: None
-    ),
-}
-
-
 def _staging_early(patch: pytest.MonkeyPatch) -> None:
     place = CudaShardCollector._place_part
 
@@ -165,19 +151,6 @@ def _staging_early(patch: pytest.MonkeyPatch) -> None:
         self._staging.give(buffers.parts.pop())
 
     patch.setattr(CudaShardCollector, "_place_part", early)
-
-
-SHARD_DEFECTS: dict[str, Defect] = {
-    "staging memory is used again while rows are placed out of it": _staging_early,
-    "the host writes a batch's arguments while kernels still read them": _left_out(
-        Event, "synchronize", "_filling"
-    ),
-    "buffers over shards are filled again without waiting for the consumer": _left_out(
-        Stream, "wait_event", "_filling"
-    ),
-    "tickets of several shards are given back when the gather is queued": _early_ticket,
-}
-"""The same for batches over shards."""
 
 
 def _early_plan(patch: pytest.MonkeyPatch) -> None:
@@ -204,22 +177,6 @@ def _unknown_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CudaPackedBuffers, "reserve", grow)
 
 
-PACKED_DEFECTS: dict[str, Defect] = {
-    "a packed batch is delivered without waiting for the stream that fills it": _left_out(
-        Stream, "wait_event", "_deliver"
-    ),
-    "packed buffers are filled again without waiting for the consumer": _left_out(
-        Stream, "wait_event", "_copy_over", "copy_staged"
-    ),
-    "the tickets of a planned batch are given back when the gather is queued": _early_plan,
-    "the allocator is not told that the consumer uses memory that has grown": _unknown_memory,
-    "the host writes the lists of a packed batch that a copy still reads": _left_out(
-        Event, "synchronize", "gather"
-    ),
-}
-"""The same for packed batches."""
-
-
 def _one_room(patch: pytest.MonkeyPatch) -> None:
     """Rows on disk are read into memory that all buffers share."""
     room, rooms = CudaPackedBuffers.room, list[torch.Tensor]()
@@ -242,17 +199,6 @@ def _no_keeper(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CudaPackedBuffers, "gather", give_up)
 
 
-PACKED_TIER_DEFECTS: dict[str, Defect] = {
-    "rows on disk are read into memory that a packed gather still reads": _one_room,
-    "memory of rows on disk is freed when the packed gather is queued": _no_keeper,
-    "the host reads rows on disk while the last batch is still gathered": _left_out(
-        Event, "synchronize", "gather"
-    ),
-    "the tickets of packed rows are given back when the gather is queued": _early_ticket,
-}
-"""The same for packed batches of a table with a disk tier."""
-
-
 def _parts_early(patch: pytest.MonkeyPatch) -> None:
     finish = CudaShardPackedCollector._finish
 
@@ -264,79 +210,96 @@ def _parts_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CudaShardPackedCollector, "_finish", early)
 
 
-PACKED_SHARD_DEFECTS: dict[str, Defect] = {
-    "answers of other nodes arrive in memory that a packed gather still reads": _parts_early,
-    "the host writes the lists of a packed batch over shards that a copy still reads": _left_out(
-        Event, "synchronize", "gather"
+DEFECTS: dict[str, Defect] = {
+    "a recorded draw allocates its scratch": Defect(_scratch_of_the_call),
+    "a batch is delivered without waiting for the stream that fills it": Defect(
+        _left_out(Stream, "wait_event", "_deliver")
     ),
-    "packed buffers over shards are filled again without waiting for the consumer": _left_out(
-        Stream, "wait_event", "_copy_over", "copy_staged"
+    "buffers are filled again without waiting for the consumer": Defect(
+        _left_out(Stream, "wait_event", "gather", "_gather_drawn", "_gather_zero_copy")
     ),
-    "tickets of packed rows of several shards are given back when the gather is queued": _early_ticket,
+    "the end of the consumer's work is not recorded": Defect(_left_out(Event, "record", "_recycle")),
+    "the allocator is not told that the consumer uses a batch": Defect(
+        lambda patch: patch.setattr(prefetch, "_record", lambda *_: None)
+    ),
+    "buffers are allocated from the consumer's pool": Defect(_consumers_pool),
+    "a batch that is still referred to is filled again": Defect(
+        lambda patch: patch.setattr(BatchReferences, "held", property(lambda self: False)), first=6
+    ),
+    "buffers are filled again one request early": Defect(_one_early, first=26),
+    "a copy is delivered before it is complete": Defect(_left_out(Event, "record", "_run"), first=8),
+    "a read ticket is given back when the gather is queued": Defect(_early_ticket),
+    "a read ticket is given back without waiting for the gather": Defect(
+        _left_out(Event, "synchronize", "look")
+    ),
+    "pinned buffers end with their batch": Defect(_no_lifetime, first=16),
+    "the host writes pinned buffers that a copy still reads": Defect(
+        _left_out(Event, "synchronize", "gather")
+    ),
+    "an update runs beside a draw": Defect(_beside),
+    "streams that use the tree do not wait for each other": Defect(_left_out(Stream, "wait_event", "_enter")),
+    "an update reads priorities before they are computed": Defect(
+        _left_out(Stream, "wait_stream", "_queue_copied", "_queue_repeated")
+    ),
+    "an update's arguments are freed while it is queued": Defect(_freed_arguments),
+    "an update's memory is used again before it has run": Defect(_one_slot),
+    "an update reads the caller's own tensors": Defect(_callers_memory),
+    "the tree is freed under the stream that draws": Defect(
+        _left_out(DeviceTensor, "record_stream", "_enter"), first=15
+    ),
+    "row numbers are freed under the stream that gathers": Defect(
+        lambda patch: patch.setattr(Collector, "use_on", lambda *_: None), first=19
+    ),
+    "staging memory is used again while rows are placed out of it": Defect(
+        _staging_early, ShardScenario.of, 10
+    ),
+    "the host writes a batch's arguments while kernels still read them": Defect(
+        _left_out(Event, "synchronize", "_filling"), ShardScenario.of
+    ),
+    "buffers over shards are filled again without waiting for the consumer": Defect(
+        _left_out(Stream, "wait_event", "_filling"), ShardScenario.of
+    ),
+    "tickets of several shards are given back when the gather is queued": Defect(
+        _early_ticket, ShardScenario.of
+    ),
+    "a packed batch is delivered without waiting for the stream that fills it": Defect(
+        _left_out(Stream, "wait_event", "_deliver"), Scenario.flat
+    ),
+    "packed buffers are filled again without waiting for the consumer": Defect(
+        _left_out(Stream, "wait_event", "_copy_over", "copy_staged"), Scenario.flat
+    ),
+    "the tickets of a planned batch are given back when the gather is queued": Defect(
+        _early_plan, Scenario.flat, 26
+    ),
+    "the allocator is not told that the consumer uses memory that has grown": Defect(
+        _unknown_memory, Scenario.flat, 6
+    ),
+    "the host writes the lists of a packed batch that a copy still reads": Defect(
+        _left_out(Event, "synchronize", "gather"), Scenario.flat
+    ),
+    "rows on disk are read into memory that a packed gather still reads": Defect(
+        _one_room, Scenario.flat_tier
+    ),
+    "memory of rows on disk is freed when the packed gather is queued": Defect(
+        _no_keeper, Scenario.flat_tier
+    ),
+    "the host reads rows on disk while the last batch is still gathered": Defect(
+        _left_out(Event, "synchronize", "gather"), Scenario.flat_tier
+    ),
+    "the tickets of packed rows are given back when the gather is queued": Defect(
+        _early_ticket, Scenario.flat_tier, 15
+    ),
+    "answers of other nodes arrive in memory that a packed gather still reads": Defect(
+        _parts_early, ShardScenario.flat, 8
+    ),
+    "the host writes the lists of a packed batch over shards that a copy still reads": Defect(
+        _left_out(Event, "synchronize", "gather"), ShardScenario.flat
+    ),
+    "packed buffers over shards are filled again without waiting for the consumer": Defect(
+        _left_out(Stream, "wait_event", "_copy_over", "copy_staged"), ShardScenario.flat
+    ),
+    "tickets of packed rows of several shards are given back when the gather is queued": Defect(
+        _early_ticket, ShardScenario.flat
+    ),
 }
-"""The same for packed batches over shards."""
-
-
-def _copies_beside(patch: pytest.MonkeyPatch) -> None:
-    """Blocks are copied on another stream, which the gather does not wait for."""
-    launch = DeviceCache._launch
-
-    def beside(self: Any, *parts: Any) -> None:
-        other = torch.cuda.Stream(self._device)
-        other.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(other):
-            launch(self, *parts)
-        for part in (*parts, *self._memory.values()):
-            part.record_stream(other)
-
-    patch.setattr(DeviceCache, "_launch", beside)
-
-
-def _copies_late(patch: pytest.MonkeyPatch) -> None:
-    """Blocks are copied one batch late: after a gather that reads them."""
-    launch = DeviceCache._launch
-
-    def later(self: Any, ids: Any, rows: Any) -> None:
-        waiting, self._waiting = getattr(self, "_waiting", None), (ids, rows)
-        if waiting is not None:
-            launch(self, *waiting)
-
-    patch.setattr(DeviceCache, "_launch", later)
-
-
-def _never_drops(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DeviceCache, "_drop", lambda self, places: None)
-
-
-def _map_before_the_copies(patch: pytest.MonkeyPatch) -> None:
-    """A place is taken from a block, but the device's map still names it."""
-    changes = DeviceCache._map_changes
-
-    def without_free(self: Any, changed: Any) -> Any:
-        blocks, where, slots, totals = changes(self, changed)
-        taken = where < 0
-        return [blocks[taken], where[taken], slots, totals]
-
-    patch.setattr(DeviceCache, "_map_changes", without_free)
-
-
-CACHE_DEFECTS: dict[str, Defect] = {
-    "copies stay when their trajectory is gone": _never_drops,
-    "the device's map keeps blocks whose place was taken": _map_before_the_copies,
-    "a gather does not wait for the copies that it reads": _copies_beside,
-    "blocks are copied a batch late": _copies_late,
-    "streams that use the cache do not wait for each other": _left_out(Stream, "wait_event", "_enter"),
-    "the cache is freed under the stream that gathers": _left_out(DeviceTensor, "record_stream", "_enter"),
-}
-"""The same for a device cache."""
-
-
-ALL = DEFECTS | SHARD_DEFECTS | PACKED_DEFECTS | PACKED_TIER_DEFECTS | PACKED_SHARD_DEFECTS | CACHE_DEFECTS
-
-
-@contextlib.contextmanager
-def put_back(name: str) -> Iterator[None]:
-    """Put a defect back until the end of the block."""
-    with pytest.MonkeyPatch.context() as patch:
-        ALL[name](patch)
-        yield
+"""Those of batches of a table, over shards, packed, and with a disk tier."""

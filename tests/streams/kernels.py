@@ -119,8 +119,7 @@ class Launchers:
             mask = column.mask
             if mask is not None:
                 mask = launch.write(mask if rows is not None else mask[:count])
-            cache = None if column.cache is None else launch.read(column.cache)
-            columns.append((column, launch.read(column.source), out, mask, cache))
+            columns.append((column, launch.read(column.source), out, mask))
         masks = [
             (each, launch.write(each.out if rows is not None else each.out[:count])) for each in plan.masks
         ]
@@ -134,9 +133,8 @@ class Launchers:
                     source=source.tensor(),
                     out=out.tensor(),
                     mask=None if mask is None else mask.tensor(),
-                    cache=None if cache is None else cache.tensor(),
                 )
-                for column, source, out, mask, cache in columns
+                for column, source, out, mask in columns
             ]
             played: Any = types.SimpleNamespace(
                 columns=parts,
@@ -361,19 +359,15 @@ class Launchers:
         random: torch.Tensor,
         rows: torch.Tensor,
         ids: torch.Tensor,
-        cache: Any = None,
         **options: Any,
     ) -> None:
-        self._resolve(known, items, random, rows, ids, cache=cache, **options)
+        self._resolve(known, items, random, rows, ids, **options)
         launch = self._launch(known.known.device, "resolve")
         index, given, numbers = self._index(launch, known), launch.read(items), launch.read(random)
         blocks = None
         if known.blocks is not None:
             blocks = launch.read(known.blocks.owner), launch.read(known.blocks.number)
         outs = launch.write(rows), launch.write(ids)
-        copies = None
-        if cache is not None:
-            copies = launch.read(cache.where), launch.read(cache.totals), launch.write(cache.counts)
 
         def run() -> None:
             held = None if blocks is None else tuple(view.tensor() for view in blocks)
@@ -384,7 +378,6 @@ class Launchers:
                 given.tensor(),
                 numbers.tensor(),
                 *(out.tensor() for out in outs),
-                copies=None if copies is None else tuple(view.tensor() for view in copies),
                 **options,
             )
 
@@ -440,7 +433,6 @@ def _resolve(
     first: int,
     last: int,
     once: bool = False,
-    copies: tuple[torch.Tensor, ...] | None = None,
 ) -> None:
     """The twin of `gear_loader.kernels.items.resolve`, on the host."""
     generation, extent, block_ids = index
@@ -476,23 +468,11 @@ def _resolve(
     places = rows[3:].reshape(-1, 3)
     assert places.data_ptr() == rows[3:].data_ptr()
     places[:count] = torch.stack((steps, torch.where(here, own - low, own), final), dim=1)
-    same = torch.zeros_like(here) if copies is None else here & (copies[1][slots] == steps + final)
-
-    def looked_up(blocks: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-        if copies is None:
-            return blocks
-        return torch.where(inside & same, copies[0][blocks.long()], blocks)
-
     for k in range(width):
         inside = here & (low + k <= high)
-        found = torch.where(inside, block_ids[torch.where(inside, start + low + k, 0)], 0)
-        ids[:count, k] = looked_up(found, inside)
-        if copies is not None:
-            hits = int((inside & (ids[:count, k] < 0)).sum())
-            copies[2].add_(torch.tensor([hits, int(inside.sum()) - hits], device="cpu"))
+        ids[:count, k] = torch.where(inside, block_ids[torch.where(inside, start + low + k, 0)], 0)
     if once:
-        found = torch.where(here, block_ids[torch.where(here, start, 0)], 0)
-        ids[:count, width - 1] = looked_up(found, here)
+        ids[:count, width - 1] = torch.where(here, block_ids[torch.where(here, start, 0)], 0)
 
 
 def _locate(

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Literal, NamedTuple
 
 import torch
@@ -124,7 +124,7 @@ class Machine:
     Args:
         seed: decides what runs when.
         policy: ``"random"``: any order, with streams that starve for long; ``"latest"``: nothing before somebody waits
-            for it; ``"eager"``: everything at once.
+            for it, or threads have taken turns for long; ``"eager"``: everything at once.
 
     Attributes:
         failures: what went wrong inside operations, and accesses whose order nothing guarantees.
@@ -147,9 +147,8 @@ class Machine:
         self.turn_of: Callable[[Span], int] = lambda span: 0  # of the memory, see `Block`
         self.current_stream: Callable[[], Stream] = lambda: self.streams[0]
         self._process = os.getpid()
-        self._hosts: dict[int, dict[int, int]] = collections.defaultdict(
-            dict
-        )  # thread -> what it has seen done
+        self.host: Callable[[], Hashable] = threading.get_ident  # the calling thread
+        self._hosts: dict[Hashable, dict[int, int]] = collections.defaultdict(dict)  # what each has seen done
         self._accesses: dict[int, list[tuple[Operation, Span, bool]]] = collections.defaultdict(list)
 
     # ---------------------------------------------------------------- queueing
@@ -299,7 +298,7 @@ class Machine:
     @property
     def host_clock(self) -> dict[int, int]:
         """What the calling thread has seen done, or was told of by a thread that has."""
-        return self._hosts[threading.get_ident()]
+        return self._hosts[self.host()]
 
     def learn(self, clock: dict[int, int]) -> None:
         """The calling thread hears from another one."""

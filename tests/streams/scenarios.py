@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 from dataset_common import on_host
+from options_common import nested, nested_table
 
 import gear_loader as gear
-from gear_loader.collection import device_cache
 from gear_loader.collection.collector import Collector
-from gear_loader.collection.device_cache import DeviceCache
 from gear_loader.collection.packed import PackedCollector
+from gear_loader.collection.packed_sources import TableSources
 from gear_loader.collection.windows import expand
 from gear_loader.distributed.selection_for import selection_for
 from gear_loader.errors import StaleIndexError
@@ -45,7 +45,38 @@ SELECTORS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Scenario:
+class Shrinkable:
+    """What happens in a run; it can have less in it."""
+
+    def play(self, seed: int, policy: Policy, *, ordered: bool = True) -> Cuda:
+        """Run it, and raise an error if anything goes wrong.
+
+        Args:
+            seed, policy: see `Machine`.
+            ordered: whether accesses that nothing orders are errors, or wrong values alone.
+        """
+        raise NotImplementedError
+
+    def simpler(self) -> Iterator[Shrinkable]:
+        """Scenarios with less in them, to shrink a failure."""
+        for field in dataclasses.fields(self):
+            for value in (field.default, getattr(self, field.name)):
+                if isinstance(value, int) and not isinstance(value, bool) and value > 1:
+                    value //= 2
+                made = dataclasses.replace(self, **{field.name: value})
+                if made != self and made.size <= self.size:
+                    yield made
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Less is simpler."""
+        differ = sum(getattr(self, field.name) != field.default for field in dataclasses.fields(self))
+        numbers = (value for value in vars(self).values() if isinstance(value, int))
+        return differ, sum(numbers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario(Shrinkable):
     """What happens in a run.
 
     Attributes:
@@ -72,7 +103,6 @@ class Scenario:
         tier: whether some trajectories lie on a disk only.
         late: whether a column is filled later, of some trajectories while batches are made.
         pairs: whether groups of two trajectories are drawn.
-        cache: blocks that fit into the device's memory; 0 for no cache.
     """
 
     selector: str = "uniform"
@@ -99,7 +129,6 @@ class Scenario:
     layout: str = "padded"
     budget: bool = False
     converts: bool = False
-    cache: int = 0
     pairs: bool = False
 
     @classmethod
@@ -131,6 +160,20 @@ class Scenario:
         )
 
     @classmethod
+    def groups(cls, seed: int) -> Scenario:
+        """That of a seed with packed batches of pairs."""
+        scenario, first = cls.flat(seed), seed % 2 == 0
+        choices = (
+            {"selector": "uniform", "updates": ""} if first else {"selector": "prioritized", "budget": False}
+        )
+        return dataclasses.replace(scenario, pairs=True, **choices)
+
+    @classmethod
+    def on_disk(cls, seed: int) -> Scenario:
+        """That of a seed with a disk tier."""
+        return dataclasses.replace(cls.of(seed), tier=True, grows=False)
+
+    @classmethod
     def of(cls, seed: int, mode: str = "") -> Scenario:
         """The scenario of a seed."""
         choose = random.Random(f"scenario {seed}")
@@ -159,28 +202,10 @@ class Scenario:
             packed=choose.random() < 0.5,
         )
 
-    @classmethod
-    def cached(cls, seed: int) -> Scenario:
-        """That of a seed with a device cache, and enough batches to fill it."""
-        choose = random.Random(f"cache {seed}")
-        size = choose.choice([2, 6, 12, 60])
-        return dataclasses.replace(cls.of(seed), cache=size, pinned=True, batches=14, stops=False)
-
-    def simpler(self) -> Iterator[Scenario]:
-        """Scenarios with less in them, to shrink a failure."""
-        for field in dataclasses.fields(self):
-            for value in (field.default, getattr(self, field.name)):
-                if isinstance(value, int) and not isinstance(value, bool) and value > 1:
-                    value //= 2
-                made = dataclasses.replace(self, **{field.name: value})
-                if made != self and made.size <= self.size:
-                    yield made
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Less is simpler."""
-        differ = sum(getattr(self, field.name) != field.default for field in dataclasses.fields(self))
-        return differ, self.batches + self.writes + self.prefetch + self.epochs + self.hold + self.samples
+    def play(self, seed: int, policy: Policy, *, ordered: bool = True) -> Cuda:
+        run = Run(self, seed, policy, ordered=ordered)
+        run.run()
+        return run.cuda
 
 
 @contextlib.contextmanager
@@ -225,7 +250,7 @@ def made_table(*, packed: bool = False, tier: str | None = None, late: bool = Fa
     sizes: dict[str, Any] = {"max_steps": 80, "max_trajectories": 30, "block_steps": 4}
     if tier is not None:  # with room for all, so that nothing moves by itself
         sizes.update(max_blocks=200, disk=gear.Disk(tier, sync_seconds=1e6, size="1GiB", keep="newest"))
-    table = gear.Table.create(schema, **sizes, packed=packed, on_full="evict_oldest")
+    table = gear.Table.create(schema, **nested_table({**sizes, "packed": packed, "on_full": "evict_oldest"}))
     for number in range(FIRST):
         slot = table.add(rows_of(number), priority=1.0 + number % 3)
         if late and number % 3:
@@ -263,8 +288,8 @@ class Run:
         policy: see `Machine`.
 
     Attributes:
-        cuda: the stand-in, with its counts.
-        kinds: whether collectors were seen whose device reads the table, and others.
+        cuda: the stand-in, with its counts; among them "staged" batches, of which rows were read from
+            disk into staging memory, and "both kinds" of collectors: the host gathers until the table is pinned.
     """
 
     def __init__(self, scenario: Scenario, seed: int, policy: Policy, *, ordered: bool = True) -> None:
@@ -272,9 +297,8 @@ class Run:
         self.cuda = Cuda(seed, policy)
         self.cuda.machine.checks_order = ordered
         self.expected: dict[tuple[int, int], dict[str, Any]] = {}
-        self.kinds: set[bool] = set()
+        self.kinds: set[bool] = set()  # whether the device reads the table, of collectors seen
         self.num_taken = 0
-        self.cache_hits = 0
         self._updates: list[tuple[dict[str, Any], int]] = []
         self._updated = 0
         self._asking = 0
@@ -285,10 +309,7 @@ class Run:
         with contextlib.ExitStack() as stack, collected_on_request():
             tier = stack.enter_context(tempfile.TemporaryDirectory()) if self.scenario.tier else None
             with self.cuda.installed(), self._mode(), pytest.MonkeyPatch.context() as patch:
-                # A small table is filled, and looked at again, with every batch.
-                patch.setattr(device_cache, "PAUSE", 1)
-                patch.setattr(device_cache, "REST", 1)
-                patch.setattr(device_cache, "SHARE", 1)
+                patch.setattr(TableSources, "_stage", self._counted(TableSources._stage))
                 table = made_table(packed=self.scenario.packed, tier=tier, late=self.scenario.late)
                 self.tier = tier
                 try:
@@ -302,7 +323,15 @@ class Run:
                 finally:
                     self.cuda.threads.finish()
                     table.close()
+            self.cuda.machine.counts["both kinds"] = int(len(self.kinds) == 2)
             self.cuda.check()
+
+    def _counted(self, stage: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            self.cuda.machine.counts["staged"] += 1
+            return stage(*args)
+
+        return counted
 
     @contextlib.contextmanager
     def _mode(self) -> Iterator[None]:
@@ -370,16 +399,19 @@ class Run:
             sizes |= {"group": "pair", "group_size": 2}
         data = gear.ReplayDataset(
             table,
-            **sizes,
-            windows=windows,
-            selector=SELECTORS[scenario.selector](),
-            prefetch=scenario.prefetch,
-            copy=scenario.copy,
-            complete=scenario.complete,
-            device=DEVICE,
-            device_cache=self._cache_bytes(table) if scenario.cache else None,
-            batches_per_epoch=None if scenario.selector == "pass" else scenario.batches,
-            seed=3,
+            **nested(
+                {
+                    **sizes,
+                    "windows": windows,
+                    "selector": SELECTORS[scenario.selector](),
+                    "prefetch": scenario.prefetch,
+                    "copy": scenario.copy,
+                    "complete": scenario.complete,
+                    "device": DEVICE,
+                    "batches_per_epoch": None if scenario.selector == "pass" else scenario.batches,
+                    "seed": 3,
+                }
+            ),
         )
         self._watch(data)
         if scenario.writes:
@@ -405,8 +437,6 @@ class Run:
                 held.clear()
                 del batch
         self._updates.clear()
-        if scenario.cache:
-            self.cache_hits = int(data.stats()["cache_hits"])
         if scenario.drops:
             del data
             gc.collect()
@@ -418,9 +448,6 @@ class Run:
                 pairs = on_host(batch["pair"]).view(-1, 2)
                 if not torch.equal(pairs[:, 0], pairs[:, 1]):
                     raise Mismatch(f"batch {key} has pairs {pairs}; expected two of each")
-
-    def _cache_bytes(self, table: gear.Table) -> int:
-        return self.scenario.cache * DeviceCache.check(table, table.schema, 1 << 40)
 
     def _take(self, key: Any, batch: Any, read: Any, held: Any, data: Any) -> None:
         """What a training step does with a batch."""
@@ -480,11 +507,6 @@ class Run:
                 writer.append({"value": value, "number": number})
                 if self.choose.random() < 0.5:
                     self.cuda.threads.switch()
-                if (
-                    self.scenario.cache and self.choose.random() < 0.3
-                ):  # its first steps may be copied meanwhile
-                    seen = len(self.expected)
-                    self.cuda.threads.wait(lambda: len(self.expected) > seen)  # noqa: B023
             writer.commit()
 
     # ---------------------------------------------------------------- what is expected

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from distributed_common import check_batch, filled, new_priorities, trajectory
+from options_common import nested
 from played_peer import PlayedPeer
 
 import gear_loader as gear
@@ -20,7 +21,7 @@ from gear_loader.distributed.shards import Shards
 
 from .cuda import Cuda
 from .machine import Policy
-from .scenarios import Mismatch, cloned, collected_on_request, on_host, spill_some
+from .scenarios import Mismatch, Shrinkable, cloned, collected_on_request, on_host, spill_some
 
 BATCH = 12
 COUNTS = [20, 15, 10]
@@ -33,7 +34,7 @@ _names = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardScenario:
+class ShardScenario(Shrinkable):
     """What happens in a run.
 
     Attributes:
@@ -91,6 +92,10 @@ class ShardScenario:
             converts=choose.random() < 0.5,
         )
 
+    def play(self, seed: int, policy: Policy, *, ordered: bool = True) -> Cuda:
+        """Batches without other writers are those of the CPU."""
+        return _run(self, seed, policy, ordered=ordered)
+
 
 def _tables(scenario: ShardScenario, folder: str = "") -> list[gear.Table]:
     number = next(_names)
@@ -132,14 +137,18 @@ def _batches(
         sizes = {"max_steps": 60, "lookahead": 2}
     data = gear.ReplayDataset(
         shards,
-        **sizes,
-        layout=scenario.layout,
-        windows={**windows, "half": half} if scenario.converts else window,
-        selector=SELECTORS[scenario.selector](),
-        device=device,
-        prefetch=scenario.prefetch,
-        copy=scenario.copy,
-        batches_per_epoch=6,
+        **nested(
+            {
+                **sizes,
+                "layout": scenario.layout,
+                "windows": {**windows, "half": half} if scenario.converts else window,
+                "selector": SELECTORS[scenario.selector](),
+                "device": device,
+                "prefetch": scenario.prefetch,
+                "copy": scenario.copy,
+                "batches_per_epoch": 6,
+            }
+        ),
     )
     if cuda is not None and scenario.writes:
         cuda.threads.start(_write, (cuda, tables, owners), "writer")
@@ -215,11 +224,11 @@ def _expected(selector: str, prefetch: int, layout: str, budget: bool) -> list[d
             table.close()
 
 
-def run_shards(scenario: ShardScenario, seed: int, policy: Policy) -> Cuda:
-    """Raise an error if anything goes wrong; batches without other writers are those of the CPU."""
+def _run(scenario: ShardScenario, seed: int, policy: Policy, *, ordered: bool) -> Cuda:
     case = scenario.selector, scenario.prefetch, scenario.layout, scenario.budget
     expected = None if scenario.writes else _expected(*case)
     cuda = Cuda(seed, policy)
+    cuda.machine.checks_order = ordered
     cuda.refuse_pinning = not scenario.pinned
     with tempfile.TemporaryDirectory() as folder, collected_on_request(), cuda.installed():
         tables = _tables(scenario, folder)

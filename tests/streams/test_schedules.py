@@ -10,16 +10,16 @@ import gc
 import itertools
 import json
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from options_common import nested
 
 import gear_loader as gear
 from gear_loader.collection import prefetch, ticket_releaser
 from gear_loader.collection.collector import Collector
-from gear_loader.collection.packed_sources import TableSources
 from gear_loader.dataset import replay_dataset
 from gear_loader.errors import GpuError, TableClosedError
 from gear_loader.selection import prioritized_cuda
@@ -27,18 +27,10 @@ from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.storage.operations.view import READING
 
 from .cuda import Cuda
-from .defects import (
-    ALL,
-    CACHE_DEFECTS,
-    DEFECTS,
-    PACKED_DEFECTS,
-    PACKED_SHARD_DEFECTS,
-    PACKED_TIER_DEFECTS,
-    put_back,
-)
+from .defects import DEFECTS, put_back
 from .machine import Policy
-from .scenarios import Run, Scenario, cloned, compare, made_table, on_host
-from .shard_scenarios import ShardScenario, run_shards
+from .scenarios import Scenario, Shrinkable, cloned, compare, made_table, on_host
+from .shard_scenarios import ShardScenario
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 POLICIES: tuple[Policy, ...] = ("random", "latest", "eager")
@@ -47,16 +39,16 @@ FIRST = int(os.environ.get("GEAR_LOADER_FIRST_SEED", "0"))
 """The first seed of the tests below."""
 
 
-def play(scenario: Scenario, seed: int, policy: Policy, **options: Any) -> BaseException | None:
+def play(scenario: Shrinkable, seed: int, policy: Policy) -> BaseException | None:
     """The error of a run, or None."""
     try:
-        Run(scenario, seed, policy, **options).run()
+        scenario.play(seed, policy)
     except Exception as error:
         return error
     return None
 
 
-def shrunk(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
+def shrunk(scenario: Shrinkable, fails: Callable[[Shrinkable], bool]) -> Shrinkable:
     """The simplest scenario that still fails."""
     while True:
         simpler = next((each for each in scenario.simpler() if fails(each)), None)
@@ -65,233 +57,108 @@ def shrunk(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
         scenario = simpler
 
 
-def check_all(seeds: range, mode: str = "", *, of: Callable[[int], Scenario] | None = None) -> None:
-    for seed in seeds:
-        for policy in POLICIES:
-            scenario = Scenario.of(seed, mode) if of is None else of(seed)
-            error = play(scenario, seed, policy)
-            if error is not None:
-                small = shrunk(scenario, lambda each: play(each, seed, policy) is not None)  # noqa: B023
-                raise AssertionError(
-                    f"{small}, seed {seed}, policy {policy}: {play(small, seed, policy)}"
-                ) from error
-
-
-def test_batches_are_those_of_the_cpu_in_any_order_of_work() -> None:
-    check_all(range(FIRST, FIRST + 4))
-
-
-def test_packed_and_converted_batches_in_any_order_of_work() -> None:
-    """Rows of different lengths, budgets of steps, other dtypes; buffers that grow while batches are held."""
-    check_all(range(FIRST, FIRST + 4), of=Scenario.flat)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("part", range(4))
-def test_packed_and_converted_batches_in_a_hundred_schedules(part: int) -> None:
-    check_all(range(FIRST + 8 * part, FIRST + 8 * part + 8), of=Scenario.flat)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("part", range(4))
-def test_batches_are_those_of_the_cpu_in_a_hundred_schedules(part: int) -> None:
-    check_all(range(FIRST + 8 * part, FIRST + 8 * part + 8))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.long
-@pytest.mark.parametrize("part", range(8))
-def test_batches_are_those_of_the_cpu_in_thousands_of_schedules(part: int) -> None:
-    check_all(range(FIRST + 1000 + 125 * part, FIRST + 1000 + 125 * part + 125))
-
-
-def with_pairs(seed: int) -> Scenario:
-    scenario, first = Scenario.flat(seed), seed % 2 == 0
-    choices = (
-        {"selector": "uniform", "updates": ""} if first else {"selector": "prioritized", "budget": False}
-    )
-    return dataclasses.replace(scenario, pairs=True, **choices)
-
-
-def test_groups_in_packed_batches_in_any_order_of_work() -> None:
-    check_all(range(FIRST, FIRST + 2), of=with_pairs)
-
-
-def check_shards(seeds: range) -> None:
-    for seed in seeds:
-        for policy in POLICIES:
-            scenario = ShardScenario.of(seed)
-            try:
-                run_shards(scenario, seed, policy)
-            except Exception as error:
-                raise AssertionError(f"{scenario}, seed {seed}, policy {policy}") from error
-
-
-def test_batches_over_shards_in_any_order_of_work() -> None:
-    check_shards(range(FIRST, FIRST + 3))
-
-
-@pytest.mark.long
-def test_batches_over_shards_in_tens_of_schedules() -> None:
-    check_shards(range(FIRST + 3, FIRST + 15))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.long
-@pytest.mark.parametrize("part", range(4))
-def test_batches_over_shards_in_thousands_of_schedules(part: int) -> None:
-    check_shards(range(FIRST + 1000 + 100 * part, FIRST + 1000 + 100 * part + 100))
-
-
-def with_tier(seed: int) -> Scenario:
-    return dataclasses.replace(Scenario.of(seed), tier=True, grows=False)
-
-
-@pytest.mark.parametrize("seeds", [1, pytest.param(30, marks=pytest.mark.long)])
-def test_rows_of_a_disk_tier_in_any_order_of_work(seeds: int) -> None:
-    """They are read by the host into pinned memory, and placed by the device."""
-    placed = 0
-    for seed in range(FIRST, FIRST + seeds):
-        for policy in POLICIES:
-            run = Run(with_tier(seed), seed, policy)
-            run.run()
-            placed += run.cuda.machine.counts["place"]
-            shard_scenario = dataclasses.replace(ShardScenario.of(seed), tier=True)
-            placed += run_shards(shard_scenario, seed, policy).machine.counts["place"]
-    assert placed > 10 * seeds
-
-
-class Staged:
-    """Counts the batches of which some rows were read from disk into staging memory."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.count, stage = 0, TableSources._stage
-
-        def counted(table: Any, *args: Any) -> Any:
-            self.count += 1
-            return stage(table, *args)
-
-        patch.setattr(TableSources, "_stage", counted)
-
-
-@pytest.mark.parametrize("seeds", [2, pytest.param(30, marks=pytest.mark.long)])
-def test_packed_batches_of_a_disk_tier_in_any_order_of_work(
-    seeds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows on disk are read into pinned memory, and gathered out of it; late columns are filled meanwhile."""
-    staged = Staged(monkeypatch)
-    check_all(range(FIRST, FIRST + seeds), of=Scenario.flat_tier)
-    assert staged.count > 5 * seeds
-
-
-def check_packed_shards(seeds: range) -> None:
-    for seed in seeds:
-        for policy in POLICIES:
-            scenario = ShardScenario.flat(seed)
-            try:
-                run_shards(scenario, seed, policy)
-            except Exception as error:
-                raise AssertionError(f"{scenario}, seed {seed}, policy {policy}") from error
-
-
-def test_packed_batches_over_shards_in_any_order_of_work() -> None:
-    """Rows of this node are read by the device, in memory and on disk, and those of others where they arrive."""
-    check_packed_shards(range(FIRST, FIRST + 4))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("part", range(2))
-def test_packed_batches_over_shards_in_tens_of_schedules(part: int) -> None:
-    check_packed_shards(range(FIRST + 4 + 12 * part, FIRST + 16 + 12 * part))
-
-
-def test_steps_of_a_disk_tier_by_priority_in_any_order_of_work() -> None:
-    placed = 0
-    for policy in POLICIES:
-        run = Run(dataclasses.replace(with_tier(FIRST), selector="prioritized steps"), FIRST, policy)
-        run.run()
-        placed += run.cuda.machine.counts["place"]
-    assert placed > 0
-
-
-def check_cached(seeds: range) -> None:
-    hits = 0
-    for seed in seeds:
-        for policy in POLICIES:
-            run = Run(Scenario.cached(seed), seed, policy)
-            try:
-                run.run()
-            except Exception as error:
-                raise AssertionError(f"{run.scenario}, seed {seed}, policy {policy}") from error
-            hits += run.cache_hits
-    assert hits > 10 * len(seeds), "the cache is hardly read"
-
-
-def test_batches_with_a_device_cache_in_any_order_of_work() -> None:
-    check_cached(range(FIRST, FIRST + 3))
-
-
-def cached_tier(seed: int) -> Scenario:
-    return dataclasses.replace(
-        with_tier(seed), cache=Scenario.cached(seed).cache, pinned=True, batches=14, stops=False
-    )
-
-
-@pytest.mark.parametrize("seeds", [2, pytest.param(30, marks=pytest.mark.long)])
-def test_batches_with_a_device_cache_of_a_disk_tier_in_any_order_of_work(seeds: int) -> None:
-    hits = placed = 0
-    for seed, policy in itertools.product(range(FIRST, FIRST + seeds), POLICIES):
-        run = Run(cached_tier(seed), seed, policy)
+def check_all(seeds: range, of: Callable[[int], Shrinkable]) -> collections.Counter[str]:
+    """Play the scenario of each seed by each policy; return the stand-in's counts."""
+    counts = collections.Counter[str]()
+    for seed, policy in itertools.product(seeds, POLICIES):
+        scenario = of(seed)
         try:
-            run.run()
+            counts += scenario.play(seed, policy).machine.counts
         except Exception as error:
-            raise AssertionError(f"{run.scenario}, seed {seed}, policy {policy}") from error
-        hits += run.cache_hits
-        placed += run.cuda.machine.counts["place"]
-    assert hits > 10 * seeds, "the cache is hardly read"
-    assert placed > 10 * seeds, "hardly any rows are read from disk"
+            small = shrunk(scenario, lambda each: play(each, seed, policy) is not None)  # noqa: B023
+            raise AssertionError(
+                f"{small}, seed {seed}, policy {policy}: {play(small, seed, policy)}"
+            ) from error
+    return counts
+
+
+class Case(NamedTuple):
+    """Scenarios of one kind.
+
+    Attributes:
+        of: the scenario of a seed.
+        short, long, most: numbers of seeds of the tests below.
+        seen: what the scenarios are about, of the counts of the stand-in. least: how often, a seed.
+    """
+
+    of: Callable[[int], Shrinkable]
+    short: int
+    long: int
+    most: int = 0
+    seen: str = "launch"
+    least: float = 0
+
+
+def pinned_meanwhile(of: Callable[[int], Scenario]) -> Callable[[int], Scenario]:
+    """Batches are gathered on the host, and read by the device afterwards, in the same iteration."""
+    return lambda seed: dataclasses.replace(of(seed), pinning=True, pinned=True)
+
+
+CASES = {
+    "padded": Case(Scenario.of, 4, 32, 1000),
+    # Rows of different lengths, budgets of steps, other dtypes; buffers that grow while batches are held.
+    "packed": Case(Scenario.flat, 4, 32),
+    "groups": Case(Scenario.groups, 2, 8),
+    # Rows on disk are read into pinned memory, and placed, or gathered out of it; late columns are filled meanwhile.
+    "disk tier": Case(Scenario.on_disk, 1, 24, seen="place", least=2),
+    "steps of a disk tier": Case(
+        lambda seed: dataclasses.replace(Scenario.on_disk(seed), selector="prioritized steps"),
+        1,
+        8,
+        0,
+        "place",
+    ),
+    "packed, disk tier": Case(Scenario.flat_tier, 2, 32, seen="staged", least=5),
+    # Rows of this node are read by the device, in memory and on disk, and those of others where they arrive.
+    "shards": Case(ShardScenario.of, 3, 16, 400),
+    "shards, disk tier": Case(
+        lambda seed: dataclasses.replace(ShardScenario.of(seed), tier=True), 1, 24, seen="place", least=5
+    ),
+    "shards, packed": Case(ShardScenario.flat, 4, 32),
+    "pinned meanwhile": Case(pinned_meanwhile(Scenario.of), 3, 16, 0, "both kinds", 0.5),
+    "packed, pinned meanwhile": Case(pinned_meanwhile(Scenario.flat), 0, 16, 0, "both kinds", 0.5),
+}
+PART = 8
+"""Seeds of a long test."""
+
+
+def check_case(name: str, seeds: range) -> None:
+    case = CASES[name]
+    counts = check_all(seeds, case.of)
+    assert counts[case.seen] > case.least * len(seeds), f"{case.seen} only {counts[case.seen]} times"
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.short])
+def test_batches_are_those_of_the_cpu_in_any_order_of_work(name: str) -> None:
+    check_case(name, range(FIRST, FIRST + CASES[name].short))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(4))
-def test_batches_with_a_device_cache_in_a_hundred_schedules(part: int) -> None:
-    check_cached(range(FIRST + 3 + 8 * part, FIRST + 11 + 8 * part))
+@pytest.mark.parametrize(
+    ("name", "part"), [(name, part) for name, case in CASES.items() for part in range(case.long // PART)]
+)
+def test_batches_are_those_of_the_cpu_in_hundreds_of_schedules(name: str, part: int) -> None:
+    check_case(name, range(FIRST + PART * part, FIRST + PART * part + PART))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(20))
-def test_batches_with_a_device_cache_in_a_thousand_schedules(part: int) -> None:
-    check_cached(range(FIRST + 1000 + 20 * part, FIRST + 1000 + 20 * part + 20))
-
-
-@pytest.mark.parametrize("seeds", [3, pytest.param(12, marks=pytest.mark.long)])
-def test_batches_while_the_table_is_being_pinned(seeds: int) -> None:
-    """They are gathered on the host until then, and read by the device afterwards, in the same iteration."""
-    changed = 0
-    for seed, policy in itertools.product(range(FIRST, FIRST + seeds), POLICIES):
-        for of in (Scenario.of, *[Scenario.flat] * (seeds > 3)):
-            scenario = dataclasses.replace(of(seed), pinning=True, pinned=True)
-            run = Run(scenario, seed, policy)
-            run.run()
-            changed += len(run.kinds) == 2
-    assert changed > seeds / 2, "a scenario that shows both kinds of batches is missing"
+@pytest.mark.parametrize(
+    ("name", "part"), [(name, part) for name, case in CASES.items() for part in range(case.most // 50)]
+)
+def test_batches_are_those_of_the_cpu_in_thousands_of_schedules(name: str, part: int) -> None:
+    check_case(name, range(FIRST + 1000 + 50 * part, FIRST + 1050 + 50 * part))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_of_torch_change_nothing(mode: str) -> None:
-    check_all(range(FIRST, FIRST + 1), mode)
-
-
-_LOST_TURN = pytest.mark.xfail(
-    run=False, reason="seed 1005, policy random: the stand-in's threads lose their turn"
-)
+    check_all(range(FIRST, FIRST + 1), lambda seed: Scenario.of(seed, mode))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", [*MODES[:-1], pytest.param(MODES[-1], marks=_LOST_TURN)])
+@pytest.mark.parametrize("mode", MODES)
 def test_modes_of_torch_change_nothing_in_hundreds_of_schedules(mode: str) -> None:
-    check_all(range(FIRST + 1000, FIRST + 1100), mode)
+    check_all(range(FIRST + 1000, FIRST + 1100), lambda seed: Scenario.of(seed, mode))
 
 
 def in_child(*calls: Callable[[], object]) -> list[str]:
@@ -337,7 +204,12 @@ def test_a_fork_between_two_batches(prefetch: int) -> None:
         kept += [cloned(dict(batch)) for batch in batches]
         torch.cuda.synchronize("cuda:1")
         expected = gear.ReplayDataset(
-            table, batch_size=4, windows=gear.Window(2), device="cpu", copy=True, batches_per_epoch=4
+            table,
+            batch_size=4,
+            windows=gear.Window(2),
+            device="cpu",
+            prefetch=gear.Prefetch(copy=True),
+            batches_per_epoch=4,
         )
         for number, (batch, other) in enumerate(zip(kept, expected, strict=True)):
             compare(number, {name: on_host(value) for name, value in batch.items()}, other)
@@ -353,7 +225,7 @@ def test_a_call_into_the_capture_of_its_own_stream_is_refused(selector: Any) -> 
     options: dict[str, Any] = {"windows": gear.Window(2), "selector": selector, "batches_per_epoch": 9}
 
     def run(table: gear.Table) -> None:
-        data = gear.ReplayDataset(table, batch_size=4, device="cuda:1", **options)
+        data = gear.ReplayDataset(table, **nested({"batch_size": 4, "device": "cuda:1", **options}))
         calls: list[Callable[[], object]] = [lambda: next(iter(data)), data.sample]
         for turn in range(2):
             stream: Any = torch.cuda.current_stream("cuda:1")
@@ -426,8 +298,8 @@ def test_an_interrupted_recording_leaves_the_stream_as_it_was(monkeypatch: pytes
     with cuda.installed(), made_table() as table:
         options: dict[str, Any] = {"batch_size": 4, "windows": gear.Window(2), "anchor": "first"}
         options["selector"] = gear.Lifo()
-        data = gear.ReplayDataset(table, device="cuda:1", **options)
-        expected = gear.ReplayDataset(table, device="cpu", **options).sample()
+        data = gear.ReplayDataset(table, **nested({"device": "cuda:1", **options}))
+        expected = gear.ReplayDataset(table, **nested({"device": "cpu", **options})).sample()
         monkeypatch.setattr(Collector, "_launch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             collections.deque((data.sample() for _ in range(10)), maxlen=0)
@@ -443,65 +315,27 @@ def test_an_interrupted_recording_leaves_the_stream_as_it_was(monkeypatch: pytes
 
 
 def first_found(
-    name: str, policy: Policy, most: int, start: int = 0, **options: Any
-) -> tuple[int, Exception] | None:
-    """The first seed from `start` on, or else of all, whose run fails with a defect put back."""
-    for seed in (*range(start, most), *range(start)):
-        with put_back(name):
-            try:
-                if name in DEFECTS:
-                    Run(Scenario.of(seed), seed, policy).run()
-                elif name in PACKED_DEFECTS:
-                    Run(Scenario.flat(seed), seed, policy).run()
-                elif name in PACKED_TIER_DEFECTS:
-                    Run(Scenario.flat_tier(seed), seed, policy).run()
-                elif name in PACKED_SHARD_DEFECTS:
-                    run_shards(ShardScenario.flat(seed), seed, policy)
-                elif name in CACHE_DEFECTS:
-                    Run(Scenario.cached(seed), seed, policy, **options).run()
-                else:
-                    run_shards(ShardScenario.of(seed), seed, policy)
-            except Exception as error:
-                return seed, error
-    return None
+    name: str, of: Callable[[int], Shrinkable], policy: Policy, seeds: Iterable[int]
+) -> int | None:
+    """The first of these seeds whose run fails with a defect put back."""
+    with put_back(name):
+        return next((seed for seed in seeds if play(of(seed), seed, policy) is not None), None)
 
 
-LATE = {
-    "a recorded draw allocates its scratch": 23,
-    "a batch that is still referred to is filled again": 6,
-    "buffers are filled again one request early": 26,
-    "a copy is delivered before it is complete": 8,
-    "pinned buffers end with their batch": 16,
-    "the tree is freed under the stream that draws": 15,
-    "row numbers are freed under the stream that gathers": 19,
-    "the cache is freed under the stream that gathers": 15,
-    "staging memory is used again while rows are placed out of it": 26,
-    "the tickets of a planned batch are given back when the gather is queued": 26,
-    "the allocator is not told that the consumer uses memory that has grown": 6,
-    "the tickets of packed rows are given back when the gather is queued": 15,
-    "answers of other nodes arrive in memory that a packed gather still reads": 46,
-}
-"""The first seeds that find those that many do not: where the search begins, to save time."""
-
-
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", DEFECTS)
 def test_a_defect_put_back_is_found(name: str) -> None:
-    assert first_found(name, "random", 100, LATE.get(name, 0)) is not None
+    _, of, first = DEFECTS[name]
+    assert first_found(name, of, "random", (*range(first, 100), *range(first))) is not None
 
 
 def test_rows_of_a_disk_tier_read_too_early_are_found() -> None:
     """Pinned memory that the device still places rows out of is written by the host."""
     name = "the host writes pinned buffers that a copy still reads"
-    with put_back(name):
-        errors = []
-        for seed in range(30):
-            scenario = dataclasses.replace(with_tier(seed), pinned=True, batches=8)
-            try:
-                Run(scenario, seed, "latest").run()
-            except Exception as error:
-                errors.append(error)
-                break
-    assert errors
+
+    def of(seed: int) -> Scenario:
+        return dataclasses.replace(Scenario.on_disk(seed), pinned=True, batches=8)
+
+    assert first_found(name, of, "latest", range(30)) is not None
 
 
 @pytest.mark.parametrize(
@@ -519,7 +353,7 @@ def test_threads_that_may_disturb_a_capture_are_found(
 def test_a_failure_is_shrunk() -> None:
     name = "a batch is delivered without waiting for the stream that fills it"
 
-    def fails(scenario: Scenario) -> bool:
+    def fails(scenario: Shrinkable) -> bool:
         with put_back(name):
             return play(scenario, 0, "random") is not None
 
@@ -527,6 +361,7 @@ def test_a_failure_is_shrunk() -> None:
     assert fails(scenario)
     small = shrunk(scenario, fails)
     assert fails(small)
+    assert isinstance(small, Scenario)
     assert small.size < scenario.size
     assert small.batches == 1
     assert not small.writes

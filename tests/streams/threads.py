@@ -6,19 +6,31 @@ import collections
 import contextlib
 import queue
 import random
+import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable
 from typing import Any
 
 from gear_loader.utils.mutex import holds_any
 
-WAIT = 60.0
+WAIT = 180.0
 """Seconds after which a thread that should have been given its turn has failed."""
 
 
+FAIR = 200
+"""Turns after which a device works although threads can run: a real one does not stand still while they only look."""
+MOST = 20_000
+"""Turns without work of a device after which threads run in circles; a whole run of a dataset has hundreds."""
+
+
 class Deadlock(AssertionError):
-    """Every thread waits, and no stream has work left."""
+    """Every thread waits, or all only give their turns to each other, and no stream has work left."""
+
+
+class LostTurn(AssertionError):
+    """A thread ran, or was to run, whose turn it was not."""
 
 
 class _Ended(BaseException):
@@ -35,6 +47,7 @@ class _Member:
         self.ended = False
         self.identity = 0
         self.thread: threading.Thread | None = None
+        self.told: Any = None
 
     @property
     def can_run(self) -> bool:
@@ -43,6 +56,8 @@ class _Member:
 
 class Threads:
     """Runs the threads that code under test starts, one at a time.
+
+    What breaks that, and threads that run in circles, are errors with the stacks of all threads.
 
     Args:
         chooser: chooses who is next.
@@ -61,6 +76,9 @@ class Threads:
         self._current.identity = threading.get_ident()
         self._members = [self._current]
         self._ending = False
+        self._broken: AssertionError | None = None
+        self._idle = 0  # turns since the last work of a device
+        self._turns: collections.deque[str] = collections.deque(maxlen=50)
         self.failures: list[BaseException] = []
         self.tell: Callable[[], Any] = lambda: None
         self.hear: Callable[[Any], None] = lambda told: None
@@ -70,21 +88,27 @@ class Threads:
     def start(self, target: Callable[..., object], args: tuple[Any, ...] = (), name: str = "") -> _Member:
         """Start a thread; it runs when it is chosen."""
         member = _Member(name)
+        told = self.tell()
 
         def run() -> None:
             member.identity = threading.get_ident()
-            self._await_turn(member)
             try:
+                self._await_turn(member)
                 if not self._ending:
+                    self.hear(told)
                     target(*args)
+                member.told = self.tell()
             except _Ended:
                 pass
             except BaseException as error:
                 self.failures.append(error)
             member.ended = True
-            following = self._others() or [each for each in self._members if not each.ended]
-            self._current = self._chooser.choice(following)
-            self._current.turn.release()
+            if self._broken is not None:
+                following = self._members[:1]
+            else:
+                following = self._others() or [each for each in self._members if not each.ended]
+            if self._current is member:
+                self._give_turn(self._chooser.choice(following))
 
         self._members.append(member)
         member.thread = threading.Thread(target=run, name=name, daemon=True)
@@ -92,7 +116,21 @@ class Threads:
         return member
 
     def _await_turn(self, member: _Member) -> None:
-        assert member.turn.acquire(timeout=WAIT), f"{member.name} was not given its turn in {WAIT:g} s"
+        if not member.turn.acquire(timeout=WAIT):
+            raise self._error(LostTurn, f"{member.name} was not given its turn in {WAIT:g} s")
+
+    def _error(self, kind: type[AssertionError], message: str) -> AssertionError:
+        """An error that ends the run, with the last turns and the stacks of all threads."""
+        if self._broken is not None:
+            return type(self._broken)(*self._broken.args)
+        lines, frames = [message, "the last turns: " + ", ".join(self._turns)], sys._current_frames()
+        for each in self._members:
+            if each.identity in frames and not each.ended:
+                state = "can run" if each.can_run else "waits"
+                lines.append(f"{each.name} {state}:")
+                lines += traceback.format_stack(frames[each.identity], limit=12)
+        self._broken = kind("\n".join(lines))
+        return self._broken
 
     def _others(self) -> list[_Member]:
         return [each for each in self._members if each is not self._current and each.can_run]
@@ -101,12 +139,40 @@ class Threads:
     def is_managed(self) -> bool:
         return threading.get_ident() == self._current.identity
 
-    def _hand_to(self, other: _Member) -> None:
-        me, self._current = self._current, other
+    @property
+    def current(self) -> object:
+        """The thread whose turn it is."""
+        return self._current
+
+    def _give_turn(self, other: _Member) -> None:
+        self._current = other
+        self._turns.append(other.name)
         other.turn.release()
+
+    def _hand_to(self, other: _Member) -> None:
+        me = self._current
+        if not self.is_managed:
+            caller = threading.current_thread().name
+            raise self._error(LostTurn, f"{caller} gives {other.name} the turn of {me.name}")
+        if other is me or other.ended:
+            raise self._error(LostTurn, f"{me.name} gives its turn to {other.name}, which runs or has ended")
+        self._idle += 1
+        if self._idle % FAIR == 0:
+            self._works(self._work)
+        if self._idle >= MOST:
+            raise self._error(Deadlock, f"in {MOST} turns no thread that waits could go on")
+        self._give_turn(other)
         self._await_turn(me)
-        if self._ending and me is not self._members[0]:
+        if me is not self._members[0] and (self._ending or self._broken is not None):
             raise _Ended
+        if self._broken is not None:
+            raise self._error(type(self._broken), "")
+
+    def _works(self, work: Callable[[], bool]) -> bool:
+        done = work()
+        if done:
+            self._idle = 0
+        return done
 
     def maybe_switch(self) -> None:
         """Perhaps let another thread run; not while this one holds a lock for which the other could wait."""
@@ -135,28 +201,30 @@ class Threads:
                 patience = 0.5 if me is self._members[0] else self.patience
                 if others and self._chooser.random() < patience:
                     self._hand_to(self._chooser.choice(others))
-                elif not (work or self._work)():
+                elif not self._works(work or self._work):
                     if not others:
-                        raise Deadlock(f"{me.name} waits, as {[each.name for each in self._members]} do")
+                        raise self._error(
+                            Deadlock, f"{me.name} waits, as all others do, and nothing is left to do"
+                        )
                     self._hand_to(self._chooser.choice(others))
             finally:
                 me.blocked = None
 
     def finish(self) -> None:
         """Let threads run until all of them wait, and end them."""
-        while self.switch() or self._work():
+        while self._broken is None and (self.switch() or self._works(self._work)):
             pass
         self._ending = True
         for member in self._members[1:]:
             if not member.ended:
-                self._current = member
                 member.blocked = None
-                member.turn.release()
-                self._await_turn(self._members[0])
+                self._give_turn(member)
+                if self._broken is None:
+                    self._await_turn(self._members[0])
         self._current = self._members[0]
         for member in self._members:  # other tests look for threads that were left
             if member.thread is not None:
-                member.thread.join(WAIT)
+                member.thread.join(WAIT if self._broken is None else 1.0)
 
     # ---------------------------------------------------------------- what modules use instead of theirs
 
@@ -180,6 +248,8 @@ class Threads:
 
             def join(self, timeout: float | None = None) -> None:
                 threads.wait(lambda: not self.is_alive())
+                if self._member is not None and self._member.told is not None:
+                    threads.hear(self._member.told)
 
         class Event:
             def __init__(self) -> None:
@@ -235,7 +305,7 @@ class Threads:
         import time
 
         def sleep(seconds: float) -> None:
-            self.switch() or self._work()
+            self.switch() or self._works(self._work)
 
         return types.SimpleNamespace(
             sleep=sleep, monotonic=time.monotonic, monotonic_ns=time.monotonic_ns, time=time.time

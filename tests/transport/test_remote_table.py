@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from options_common import nested_table
 from table_common import fresh_name
 from transport_common import SECRET, Proxy, serving
 from waiting_common import wait_until
@@ -64,7 +65,9 @@ def episode(number: int, steps: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def named(columns: dict[str, gear.Column], **sizes: Any) -> Iterator[gear.Table]:
     """A named table that is unlinked at the end."""
-    with gear.Table.create(columns, name=fresh_name(), block_steps=4, **sizes) as table:
+    with gear.Table.create(
+        columns, **nested_table({"name": fresh_name(), "block_steps": 4, **sizes})
+    ) as table:
         try:
             yield table
         finally:

@@ -20,6 +20,7 @@ from nixl_common import COLUMNS, SCHEMA, Owner, World, steps
 from waiting_common import PATIENCE, SLOWER, go_on, stop_process
 
 from gear_loader.errors import PeerTimeoutError, SchemaError, TransportError
+from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.table import Table
 from gear_loader.transport import nixl_agent
@@ -72,7 +73,12 @@ class SpanWorld(World):
     def __init__(self, owner: Owner, *, packed: bool = True, name: str = NAME) -> None:
         self.name = name
         self.table = Table.create(
-            COLUMNS, max_steps=600, max_trajectories=40, block_steps=4, name=name, packed=packed
+            COLUMNS,
+            max_steps=600,
+            max_trajectories=40,
+            block_steps=4,
+            name=name,
+            memory=Memory(packed=packed),
         )
         self.held: dict[int, dict[str, Array]] = {}
         for i in range(20):
@@ -421,7 +427,7 @@ def described(table: Table) -> Description:
 def test_blocks_side_by_side_are_one_transfer(block_steps: int) -> None:
     schema = {"token": Column(torch.int32), "wide": Column(torch.uint8, (8,))}
     with Table.create(
-        schema, max_steps=4000, max_trajectories=8, block_steps=block_steps, packed=False
+        schema, max_steps=4000, max_trajectories=8, block_steps=block_steps, memory=Memory(packed=False)
     ) as table:
         for length in (1000, 500):
             table.add({"token": np.arange(length, dtype=np.int32), "wide": np.zeros((length, 8), np.uint8)})

@@ -1,0 +1,71 @@
+"""`Memory`: how much memory a table takes, and how it lies there."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from gear_loader.errors import SchemaError
+from gear_loader.storage.numa import Numa
+from gear_loader.storage.pages import HugePages, check_huge_pages
+from gear_loader.utils.arrays import shown
+from gear_loader.utils.checks import byte_count
+
+__all__ = ["Memory"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """The memory of a table beyond its size: ``Table.create(..., memory=gear.Memory("20GiB", huge_pages=True))``.
+
+    Attributes:
+        size: bytes of the whole region, index included, an int or a text such as ``"20GiB"``; as many blocks as fit
+            into them. By default enough for `max_steps` steps in `max_trajectories` trajectories of any lengths.
+        max_blocks: in place of `size`: number of blocks. For known lengths, `Table.required_blocks` gives the exact
+            number and reserves less memory.
+        mean_length: with ``block_steps="auto"``: expected mean length of the trajectories in steps, at least 1; by
+            default ``max_steps / max_trajectories``.
+        packed: whether the columns of less than 128 bytes a step lie together, step by step, in records, if there are
+            two or more; ``"auto"`` does. Then a step of all of them is read from one place, and a block is padded once
+            and not for each of them. A batch for a GPU reads whole records over the bus, also if it has few of their
+            columns. False gives every column its own blocks.
+        huge_pages: pages of 2 MiB, which are allocated and pinned faster. ``"auto"`` uses them where they cost nothing:
+            for a private table where the system allows ``MADV_HUGEPAGE``, for a named one on a tmpfs mounted with
+            ``huge=advise``, ``within_size`` or ``always``. True makes them on any tmpfs (Linux 6.1), which copies each
+            page of the new table once, and is an error where they cannot be had. False does not ask for them. A private
+            table with them takes up to 2 MiB more for each column that is written. If ``$GEAR_LOADER_DIR`` is on a
+            hugetlbfs of 2 MiB, named tables have no other pages.
+        numa: NUMA node whose memory is used first; when it is full, the system uses others. ``"auto"`` takes that of
+            the current GPU if CUDA is initialised, else that of all GPUs of the machine if it is the same. None leaves
+            it to the system: the node of the thread that allocates a page, which is this one for a named table. On a
+            machine with one node there is nothing to choose.
+
+    Raises:
+        SchemaError: an invalid value, or `size` and `max_blocks` together.
+    """
+
+    size: int | str | None = None
+    max_blocks: int | None = None
+    mean_length: float | None = None
+    packed: bool | Literal["auto"] = "auto"
+    huge_pages: HugePages = "auto"
+    numa: Numa = "auto"
+
+    def __post_init__(self) -> None:
+        if self.size is not None:
+            byte_count("size", self.size)
+            if self.max_blocks is not None:
+                raise SchemaError(
+                    f"size is {shown(self.size)} and max_blocks {shown(self.max_blocks)}; expected one of them."
+                )
+        if not isinstance(self.packed, bool) and not (isinstance(self.packed, str) and self.packed == "auto"):
+            raise SchemaError(f"packed is {shown(self.packed)}; expected True, False or 'auto'.")
+        check_huge_pages(self.huge_pages)
+
+    @classmethod
+    def of(cls, memory: Any) -> Memory:
+        """The option `memory` of `Table.create`: None, bytes, a text with a unit, or a `Memory`."""
+        if memory is None or isinstance(memory, Memory):
+            return memory or cls()
+        byte_count("memory", memory)
+        return cls(memory)
