@@ -27,7 +27,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Options of `ReplayDataset` as its objects."""
     options = dict(flat)
     groups = {new: options.pop(old) for old, new in _GROUPS.items() if old in options}
-    if groups:
+    if groups.get("column") is not None:
         options["groups"] = gear.Groups(**groups)
     if draws := _taken(options, gear.Draws):
         options["draws"] = gear.Draws(**draws)

@@ -191,8 +191,14 @@ def of_sb3(_: Any) -> Iterator[tuple[str, Call]]:
         "device": "cpu",
         "n_envs": 2,
     }
+
+    def make(**options: Any) -> None:
+        table = ReplayBuffer(**options).table
+        if table.name is not None:
+            table.unlink()
+
     for name in inspect.signature(ReplayBuffer).parameters:
-        yield f"sb3, {name}", lambda v, name=name: ReplayBuffer(**{**made, name: v})
+        yield f"sb3, {name}", lambda v, name=name: make(**{**made, name: v})
     pair = np.zeros((2, 2), np.float32)
     step: dict[str, Any] = {"obs": pair, "next_obs": pair, "action": pair, "reward": np.zeros(2)}
     step |= {"done": np.ones(2, bool), "infos": [{}, {}]}
@@ -440,6 +446,9 @@ ACCEPTED: dict[str, Callable[[gear.Table], object]] = {
     "ids under a mask": lambda table: table.extend_as([trajectory()] * 2, ids=MASKED.astype(int)),
     "a mask under a mask": lambda table: table.writers(2).discard(MASKED.astype(bool)),
     "rows under a mask": lambda table: gear.sources.load([{"a": MASKED}]),
+    "rows of uneven lengths": lambda table: gear.sources.load(
+        [{"a": np.zeros(4, np.float32), "b": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])}]
+    ),
     "costs under a mask": lambda table: gear.balance(MASKED, 2),
     "ids of anything": lambda table: table.ids(None),  # type: ignore[arg-type]
     "ids of a slice": lambda table: table.ids(slice(3)),  # type: ignore[arg-type]
@@ -458,6 +467,7 @@ ACCEPTED: dict[str, Callable[[gear.Table], object]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("call", ACCEPTED.values(), ids=list(ACCEPTED))
 def test_what_was_taken_by_mistake_is_refused(call: Callable[[gear.Table], object]) -> None:
     with new_table(COLUMNS) as table:

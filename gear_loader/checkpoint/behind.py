@@ -36,7 +36,7 @@ from gear_loader.storage.operations.view import REFUSE
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
-from gear_loader.utils.mutex import holds_any, new_mutex, run_alone
+from gear_loader.utils.mutex import Event, holds_any, new_mutex, run_alone
 from gear_loader.utils.notices import notice
 
 __all__ = ["WriteBehind", "create", "finish_dropped", "start"]
@@ -141,7 +141,7 @@ class WriteBehind:
         self._place, self._pid = place, os.getpid()
         self._known = "the private table" if table.name is None else f"table {table.name!r}"
         self._mutex = new_mutex()  # of a write
-        self._stop = threading.Event()
+        self._stop = Event()
         self._thread = threading.Thread(target=self._run, name="gear-loader-disk", daemon=True)
         self._arena = Arena()
         self._version = -1

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gear_loader.errors import CheckpointError
+from gear_loader.utils.descriptors import Descriptor, open_descriptor
 
 __all__ = ["REMEDY", "Directory", "named", "open_to_load"]
 
@@ -43,20 +44,23 @@ class Directory:
     """An open directory. Methods take names of its entries; every OSError contains the full path.
 
     Args:
-        fd: descriptor of the directory, closed at the end of a `with` block.
+        file: of the directory, closed at the end of a `with` block.
         path: path of the directory in error messages.
     """
 
-    fd = -1  # of an object that is not complete
+    def __init__(self, file: Descriptor, path: str) -> None:
+        self._file, self.path = file, path
 
-    def __init__(self, fd: int, path: str) -> None:
-        self.fd, self.path = fd, path
+    @property
+    def fd(self) -> int:
+        """The descriptor; -1 of a closed directory, so that a call with it is an OSError."""
+        return -1 if self._file.closed else self._file.fileno()
 
     @staticmethod
     def open(path: str) -> Directory:
         """Open a directory at a path given by the user, which may contain symbolic links."""
         with named(path):
-            return Directory(os.open(os.path.realpath(path), _FLAGS), path)
+            return Directory(open_descriptor(os.path.realpath(path), _FLAGS), path)
 
     @staticmethod
     def make(path: str) -> Directory:
@@ -89,13 +93,7 @@ class Directory:
 
     def close(self) -> None:
         """Close the descriptor; idempotent. The end of the object does so too, if a block's end was interrupted."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(BaseException):  # it would be lost in any case
-            self.close()
+        self._file.close()
 
     def at(self, name: str) -> str:
         """The path of an entry, for errors."""
@@ -116,12 +114,12 @@ class Directory:
         first, _, rest = path.partition("/")
         with named(self.at(first)):
             try:
-                fd = os.open(first, _FLAGS, dir_fd=self.fd)
+                file = open_descriptor(first, _FLAGS, dir_fd=self.fd)
             except OSError as error:
                 if error.errno in (errno.ELOOP, errno.ENOTDIR):
                     self.refuse_link(first)
                 raise
-        folder = Directory(fd, self.at(first))
+        folder = Directory(file, self.at(first))
         if not rest:
             return folder
         with folder:
@@ -174,12 +172,8 @@ class Directory:
 
     def sync_parent(self) -> None:
         """Write the entry of this directory in its parent to disk (fsync), if permissions allow it."""
-        with contextlib.suppress(OSError):
-            parent = os.open("..", _FLAGS, dir_fd=self.fd)
-            try:
-                os.fsync(parent)
-            finally:
-                os.close(parent)
+        with contextlib.suppress(OSError), open_descriptor("..", _FLAGS, dir_fd=self.fd) as parent:
+            os.fsync(parent.fileno())
 
     # ---------------------------------------------------------------- entries
 
@@ -223,7 +217,8 @@ class Directory:
             with (
                 self.opened(old) as (fd, _),
                 open(fd, "rb", closefd=False) as file,
-                open(self.create(new), "wb") as copy,
+                self.create(new) as created,
+                open(created.fileno(), "wb", closefd=False) as copy,
             ):
                 shutil.copyfileobj(file, copy)
                 copy.flush()
@@ -244,18 +239,18 @@ class Directory:
 
     # ---------------------------------------------------------------- files
 
-    def create(self, name: str, flags: int = 0) -> int:
-        """Create a file and return a descriptor for writing.
+    def create(self, name: str, flags: int = 0) -> Descriptor:
+        """Create a file for writing.
 
         Raises:
             FileExistsError: an entry of this name exists.
         """
         with named(self.at(name)):
             new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            return os.open(name, new | flags, 0o666, dir_fd=self.fd)
+            return open_descriptor(name, new | flags, 0o666, dir_fd=self.fd)
 
-    def open_lock(self, name: str) -> int:
-        """Open a lock file and return its descriptor; create the file if it does not exist.
+    def open_lock(self, name: str) -> Descriptor:
+        """Open a lock file; create it if it does not exist.
 
         Raises:
             CheckpointError: the entry is a symbolic link, or not a regular file.
@@ -263,25 +258,21 @@ class Directory:
         with named(self.at(name)):
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             try:
-                fd = os.open(name, flags, 0o666, dir_fd=self.fd)
+                file = open_descriptor(name, flags, 0o666, dir_fd=self.fd)
             except OSError as error:
                 if error.errno == errno.ELOOP:
                     self.refuse_link(name)
                 raise
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
             raise CheckpointError(
                 f"{self.at(name)} is not a regular file; expected a lock file. Remove it, or save into another "
                 "directory."
             )
-        return fd
+        return file
 
-    @contextlib.contextmanager
-    def opened(self, name: str) -> Iterator[tuple[int, os.stat_result]]:
+    def open_file(self, name: str) -> Descriptor:
         """Open a regular file, or a link to one, for reading.
-
-        Yields:
-            Its descriptor and its `stat` result.
 
         Raises:
             CheckpointError: the entry is not a regular file.
@@ -290,14 +281,17 @@ class Directory:
         path = self.at(name)
         with named(path):
             # Without O_NONBLOCK, opening a pipe would block.
-            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
-        try:
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode):
-                raise CheckpointError(f"{path} is not a regular file. {REMEDY}")
-            yield fd, info
-        finally:
-            os.close(fd)
+            file = open_descriptor(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise CheckpointError(f"{path} is not a regular file. {REMEDY}")
+        return file
+
+    @contextlib.contextmanager
+    def opened(self, name: str) -> Iterator[tuple[int, os.stat_result]]:
+        """As `open_file`, for a block; yields the descriptor and its `stat` result."""
+        with self.open_file(name) as file:
+            yield file.fileno(), os.fstat(file.fileno())
 
     # ---------------------------------------------------------------- links
 

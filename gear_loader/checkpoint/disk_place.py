@@ -20,6 +20,7 @@ from gear_loader.checkpoint.manifest import Manifest, no_manifest, open_checkpoi
 from gear_loader.checkpoint.names import MANIFEST_NAME, PREVIOUS_NAME, SHARDS_NAME
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.disk import Disk
+from gear_loader.utils.descriptors import Descriptor
 
 __all__ = ["Place", "holder_of", "occupied", "open_new", "open_place", "previous_of"]
 
@@ -34,7 +35,7 @@ class Place:
         is_uncertain: whether another manifest may be in place, because an error came while it was put there.
     """
 
-    def __init__(self, disk: Disk, directory: Directory, lock: int) -> None:
+    def __init__(self, disk: Disk, directory: Directory, lock: Descriptor) -> None:
         self.disk, self.directory = disk, directory
         self.manifest: Manifest | None = None
         self.previous: Manifest | None = None
@@ -66,10 +67,8 @@ class Place:
 
     def close(self) -> None:
         """Release the lock; idempotent."""
-        if self._lock >= 0:
-            unlock(self._lock, self._process)
-            self.directory.close()
-            self._lock = -1
+        unlock(self._lock, self._process)
+        self.directory.close()
 
 
 def previous_of(directory: Directory) -> Manifest | None:

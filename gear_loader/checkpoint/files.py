@@ -24,6 +24,7 @@ from gear_loader.checkpoint.directory import REMEDY, Directory, named
 from gear_loader.checkpoint.json_file import FileRecord
 from gear_loader.errors import CheckpointError
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.descriptors import Descriptor
 
 __all__ = [
     "Arena",
@@ -48,13 +49,9 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 def write_small(directory: Directory, name: str, data: bytes) -> FileRecord:
     """Write and sync a new file that fits into memory."""
-    fd = directory.create(name)
-    try:
-        with named(directory.at(name)):
-            _write_all(fd, memoryview(data))
-            os.fsync(fd)
-    finally:
-        os.close(fd)
+    with directory.create(name) as file, named(directory.at(name)):
+        _write_all(file.fileno(), memoryview(data))
+        os.fsync(file.fileno())
     return FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
 
 
@@ -98,7 +95,7 @@ def _write_all(fd: int, view: memoryview) -> None:
         view = view[done:]
 
 
-def _open_new(directory: Directory, name: str) -> int:
+def _open_new(directory: Directory, name: str) -> Descriptor:
     try:
         return directory.create(name, _O_DIRECT)
     except OSError as error:
@@ -267,10 +264,10 @@ class Pipeline:
         checksum = _Checksum(chunk_bytes)
         work: list[_Call | None] = [None] * BUFFERS
         path = directory.at(name)
-        fd = _open_new(directory, name)
+        file = _open_new(directory, name)
         try:
             if ready is not None:
-                self._write_ready(fd, path, header, ready, checksum, work)
+                self._write_ready(file, path, header, ready, checksum, work)
                 steps = 0
             held, done, turn = header, 0, 0
             while done < steps:
@@ -283,25 +280,23 @@ class Pipeline:
                 checksum.update(self._views[turn][0 if done == 0 else len(held) : filled])
                 done += count
                 whole = filled if done == steps else filled // _SECTOR * _SECTOR
-                work[turn] = self._thread.submit(_write_piece, fd, path, self._views[turn][:whole])
+                work[turn] = self._thread.submit(_write_piece, file, path, self._views[turn][:whole])
                 held = buffer[whole:filled].tobytes()
                 self._advance(count * step_bytes)
                 turn = (turn + 1) % BUFFERS
             for turn in range(len(work)):
                 _wait(work, turn)
             with named(path):
-                os.fsync(fd)
+                os.fsync(file.fileno())
         finally:
-            for call in work:
-                if call is not None:
-                    call.wait()  # the thread uses the descriptor until then
-            os.close(fd)
+            self._thread.submit(_nothing).wait()  # also for calls whose submission was interrupted
+            file.close()
         written = steps * step_bytes if ready is None else len(ready)
         return FileRecord(len(header) + written, *checksum.digests())
 
     def _write_ready(
         self,
-        fd: int,
+        file: Descriptor,
         path: str,
         header: bytes,
         ready: Array,
@@ -313,7 +308,7 @@ class Pipeline:
         views = [self._views[0][: len(header)]]
         data = ready.data
         views += [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
-        work[:] = [self._thread.submit(_write_piece, fd, path, view) for view in views]
+        work[:] = [self._thread.submit(_write_piece, file, path, view) for view in views]
         for view in views:
             checksum.update(view)
             self._advance(len(view))
@@ -325,9 +320,13 @@ def _wait(work: list[_Call | None], turn: int) -> None:
         call.result()
 
 
-def _write_piece(fd: int, path: str, view: memoryview) -> None:
+def _write_piece(file: Descriptor, path: str, view: memoryview) -> None:
     with named(path):
-        _write_all(fd, view)
+        _write_all(file.fileno(), view)
+
+
+def _nothing() -> None:
+    """What a caller submits to wait for all calls before it."""
 
 
 def read_piece(fd: int, path: str, view: memoryview, begin: int) -> int:

@@ -22,6 +22,7 @@ from gear_loader.checkpoint.names import (
     is_column_file,
 )
 from gear_loader.errors import CheckpointError, GearError
+from gear_loader.utils.descriptors import Descriptor
 
 __all__ = [
     "LockedError",
@@ -132,21 +133,22 @@ class LockedError(CheckpointError):
         self.holder = holder
 
 
-def lock(directory: Directory, holder: str = "", taken: list[int] | None = None) -> int:
-    """Lock a checkpoint's directory and return the descriptor of the lock, for `unlock`.
+def lock(directory: Directory, holder: str = "", taken: list[Descriptor] | None = None) -> Descriptor:
+    """Lock a checkpoint's directory and return the lock's file, for `unlock`.
 
     Args:
         holder: what the errors of others say of this one, if it holds the lock for long.
-        taken: gets the descriptor before it is locked, for a caller that unlocks it whatever interrupts this.
+        taken: gets the file before it is locked, for a caller that unlocks it whatever interrupts this.
 
     Raises:
         LockedError: another one holds it.
     """
     path = directory.at(LOCK_NAME)
-    fd = directory.open_lock(LOCK_NAME)
+    file = directory.open_lock(LOCK_NAME)
     try:
         if taken is not None:
-            taken.append(fd)
+            taken.append(file)
+        fd = file.fileno()
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -161,19 +163,19 @@ def lock(directory: Directory, holder: str = "", taken: list[int] | None = None)
                 os.pwrite(fd, holder.encode(), 0)
     except BaseException:
         if not taken:
-            os.close(fd)
+            file.close()
         raise
-    return fd
+    return file
 
 
-def unlock(fd: int, process: int) -> None:
-    """Close the descriptor of a lock, and release it in the process that took it.
+def unlock(file: Descriptor, process: int) -> None:
+    """Close the file of a lock, and release it in the process that took it; idempotent.
 
     Closing alone does not release it while a child that was forked meanwhile has not closed its copy yet.
     """
-    if os.getpid() == process:
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
+    if os.getpid() == process and not file.closed:
+        fcntl.flock(file.fileno(), fcntl.LOCK_UN)
+    file.close()
 
 
 def under_lock(directory: Directory, section: Callable[[], object]) -> None:
@@ -182,14 +184,12 @@ def under_lock(directory: Directory, section: Callable[[], object]) -> None:
     Raises:
         CheckpointError: another save, or another table's background writer, holds it.
     """
-    taken: list[int] = []
+    taken: list[Descriptor] = []
     process = os.getpid()
 
     def release() -> None:
-        if taken and os.getpid() == process:
-            fcntl.flock(taken[0], fcntl.LOCK_UN)
-        while taken:
-            os.close(taken.pop())
+        for file in taken:
+            unlock(file, process)
 
     try:
         try:
@@ -208,11 +208,11 @@ def locked(directory: Directory) -> Iterator[None]:
     Raises:
         CheckpointError: another save, or another table's background writer, holds it.
     """
-    fd, process = lock(directory), os.getpid()
+    file, process = lock(directory), os.getpid()
     try:
         yield
     finally:
-        unlock(fd, process)
+        unlock(file, process)
 
 
 def keep_previous(directory: Directory) -> None:

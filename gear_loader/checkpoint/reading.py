@@ -24,6 +24,7 @@ from gear_loader.errors import CheckpointError
 from gear_loader.native.copying import copy_rows
 from gear_loader.native.file_reads import ranges_of
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.mutex import Event
 
 __all__ = ["ColumnRead", "read_columns"]
 
@@ -142,7 +143,7 @@ class _Reader:
     """
 
     def __init__(self, directory: Directory, ids: Array) -> None:
-        self.stop = threading.Event()
+        self.stop = Event()
         self._directory, self._ids = directory, ids
         self._local = threading.local()
 

@@ -348,7 +348,8 @@ def _link(source: Directory, target: Directory, name: str) -> None:
     with (
         source.opened(name) as (fd, _),
         open(fd, "rb", closefd=False) as file,
-        open(target.create(name), "wb") as copy,
+        target.create(name) as created,
+        open(created.fileno(), "wb", closefd=False) as copy,
     ):
         shutil.copyfileobj(file, copy, 8 << 20)
         copy.flush()

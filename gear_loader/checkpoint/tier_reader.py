@@ -64,7 +64,7 @@ class _File:
     """One column of a segment.
 
     Attributes:
-        fd: of the open file. header: bytes before the first row.
+        fd: descriptor of the open file. header: bytes before the first row.
         verified: bool [chunks], the chunks whose checksums have been compared.
     """
 
@@ -73,14 +73,14 @@ class _File:
     ) -> None:
         self.path = folder.at(name)
         self.record, self.chunk_bytes, self.header = record, chunk_bytes, header
-        with folder.opened(name) as (fd, info):
-            if info.st_size != record.bytes:
-                raise CheckpointError(
-                    f"{self.path} has {info.st_size:,} bytes; expected {record.bytes:,}: it was cut or changed."
-                )
-            self.fd = os.dup(fd)
-        os.set_inheritable(self.fd, False)
-        weakref.finalize(self, os.close, self.fd).atexit = False
+        self._file = folder.open_file(name)
+        self.fd = self._file.fileno()
+        size = os.fstat(self.fd).st_size
+        if size != record.bytes:
+            self._file.close()
+            raise CheckpointError(
+                f"{self.path} has {size:,} bytes; expected {record.bytes:,}: it was cut or changed."
+            )
         with contextlib.suppress(OSError):
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
         self.verified = np.zeros(-(-record.bytes // chunk_bytes), dtype=bool)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from gear_loader.distributed.topology import this_node
 from gear_loader.utils.background import background_thread
+from gear_loader.utils.mutex import Event
 
 __all__ = ["BEAT", "CLOSED", "Beat", "Liveness", "SilentStoreError", "back_off", "default_store"]
 
@@ -81,7 +82,7 @@ class Liveness:
         self._node = this_node()
         self._processes: dict[int, tuple[int, int]] = {}  # of this node
         self._stuck: threading.Thread | None = None
-        self._over = threading.Event()
+        self._over = Event()
         self.ask(self._register, seconds=_CONNECT)
         self._thread = background_thread(self._beats, "gear-loader-heartbeat", stop=self.stop)
         self._thread.start()

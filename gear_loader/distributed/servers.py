@@ -12,6 +12,7 @@ from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.topology import Member
 from gear_loader.errors import TransportError
 from gear_loader.utils.background import background_thread
+from gear_loader.utils.mutex import Event
 
 __all__ = ["NodeServers"]
 
@@ -65,7 +66,7 @@ class NodeServers:
         self._peers: dict[str, Any] = {}
         self._writers: dict[str, Any] = {}
         self._watch: threading.Thread | None = None
-        self._closed = threading.Event()
+        self._closed = Event()
         self.process: Any = None
 
     # ---------------------------------------------------------------- this node's server

@@ -10,6 +10,7 @@ import torch
 
 from gear_loader.errors import SourceError
 from gear_loader.sources.episodes import listing
+from gear_loader.utils.arrays import unreadable
 
 __all__ = ["how_to_cut", "is_frame", "is_hugging_face", "refuse_steps"]
 
@@ -85,7 +86,9 @@ def _is_number(values: Any) -> bool:
 
 
 def _is_filled(values: Any) -> bool:
-    """Whether it is an array or a list with at least one row."""
+    """Whether it is an array or a list with at least one row, which can be read."""
+    if isinstance(values, torch.Tensor) and unreadable(values) is not None:
+        return False
     if isinstance(values, (np.ndarray, torch.Tensor)):
         return values.ndim > 0 and len(values) > 0
     return isinstance(values, (list, tuple)) and len(values) > 0

@@ -24,6 +24,7 @@ from gear_loader.storage.layout import HEADER_LIMIT, Layout, round_up
 from gear_loader.storage.lock import IndexLock
 from gear_loader.storage.pinning import Pinning, unregister
 from gear_loader.storage.shared_memory import guarded, region_path
+from gear_loader.utils.descriptors import Descriptor, open_descriptor
 from gear_loader.utils.mutex import uninterrupted
 from gear_loader.utils.notices import notice
 
@@ -56,11 +57,17 @@ class _Mapping:
     released: ClassVar[collections.deque[_Mapping | None]] = collections.deque()
 
     def __init__(
-        self, memory: mmap.mmap, offset: int, name: str, fd: int | None, key: tuple[int, int] | None
+        self,
+        memory: mmap.mmap,
+        offset: int,
+        name: str,
+        file: Descriptor | None,
+        key: tuple[int, int] | None,
     ) -> None:
         self.memory: mmap.mmap | None = memory
         self.offset = offset  # of the region in the memory
-        self.fd = fd
+        self._file = file
+        self.fd = fd = None if file is None else file.fileno()
         self.key = key
         self.users = 1
         self.left: weakref.ref[mmap.mmap] | None = (
@@ -80,7 +87,8 @@ class _Mapping:
     def make(cls, path: str, name: str, layout: Layout, huge: pages.HugePages, node: int | None) -> _Mapping:
         """Create a file of zeros with its header, and link it to its name when complete: no partial file remains."""
         memory, count = None, pages.file_bytes(layout.region_bytes)
-        fd = os.open(shared_memory.DIRECTORY, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        file = open_descriptor(shared_memory.DIRECTORY, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        fd = file.fileno()
         try:
             os.ftruncate(fd, count)  # so that a tmpfs allocates huge pages within the file's size
             memory, offset = pages.map_file(fd, count)
@@ -90,7 +98,7 @@ class _Mapping:
             _write_header(memory, offset, layout)  # not by write(), which a hugetlbfs lacks
             fcntl.flock(fd, fcntl.LOCK_SH)  # marks it as used, see `gear_loader.storage.shared_memory`
             info = os.fstat(fd)
-            mapping = cls(memory, offset, name, fd, (info.st_dev, info.st_ino))
+            mapping = cls(memory, offset, name, file, (info.st_dev, info.st_ino))
             with guarded():
                 # /proc/self/fd holds symbolic links, which os.link() follows only if a directory is given. An absolute
                 # path does not use the directory.
@@ -100,7 +108,7 @@ class _Mapping:
         except BaseException:
             if memory is not None:
                 memory.close()
-            os.close(fd)
+            file.close()
             raise
 
     @classmethod
@@ -120,21 +128,22 @@ class _Mapping:
                     mapping.users += 1
                     return mapping, layout
                 mapping.forget()
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            file = open_descriptor(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = file.fileno()
             try:
                 if not shared_memory.hold(fd, path):
-                    os.close(fd)
+                    file.close()
                     return None
                 info = os.fstat(fd)
                 shared_memory.check_own(info, name)
                 layout = Layout.read(os.pread(fd, HEADER_LIMIT, 0), info.st_size, name)
                 memory, offset = pages.map_file(fd, pages.file_bytes(layout.region_bytes))
             except BaseException:
-                os.close(fd)
+                file.close()
                 raise
             # Another file may have replaced it since os.stat(), but not one that this process has mapped: this process
             # links its files under the guard.
-            mapping = cls(memory, offset, name, fd, (info.st_dev, info.st_ino))
+            mapping = cls(memory, offset, name, file, (info.st_dev, info.st_ino))
             mapping.remember()
             return mapping, layout
 
@@ -209,9 +218,9 @@ class _Mapping:
         if self.key is not None:
             self.registry.pop(self.key, None)
             shared_memory.descriptors.pop(self.key, None)
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
+        if self._file is not None:
+            self._file.close()
+            self._file = self.fd = None
 
     def pin(self, base: int, total: int, device: int) -> None:
         """Begin to register the memory with CUDA in a thread; the caller holds the guard."""

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from gear_loader.errors import RegionError
+from gear_loader.utils.descriptors import open_descriptor
 
 __all__ = [
     "DIRECTORY",
@@ -253,12 +254,10 @@ def opened(path: str) -> Iterator[OpenFile]:
         if ours is not None:
             yield OpenFile(ours, info, True)
             return
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open_descriptor(path, flags) as file:
             # Another file may have replaced it, but not one of this process, which links its files under the guard.
-            yield OpenFile(fd, os.fstat(fd), False)
-        finally:
-            os.close(fd)
+            yield OpenFile(file.fileno(), os.fstat(file.fileno()), False)
 
 
 def in_use(path: str) -> bool:

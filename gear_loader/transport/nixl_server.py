@@ -16,6 +16,7 @@ from gear_loader.storage.counters import RUNS
 from gear_loader.storage.region import Region, region_path
 from gear_loader.transport.nixl_agent import Description, new_agent, register
 from gear_loader.utils.background import background_thread
+from gear_loader.utils.mutex import Event
 
 __all__ = ["NixlOwner"]
 
@@ -54,7 +55,7 @@ class NixlOwner:
         self._current: dict[str, tuple[Region, tuple[int, int], int]] = {}  # region, file, word
         self._words = np.zeros(_WORDS, dtype=np.uint64)
         self._word_list = register(self._agent, self._words.ctypes.data, self._words.nbytes)
-        self._stop = threading.Event()
+        self._stop = Event()
         self._thread = background_thread(self._run, "gear-loader-nixl", stop=self._stop.set)
         self._thread.start()
 

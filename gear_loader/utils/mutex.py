@@ -7,16 +7,18 @@ import collections
 import concurrent.futures
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["Condition", "Future", "holds_any", "new_mutex", "run_alone", "uninterrupted"]
+__all__ = ["Condition", "Event", "Future", "holds_any", "new_mutex", "run_alone", "uninterrupted"]
 
 _T = TypeVar("_T")
 
 _RLock: Any = _thread.RLock
 _CHECK_INTERVAL = 0.1  # seconds between checks while waiting for a thread
+_LONGEST_WAIT = 1.0  # seconds until a waiting thread looks whether a notification was interrupted
 _mutexes: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -77,6 +79,33 @@ class Condition(_RLock):  # type: ignore[misc]
                 waiter.release()
             if self._waiters and self._waiters[0] is waiter:
                 self._waiters.popleft()
+
+
+class Event:
+    """As `threading.Event`, for threads that a signal handler may interrupt and for finalisers; see `Condition`."""
+
+    def __init__(self) -> None:
+        self._condition = Condition()
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        """Whether `set` has been called."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Wake all threads that wait; those of a call that was interrupted wake up within a second."""
+        self._is_set = True
+        with self._condition:
+            self._condition.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for `set`, for `timeout` seconds at most; returns whether it has been called."""
+        end = float("inf") if timeout is None else time.monotonic() + timeout
+        while not self._is_set and (left := end - time.monotonic()) > 0:
+            with self._condition:
+                if not self._is_set:
+                    self._condition.wait(min(left, _LONGEST_WAIT))
+        return self._is_set
 
 
 class Future(concurrent.futures.Future[_T]):

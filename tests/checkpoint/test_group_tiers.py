@@ -12,7 +12,7 @@ import torch
 from checkpoint_common import flip
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from options_common import nested
+from options_common import nested, nested_table
 from tier_common import NEVER, batch_bits, spill
 
 import gear_loader as gear
@@ -33,7 +33,7 @@ def make(path: Path | None = None, **options: Any) -> gear.Table:
     if path is not None:
         sizes["max_blocks"] = 24
         options["disk"] = gear.Disk(path, sync_seconds=NEVER, size="1GiB", keep="newest")
-    return gear.Table.create(COLUMNS, **{**sizes, **options})
+    return gear.Table.create(COLUMNS, **nested_table({**sizes, **options}))
 
 
 def add(table: gear.Table, number: int, prompt: int, length: int) -> int:

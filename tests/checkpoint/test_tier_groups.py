@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from options_common import nested
+from options_common import nested, nested_table
 from table_common import bits
 from tier_common import NEVER, batch_bits, spill
 
@@ -47,7 +47,7 @@ def make(path: Path | None, blocks: int = 20, **options: Any) -> gear.Table:
     if path is not None:
         given["disk"] = gear.Disk(path, sync_seconds=NEVER, size="1GiB", keep="newest")
         given["max_blocks"] = blocks
-    return gear.Table.create(COLUMNS, **given)
+    return gear.Table.create(COLUMNS, **nested_table(given))
 
 
 def add(table: gear.Table, number: int) -> int:

@@ -641,7 +641,7 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"memory": "1MiB", "max_blocks": 4}, "memory is '1MiB' and max_blocks 4; expected one of them"),
+        ({"memory": "1MiB", "max_blocks": 4}, "size is '1MiB' and max_blocks 4; expected one of them"),
         ({"memory": "1 parsec"}, "memory is '1 parsec'; expected a number of bytes"),
         ({"memory": 0}, "memory is 0; expected a number of bytes"),
         ({"memory": True}, "memory is True; expected a number of bytes"),
@@ -677,7 +677,7 @@ def test_options_of_disks(tmp_path: Path) -> None:
         SchemaError, match="keep is 'best'; expected 'auto', 'newest', 'oldest' or 'priority'"
     ):
         gear.Disk(tmp_path, keep="best")  # type: ignore[arg-type]
-    with pytest.raises(SchemaError, match="neither memory nor max_blocks was given"):
+    with pytest.raises(SchemaError, match="memory was not given"):
         gear.Table.create(COLUMNS, **nested_table({**SIZES, "disk": gear.Disk(tmp_path, size=10**6)}))
     assert not os.listdir(tmp_path)
 

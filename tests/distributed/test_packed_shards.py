@@ -442,9 +442,9 @@ def test_ranks_are_equal_to_three_percent(kind: Any) -> None:
 def test_what_is_refused() -> None:
     with gear.Table.create(SCHEMA, max_steps=100, max_trajectories=4) as table, Shards([table]) as shards:
         for source, options, message in (
-            (table, {"batch_size": 2, "balance": "steps"}, "expected both with Shards"),
+            (table, {"batch_size": 2, "balance": "steps"}, "expected balance and micro_batches with Shards"),
             (shards, {"batch_size": 2, "balance": "tokens"}, "balance is 'tokens'"),
-            (shards, {"batch_size": 2, "micro_batches": 2}, "was given with batch_size; expected max_steps"),
+            (shards, {"batch_size": 2, "micro_batches": 2}, "was given with a batch_size in rows"),
             (shards, {"max_steps": 20, "micro_batches": 0}, "micro_batches"),
             (shards, {"max_steps": 20, "micro_batches": 2, "scope": "local"}, "scope='global'"),
         ):

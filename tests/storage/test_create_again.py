@@ -60,9 +60,9 @@ def test_a_table_is_replaced() -> None:
 
 def test_only_a_named_table_can_exist() -> None:
     with pytest.raises(SchemaError, match="without a name"):
-        gear.Table.create(SCHEMA, if_exists="attach", **SIZES)
+        gear.Table.create(SCHEMA, **nested_table({"if_exists": "attach", **SIZES}))
     with pytest.raises(SchemaError, match="if_exists is True; expected 'error', 'attach' or 'replace'"):
-        gear.Table.create(SCHEMA, name=fresh_name(), if_exists=True, **SIZES)  # type: ignore[arg-type]
+        gear.Table.create(SCHEMA, **nested_table({"name": fresh_name(), "if_exists": True, **SIZES}))  # type: ignore[arg-type]
 
 
 def test_clear() -> None:

@@ -12,7 +12,7 @@ import pytest
 from interrupts_loop import interrupt_at
 
 from gear_loader.utils import mutex
-from gear_loader.utils.mutex import Future
+from gear_loader.utils.mutex import Event, Future
 
 
 def test_a_future_that_was_waited_for_has_its_result_set_after_an_exception_at_any_opcode(
@@ -37,3 +37,31 @@ def test_a_future_that_was_waited_for_has_its_result_set_after_an_exception_at_a
         if error is None:
             break
     assert number > 20
+
+
+def test_an_event_wakes_threads_and_is_set_again_after_an_exception_at_any_opcode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With `threading.Event` a later `set`, and a thread that waits, would wait for ever."""
+    monkeypatch.setattr(interrupts_loop, "FILES", (mutex.__file__,))
+    monkeypatch.setattr(mutex, "_LONGEST_WAIT", 0.01)
+    for number in itertools.count(1):
+        event, began = Event(), threading.Event()
+
+        def wait(event: Event = event, began: threading.Event = began) -> None:
+            began.set()
+            event.wait(30)
+
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        began.wait()
+        error = interrupt_at(event.set, number)
+        event.set()
+        waiting.join(10)
+        assert not waiting.is_alive(), f"opcode {number}: {error}"
+        assert event.is_set()
+        assert event.wait(0)
+        if error is None:
+            break
+    assert number > 10
+    assert not Event().wait(0.02)
