@@ -152,7 +152,19 @@ class Session:
             self._got += count
             return
         self._got, ahead = 0, self._ahead
-        self._begin(Header.parse(self._head))
+        header = Header.parse(self._head)
+        request = self.pending.get(header.request)
+        if request is not None and header.kind is request.answer and header.small + header.bulk == more:
+            out = request.out  # the commonest case: the whole answer has come in one call
+            if out is None and not header.bulk and more <= request.small_bytes:
+                request.end(None, memoryview(bytes(ahead[:more])))
+                self._forget(header.request)
+                return
+            if out is not None and out.data.obj is ahead.obj and not header.small and more == len(out):
+                request.end(None, ahead[:0])
+                self._forget(header.request)
+                return
+        self._begin(header)
         if not self._missing:
             self._count(0)
         if not more:
