@@ -351,6 +351,15 @@ def test_the_version_has_a_section_in_the_changelog() -> None:
     assert f"\n## [{gear_loader.__version__}] - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+def test_parts_that_some_users_have_are_imported_by_nothing_else() -> None:
+    """UCX and NIXL are known by their entries in `TRANSPORTS` alone; the command `ucx-env` is UCX's own."""
+    parts = ("gear_loader.transport.ucx", "gear_loader.transport.nixl")
+    for module, path in source_files().items():
+        if not module.startswith(parts) and module != "gear_loader.cli":
+            named = [name for _, name in imports_of(module, ast.parse(path.read_text(encoding="utf-8")))]
+            assert not [name for name in named if name.startswith(parts)], module
+
+
 def test_public_names_are_sorted_and_importable() -> None:
     names = gear_loader.__all__
     assert list(names) == sorted(set(names))

@@ -327,7 +327,7 @@ def _write_mask(
 
 
 # No argument is specialised on its value: a smaller last batch, or one of a single row, must not recompile in
-# mid-epoch, and the code is the same (tests/aot.py shows it).
+# mid-epoch, and the code is the same (tests/tools/aot.py shows it).
 @triton.jit(
     do_not_specialize=[
         *(

@@ -10,15 +10,14 @@ from gear_loader.errors import TransportError
 from gear_loader.transport.wire import Kind
 from gear_loader.utils.arrays import shown
 
-__all__ = ["Allow", "ByteBudget", "check_allow", "refusal"]
+__all__ = ["WRITES", "Allow", "ByteBudget", "check_allow", "refusal"]
 
 Allow = Literal["all", "read", "write"]
 
-_READS, _WRITES = (
-    frozenset({Kind.OPEN, Kind.FETCH}),
-    frozenset({Kind.ADVANCE, Kind.FILL, Kind.PART, Kind.STORE, Kind.UPDATE}),
-)
-_REFUSED: dict[str, frozenset[Kind]] = {"all": frozenset(), "read": _WRITES, "write": _READS}
+WRITES = frozenset({Kind.ADVANCE, Kind.FILL, Kind.PART, Kind.STORE, Kind.UPDATE})
+"""Requests that change a table."""
+_READS = frozenset({Kind.OPEN, Kind.FETCH})
+_REFUSED: dict[str, frozenset[Kind]] = {"all": frozenset(), "read": WRITES, "write": _READS}
 
 
 def check_allow(allow: Any) -> Allow:

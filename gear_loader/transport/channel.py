@@ -19,16 +19,19 @@ from gear_loader.errors import TransportError
 
 __all__ = [
     "CARRIERS",
+    "TRANSPORTS",
     "Address",
     "Bytes",
     "Carrier",
     "Channel",
     "Listener",
+    "TransportEntry",
     "always",
     "as_bytes",
     "carrier",
     "family",
     "is_loopback",
+    "load",
 ]
 
 Bytes = memoryview | np.ndarray[Any, Any]
@@ -49,15 +52,40 @@ def drop_sent(views: list[memoryview], count: int) -> None:
         views[0] = views[0][count:]
 
 
-CARRIERS: dict[str, tuple[str, str, str]] = {
-    "socket": ("gear_loader.transport.socket", "SocketCarrier", ""),
-    "ucx": (
-        "gear_loader.transport.ucx",
-        "UcxCarrier",
-        "pip install '.[ucx]' (in a clone of Gear Loader)",
+@dataclasses.dataclass(frozen=True)
+class TransportEntry:
+    """A transport by the places of its classes, ``<module>:<class>``. No other module imports these: they are loaded
+    when the transport is used.
+
+    Attributes:
+        carrier: a `Carrier`. reader, owner: of one-sided reads, which need no carrier of their own: what fetches rows
+            as a `Peer` does, and what lets others read the tables of its process.
+        remedy: command that installs what it needs.
+    """
+
+    carrier: str = ""
+    reader: str = ""
+    owner: str = ""
+    remedy: str = ""
+
+
+TRANSPORTS = {
+    "socket": TransportEntry(carrier="socket:SocketCarrier"),
+    "ucx": TransportEntry(
+        carrier="ucx:UcxCarrier", remedy="pip install '.[ucx]' (in a clone of Gear Loader)"
     ),
+    "nixl": TransportEntry(reader="nixl_reader:NixlPeer", owner="nixl_server:NixlOwner"),
 }
-"""Carriers by name: module, class, and install command."""
+"""All transports by name; each has one entry here, and is known nowhere else."""
+CARRIERS = tuple(name for name, entry in TRANSPORTS.items() if entry.carrier)
+"""Names of those that are carriers."""
+
+
+def load(place: str) -> Any:
+    """The class at a place of an `TransportEntry`."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"gear_loader.transport.{module}"), name)
+
 
 _ADDRESS = "expected <carrier>://<host>:<port>, such as socket://127.0.0.1:5555"
 _LIBRARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
@@ -319,13 +347,13 @@ def carrier(name: str, tls: ssl.SSLContext | None = None) -> Carrier:
         return TlsCarrier(tls)
     if name not in CARRIERS:
         raise TransportError(f"Carrier {name!r} was received; expected one of {', '.join(sorted(CARRIERS))}.")
-    module, kind, remedy = CARRIERS[name]
+    entry = TRANSPORTS[name]
     try:
-        made: Carrier = getattr(importlib.import_module(module), kind)()
+        made: Carrier = load(entry.carrier)()
     except ImportError as error:
         raise TransportError(
-            f"The carrier {name!r} cannot be used here ({error}). Install what it needs: {remedy or 'see the error'}; "
-            "or choose another: `gear-loader doctor` shows which there are."
+            f"The carrier {name!r} cannot be used here ({error}). Install what it needs: "
+            f"{entry.remedy or 'see the error'}; or choose another: `gear-loader doctor` shows which there are."
         ) from error
     return made
 

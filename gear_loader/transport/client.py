@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import functools
 import os
 import ssl
 from collections.abc import Callable, Mapping, Sequence
@@ -15,20 +14,17 @@ import numpy as np
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.schema import Schema
-from gear_loader.transport.advance_message import Advance, Advanced
-from gear_loader.transport.blocking_link import Asked, BlockingLink
-from gear_loader.transport.channel import Address
-from gear_loader.transport.fill_message import Fill, Unfilled
+from gear_loader.transport import wire_messages as messages
+from gear_loader.transport.change_messages import Advance, Advanced, Fill, Part, Unfilled, Update
+from gear_loader.transport.channel import Address, Bytes
+from gear_loader.transport.direct_link import DirectLink
 from gear_loader.transport.handshake import check_secret
-from gear_loader.transport.link import Link
 from gear_loader.transport.loop import EventLoop, event_loop
-from gear_loader.transport.part_message import Part
-from gear_loader.transport.read_link import ReadLink
+from gear_loader.transport.loop_link import LoopLink
 from gear_loader.transport.request import Request
 from gear_loader.transport.store_message import One, OneStore, Store, step_places
 from gear_loader.transport.trajectory_rows import Rows, Stacked, bulk_parts, contiguous
-from gear_loader.transport.update_message import Update
-from gear_loader.transport.wire import Fields, Kind, Limits, ProtocolError, pack_text
+from gear_loader.transport.wire import Fields, Kind, Limits, ProtocolError
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import Future, new_mutex
 
@@ -58,6 +54,11 @@ class Peer:
 
     Messages name the peer, its address, the request and the remedy. A store that failed without an answer may still
     have been executed.
+
+    With ``here=True`` a request is sent by the calling thread over a connection of its own, and its answer received by
+    the thread that asks the future for its result, which is faster: no other thread takes part. Until then the answer
+    waits in the buffers of the sockets, so all that is asked for before should fit there. Such a future must be asked,
+    and its deadline begins then. Where it is not possible, as over UCX, the event loop makes the request.
 
     Args:
         address: such as "socket://10.0.0.2:5555"; or a function that returns it, called in a thread at each connect.
@@ -89,12 +90,11 @@ class Peer:
         self._pid = os.getpid()
         self._guard = new_mutex()
         self._loop: EventLoop | None = None
-        self._link: Link | None = None
+        self._link: LoopLink | None = None
         self._closed = False
-        self._reading = None if tls is not None else ReadLink(name, address, self._secret, self._timeout)
-        self._blocking: BlockingLink | None = None
-        if isinstance(address, str) and Address.parse(address).carrier == "socket":
-            self._blocking = BlockingLink(name, address, secret, tls)
+        if isinstance(address, str):
+            Address.parse(address)
+        self._direct = DirectLink(name, address, self._secret, tls)
 
     @property
     def timeout(self) -> float:
@@ -121,9 +121,7 @@ class Peer:
             out: buffer of the reply, uint8 [reply_bytes(n) or more], contiguous; may be pinned memory. Do not use it
                 before the future has its result. After an error the carrier may still write into it, so it must not be
                 reused; the peer keeps a reference until the connection is closed.
-            here: whether the thread that asks the future for its result may receive the answer itself, which is faster;
-                until then the answer waits in the buffers of the sockets, so all that is asked for before should fit
-                there. Such a future must be asked, and its deadline begins then.
+            here: whether the threads that ask may use a connection themselves; see the class.
 
         Returns:
             A future of the status, uint8 [n], a view of `out`; see `WindowSpec`.
@@ -185,14 +183,6 @@ class Peer:
         small[:8].view(np.uint32)[:] = 0, n
         small[8:].view(np.int64).reshape(len(rows), n)[:] = list(rows.values())
 
-        what = f"{n:,} rows ({size:,} bytes) of table {spec.table!r}"
-        if here and self._reading is not None:
-            with self._guard:
-                self._check()
-            future = self._reading.fetch(spec, small, data, data[status : status + n], what)
-            if future is not None:
-                return future
-
         def check(limits: Limits) -> str | None:
             if n > limits.rows or size > limits.reply_bytes:
                 return (
@@ -207,11 +197,13 @@ class Peer:
                 small=small,
                 answer=Kind.REPLY,
                 finish=lambda _: data[status : status + n],
-                what=what,
+                what=lambda: f"{n:,} rows ({size:,} bytes) of table {spec.table!r}",
+                seconds=self._timeout,
                 spec=spec,
                 out=data,
                 check=check,
-            )
+            ),
+            here=here,
         )
 
     def store(
@@ -240,8 +232,7 @@ class Peer:
             seconds: until the deadline; by default the peer's timeout.
             wait: seconds that the server may wait for free space or the rate limiter; by default until shortly before
                 the deadline. A server has a limit of its own.
-            here: whether the calling thread may send it and wait for the answer itself, over a connection of its own,
-                which is faster; the future then has its result already.
+            here: as for `fetch`.
 
         Returns:
             A future of their slots, int64 [n].
@@ -306,32 +297,7 @@ class Peer:
             fields.end()
             return slots.astype(np.int64)
 
-        small, size = request.pack(), request.bulk_bytes
-        check, what = _store_check(n, size), functools.partial(_store_what, n, size, table)
-        if here and (link := self._link_here()) is not None:
-            asked = Asked(Kind.STORE, small, parts, size, Kind.STORED, 8 * n, what, check)
-            done: Future[Array] = Future()
-            try:
-                stored = link.ask(asked, deadline)
-            except TransportError as error:
-                done.set_exception(error)
-                return done
-            if stored is not None:
-                done.set_result(finish(memoryview(stored)))
-                return done
-        return self._submit(
-            Request(
-                kind=Kind.STORE,
-                small=small,
-                answer=Kind.STORED,
-                finish=finish,
-                what=what(),
-                bulk=contiguous(parts, size),
-                small_bytes=8 * n,
-                check=check,
-                seconds=seconds,
-            )
-        )
+        return self._store(request.pack(), parts, n, request.bulk_bytes, table, finish, deadline, here=here)
 
     def store_one(
         self,
@@ -343,31 +309,57 @@ class Peer:
         *,
         seconds: float,
         wait: float,
-    ) -> int | None:
-        """Add one checked trajectory, and wait for it: sent by the calling thread, over a connection of its own.
+    ) -> Future[int]:
+        """Add one checked trajectory; as `store_rows` with `here`.
 
         Args:
             kind: table and schema. priority: -1 for none. final: 1 if the last row is the final step, else 0.
             identity: global id. seconds: until the deadline. wait: as for `store`.
 
         Returns:
-            Its slot; None, having sent nothing, if it has to be stored by `store_rows`.
-
-        Raises:
-            As a future of `store_rows`.
+            A future of its slot.
         """
-        link = self._link_here()
-        if link is None:
-            return None
         one = One(rows.length, final, priority, identity, min(int(wait * 1e3), _LONGEST_WAIT))
-        small, bulk, size = kind.pack(one, rows.pieces, rows.once)
-        what, check = functools.partial(_store_what, 1, size, kind.table), _store_check(1, size)
-        stored = link.ask(Asked(Kind.STORE, small, bulk, size, Kind.STORED, 8, what, check), seconds)
-        if stored is None:
+        small, parts, size = kind.pack(one, rows.pieces, rows.once)
+        return self._store(small, parts, 1, size, kind.table, _stored_slot, seconds, here=True)
+
+    def _store(
+        self,
+        small: bytes,
+        parts: Sequence[Bytes | bytes],
+        n: int,
+        size: int,
+        table: str,
+        finish: Callable[[memoryview], _T],
+        seconds: float,
+        *,
+        here: bool,
+    ) -> Future[_T]:
+        """Send a STORE of `n` trajectories, whose bulk part has `size` bytes."""
+
+        def check(limits: Limits) -> str | None:
+            if n > limits.rows or size > limits.store_bytes:
+                return (
+                    f"the server takes at most {limits.rows:,} trajectories and {limits.store_bytes:,} bytes at a "
+                    "time: store fewer at once"
+                )
             return None
-        if len(stored) != 8:
-            raise TransportError(f"A message STORED has {len(stored)} bytes; expected 8.")
-        return int.from_bytes(stored, "little", signed=True)
+
+        return self._submit(
+            Request(
+                kind=Kind.STORE,
+                small=small,
+                answer=Kind.STORED,
+                finish=finish,
+                what=lambda: f"{n:,} trajectories ({size:,} bytes) to be stored into table {table!r}",
+                seconds=seconds,
+                bulk=parts,
+                bulk_bytes=size,
+                small_bytes=8 * n,
+                check=check,
+            ),
+            here=here,
+        )
 
     def send_part(
         self, schema: Schema, identity: int, number: int, piece: Mapping[str, Array], *, seconds: float
@@ -392,17 +384,19 @@ class Peer:
                 small=Part(identity, number, rows).pack(),
                 answer=None,
                 finish=lambda _: None,
-                what=f"a part of a trajectory ({size:,} bytes)",
-                bulk=data,
+                what=lambda: f"a part of a trajectory ({size:,} bytes)",
                 seconds=seconds,
+                bulk=[data],
+                bulk_bytes=size,
             )
         )
 
-    def update(self, update: Update, *, seconds: float | None = None) -> Future[int]:
+    def update(self, update: Update, *, seconds: float | None = None, here: bool = False) -> Future[int]:
         """Set priorities of trajectories.
 
         Args:
             update: the table and its rows. seconds: until the deadline; by default the peer's timeout.
+            here: as for `fetch`.
 
         Returns:
             A future of the number of rows of removed trajectories, which were skipped.
@@ -417,20 +411,23 @@ class Peer:
                 kind=Kind.UPDATE,
                 small=update.pack(),
                 answer=Kind.UPDATED,
-                finish=lambda small: _stale(small, Kind.UPDATED),
-                what=f"{n:,} priorities to be set in table {update.table!r}",
+                finish=_stale,
+                what=lambda: f"{n:,} priorities to be set in table {update.table!r}",
+                seconds=self._timeout if seconds is None else seconds,
                 small_bytes=8,
                 check=check,
-                seconds=seconds,
-            )
+            ),
+            here=here,
         )
 
-    def fill(self, fill: Fill, values: Sequence[LateValues], *, seconds: float | None = None) -> Future[int]:
+    def fill(
+        self, fill: Fill, values: Sequence[LateValues], *, seconds: float | None = None, here: bool = False
+    ) -> Future[int]:
         """Write late columns of trajectories, all or none.
 
         Args:
             fill: the table, its rows and columns. values: of these columns. seconds: until the deadline; by default
-                the peer's timeout.
+                the peer's timeout. here: as for `fetch`.
 
         Returns:
             A future of the number of rows of removed trajectories, which were skipped.
@@ -450,20 +447,25 @@ class Peer:
                 kind=Kind.FILL,
                 small=fill.pack(),
                 answer=Kind.FILLED,
-                finish=lambda small: _stale(small, Kind.FILLED),
-                what=f"{n:,} rows ({len(data):,} bytes) to be filled in table {fill.table!r}",
-                bulk=data,
+                finish=_stale,
+                what=lambda: f"{n:,} rows ({len(data):,} bytes) to be filled in table {fill.table!r}",
+                seconds=self._timeout if seconds is None else seconds,
+                bulk=[data],
+                bulk_bytes=len(data),
                 small_bytes=8,
                 check=check,
-                seconds=seconds,
-            )
+            ),
+            here=here,
         )
 
-    def advance(self, request: Advance, *, seconds: float | None = None) -> Future[Advanced]:
+    def advance(
+        self, request: Advance, *, seconds: float | None = None, here: bool = False
+    ) -> Future[Advanced]:
         """Raise the version of the policy in a table by one, if it is the expected one.
 
         Args:
             request: table and version. seconds: until the deadline; by default the peer's timeout.
+            here: as for `fetch`.
 
         Returns:
             A future of the answer.
@@ -474,13 +476,16 @@ class Peer:
                 small=request.pack(),
                 answer=Kind.ADVANCED,
                 finish=Advanced.parse,
-                what=f"the next version of the policy in table {request.table!r}",
-                small_bytes=20,
-                seconds=seconds,
-            )
+                what=lambda: f"the next version of the policy in table {request.table!r}",
+                seconds=self._timeout if seconds is None else seconds,
+                small_bytes=messages.ADVANCED.most(),
+            ),
+            here=here,
         )
 
-    def unfilled(self, request: Unfilled, *, seconds: float | None = None) -> Future[Array]:
+    def unfilled(
+        self, request: Unfilled, *, seconds: float | None = None, here: bool = False
+    ) -> Future[Array]:
         """Request which trajectories wait for late columns.
 
         Returns:
@@ -498,38 +503,48 @@ class Peer:
                 small=request.pack(),
                 answer=Kind.DESCRIBED,
                 finish=finish,
-                what=f"unfilled trajectories of table {request.table!r}",
-                seconds=seconds,
-            )
+                what=lambda: f"unfilled trajectories of table {request.table!r}",
+                seconds=self._timeout if seconds is None else seconds,
+            ),
+            here=here,
         )
 
-    def metadata(self, name: str, table: str, *, seconds: float | None = None) -> Future[bytes]:
+    def metadata(
+        self, name: str, table: str, *, seconds: float | None = None, here: bool = False
+    ) -> Future[bytes]:
         """Request metadata of a table.
 
         Args:
             name: of the metadata; see `Server.metadata`. table: name of the table.
-            seconds: until the deadline; by default the peer's timeout.
+            seconds: until the deadline; by default the peer's timeout. here: as for `fetch`.
         """
         return self._submit(
             Request(
                 kind=Kind.METADATA,
-                small=pack_text(name) + pack_text(table),
+                small=messages.METADATA.pack(name=name, table=table),
                 answer=Kind.DESCRIBED,
                 finish=bytes,
-                what=f"{name!r} of table {table!r}",
-                seconds=seconds,
-            )
+                what=lambda: f"{name!r} of table {table!r}",
+                seconds=self._timeout if seconds is None else seconds,
+            ),
+            here=here,
         )
 
     # ---------------------------------------------------------------- the link
 
-    def _submit(self, request: Request[_T]) -> Future[_T]:
+    def _submit(self, request: Request[_T], *, here: bool = False) -> Future[_T]:
+        with self._guard:
+            self._check()
+        if here and self._direct.submit(request):
+            return request.future
+        if request.kind is Kind.STORE:  # the caller may change its memory before it is sent
+            request.bulk = [contiguous(request.bulk, request.bulk_bytes)]
         with self._guard:
             self._check()
             if self._link is None or self._loop is None:
                 self._loop = event_loop()
                 known = self.name, self._address, self._secret, self._timeout
-                made = Link(*known, self._loop.loop, self._tls)
+                made = LoopLink(*known, self._loop.loop, self._tls)
                 self._link = self._link or made  # a signal handler may have been faster
             link, loop = self._link, self._loop
         request.future.set_running_or_notify_cancel()  # the request cannot be cancelled any more
@@ -540,12 +555,6 @@ class Peer:
                 f"A request to {self.name} was made while this process was ending."
             ) from None
         return request.future
-
-    def _link_here(self) -> BlockingLink | None:
-        """The connection for requests that the calling thread sends itself; None without one."""
-        with self._guard:
-            self._check()
-        return self._blocking
 
     def _check(self) -> None:
         if self._pid != os.getpid():
@@ -563,39 +572,22 @@ class Peer:
         with self._guard:
             self._closed = True
             link, loop = self._link, self._loop
-        if self._blocking is not None:
-            self._blocking.close()
-        if self._reading is not None:
-            self._reading.close()
+        self._direct.close()
         if link is not None and loop is not None:
             with contextlib.suppress(concurrent.futures.TimeoutError):
                 loop.run(link.close(), _CLOSE)
             self._link = None
 
 
-def _store_what(count: int, size: int, table: str) -> str:
-    return f"{count:,} trajectories ({size:,} bytes) to be stored into table {table!r}"
+def _stored_slot(small: memoryview) -> int:
+    if len(small) != 8:
+        raise ProtocolError(f"A message STORED has {len(small)} bytes; expected 8.")
+    return int.from_bytes(small, "little", signed=True)
 
 
-def _store_check(count: int, size: int) -> Callable[[Limits], str | None]:
-    """Returns why a server would refuse so many trajectories and bytes."""
-
-    def check(limits: Limits) -> str | None:
-        if count > limits.rows or size > limits.store_bytes:
-            return (
-                f"the server takes at most {limits.rows:,} trajectories and {limits.store_bytes:,} bytes at a "
-                "time: store fewer at once"
-            )
-        return None
-
-    return check
-
-
-def _stale(small: memoryview, kind: Kind) -> int:
+def _stale(small: memoryview) -> int:
     """The number of rows of removed trajectories in an answer."""
-    fields = Fields(small, kind.name)
-    stale = fields.number(8, "stale")
-    fields.end()
+    stale: int = messages.UPDATED.parse(small).stale
     return stale
 
 

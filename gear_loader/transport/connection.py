@@ -12,20 +12,18 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from gear_loader.errors import GearError, LockTimeoutError, TransportError
+from gear_loader.transport import wire_messages as messages
 from gear_loader.transport.access import refusal
-from gear_loader.transport.advance_message import Advance, Advanced
+from gear_loader.transport.change_messages import Advance, Advanced, Fill, Part, Unfilled, Update
 from gear_loader.transport.channel import Channel, as_bytes
-from gear_loader.transport.fill_message import Fill, Unfilled
-from gear_loader.transport.message_schema import MAX_SPEC_BYTES
 from gear_loader.transport.open_packed import OpenPacked
 from gear_loader.transport.open_query import OpenQuery
-from gear_loader.transport.part_message import MOST_PART, OpenParts, Part
+from gear_loader.transport.part_message import MOST_PART, OpenParts
 from gear_loader.transport.socket import AHEAD, AHEAD_LENT
 from gear_loader.transport.spare_memory import aligned
 from gear_loader.transport.spec import PackedSpec, WindowSpec, read_spec
 from gear_loader.transport.store_message import OneStore, Store
-from gear_loader.transport.update_message import Update
-from gear_loader.transport.wire import HEADER, Fields, Header, Kind, Limits, ProtocolError, check, pack_error
+from gear_loader.transport.wire import HEADER, Header, Kind, Limits, ProtocolError, check, pack_error
 from gear_loader.utils.arrays import Array
 
 if TYPE_CHECKING:
@@ -47,7 +45,6 @@ _OVERLAPPED = 1 << 18  # smallest reply that is sent while the next one is gathe
 _IN_A_ROW = 8  # requests that are answered until other connections take their turn
 _THREADS = 32  # connections of a server that are served in threads
 _STORES = 2  # concurrent stores of one connection
-_MOST_NAME = 128
 _FETCH = struct.Struct("<II")
 
 
@@ -88,15 +85,15 @@ class Connection:
         self.sending_since: float | None = None
         limits = self._limits
         self._allowed = {
-            Kind.OPEN: (4 + MAX_SPEC_BYTES, 0),
-            Kind.FETCH: (8 + 8 * PackedSpec.FIELDS * limits.rows, 0),
-            Kind.STORE: (Store.most(limits), limits.store_bytes),
-            Kind.METADATA: (4 + 2 * _MOST_NAME, 0),
-            Kind.UPDATE: (Update.most(limits), 0),
-            Kind.FILL: (Fill.most(limits), limits.store_bytes),
-            Kind.UNFILLED: (Unfilled.most(), 0),
-            Kind.ADVANCE: (Advance.most(), 0),
-            Kind.PART: (Part.most(), MOST_PART),
+            Kind.OPEN: (messages.OPEN.most(), 0),
+            Kind.FETCH: (messages.FETCH.most() + 8 * PackedSpec.FIELDS * limits.rows, 0),
+            Kind.STORE: (messages.STORE.most(limits), limits.store_bytes),
+            Kind.METADATA: (messages.METADATA.most(), 0),
+            Kind.UPDATE: (messages.UPDATE.most(limits), 0),
+            Kind.FILL: (messages.FILL.most(limits), limits.store_bytes),
+            Kind.UNFILLED: (messages.UNFILLED.most(), 0),
+            Kind.ADVANCE: (messages.ADVANCE.most(), 0),
+            Kind.PART: (messages.PART.most(), MOST_PART),
             Kind.BYE: (0, 0),
         }
 
@@ -348,14 +345,14 @@ class Connection:
         return self._small[:size]
 
     async def _open(self, request: int, small: Array) -> None:
-        fields = Fields(small, Kind.OPEN.name)
-        number = fields.number(4, "number")
+        opening = messages.OPEN.parse(small)
+        number: int = opening.number
         if number >= self._limits.specs:
             raise ProtocolError(
                 f"number of a message OPEN is {number}; expected less than {self._limits.specs}."
             )
         try:
-            spec = read_spec(bytes(fields.rest()))
+            spec = read_spec(bytes(opening.spec))
             tables = self._server.tables
 
             def attach() -> OpenQuery | OpenPacked:
@@ -370,12 +367,11 @@ class Connection:
         self._queries[number] = opened
         self._begin_thread()
         await self._earlier_reply()
-        await self._send(Kind.OPENED, request, number.to_bytes(4, "little"))
+        await self._send(Kind.OPENED, request, messages.OPENED.pack(number=number))
 
     async def _describe(self, request: int, small: Array) -> None:
-        fields = Fields(small, Kind.METADATA.name)
-        name, table = fields.text("name", _MOST_NAME), fields.text("table", _MOST_NAME)
-        fields.end()
+        asked = messages.METADATA.parse(small)
+        name, table = asked.name, asked.table
         call = self._server.metadata.get(name)
         try:
             threads = self._server.waiters(table)
@@ -400,7 +396,7 @@ class Connection:
 
         stale = await self._run(server.writers, update.table, work, request, "setting priorities in")
         if stale is not None:
-            await self._send(Kind.UPDATED, request, stale.to_bytes(8, "little"))
+            await self._send(Kind.UPDATED, request, messages.UPDATED.pack(stale=stale))
 
     async def _fill(self, header: Header, small: Array) -> None:
         fill = Fill.parse(small.copy(), header.bulk, self._limits)
@@ -415,7 +411,7 @@ class Connection:
         finally:
             self._give_bulk(header.bulk, data)
         if stale is not None:
-            await self._send(Kind.FILLED, header.request, stale.to_bytes(8, "little"))
+            await self._send(Kind.FILLED, header.request, messages.FILLED.pack(stale=stale))
 
     async def _list_unfilled(self, request: int, small: Array) -> None:
         asked = Unfilled.parse(small)

@@ -1,60 +1,18 @@
-"""The message PART: steps of a trajectory that is committed later, and the server's memory of them."""
+"""Parts of trajectories that are committed later: the server's memory of them."""
 
 from __future__ import annotations
 
 import dataclasses
-import struct
 import time
 
-from gear_loader.transport.channel import Bytes
-from gear_loader.transport.wire import Fields, Limits, ProtocolError
+from gear_loader.transport.change_messages import Part
+from gear_loader.transport.wire import Limits
 from gear_loader.utils.arrays import Array
 
-__all__ = ["MOST_PART", "HeldBytes", "OpenParts", "Part"]
+__all__ = ["MOST_PART", "HeldBytes", "OpenParts"]
 
 MOST_PART = 1 << 22
 """Most bytes of a part."""
-_SMALL = struct.Struct("<qQQ")
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """The small part of PART.
-
-    Attributes:
-        id: of the trajectory, made up by the client. number: of the part in the trajectory, from 0 on.
-        rows: number of steps.
-    """
-
-    id: int
-    number: int
-    rows: int
-
-    def pack(self) -> bytes:
-        """Serialize."""
-        return _SMALL.pack(self.id, self.number, self.rows)
-
-    @classmethod
-    def most(cls) -> int:
-        """Size of the message without its bulk part."""
-        return _SMALL.size
-
-    @classmethod
-    def parse(cls, small: Bytes, bulk: int) -> Part:
-        """Parse and validate a message from an untrusted source.
-
-        Raises:
-            ProtocolError: invalid field.
-        """
-        fields = Fields(small, "PART")
-        identity, number, rows = _SMALL.unpack(fields.raw(_SMALL.size, "the fields"))
-        fields.end()
-        if identity < 0 or not 1 <= rows <= bulk:
-            raise ProtocolError(
-                f"A message PART has the id {identity} and {rows:,} rows in {bulk:,} bytes; expected an id that is not "
-                "negative, and at least one row and one byte for each."
-            )
-        return cls(identity, number, rows)
 
 
 @dataclasses.dataclass

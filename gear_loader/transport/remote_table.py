@@ -393,7 +393,7 @@ class RemoteTable:
         """Describe the server's table, now: see `TableReport`."""
 
         def attempt(_: bool, seconds: float) -> bytes:
-            return self._peer.metadata("table", self.name, seconds=seconds).result()
+            return self._peer.metadata("table", self.name, seconds=seconds, here=True).result()
 
         return TableReport.parse(until_done(attempt, "nothing was changed", timeout=self._timeout))
 

@@ -31,11 +31,9 @@ from gear_loader.storage.schema import Schema
 from gear_loader.storage.shared_memory import Key, region_path
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
-from gear_loader.transport.advance_message import Advance, Advanced
-from gear_loader.transport.fill_message import Fill
+from gear_loader.transport.change_messages import Advance, Advanced, Fill, Update
 from gear_loader.transport.store_message import One, OneStore, Store
 from gear_loader.transport.stored_once import StoredOnce
-from gear_loader.transport.update_message import Update
 from gear_loader.utils.arrays import Array, data_address, narrowed
 from gear_loader.utils.waiting import limited
 
@@ -253,7 +251,7 @@ class AttachedTable:
         Raises:
             As `Table.advance_version`. LockTimeoutError: the lock is held.
         """
-        expected, remembered = request.expected, request.memory == self._memory
+        expected, remembered = request.version, request.memory == self._memory
         if not remembered and not request.again:
             return Advanced(self.table.policy_version, self._memory, False)
 

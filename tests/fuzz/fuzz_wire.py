@@ -22,13 +22,10 @@ if __name__ == "__main__":
     _watched = atheris.instrument_imports(include=["gear_loader.transport"])
 
 with _watched:
-    from gear_loader.transport.advance_message import Advance, Advanced
+    from gear_loader.transport.change_messages import Advance, Advanced, Fill, Part, Unfilled, Update
     from gear_loader.transport.channel import Address
-    from gear_loader.transport.fill_message import Fill, Unfilled
-    from gear_loader.transport.part_message import Part
     from gear_loader.transport.spec import WindowSpec, read_spec
     from gear_loader.transport.store_message import Store
-    from gear_loader.transport.update_message import Update
     from gear_loader.transport.wire import HEADER, Fields, Header, Limits, read_error
 
 LIMITS = Limits(rows=1000, store_bytes=1 << 20)

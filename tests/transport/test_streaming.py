@@ -19,7 +19,8 @@ from waiting_common import wait_until
 import gear_loader as gear
 from gear_loader.errors import SchemaError
 from gear_loader.transport import Limits, spool, start_server
-from gear_loader.transport.part_message import HeldBytes, OpenParts, Part
+from gear_loader.transport.change_messages import Part
+from gear_loader.transport.part_message import HeldBytes, OpenParts
 
 STEP_BYTES = 3 * 4 + 8 + 2  # of COLUMNS
 PART_BYTES = 3 * 128  # of a piece on the wire

@@ -30,8 +30,9 @@ from waiting_common import wait_until
 import gear_loader as gear
 from gear_loader.errors import HandshakeError, PeerTimeoutError, RegionError, SchemaError, TransportError
 from gear_loader.transport import Address, Limits, Peer, Server
-from gear_loader.transport import link as links
+from gear_loader.transport import loop_link as links
 from gear_loader.transport import socket as socket_channel
+from gear_loader.transport import wire_messages as messages
 from gear_loader.transport.connection import Connection
 from gear_loader.transport.handshake import check_library, check_secret
 from gear_loader.transport.wire import NONCE, VERSION, Header, Kind, pack_text
@@ -108,7 +109,9 @@ def test_a_server_without_the_secret_is_not_asked_for_anything(shelf: Shelf) -> 
         small = pack_text("socket") + pack_text("socket") + bytes(range(NONCE))
         connection.sendall(Header(Kind.CHALLENGE, 0, len(small), 0).pack() + small)
         proof = connection.recv(64 + 32, socket.MSG_WAITALL)
-        welcome = proof[64:] + Limits().pack()  # its own proof, sent back
+        limits = Limits()
+        sizes = {name: getattr(limits, name) for name in ("rows", "reply_bytes", "store_bytes", "specs")}
+        welcome = messages.WELCOME.pack(proof=proof[64:], **sizes)  # its own proof, sent back
         connection.sendall(Header(Kind.WELCOME, 0, len(welcome), 0).pack() + welcome)
         heard.append(connection.recv(1000))
 
