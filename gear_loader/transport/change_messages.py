@@ -18,7 +18,10 @@ from gear_loader.transport.message_schema import read_schema, round_up, shown
 from gear_loader.transport.wire import Limits, ProtocolError
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Advance", "Advanced", "Fill", "Part", "Unfilled", "Update"]
+__all__ = ["MOST_PART", "Advance", "Advanced", "Fill", "Part", "Unfilled", "Update"]
+
+MOST_PART = 1 << 22
+"""Most bytes of the bulk part of PART."""
 
 
 @dataclasses.dataclass(frozen=True)

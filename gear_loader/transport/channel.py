@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import importlib
 import ipaddress
 import re
 import ssl
 import urllib.parse
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -139,27 +138,12 @@ class Channel(abc.ABC):
         """Wait until there are bytes in `ahead`, where a carrier reads ahead at all.
 
         Args:
-            at_once: called by the event loop when bytes have come, if the carrier can, which takes less time than to
-                go on with the waiting task; returns whether to wait for more bytes.
+            at_once: called when bytes have come, by the event loop itself if the carrier can, which takes less time
+                than to go on with the waiting task; returns whether to wait for more.
 
         Raises:
             ConnectionError: the connection is closed. Any error of `at_once`.
         """
-
-    def arrived(self, size: int, memory: memoryview) -> memoryview | None:
-        """The next `size` bytes, if they have arrived, without a wait.
-
-        Args:
-            memory: where they are moved to, if they are more than `ahead` has.
-
-        Returns:
-            A part of `ahead`, which `skip` takes; or of `memory`, then they are taken; or None.
-
-        Raises:
-            ConnectionError: the connection is closed.
-        """
-        ahead = self.ahead()
-        return ahead[:size] if size <= len(ahead) else None
 
     def ahead(self) -> memoryview:
         """Bytes that were received ahead, and not taken yet; empty where a carrier reads nothing ahead."""
@@ -168,36 +152,6 @@ class Channel(abc.ABC):
     def skip(self, count: int) -> None:  # noqa: B027 - as `fill`
         """Take the first bytes of `ahead`."""
 
-    @property
-    def can_lend(self) -> bool:
-        """Whether `lend` can be used."""
-        return False
-
-    @contextlib.asynccontextmanager
-    async def lend(self) -> AsyncIterator[None]:
-        """Let another thread alone use `receive_more`, `ahead`, `skip`, `send_some` and `wait_to_send` meanwhile.
-
-        `close` makes its calls fail, and waits until the channel is back.
-        """
-        raise NotImplementedError
-        yield
-
-    def receive_more(self) -> bool:
-        """Wait for more bytes behind those of `ahead`; False if there is no room for them.
-
-        Raises:
-            ConnectionError: the connection is closed.
-        """
-        raise NotImplementedError
-
-    def wait_to_send(self) -> None:
-        """Wait until `send_some` can send something."""
-        raise NotImplementedError
-
-    def interrupt(self) -> None:
-        """Make the calls of the other thread fail."""
-        raise NotImplementedError
-
     def send_some(self, *parts: Bytes) -> list[memoryview]:
         """Send what can be sent without waiting; returns what is left, for `send`.
 
@@ -205,6 +159,14 @@ class Channel(abc.ABC):
             ConnectionError: the connection is closed.
         """
         return [as_bytes(part) for part in parts]
+
+    def sender(self, *parts: Bytes) -> Callable[[], list[memoryview]]:
+        """A function by which another thread sends as much as goes without a long wait; no other may send meanwhile.
+
+        Returns:
+            What is left, for `send`. Errors are for that, too. The channel may be closed meanwhile.
+        """
+        return lambda: [as_bytes(part) for part in parts]
 
     async def linger(  # noqa: B027 - for carriers whose `close` can lose the last messages
         self, seconds: float, most: float = float("inf")

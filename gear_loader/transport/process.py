@@ -142,7 +142,9 @@ async def _serve(
     if one_sided:
         loopback = all(is_loopback(host) for _, host, _ in listens)
         owners = {name: load(entry.owner) for name, entry in TRANSPORTS.items() if entry.owner}
-        server.metadata |= {name: kind(tables, loopback=loopback).metadata for name, kind in owners.items()}
+        server.resources.metadata |= {
+            name: kind(tables, loopback=loopback).metadata for name, kind in owners.items()
+        }
     addresses = {name: await server.listen(name, host, port) for name, host, port in listens}
     attaching = [asyncio.ensure_future(_attach(server, name)) for name in dict.fromkeys(tables)]
     await asyncio.wait(attaching, timeout=_ATTACH)
@@ -162,7 +164,8 @@ async def _serve(
 async def _attach(server: Server, name: str) -> None:
     """Attach a table before the first request for it."""
     try:
-        await server.waiters(name).run(lambda: server.tables.get(name))
+        resources = server.resources
+        await resources.threads(name, changes=False).run(lambda: resources.tables.open(name))
     except OSError as error:
         server.log.info("table %r will be attached by the first request: %s", name, error)
 

@@ -25,6 +25,7 @@ __all__ = [
     "FILL",
     "FILLED",
     "HELLO",
+    "MESSAGES",
     "METADATA",
     "OPEN",
     "OPENED",
@@ -264,3 +265,6 @@ ADVANCED = WireMessage(Kind.ADVANCED, version=u64.to(_MOST_VERSION), memory=u64,
 done: whether the request has made the version."""
 METADATA = WireMessage(Kind.METADATA, name=_name, table=_name)
 """DESCRIBED answers it, with a bulk part only."""
+
+MESSAGES = {each.kind: each for each in list(vars().values()) if isinstance(each, WireMessage)}
+"""All of them by their kinds."""

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from table_common import named, rows
 from transport_common import (
     PATIENCE,
-    WINDOWS,
     Serving,
     check_fetch,
     expected,
@@ -87,7 +86,6 @@ def test_answers_of_any_sizes_are_asked_for_in_any_order(shelf: Shelf, seed: int
     for request in under_way:
         check(table, request)
     assert peer._direct._session._number >= 30, "they did not come this way"
-    assert server.server.reading_threads > 0
     peer.close()
 
 
@@ -155,34 +153,25 @@ def test_a_server_that_is_replaced(shelf: Shelf) -> None:
 def test_a_server_that_does_not_answer(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     table, server = shelf
     spec, go = spec_of(table), threading.Event()
-    real = Connection._answer_ahead
+    real = Connection._answer_some
 
-    def slow(self: Any, **options: Any) -> Any:
+    def slow(self: Any) -> Any:
         go.wait(PATIENCE)
-        return real(self, **options)
+        return real(self)
 
     peer = server.peer(timeout=2.0)
     check(table, asked(peer, table, spec, [1], [0]))
-    monkeypatch.setattr(Connection, "_answer_ahead", slow)
-    check_threads = server.server.reading_threads
-    assert check_threads > 0
-    # The thread waits in a call of the real one for the next request; the one after that is not answered.
-    requests = [asked(peer, table, spec, [1], [0]) for _ in range(3)]
-    answered = 0
-    for request in requests:
-        error = request[0].exception()
-        answered += error is None
-        if error is not None:
-            assert isinstance(error, PeerTimeoutError)
-            assert "did not answer within 2 s" in str(error)
+    monkeypatch.setattr(Connection, "_answer_some", slow)
+    for request in [asked(peer, table, spec, [1], [0]) for _ in range(3)]:
+        with pytest.raises(PeerTimeoutError, match="did not answer within 2 s"):
+            request[0].result()
     go.set()
-    assert answered < 3
     monkeypatch.undo()
     check(table, asked(server.peer(), table, spec, [2], [1]))
 
 
 def test_requests_in_pieces_and_of_strangers(shelf: Shelf) -> None:
-    """In the thread: a request that comes byte by byte, several at once, and one that breaks the rules."""
+    """A request that comes byte by byte, several at once, and one that breaks the rules."""
     table, server = shelf
     spec = spec_of(table)
     message = fetch_message([[1, 2], [0, 0], generations_of(table, [1, 2])])
@@ -201,21 +190,6 @@ def test_requests_in_pieces_and_of_strangers(shelf: Shelf) -> None:
         assert raw.receive() == first
         raw.send(Kind.FETCH, message[:-8])
         assert "A message FETCH of 48 bytes has n 2" in raw.text()
-
-
-def test_closing_while_threads_wait() -> None:
-    with named() as table:
-        table.add(rows(0, 5))
-        with serving(str(table.name)) as server:
-            raws = [server.proven() for _ in range(40)]
-            for raw in raws:
-                raw.send(Kind.OPEN, open_message(spec_of(table, WINDOWS)))
-                assert raw.receive()[0].kind is Kind.OPENED
-            assert server.server.reading_threads == 32
-        assert all(raw.is_closed() for raw in raws)
-        assert server.server.reading_threads == 0
-        for raw in raws:
-            raw.close()
 
 
 def test_a_limit_of_receiving(shelf: Shelf) -> None:

@@ -111,7 +111,6 @@ def test_rows(shelf: Shelf) -> None:
 
             in_a_thread(check)
     assert count > 300
-    assert server.server.reading_threads > 0, "they did not come this way"
     peer.close()
 
 

@@ -17,12 +17,12 @@ import gear_loader as gear
 from gear_loader.errors import TransportError
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.transport import Limits, WindowSpec, start_server
-from gear_loader.transport.access import ByteBudget
+from gear_loader.transport.resources import ByteBudget
 from gear_loader.transport.store_message import Store
 from gear_loader.transport.wire import Header, Kind
 
 COLUMNS = {"number": gear.Column(torch.int64)}
-STEPS = 4096  # 32 KiB
+STEPS = 1 << 14  # 128 KiB, more than is received ahead
 
 
 def table_of(steps: int = 20 * STEPS) -> gear.Table:
@@ -103,7 +103,7 @@ def test_a_trajectory_that_is_too_large_for_the_server_is_an_error_at_once() -> 
 def test_requests_wait_for_their_turn_when_their_memory_is_taken() -> None:
     limits = Limits(total_bytes=2 * STEPS * 8)
     with table_of() as table, serving(str(table.name), limits=limits) as server:
-        store, budget = store_of(table), server.server.budget
+        store, budget = store_of(table), server.server.resources.budget
         small, bulk = store.pack(), bytes(store.bulk_bytes)
         raws = [server.proven() for _ in range(6)]
         for raw in raws:

@@ -342,7 +342,7 @@ def test_a_server_that_sends_nonsense_after_the_handshake(
 
         with monkeypatch.context() as patch:
             patch.setattr(Connection, "_send", lie)
-            patch.setattr(Connection, "_answer_ahead", lambda _, **__: None)
+            patch.setattr(Connection, "_answer_some", lambda _: False)
             refused(server.peer(), table, message)
 
 
