@@ -83,7 +83,7 @@ class Connection:
             Kind.METADATA: self._describe,
         }
         bulk = {Kind.STORE: limits.store_bytes, Kind.FILL: limits.store_bytes, Kind.PART: MOST_PART}
-        kinds = [messages.MESSAGES[kind] for kind in (*HANDLERS, *self._own)]
+        kinds = [messages.MESSAGES[kind] for kind in sorted((*HANDLERS, *self._own))]
         self._allowed = {each.kind: (each.most(limits), bulk.get(each.kind, 0)) for each in kinds}
         self._allowed[Kind.FETCH] = messages.FETCH.most() + 8 * PackedSpec.FIELDS * limits.rows, 0
         self._allowed[Kind.BYE] = 0, 0

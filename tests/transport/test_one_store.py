@@ -237,7 +237,7 @@ def test_rules_and_unfinished_trajectories_of_others(
 ) -> None:
     """They take more than one lock, but no thread."""
     threads: list[object] = []
-    with named(max_steps=9000, **RULES[rules]) as table, serving(str(table.name)) as server:
+    with named(max_steps=12000, **RULES[rules]) as table, serving(str(table.name)) as server:
         server.peer().metadata("table", str(table.name)).result(PATIENCE)
         monkeypatch.setattr(Connection, "_start", lambda *given, **_: threads.append(given))
         with table.writer() as other, server.proven() as raw:

@@ -201,7 +201,7 @@ def test_a_slow_server(table: gear.Table, monkeypatch: pytest.MonkeyPatch) -> No
         return await real(self, opened, row)
 
     monkeypatch.setattr(Connection, "_gather", gather)
-    monkeypatch.setattr(Connection, "_answer_some", lambda _: False)
+    monkeypatch.setattr(Connection, "_gather_now", lambda *_: None)
     with serving(str(table.name)) as server:
         peer, spec = server.peer(timeout=2.0), spec_of(table)
         check_fetch(peer, table, spec, [3, 1], [1, 2])
