@@ -21,7 +21,7 @@ from gear_loader.transport.direct_link import DirectLink
 from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.loop import EventLoop, event_loop
 from gear_loader.transport.loop_link import LoopLink
-from gear_loader.transport.request import Request
+from gear_loader.transport.request import Answer, Request
 from gear_loader.transport.store_message import One, OneStore, Store, step_places
 from gear_loader.transport.trajectory_rows import Rows, Stacked, bulk_parts, contiguous
 from gear_loader.transport.wire import Fields, Kind, Limits, ProtocolError
@@ -113,7 +113,7 @@ class Peer:
         out: Array,
         *,
         here: bool = False,
-    ) -> Future[Array]:
+    ) -> Answer[Array]:
         """Fetch windows of rows.
 
         Args:
@@ -137,7 +137,7 @@ class Peer:
 
     def fetch_spans(
         self, spec: PackedSpec, slots: Array, firsts: Array, generations: Array, counts: Array, out: Array
-    ) -> Future[Array]:
+    ) -> Answer[Array]:
         """Fetch steps of trajectories, one after another.
 
         Args:
@@ -161,7 +161,7 @@ class Peer:
         out: Array,
         *,
         here: bool = False,
-    ) -> Future[Array]:
+    ) -> Answer[Array]:
         """Fetch a reply of `size` bytes, whose status begins at byte `status`; `here` as of `fetch`."""
         n = len(rows["slots"])
         for name, values in rows.items():
@@ -220,7 +220,7 @@ class Peer:
         seconds: float | None = None,
         wait: float | None = None,
         here: bool = False,
-    ) -> Future[Array]:
+    ) -> Answer[Array]:
         """Add trajectories to a table of the server, all or none.
 
         Args:
@@ -265,7 +265,7 @@ class Peer:
         seconds: float | None = None,
         wait: float | None = None,
         here: bool = False,
-    ) -> Future[Array]:
+    ) -> Answer[Array]:
         """As `store`, for trajectories that have been checked.
 
         Args:
@@ -310,7 +310,7 @@ class Peer:
         *,
         seconds: float,
         wait: float,
-    ) -> Future[int]:
+    ) -> Answer[int]:
         """Add one checked trajectory; as `store_rows` with `here`.
 
         Args:
@@ -335,7 +335,7 @@ class Peer:
         seconds: float,
         *,
         here: bool,
-    ) -> Future[_T]:
+    ) -> Answer[_T]:
         """Send a STORE of `n` trajectories, whose bulk part has `size` bytes."""
 
         def check(limits: Limits) -> str | None:
@@ -364,7 +364,7 @@ class Peer:
 
     def send_part(
         self, schema: Schema, identity: int, number: int, piece: Mapping[str, Array], *, seconds: float
-    ) -> Future[None]:
+    ) -> Answer[None]:
         """Send steps of a trajectory that is stored later, by `store_rows` with `ahead`.
 
         Args:
@@ -392,7 +392,7 @@ class Peer:
             )
         )
 
-    def update(self, update: Update, *, seconds: float | None = None, here: bool = False) -> Future[int]:
+    def update(self, update: Update, *, seconds: float | None = None, here: bool = False) -> Answer[int]:
         """Set priorities of trajectories.
 
         Args:
@@ -423,7 +423,7 @@ class Peer:
 
     def fill(
         self, fill: Fill, values: Sequence[LateValues], *, seconds: float | None = None, here: bool = False
-    ) -> Future[int]:
+    ) -> Answer[int]:
         """Write late columns of trajectories, all or none.
 
         Args:
@@ -461,7 +461,7 @@ class Peer:
 
     def advance(
         self, request: Advance, *, seconds: float | None = None, here: bool = False
-    ) -> Future[Advanced]:
+    ) -> Answer[Advanced]:
         """Raise the version of the policy in a table by one, if it is the expected one.
 
         Args:
@@ -486,7 +486,7 @@ class Peer:
 
     def unfilled(
         self, request: Unfilled, *, seconds: float | None = None, here: bool = False
-    ) -> Future[Array]:
+    ) -> Answer[Array]:
         """Request which trajectories wait for late columns.
 
         Returns:
@@ -512,7 +512,7 @@ class Peer:
 
     def metadata(
         self, name: str, table: str, *, seconds: float | None = None, here: bool = False
-    ) -> Future[bytes]:
+    ) -> Answer[bytes]:
         """Request metadata of a table.
 
         Args:
@@ -533,11 +533,11 @@ class Peer:
 
     # ---------------------------------------------------------------- the link
 
-    def _submit(self, request: Request[_T], *, here: bool = False) -> Future[_T]:
+    def _submit(self, request: Request[_T], *, here: bool = False, at_once: bool = False) -> Answer[_T]:
         with self._guard:
             self._check()
-        if here and self._direct.submit(request):
-            return request.future
+        if here and self._direct.submit(request, at_once=at_once):
+            return request
         if request.kind is Kind.STORE:  # the caller may change its memory before it is sent
             request.bulk = [contiguous(request.bulk, request.bulk_bytes)]
         with self._guard:
@@ -548,6 +548,7 @@ class Peer:
                 made = LoopLink(*known, self._loop.loop, self._tls)
                 self._link = self._link or made  # a signal handler may have been faster
             link, loop = self._link, self._loop
+        request.future = Future()
         request.future.set_running_or_notify_cancel()  # the request cannot be cancelled any more
         try:
             loop.soon(link.submit, request)
