@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from gear_loader.errors import SchemaError, TransportError
-from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.schema import Schema
-from gear_loader.transport import wire_messages as messages
-from gear_loader.transport.change_messages import Advance, Advanced, Fill, Part, Unfilled, Update
+from gear_loader.transport.change_messages import Metadata, Part, Question
 from gear_loader.transport.channel import Address, Bytes
 from gear_loader.transport.direct_link import DirectLink
 from gear_loader.transport.handshake import check_secret
@@ -24,7 +22,7 @@ from gear_loader.transport.loop_link import LoopLink
 from gear_loader.transport.request import Answer, Request
 from gear_loader.transport.store_message import One, OneStore, Store, step_places
 from gear_loader.transport.trajectory_rows import Rows, Stacked, bulk_parts, contiguous
-from gear_loader.transport.wire import Fields, Kind, Limits, ProtocolError
+from gear_loader.transport.wire import Fields, Kind, ProtocolError
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import Future, new_mutex
 
@@ -184,14 +182,6 @@ class Peer:
         small[:8].view(np.uint32)[:] = 0, n
         small[8:].view(np.int64).reshape(len(rows), n)[:] = list(rows.values())
 
-        def check(limits: Limits) -> str | None:
-            if n > limits.rows or size > limits.reply_bytes:
-                return (
-                    f"the server sends at most {limits.rows:,} rows and {limits.reply_bytes:,} bytes at a time: ask "
-                    "for fewer rows at once"
-                )
-            return None
-
         return self._submit(
             Request(
                 kind=Kind.FETCH,
@@ -202,7 +192,7 @@ class Peer:
                 seconds=self._timeout,
                 spec=spec,
                 out=data,
-                check=check,
+                rows=n,
             ),
             here=here,
         )
@@ -338,14 +328,6 @@ class Peer:
     ) -> Answer[_T]:
         """Send a STORE of `n` trajectories, whose bulk part has `size` bytes."""
 
-        def check(limits: Limits) -> str | None:
-            if n > limits.rows or size > limits.store_bytes:
-                return (
-                    f"the server takes at most {limits.rows:,} trajectories and {limits.store_bytes:,} bytes at a "
-                    "time: store fewer at once"
-                )
-            return None
-
         return self._submit(
             Request(
                 kind=Kind.STORE,
@@ -357,9 +339,10 @@ class Peer:
                 bulk=parts,
                 bulk_bytes=size,
                 small_bytes=8 * n,
-                check=check,
+                rows=n,
             ),
             here=here,
+            at_once=here,
         )
 
     def send_part(
@@ -392,144 +375,40 @@ class Peer:
             )
         )
 
-    def update(self, update: Update, *, seconds: float | None = None, here: bool = False) -> Answer[int]:
-        """Set priorities of trajectories.
+    def ask(
+        self,
+        question: Question[_T],
+        *,
+        bulk: Sequence[Bytes] = (),
+        seconds: float | None = None,
+        here: bool = False,
+    ) -> Answer[_T]:
+        """Ask for something else.
 
         Args:
-            update: the table and its rows. seconds: until the deadline; by default the peer's timeout.
-            here: as for `fetch`.
-
-        Returns:
-            A future of the number of rows of removed trajectories, which were skipped.
-        """
-        n = len(update.updates.slots)
-
-        def check(limits: Limits) -> str | None:
-            return f"the server takes at most {limits.rows:,} at a time" if n > limits.rows else None
-
-        return self._submit(
-            Request(
-                kind=Kind.UPDATE,
-                small=update.pack(),
-                answer=Kind.UPDATED,
-                finish=_stale,
-                what=lambda: f"{n:,} priorities to be set in table {update.table!r}",
-                seconds=self._timeout if seconds is None else seconds,
-                small_bytes=8,
-                check=check,
-            ),
-            here=here,
-        )
-
-    def fill(
-        self, fill: Fill, values: Sequence[LateValues], *, seconds: float | None = None, here: bool = False
-    ) -> Answer[int]:
-        """Write late columns of trajectories, all or none.
-
-        Args:
-            fill: the table, its rows and columns. values: of these columns. seconds: until the deadline; by default
-                the peer's timeout. here: as for `fetch`.
-
-        Returns:
-            A future of the number of rows of removed trajectories, which were skipped.
-        """
-        n, data = len(fill.slots), fill.bulk(values)
-
-        def check(limits: Limits) -> str | None:
-            if n > limits.rows or len(data) > limits.store_bytes:
-                return (
-                    f"the server takes at most {limits.rows:,} rows and {limits.store_bytes:,} bytes at a time: fill "
-                    "fewer at once"
-                )
-            return None
-
-        return self._submit(
-            Request(
-                kind=Kind.FILL,
-                small=fill.pack(),
-                answer=Kind.FILLED,
-                finish=_stale,
-                what=lambda: f"{n:,} rows ({len(data):,} bytes) to be filled in table {fill.table!r}",
-                seconds=self._timeout if seconds is None else seconds,
-                bulk=[data],
-                bulk_bytes=len(data),
-                small_bytes=8,
-                check=check,
-            ),
-            here=here,
-        )
-
-    def advance(
-        self, request: Advance, *, seconds: float | None = None, here: bool = False
-    ) -> Answer[Advanced]:
-        """Raise the version of the policy in a table by one, if it is the expected one.
-
-        Args:
-            request: table and version. seconds: until the deadline; by default the peer's timeout.
-            here: as for `fetch`.
-
-        Returns:
-            A future of the answer.
+            question: what. bulk: its bulk part. seconds: until the deadline; by default the peer's timeout.
+            here: as for `fetch`; it is then answered when this returns, unless the event loop makes the request.
         """
         return self._submit(
             Request(
-                kind=Kind.ADVANCE,
-                small=request.pack(),
-                answer=Kind.ADVANCED,
-                finish=Advanced.parse,
-                what=lambda: f"the next version of the policy in table {request.table!r}",
+                kind=question.kind,
+                small=question.pack(),
+                answer=question.answer,
+                finish=question.finish,
+                what=question.what,
                 seconds=self._timeout if seconds is None else seconds,
-                small_bytes=messages.ADVANCED.most(),
+                bulk=bulk,
+                bulk_bytes=sum(each.nbytes for each in bulk),
+                small_bytes=question.small_bytes,
+                rows=question.rows,
             ),
             here=here,
+            at_once=here,
         )
 
-    def unfilled(
-        self, request: Unfilled, *, seconds: float | None = None, here: bool = False
-    ) -> Answer[Array]:
-        """Request which trajectories wait for late columns.
-
-        Returns:
-            A future of their slots and generations, int64 [2, m].
-        """
-
-        def finish(data: memoryview) -> Array:
-            if len(data) % 16:
-                raise ProtocolError(f"The answer to UNFILLED has {len(data):,} bytes; expected int64 [2, m].")
-            return np.frombuffer(data, dtype="<i8").astype(np.int64).reshape(2, -1)
-
-        return self._submit(
-            Request(
-                kind=Kind.UNFILLED,
-                small=request.pack(),
-                answer=Kind.DESCRIBED,
-                finish=finish,
-                what=lambda: f"unfilled trajectories of table {request.table!r}",
-                seconds=self._timeout if seconds is None else seconds,
-            ),
-            here=here,
-        )
-
-    def metadata(
-        self, name: str, table: str, *, seconds: float | None = None, here: bool = False
-    ) -> Answer[bytes]:
-        """Request metadata of a table.
-
-        Args:
-            name: of the metadata; see `Server.metadata`. table: name of the table.
-            seconds: until the deadline; by default the peer's timeout. here: as for `fetch`.
-        """
-        return self._submit(
-            Request(
-                kind=Kind.METADATA,
-                small=messages.METADATA.pack(name=name, table=table),
-                answer=Kind.DESCRIBED,
-                finish=bytes,
-                what=lambda: f"{name!r} of table {table!r}",
-                seconds=self._timeout if seconds is None else seconds,
-            ),
-            here=here,
-        )
+    def metadata(self, name: str, table: str) -> Answer[bytes]:
+        """Ask for `Metadata`."""
+        return self.ask(Metadata(name, table))
 
     # ---------------------------------------------------------------- the link
 
@@ -585,12 +464,6 @@ def _stored_slot(small: memoryview) -> int:
     if len(small) != 8:
         raise ProtocolError(f"A message STORED has {len(small)} bytes; expected 8.")
     return int.from_bytes(small, "little", signed=True)
-
-
-def _stale(small: memoryview) -> int:
-    """The number of rows of removed trajectories in an answer."""
-    stale: int = messages.UPDATED.parse(small).stale
-    return stale
 
 
 def _shape(values: object) -> str:

@@ -61,7 +61,6 @@ class DirectLink:
         self._guard = threading.RLock()
         self._socket: socket.socket | None = None
         self._session: Session | None = None
-        self._pull: Callable[[Request[Any], float | None], None] | None = None  # of this session
         self._where = name
         self._not_before = 0.0  # of the next attempt to connect
         self._seconds = 0.0  # time limit of the socket's calls
@@ -87,7 +86,7 @@ class DirectLink:
             while session.pending and session.unanswered + size > _MOST_UNANSWERED:
                 self._receive(session, deadline)
             begun = True
-            request.receive = self._pull
+            request.receive = functools.partial(self._receive_until, session)
             for parts in session.messages(request):
                 self._send(parts, request, deadline)
             if request.answer is None:
@@ -171,10 +170,8 @@ class DirectLink:
         if self._tls is None:
             found.settimeout(None)  # one call then waits for a whole answer; see `_limit`
         self._seconds, self._not_before = 0.0, 0.0
-        session = Session(self._where, limits)
-        self._pull = functools.partial(self._receive_until, session)
-        self._session, self._socket = session, found
-        return session
+        self._session, self._socket = Session(self._where, limits), found
+        return self._session
 
     def _limit(self, connection: socket.socket, left: float) -> None:
         """Let each of the socket's calls take so many seconds."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from gear_loader.errors import TransportError
 from gear_loader.transport.channel import Bytes
-from gear_loader.transport.wire import Kind, Limits
+from gear_loader.transport.wire import Kind
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import Future
 
@@ -50,7 +50,7 @@ class Request(Generic[_T]):
         spec: the spec that must be opened first, or None.
         out: buffer of the answer's bulk part, of its exact size.
         small_bytes: most bytes of the answer's small part.
-        check: returns why the server would refuse the request, or None.
+        rows: number of rows that it asks for, or brings.
         seconds: until its deadline.
         future: gets the result, if somebody waits for it. timer: of the deadline, in an event loop.
         receive: receives answers until this one has come, or for so many seconds.
@@ -68,7 +68,7 @@ class Request(Generic[_T]):
     spec: WindowSpec | PackedSpec | None = None
     out: Array | None = None
     small_bytes: int = 0
-    check: Callable[[Limits], str | None] | None = None
+    rows: int = 0
     future: Future[_T] | None = None
     timer: asyncio.TimerHandle | None = None
     receive: Callable[[Request[Any], float | None], None] | None = None

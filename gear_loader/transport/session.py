@@ -70,10 +70,15 @@ class Session:
 
     def refusal(self, request: Request[Any]) -> TransportError | None:
         """The error of a request that the server would refuse."""
-        why = None if request.check is None else request.check(self._limits)
-        if why is None:
+        limits, out = self._limits, request.out
+        size, most = (
+            (request.bulk_bytes, limits.store_bytes) if out is None else (len(out), limits.reply_bytes)
+        )
+        if request.rows <= limits.rows and size <= most:
             return None
-        return failure(TransportError(f"{why}."), f"{self._peer} was asked for {request.what()}")
+        verb = "takes" if out is None else "sends"
+        why = f"the server {verb} at most {limits.rows:,} rows and {most:,} bytes at a time: ask for less at once."
+        return failure(TransportError(why), f"{self._peer} was asked for {request.what()}")
 
     def messages(self, request: Request[Any]) -> list[tuple[Bytes | bytes, ...]]:
         """The messages of a request in their parts, to be sent in this order; from now on its answer is expected."""
