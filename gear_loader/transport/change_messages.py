@@ -51,7 +51,7 @@ class Question(Generic[_T]):
         raise NotImplementedError
 
 
-class _Changes(Question[int]):
+class _RowChange(Question[int]):
     """A change of rows; the answer is the number of those of removed trajectories, which were skipped."""
 
     small_bytes = 8
@@ -62,7 +62,7 @@ class _Changes(Question[int]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Update(_Changes):
+class Update(_RowChange):
     """Priorities of trajectories in a table.
 
     Attributes:
@@ -144,7 +144,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fill(_Changes):
+class Fill(_RowChange):
     """Values of late columns of trajectories in a table.
 
     Attributes:
