@@ -1,11 +1,11 @@
-"""Requests that change a table, and questions about it, as objects; `wire_messages` declares how they lie in bytes."""
+"""What a `Peer` may be asked besides rows and stores, as objects; `wire_messages` declares how they lie in bytes."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,17 +15,57 @@ from gear_loader.storage.schema import Schema
 from gear_loader.transport import wire_messages as messages
 from gear_loader.transport.channel import Bytes
 from gear_loader.transport.message_schema import read_schema, round_up, shown
-from gear_loader.transport.wire import Limits, ProtocolError
+from gear_loader.transport.wire import Kind, Limits, ProtocolError
 from gear_loader.utils.arrays import Array
 
-__all__ = ["MOST_PART", "Advance", "Advanced", "Fill", "Part", "Unfilled", "Update"]
+__all__ = ["MOST_PART", "Advance", "Advanced", "Fill", "Metadata", "Part", "Question", "Unfilled", "Update"]
 
 MOST_PART = 1 << 22
 """Most bytes of the bulk part of PART."""
 
+_T = TypeVar("_T")
+
+
+class Question(Generic[_T]):
+    """A message to a server and what its answer means.
+
+    Attributes:
+        table: name of the table. kind, answer: kinds of both messages. small_bytes: most bytes of the answer's small
+            part.
+        rows: number of rows that it names.
+    """
+
+    kind: ClassVar[Kind]
+    answer: ClassVar[Kind] = Kind.DESCRIBED
+    small_bytes: ClassVar[int] = 0
+    rows = 0
+    table: str
+
+    def pack(self) -> bytes:
+        """The small part."""
+        raise NotImplementedError
+
+    def what(self) -> str:
+        """What is asked for, in errors."""
+        raise NotImplementedError
+
+    def finish(self, received: memoryview) -> _T:
+        """The result, of the answer's small part, or bulk part."""
+        raise NotImplementedError
+
+
+class _RowChange(Question[int]):
+    """A change of rows; the answer is the number of those of removed trajectories, which were skipped."""
+
+    small_bytes = 8
+
+    def finish(self, received: memoryview) -> int:
+        stale: int = messages.UPDATED.parse(received).stale
+        return stale
+
 
 @dataclasses.dataclass(frozen=True)
-class Update:
+class Update(_RowChange):
     """Priorities of trajectories in a table.
 
     Attributes:
@@ -33,9 +73,19 @@ class Update:
         strict: whether a row of a removed trajectory is an error.
     """
 
+    kind = Kind.UPDATE
+    answer = Kind.UPDATED
+
     table: str
     updates: PriorityUpdates
     strict: bool
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        return len(self.updates.slots)
+
+    def what(self) -> str:
+        return f"{self.rows:,} priorities to be set in table {self.table!r}"
 
     def pack(self) -> bytes:
         """Serialize."""
@@ -97,7 +147,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fill:
+class Fill(_RowChange):
     """Values of late columns of trajectories in a table.
 
     Attributes:
@@ -106,6 +156,9 @@ class Fill:
         identity: of the request, the same each time that it is sent.
         strict: whether a row of a removed trajectory is an error. again: whether it may have been executed before.
     """
+
+    kind = Kind.FILL
+    answer = Kind.FILLED
 
     table: str
     schema: Schema
@@ -154,6 +207,13 @@ class Fill:
             )
         return found
 
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        return len(self.slots)
+
+    def what(self) -> str:
+        return f"{self.rows:,} rows ({self.bulk_bytes:,} bytes) to be filled in table {self.table!r}"
+
     def pack(self) -> bytes:
         """Serialize."""
         described = json.dumps([self.schema.to_json(), list(self.names)], separators=(",", ":")).encode()
@@ -199,15 +259,26 @@ class Fill:
 
 
 @dataclasses.dataclass(frozen=True)
-class Unfilled:
+class Unfilled(Question[Array]):
     """Which trajectories of a table wait for late columns.
 
     Attributes:
         table: name of the table. names: of late columns; none for all.
     """
 
+    kind = Kind.UNFILLED
+
     table: str
     names: tuple[str, ...]
+
+    def what(self) -> str:
+        return f"unfilled trajectories of table {self.table!r}"
+
+    def finish(self, received: memoryview) -> Array:
+        """Slots and generations, int64 [2, m]."""
+        if len(received) % 16:
+            raise ProtocolError(f"The answer to UNFILLED has {len(received):,} bytes; expected int64 [2, m].")
+        return np.frombuffer(received, dtype="<i8").astype(np.int64).reshape(2, -1)
 
     def pack(self) -> bytes:
         """Serialize."""
@@ -225,7 +296,7 @@ class Unfilled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Advance:
+class Advance(Question["Advanced"]):
     """The next version of the policy in a table.
 
     Attributes:
@@ -234,11 +305,21 @@ class Advance:
         identity: of the request, the same each time that it is sent. again: whether it may have been executed before.
     """
 
+    kind = Kind.ADVANCE
+    answer = Kind.ADVANCED
+    small_bytes = messages.ADVANCED.most()
+
     table: str
     version: int
     memory: int
     identity: int
     again: bool = False
+
+    def what(self) -> str:
+        return f"the next version of the policy in table {self.table!r}"
+
+    def finish(self, received: memoryview) -> Advanced:
+        return Advanced.parse(received)
 
     def pack(self) -> bytes:
         """Serialize."""
@@ -278,3 +359,27 @@ class Advanced(NamedTuple):
             ProtocolError: invalid field; the message names it.
         """
         return cls(**vars(messages.ADVANCED.parse(small)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Metadata(Question[bytes]):
+    """Metadata of a table.
+
+    Attributes:
+        name: of the metadata; see `Server.metadata`. table: name of the table.
+    """
+
+    kind = Kind.METADATA
+
+    name: str
+    table: str
+
+    def what(self) -> str:
+        return f"{self.name!r} of table {self.table!r}"
+
+    def pack(self) -> bytes:
+        """Serialize."""
+        return messages.METADATA.pack(**vars(self))
+
+    def finish(self, received: memoryview) -> bytes:
+        return bytes(received)

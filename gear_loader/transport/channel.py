@@ -57,19 +57,20 @@ class TransportEntry:
     when the transport is used.
 
     Attributes:
-        carrier: a `Carrier`. reader, owner: of one-sided reads, which need no carrier of their own: what fetches rows
-            as a `Peer` does, and what lets others read the tables of its process.
+        carrier: a `Carrier`. encrypted: that with TLS, made of a context. reader, owner: of one-sided reads, which need
+            no carrier of their own: what fetches rows as a `Peer` does, and what lets others read its process's tables.
         remedy: command that installs what it needs.
     """
 
     carrier: str = ""
+    encrypted: str = ""
     reader: str = ""
     owner: str = ""
     remedy: str = ""
 
 
 TRANSPORTS = {
-    "socket": TransportEntry(carrier="socket:SocketCarrier"),
+    "socket": TransportEntry(carrier="socket:SocketCarrier", encrypted="tls:TlsCarrier"),
     "ucx": TransportEntry(
         carrier="ucx:UcxCarrier", remedy="pip install '.[ucx]' (in a clone of Gear Loader)"
     ),
@@ -299,19 +300,13 @@ def carrier(name: str, tls: ssl.SSLContext | None = None) -> Carrier:
     Raises:
         TransportError: unknown name, or a package that the carrier needs is not installed.
     """
-    if tls is not None:
-        if name != "socket":
-            raise TransportError(
-                f"TLS was asked for with the carrier {name!r}; expected the carrier 'socket'."
-            )
-        from gear_loader.transport.tls import TlsCarrier  # which imports this module
-
-        return TlsCarrier(tls)
+    if tls is not None and name != "socket":
+        raise TransportError(f"TLS was asked for with the carrier {name!r}; expected the carrier 'socket'.")
     if name not in CARRIERS:
         raise TransportError(f"Carrier {name!r} was received; expected one of {', '.join(sorted(CARRIERS))}.")
     entry = TRANSPORTS[name]
     try:
-        made: Carrier = load(entry.carrier)()
+        made: Carrier = load(entry.carrier)() if tls is None else load(entry.encrypted)(tls)
     except ImportError as error:
         raise TransportError(
             f"The carrier {name!r} cannot be used here ({error}). Install what it needs: "

@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from gear_loader.errors import SchemaError, TransportError
-from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.schema import Schema
-from gear_loader.transport import wire_messages as messages
-from gear_loader.transport.change_messages import Advance, Advanced, Fill, Part, Unfilled, Update
+from gear_loader.transport.change_messages import Metadata, Part, Question
 from gear_loader.transport.channel import Address, Bytes
 from gear_loader.transport.direct_link import DirectLink
 from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.loop import EventLoop, event_loop
 from gear_loader.transport.loop_link import LoopLink
-from gear_loader.transport.request import Request
+from gear_loader.transport.request import Answer, Request
 from gear_loader.transport.store_message import One, OneStore, Store, step_places
 from gear_loader.transport.trajectory_rows import Rows, Stacked, bulk_parts, contiguous
-from gear_loader.transport.wire import Fields, Kind, Limits, ProtocolError
+from gear_loader.transport.wire import Fields, Kind, ProtocolError
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import Future, new_mutex
 
@@ -112,7 +110,7 @@ class Peer:
         out: Array,
         *,
         here: bool = False,
-    ) -> Future[Array]:
+    ) -> Answer[Array]:
         """Fetch windows of rows.
 
         Args:
@@ -136,7 +134,7 @@ class Peer:
 
     def fetch_spans(
         self, spec: PackedSpec, slots: Array, firsts: Array, generations: Array, counts: Array, out: Array
-    ) -> Future[Array]:
+    ) -> Answer[Array]:
         """Fetch steps of trajectories, one after another.
 
         Args:
@@ -160,7 +158,7 @@ class Peer:
         out: Array,
         *,
         here: bool = False,
-    ) -> Future[Array]:
+    ) -> Answer[Array]:
         """Fetch a reply of `size` bytes, whose status begins at byte `status`; `here` as of `fetch`."""
         n = len(rows["slots"])
         for name, values in rows.items():
@@ -183,14 +181,6 @@ class Peer:
         small[:8].view(np.uint32)[:] = 0, n
         small[8:].view(np.int64).reshape(len(rows), n)[:] = list(rows.values())
 
-        def check(limits: Limits) -> str | None:
-            if n > limits.rows or size > limits.reply_bytes:
-                return (
-                    f"the server sends at most {limits.rows:,} rows and {limits.reply_bytes:,} bytes at a time: ask "
-                    "for fewer rows at once"
-                )
-            return None
-
         return self._submit(
             Request(
                 kind=Kind.FETCH,
@@ -201,7 +191,7 @@ class Peer:
                 seconds=self._timeout,
                 spec=spec,
                 out=data,
-                check=check,
+                rows=n,
             ),
             here=here,
         )
@@ -219,7 +209,7 @@ class Peer:
         seconds: float | None = None,
         wait: float | None = None,
         here: bool = False,
-    ) -> Future[Array]:
+    ) -> Answer[Array]:
         """Add trajectories to a table of the server, all or none.
 
         Args:
@@ -264,7 +254,7 @@ class Peer:
         seconds: float | None = None,
         wait: float | None = None,
         here: bool = False,
-    ) -> Future[Array]:
+    ) -> Answer[Array]:
         """As `store`, for trajectories that have been checked.
 
         Args:
@@ -309,7 +299,7 @@ class Peer:
         *,
         seconds: float,
         wait: float,
-    ) -> Future[int]:
+    ) -> Answer[int]:
         """Add one checked trajectory; as `store_rows` with `here`.
 
         Args:
@@ -334,16 +324,8 @@ class Peer:
         seconds: float,
         *,
         here: bool,
-    ) -> Future[_T]:
+    ) -> Answer[_T]:
         """Send a STORE of `n` trajectories, whose bulk part has `size` bytes."""
-
-        def check(limits: Limits) -> str | None:
-            if n > limits.rows or size > limits.store_bytes:
-                return (
-                    f"the server takes at most {limits.rows:,} trajectories and {limits.store_bytes:,} bytes at a "
-                    "time: store fewer at once"
-                )
-            return None
 
         return self._submit(
             Request(
@@ -356,14 +338,15 @@ class Peer:
                 bulk=parts,
                 bulk_bytes=size,
                 small_bytes=8 * n,
-                check=check,
+                rows=n,
             ),
             here=here,
+            at_once=here,
         )
 
     def send_part(
         self, schema: Schema, identity: int, number: int, piece: Mapping[str, Array], *, seconds: float
-    ) -> Future[None]:
+    ) -> Answer[None]:
         """Send steps of a trajectory that is stored later, by `store_rows` with `ahead`.
 
         Args:
@@ -391,152 +374,48 @@ class Peer:
             )
         )
 
-    def update(self, update: Update, *, seconds: float | None = None, here: bool = False) -> Future[int]:
-        """Set priorities of trajectories.
+    def ask(
+        self,
+        question: Question[_T],
+        *,
+        bulk: Sequence[Bytes] = (),
+        seconds: float | None = None,
+        here: bool = False,
+    ) -> Answer[_T]:
+        """Ask for something else.
 
         Args:
-            update: the table and its rows. seconds: until the deadline; by default the peer's timeout.
-            here: as for `fetch`.
-
-        Returns:
-            A future of the number of rows of removed trajectories, which were skipped.
-        """
-        n = len(update.updates.slots)
-
-        def check(limits: Limits) -> str | None:
-            return f"the server takes at most {limits.rows:,} at a time" if n > limits.rows else None
-
-        return self._submit(
-            Request(
-                kind=Kind.UPDATE,
-                small=update.pack(),
-                answer=Kind.UPDATED,
-                finish=_stale,
-                what=lambda: f"{n:,} priorities to be set in table {update.table!r}",
-                seconds=self._timeout if seconds is None else seconds,
-                small_bytes=8,
-                check=check,
-            ),
-            here=here,
-        )
-
-    def fill(
-        self, fill: Fill, values: Sequence[LateValues], *, seconds: float | None = None, here: bool = False
-    ) -> Future[int]:
-        """Write late columns of trajectories, all or none.
-
-        Args:
-            fill: the table, its rows and columns. values: of these columns. seconds: until the deadline; by default
-                the peer's timeout. here: as for `fetch`.
-
-        Returns:
-            A future of the number of rows of removed trajectories, which were skipped.
-        """
-        n, data = len(fill.slots), fill.bulk(values)
-
-        def check(limits: Limits) -> str | None:
-            if n > limits.rows or len(data) > limits.store_bytes:
-                return (
-                    f"the server takes at most {limits.rows:,} rows and {limits.store_bytes:,} bytes at a time: fill "
-                    "fewer at once"
-                )
-            return None
-
-        return self._submit(
-            Request(
-                kind=Kind.FILL,
-                small=fill.pack(),
-                answer=Kind.FILLED,
-                finish=_stale,
-                what=lambda: f"{n:,} rows ({len(data):,} bytes) to be filled in table {fill.table!r}",
-                seconds=self._timeout if seconds is None else seconds,
-                bulk=[data],
-                bulk_bytes=len(data),
-                small_bytes=8,
-                check=check,
-            ),
-            here=here,
-        )
-
-    def advance(
-        self, request: Advance, *, seconds: float | None = None, here: bool = False
-    ) -> Future[Advanced]:
-        """Raise the version of the policy in a table by one, if it is the expected one.
-
-        Args:
-            request: table and version. seconds: until the deadline; by default the peer's timeout.
-            here: as for `fetch`.
-
-        Returns:
-            A future of the answer.
+            question: what. bulk: its bulk part. seconds: until the deadline; by default the peer's timeout.
+            here: as for `fetch`; it is then answered when this returns, unless the event loop makes the request.
         """
         return self._submit(
             Request(
-                kind=Kind.ADVANCE,
-                small=request.pack(),
-                answer=Kind.ADVANCED,
-                finish=Advanced.parse,
-                what=lambda: f"the next version of the policy in table {request.table!r}",
+                kind=question.kind,
+                small=question.pack(),
+                answer=question.answer,
+                finish=question.finish,
+                what=question.what,
                 seconds=self._timeout if seconds is None else seconds,
-                small_bytes=messages.ADVANCED.most(),
+                bulk=bulk,
+                bulk_bytes=sum(each.nbytes for each in bulk),
+                small_bytes=question.small_bytes,
+                rows=question.rows,
             ),
             here=here,
+            at_once=here,
         )
 
-    def unfilled(
-        self, request: Unfilled, *, seconds: float | None = None, here: bool = False
-    ) -> Future[Array]:
-        """Request which trajectories wait for late columns.
-
-        Returns:
-            A future of their slots and generations, int64 [2, m].
-        """
-
-        def finish(data: memoryview) -> Array:
-            if len(data) % 16:
-                raise ProtocolError(f"The answer to UNFILLED has {len(data):,} bytes; expected int64 [2, m].")
-            return np.frombuffer(data, dtype="<i8").astype(np.int64).reshape(2, -1)
-
-        return self._submit(
-            Request(
-                kind=Kind.UNFILLED,
-                small=request.pack(),
-                answer=Kind.DESCRIBED,
-                finish=finish,
-                what=lambda: f"unfilled trajectories of table {request.table!r}",
-                seconds=self._timeout if seconds is None else seconds,
-            ),
-            here=here,
-        )
-
-    def metadata(
-        self, name: str, table: str, *, seconds: float | None = None, here: bool = False
-    ) -> Future[bytes]:
-        """Request metadata of a table.
-
-        Args:
-            name: of the metadata; see `Server.metadata`. table: name of the table.
-            seconds: until the deadline; by default the peer's timeout. here: as for `fetch`.
-        """
-        return self._submit(
-            Request(
-                kind=Kind.METADATA,
-                small=messages.METADATA.pack(name=name, table=table),
-                answer=Kind.DESCRIBED,
-                finish=bytes,
-                what=lambda: f"{name!r} of table {table!r}",
-                seconds=self._timeout if seconds is None else seconds,
-            ),
-            here=here,
-        )
+    def metadata(self, name: str, table: str) -> Answer[bytes]:
+        """Ask for `Metadata`."""
+        return self.ask(Metadata(name, table))
 
     # ---------------------------------------------------------------- the link
 
-    def _submit(self, request: Request[_T], *, here: bool = False) -> Future[_T]:
+    def _submit(self, request: Request[_T], *, here: bool = False, at_once: bool = False) -> Answer[_T]:
         with self._guard:
             self._check()
-        if here and self._direct.submit(request):
-            return request.future
+        if here and self._direct.submit(request, at_once=at_once):
+            return request
         if request.kind is Kind.STORE:  # the caller may change its memory before it is sent
             request.bulk = [contiguous(request.bulk, request.bulk_bytes)]
         with self._guard:
@@ -547,6 +426,7 @@ class Peer:
                 made = LoopLink(*known, self._loop.loop, self._tls)
                 self._link = self._link or made  # a signal handler may have been faster
             link, loop = self._link, self._loop
+        request.future = Future()
         request.future.set_running_or_notify_cancel()  # the request cannot be cancelled any more
         try:
             loop.soon(link.submit, request)
@@ -583,12 +463,6 @@ def _stored_slot(small: memoryview) -> int:
     if len(small) != 8:
         raise ProtocolError(f"A message STORED has {len(small)} bytes; expected 8.")
     return int.from_bytes(small, "little", signed=True)
-
-
-def _stale(small: memoryview) -> int:
-    """The number of rows of removed trajectories in an answer."""
-    stale: int = messages.UPDATED.parse(small).stale
-    return stale
 
 
 def _shape(values: object) -> str:

@@ -266,7 +266,7 @@ class Delivery:
         request = Update(self._table, updates, strict)
 
         def attempt(_: bool, seconds: float) -> int:
-            return self._peer.update(request, seconds=seconds, here=True).result()
+            return self._peer.ask(request, seconds=seconds, here=True).result()
 
         return until_done(attempt, "the priorities may be set or not", timeout=self.timeout)
 
@@ -290,10 +290,11 @@ class Delivery:
         identity = int.from_bytes(os.urandom(8), "little")
         request = Fill(self._table, self._schema, names, slots, generations, lengths, identity, strict)
 
+        data = [request.bulk(values)]
+
         def attempt(again: bool, seconds: float) -> int:
-            return self._peer.fill(
-                dataclasses.replace(request, again=again), values, seconds=seconds, here=True
-            ).result()
+            asked = dataclasses.replace(request, again=again)
+            return self._peer.ask(asked, bulk=data, seconds=seconds, here=True).result()
 
         return until_done(attempt, "the columns may be filled or not", timeout=self.timeout)
 
@@ -317,7 +318,7 @@ class Delivery:
 
             def attempt(again: bool, seconds: float, request: Advance = request) -> Advanced:
                 asked = dataclasses.replace(request, again=again and request.memory > 0)
-                return self._peer.advance(asked, seconds=seconds, here=True).result()
+                return self._peer.ask(asked, seconds=seconds, here=True).result()
 
             what = "the version may be raised or not"
             found = until_done(attempt, what, timeout=self.timeout, total=backoff.left)
@@ -328,7 +329,7 @@ class Delivery:
         request = Unfilled(self._table, names)
 
         def attempt(_: bool, seconds: float) -> Array:
-            return self._peer.unfilled(request, seconds=seconds, here=True).result()
+            return self._peer.ask(request, seconds=seconds, here=True).result()
 
         slots, generations = until_done(attempt, "nothing was changed", timeout=self.timeout)
         return slots, generations

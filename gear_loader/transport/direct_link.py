@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import select
 import socket
 import ssl
@@ -25,7 +26,7 @@ from gear_loader.transport.request import Request
 from gear_loader.transport.session import Session, lost, timed_out
 from gear_loader.transport.socket import GONE, MOST_PARTS, set_options
 from gear_loader.transport.wire import Header, Kind, Limits
-from gear_loader.utils.mutex import Future, run_alone
+from gear_loader.utils.mutex import run_alone
 
 __all__ = ["DirectLink", "connected"]
 
@@ -37,23 +38,6 @@ _JOINED = 1 << 17  # largest bulk part that is copied behind its header: one cal
 _APART = 1 << 12  # bytes of a bulk part's pieces, on average, from which on they are sent without a copy
 _SLACK = 0.05  # seconds by which a call may go beyond the deadline
 _FAREWELL = 0.5  # seconds for the BYE message
-
-
-class _Answer(Future[Any]):
-    """The result of a request; whoever asks for it receives it."""
-
-    def __init__(self, link: DirectLink, session: Session, request: Request[Any]) -> None:
-        super().__init__()
-        self.set_running_or_notify_cancel()  # it cannot be cancelled: its answer comes in its turn
-        self._link, self._session, self._request = link, session, request
-
-    def result(self, timeout: float | None = None) -> Any:
-        self._link.pull(self._session, self._request, timeout)
-        return super().result(0)  # without a limit it has come
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._link.pull(self._session, self._request, timeout)
-        return super().exception(0)
 
 
 class _NotYet(Exception):
@@ -82,17 +66,17 @@ class DirectLink:
         self._seconds = 0.0  # time limit of the socket's calls
         self._closed = False
 
-    def submit(self, request: Request[Any]) -> bool:
-        """Send a request, whose future then receives the answer when it is asked for the result.
+    def submit(self, request: Request[Any], *, at_once: bool) -> bool:
+        """Send a request, which receives its answer when it is asked for the result; or receive it `at_once`, too.
 
         Returns:
             False, having sent nothing, if the request is to be made in another way: another thread uses the connection,
             the server cannot be reached at once, or it would refuse the request.
         """
-        return not self._closed and bool(run_alone(self._guard, lambda: self._submit(request)))
+        return not self._closed and bool(run_alone(self._guard, lambda: self._submit(request, at_once)))
 
-    def _submit(self, request: Request[Any]) -> bool:
-        begun = False
+    def _submit(self, request: Request[Any], at_once: bool) -> bool:
+        begun, session = False, None
         try:
             session = self._connected(request.seconds)
             if session is None or session.refusal(request) is not None:
@@ -102,48 +86,46 @@ class DirectLink:
             while session.pending and session.unanswered + size > _MOST_UNANSWERED:
                 self._receive(session, deadline)
             begun = True
-            request.future = _Answer(self, session, request)
+            request.receive = functools.partial(self._receive_until, session)
             for parts in session.messages(request):
                 self._send(parts, request, deadline)
             if request.answer is None:
                 request.end(received=memoryview(b""))
-            return True
         except OSError as error:  # errors of the transport among them
-            repeats = (
-                request.kind not in WRITES
-            )  # what may have been executed is not sent again without a word
-            if begun and repeats:
-                request.future = Future()
+            final = (
+                begun and request.kind in WRITES
+            )  # what may have been executed is not repeated without a word
+            if session is not None and not final:
+                session.withdraw(request)
             self._fail(error)
-            if begun and not repeats and not request.future.done():
+            if final:
                 request.end(_error_of(error)(self._where, request))
-            return begun and not repeats
+            return final
         except BaseException as error:
             self._fail(error)
             raise
+        return not at_once or self._alone(session, request, deadline, None)
 
-    def pull(self, session: Session, request: Request[Any], timeout: float | None = None) -> None:
+    def _receive_until(self, session: Session, request: Request[Any], timeout: float | None) -> None:
         """Receive answers until a request has its own, or `timeout` seconds have passed.
 
         Raises:
             TransportError: this thread is receiving already, and a signal handler has interrupted it.
         """
-        if request.future.done():
-            return
         now = time.monotonic()
         end = None if timeout is None else now + timeout
         deadline = now + request.seconds
         wait = -1.0 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
-        done = run_alone(self._guard, lambda: self._pull(session, request, deadline, end), wait)
+        done = run_alone(self._guard, lambda: self._alone(session, request, deadline, end), wait)
         if done is None and timeout is None:
             raise TransportError(
                 f"{self._where} was asked for {request.what()} by a signal handler or finalizer while this thread was "
                 "receiving from it. Ask after that call has returned."
             )
 
-    def _pull(self, session: Session, request: Request[Any], deadline: float, end: float | None) -> bool:
+    def _alone(self, session: Session, request: Request[Any], deadline: float, end: float | None) -> bool:
         try:
-            while not request.future.done():
+            while not request.has_ended:
                 self._receive(session, deadline, end)
         except _NotYet:
             pass
@@ -236,13 +218,13 @@ class DirectLink:
         if end is not None:
             self._wait(connection, deadline, end)
         self._limit(connection, deadline - time.monotonic())
-        views = session.wanted()
-        if self._tls is not None:
+        if session.missing:
+            waits = socket.MSG_WAITALL if end is None and self._tls is None else 0
+            count = connection.recv_into(session.missing[0], 0, waits)
+        elif len(views := session.wanted()) == 1 or self._tls is not None:
             count = connection.recv_into(views[0])
-        elif len(views) > 1:
-            count = connection.recvmsg_into(views)[0]
         else:
-            count = connection.recv_into(views[0], 0, socket.MSG_WAITALL if end is None else 0)
+            count = connection.recvmsg_into(views)[0]
         if not count:
             raise ConnectionResetError(errno.ECONNRESET, GONE)
         session.received(count)

@@ -66,7 +66,7 @@ class LoopLink:
         return f"{self._name} ({self._where})"
 
     def _expired(self, request: Request[Any]) -> None:
-        if request.future.done():
+        if request.has_ended:
             return
         if request in self._waiting:
             self._waiting.remove(request)
@@ -272,7 +272,7 @@ class _Conversation:
         while True:
             while self._waiting:
                 request = self._waiting.popleft()
-                if not request.future.done():
+                if not request.has_ended:
                     self._is_sending = True
                     await self._send_one(request)
                     self._is_sending = False
@@ -298,6 +298,6 @@ class _Conversation:
 
     async def _receive(self) -> None:
         while True:
-            view = self._session.wanted()[0]
+            view = self._session.following()
             await self._channel.recv_into(view)
             self._session.received(len(view))

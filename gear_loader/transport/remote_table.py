@@ -30,6 +30,7 @@ from gear_loader.storage.table_rules import check_seconds
 from gear_loader.storage.vector_writer import VectorWriter
 from gear_loader.storage.writer import Writer
 from gear_loader.transport.access import refusal
+from gear_loader.transport.change_messages import Metadata
 from gear_loader.transport.client import Peer
 from gear_loader.transport.delivery import Delivery, fill_parts, until_done
 from gear_loader.transport.handshake import check_secret, read_secret
@@ -393,7 +394,7 @@ class RemoteTable:
         """Describe the server's table, now: see `TableReport`."""
 
         def attempt(_: bool, seconds: float) -> bytes:
-            return self._peer.metadata("table", self.name, seconds=seconds, here=True).result()
+            return self._peer.ask(Metadata("table", self.name), seconds=seconds, here=True).result()
 
         return TableReport.parse(until_done(attempt, "nothing was changed", timeout=self._timeout))
 

@@ -47,6 +47,7 @@ class Session:
     Attributes:
         pending: requests without a complete answer by their numbers, the oldest first.
         unanswered: bytes of their messages.
+        missing: memory of what is missing of the answer that is being received; empty between two of them.
     """
 
     def __init__(self, peer: str, limits: Limits) -> None:
@@ -56,22 +57,27 @@ class Session:
         self._limits = limits
         self._number = 0
         self._specs: dict[WindowSpec | PackedSpec, int] = {}  # least recently used first
-        self._head = memoryview(bytearray(HEADER))
-        self._spare = memoryview(bytearray(_AHEAD))
+        self._memory = memoryview(bytearray(HEADER + _AHEAD))
+        self._head, self._spare = self._memory[:HEADER], self._memory[HEADER:]
         self._ahead = self._spare  # memory of the bytes behind the header that is being received
         self._got = 0  # bytes received of the next header
         self._header: Header | None = None  # of the message of which parts are missing
-        self._missing: list[memoryview] = []  # what is missing of its parts
+        self.missing: list[memoryview] = []  # what is missing of its parts
         self._received = memoryview(b"")  # its small part, or a bulk part without a buffer
 
     # ---------------------------------------------------------------- sending
 
     def refusal(self, request: Request[Any]) -> TransportError | None:
         """The error of a request that the server would refuse."""
-        why = None if request.check is None else request.check(self._limits)
-        if why is None:
+        limits, out = self._limits, request.out
+        size, most = (
+            (request.bulk_bytes, limits.store_bytes) if out is None else (len(out), limits.reply_bytes)
+        )
+        if request.rows <= limits.rows and size <= most:
             return None
-        return failure(TransportError(f"{why}."), f"{self._peer} was asked for {request.what()}")
+        verb = "takes" if out is None else "sends"
+        why = f"the server {verb} at most {limits.rows:,} rows and {most:,} bytes at a time: ask for less at once."
+        return failure(TransportError(why), f"{self._peer} was asked for {request.what()}")
 
     def messages(self, request: Request[Any]) -> list[tuple[Bytes | bytes, ...]]:
         """The messages of a request in their parts, to be sent in this order; from now on its answer is expected."""
@@ -120,25 +126,27 @@ class Session:
 
     # ---------------------------------------------------------------- receiving
 
-    @property
-    def is_between(self) -> bool:
-        """Whether no byte of the next answer has been received."""
-        return self._header is None and not self._got
+    def following(self) -> memoryview:
+        """Memory for the next bytes of which it is sure that they come, and that no others follow."""
+        if self.missing:
+            return self.missing[0]
+        self._ahead = self._spare
+        return self._head[self._got :]
 
     def wanted(self) -> list[memoryview]:
-        """Memory for the next bytes.
+        """Memory for the next bytes while nothing is `missing`: a header, and as much as there is of what follows it.
 
-        The first piece is for bytes that surely come; more may be received into the following ones. They are in their
-        place if the next answer is that of the oldest request, and are copied there otherwise.
+        What follows is in its place if the next answer is that of the oldest request, and is copied there otherwise.
         """
-        if self._missing:
-            return self._missing
         out = next(iter(self.pending.values())).out if self.pending else None
-        self._ahead = self._spare if out is None or not len(out) else out.data
+        if out is None or not len(out):
+            self._ahead = self._spare
+            return [self._memory[self._got :]]
+        self._ahead = out.data
         return [self._head[self._got :], self._ahead]
 
     def received(self, count: int) -> None:
-        """Count bytes that were received into `wanted`; ends the request whose answer they complete.
+        """Count bytes that were received into `wanted` or `following`; ends the request whose answer they complete.
 
         Raises:
             ProtocolError: they are no valid answer. TransportError: the server has refused the connection.
@@ -164,11 +172,11 @@ class Session:
                 self._forget(header.request)
                 return
         self._begin(header)
-        if not self._missing:
+        if not self.missing:
             self._count(0)
         if not more:
             return
-        if self._missing and self._missing[0].obj is ahead.obj:
+        if self.missing and self.missing[0].obj is ahead.obj:
             self._count(more)  # they are in their place
         else:
             self._copy(bytes(ahead[:more]))
@@ -177,7 +185,7 @@ class Session:
         """Receive bytes that lie elsewhere."""
         at = 0
         while at < len(data):
-            view = self.wanted()[0]
+            view = self.following()
             count = min(len(view), len(data) - at)
             view[:count] = data[at : at + count]
             at += count
@@ -211,11 +219,11 @@ class Session:
             )
         self._received = memoryview(bytearray(header.small if out is not None or not bulk else bulk))
         parts = (self._received[: header.small], self._received if out is None and bulk else out)
-        self._missing = [part for part in parts if part is not None and len(part)]
+        self.missing = [part for part in parts if part is not None and len(part)]
         self._header = header
 
     def _count(self, count: int) -> None:
-        missing = self._missing
+        missing = self.missing
         while missing and count >= len(missing[0]):
             count -= len(missing.pop(0))
         if missing:
@@ -244,6 +252,11 @@ class Session:
 
     # ---------------------------------------------------------------- the end
 
+    def withdraw(self, request: Request[Any]) -> None:
+        """No longer expect the answer of a request, because the connection is to end."""
+        for number in [number for number, each in self.pending.items() if each is request]:
+            self._forget(number)
+
     def fail(self, error: Callable[[str, Request[Any]], TransportError]) -> None:
         """End all pending requests.
 
@@ -252,7 +265,7 @@ class Session:
         """
         while self.pending:
             number, request = next(iter(self.pending.items()))
-            if not request.future.done():
+            if not request.has_ended:
                 request.end(error(self._peer, request))
             self._forget(number)
 

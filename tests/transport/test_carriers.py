@@ -30,7 +30,7 @@ from gear_loader.errors import TransportError
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.transport import Channel, Peer, carrier
-from gear_loader.transport.change_messages import Update
+from gear_loader.transport.change_messages import Metadata, Update
 from gear_loader.transport.spec import PackedSpec
 from gear_loader.transport.tls import client_context, server_context
 
@@ -194,11 +194,11 @@ def test_requests_of_all_kinds(kind: Kind, here: bool) -> None:
             stored = peer.store(name, table.schema, [rows(50 + length, length)], *given, here=here)
             slot = int(stored.result(PATIENCE)[0])
             update = PriorityUpdates(np.array([slot]), np.zeros(1, np.int64), None, np.float32([7.5]))
-            assert peer.update(Update(name, update, True), here=here).result(PATIENCE) == 0
+            assert peer.ask(Update(name, update, True), here=here).result(PATIENCE) == 0
             assert table.reader().arrays.priority[slot] == 7.5
             assert numbers_of(table)[-1] == 50 + length
             table.remove(slot)
-        assert b"free_steps" in peer.metadata("capacity", name, here=here).result(PATIENCE)
+        assert b"free_steps" in peer.ask(Metadata("capacity", name), here=here).result(PATIENCE)
 
 
 def test_large_messages_in_both_directions_do_not_wait_for_each_other(kind: Kind) -> None:

@@ -178,7 +178,7 @@ def test_a_connection_is_closed_at_each_turn_of_the_loop_while_it_is_made(table:
         connected = link._conversation is not None
         await link.close()
         assert link._task is None or link._task.done(), f"closed after {turns} turns, it goes on"
-        assert request.future.done()
+        assert request.has_ended
         return connected
 
     with serving(str(table.name)) as server:

@@ -233,7 +233,7 @@ def test_what_the_server_does_not_take_is_an_error_of_that_request_alone() -> No
         peer, spec = server.peer(), spec_of(table)
         for n in (101, 30):
             refused(peer, spec, f"{n} rows .*: the server sends at most 100 rows and 4,096 bytes", n)
-        with pytest.raises(TransportError, match="takes at most 100 trajectories and 1,024 bytes"):
+        with pytest.raises(TransportError, match="takes at most 100 rows and 1,024 bytes"):
             peer.store(*storing(table, rows(1, 50))).result(PATIENCE)
         wild = np.array([0]), np.array([2**41]), generations_of(table, [0])
         with pytest.raises(TransportError, match=r"anchors\[0\] is 2199023255552; expected a step"):
