@@ -94,8 +94,8 @@ def _add(table: AttachedTable, request: Store, data: Array, at_once: bool) -> Ar
     unique = given is not None and not request.again and _of_clients(given)
     finals = request.finals if request.has_finals else None
     steps = _located(table.schema.added, request, data)
-    index = table.at_once if at_once else table.table.index
-    return table.table.store_steps(steps, priorities, given, finals, unique=unique, index=index)
+    index = table.at_once if at_once else table.engine.index
+    return table.engine.store_steps(steps, priorities, given, finals, unique=unique, index=index)
 
 
 def store_one(tables: TableCache, kind: OneStore, one: One, data: Array, offsets: list[int]) -> bytes:
@@ -117,7 +117,7 @@ def store_one(tables: TableCache, kind: OneStore, one: One, data: Array, offsets
         begin = data_address(data)
         addresses = [begin + offset for offset in offsets]
         slot = table.stored_once.run_at_once(
-            one.id, lambda: table.table.store_one(table.at_once, one.rows, addresses, *one[1:4])
+            one.id, lambda: table.engine.store_one(table.at_once, one.rows, addresses, *one[1:4])
         )
     if slot is None:  # there are rules, or writers with unfinished trajectories
         return _store(tables, kind.store(one), data, True).small
@@ -169,7 +169,7 @@ def _fill(tables: TableCache, request: Fill, data: Array, at_once: bool) -> Repl
 
     def write() -> Array:
         rows, values = (request.slots, request.generations), request.values(data)
-        stale = fill_columns(table.table, *rows, values, strict=request.strict, again=request.again)
+        stale = fill_columns(table.engine, *rows, values, strict=request.strict, again=request.again)
         return np.array([stale])
 
     identity = np.array([request.identity], dtype=np.uint64)
@@ -208,7 +208,7 @@ def _advance(tables: TableCache, request: Advance, _: Array, at_once: bool) -> R
     expected, remembered = request.version, request.memory == memory
 
     def work() -> Array:
-        version = table.index.admission.advance_version(expected)
+        version = attached.engine.index.admission.advance_version(expected)
         if version is not None:
             return np.array([version, True])
         executed = not remembered and table.policy_version > expected

@@ -125,7 +125,7 @@ class Query(abc.ABC):
                 read(which)
                 break
             except LostRowsError as error:
-                attached.table.remove_lost(error)
+                attached.engine.remove_lost(error)
                 served &= ~np.isin(slots, error.slots)
         np.logical_not(served, out=out[status : status + n].view(np.bool_))
 
@@ -153,10 +153,10 @@ class WindowQuery(Query):
         schema, sources = attached.table.schema, list(self.spec.sources.values())
         self._layouts: dict[tuple[int, int], _Layout] = {}
         columns = window_columns(schema, sources, self.spec.windows.values())
-        self._columns = locate_columns(columns, sources, attached.table.region)
+        self._columns = locate_columns(columns, sources, attached.engine.region)
         names = list(self.spec.windows)
         self._tier: Any = None
-        if attached.table.has_tier:
+        if attached.engine.has_tier:
             from gear_loader.collection.tier_rows import TierRows
 
             self._tier = TierRows(attached.table, reach_of(schema, self.spec.windows), self.spec.row_bytes)
@@ -175,7 +175,7 @@ class WindowQuery(Query):
         )
         if bad < 0:
             raise _invalid_anchor(-1 - bad, rows[1, -1 - bad])
-        attached.table.reader().check_gathered(bad)
+        attached.engine.reader().check_gathered(bad)
 
     def _read_tiers(
         self, attached: AttachedTable, rows: Array, out: Array, layout: _Layout, *, at_once: bool
@@ -231,7 +231,7 @@ class SpanQuery(Query):
     def _prepare(self, attached: AttachedTable) -> None:
         sources = list(self.spec.columns.values())
         columns: Array = np.zeros((len(sources), WIDTH), dtype=np.int64)
-        self._columns = locate_columns(columns, sources, attached.table.region)
+        self._columns = locate_columns(columns, sources, attached.engine.region)
 
     def reply_bytes(self, rows: Array) -> int:
         _, firsts, _, counts = rows
@@ -284,7 +284,7 @@ class SpanQuery(Query):
         index = attached.extent, attached.block_ids, attached.block_steps
         while True:
             inside, places = which, attached.extent[slots[which], 1]
-            if attached.table.has_tier:
+            if attached.engine.has_tier:
                 inside = which[places >= 0]
                 if at_once and len(inside) < len(which):
                     raise LockTimeoutError("Rows lie on disk only, so that this takes a while.")
@@ -300,9 +300,9 @@ class SpanQuery(Query):
             )
             if not bad or (attached.extent[slots[which], 1] == places).all():
                 break  # else some were moved to disk meanwhile, and may be back
-        attached.table.reader().check_gathered(bad)
-        if attached.table.has_tier:
-            attached.table.tier_reader().count_hits(len(inside))
+        attached.engine.reader().check_gathered(bad)
+        if attached.engine.has_tier:
+            attached.engine.tier_reader().count_hits(len(inside))
         return inside
 
     def _read_disk(
@@ -319,7 +319,7 @@ class SpanQuery(Query):
             for column, span in zip(self.spec.columns.values(), spans, strict=True)
         ]
         read_packed(
-            attached.table.tier_reader(),
+            attached.engine.tier_reader(),
             places,
             slots,
             generations,

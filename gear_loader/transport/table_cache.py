@@ -38,7 +38,7 @@ class AttachedTable:
         name: of the table. timeout: seconds that stores wait for free space.
 
     Attributes:
-        table: the table.
+        table, engine: the table, and its internals.
         at_once: an index whose calls never wait, neither for the lock nor for space.
         extent, block_ids, block_steps: the index, as the compiled gather takes it.
         stored_once, filled_once, advanced_once: execute a request that is sent again once.
@@ -50,14 +50,15 @@ class AttachedTable:
         self.name = name
         self._path = region_path(name)
         self.table, self._key = _attach(name, self._path, timeout)
-        region = self.table.region
+        self.engine = self.table._engine
+        region = self.engine.region
         self.at_once = Index(region, lock_timeout=0.0)
         self.at_once.admission.timeout = 0.0
         self._readers = Index(region, lock_timeout=_LOCK_TIMEOUT).reader, self.at_once.reader
         self.block_steps = region.layout.block_steps
-        self.extent, self.block_ids = self.table.reader().index_arrays()
-        self._state, self._generation, _ = self.table.reader().slot_states()
-        self.stored_once = StoredOnce(self.table.index.slots_of)
+        self.extent, self.block_ids = self.engine.reader().index_arrays()
+        self._state, self._generation, _ = self.engine.reader().slot_states()
+        self.stored_once = StoredOnce(self.engine.index.slots_of)
         # Values are compared where an earlier process may have written them.
         self.filled_once = StoredOnce(lambda ids: ids[:0])
         self.advanced_once = StoredOnce(lambda ids: ids[:0])
