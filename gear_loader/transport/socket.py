@@ -51,7 +51,7 @@ class SocketChannel(Channel):
         self._reading: asyncio.Future[None] | None = None
         self._writing: asyncio.Future[None] | None = None
         self._watched = False  # whether the loop watches the socket for data
-        self._ahead = memoryview(np.empty(AHEAD, np.uint8))  # not touched before it is used
+        self._ahead = np.empty(AHEAD, np.uint8).data  # not touched before it is used
         self._begin = self._end = 0
         self._at_once: Callable[[], bool] | None = None  # see `fill`
         self._ended = False  # whether it has returned False
