@@ -256,7 +256,7 @@ class Resources:
         self.gatherers = Threads(threads or min(8, os.cpu_count() or 1), "gear-loader-gather")
         self._waiters = {name: Threads(_WAITERS, "gear-loader-wait") for name in names}
         self._writers = {name: Threads(_WRITERS, "gear-loader-store") for name in names}
-        self._reader: object = None  # connection that has asked for many rows last
+        self._reader = 0  # identity of the connection that has asked for many rows last
         self._together = float("-inf")  # when two have done so in turn
 
     def threads(self, table: str, *, changes: bool) -> Threads:
@@ -274,9 +274,9 @@ class Resources:
         Args:
             now: `loop.time`.
         """
-        if self._reader is not connection and self._reader is not None:
+        if self._reader not in (0, id(connection)):
             self._together = now
-        self._reader = connection
+        self._reader = id(connection)
         return now - self._together > _TOGETHER
 
     def close(self) -> None:
