@@ -75,8 +75,8 @@ class RowGather:
         if not isinstance(source, Table):
             self._staged = StagedRows(lambda: source, source.schema, reach, self.row_bytes)
             return
-        locate_columns(self._plan, self.sources, source.region)
-        if source.has_tier:
+        locate_columns(self._plan, self.sources, source._engine.region)
+        if source._engine.has_tier:
             self.tier = TierRows(source, reach, self.row_bytes)
 
     def gather(
@@ -112,12 +112,12 @@ class RowGather:
             assert bad == 0
             return len(slots)
         assert isinstance(table, Table)
-        if self.tier is None or not table.num_spilled:
-            extent, block_ids = table.reader().index_arrays()
-            steps = table.region.layout.block_steps
+        if self.tier is None or not table._engine.num_spilled:
+            extent, block_ids = table._engine.reader().index_arrays()
+            steps = table._engine.region.layout.block_steps
             bad = threads.gather(plan, slots, anchors, extent, block_ids, steps, self.row_bytes, rows=into)
             if not bad or self.tier is None:
-                table.reader().check_gathered(bad)
+                table._engine.reader().check_gathered(bad)
                 return 0
         return self.tier.gather(plan, self.sources, slots, anchors, generations(), into)
 
@@ -144,7 +144,7 @@ def gather(table: Table, index: Any, anchor: Any, windows: Any, out: Any) -> Bat
     ticket = Ticket()
 
     def read() -> Batch:
-        generations, lengths = table.reader().begin_read_rows(slots, ticket)
+        generations, lengths = table._engine.reader().begin_read_rows(slots, ticket)
         _check_anchors(anchors, lengths)
         _check_late(table, wanted, slots)
         rows = SelectedRows(slots, anchors, generations)
@@ -175,7 +175,7 @@ def _check_late(table: Table, windows: Windows, slots: Array) -> None:
     read = {source_of(*item) for item in expand(table.schema, windows)[0].items()}
     late = [name for name in table.schema.late if name in read]
     bits = table.schema.late_bits(late) if late else 0
-    missing = np.flatnonzero((filled_bits(table.index.arrays, slots) & bits) != bits)
+    missing = np.flatnonzero((filled_bits(table._engine.index.arrays, slots) & bits) != bits)
     if len(missing):
         raise SchemaError(
             f"{len(missing)} of {len(slots)} trajectories have no values yet in some of the late columns {late}; the "

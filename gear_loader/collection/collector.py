@@ -177,12 +177,12 @@ class Collector:
         self.batch_size = batch_size
         self.device = device
         self.programs = programs
-        pinning = device.type == "cuda" and table.region.is_pinning
-        self.zero_copy = device.type == "cuda" and table.region.pin(device, wait=not pinning)
+        pinning = device.type == "cuda" and table._engine.region.is_pinning
+        self.zero_copy = device.type == "cuda" and table._engine.region.pin(device, wait=not pinning)
         self.awaits_pinning = pinning and not self.zero_copy
-        index = table.reader().index_arrays()
+        index = table._engine.reader().index_arrays()
         self._extent, self._block_ids = index
-        self._block_steps = table.region.layout.block_steps
+        self._block_steps = table._engine.region.layout.block_steps
         # Copied, which waits: if computed on the device, another stream could read it too early.
         with outside_inference():
             self._numbers = torch.arange(batch_size, device="cpu").to(device)
@@ -192,7 +192,7 @@ class Collector:
         )
         self.reach: Reach = reach_of(table.schema, self.windows)
         """What the windows read of a trajectory."""
-        self._tier = TierRows(table, self.reach, self._row_bytes) if table.has_tier else None
+        self._tier = TierRows(table, self.reach, self._row_bytes) if table._engine.has_tier else None
         self._once_extents: dict[int, torch.Tensor] = {}
         self.stream_priority = 0
         """Of the side stream that runs `gather` on a GPU."""
@@ -202,15 +202,15 @@ class Collector:
     @property
     def regions(self) -> list[Region]:
         """The memory that a GPU may read for a batch."""
-        return [self.table.region]
+        return [self.table._engine.region]
 
     # ---------------------------------------------------------------- buffers
 
     def look(self) -> None:
         """Let buffers made from here on be those of a device that reads the region, if it has been pinned meanwhile."""
-        if self.awaits_pinning and not self.table.region.is_pinning:
+        if self.awaits_pinning and not self.table._engine.region.is_pinning:
             self.awaits_pinning = False
-            self.zero_copy = self.table.region.pin(self.device)
+            self.zero_copy = self.table._engine.region.pin(self.device)
 
     def is_outdated(self, buffers: Buffers) -> bool:
         """Whether buffers are gathered on the CPU and copied although the device reads the region by now."""
@@ -430,7 +430,7 @@ class Collector:
             info = buffers.batch["sample_info"]
             for key, values in zip(COUNTS + NUMBERS, (*rows.counts, *rows.numbers), strict=True):
                 info[key].numpy()[:count] = values
-        if self._tier is not None and self.table.num_spilled:
+        if self._tier is not None and self.table._engine.num_spilled:
             self._gather_tiers(self._tier, buffers, rows)
             return
         if threads.alone(count, self._row_bytes):
@@ -469,7 +469,7 @@ class Collector:
     def _gather_again(self, buffers: Buffers, rows: SelectedRows, bad: int) -> None:
         """Gather rows once more if invalid windows may be those of trajectories that were on disk meanwhile."""
         if self._tier is None:
-            self.table.reader().check_gathered(bad)
+            self.table._engine.reader().check_gathered(bad)
         assert self._tier is not None
         self._gather_tiers(self._tier, buffers, rows)
 
@@ -497,7 +497,7 @@ class Collector:
         for i, values in enumerate((drawn.slots, drawn.anchors, drawn.generations)):
             rows[i, :count] = values
         extent, disk = rows[3:].reshape(-1, 3), np.empty(0, dtype=np.int64)
-        if self._tier is not None and self.table.num_spilled:
+        if self._tier is not None and self.table._engine.num_spilled:
             disk = self._resolve_tiers(self._tier, gpu, host, drawn)
         else:
             try:
@@ -638,14 +638,14 @@ def resolve(
             would start (may be negative, because `ids` holds the blocks of the windows only), and final steps (0 or 1).
         ids: int32 [B, K], filled with the windows' blocks; with ``reach.once`` the last of K is the trajectory's first.
     """
-    lengths, block_ids = table.reader().index_arrays()
-    block_steps = table.region.layout.block_steps
-    num_blocks = table.region.layout.num_blocks
+    lengths, block_ids = table._engine.reader().index_arrays()
+    block_steps = table._engine.region.layout.block_steps
+    num_blocks = table._engine.region.layout.num_blocks
     first, last, once = Reach(*reach)
     bad = gathering.resolve(
         slots, anchors, lengths, block_ids, block_steps, first, last, extent, ids, num_blocks, once
     )
-    table.reader().check_gathered(bad)
+    table._engine.reader().check_gathered(bad)
 
 
 def _named(counts: torch.Tensor, numbers: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -265,7 +265,7 @@ class PackedCollector(Collector):
         Args:
             source: the table to read; by default the collector's.
         """
-        region, table = (source or self.table).region, np.zeros((len(memory), WIDTH), dtype=np.int64)
+        region, table = (source or self.table)._engine.region, np.zeros((len(memory), WIDTH), dtype=np.int64)
         table[:, OUT] = [values.data_ptr() for values in memory.values()]
         return locate_columns(table, [self._sources[name] for name in memory], region)
 
@@ -305,7 +305,7 @@ class PackedCollector(Collector):
             for key, values in zip(COUNTS + NUMBERS, (*rows.counts, *rows.numbers), strict=True):
                 buffers.info_memory[key].numpy()[:count] = values
         bad += self._copy(buffers, self.table, rows.slots, rows.generations, spans, np.arange(count))
-        self.table.reader().check_gathered(bad)
+        self.table._engine.reader().check_gathered(bad)
         if self.final:
             self._mark_final(buffers, rows.slots, spans)
         buffers.convert(count, buffers.total)
@@ -349,11 +349,11 @@ class PackedCollector(Collector):
         Raises:
             LostRowsError: trajectories on disk cannot be read.
         """
-        extent, block_ids = table.reader().index_arrays()
+        extent, block_ids = table._engine.reader().index_arrays()
         streams = buffers.total * self._step_bytes >= STREAM_BATCH_BYTES
         inside = which
         while True:
-            if table.has_tier:
+            if table._engine.has_tier:
                 places = extent[slots[which], 1]
                 inside = which[places >= 0]
             bad = gather_packed(
@@ -363,12 +363,12 @@ class PackedCollector(Collector):
                 buffers.starts_array,
                 extent,
                 block_ids,
-                table.region.layout.block_steps,
+                table._engine.region.layout.block_steps,
                 buffers.position_array,
                 streams,
                 inside,
             )
-            if not bad or not table.has_tier or (extent[slots[which], 1] == places).all():
+            if not bad or not table._engine.has_tier or (extent[slots[which], 1] == places).all():
                 break  # else some of them were moved to disk meanwhile, and may be back
         if len(inside) < len(which):
             outside = np.setdiff1d(which, inside, assume_unique=True)
@@ -391,7 +391,7 @@ class PackedCollector(Collector):
             out = self._sources[name], _bytes_of(memory)
             places.append(Place(*out, 0, column.step_bytes, column.trajectory))
         starts = buffers.starts_array[which].astype(np.int64)
-        read_packed(table.tier_reader(), places, slots, generations, spans, starts, which)
+        read_packed(table._engine.tier_reader(), places, slots, generations, spans, starts, which)
         self._number(buffers, spans, which)
 
     @staticmethod

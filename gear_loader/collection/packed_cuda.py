@@ -296,7 +296,7 @@ class CudaPackedBuffers(PackedBuffers):
         return self._plans[id(source.table)]
 
     def _table_plan(self, table: Table) -> tuple[PackedPlan, bool]:
-        region, layout, in_records = table.region, table.region.layout, False
+        region, layout, in_records = table._engine.region, table._engine.region.layout, False
         columns = []
         for source, values in self._steps:
             blocks = torch.from_numpy(region.blocks(source))
@@ -312,7 +312,7 @@ class CudaPackedBuffers(PackedBuffers):
 
     def _records_of(self, table: Table) -> torch.Tensor:
         """Memory of gathered records, which are the same in all packed tables of a schema; uint8 [steps, bytes]."""
-        layout = table.region.layout
+        layout = table._engine.region.layout
         assert layout.record is not None
         if self._records is None:
             records = self._empty(len(self.position), layout.record.bytes, dtype=torch.uint8)
@@ -447,7 +447,7 @@ class CudaPackedCollector(PackedCollector):
     def _gather_listed(self, buffers: CudaPackedBuffers, rows: SelectedRows) -> None:
         buffers.begin()
         spans, _, bad = self.measure(rows)
-        self.table.reader().check_gathered(bad)
+        self.table._engine.reader().check_gathered(bad)
         starts, which = starts_of(spans), np.arange(len(rows))
         sources = self._lister.list(rows.slots, rows.generations, spans, starts, which, buffers.room)
         names = rows.slots, rows.anchors, rows.generations

@@ -110,9 +110,10 @@ class TableSources:
 
     def __init__(self, table: Table, steps: Collection[str], once: Collection[str]) -> None:
         self.table, self._steps, self._once = table, tuple(steps), tuple(once)
-        layout, self._block_steps = table.region.layout, table.region.layout.block_steps
+        layout, self._block_steps = table._engine.region.layout, table._engine.region.layout.block_steps
         strides = [
-            (table.region.blocks(name).strides[0], layout.columns[name].step_stride) for name in self._steps
+            (table._engine.region.blocks(name).strides[0], layout.columns[name].step_stride)
+            for name in self._steps
         ]
         # Whether a block's last step lies before the first of the next one, in every column.
         self._adjoin = all(stride == self._block_steps * step for stride, step in strides)
@@ -137,16 +138,16 @@ class TableSources:
             CorruptTableError: the index names no slot or block.
             LostRowsError: trajectories on disk cannot be read.
         """
-        extent = self.table.reader().index_arrays()[0]
+        extent = self.table._engine.reader().index_arrays()[0]
         inside = which
         while True:
-            if self.table.has_tier:
+            if self.table._engine.has_tier:
                 places = extent[slots[which], 1]
                 inside = which[places >= 0]
             found, bad = self._list(slots, spans, starts, inside)
-            if not bad or not self.table.has_tier or (extent[slots[which], 1] == places).all():
+            if not bad or not self.table._engine.has_tier or (extent[slots[which], 1] == places).all():
                 break  # else some of them were moved to disk meanwhile, and may be back
-        self.table.reader().check_gathered(bad)
+        self.table._engine.reader().check_gathered(bad)
         if len(inside) == len(which):
             return [found]
         outside = np.setdiff1d(which, inside, assume_unique=True)
@@ -157,7 +158,7 @@ class TableSources:
         count, spans = len(which), np.ascontiguousarray(spans[:, which])
         most = int((spans[1] // self._block_steps + 2).sum()) + count
         pieces: Array = np.empty((most, PIECE_WIDTH), dtype=np.int32)
-        extent, block_ids = self.table.reader().index_arrays()
+        extent, block_ids = self.table._engine.reader().index_arrays()
         found, bad = list_pieces(
             slots[which],
             spans,
@@ -165,7 +166,7 @@ class TableSources:
             extent,
             block_ids,
             self._block_steps,
-            self.table.region.layout.num_blocks,
+            self.table._engine.region.layout.num_blocks,
             self._adjoin,
             bool(self._once),
             pieces,
@@ -199,6 +200,6 @@ class TableSources:
             )
             for name, size in sizes.items()
         }
-        self.table.tier_reader().read(slots[which], generations[which], firsts, counts, outs)
+        self.table._engine.tier_reader().read(slots[which], generations[which], firsts, counts, outs)
         once = (np.arange(len(which)), which) if self._once else None
         return StagedPieces(memory, offsets, *staged_pieces(begins, counts, starts[which], firsts, once))

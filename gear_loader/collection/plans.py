@@ -109,7 +109,7 @@ def plans_of(
         staging: memory of gathered records; what is missing is allocated on the current stream. None for the CPU, which
             reads single columns of records.
     """
-    region, schema = table.region, table.schema
+    region, schema = table._engine.region, table.schema
     layout = region.layout
 
     def column_of(output: Output) -> GatherColumn:

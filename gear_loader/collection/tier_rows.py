@@ -34,13 +34,15 @@ class TierRows:
 
     def __init__(self, table: Table, reach: Reach, row_bytes: int) -> None:
         self.table, self._reach, self._row_bytes = table, reach, row_bytes
-        block_steps = min(table.region.layout.block_steps, _LONGEST_BLOCK)
+        block_steps = min(table._engine.region.layout.block_steps, _LONGEST_BLOCK)
         # Not the bound method, which would hold the table.
-        self._staged = StagedRows(lambda: table.tier_reader(), table.schema, reach, row_bytes, block_steps)
+        self._staged = StagedRows(
+            lambda: table._engine.tier_reader(), table.schema, reach, row_bytes, block_steps
+        )
 
     def outside(self, slots: Array) -> Array:
         """Which trajectories lie on disk only now, bool [n]."""
-        found: Array = self.table.index.arrays.extent[slots, 1] < 0
+        found: Array = self.table._engine.index.arrays.extent[slots, 1] < 0
         return found
 
     def gather(
@@ -65,8 +67,8 @@ class TierRows:
         Raises:
             LostRowsError: trajectories cannot be read. CorruptTableError: see `TableReader.check_gathered`.
         """
-        extent, block_ids = self.table.reader().index_arrays()
-        steps = self.table.region.layout.block_steps
+        extent, block_ids = self.table._engine.reader().index_arrays()
+        steps = self.table._engine.region.layout.block_steps
 
         def inside(which: Array) -> int:
             return threads.gather(
@@ -81,7 +83,7 @@ class TierRows:
             )
 
         hits, which = self._split(slots, inside)
-        self.table.tier_reader().count_hits(len(hits))
+        self.table._engine.tier_reader().count_hits(len(hits))
         if len(which):
             self.read(
                 columns,
@@ -102,8 +104,8 @@ class TierRows:
         Returns:
             Entries in memory, int64 [m], whose index entries are the first m of `extent` and `ids`; and the others.
         """
-        lengths, block_ids = self.table.reader().index_arrays()
-        layout = self.table.region.layout
+        lengths, block_ids = self.table._engine.reader().index_arrays()
+        layout = self.table._engine.region.layout
 
         def inside(which: Array) -> int:
             bad: int = gathering.resolve(
@@ -122,7 +124,7 @@ class TierRows:
             return bad
 
         hits, outside = self._split(slots, inside)
-        self.table.tier_reader().count_hits(len(hits))
+        self.table._engine.tier_reader().count_hits(len(hits))
         return hits, outside
 
     def _split(self, slots: Array, inside: Callable[[Array], int]) -> tuple[Array, Array]:
@@ -134,7 +136,7 @@ class TierRows:
         Returns:
             Entries in memory and on disk only, int64 each.
         """
-        extent = self.table.index.arrays.extent
+        extent = self.table._engine.index.arrays.extent
         while True:
             places = extent[slots, 1]
             which, outside = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
@@ -142,7 +144,7 @@ class TierRows:
             if not bad:
                 return which, outside
             if (extent[slots, 1] == places).all():  # else some were moved to disk meanwhile, and may be back
-                self.table.reader().check_gathered(bad)
+                self.table._engine.reader().check_gathered(bad)
 
     def read(
         self,
@@ -155,7 +157,7 @@ class TierRows:
     ) -> None:
         """Read trajectories that lie on disk only, and gather their windows. Arguments and errors as of `gather`."""
         bad = self._staged.read(columns, sources, slots, anchors, generations, rows)
-        self.table.reader().check_gathered(bad)
+        self.table._engine.reader().check_gathered(bad)
 
 
 class TierStaging:

@@ -458,7 +458,7 @@ class ReplayDataset(IterableDataset[Batch]):
         """Wait until the rate limiter permits the first batch; later calls return at once."""
         limiter = self.table.rules.rate_limiter
         if self.rate_limited and limiter is not None and len(self.table) < limiter.min_size:
-            self.table.reader().await_samplable(self._num_drawn)
+            self.table._engine.reader().await_samplable(self._num_drawn)
 
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
@@ -474,7 +474,7 @@ class ReplayDataset(IterableDataset[Batch]):
         # A generator: an iterator dropped before its first request does not use up an epoch.
         refuse_capture(self.device, "a batch")
         position = self._position
-        epoch, before, step = position.begin(self.table.region.lock.run)
+        epoch, before, step = position.begin(self.table._engine.region.lock.run)
         prefetch = 0 if in_worker else self.prefetch
 
         def consumer() -> None:
@@ -520,7 +520,7 @@ class ReplayDataset(IterableDataset[Batch]):
         """Yield the draws of this rank's batches `number`, number + every, ... of an epoch, with the items to draw
         from, or None for the items present at the draw."""
         if self.rate_limited and self.table.rules.rate_limiter is not None:
-            self.table.reader().await_samplable(self._num_drawn)  # the table may be empty until then
+            self.table._engine.reader().await_samplable(self._num_drawn)  # the table may be empty until then
         draws = self._epoch_draws()
 
         def look() -> tuple[Any, float]:
@@ -529,7 +529,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
         view, count = self._begin_epoch(look, fresh=number == 0)
         if draws.rank == number == 0 and (epoch == 0 or get_worker_info() is None):
-            self.table.notice_waste()
+            self.table._engine.notice_waste()
             self._noticed_epoch = self._noticed_epoch or self._notice_epoch(view)
             self._notice_uneven(view)
         yield from draws.draws(
@@ -553,7 +553,7 @@ class ReplayDataset(IterableDataset[Batch]):
         rank, world = self._rank()
         self._check_sharing(every, world)
         if self.rate_limited and self.table.rules.rate_limiter is not None:
-            self.table.reader().await_samplable(self._num_drawn)
+            self.table._engine.reader().await_samplable(self._num_drawn)
         selection = self._selected()
         most = math.inf if self.batches_per_epoch is None else self.batches_per_epoch
         view, most = self._begin_epoch(lambda: (selection.await_items(), most), fresh=number == 0)
@@ -806,8 +806,8 @@ class ReplayDataset(IterableDataset[Batch]):
         if self._selection is None or options != self._selected_for:
             self._selected_for = options
             for table in self.shards.own.values() if self.shards is not None else (self.table,):
-                if table.has_tier:
-                    table.prefer_in_memory(self.selector.keeps)
+                if table._engine.has_tier:
+                    table._engine.prefer_in_memory(self.selector.keeps)
             self._selection = selection_for(
                 SelectionContext(*options),
                 # A state may precede the prefetched batches and one that a trainer fetched ahead.
@@ -1077,7 +1077,7 @@ class ReplayDataset(IterableDataset[Batch]):
         unfilled = 0
         for table in own or (self.table,):
             each = dataclasses.replace(context, table=table)
-            slots = table.reader().snapshot().slots
+            slots = table._engine.reader().snapshot().slots
             if each.subset is not None:
                 slots = slots[dataclasses.replace(each, complete=None, late=0).chosen(slots)]
             if each.late:

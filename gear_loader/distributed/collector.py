@@ -151,7 +151,7 @@ class ShardCollector(Collector):
     @property
     def regions(self) -> list[Region]:
         """See `Collector.regions`."""
-        return [table_here(self.shards, shard).region for shard in self.shards.local_shards()]
+        return [table_here(self.shards, shard)._engine.region for shard in self.shards.local_shards()]
 
     def buffers(self, *, shared: bool = False) -> ShardBuffers:
         """See `Collector.buffers`."""
@@ -278,14 +278,14 @@ class ShardCollector(Collector):
         lost: list[Array] = []
         for shard, shard_rows in self._by_shard(rows, which):
             table, plan = table_here(self.shards, shard), self._plans(buffers, shard).steps
-            if table.has_tier:
+            if table._engine.has_tier:
                 sources = [output.column for output in buffers.outputs]
                 gather = functools.partial(self._tier_of(shard).gather, plan.table.numpy(), sources)
                 lost.append(self._unless_lost(shard, rows, shard_rows, gather)[1])
                 continue
             records = rows.records[shard_rows]
             slots, anchors = (np.ascontiguousarray(records[name]) for name in ("slot", "step"))
-            extent, block_ids = table.reader().index_arrays()
+            extent, block_ids = table._engine.reader().index_arrays()
             bad = threads.gather(
                 plan.table.numpy(),
                 slots,
@@ -296,7 +296,7 @@ class ShardCollector(Collector):
                 self._row_bytes,
                 rows=shard_rows,
             )
-            table.reader().check_gathered(bad)
+            table._engine.reader().check_gathered(bad)
         return _concatenated(lost)
 
     def _tier_of(self, shard: int) -> TierRows:
@@ -326,7 +326,7 @@ class ShardCollector(Collector):
                 read(slots, anchors, generations, which)
                 break
             except LostRowsError as error:
-                table_here(self.shards, shard).remove_lost(error)
+                table_here(self.shards, shard)._engine.remove_lost(error)
                 bad = np.isin(records["slot"], error.slots)
                 lost.append(which[bad])
                 which = which[~bad]
@@ -458,7 +458,7 @@ def table_here(shards: Shards, shard: int) -> Table:
 
 def present(shards: Shards, shard: int, records: Array, tickets: ReadTickets) -> Array:
     """Take a read ticket for a shard of this node; return which of its rows are present, bool [n]."""
-    reader = table_here(shards, shard).reader()
+    reader = table_here(shards, shard)._engine.reader()
     if shard not in tickets:
         tickets[shard] = Ticket()
         reader.begin_read(tickets[shard])

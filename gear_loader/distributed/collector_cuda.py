@@ -152,7 +152,7 @@ class CudaShardCollector(ShardCollector):
         claims: list[tuple[int, slice]] = []
         lost: list[Array] = []
         for shard, shard_rows in self._by_shard(rows, which):
-            if table_here(self.shards, shard).has_tier:
+            if table_here(self.shards, shard)._engine.has_tier:
                 lost.append(self._gather_tiers_of(shard, buffers, rows, shard_rows, claims))
                 continue
             records = rows.records[shard_rows]

@@ -66,7 +66,7 @@ def collector_for(
         made = kind(shards, windows, weighs=selector.weighs, **options)
     else:
         if device.type == "cuda" and selector.by_priority:
-            table.region.pin(device)  # draws read it too, so it cannot be pinned during the iteration
+            table._engine.region.pin(device)  # draws read it too, so it cannot be pinned during the iteration
         made = Collector(table, windows, weighs=selector.weighs, informs=informs, **options)
     made.stream_priority = stream_priority
     return made

@@ -140,7 +140,7 @@ class ShardPackedCollector(PackedCollector):
     @property
     def regions(self) -> list[Region]:
         """See `Collector.regions`."""
-        return [table_here(self.shards, shard).region for shard in self.shards.local_shards()]
+        return [table_here(self.shards, shard)._engine.region for shard in self.shards.local_shards()]
 
     # ---------------------------------------------------------------- collecting
 
@@ -229,7 +229,7 @@ class ShardPackedCollector(PackedCollector):
             for name in records.dtype.names or ():
                 rows.records[name][left] = records[name]
             rows.shards[left] = shard
-            extent = table_here(self.shards, shard).reader().index_arrays()[0]
+            extent = table_here(self.shards, shard)._engine.reader().index_arrays()[0]
             alive = present(self.shards, shard, rows.records[left], rows.tickets)
             rows.records["steps"][left] = extent[rows.records["slot"][left], 0]
             if isinstance(rows, PackedShardRows):
@@ -256,7 +256,7 @@ class ShardPackedCollector(PackedCollector):
             try:
                 self._gather_shard(buffers, shard, slots, generations, spans, which)
             except LostRowsError as error:
-                table_here(self.shards, shard).remove_lost(error)
+                table_here(self.shards, shard)._engine.remove_lost(error)
                 lost.append(which[np.isin(slots[which], error.slots)])
         unread: Array = np.concatenate(lost)
         self.num_gone += len(unread)
@@ -274,7 +274,7 @@ class ShardPackedCollector(PackedCollector):
         """Gather rows of one shard of this node; see `PackedCollector._copy`."""
         table = table_here(self.shards, shard)
         bad = self._copy(buffers, table, slots, generations, spans, which)
-        table.reader().check_gathered(bad)
+        table._engine.reader().check_gathered(bad)
 
     def _finish(self, buffers: PackedBuffers, rows: ShardRows, spans: Array, far: ServedRows) -> None:
         """Place the rows of other nodes, and write what else the batch has."""

@@ -59,7 +59,7 @@ def selection_for(
     if (
         alone
         and device.type == "cuda"
-        and context.table.region.pin(device)
+        and context.table._engine.region.pin(device)
         and not _host_draws(context, shared)
     ):
         return CudaPrioritizedSelection(context, history=history, device=device)
@@ -72,7 +72,11 @@ def _host_draws(context: SelectionContext, shared: bool) -> bool:
     """Whether the host has to know, batch by batch, what was drawn or updated."""
     needs = context.counts or context.waits or context.selector.freshness < 1
     needs |= shared and context.selector.unit == "trajectory"
-    if not needs and context.table.rules.on_full != "evict_lowest_priority" and not context.table.has_tier:
+    if (
+        not needs
+        and context.table.rules.on_full != "evict_lowest_priority"
+        and not context.table._engine.has_tier
+    ):
         return False
     notice(
         "host-draws",

@@ -56,11 +56,11 @@ def gathered(table: gear.Table, windows: list[tuple[str, gear.Window]], seed: in
     """Gather these windows both ways, and compare all bytes; return the memory of the records."""
     random = np.random.default_rng(seed)
     slots = random.choice(table.indices(), BATCH)
-    anchors = random.integers(0, table.reader().index_arrays()[0][slots, 0])
-    extent, block_ids = table.reader().index_arrays()
+    anchors = random.integers(0, table._engine.reader().index_arrays()[0][slots, 0])
+    extent, block_ids = table._engine.reader().index_arrays()
     expected, found, staging = outputs_of(table, windows), outputs_of(table, windows), Staging()
     columns = plans_of(table, expected).steps.table.numpy()
-    steps = table.region.layout.block_steps
+    steps = table._engine.region.layout.block_steps
     assert gathering.gather(columns, slots, anchors, extent, block_ids, steps, 0, BATCH, None) == 0
     plans = plans_of(table, found, staging)
     given: Any = [
