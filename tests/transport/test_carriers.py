@@ -195,7 +195,7 @@ def test_requests_of_all_kinds(kind: Kind, here: bool) -> None:
             slot = int(stored.result(PATIENCE)[0])
             update = PriorityUpdates(np.array([slot]), np.zeros(1, np.int64), None, np.float32([7.5]))
             assert peer.ask(Update(name, update, True), here=here).result(PATIENCE) == 0
-            assert table.reader().arrays.priority[slot] == 7.5
+            assert table._engine.reader().arrays.priority[slot] == 7.5
             assert numbers_of(table)[-1] == 50 + length
             table.remove(slot)
         assert b"free_steps" in peer.ask(Metadata("capacity", name), here=here).result(PATIENCE)
