@@ -15,7 +15,8 @@ from gear_loader.storage.schema import Schema
 from gear_loader.transport import wire_messages as messages
 from gear_loader.transport.channel import Bytes
 from gear_loader.transport.message_schema import read_schema, round_up, shown
-from gear_loader.transport.wire import Kind, Limits, ProtocolError
+from gear_loader.transport.wire import Limits, ProtocolError
+from gear_loader.transport.wire_messages import WireMessage
 from gear_loader.utils.arrays import Array
 
 __all__ = ["MOST_PART", "Advance", "Advanced", "Fill", "Metadata", "Part", "Question", "Unfilled", "Update"]
@@ -26,24 +27,27 @@ MOST_PART = 1 << 22
 _T = TypeVar("_T")
 
 
-class Question(Generic[_T]):
-    """A message to a server and what its answer means.
+class _Declared:
+    """A message whose fields are those of its declaration."""
 
-    Attributes:
-        table: name of the table. kind, answer: kinds of both messages. small_bytes: most bytes of the answer's small
-            part.
-        rows: number of rows that it names.
-    """
-
-    kind: ClassVar[Kind]
-    answer: ClassVar[Kind] = Kind.DESCRIBED
-    small_bytes: ClassVar[int] = 0
-    rows = 0
-    table: str
+    message: ClassVar[WireMessage]
 
     def pack(self) -> bytes:
         """The small part."""
-        raise NotImplementedError
+        return self.message.pack(**vars(self))
+
+
+class Question(_Declared, Generic[_T]):
+    """A message to a server and what its answer means.
+
+    Attributes:
+        table: name of the table. answer: declaration of the answer; None for DESCRIBED, which has a bulk part only.
+        rows: number of rows that it names.
+    """
+
+    answer: ClassVar[WireMessage | None] = None
+    rows = 0
+    table: str
 
     def what(self) -> str:
         """What is asked for, in errors."""
@@ -53,11 +57,13 @@ class Question(Generic[_T]):
         """The result, of the answer's small part, or bulk part."""
         raise NotImplementedError
 
+    def repeated(self) -> Question[_T]:
+        """The question where it may have been executed before."""
+        return self
+
 
 class _RowChange(Question[int]):
     """A change of rows; the answer is the number of those of removed trajectories, which were skipped."""
-
-    small_bytes = 8
 
     def finish(self, received: memoryview) -> int:
         stale: int = messages.UPDATED.parse(received).stale
@@ -73,8 +79,7 @@ class Update(_RowChange):
         strict: whether a row of a removed trajectory is an error.
     """
 
-    kind = Kind.UPDATE
-    answer = Kind.UPDATED
+    message, answer = messages.UPDATE, messages.UPDATED
 
     table: str
     updates: PriorityUpdates
@@ -88,7 +93,6 @@ class Update(_RowChange):
         return f"{self.rows:,} priorities to be set in table {self.table!r}"
 
     def pack(self) -> bytes:
-        """Serialize."""
         updates = self.updates
         return messages.UPDATE.pack(
             n=len(updates.slots),
@@ -114,7 +118,7 @@ class Update(_RowChange):
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Part(_Declared):
     """Steps of a trajectory that is committed later.
 
     Attributes:
@@ -126,9 +130,7 @@ class Part:
     number: int
     rows: int
 
-    def pack(self) -> bytes:
-        """Serialize."""
-        return messages.PART.pack(**vars(self))
+    message = messages.PART
 
     @classmethod
     def parse(cls, small: Bytes, bulk: int) -> Part:
@@ -157,8 +159,7 @@ class Fill(_RowChange):
         strict: whether a row of a removed trajectory is an error. again: whether it may have been executed before.
     """
 
-    kind = Kind.FILL
-    answer = Kind.FILLED
+    message, answer = messages.FILL, messages.FILLED
 
     table: str
     schema: Schema
@@ -214,8 +215,10 @@ class Fill(_RowChange):
     def what(self) -> str:
         return f"{self.rows:,} rows ({self.bulk_bytes:,} bytes) to be filled in table {self.table!r}"
 
+    def repeated(self) -> Fill:
+        return dataclasses.replace(self, again=True)
+
     def pack(self) -> bytes:
-        """Serialize."""
         described = json.dumps([self.schema.to_json(), list(self.names)], separators=(",", ":")).encode()
         known = {name: getattr(self, name) for name in messages.FILL.fields.keys() & vars(self).keys()}
         return messages.FILL.pack(
@@ -266,7 +269,7 @@ class Unfilled(Question[Array]):
         table: name of the table. names: of late columns; none for all.
     """
 
-    kind = Kind.UNFILLED
+    message = messages.UNFILLED
 
     table: str
     names: tuple[str, ...]
@@ -281,7 +284,6 @@ class Unfilled(Question[Array]):
         return np.frombuffer(received, dtype="<i8").astype(np.int64).reshape(2, -1)
 
     def pack(self) -> bytes:
-        """Serialize."""
         return messages.UNFILLED.pack(n=len(self.names), **vars(self))
 
     @classmethod
@@ -305,9 +307,7 @@ class Advance(Question["Advanced"]):
         identity: of the request, the same each time that it is sent. again: whether it may have been executed before.
     """
 
-    kind = Kind.ADVANCE
-    answer = Kind.ADVANCED
-    small_bytes = messages.ADVANCED.most()
+    message, answer = messages.ADVANCE, messages.ADVANCED
 
     table: str
     version: int
@@ -321,9 +321,8 @@ class Advance(Question["Advanced"]):
     def finish(self, received: memoryview) -> Advanced:
         return Advanced.parse(received)
 
-    def pack(self) -> bytes:
-        """Serialize."""
-        return messages.ADVANCE.pack(**vars(self))
+    def repeated(self) -> Advance:
+        return dataclasses.replace(self, again=self.memory > 0)
 
     @classmethod
     def parse(cls, small: Bytes) -> Advance:
@@ -348,7 +347,6 @@ class Advanced(NamedTuple):
     done: bool
 
     def pack(self) -> bytes:
-        """Serialize."""
         return messages.ADVANCED.pack(**self._asdict())
 
     @classmethod
@@ -369,17 +367,13 @@ class Metadata(Question[bytes]):
         name: of the metadata; see `Server.metadata`. table: name of the table.
     """
 
-    kind = Kind.METADATA
+    message = messages.METADATA
 
     name: str
     table: str
 
     def what(self) -> str:
         return f"{self.name!r} of table {self.table!r}"
-
-    def pack(self) -> bytes:
-        """Serialize."""
-        return messages.METADATA.pack(**vars(self))
 
     def finish(self, received: memoryview) -> bytes:
         return bytes(received)

@@ -20,8 +20,16 @@ from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.loop import EventLoop, event_loop
 from gear_loader.transport.loop_link import LoopLink
 from gear_loader.transport.request import Answer, Request
-from gear_loader.transport.store_message import One, OneStore, Store, step_places
-from gear_loader.transport.trajectory_rows import Rows, Stacked, bulk_parts, contiguous
+from gear_loader.transport.store_message import (
+    One,
+    OneStore,
+    Rows,
+    Stacked,
+    Store,
+    bulk_parts,
+    contiguous,
+    step_places,
+)
 from gear_loader.transport.wire import Fields, Kind, ProtocolError
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import Future, new_mutex
@@ -388,17 +396,18 @@ class Peer:
             question: what. bulk: its bulk part. seconds: until the deadline; by default the peer's timeout.
             here: as for `fetch`; it is then answered when this returns, unless the event loop makes the request.
         """
+        answer = question.answer
         return self._submit(
             Request(
-                kind=question.kind,
+                kind=question.message.kind,
                 small=question.pack(),
-                answer=question.answer,
+                answer=Kind.DESCRIBED if answer is None else answer.kind,
                 finish=question.finish,
                 what=question.what,
                 seconds=self._timeout if seconds is None else seconds,
                 bulk=bulk,
                 bulk_bytes=sum(each.nbytes for each in bulk),
-                small_bytes=question.small_bytes,
+                small_bytes=0 if answer is None else answer.most(),
                 rows=question.rows,
             ),
             here=here,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import os
@@ -24,10 +23,9 @@ from gear_loader.storage.ids import CLIENT_ORIGIN, joined, joined_one
 from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
-from gear_loader.transport.change_messages import Advance, Advanced, Fill, Unfilled, Update
+from gear_loader.transport.change_messages import Advance, Advanced, Fill, Question, Unfilled, Update
 from gear_loader.transport.client import Peer
-from gear_loader.transport.store_message import OneStore
-from gear_loader.transport.trajectory_rows import Rows, Stacked
+from gear_loader.transport.store_message import OneStore, Rows, Stacked
 from gear_loader.transport.wire import PartsMissingError
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import new_mutex
@@ -263,12 +261,7 @@ class Delivery:
             StaleIndexError: with `strict`. PeerTimeoutError: no answer before the deadline; they may be set or not.
             HandshakeError, TransportError: as `store`.
         """
-        request = Update(self._table, updates, strict)
-
-        def attempt(_: bool, seconds: float) -> int:
-            return self._peer.ask(request, seconds=seconds, here=True).result()
-
-        return until_done(attempt, "the priorities may be set or not", timeout=self.timeout)
+        return self._ask(Update(self._table, updates, strict), "the priorities may be set or not")
 
     def fill(self, slots: Array, generations: Array, values: list[LateValues], *, strict: bool) -> int:
         """Write late columns, and wait for it; a request whose answer is lost is sent again, and executed once.
@@ -290,13 +283,7 @@ class Delivery:
         identity = int.from_bytes(os.urandom(8), "little")
         request = Fill(self._table, self._schema, names, slots, generations, lengths, identity, strict)
 
-        data = [request.bulk(values)]
-
-        def attempt(again: bool, seconds: float) -> int:
-            asked = dataclasses.replace(request, again=again)
-            return self._peer.ask(asked, bulk=data, seconds=seconds, here=True).result()
-
-        return until_done(attempt, "the columns may be filled or not", timeout=self.timeout)
+        return self._ask(request, "the columns may be filled or not", bulk=[request.bulk(values)])
 
     def advance(self) -> int:
         """Raise the version of the policy by one, and wait for it; a request whose answer is lost is sent again.
@@ -315,24 +302,24 @@ class Delivery:
         ):  # asks first; then again if another client was faster, or the server has changed
             identity = int.from_bytes(os.urandom(8), "little")
             request = Advance(self._table, found.version, found.memory, identity)
-
-            def attempt(again: bool, seconds: float, request: Advance = request) -> Advanced:
-                asked = dataclasses.replace(request, again=again and request.memory > 0)
-                return self._peer.ask(asked, seconds=seconds, here=True).result()
-
-            what = "the version may be raised or not"
-            found = until_done(attempt, what, timeout=self.timeout, total=backoff.left)
+            found = self._ask(request, "the version may be raised or not", total=backoff.left)
         return found.version
 
     def unfilled(self, names: tuple[str, ...]) -> tuple[Array, Array]:
         """Slots and generations of trajectories that wait for late columns, int64 [n] each; see `Table.unfilled`."""
-        request = Unfilled(self._table, names)
-
-        def attempt(_: bool, seconds: float) -> Array:
-            return self._peer.ask(request, seconds=seconds, here=True).result()
-
-        slots, generations = until_done(attempt, "nothing was changed", timeout=self.timeout)
+        slots, generations = self._ask(Unfilled(self._table, names), "nothing was changed")
         return slots, generations
+
+    def _ask(
+        self, question: Question[_T], what: str, *, bulk: Sequence[Array] = (), total: float | None = None
+    ) -> _T:
+        """Ask until there is an answer; `what` and `total` as of `until_done`."""
+
+        def attempt(again: bool, seconds: float) -> _T:
+            asked = question.repeated() if again else question
+            return self._peer.ask(asked, bulk=bulk, seconds=seconds, here=True).result()
+
+        return until_done(attempt, what, timeout=self.timeout, total=total)
 
 
 def fill_parts(

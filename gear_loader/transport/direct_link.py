@@ -187,11 +187,6 @@ class DirectLink:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, wait)
 
-    def _live(self, session: Session) -> socket.socket:
-        if self._socket is None or session is not self._session:
-            raise ConnectionResetError("the connection was closed")
-        return self._socket
-
     def _send(self, parts: Sequence[Bytes | bytes], request: Request[Any], deadline: float) -> None:
         connection = self._socket
         if connection is None:
@@ -214,7 +209,9 @@ class DirectLink:
         Raises:
             _NotYet: nothing has come until `end`, of `time.monotonic`; the next call goes on.
         """
-        connection = self._live(session)
+        connection = self._socket
+        if connection is None or session is not self._session:
+            raise ConnectionResetError("the connection was closed")
         if end is not None:
             self._wait(connection, deadline, end)
         self._limit(connection, deadline - time.monotonic())

@@ -36,9 +36,9 @@ from gear_loader.transport.delivery import Delivery, fill_parts, until_done
 from gear_loader.transport.handshake import check_secret, read_secret
 from gear_loader.transport.spool import Spool
 from gear_loader.transport.spool_sink import SpoolSink
+from gear_loader.transport.store_message import Rows, Stacked
 from gear_loader.transport.table_report import TableReport
 from gear_loader.transport.tls import client_context
-from gear_loader.transport.trajectory_rows import Rows, Stacked
 from gear_loader.transport.urls import Place, split_url
 from gear_loader.transport.wire import Kind
 from gear_loader.utils.arrays import Array, shown

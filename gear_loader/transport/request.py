@@ -36,7 +36,7 @@ class Answer(Protocol[_Result]):
         """The error of the request, or None. Raises TimeoutError after `timeout` seconds."""
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Request(Generic[_T]):
     """One request; an `Answer` once `receive` is known.
 

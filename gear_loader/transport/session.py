@@ -81,17 +81,17 @@ class Session:
 
     def messages(self, request: Request[Any]) -> list[tuple[Bytes | bytes, ...]]:
         """The messages of a request in their parts, to be sent in this order; from now on its answer is expected."""
+        if request.spec is None:
+            return [self._message(request)]
         parts: list[tuple[Bytes | bytes, ...]] = []
-        if request.spec is not None:
-            number = self._specs.pop(request.spec, None)
-            if number is None:
-                opening = self._opening(request.spec, request.seconds)
-                number = messages.OPENED.parse(opening.small[:4]).number
-                parts.append(self._message(opening))
-            self._specs[request.spec] = number
-            request.small[:4] = np.frombuffer(number.to_bytes(4, "little"), dtype=np.uint8)  # type: ignore[index]
-        parts.append(self._message(request))
-        return parts
+        number = self._specs.pop(request.spec, None)
+        if number is None:
+            opening = self._opening(request.spec, request.seconds)
+            number = messages.OPENED.parse(opening.small[:4]).number
+            parts.append(self._message(opening))
+        self._specs[request.spec] = number
+        request.small[:4] = np.frombuffer(number.to_bytes(4, "little"), dtype=np.uint8)  # type: ignore[index]
+        return [*parts, self._message(request)]
 
     def _message(self, request: Request[Any]) -> tuple[Bytes | bytes, ...]:
         self._number += 1

@@ -206,15 +206,17 @@ class SpoolSink:
         size = (room - self._room) * self._step_bytes * len(self.lanes)
         (self._spool.reserve if waits else self._spool.hold)(holder, holder.size + size)
         self._held += 0 if self._alone else size
-        buffer = taken
-        if buffer is None:
-            lead = (room,) if self._alone else (len(self.lanes), room)
-            columns = self._steps.items()
-            piece = {name: np.empty((*lead, column.step_bytes), np.uint8) for name, column in columns}
-            buffer = Buffer(room, piece, [])
+        buffer = self._new_buffer(room) if taken is None else taken
         for name, values in self._buffer.piece.items() if self._room else ():
             buffer.piece[name][..., : self._room, :] = values
         self._buffer, self._room = buffer, room
+
+    def _new_buffer(self, room: int) -> Buffer:
+        lead = (room,) if self._alone else (len(self.lanes), room)
+        columns = self._steps.items()
+        return Buffer(
+            room, {name: np.empty((*lead, each.step_bytes), np.uint8) for name, each in columns}, []
+        )
 
     def _grown(self, steps: int) -> int:
         """Steps of each lane that a buffer for so many is made for."""
@@ -305,12 +307,8 @@ class SpoolSink:
             return
         if self._alone:
             room = self._common_room(count)
-            buffer = self._spool.take_buffer(room, room)
-            if buffer is None:
-                columns = self._steps.items()
-                piece = {name: np.empty((room, column.step_bytes), np.uint8) for name, column in columns}
-                buffer = Buffer(room, piece, [])
-            self._buffer, self._room = buffer, room
+            self._buffer = self._spool.take_buffer(room, room) or self._new_buffer(room)
+            self._room = room
         for name, values in self._matrix().items():
             values[lane, :count] = common[name]
         self.lanes[lane, LANE_STEPS] = self.lanes[lane, LANE_COMMON] = count

@@ -15,7 +15,7 @@ from transport_common import PATIENCE, Serving, generations_of, poisoned, servin
 import gear_loader as gear
 from gear_loader.transport import Peer
 from gear_loader.transport.delivery import Delivery
-from gear_loader.transport.trajectory_rows import Rows
+from gear_loader.transport.store_message import Rows
 
 FILES = ("direct_link.py", "session.py", "request.py", "mutex.py")
 ONCE = ("connected", "_connected")  # they connect; not in every call

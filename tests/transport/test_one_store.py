@@ -28,8 +28,7 @@ from gear_loader.storage.schema import Schema
 from gear_loader.transport import Limits
 from gear_loader.transport.connection import _IN_A_ROW, Connection
 from gear_loader.transport.delivery import Delivery
-from gear_loader.transport.store_message import One, OneStore, Store
-from gear_loader.transport.trajectory_rows import Rows
+from gear_loader.transport.store_message import One, OneStore, Rows, Store
 from gear_loader.transport.wire import HEADER, Header, Kind
 
 KINDS = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,13 @@ from transport_common import (
 import gear_loader as gear
 from gear_loader.transport import Limits, Peer, direct_link
 from gear_loader.transport import socket as carrier
+from gear_loader.transport.request import Answer
 from gear_loader.transport.wire import HEADER, Header, Kind
 
 LONG = {"value": gear.Window(3000)}
 
 
-def fetch(peer: Peer, table: gear.Table, spec: Any, n: int, *, here: bool = True) -> Future[Any]:
+def fetch(peer: Peer, table: gear.Table, spec: Any, n: int, *, here: bool = True) -> Answer[Any]:
     zeros = np.zeros(n, dtype=np.int64)
     generations = np.repeat(generations_of(table, [0]), n)
     return peer.fetch(spec, zeros, zeros, generations, poisoned(spec, n), here=here)
@@ -105,18 +105,6 @@ def test_a_large_request_waits_for_answers_that_fill_the_buffers(monkeypatch: py
             answers = fetch(peer, table, wide, 280), fetch(peer, table, narrow, 60_000)
             for answer in answers:
                 answer.result(PATIENCE)
-
-
-def test_a_request_cannot_be_cancelled_under_others() -> None:
-    with named() as table:
-        table.add(rows(0, 5))
-        with serving(str(table.name)) as server:
-            peer, spec = server.peer(), spec_of(table)
-            fetch(peer, table, spec, 2).result(PATIENCE)
-            first, second = fetch(peer, table, spec, 2), fetch(peer, table, spec, 2)
-            assert not first.cancel()
-            assert not second.result(PATIENCE).any()
-            assert not first.result(PATIENCE).any()
 
 
 def test_answers_come_in_the_order_of_the_requests_also_to_one_that_fails() -> None:
