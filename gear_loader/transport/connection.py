@@ -26,6 +26,7 @@ from gear_loader.transport.resources import OpenParts, Resources, Threads, align
 from gear_loader.transport.socket import AHEAD
 from gear_loader.transport.spec import PackedSpec, WindowSpec, read_spec
 from gear_loader.transport.store_message import OneStore, Store
+from gear_loader.transport.table_cache import AttachedTable
 from gear_loader.transport.wire import HEADER, Header, Kind, ProtocolError, check, pack_error
 from gear_loader.utils.arrays import Array
 
@@ -457,14 +458,14 @@ class Connection:
             await self._reply
         out = self._buffer(size)
         waiters = self._resources.threads(opened.spec.table, changes=False)
-        attached = opened.attached or await waiters.run(opened.table)
-        if not attached.is_dirty:
+        table: AttachedTable = opened.attached or await waiters.run(opened.table)
+        if not table.is_dirty:
             try:
-                await self._resources.gatherers.run(lambda: opened.read(attached, rows, out, at_once=True))
+                await self._resources.gatherers.run(lambda: opened.read(table, rows, out, at_once=True))
                 return out
             except LockTimeoutError:
                 pass
-        await waiters.run(lambda: opened.read(attached, rows, out, at_once=False))
+        await waiters.run(lambda: opened.read(table, rows, out, at_once=False))
         return out
 
     def _buffer(self, size: int) -> Array:

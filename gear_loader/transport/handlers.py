@@ -190,8 +190,8 @@ def _update(tables: TableCache, request: Update, _: Array, at_once: bool) -> Rep
         raise PriorityError(
             f"priority[{bad}] is {priorities[bad]}; expected a finite number that is not negative. Nothing was changed."
         )
-    stale, _ = table.reader(at_once).revise(request.updates, strict=request.strict)
-    return Reply(Kind.UPDATED, messages.UPDATED.pack(stale=stale))
+    skipped, _changed = table.reader(at_once).revise(request.updates, strict=request.strict)
+    return Reply(Kind.UPDATED, messages.UPDATED.pack(stale=skipped))
 
 
 def _advance(tables: TableCache, request: Advance, _: Array, at_once: bool) -> Reply:

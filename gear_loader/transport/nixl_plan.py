@@ -184,7 +184,7 @@ def _walk(  # type: ignore[no-untyped-def]
                     or ids[number] < 0
                     or ids[number] >= num_blocks
                 ):
-                    return -1 - b
+                    return -1 - b  # type: ignore[no-any-return]
                 source = base + columns[c, OFFSET] + np.int64(ids[number]) * stride + inside * size
                 transfers = _add_transfer(remote, local, transfers, source, out_base + target, take * size)
                 target += take * size
@@ -393,10 +393,11 @@ class WindowReads(Reads):
 
     def pieces(self, out: Array, records: Array) -> tuple[Array, Array]:
         """Transfers of all rows; see `_transfers`."""
-        rows, ids = np.arange(len(self._rows)), self._rows.block_ids
+        rows, ids, extent = np.arange(len(self._rows)), self._rows.block_ids, self._rows.extent
         assert ids is not None
+        assert extent is not None
         bounds = np.arange(len(ids) + 1) * ids.shape[1]
-        return self._transfers(rows, self._rows.extent, ids.reshape(-1), bounds, bounds[1:] - 1, out, records)
+        return self._transfers(rows, extent, ids.reshape(-1), bounds, bounds[1:] - 1, out, records)
 
 
 class SpanReads(Reads):
@@ -422,7 +423,8 @@ class SpanReads(Reads):
 
     def _wrong(self) -> Array:
         (firsts, counts, _), most = self._rows.spans, self._described.numbers["max_steps"]
-        return self._outside() | (firsts < 0) | (counts < 0) | (firsts > most) | (counts > most)
+        wrong: Array = self._outside() | (firsts < 0) | (counts < 0) | (firsts > most) | (counts > most)
+        return wrong
 
     def _shown(self, row: int) -> str:
         first, count, _ = self._rows.spans[:, row].tolist()

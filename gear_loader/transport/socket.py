@@ -9,8 +9,6 @@ import select
 import socket
 from collections.abc import Awaitable, Callable
 
-import numpy as np
-
 from gear_loader.errors import TransportError
 from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, always, as_bytes, drop_sent
 from gear_loader.transport.loop import within
@@ -20,7 +18,7 @@ __all__ = ["AHEAD", "GONE", "MOST_PARTS", "SocketCarrier", "SocketChannel", "set
 
 AHEAD = 1 << 16
 """Bytes of the read-ahead buffer: larger messages are not received ahead."""
-_PIECE = 1 << 12  # bytes of a piece that is received directly to its place
+_PIECE = 1 << 12  # bytes of a piece that is received directly to its place; and of that buffer at first
 _LITTLE = 2  # milliseconds that a thread which sends waits for room
 _CALLS_IN_A_ROW = 64  # calls without waiting, after which the channel yields to the event loop
 MOST_PARTS = 64
@@ -51,7 +49,7 @@ class SocketChannel(Channel):
         self._reading: asyncio.Future[None] | None = None
         self._writing: asyncio.Future[None] | None = None
         self._watched = False  # whether the loop watches the socket for data
-        self._ahead = np.empty(AHEAD, np.uint8).data  # not touched before it is used
+        self._ahead = memoryview(bytearray(_PIECE))  # grows to AHEAD for a larger message
         self._begin = self._end = 0
         self._at_once: Callable[[], bool] | None = None  # see `fill`
         self._ended = False  # whether it has returned False
@@ -106,6 +104,9 @@ class SocketChannel(Channel):
             rest = self._end - self._begin
             self._ahead[:rest] = bytes(self.ahead()) if rest else b""
             self._begin, self._end = 0, rest
+        if self._end == len(self._ahead):
+            larger = memoryview(bytearray(AHEAD))
+            larger[: self._end], self._ahead = self._ahead, larger
         count = self._receive_some(self._ahead[self._end :])
         if count == 0:
             raise ConnectionResetError(errno.ECONNRESET, GONE)

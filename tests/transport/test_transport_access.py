@@ -93,7 +93,7 @@ def test_a_trajectory_that_is_too_large_for_the_server_is_an_error_at_once() -> 
     limits = Limits(store_bytes=1 << 12)
     with table_of() as table, serving(str(table.name), limits=limits) as server:
         with gear.connect(url_of(server, table), secret=SECRET, timeout=60.0) as remote:
-            with pytest.raises(TransportError, match="at most 65,536 trajectories and 4,096 bytes"):
+            with pytest.raises(TransportError, match="at most 65,536 rows and 4,096 bytes"):
                 remote.add(numbers(STEPS))
             remote.add(numbers(5))
         assert len(table) == 1
