@@ -458,14 +458,17 @@ class Connection:
             await self._reply
         out = self._buffer(size)
         waiters = self._resources.threads(opened.spec.table, changes=False)
-        table: AttachedTable = opened.attached or await waiters.run(opened.table)
-        if not table.is_dirty:
+        table = opened.attached
+        if table is None:
+            table = await waiters.run(opened.table)
+        attached: AttachedTable = table
+        if not attached.is_dirty:
             try:
-                await self._resources.gatherers.run(lambda: opened.read(table, rows, out, at_once=True))
+                await self._resources.gatherers.run(lambda: opened.read(attached, rows, out, at_once=True))
                 return out
             except LockTimeoutError:
                 pass
-        await waiters.run(lambda: opened.read(table, rows, out, at_once=False))
+        await waiters.run(lambda: opened.read(attached, rows, out, at_once=False))
         return out
 
     def _buffer(self, size: int) -> Array:
