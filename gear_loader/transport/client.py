@@ -51,7 +51,8 @@ class Peer:
     failure; a callable `address` is called each time, so a server restarted at another address is found. It cannot be
     used after a fork: create another one in the child.
 
-    Every future ends within `timeout` seconds, with a result or with one of
+    A request returns an `Answer`, a future or what has the same methods to get a result. It ends within `timeout`
+    seconds, with a result or with one of
 
     - HandshakeError: a server of another version, library, schema or secret; both sides are named.
     - PeerTimeoutError: no answer before the deadline. The connection is closed; its other requests fail, too.
@@ -61,10 +62,11 @@ class Peer:
     Messages name the peer, its address, the request and the remedy. A store that failed without an answer may still
     have been executed.
 
-    With ``here=True`` a request is sent by the calling thread over a connection of its own, and its answer received by
-    the thread that asks the future for its result, which is faster: no other thread takes part. Until then the answer
-    waits in the buffers of the sockets, so all that is asked for before should fit there. Such a future must be asked,
-    and its deadline begins then. Where it is not possible, as over UCX, the event loop makes the request.
+    With ``here=True`` a request is sent by the calling thread over a connection of its own, which is faster: no other
+    thread takes part. All but rows are answered when the call returns. An answer with rows is received by the thread
+    that asks for its result. Until then it waits in the buffers of the sockets, so all that is asked for before should
+    fit there; it must be asked for, and its deadline begins then. Where it is not possible, as over UCX, the event loop
+    makes the request.
 
     Args:
         address: such as "socket://10.0.0.2:5555"; or a function that returns it, called in a thread at each connect.
