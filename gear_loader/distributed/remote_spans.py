@@ -11,7 +11,7 @@ import torch
 
 from gear_loader.distributed.remote import PART_BYTES, RemoteShard, Staging
 from gear_loader.native.packed import place_packed
-from gear_loader.transport.packed_spec import PackedSpec
+from gear_loader.transport.spec import PackedSpec
 from gear_loader.utils.arrays import Array
 
 __all__ = ["RemoteSpans", "SpanPart"]

@@ -10,7 +10,7 @@ import gear_loader as gear
 from gear_loader import distributed
 from gear_loader.collection.windows import windows_of
 from gear_loader.errors import SchemaError
-from gear_loader.transport.spec import WindowSpec
+from gear_loader.transport.spec import WindowSpec, read_spec
 
 SCHEMA = {"obs": gear.Column(torch.float32, (3,)), "reward": gear.Column(torch.float32)}
 TRANSITION = {
@@ -71,7 +71,7 @@ def test_what_is_sent_to_servers() -> None:
     schema = filled(0).schema
     spec = WindowSpec("replay", schema, windows_of(schema, TRANSITION, None))
     assert list(spec.windows) == ["next_obs", "obs", "recent", "reward"]
-    read = WindowSpec.from_bytes(spec.to_bytes())
+    read = read_spec(spec.to_bytes())
     assert read.sources == spec.sources
     assert read.pieces(7) == spec.pieces(7)
     assert [piece.row_bytes for piece in spec.pieces(1)] == [12, 12, 48, 4, 1, 1, 4]

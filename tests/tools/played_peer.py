@@ -15,7 +15,7 @@ from gear_loader.distributed.shard_sampler import records_of
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import TransportError
 from gear_loader.storage.states import READY
-from gear_loader.transport.packed_spec import PackedSpec
+from gear_loader.transport.spec import PackedSpec
 
 
 class PlayedPeer:

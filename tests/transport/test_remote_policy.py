@@ -12,7 +12,7 @@ from transport_common import PATIENCE, SECRET, Proxy, serving
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError, TransportError
-from gear_loader.transport.advance_message import Advance
+from gear_loader.transport.change_messages import Advance
 from gear_loader.transport.table_cache import AttachedTable
 
 COLUMNS = {"number": gear.Column(torch.int64), "policy": gear.Column(torch.int64, per="trajectory")}
