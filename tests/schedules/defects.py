@@ -22,7 +22,7 @@ from gear_loader.collection.packed_cuda import CudaPackedBuffers, CudaPackedColl
 from gear_loader.collection.references import BatchReferences
 from gear_loader.distributed.collector_cuda import CudaShardCollector
 from gear_loader.distributed.packed_cuda import CudaShardPackedCollector
-from gear_loader.selection import cuda_updates, prioritized_cuda
+from gear_loader.selection import cuda_leaves, prioritized_cuda
 from gear_loader.selection.budget_planner import PlannedBatch
 from gear_loader.utils import launch_graph
 
@@ -97,11 +97,11 @@ def _callers_memory(patch: pytest.MonkeyPatch) -> None:
     def keep(self: Any, parts: Any) -> None:
         self.parts = tuple(None if part is None else part.detach() for part in parts)
 
-    patch.setattr(cuda_updates.UpdateSlot, "copy", keep)
+    patch.setattr(cuda_leaves.UpdateSlot, "copy", keep)
 
 
 def _one_slot(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cuda_updates, "_SLOTS", 1)
+    patch.setattr(cuda_leaves, "_SLOTS", 1)
     _left_out(Stream, "wait_event", "fill")(patch)
 
 
