@@ -142,7 +142,7 @@ class SpoolSink:
         steps = int(self.lanes[0, LANE_STEPS]) + count
         if steps <= self._waited:
             return
-        cut = steps == self.most and self.overlap
+        cut = steps == self.chunk and self.overlap
         following = self._common_room(self.overlap) if cut else 0
         self._following = episode = Episode()
         try:
