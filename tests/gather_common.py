@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader.collection.collector import resolve
+from gear_loader.collection.tier_rows import resolve
 from gear_loader.kernels.plan import LINE, PAD_EDGE, PAD_HEAD, PAD_KEEP, PAD_TAIL, GatherColumn, GatherPlan
 
 POISON = 77

@@ -3,7 +3,7 @@
 On the CPU, of workloads W1 (whole trajectories), W2 (windows) and single steps, see `benchmarks.workloads`. The
 yardstick is one ``torch.Tensor.copy_`` of as many bytes as the batch's columns have, in one piece from a random place
 of a range as large as the table into a buffer that is kept. "memcpy, rows" copies each row from a random place, which
-is what a gather of short rows can be compared with. `Collector.collect` and `index_select` (for windows in three ways,
+is what a gather of short rows can be compared with. `Collector.gather` and `index_select` (for windows in three ways,
 see `PlainWindows`) write the same buffers again and again, rows drawn beforehand; ``x[idx]`` takes fresh memory;
 `dataset` goes from the draw to the batch. All use as many threads; all but `DataLoader` give the same columns and mask.
 
@@ -69,7 +69,7 @@ from benchmarks.workloads import (
     expect,
     poison,
 )
-from gear_loader.collection.collector import Collector
+from gear_loader.collection.collector import TableRows, collector_for
 from gear_loader.storage.selected_rows import SelectedRows
 
 BATCHES, QUICK_BATCHES = (32, 256, 1024), (32, 128)
@@ -151,7 +151,7 @@ def _compare(session: Session, data: Data, tables: dict[int, gear.Table], batch:
 
     def collector(steps: int, table: gear.Table) -> Variant:
         windows = dict.fromkeys(workload.schema, workload.window)
-        found = Collector(table, windows, batch_size=batch, device=torch.device("cpu"))
+        found = collector_for(TableRows(table), windows, batch_size=batch, device=torch.device("cpu"))
         buffers, slots = found.buffers(), table.indices()
         generations = table.reader().slot_states()[1][slots]
 

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from gear_loader.collection.batches import Batch
-from gear_loader.collection.collector import Buffers, Collector, clone_batch
+from gear_loader.collection.buffers import Buffers, clone_batch
+from gear_loader.collection.collector import Collector
 from gear_loader.collection.references import can_count
 from gear_loader.collection.ticket_releaser import TicketReleaser, failure_of, keep_reserved
 from gear_loader.errors import GearError, LockTimeoutError
@@ -357,7 +358,8 @@ class Prefetcher:
             # Allocated on the stream that fills them: the allocator then reuses freed memory only after the work
             # queued there.
             with outside_inference(), self._on_stream():
-                return self.collector.buffers(shared=self._pool.shared)
+                made: Buffers = self.collector.buffers(shared=self._pool.shared)
+                return made
 
     def _deliver(self, buffers: Buffers, count: int) -> Batch:
         gpu = buffers.gpu

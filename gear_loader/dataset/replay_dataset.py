@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from gear_loader.collection.batches import Batch, loader_error, refuse
 from gear_loader.collection.buffer_pools import BufferPools
-from gear_loader.collection.collector import Collector
+from gear_loader.collection.collector import Collector, TableRows, collector_for
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.output import as_jagged, as_padded, as_tensordict, check_nesting
 from gear_loader.collection.prefetch import Prefetcher
@@ -47,8 +47,6 @@ from gear_loader.dataset.table_options import (
     step_budget_of,
 )
 from gear_loader.distributed.budget_planner import ShardBudgetPlanner
-from gear_loader.distributed.collector import ShardCollector
-from gear_loader.distributed.collector_for import collector_for
 from gear_loader.distributed.dealing import RowDealer, deal_all
 from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.local_selection import (
@@ -56,9 +54,9 @@ from gear_loader.distributed.local_selection import (
     gather_states,
     own_state,
 )
-from gear_loader.distributed.packed_collector import ShardPackedCollector
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.selection_for import selection_for
+from gear_loader.distributed.shard_rows import ShardSource
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import GearError, RankError, SchemaError
 from gear_loader.selection.base import Selection, SelectionContext
@@ -1022,16 +1020,16 @@ class ReplayDataset(IterableDataset[Batch]):
     @property
     def num_lost(self) -> int:
         """Rows of `Shards` redrawn so far because their node did not answer (``on_failure="redraw"``)."""
-        return sum(c.num_lost for c in self._shard_collectors())
+        return sum(source.num_lost for source in self._shard_sources())
 
     @property
     def num_gone(self) -> int:
         """Rows of `Shards` redrawn so far because they were evicted between draw and read."""
-        return sum(c.num_gone for c in self._shard_collectors())
+        return sum(source.num_gone for source in self._shard_sources())
 
-    def _shard_collectors(self) -> list[ShardCollector | ShardPackedCollector]:
-        kinds = ShardCollector, ShardPackedCollector
-        return [collector for collector in self._buffers.collectors if isinstance(collector, kinds)]
+    def _shard_sources(self) -> list[ShardSource]:
+        sources = (collector.source for collector in self._buffers.collectors)
+        return [source for source in sources if isinstance(source, ShardSource)]
 
     def _by_priority(self, method: str) -> PrioritizedSelection | GlobalSelection:
         selection = self._selected()
@@ -1140,17 +1138,26 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _collector(self, size: int) -> Collector:
         with beside_captures(self.device):
+            pins: bool | None = None
+            source: Any = TableRows(self.table)
+            if self.shards is not None and self._is_global:
+                source, pins = (
+                    ShardSource(self.shards),
+                    self.device.type == "cuda" and self.shards.pin(self.device),
+                )
+            elif self.device.type == "cuda" and self.selector.by_priority and not self._packs:
+                self.table.region.pin(self.device)
             return collector_for(
-                self.table,
+                source,
                 self.windows,
                 batch_size=size,
                 device=self.device,
-                selector=self.selector,
-                shards=self.shards if self._is_global else None,
                 packed=self._packs,
+                weighs=self.selector.weighs,
                 informs=self.sample_info,
                 programs=self.programs,
                 stream_priority=self.stream_priority,
+                zero_copy=pins,
             )
 
     def check_worker(self, number: int, in_worker: bool) -> None:

@@ -10,7 +10,6 @@ import torch
 from gear_loader.collection.windows import packed_span, reads_final
 from gear_loader.dataset.options import Ranks
 from gear_loader.dataset.position import MAX_WORKERS
-from gear_loader.distributed.packed_collector import check_packed_shards
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import PrivateTableError, SchemaError
 from gear_loader.selection.grouping import Groups
@@ -82,8 +81,11 @@ def check_packed(
     windows: Mapping[str, Any], layout: str, *, shards: Shards | None, scope: str, device: torch.device
 ) -> None:
     """Raise SchemaError if rows cannot be packed on this device, or from these shards."""
-    if shards is not None and scope == "global":
-        check_packed_shards(shards, layout)
+    if shards is not None and scope == "global" and shards.num_stages > 1:
+        raise SchemaError(
+            f"layout={layout!r} was given with Shards of {shards.num_stages} pipeline stages; expected one stage, "
+            "or layout='padded': stages would not know each other's lengths."
+        )
     if reads_final(windows) and (shards is not None or device.type == "cuda"):
         other = "Shards" if shards is not None else f"device={str(device)!r}"
         raise SchemaError(

@@ -10,7 +10,7 @@ import numpy as np
 
 from gear_loader.distributed.dealing import Balance, costs_of
 from gear_loader.distributed.global_selection import GlobalSelection
-from gear_loader.distributed.packed_collector import PackedShardRows, spans_of
+from gear_loader.distributed.shard_rows import ShardRows
 from gear_loader.native.packed import (
     KEPT,
     LONG,
@@ -78,7 +78,7 @@ class ShardBudgetPlanner(BudgetPlanner):
 
     def _plan_step(self) -> None:
         before = self._state
-        parts: list[PackedShardRows] = []
+        parts: list[ShardRows] = []
         while len(parts) < self._ranks * self._micro_batches:
             places, rows, _ = self._choose([])
             if not rows:
@@ -88,47 +88,48 @@ class ShardBudgetPlanner(BudgetPlanner):
         if not parts:
             return
         parts = as_many(parts, self._ranks)
-        costs = [costs_of(part.spans[1], self._kind).sum() for part in parts]
+        costs = [costs_of(_steps(part), self._kind).sum() for part in parts]
         mine = balance(costs, self._ranks)[self._rank].tolist()
         waiting = np.arange(self._queue.shape[1])
         self._state = after = self._waiting(waiting, before.number + len(mine))
         for place, number in enumerate(mine):
             counts, self._counts = self._counts, BudgetCounts()
-            counts.batches, counts.steps = 1, int(parts[number].spans[1].sum())
+            counts.batches, counts.steps = 1, int(_steps(parts[number]).sum())
             # A position within a step is the one before it: the step is planned again.
             state: BudgetState = after if place == len(mine) - 1 else before
             rows = parts[number]
             self._ready.append(PlannedBatch(rows, state, [rows.tickets], counts))
 
-    def _taken(self, places: Array) -> PackedShardRows:
+    def _taken(self, places: Array) -> ShardRows:
         """The rows of the queue at some places, as a batch."""
         weights, shards, records = self._more_of(places)
         assert shards is not None
         assert records is not None
-        return PackedShardRows(
+        return ShardRows(
             shards,
             records,
             None,
             self._spare,
             spans=np.ascontiguousarray(self._queue[QUEUE_FIRST:, places]),
-            weights=weights,
+            known=weights,
             max_steps=self._budget.max_steps,
         )
 
-    def _rows(self, drawn: DrawnPart, ticket: Any) -> PackedShardRows:
+    def _rows(self, drawn: DrawnPart, ticket: Any) -> ShardRows:
         rows = super()._rows(drawn, ticket)
         self._spare = rows.spare
-        weights = None if rows.weigh is None else rows.weigh(rows.records["leaf"])
-        spans = spans_of(rows.records, self._budget.offset, self._budget.length)
-        return PackedShardRows(rows.shards, rows.records, None, rows.spare, spans=spans, weights=weights)
+        rows.known = rows.weights
+        rows.measure(self._budget.offset, self._budget.length)
+        return rows
 
-    def _add(self, rows: PackedShardRows, draw: int, numbers: Array) -> None:
+    def _add(self, rows: ShardRows, draw: int, numbers: Array) -> None:
         names = np.empty((QUEUE_WIDTH, len(rows)), dtype=np.int64)
         records = rows.records
         names[QUEUE_SLOT], names[QUEUE_ANCHOR] = records["slot"], records["step"]
         names[QUEUE_GENERATION], names[QUEUE_DRAW], names[QUEUE_ROW] = records["generation"], draw, numbers
+        assert rows.spans is not None
         names[QUEUE_FIRST:] = rows.spans
-        self._enqueue(names, [rows.weights, rows.shards, records])
+        self._enqueue(names, [rows.known, rows.shards, records])
 
     def _names(self) -> tuple[Array | None, Array | None]:
         return None, None
@@ -155,7 +156,12 @@ class ShardBudgetPlanner(BudgetPlanner):
         return results
 
 
-def as_many(parts: list[PackedShardRows], ranks: int) -> list[PackedShardRows]:
+def _steps(part: ShardRows) -> Array:
+    assert part.spans is not None
+    return part.spans[1]
+
+
+def as_many(parts: list[ShardRows], ranks: int) -> list[ShardRows]:
     """Batches whose number is a multiple of `ranks`: those of most rows are split, about in the middle of their steps.
 
     Where none can be split, because each has one row, the shortest are repeated: fewer than `ranks`.
@@ -165,10 +171,10 @@ def as_many(parts: list[PackedShardRows], ranks: int) -> list[PackedShardRows]:
         largest = max(range(len(parts)), key=lambda i: len(parts[i]))
         whole = parts[largest]
         if len(whole) < 2:
-            shortest = sorted(parts, key=lambda part: int(part.spans[1].sum()))
+            shortest = sorted(parts, key=lambda part: int(_steps(part).sum()))
             missing = itertools.islice(itertools.cycle(shortest), ranks - len(parts) % ranks)
-            return parts + [part.copy() for part in missing]
-        ends = np.cumsum(whole.spans[1])
+            return parts + [part.take(np.ones(len(part), dtype=bool)) for part in missing]
+        ends = np.cumsum(_steps(whole))
         middle = int(np.clip(np.searchsorted(ends, ends[-1] / 2), 1, len(whole) - 1))
         first = np.arange(len(whole)) < middle
         parts[largest : largest + 1] = [whole.take(first), whole.take(~first)]

@@ -12,13 +12,13 @@ import numpy as np
 
 from gear_loader.distributed import state
 from gear_loader.distributed.batch_exchange import BatchExchange
-from gear_loader.distributed.collector import ReadTickets, ShardRows
 from gear_loader.distributed.duplicates import migrated_ids
 from gear_loader.distributed.merging import PassView, empty_error
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.rebalance import Rebalance
 from gear_loader.distributed.row_drawing import CandidateDrawing, RowAssignment, RowDrawing, Rows
 from gear_loader.distributed.samplers import Samplers
+from gear_loader.distributed.shard_rows import ReadTickets, ShardRows
 from gear_loader.distributed.shard_sampler import records_of
 from gear_loader.distributed.shards import Shards
 from gear_loader.distributed.stage_rows import StageRows
@@ -181,7 +181,7 @@ class GlobalSelection(Selection):
         ticket.end()
 
     def draw(self, draw: Draw, ticket: ReadTickets, frozen: Any = None) -> ShardRows:
-        """See `Selection.draw`. The collector takes the read tickets of the shards that it reads."""
+        """See `Selection.draw`. What reads the rows takes the read tickets of their shards."""
         self.exchange.doing = "draws a batch"
         self._begin()
         summaries = self._batches.known_summaries()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.collection.collector import resolve
+from gear_loader.collection.tier_rows import resolve
 from gear_loader.distributed.id_map import IdMap
 from gear_loader.distributed.records import SUMMARY, max_window_blocks, record_dtype
 from gear_loader.distributed.shard_sampler import PrioritizedShardSampler, SnapshotShardSampler

@@ -20,7 +20,7 @@ from options_common import nested, nested_table
 from tier_common import NEVER, spill
 
 import gear_loader as gear
-from gear_loader.collection.packed_sources import TableSources
+from gear_loader.collection.packed_cuda import PackedCuda
 
 played = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 SCHEMA = {
@@ -243,7 +243,7 @@ def test_rows_that_are_moved_to_disk_while_they_are_listed(
     moved = 0
     with made_tiered(tmp_path, packed=packed) as table:
         expected = batches(table, "cpu", batch_size=40, batches_per_epoch=2)
-        list_, sources = TableSources._list, list[int]()
+        list_, sources = PackedCuda._listed, list[int]()
 
         def list_later(self: Any, *args: Any) -> Any:
             nonlocal moved
@@ -251,7 +251,7 @@ def test_rows_that_are_moved_to_disk_while_they_are_listed(
             sources.append(len(args[-1]))
             return list_(self, *args)
 
-        monkeypatch.setattr(TableSources, "_list", list_later)
+        monkeypatch.setattr(PackedCuda, "_listed", list_later)
         for one, two in zip(
             batches(table, DEVICE, batch_size=40, batches_per_epoch=2), expected, strict=True
         ):

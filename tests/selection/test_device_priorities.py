@@ -14,7 +14,7 @@ from cases import mostly_long
 from cuda_common import FakeCuda, FakeEvent
 
 import gear_loader as gear
-from gear_loader.collection.collector import Collector, GpuSide
+from gear_loader.collection.collector import TableRows, collector_for
 from gear_loader.errors import PriorityError, SchemaError, StaleIndexError, TableEmptyError
 from gear_loader.selection.base import Anchor, SelectionContext
 from gear_loader.selection.complete import CompleteAnchors
@@ -25,7 +25,6 @@ from gear_loader.selection.selectors import Draw, Selector
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import DrawPlaces
 from gear_loader.utils.launch_graph import RepeatedWork
-from gear_loader.utils.packing import packed_bytes, packed_views
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here, for CUDA tensors only"
@@ -401,25 +400,17 @@ def test_a_batch_is_gathered_from_what_the_kernels_drew(
     )
     windows = {"value": gear.Window(12, -5)}
     device, host = both(table, SELECTORS[name](unit))
+    weighs = device.context.selector.weighs
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: FakeEvent())
     made = [
-        Collector(table, windows, batch_size=BATCH, device=CPU, weighs=device.context.selector.weighs)
-        for _ in range(2)
+        collector_for(
+            TableRows(table), windows, batch_size=BATCH, device=CPU, weighs=weighs, zero_copy=zero_copy
+        )
+        for zero_copy in (False, True)
     ]
     expected_buffers, buffers = (collector.buffers() for collector in made)
-    parts = [((6, BATCH), torch.int64), ((BATCH, BLOCKS), torch.int32), ((BATCH,), torch.float32)]
-    memory = torch.zeros(packed_bytes(parts), dtype=torch.uint8)
-    mirror: tuple[torch.Tensor, ...] = packed_views(memory, parts)
-    for part in mirror:
+    for part in buffers.mirror.values():
         part.fill_(torch.nan if part.is_floating_point() else -7)
-    random = torch.empty(3, dtype=torch.int64), torch.empty(1)
-    for i, key in enumerate(("index", "anchor", "generation")):
-        buffers.batch[key] = mirror[0][i]
-    if device.context.selector.weighs:
-        buffers.batch["priority_weight"] = mirror[2]
-    else:
-        mirror = mirror[:2]
-    event: Any = FakeEvent()
-    buffers.gpu = GpuSide(None, mirror, random, None, event, event, (memory, memory))
     for step in range(2):
         for value in (buffers.batch["value"], expected_buffers.batch["value"]):
             value.fill_(torch.nan)
