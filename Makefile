@@ -39,8 +39,8 @@ graph-serving: $(READY)
 	$(RUN) examples/graph_serving $(ARGS)
 
 # Once, on two cores; else each of the tests' workers compiles all loops, at the same time.
-$(LOOPS): $(READY) tests/compile_loops.py $(wildcard gear_loader/storage/operations/*.py) gear_loader/storage/inline.py $(wildcard gear_loader/native/*.py)
-	$(RUN) tests/compile_loops.py
+$(LOOPS): $(READY) tests/tools/compile_loops.py $(wildcard gear_loader/storage/operations/*.py) gear_loader/storage/inline.py $(wildcard gear_loader/native/*.py)
+	$(RUN) tests/tools/compile_loops.py
 	@mkdir -p $(@D) && touch $@
 
 test: $(LOOPS)
@@ -51,10 +51,10 @@ test-all: $(LOOPS)
 
 test-emulated: $(READY)
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "not long" --emulated installed $(ARGS) \
-		tests/emulation tests/kernels tests/selection/test_device_priorities.py
+		tests/tools/emulation tests/kernels tests/selection/test_device_priorities.py
 
 rdma-check: $(READY)
-	$(RUN) tests/rdma/machine.py $(ARGS)
+	$(RUN) tests/tools/rdma/machine.py $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -115,7 +115,7 @@ tests() {
 }
 
 # The CPU's loops, which tests and benchmarks would else compile in their own time.
-stage loops 100 loops.log env PYTHONPATH=. "$python" tests/compile_loops.py
+stage loops 100 loops.log env PYTHONPATH=. "$python" tests/tools/compile_loops.py
 tests gather 60 tests/kernels/test_gather_gpu.py
 tests priority 30 tests/kernels/test_priority_gpu.py
 tests place 10 tests/kernels/test_place.py tests/kernels/test_split.py

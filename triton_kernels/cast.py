@@ -17,6 +17,7 @@ import triton.language as tl
 from gear_loader.kernels import cast_plan as _plan
 from gear_loader.kernels.cast_plan import CastPlan
 from gear_loader.kernels.devices import multiprocessors, on_device
+from gear_loader.kernels.tensor_checks import check_programs, grid_size
 
 __all__ = ["cast"]
 
@@ -182,20 +183,18 @@ def cast(plan: CastPlan, count: int, *, programs: int | None = None) -> None:
         ValueError: too many rows, or memory that is not aligned; nothing was launched.
     """
     plan.check_count(count)
-    if programs is not None and programs < 1:
-        raise ValueError(f"programs is {programs}; expected at least 1.")
+    check_programs(programs)
     for _, table, _ in plan.launches:
         if (table[:, [_plan.CAST_SOURCE, _plan.CAST_OUT]] % 16).any():
             raise ValueError(
                 "A source or an output begins at no multiple of 16 bytes; expected what torch allocates."
             )
-    if programs is None:
-        programs = 4 * multiprocessors(plan.device)
+    most = 4 * multiprocessors(plan.device)
     with on_device(plan.device):
         for (given, target, product), table, device_table in plan.launches:
             tiles = plan.tiles(table, count, LAUNCH["TILE"])
             if tiles:
-                cast_kernel[(min(programs, tiles),)](
+                cast_kernel[grid_size(programs, most, tiles)](
                     device_table,
                     len(table),
                     count,

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from gear_loader.kernels.tensor_checks import check_like
+
 __all__ = [
     "CAST_DTYPES",
     "CAST_OUT",
@@ -98,14 +100,11 @@ class CastPlan:
     """
 
     def __init__(self, columns: Sequence[CastColumn]) -> None:
-        if not columns:
-            raise ValueError("No columns were given; expected at least one.")
         for column in columns:
             column.check()
         self.columns = tuple(columns)
+        check_like(columns, [column.out for column in columns])
         self.device, self.num_rows = columns[0].out.device, len(columns[0].out)
-        if any(len(each.out) != self.num_rows or each.out.device != self.device for each in columns):
-            raise ValueError("The columns differ in rows or device; expected the same for all.")
         kinds: dict[tuple[str, str, str], list[list[int]]] = {}
         for column in columns:
             kinds.setdefault(column.kind, []).append(self._row(column))

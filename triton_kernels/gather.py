@@ -33,6 +33,7 @@ import triton.language as tl
 from gear_loader.kernels import plan as _plan
 from gear_loader.kernels.devices import bus_programs, on_device
 from gear_loader.kernels.plan import GatherPlan
+from gear_loader.kernels.tensor_checks import check_programs, check_tensor, grid_size
 
 __all__ = ["gather", "reciprocal"]
 
@@ -251,7 +252,7 @@ def _pointers(address, WORD: tl.constexpr):
 
 @triton.jit
 def _store(b_line, a_out, b_range, i_tile, line_tiles, WORD: tl.constexpr):
-    """Write the parts of lines, int32 [TILE, 32], that are within their windows."""
+    """Write the parts of lines, int32 [TILE, 32], that are within their ranges; bytes if the tile is one of lines."""
     o_word = tl.arange(0, 32)[None, :]
     p_out = _pointers(a_out, WORD)
     b_range = b_range[:, None]
@@ -327,7 +328,7 @@ def _write_mask(
 
 
 # No argument is specialised on its value: a smaller last batch, or one of a single row, must not recompile in
-# mid-epoch, and the code is the same (tests/aot.py shows it).
+# mid-epoch, and the code is the same (tests/tools/aot.py shows it).
 @triton.jit(
     do_not_specialize=[
         *(
@@ -497,25 +498,16 @@ def gather(
         TypeError, ValueError: arguments of another dtype, shape or device; nothing was launched.
     """
     count = plan.check_rows(slots, anchors, rows)
-    if extent.dtype != torch.int64 or extent.shape[1:] != (3,) or not extent.is_contiguous():
-        raise TypeError(
-            f"extent is {extent.dtype} {list(extent.shape)}; expected contiguous torch.int64 [T, 3]."
-        )
-    if block_ids.dtype != torch.int32 or block_ids.ndim != 1 or not block_ids.is_contiguous():
-        raise TypeError(
-            f"block_ids is {block_ids.dtype} {list(block_ids.shape)}; expected contiguous torch.int32 [H]."
-        )
-    if programs is not None and programs < 1:
-        raise ValueError(f"programs is {programs}; expected at least 1.")
+    check_tensor("extent", extent, torch.int64, "[T, 3]")
+    check_tensor("block_ids", block_ids, torch.int32, "[H]")
+    check_programs(programs)
     if count == 0:
         return
-    if programs is None:
-        programs = bus_programs(plan.device)
     magic, shift = reciprocal(plan.block_steps)
     with on_device(plan.device):
         for word, table, device_table in plan.launches:
             lines, masks, line_tiles, mask_tiles = plan.tiles(table, count, TILE, ENTRIES)
-            gather_kernel[(min(programs, line_tiles + mask_tiles),)](
+            gather_kernel[grid_size(programs, bus_programs(plan.device), line_tiles + mask_tiles)](
                 device_table,
                 slots,
                 anchors,

@@ -14,8 +14,9 @@ import triton.language as tl
 
 from gear_loader.kernels import sum_tree as _tree
 from gear_loader.kernels.devices import on_device
-from gear_loader.kernels.priority import check, uniform
+from gear_loader.kernels.priority import uniform
 from gear_loader.kernels.sum_tree import SumTree
+from gear_loader.kernels.tensor_checks import check_tensor
 
 __all__ = ["ANCHORS", "Blocks", "IndexAddresses", "locate", "resolve", "weigh"]
 
@@ -168,7 +169,7 @@ def locate(
         raise ValueError("No anchor was given, but an item is a step.")
     for name, tensor in (("index", index), ("items", items), ("anchor", anchor), ("generation", generation)):
         if tensor is not None:
-            check(name, tensor, torch.int64, (count,), tree.device)
+            check_tensor(name, tensor, torch.int64, (count,), tree.device)
     if count == 0:
         return
     dummy = known.known
@@ -313,11 +314,11 @@ def resolve(
         TypeError, ValueError: other shapes, dtypes or devices; nothing was launched.
     """
     count, device = len(items), known.known.device
-    check("items", items, torch.int64, (count,), device)
+    check_tensor("items", items, torch.int64, (count,), device)
     size = rows.shape[-1]
-    check("rows", rows, torch.int64, (6, max(size, count)), device)
-    check("ids", ids, torch.int32, (size, ids.shape[-1]), device)
-    check("random", random, torch.int64, (3,), random.device)
+    check_tensor("rows", rows, torch.int64, (6, max(size, count)), device)
+    check_tensor("ids", ids, torch.int32, (size, ids.shape[-1]), device)
+    check_tensor("random", random, torch.int64, (3,), random.device)
     if anchor not in ANCHORS or (anchor == "item") != (known.blocks is not None):
         raise ValueError(f"anchor is {anchor!r}; expected one of {ANCHORS}, 'item' where an item is a step.")
     if count == 0:
@@ -397,9 +398,9 @@ def weigh(
         TypeError, ValueError: other shapes, dtypes or devices; nothing was launched.
     """
     count = len(leaves)
-    check("leaves", leaves, torch.float32, (count,), tree.device)
-    check("weights", weights, torch.float32, (count,), tree.device)
-    check("beta", beta, torch.float32, (1,), beta.device)
+    check_tensor("leaves", leaves, torch.float32, (count,), tree.device)
+    check_tensor("weights", weights, torch.float32, (count,), tree.device)
+    check_tensor("beta", beta, torch.float32, (1,), beta.device)
     if count == 0:
         return
     programs = min(triton.cdiv(count, WEIGH["ROWS"]), 32)

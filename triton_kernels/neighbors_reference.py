@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from gear_loader.kernels.priority_reference import uniforms
+from gear_loader.kernels.tensor_checks import check_tensor
 
 __all__ = ["check_draw", "draw"]
 
@@ -43,17 +44,14 @@ def check_draw(
     neighbors: torch.Tensor,
 ) -> tuple[int, int]:
     """Validate the arguments of `draw`; return the number of nodes and the fan-out."""
-    for name, tensor, dtype, dims in (
-        ("indptr", indptr, torch.int64, 1),
-        ("indices", indices, torch.int32, 1),
-        ("nodes", nodes, torch.int64, 1),
-        ("random", random, torch.int64, 1),
-        ("neighbors", neighbors, torch.int64, 2),
+    for name, tensor, dtype, shape in (
+        ("indptr", indptr, torch.int64, "[nodes + 1]"),
+        ("indices", indices, torch.int32, "[edges]"),
+        ("nodes", nodes, torch.int64, "[n]"),
+        ("random", random, torch.int64, "[k]"),
+        ("neighbors", neighbors, torch.int64, "[n, l]"),
     ):
-        if tensor.dtype != dtype or tensor.ndim != dims or not tensor.is_contiguous():
-            raise TypeError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous {dtype} of {dims} dimensions."
-            )
+        check_tensor(name, tensor, dtype, shape)
     if neighbors.device != nodes.device:
         raise ValueError(f"neighbors is on {neighbors.device}; expected {nodes.device}, where the nodes are.")
     if len(neighbors) != len(nodes) or neighbors.shape[1] < 1 or len(random) < 2:

@@ -28,8 +28,9 @@ import triton.language as tl
 
 from gear_loader.kernels import packed_plan as _plan
 from gear_loader.kernels.devices import bus_programs, on_device
-from gear_loader.kernels.gather import _clip, _pointers, _words
+from gear_loader.kernels.gather import _clip, _store
 from gear_loader.kernels.packed_plan import PackedPlan, PackedWork
+from gear_loader.kernels.tensor_checks import check_programs, grid_size
 
 __all__ = ["gather_packed"]
 
@@ -86,22 +87,6 @@ def _lines(base, stride, step_bytes, a_out, block, first, steps, place, i_line):
     end = _clip(steps * step_bytes - o_piece).to(tl.int32)
     b_range = tl.where(end > 0, _clip(-o_piece).to(tl.int32) | (end << 8), 0)
     return base + block * stride + o_line, a_out + place * step_bytes + o_piece, b_range
-
-
-@triton.jit
-def _store(b_line, a_out, b_range, WORD: tl.constexpr):
-    """Write the parts of lines, int32 [TILE, 32], that are within their pieces."""
-    o_word = tl.arange(0, 32)[None, :]
-    p_out = _pointers(a_out, WORD)
-    b_range = b_range[:, None]
-    start, end = _words(b_range & 255, WORD), _words(b_range >> 8, WORD)
-    if WORD == 1:
-        for k in range(4):
-            o_byte = o_word * 4 + k
-            m_byte = (o_byte >= start) & (o_byte < end)
-            tl.store(p_out + o_byte, (b_line >> (8 * k)).to(tl.int8), mask=m_byte)
-    else:
-        tl.store(p_out + o_word, b_line, mask=(o_word >= start) & (o_word < end))
 
 
 @triton.jit
@@ -171,11 +156,11 @@ def packed_kernel(
             eviction_policy="evict_first",
         )
         if i_tile < end_16:
-            _store(b_line, a_out, b_range, 16)
+            _store(b_line, a_out, b_range, 0, 1, 16)
         elif i_tile < end_4:
-            _store(b_line, a_out, b_range, 4)
+            _store(b_line, a_out, b_range, 0, 1, 4)
         else:
-            _store(b_line, a_out, b_range, 1)
+            _store(b_line, a_out, b_range, 0, 1, 1)
 
     # The program's next tile, as if all were in one row.
     begin = line_tiles + (program + programs - line_tiles % programs) % programs
@@ -199,15 +184,12 @@ def gather_packed(plan: PackedPlan, work: PackedWork, *, programs: int | None = 
         TypeError, ValueError: arguments of another dtype, shape or device; nothing was launched.
     """
     work.check(plan.device)
-    if programs is not None and programs < 1:
-        raise ValueError(f"programs is {programs}; expected at least 1.")
+    check_programs(programs)
     end_16, end_4, line_tiles, tiles = work.ends
     if line_tiles == 0:  # no row has a step or a value
         return
-    if programs is None:
-        programs = bus_programs(plan.device)
     with on_device(plan.device):
-        packed_kernel[(min(programs, tiles),)](
+        packed_kernel[grid_size(programs, bus_programs(plan.device), tiles)](
             plan.device_table,
             work.tiles,
             work.groups,

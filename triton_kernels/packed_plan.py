@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from gear_loader.kernels.plan import LINE
+from gear_loader.kernels.tensor_checks import check_tensor, word_of
 
 __all__ = [
     "PACKED_BASE",
@@ -88,8 +89,7 @@ class PackedColumn:
     @property
     def word(self) -> int:
         """Bytes of the words in which its output is written: 16, 4 or 1."""
-        size, address = self.out.shape[1], self.out.data_ptr()
-        return next(word for word in (16, 4, 1) if not size % word and not address % word)
+        return word_of(self.out.shape[1], self.out.data_ptr())
 
 
 class PackedPlan:
@@ -114,10 +114,7 @@ class PackedPlan:
             raise ValueError("No columns were given; expected at least one.")
         for column in columns:
             column.check()
-        if position.dtype != torch.int32 or position.ndim != 1 or not position.is_contiguous():
-            raise TypeError(
-                f"position is {position.dtype} {list(position.shape)}; expected contiguous int32 [capacity]."
-            )
+        check_tensor("position", position, torch.int32, "[capacity]")
         self.columns = tuple(sorted(columns, key=lambda column: -column.word))
         self.device = position.device
         self.position = position
@@ -182,24 +179,14 @@ class PackedWork:
 
     def check(self, device: torch.device) -> None:
         """Raise TypeError or ValueError unless the kernel can read it. Values are not checked."""
-        for name, dtype, dims in (
-            ("pieces", torch.int32, 2),
-            ("groups", torch.int64, 1),
-            ("tiles", torch.int64, 1),
-        ):
-            tensor = getattr(self, name)
-            if tensor.dtype != dtype or tensor.ndim != dims or not tensor.is_contiguous():
-                raise TypeError(
-                    f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous {dtype} with {dims} "
-                    "dimensions."
-                )
-            if tensor.device != device:
-                raise ValueError(f"{name} is on {tensor.device}; expected {device}, where the outputs are.")
+        check_tensor("pieces", self.pieces, torch.int32, "[P, 5]", device=device)
+        check_tensor("groups", self.groups, torch.int64, "[G]", device=device)
+        check_tensor("tiles", self.tiles, torch.int64, "[T]", device=device)
         if list(self.ends) != sorted(self.ends) or self.ends[-1] != len(self.tiles):
             raise ValueError(
                 f"ends is {self.ends} for {len(self.tiles)} tiles; expected that the last is as many."
             )
-        if self.pieces.shape != (sum(self.num_pieces), PIECE_WIDTH):
+        if len(self.pieces) != sum(self.num_pieces):
             raise ValueError(
                 f"pieces is {list(self.pieces.shape)}; expected [{sum(self.num_pieces)}, {PIECE_WIDTH}]."
             )

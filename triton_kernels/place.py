@@ -17,6 +17,7 @@ import triton.language as tl
 from gear_loader.kernels import plan as _plan
 from gear_loader.kernels.devices import bus_programs, on_device
 from gear_loader.kernels.plan import LINE, PlacePlan
+from gear_loader.kernels.tensor_checks import check_programs, grid_size
 
 __all__ = ["place"]
 
@@ -148,20 +149,17 @@ def place(plan: PlacePlan, staging: torch.Tensor, rows: torch.Tensor, *, program
             aligned or not pinned; nothing was launched.
     """
     count = plan.check_rows(staging, rows)
-    if programs is not None and programs < 1:
-        raise ValueError(f"programs is {programs}; expected at least 1.")
+    check_programs(programs)
     if count == 0:
         return
     if plan.device.type == "cuda" and not (staging.is_cuda or staging.is_pinned()):
         raise ValueError(
             "staging is in memory that the GPU cannot read; expected pinned memory or the GPU's own."
         )
-    if programs is None:
-        programs = bus_programs(plan.device)
     tile = LAUNCH["TILE"] * LINE
     tiles = sum(-(-count * out.shape[1] // tile) for out in plan.outs)
     with on_device(plan.device):
-        place_kernel[(min(programs, tiles),)](
+        place_kernel[grid_size(programs, bus_programs(plan.device), tiles)](
             plan.device_table,
             staging[: plan.size(count)].view(torch.int32),
             rows,

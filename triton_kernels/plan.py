@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from gear_loader.kernels.tensor_checks import check_like, check_tensor, word_of
+
 __all__ = [
     "BASE",
     "BLOCKS",
@@ -196,13 +198,6 @@ class GatherMask:
             raise ValueError(f"pad is {self.pad}; expected {PAD_KEEP} to {PAD_EDGE}.")
 
 
-def _check_numbers(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    if tensor.dtype != torch.int64 or tensor.ndim != 1 or not tensor.is_contiguous():
-        raise TypeError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous int64 [n].")
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}; expected {device}, where the outputs are.")
-
-
 class GatherPlan:
     """The validated columns of a batch as rows of an int64 table on the CPU and on the gathering device.
 
@@ -227,15 +222,10 @@ class GatherPlan:
     def __init__(
         self, columns: Sequence[GatherColumn], block_steps: int, masks: Sequence[GatherMask] = ()
     ) -> None:
-        if not columns:
-            raise ValueError("No columns were given; expected at least one.")
         for column in columns:
             column.check(block_steps)
+        check_like(columns, [column.out for column in columns])
         first = columns[0].out
-        if any(c.out.shape[0] != first.shape[0] or c.out.device != first.device for c in columns):
-            raise ValueError(
-                "The columns' outputs differ in batch size or device; expected the same for all."
-            )
         lines = sum(column.lines(block_steps) for column in columns) * first.shape[0]
         if lines + 4096 >= 2**31:
             raise ValueError(
@@ -313,7 +303,7 @@ class GatherPlan:
         if rows is not None:
             given["rows"] = rows
         for name, tensor in given.items():
-            _check_numbers(name, tensor, self.device)
+            check_tensor(name, tensor, torch.int64, "[n]", device=self.device)
         if rows is not None and len(rows) != len(slots):
             raise ValueError(f"{len(rows)} rows and {len(slots)} slots; expected as many of both.")
         if len(slots) != len(anchors) or len(slots) > self.batch_size:
@@ -361,24 +351,17 @@ class PlacePlan:
     """
 
     def __init__(self, outs: Sequence[torch.Tensor]) -> None:
-        if not outs:
-            raise ValueError("No outputs were given; expected at least one.")
         for out in outs:
-            if out.dtype != torch.uint8 or out.ndim != 2 or not out.is_contiguous():
-                raise TypeError(
-                    f"out is {out.dtype} {list(out.shape)}; expected contiguous uint8 [B, row bytes]."
-                )
+            check_tensor("out", out, torch.uint8, "[B, row bytes]")
             # Counted in int32 by the kernel: bytes of a row and of a tile after it.
             if not 1 <= out.shape[1] < 2**31 - 2**13:
                 raise ValueError(
                     f"out is {list(out.shape)}; expected rows of 1 to less than 2**31 - 2**13 bytes."
                 )
-        first = outs[0]
-        if any(len(out) != len(first) or out.device != first.device for out in outs):
-            raise ValueError("The outputs differ in batch size or device; expected the same for all.")
+        check_like(outs, outs, "outputs")
         self.outs = tuple(outs)
-        self.batch_size = len(first)
-        self.device = first.device
+        self.batch_size = len(outs[0])
+        self.device = outs[0].device
         self.table = torch.tensor([self._row(out) for out in outs], dtype=torch.int64, device="cpu")
         self.device_table = self.table.to(self.device)
 
@@ -386,9 +369,7 @@ class PlacePlan:
     def _row(out: torch.Tensor) -> list[int]:
         row = [0] * PLACE_WIDTH
         row[PLACE_OUT], row[PLACE_ROW_BYTES] = out.data_ptr(), out.shape[1]
-        row[PLACE_WORD] = next(
-            word for word in (16, 4, 1) if not out.data_ptr() % word and not out.shape[1] % word
-        )
+        row[PLACE_WORD] = word_of(*row[:PLACE_WORD])
         return row
 
     def offsets(self, count: int) -> list[int]:
@@ -417,11 +398,8 @@ class PlacePlan:
 
     def check_rows(self, staging: torch.Tensor, rows: torch.Tensor) -> int:
         """Validate the rows to place and return their number, at most the batch size."""
-        _check_numbers("rows", rows, self.device)
-        if staging.dtype != torch.uint8 or staging.ndim != 1 or not staging.is_contiguous():
-            raise TypeError(
-                f"staging is {staging.dtype} {list(staging.shape)}; expected contiguous uint8 [bytes]."
-            )
+        check_tensor("rows", rows, torch.int64, "[n]", device=self.device)
+        check_tensor("staging", staging, torch.uint8, "[bytes]")
         count = len(rows)
         if count > self.batch_size:
             raise ValueError(f"{count} rows; expected at most {self.batch_size}, the batch size.")

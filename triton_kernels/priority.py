@@ -27,8 +27,9 @@ import triton.language as tl
 from gear_loader.kernels import sum_tree as _tree
 from gear_loader.kernels.devices import on_device
 from gear_loader.kernels.sum_tree import SumTree
+from gear_loader.kernels.tensor_checks import check_tensor
 
-__all__ = ["build", "check", "draw", "draw_distinct", "uniform", "update"]
+__all__ = ["build", "draw", "draw_distinct", "uniform", "update"]
 
 BAD_POSITION = tl.constexpr(_tree.BAD_POSITION)
 EMPTY_DRAWS = tl.constexpr(_tree.EMPTY_DRAWS)
@@ -492,23 +493,11 @@ def draw_distinct_kernel(
 # ---------------------------------------------------------------- launchers
 
 
-def check(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
-) -> None:
-    """Raise TypeError or ValueError unless a tensor has this dtype, shape and device and is contiguous."""
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        raise TypeError(
-            f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous {dtype} {list(shape)}."
-        )
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}; expected {device}, as the tree.")
-
-
 def check_update(tree: SumTree, items: torch.Tensor, values: torch.Tensor, alpha: float, eps: float) -> int:
     """Validate the arguments of `update` and return the number of rows; raises TypeError or ValueError."""
     count = len(items)
-    check("items", items, torch.int64, (count,), tree.device)
-    check("values", values, torch.float32, (count,), tree.device)
+    check_tensor("items", items, torch.int64, (count,), tree.device)
+    check_tensor("values", values, torch.float32, (count,), tree.device)
     largest = torch.finfo(torch.float32).max
     if not 0 <= alpha <= largest or not 0 <= eps <= largest:
         raise ValueError(
@@ -520,12 +509,9 @@ def check_update(tree: SumTree, items: torch.Tensor, values: torch.Tensor, alpha
 def check_draw(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch.Tensor) -> int:
     """Validate the arguments of `draw` and return the number of rows; raises TypeError or ValueError."""
     count = len(items)
-    if random.dtype != torch.int64 or random.ndim != 1 or len(random) < 2 or not random.is_contiguous():
-        raise TypeError(
-            f"random is {random.dtype} {list(random.shape)}; expected contiguous torch.int64 [2]."
-        )
-    check("items", items, torch.int64, (count,), tree.device)
-    check("values", values, torch.float32, (count,), tree.device)
+    check_tensor("random", random[:2], torch.int64, (2,))
+    check_tensor("items", items, torch.int64, (count,), tree.device)
+    check_tensor("values", values, torch.float32, (count,), tree.device)
     return count
 
 
@@ -715,7 +701,7 @@ def draw_distinct(
     count = check_draw(tree, random, items, values)
     drawn, leaves = (torch.empty_like(items), torch.empty_like(values)) if scratch is None else scratch
     for name, part, dtype in (("scratch[0]", drawn, torch.int64), ("scratch[1]", leaves, torch.float32)):
-        check(name, part, dtype, (count,), tree.device)
+        check_tensor(name, part, dtype, (count,), tree.device)
     if count == 0:
         return
     arguments: list[Any] = [random, tree.leaves, tree.sums, tree.mins, tree.maxs, tree.levels, tree.status]

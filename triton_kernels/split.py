@@ -17,6 +17,7 @@ import triton.language as tl
 from gear_loader.kernels import split_plan as _plan
 from gear_loader.kernels.devices import multiprocessors, on_device
 from gear_loader.kernels.split_plan import SplitPlan
+from gear_loader.kernels.tensor_checks import check_programs, grid_size
 
 __all__ = ["split"]
 
@@ -159,15 +160,12 @@ def split(
         TypeError, ValueError: arguments of another dtype, shape or device; nothing was launched.
     """
     plan.check_rows(count, rows)
-    if programs is not None and programs < 1:
-        raise ValueError(f"programs is {programs}; expected at least 1.")
+    check_programs(programs)
     if count == 0:
         return
-    if programs is None:
-        programs = multiprocessors(plan.device)
     tiles = plan.tiles(count, LAUNCH["TILE"])
     with on_device(plan.device):
-        split_kernel[(min(programs, tiles),)](
+        split_kernel[grid_size(programs, multiprocessors(plan.device), tiles)](
             plan.device_table,
             plan.device_table if rows is None else rows,
             len(plan.columns),

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from gear_loader.kernels.tensor_checks import check_like, check_tensor, word_of
+
 __all__ = [
     "SPLIT_LENGTH",
     "SPLIT_OUT",
@@ -50,10 +52,7 @@ class SplitColumn:
     def check(self) -> None:
         """Raise ValueError or TypeError unless the column fits the kernel."""
         for name, tensor in (("records", self.records), ("out", self.out)):
-            if tensor.dtype != torch.uint8 or tensor.ndim != 3 or not tensor.is_contiguous():
-                raise TypeError(
-                    f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous uint8 with 3 dimensions."
-                )
+            check_tensor(name, tensor, torch.uint8, "[B, steps, bytes]")
         steps, size = self.records.shape[1:]
         length, width = self.out.shape[1:]
         if min(length, width) < 1 or self.first < 0 or self.first + length > steps:
@@ -87,17 +86,12 @@ class SplitPlan:
     """
 
     def __init__(self, columns: Sequence[SplitColumn]) -> None:
-        if not columns:
-            raise ValueError("No columns were given; expected at least one.")
         for column in columns:
             column.check()
-        first = columns[0].out
-        tensors = [tensor for column in columns for tensor in (column.out, column.records)]
-        if any(len(tensor) != len(first) or tensor.device != first.device for tensor in tensors):
-            raise ValueError("The columns differ in batch size or device; expected the same for all.")
+        check_like(columns, [tensor for column in columns for tensor in (column.out, column.records)])
         self.columns = tuple(columns)
-        self.batch_size = len(first)
-        self.device = first.device
+        self.batch_size = len(columns[0].out)
+        self.device = columns[0].out.device
         self.table = torch.tensor([self._row(column) for column in columns], dtype=torch.int64, device="cpu")
         self.device_table = self.table.to(self.device)
         self._sizes = self.table[:, [SPLIT_LENGTH, SPLIT_STEP_BYTES, SPLIT_WORD]].tolist()
@@ -111,7 +105,7 @@ class SplitPlan:
         row[SPLIT_OUT], row[SPLIT_LENGTH] = column.out.data_ptr(), column.out.shape[1]
         row[SPLIT_STEP_BYTES] = column.out.shape[2]
         divided = (SPLIT_SOURCE, SPLIT_RECORD_BYTES, SPLIT_OUT, SPLIT_STEP_BYTES)
-        row[SPLIT_WORD] = next(word for word in (16, 4, 1) if not any(row[place] % word for place in divided))
+        row[SPLIT_WORD] = word_of(*(row[place] for place in divided))
         return row
 
     def tiles(self, count: int, words: int) -> int:
@@ -121,12 +115,9 @@ class SplitPlan:
     def check_rows(self, count: int, rows: torch.Tensor | None) -> int:
         """Validate the rows to split and return their number, at most the batch size."""
         if rows is not None:
-            if rows.dtype != torch.int64 or rows.ndim != 1 or not rows.is_contiguous():
-                raise TypeError(f"rows is {rows.dtype} {list(rows.shape)}; expected contiguous int64 [n].")
-            if rows.device != self.device or len(rows) != count:
-                raise ValueError(
-                    f"{len(rows)} rows on {rows.device} for a count of {count}; expected as many, on {self.device}."
-                )
+            check_tensor("rows", rows, torch.int64, "[n]", device=self.device)
+            if len(rows) != count:
+                raise ValueError(f"{len(rows)} rows for a count of {count}; expected as many.")
         if not 0 <= count <= self.batch_size:
             raise ValueError(f"{count} rows; expected at most {self.batch_size}, the batch size.")
         return count

@@ -9,8 +9,8 @@ requests   the bytes that the GPU may have outstanding, once in each latency;
 rows       each row lies on a page of its own, whose address is translated first.
 
 Counted: the tiles and requests of a batch. Emulated: the time of a program for a tile, beside the bus (`WORK`).
-Assumed: what `BUSES` states, and the latencies of tests/emulation/timing.py. Fitted to what a H100 on PCIe 5.0 measured
-(benchmarks/results/collect-cuda.jsonl): `LAUNCH`, `WALK` and `ROW`.
+Assumed: what `BUSES` states, and the latencies of tests/tools/emulation/timing.py. Fitted to what a H100 on PCIe 5.0
+measured (benchmarks/results/collect-cuda.jsonl): `LAUNCH`, `WALK` and `ROW`.
 `PUBLISHED` holds figures that others have measured, which the model has to reproduce within a fifth.
 """
 

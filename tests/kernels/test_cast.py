@@ -123,7 +123,7 @@ def test_the_default_dtype_decides_about_products_of_integers() -> None:
             r"source is torch.complex64 \[2\]",
         ),
         ((torch.zeros(2), torch.zeros(2).int(), 0.5), TypeError, "out is torch.int32 with scale=0.5"),
-        ((torch.zeros(3), torch.zeros(3)), ValueError, "differ in rows or device"),
+        ((torch.zeros(3), torch.zeros(3)), ValueError, "differ in batch size or device"),
     ],
 )
 def test_columns_that_are_refused(column: tuple[Any, ...], error: type[Exception], message: str) -> None:

@@ -351,14 +351,14 @@ def ints(*shape: int, dtype: torch.dtype = torch.int64, **options: Any) -> torch
 I32 = torch.int32
 # fmt: off
 ROWS: Refused = [
-    ({"slots": ints(2, dtype=I32)}, TypeError, r"slots is torch.int32 \[2\]; expected contiguous int64"),
+    ({"slots": ints(2, dtype=I32)}, TypeError, r"slots is torch.int32 \[2\]; expected contiguous torch.int64"),
     ({"slots": ints(2, 1)}, TypeError, r"slots is torch.int64 \[2, 1\]; expected"),
-    ({"anchors": torch.zeros(2)}, TypeError, r"anchors is torch.float32 \[2\]; expected contiguous int64"),
+    ({"anchors": torch.zeros(2)}, TypeError, r"anchors is torch.float32 \[2\]; expected contiguous torch.int64"),
     ({"anchors": ints(4)[::2]}, TypeError, r"anchors is torch.int64 \[2\]; expected contig"),
     ({"slots": ints(2, device="meta")}, ValueError, "slots is on meta; expected cpu"),
     ({"slots": ints(1)}, ValueError, "1 slots and 2 anchors; expected as many of both, at most 2"),
-    ({"rows": ints(2, dtype=I32)}, TypeError, r"rows is torch.int32 \[2\]; expected contiguous int64"),
-    ({"rows": ints(4)[::2]}, TypeError, r"rows is torch.int64 \[2\]; expected contiguous int64"),
+    ({"rows": ints(2, dtype=I32)}, TypeError, r"rows is torch.int32 \[2\]; expected contiguous torch.int64"),
+    ({"rows": ints(4)[::2]}, TypeError, r"rows is torch.int64 \[2\]; expected contiguous torch.int64"),
     ({"rows": ints(2, device="meta")}, ValueError, "rows is on meta; expected cpu"),
     ({"rows": ints(1)}, ValueError, "1 rows and 2 slots; expected as many of both"),
     ({"slots": ints(3), "anchors": ints(3)}, ValueError, "3 slots and 3 anchors; expected as many of both, at most 2"),

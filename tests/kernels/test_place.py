@@ -176,9 +176,9 @@ def bytes_of(*shape: int, device: str = "cpu") -> torch.Tensor:
 # fmt: off
 OUTPUTS: list[tuple[list[torch.Tensor], type[Exception], str]] = [
     ([], ValueError, "No outputs were given; expected at least one"),
-    ([torch.zeros(2, 3)], TypeError, r"out is torch.float32 \[2, 3\]; expected contiguous uint8 \[B, row"),
-    ([bytes_of(2, 3, 4)], TypeError, r"out is torch.uint8 \[2, 3, 4\]; expected contiguous uint8"),
-    ([bytes_of(3, 2).t()], TypeError, r"out is torch.uint8 \[2, 3\]; expected contiguous uint8"),
+    ([torch.zeros(2, 3)], TypeError, r"out is torch.float32 \[2, 3\]; expected contiguous torch.uint8 \[B, row"),
+    ([bytes_of(2, 3, 4)], TypeError, r"out is torch.uint8 \[2, 3, 4\]; expected contiguous torch.uint8"),
+    ([bytes_of(3, 2).t()], TypeError, r"out is torch.uint8 \[2, 3\]; expected contiguous torch.uint8"),
     ([bytes_of(2, 0)], ValueError, r"out is \[2, 0\]; expected rows of 1 to less than"),
     ([bytes_of(1, 2**31 - 2**13, device="meta")], ValueError, r"out is \[1, 2147475456\]; expected rows of"),
     ([bytes_of(2, 3), bytes_of(3, 3)], ValueError, "The outputs differ in batch size or device"),
@@ -188,7 +188,7 @@ STAGING = r"staging has {} bytes at 0x[0-9a-f]+{}; expected at least 256 for 2 r
 ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rows": torch.zeros(2, dtype=torch.int32)}, TypeError, r"rows is torch.int32 \[2\]; expected contig"),
     ({"rows": torch.arange(4)}, ValueError, "4 rows; expected at most 3, the batch size"),
-    ({"staging": torch.zeros(256)}, TypeError, r"staging is torch.float32 \[256\]; expected contiguous uint8"),
+    ({"staging": torch.zeros(256)}, TypeError, r"staging is torch.float32 \[256\]; expected contiguous torch.uint8"),
     ({"staging": bytes_of(2, 128)}, TypeError, r"staging is torch.uint8 \[2, 128\]; expected contiguous"),
     ({"staging": host_memory(512)[::2]}, TypeError, r"staging is torch.uint8 \[256\]; expected contiguous"),
     ({"staging": host_memory(255)}, ValueError, STAGING.format(255, "")),

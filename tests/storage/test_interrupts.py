@@ -34,7 +34,7 @@ def interrupted(*options: object, timeout: float = 1200) -> int:
     """How often `interrupts_loop` has interrupted calls, with nothing left."""
     paths = [str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, str(HERE / "interrupts_loop.py"), *map(str, options)],
+        [sys.executable, str(HERE / "tools" / "interrupts_loop.py"), *map(str, options)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,

@@ -178,7 +178,8 @@ def test_what_was_committed_is_stored_once_and_whole(how: str, count: int, close
         server = table.serve()
         try:
             program = [sys.executable, __file__, server.url, how, str(count), "5", closes]
-            paths = os.pathsep.join(map(str, (Path(gear.__file__).parents[1], Path(__file__).parents[1])))
+            tests = Path(__file__).parents[1]
+            paths = os.pathsep.join(map(str, (tests.parent, tests, tests / "tools")))
             environment = {**os.environ, "SECRET": server.secret.decode(), "PYTHONPATH": paths}
             out = subprocess.run(
                 program, env=environment, stdout=subprocess.PIPE, check=True, timeout=8 * PATIENCE

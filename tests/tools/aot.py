@@ -2,7 +2,7 @@
 
 Run as a program, without TRITON_INTERPRET, because Triton reads that variable when a kernel is defined:
 
-    python tests/aot.py [--arch 90] [PREFIX ...]
+    python tests/tools/aot.py [--arch 90] [PREFIX ...]
 
 A prefix leaves out the kernels whose names do not begin with it. One line a kernel, variant and architecture:
 

@@ -43,7 +43,7 @@ TARGETS = [
 Target = tuple[str, int, tuple[str, ...]]
 Report = dict[str, Any]
 Reports = dict[str, Report]
-"""What tests/aot.py printed for each kernel, by the kernel's name."""
+"""What tests/tools/aot.py printed for each kernel, by the kernel's name."""
 
 
 def reports(target: Target) -> Reports:
@@ -74,12 +74,12 @@ def _cache() -> Path:
 def _sources() -> str:
     """A digest of the kernels and of the program that compiles them."""
     here = Path(__file__).parent
-    files = [here / "aot.py", *sorted((here.parent / "triton_kernels").glob("*.py"))]
+    files = [here / "aot.py", *sorted((here.parents[1] / "triton_kernels").glob("*.py"))]
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def _compile(kernels: tuple[str, ...], version: str, arch: int) -> list[Report] | str:
-    """The reports of tests/aot.py, a program of its own, or why that Triton is not here."""
+    """The reports of tests/tools/aot.py, a program of its own, or why that Triton is not here."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     if version != INSTALLED:
         try:

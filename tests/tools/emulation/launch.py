@@ -46,7 +46,7 @@ _random = np.random.default_rng(0)
 
 @functools.cache
 def machine(name: str, version: str, kernels: tuple[str, ...] = ()) -> Machine:
-    """The compiled kernel of a variant of tests/aot.py."""
+    """The compiled kernel of a variant of tests/tools/aot.py."""
     report = aot_common.reports((version, ARCH, kernels))[name]
     return Machine(parse(report["ptx"]), report["shared"])
 

@@ -16,15 +16,15 @@ pytest.importorskip("triton")
 import aot_common
 import numpy as np
 import torch
+from emulation import launch
+from emulation.machine import Counts, Machine
+from emulation.memory import InvalidAccessError, Memory
+from emulation.timing import NANOSECONDS, ROUND_TRIPS, Latencies
 from gather_common import Outputs, Spec, Store, check_gather
 from packed_common import PackedBatch
 from records_common import CARTPOLE, HOPPER, Records
 
 from benchmarks.experiments import predict
-from emulation import launch
-from emulation.machine import Counts, Machine
-from emulation.memory import InvalidAccessError, Memory
-from emulation.timing import NANOSECONDS, ROUND_TRIPS, Latencies
 from gear_loader.kernels import cast, gather, items, place, split
 from gear_loader.kernels.cast_plan import CAST_DTYPES, CastColumn, CastPlan
 from gear_loader.kernels.packed_plan import PackedPlan, PackedWork

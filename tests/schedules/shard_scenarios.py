@@ -14,14 +14,13 @@ import torch
 from distributed_common import check_batch, filled, new_priorities, trajectory
 from options_common import nested
 from played_peer import PlayedPeer
+from scenarios import Mismatch, Shrinkable, cloned, collected_on_request, on_host, spill_some
+from streams.cuda import Cuda
+from streams.machine import Policy
 
 import gear_loader as gear
 from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.shards import Shards
-
-from .cuda import Cuda
-from .machine import Policy
-from .scenarios import Mismatch, Shrinkable, cloned, collected_on_request, on_host, spill_some
 
 BATCH = 12
 COUNTS = [20, 15, 10]

@@ -53,7 +53,7 @@ def possible() -> bool:
 
 
 def inside(network: str, *command: str, **options: Any) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "GEAR_LOADER_SECRET": SECRET}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "GEAR_LOADER_SECRET": SECRET}
     return subprocess.Popen(
         ["ip", "netns", "exec", network, sys.executable, *command],
         stdin=subprocess.PIPE,

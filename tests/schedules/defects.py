@@ -11,6 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from scenarios import Scenario, Shrinkable
+from shard_scenarios import ShardScenario
+from streams.machine import Event, Stream
+from streams.tensors import DeviceTensor
 
 from gear_loader.collection import prefetch, ticket_releaser
 from gear_loader.collection.collector import Collector
@@ -21,11 +25,6 @@ from gear_loader.collection.references import BatchReferences
 from gear_loader.selection import cuda_updates, prioritized_cuda
 from gear_loader.selection.budget_planner import PlannedBatch
 from gear_loader.utils import launch_graph
-
-from .machine import Event, Stream
-from .scenarios import Scenario, Shrinkable
-from .shard_scenarios import ShardScenario
-from .tensors import DeviceTensor
 
 PutBack = Callable[[pytest.MonkeyPatch], None]
 

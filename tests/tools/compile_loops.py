@@ -1,6 +1,6 @@
 """Compiles the loops of the CPU path once, in two processes, before the tests' workers would each compile them.
 
-    python tests/compile_loops.py
+    python tests/tools/compile_loops.py
 
 numba keeps what it has compiled. One process begins with the loops that change a table's index. The other begins with
 those of draws and batches, and changes its tables by the twins of the former in Python, so that the two do not compile

@@ -15,6 +15,8 @@ import pytest
 import torch
 from dataset_common import on_host
 from options_common import nested, nested_table
+from streams.cuda import GLOBAL, RELAXED, Cuda
+from streams.machine import Policy
 
 import gear_loader as gear
 from gear_loader.collection.collector import TableRows, collector_for
@@ -25,9 +27,6 @@ from gear_loader.errors import StaleIndexError
 from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.storage.readers import Ticket
-
-from .cuda import GLOBAL, RELAXED, Cuda
-from .machine import Policy
 
 BATCH = 6
 FIRST = 12

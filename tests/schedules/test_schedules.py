@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from defects import DEFECTS, put_back
 from options_common import nested
+from scenarios import Scenario, Shrinkable, cloned, compare, made_table, on_host
+from shard_scenarios import ShardScenario
+from streams.cuda import Cuda
+from streams.machine import Policy
 
 import gear_loader as gear
 from gear_loader.collection import prefetch, ticket_releaser
@@ -25,12 +30,6 @@ from gear_loader.errors import GpuError, TableClosedError
 from gear_loader.selection import prioritized_cuda
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.storage.operations.view import READING
-
-from .cuda import Cuda
-from .defects import DEFECTS, put_back
-from .machine import Policy
-from .scenarios import Scenario, Shrinkable, cloned, compare, made_table, on_host
-from .shard_scenarios import ShardScenario
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 POLICIES: tuple[Policy, ...] = ("random", "latest", "eager")

@@ -1,7 +1,7 @@
 """Changes one place of a module at a time and counts how many of the changes the tests notice.
 
-    python tests/mutate.py gear_loader/storage/limiters.py tests/storage/test_limiters.py [-n 15] [--seed 0]
-    python tests/mutate.py gear_loader/storage/index.py tests/storage --before main
+    python tests/tools/mutate.py gear_loader/storage/limiters.py tests/storage/test_limiters.py [-n 15] [--seed 0]
+    python tests/tools/mutate.py gear_loader/storage/index.py tests/storage --before main
 
 The second form is for tests that have become fewer: a change that survives is tried again with the tests as they were
 at that revision of git. They must notice no more than the tests do now.
@@ -41,7 +41,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
     ast.Gt: ast.GtE,

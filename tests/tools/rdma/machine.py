@@ -22,7 +22,7 @@ from pathlib import Path
 from gear_loader.errors import TransportError
 from gear_loader.transport.ucx_links import link_ucx
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / ".rdma"  # packages, the kernel and what the machines write
 LIBRARIES = "usr/lib/x86_64-linux-gnu"
 PACKAGES = [

@@ -13,14 +13,13 @@ from cases import mostly_long
 from distributed_common import filled
 from options_common import nested
 from played_peer import PlayedPeer
+from scenarios import FIRST, cloned, compare, made_table, on_host, rows_of
+from streams.cuda import Cuda
 
 import gear_loader as gear
 from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.shards import Shards
 from gear_loader.utils import driver
-
-from .cuda import Cuda
-from .scenarios import FIRST, cloned, compare, made_table, on_host, rows_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 WINDOWS = {"value": gear.Window(3), "number": gear.Window(3)}
