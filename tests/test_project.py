@@ -229,11 +229,9 @@ def test_the_circle_test_itself(sources: dict[str, str], expected: list[set[str]
 # Names that several files or classes still have; no other may begin. A leading underscore makes no other name.
 FILES_OF_ONE_NAME = {
     "budget_planner",
-    "collector",
     "index",
     "item_map",
     "packed",
-    "packed_cuda",
     "priority_updates",
     "random",
     "reading",
@@ -242,7 +240,6 @@ FILES_OF_ONE_NAME = {
 }
 CLASSES_OF_ONE_NAME = {
     "Arena",
-    "DeviceBuffers",
     "Episode",
     "Fields",
     "Layout",

@@ -69,7 +69,7 @@ from benchmarks.workloads import (
     expect,
     poison,
 )
-from gear_loader.collection.collector import TableRows, collector_for
+from gear_loader.collection.collector import TableSource, collector_for
 from gear_loader.storage.selected_rows import SelectedRows
 
 BATCHES, QUICK_BATCHES = (32, 256, 1024), (32, 128)
@@ -151,7 +151,7 @@ def _compare(session: Session, data: Data, tables: dict[int, gear.Table], batch:
 
     def collector(steps: int, table: gear.Table) -> Variant:
         windows = dict.fromkeys(workload.schema, workload.window)
-        found = collector_for(TableRows(table), windows, batch_size=batch, device=torch.device("cpu"))
+        found = collector_for(TableSource(table), windows, batch_size=batch, device=torch.device("cpu"))
         buffers, slots = found.buffers(), table.indices()
         generations = table.reader().slot_states()[1][slots]
 

@@ -29,8 +29,8 @@ from gear_loader.collection.tier_rows import resolve
 from gear_loader.collection.windows import reach_of
 from gear_loader.distributed.records import record_dtype
 from gear_loader.distributed.remote import PART_BYTES
-from gear_loader.distributed.shard_rows import ShardRows, ShardSource
 from gear_loader.distributed.shard_sampler import records_of
+from gear_loader.distributed.shard_source import ShardRows, ShardSource
 from gear_loader.distributed.shards import Shards
 from gear_loader.transport.spec import WindowSpec
 

@@ -21,11 +21,11 @@ from gear_loader.utils.packing import Layout, packed_views
 __all__ = [
     "Buffers",
     "GpuSide",
-    "Memory",
     "Part",
     "RowValues",
     "SpanPart",
     "Staging",
+    "TensorMemory",
     "clone_batch",
     "copy_batch",
     "grown",
@@ -45,7 +45,7 @@ def grown(count: int) -> int:
 
 
 @dataclasses.dataclass
-class Memory:
+class TensorMemory:
     """Allocates the tensors of a batch.
 
     Attributes:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gear_loader.collection.batches import Batch
-from gear_loader.collection.buffers import Memory
+from gear_loader.collection.buffers import TensorMemory
 from gear_loader.collection.conversions import converted_dtype
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.packed import PackedBuffers, PackedHost, PackedLayout
@@ -264,6 +264,6 @@ def _packed(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[s
         first = len(rows) if column.trajectory else total
         _check_memory(name, tensor, (first, *column.shape), dtype)
     mover = PackedHost(layout)
-    buffers = PackedBuffers(layout, Memory(torch.device("cpu")), mover, given=given)
+    buffers = PackedBuffers(layout, TensorMemory(torch.device("cpu")), mover, given=given)
     mover.fill(buffers, table, rows)
     return buffers.rows(len(rows))

@@ -2,7 +2,7 @@
 
 ::
 
-    source   where rows are: a table of this machine (`TableRows`), or the shards of many
+    source   where rows are: a table of this machine (`TableSource`), or the shards of many
     layout   what a batch is made of: windows of one length with masks, or rows one after another
     mover    how rows get there: the CPU's loop, one upload and one launch on a GPU, or a copy of what the CPU gathers
 """
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gear_loader.collection.buffers import Buffers, GpuSide, Memory, Staging, copy_batch
+from gear_loader.collection.buffers import Buffers, GpuSide, Staging, TensorMemory, copy_batch
 from gear_loader.collection.packed import PackedBuffers, PackedHost, PackedLayout
 from gear_loader.collection.packed_cuda import PackedCuda
 from gear_loader.collection.padded import PaddedBuffers, PaddedHost, PaddedLayout
@@ -25,10 +25,10 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.streams import current_stream
 
-__all__ = ["Collector", "Mover", "RowSource", "TableRows", "collector_for"]
+__all__ = ["Collector", "RowMover", "RowSource", "TableSource", "collector_for"]
 
 
-class Mover(Protocol):
+class RowMover(Protocol):
     """Moves rows into the buffers of one layout."""
 
     @property
@@ -40,7 +40,7 @@ class Mover(Protocol):
         """Memory of rows on their way into a batch."""
 
     def fill(self, buffers: Any, table: Table, rows: Any) -> None:
-        """Gather a batch of one table, which is all that a batch of `TableRows` takes."""
+        """Gather a batch of one table, which is all that a batch of `TableSource` takes."""
 
     # A batch of several sources: `begin`; `copy`, `load` and `place` for each; `flush` when those of this machine are
     # there, while others are on their way; `finish`.
@@ -87,11 +87,11 @@ class RowSource(Protocol):
     def only(self) -> Table | None:
         """The table that has all rows, if there is one."""
 
-    def read(self, mover: Mover, buffers: Any, rows: Any) -> None:
+    def read(self, mover: RowMover, buffers: Any, rows: Any) -> None:
         """Fill buffers with drawn rows by a mover."""
 
 
-class TableRows:
+class TableSource:
     """The rows of one table. The caller of `read` holds their read ticket."""
 
     keys, waits = ROW_KEYS, False
@@ -100,7 +100,7 @@ class TableRows:
         self.only = table
         self.tables = (table,)
 
-    def read(self, mover: Mover, buffers: Any, rows: Any) -> None:
+    def read(self, mover: RowMover, buffers: Any, rows: Any) -> None:
         """Fill buffers with `SelectedRows`, or with `CudaRows` if the mover's GPU reads the table.
 
         Raises:
@@ -124,7 +124,7 @@ class _Staged:
     def buffers(self, *, shared: bool = False) -> Buffers:
         """New buffers for one batch."""
         made: Buffers
-        memory = Memory(self._device)
+        memory = TensorMemory(self._device)
         gpu = GpuSide(staging=self._host.buffers())
         if isinstance(self.layout, PackedLayout):
             made = PackedBuffers(self.layout, memory, self, gpu=gpu, converts=False)
@@ -236,7 +236,7 @@ class Collector:
         Raises:
             LostRowsError: trajectories of a table cannot be read from disk. CorruptTableError: the index is corrupt.
             SchemaError: a packed batch would have 2**31 steps or more.
-            TransportError, StaleIndexError, TableEmptyError: see `gear_loader.distributed.shard_rows`.
+            TransportError, StaleIndexError, TableEmptyError: see `gear_loader.distributed.shard_source`.
         """
         buffers.mover.run(buffers, rows, self.source.read)
 

@@ -13,10 +13,10 @@ from gear_loader.collection.batches import Batch
 from gear_loader.collection.buffers import (
     Buffers,
     GpuSide,
-    Memory,
     RowValues,
     SpanPart,
     Staging,
+    TensorMemory,
     grown,
     named_views,
     shown_values,
@@ -44,7 +44,7 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.packing import Layout, packed_bytes
 
-__all__ = ["PackedBuffers", "PackedHost", "PackedLayout", "Values"]
+__all__ = ["PackedBuffers", "PackedHost", "PackedLayout", "PackedValues"]
 
 
 class PackedLayout:
@@ -107,7 +107,7 @@ class PackedLayout:
         return spans
 
 
-class Values:
+class PackedValues:
     """Memory of some values of a batch, as they are gathered and as they are delivered.
 
     Args:
@@ -125,7 +125,7 @@ class Values:
         layout: PackedLayout,
         names: Mapping[str, str],
         count: int,
-        memory: Memory,
+        memory: TensorMemory,
         given: Mapping[str, torch.Tensor],
         *,
         converts: bool,
@@ -180,7 +180,7 @@ class PackedBuffers(Buffers):
         layout: of the batch. memory: allocates the tensors; those in shared memory are just as large as a batch needs.
         mover: what fills them. gpu: see `Buffers`.
         given: memory of some windows, name -> tensor, as large as the only batch that they will hold.
-        converts: as for `Values`.
+        converts: as for `PackedValues`.
 
     Attributes:
         total, longest: steps of the batch that was gathered last, and of its longest row.
@@ -192,7 +192,7 @@ class PackedBuffers(Buffers):
     def __init__(
         self,
         layout: PackedLayout,
-        memory: Memory,
+        memory: TensorMemory,
         mover: Any,
         *,
         gpu: GpuSide | None = None,
@@ -208,8 +208,8 @@ class PackedBuffers(Buffers):
         self.spans: Array = np.empty((2, 0), dtype=np.int64)
         self.plans: dict[Any, Any] = {}  # for the present memory
         # Set by `_replace`.
-        self.steps: Values
-        self.once: Values
+        self.steps: PackedValues
+        self.once: PackedValues
         self.values: RowValues
         self.starts: torch.Tensor
         self.starts_array: Array
@@ -247,8 +247,8 @@ class PackedBuffers(Buffers):
             batch.update({**now["once"].shown, **now["_shown_rows"], "cu_seqlens": now["starts"]})
         self.__dict__.update(made, batch=batch, references=None)
 
-    def _new_values(self, names: Mapping[str, str], count: int) -> Values:
-        return Values(self.layout, names, count, self.memory, self._given, converts=self._converts)
+    def _new_values(self, names: Mapping[str, str], count: int) -> PackedValues:
+        return PackedValues(self.layout, names, count, self.memory, self._given, converts=self._converts)
 
     def _new_rows(self, count: int, list_bytes: int) -> dict[str, Any]:
         """Memory of what the host writes for `count` rows, and for lists of so many bytes, as attributes."""
@@ -358,7 +358,7 @@ class PackedHost:
 
     def buffers(self, *, shared: bool = False) -> PackedBuffers:
         """Buffers for one batch, which get their memory at their first gather; see `PaddedHost.buffers`."""
-        return PackedBuffers(self.layout, Memory(torch.device("cpu"), shared, self._pinned), self)
+        return PackedBuffers(self.layout, TensorMemory(torch.device("cpu"), shared, self._pinned), self)
 
     def run(self, buffers: Buffers, rows: Any, read: Callable[[Any, Any, Any], None]) -> None:
         """See `PaddedHost.run`."""
@@ -451,7 +451,7 @@ class PackedHost:
         _number(buffers, ends, firsts, counts)
         self.staging.give(part.memory)
 
-    def _pieces(self, values: Values, part: SpanPart) -> Array:
+    def _pieces(self, values: PackedValues, part: SpanPart) -> Array:
         base, schema = part.memory.data_ptr(), self.layout.schema
         pieces = [
             (base + part.offsets[source], out.data_ptr(), schema[source].step_bytes)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader.collection.buffers import GpuSide, Memory, SpanPart, Staging
+from gear_loader.collection.buffers import GpuSide, SpanPart, Staging, TensorMemory
 from gear_loader.collection.packed import PackedBuffers, PackedLayout
 from gear_loader.kernels.packed_plan import (
     PIECE_BLOCK,
@@ -44,7 +44,7 @@ _LIST_BYTES = 1 << 12
 
 
 @dataclasses.dataclass(frozen=True)
-class _Source:
+class _PackedRows:
     """Rows of a batch that one launch gathers.
 
     Attributes:
@@ -111,7 +111,7 @@ class _Launch:
     num_pieces: tuple[int, int]
 
     @classmethod
-    def of(cls, plan: PackedPlan, source: _Source, *, in_records: bool) -> _Launch:
+    def of(cls, plan: PackedPlan, source: _PackedRows, *, in_records: bool) -> _Launch:
         """List the lines of a source's pieces."""
         pieces, number, kinds = source.pieces, source.num_pieces, plan.kinds.numpy()
         classes = np.zeros((len(kinds) + 1, 4), dtype=np.int64)
@@ -140,7 +140,7 @@ class _Launch:
         packed.gather_packed(self.plan, work, programs=programs)
 
 
-class _DeviceBuffers(PackedBuffers):
+class PackedDeviceBuffers(PackedBuffers):
     """The tensors of one packed batch on a GPU.
 
     Attributes:
@@ -149,12 +149,12 @@ class _DeviceBuffers(PackedBuffers):
 
     gpu: GpuSide
 
-    def __init__(self, layout: PackedLayout, memory: Memory, mover: Any) -> None:
+    def __init__(self, layout: PackedLayout, memory: TensorMemory, mover: Any) -> None:
         super().__init__(layout, memory, mover, gpu=GpuSide())
-        self.sources: list[_Source] = []
+        self.sources: list[_PackedRows] = []
         self.row_starts: Array = np.zeros(1, dtype=np.int32)
 
-    def plan_of(self, source: _Source) -> tuple[PackedPlan, bool]:
+    def plan_of(self, source: _PackedRows) -> tuple[PackedPlan, bool]:
         """The plan that gathers a source, and whether it gathers records. The plan of a table is made once for the
         present memory, and its first launch waits for the GPU."""
         if source.table is None:
@@ -229,9 +229,9 @@ class PackedCuda:
         self._steps, self._once = layout.columns_read
         self._adjoins: dict[int, bool] = {}
 
-    def buffers(self, *, shared: bool = False) -> _DeviceBuffers:
+    def buffers(self, *, shared: bool = False) -> PackedDeviceBuffers:
         """Buffers for one batch, which get their memory at their first gather."""
-        return _DeviceBuffers(self.layout, Memory(self._device), self)
+        return PackedDeviceBuffers(self.layout, TensorMemory(self._device), self)
 
     def use_on(self, stream: torch.cuda.Stream) -> None:
         """See `PaddedCuda.use_on`."""
@@ -250,7 +250,7 @@ class PackedCuda:
         finally:  # also after a failed batch: the GPU reads it from the same memory
             gpu.filled.record(current_stream(self._device))
 
-    def fill(self, buffers: _DeviceBuffers, table: Table, rows: Any) -> None:
+    def fill(self, buffers: PackedDeviceBuffers, table: Table, rows: Any) -> None:
         """See `PaddedHost.fill`. After an error nothing was launched."""
         if rows.spans is None:
             rows.spans = self.layout.measure(table, rows)
@@ -258,14 +258,14 @@ class PackedCuda:
         self.copy(buffers, table, rows)
         self.finish(buffers, rows)
 
-    def begin(self, buffers: _DeviceBuffers, rows: Any) -> None:
+    def begin(self, buffers: PackedDeviceBuffers, rows: Any) -> None:
         """See `PackedHost.begin`."""
         buffers.measured(rows.spans)
         buffers.sources = []
         buffers.row_starts = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(rows.spans[1], out=buffers.row_starts[1:])
 
-    def copy(self, buffers: _DeviceBuffers, table: Table, rows: Any, which: Array | None = None) -> None:
+    def copy(self, buffers: PackedDeviceBuffers, table: Table, rows: Any, which: Array | None = None) -> None:
         """See `PaddedHost.copy`: list the rows, and read those that lie on disk only."""
         which = np.arange(len(rows)) if which is None else which
         extent, slots, inside = table.reader().index_arrays()[0], rows.slots, which
@@ -283,8 +283,8 @@ class PackedCuda:
         buffers.sources.append(found)
 
     def _listed(
-        self, buffers: _DeviceBuffers, table: Table, slots: Array, which: Array
-    ) -> tuple[_Source, int]:
+        self, buffers: PackedDeviceBuffers, table: Table, slots: Array, which: Array
+    ) -> tuple[_PackedRows, int]:
         """Rows in memory, and the number of invalid slots and blocks."""
         layout, count = table.region.layout, len(which)
         spans, steps = np.ascontiguousarray(buffers.spans[:, which]), layout.block_steps
@@ -308,9 +308,9 @@ class PackedCuda:
         )
         pieces = pieces[: found + (count if self._once else 0)]
         pieces[found:, PIECE_OUT] = which[: len(pieces) - found]
-        return _Source(pieces, found, table), bad
+        return _PackedRows(pieces, found, table), bad
 
-    def _read(self, buffers: _DeviceBuffers, table: Table, rows: Any, which: Array) -> SpanPart:
+    def _read(self, buffers: PackedDeviceBuffers, table: Table, rows: Any, which: Array) -> SpanPart:
         """Read rows that lie on disk only into staging memory."""
         firsts, counts = buffers.spans[:, which]
         begins, total, schema = np.cumsum(counts) - counts, int(counts.sum()), self.layout.schema
@@ -328,10 +328,10 @@ class PackedCuda:
             raise
         return SpanPart(which, memory, firsts, counts, np.zeros_like(firsts), offsets)
 
-    def flush(self, buffers: _DeviceBuffers) -> None:
+    def flush(self, buffers: PackedDeviceBuffers) -> None:
         """See `PaddedHost.flush`."""
 
-    def place(self, buffers: _DeviceBuffers, part: SpanPart, numbers: Array) -> None:
+    def place(self, buffers: PackedDeviceBuffers, part: SpanPart, numbers: Array) -> None:
         """See `PackedHost.place`; the memory is given back when the kernel has run."""
         buffers.gpu.parts.append(part.memory)
         which, rows, begins = part.placed(numbers)
@@ -342,9 +342,9 @@ class PackedCuda:
             once = which[whole], rows[whole]
         outs = buffers.row_starts[rows] + inside
         pieces = staged_pieces(begins, counts, outs, firsts, once)
-        buffers.sources.append(_Source(*pieces, memory=part.memory, offsets=part.offsets))
+        buffers.sources.append(_PackedRows(*pieces, memory=part.memory, offsets=part.offsets))
 
-    def finish(self, buffers: _DeviceBuffers, rows: Any) -> None:
+    def finish(self, buffers: PackedDeviceBuffers, rows: Any) -> None:
         """Queue a batch. The host does not wait, unless the memory has to grow.
 
         What lies in records of packed tables is gathered first and split, for all steps of the batch; then all others

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gear_loader.collection.batches import Batch
-from gear_loader.collection.buffers import Buffers, Memory, Part, RowValues, Staging, shown_values
+from gear_loader.collection.buffers import Buffers, Part, RowValues, Staging, TensorMemory, shown_values
 from gear_loader.collection.conversions import Casts, converted_dtype
 from gear_loader.collection.n_step import NStep, Returns
 from gear_loader.collection.plans import Output, locate_columns, window_columns
@@ -53,7 +53,9 @@ class PaddedBuffers(Buffers):
 
     batch: Batch
 
-    def __init__(self, layout: PaddedLayout, memory: Memory, mover: Any, *, converts: bool = True) -> None:
+    def __init__(
+        self, layout: PaddedLayout, memory: TensorMemory, mover: Any, *, converts: bool = True
+    ) -> None:
         self.layout, self.mover = layout, mover
 
         def new(_: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -66,7 +68,7 @@ class PaddedBuffers(Buffers):
         self._place: PlacePlan | None = None
         self.only_launches = all(isinstance(each, Casts) for each in self.computed)
 
-    def allocate_values(self, memory: Memory) -> None:
+    def allocate_values(self, memory: TensorMemory) -> None:
         """Allocate the values of the rows beside the windows."""
         layout = self.layout
         names = memory.empty(len(layout.keys), layout.batch_size, dtype=torch.int64)
@@ -257,7 +259,7 @@ class PaddedHost:
     def buffers(self, *, shared: bool = False) -> PaddedBuffers:
         """New tensors for one batch; `shared`: in shared memory."""
         arena = None if shared or self._pinned else Arena()
-        memory = Memory(torch.device("cpu"), shared, self._pinned, arena)
+        memory = TensorMemory(torch.device("cpu"), shared, self._pinned, arena)
         made = PaddedBuffers(self.layout, memory, self)
         made.allocate_values(memory)
         if (

@@ -10,10 +10,10 @@ import torch
 
 from gear_loader.collection.buffers import (
     GpuSide,
-    Memory,
     Part,
     RowValues,
     Staging,
+    TensorMemory,
     named_views,
     shown_values,
 )
@@ -30,7 +30,7 @@ from gear_loader.utils.streams import current_stream
 __all__ = ["PaddedCuda"]
 
 
-class _Claim(NamedTuple):
+class _Claimed(NamedTuple):
     """Rows of one table whose index entries the host has written.
 
     Attributes:
@@ -42,7 +42,7 @@ class _Claim(NamedTuple):
     whole: bool
 
 
-class _DeviceBuffers(PaddedBuffers):
+class PaddedDeviceBuffers(PaddedBuffers):
     """The tensors of a padded batch on a GPU, with the arguments of its kernels, in pinned memory and on the device::
 
         rows    int64 [6, B]: index, anchor, generation, and int64 [B, 3], the extents of `resolve`
@@ -61,7 +61,7 @@ class _DeviceBuffers(PaddedBuffers):
     gpu: GpuSide
 
     def __init__(
-        self, layout: PaddedLayout, memory: Memory, mover: PaddedCuda, blocks: int, *, splits: bool
+        self, layout: PaddedLayout, memory: TensorMemory, mover: PaddedCuda, blocks: int, *, splits: bool
     ) -> None:
         super().__init__(layout, memory, mover)
         size, pinned = layout.batch_size, memory.device.type == "cuda"
@@ -87,7 +87,7 @@ class _DeviceBuffers(PaddedBuffers):
         self.gpu = GpuSide()
         self.records: Records = {}
         self._plans: dict[int, Plans] = {}
-        self.claims: list[_Claim] = []
+        self.claims: list[_Claimed] = []
         self.used = self.placed = 0
 
     def begin(self) -> None:
@@ -141,7 +141,9 @@ class PaddedCuda:
 
     def buffers(self, *, shared: bool = False) -> PaddedBuffers:
         """New tensors for one batch."""
-        made = _DeviceBuffers(self.layout, Memory(self._device), self, self._blocks, splits=self._splits)
+        made = PaddedDeviceBuffers(
+            self.layout, TensorMemory(self._device), self, self._blocks, splits=self._splits
+        )
         if self._own is not None:  # others are made when they are needed
             made.plans_of(self._own)
         return made
@@ -165,7 +167,7 @@ class PaddedCuda:
         finally:  # also after a failed batch, whose queued part reads the same memory
             gpu.filled.record(current_stream(self._device))
 
-    def fill(self, buffers: _DeviceBuffers, table: Table, rows: Any) -> None:
+    def fill(self, buffers: PaddedDeviceBuffers, table: Table, rows: Any) -> None:
         """Gather a batch of one table: `SelectedRows`, or `CudaRows`."""
         self.begin(buffers, rows)
         if isinstance(rows, CudaRows):
@@ -174,17 +176,17 @@ class PaddedCuda:
         self.copy(buffers, table, rows)
         self.finish(buffers, rows)
 
-    def begin(self, buffers: _DeviceBuffers, rows: Any) -> None:
+    def begin(self, buffers: PaddedDeviceBuffers, rows: Any) -> None:
         """See `PaddedHost.begin`."""
         buffers.begin()
         current_stream(self._device).wait_event(buffers.gpu.released)
 
-    def _draw(self, buffers: _DeviceBuffers, table: Table, rows: CudaRows) -> None:
+    def _draw(self, buffers: PaddedDeviceBuffers, table: Table, rows: CudaRows) -> None:
         """Let the GPU draw the rows, then gather them."""
         count, whole, mirror = len(rows), len(rows) == self.layout.batch_size, buffers.mirror
 
         def queue() -> None:
-            self._launch(buffers, _Claim(table, slice(count), whole=True))
+            self._launch(buffers, _Claimed(table, slice(count), whole=True))
             if buffers.only_launches:
                 buffers.compute(count)
 
@@ -195,7 +197,7 @@ class PaddedCuda:
         if not buffers.only_launches:
             buffers.compute(count)
 
-    def copy(self, buffers: _DeviceBuffers, table: Table, rows: Any, which: Array | None = None) -> None:
+    def copy(self, buffers: PaddedDeviceBuffers, table: Table, rows: Any, which: Array | None = None) -> None:
         """See `PaddedHost.copy`: write the index entries of the rows, and place those on disk.
 
         Host memory is slow for the kernel, so the index entries of the rows are copied; only the steps are read across
@@ -227,14 +229,14 @@ class PaddedCuda:
             local[0, part], local[1, part] = (
                 values if inside is None else values[inside] for values in (anchors, numbers)
             )
-        buffers.claims.append(_Claim(table, part, whole))
+        buffers.claims.append(_Claimed(table, part, whole))
 
     def _tier(self, table: Table) -> TierRows:
         if id(table) not in self._tables:
             self._tables[id(table)] = TierRows(table, self.layout.reach, self.layout.row_bytes)
         return self._tables[id(table)]
 
-    def _columns_in(self, buffers: _DeviceBuffers, memory: torch.Tensor, count: int) -> Array:
+    def _columns_in(self, buffers: PaddedDeviceBuffers, memory: torch.Tensor, count: int) -> Array:
         """How the CPU's loop gathers windows of `count` rows into staging memory, int64 [C, WIDTH]."""
         columns, outputs = self.layout.columns(), buffers.outputs
         places = [memory.data_ptr() + offset for offset in buffers.place.offsets(count)]
@@ -243,7 +245,7 @@ class PaddedCuda:
         columns[:, MASK] = [masks.get(id(output.mask), 0) for output in outputs]
         return columns
 
-    def flush(self, buffers: _DeviceBuffers) -> None:
+    def flush(self, buffers: PaddedDeviceBuffers) -> None:
         """Launch the gathers of what `copy` has prepared."""
         claims, buffers.claims = buffers.claims, []
         if claims:
@@ -251,11 +253,11 @@ class PaddedCuda:
         for claim in claims:
             self._launch(buffers, claim)
 
-    def place(self, buffers: _DeviceBuffers, part: Part, numbers: Array | None = None) -> None:
+    def place(self, buffers: PaddedDeviceBuffers, part: Part, numbers: Array | None = None) -> None:
         """See `PaddedHost.place`; the memory is given back when the kernel has run."""
         self._put(buffers, part.memory, part.rows)
 
-    def _put(self, buffers: _DeviceBuffers, memory: torch.Tensor, numbers: Array) -> None:
+    def _put(self, buffers: PaddedDeviceBuffers, memory: torch.Tensor, numbers: Array) -> None:
         """Place staging memory into rows of the batch."""
         from gear_loader.kernels import place
 
@@ -267,7 +269,7 @@ class PaddedCuda:
         mirror.copy_(host, non_blocking=True)
         place.place(buffers.place, memory, mirror, programs=self._programs)
 
-    def load(self, buffers: _DeviceBuffers, copy: Callable[[Array, Array], None], which: Array) -> None:
+    def load(self, buffers: PaddedDeviceBuffers, copy: Callable[[Array, Array], None], which: Array) -> None:
         """See `PaddedHost.load`. Through staging memory: what is kept need not be pinned, and may change while the GPU
         still reads."""
         memory = self.staging.take(buffers.place.size(len(which)))
@@ -275,7 +277,7 @@ class PaddedCuda:
         copy(outs, np.arange(len(which)))
         self._put(buffers, memory, which)
 
-    def finish(self, buffers: _DeviceBuffers, rows: Any) -> None:
+    def finish(self, buffers: PaddedDeviceBuffers, rows: Any) -> None:
         """See `PaddedHost.finish`: upload what the host has written, and launch what is left."""
         count, claims = len(rows), buffers.claims
         buffers.values.write(rows)
@@ -292,7 +294,7 @@ class PaddedCuda:
         if not buffers.only_launches:
             buffers.compute(count)
 
-    def _launch(self, buffers: _DeviceBuffers, claim: _Claim) -> None:
+    def _launch(self, buffers: PaddedDeviceBuffers, claim: _Claimed) -> None:
         """Gather rows of one table, with the index entries on the device."""
         from gear_loader.kernels import gather, split
 

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from gear_loader.collection.batches import Batch, loader_error, refuse
 from gear_loader.collection.buffer_pools import BufferPools
-from gear_loader.collection.collector import Collector, TableRows, collector_for
+from gear_loader.collection.collector import Collector, TableSource, collector_for
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.output import as_jagged, as_padded, as_tensordict, check_nesting
 from gear_loader.collection.prefetch import Prefetcher
@@ -56,7 +56,7 @@ from gear_loader.distributed.local_selection import (
 )
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.selection_for import selection_for
-from gear_loader.distributed.shard_rows import ShardSource
+from gear_loader.distributed.shard_source import ShardSource
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import GearError, RankError, SchemaError
 from gear_loader.selection.base import Selection, SelectionContext
@@ -1139,7 +1139,7 @@ class ReplayDataset(IterableDataset[Batch]):
     def _collector(self, size: int) -> Collector:
         with beside_captures(self.device):
             pins: bool | None = None
-            source: Any = TableRows(self.table)
+            source: Any = TableSource(self.table)
             if self.shards is not None and self._is_global:
                 source, pins = (
                     ShardSource(self.shards),

@@ -10,7 +10,7 @@ import numpy as np
 
 from gear_loader.distributed.dealing import Balance, costs_of
 from gear_loader.distributed.global_selection import GlobalSelection
-from gear_loader.distributed.shard_rows import ShardRows
+from gear_loader.distributed.shard_source import ShardRows
 from gear_loader.native.packed import (
     KEPT,
     LONG,

@@ -18,8 +18,8 @@ from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.rebalance import Rebalance
 from gear_loader.distributed.row_drawing import CandidateDrawing, RowAssignment, RowDrawing, Rows
 from gear_loader.distributed.samplers import Samplers
-from gear_loader.distributed.shard_rows import ReadTickets, ShardRows
 from gear_loader.distributed.shard_sampler import records_of
+from gear_loader.distributed.shard_source import ReadTickets, ShardRows
 from gear_loader.distributed.shards import Shards
 from gear_loader.distributed.stage_rows import StageRows
 from gear_loader.distributed.update_routing import UpdateRouter

@@ -17,7 +17,7 @@ from gear_loader.transport.packed_spec import PackedSpec
 from gear_loader.transport.spec import WindowSpec
 from gear_loader.utils.arrays import Array
 
-__all__ = ["RemoteShard", "Request"]
+__all__ = ["RemoteShard", "RowRequest"]
 
 PART_BYTES = 1 << 20
 """Bytes of a request: while the server sends one part it gathers the next one, and the client places the last."""
@@ -29,7 +29,7 @@ _PAUSE = 0.05  # seconds before a lost request is repeated
 
 
 @dataclasses.dataclass
-class Request:
+class RowRequest:
     """A requested part of a batch.
 
     Attributes:
@@ -40,7 +40,7 @@ class Request:
 
     part: Any
     future: concurrent.futures.Future[Array]
-    again: Callable[[], Request]
+    again: Callable[[], RowRequest]
 
     def wait(self, end: float) -> tuple[Any, Array]:
         """Wait for the rows; return the part, and the future's result. Repeat the request after a lost connection: the
@@ -93,8 +93,8 @@ class RemoteShard:
 
     def start(
         self, windows: Mapping[str, Window], rows: Array, records: Array, staging: Staging
-    ) -> list[Request]:
-        """Request windows of rows.
+    ) -> list[RowRequest]:
+        """RowRequest windows of rows.
 
         Args:
             windows: window of each column.
@@ -108,12 +108,12 @@ class RemoteShard:
         ends = range(0, len(rows), size)
         return [self._ask(spec, rows[i : i + size], records[i : i + size], staging, here) for i in ends]
 
-    def _ask(self, spec: WindowSpec, rows: Array, records: Array, staging: Staging, here: bool) -> Request:
+    def _ask(self, spec: WindowSpec, rows: Array, records: Array, staging: Staging, here: bool) -> RowRequest:
         memory = staging.take(spec.reply_bytes(len(rows)))
         keys = (np.ascontiguousarray(records[field]) for field in ("slot", "step", "generation"))
         options: dict[str, Any] = self._places(records) if self.one_sided else {"here": here}
         future = self.peer.fetch(spec, *keys, memory.numpy(), **options)
-        return Request(Part(rows, memory), future, lambda: self._ask(spec, rows, records, staging, here))
+        return RowRequest(Part(rows, memory), future, lambda: self._ask(spec, rows, records, staging, here))
 
     @staticmethod
     def _places(records: Array) -> dict[str, Array]:
@@ -128,8 +128,8 @@ class RemoteShard:
 
     def start_spans(
         self, columns: Sequence[str], rows: Array, records: Array, spans: Array, staging: Staging
-    ) -> list[Request]:
-        """Request spans of steps of rows; those of more than `PART_BYTES` are cut into pieces.
+    ) -> list[RowRequest]:
+        """RowRequest spans of steps of rows; those of more than `PART_BYTES` are cut into pieces.
 
         Args:
             columns: to read. rows, records, staging: as for `start`.
@@ -154,7 +154,7 @@ class RemoteShard:
             begin = end
         return requests
 
-    def _ask_spans(self, spec: PackedSpec, staging: Staging, *asked: Array) -> Request:
+    def _ask_spans(self, spec: PackedSpec, staging: Staging, *asked: Array) -> RowRequest:
         rows, records, firsts, counts, inside = asked
         total = int(counts.sum())
         memory = staging.take(spec.reply_bytes(len(rows), total))
@@ -163,4 +163,4 @@ class RemoteShard:
         future = self.peer.fetch_spans(spec, slots, *spans, memory.numpy())
         offsets = {span.name: span.offset for span in spec.spans(len(rows), total)}
         part = SpanPart(rows, memory, firsts, counts, inside, offsets)
-        return Request(part, future, lambda: self._ask_spans(spec, staging, *asked))
+        return RowRequest(part, future, lambda: self._ask_spans(spec, staging, *asked))

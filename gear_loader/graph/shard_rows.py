@@ -13,7 +13,7 @@ import torch
 from gear_loader.collection.buffers import Staging
 from gear_loader.distributed.failures import run_on_all
 from gear_loader.distributed.records import max_window_blocks, record_dtype
-from gear_loader.distributed.remote import RemoteShard, Request
+from gear_loader.distributed.remote import RemoteShard, RowRequest
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError
 from gear_loader.graph.csr import checked_nodes
@@ -39,7 +39,7 @@ class Homes:
 class Pending:
     """Requested rows, with positions in the request as their rows, and what an error needs."""
 
-    requests: list[Request]
+    requests: list[RowRequest]
     nodes: Array
     into: Array
 
@@ -74,7 +74,7 @@ class RemoteRows:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def start(self, numbers: Array, nodes: Array, into: Array) -> Pending:
-        """Request rows (int64 [n], below `count`), which `finish` puts into rows `into` of tensors."""
+        """RowRequest rows (int64 [n], below `count`), which `finish` puts into rows `into` of tensors."""
         at = np.searchsorted(self._ends, numbers, side="right")
         slots, generations, steps, finals = self._index[:, at]
         width = max_window_blocks(Reach(0, 0), [self._steps_of_block]) if self._source.one_sided else 0

@@ -19,7 +19,7 @@ from gear_loader.collection.batches import Batch
 from gear_loader.collection.buffer_pools import BufferPools
 from gear_loader.collection.buffers import Buffers
 from gear_loader.collection.chosen import RowGather
-from gear_loader.collection.collector import Collector, TableRows, collector_for
+from gear_loader.collection.collector import Collector, TableSource, collector_for
 from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.errors import SchemaError, TableEmptyError, TableFullError
 from gear_loader.native import copying
@@ -549,7 +549,7 @@ class ReplayBuffer(_ReplayBuffer):
 
     def _collector(self, size: int) -> Collector:
         device = torch.device(self.device)
-        return collector_for(TableRows(self.table), self._windows(), batch_size=size, device=device)
+        return collector_for(TableSource(self.table), self._windows(), batch_size=size, device=device)
 
     @staticmethod
     def _fill(prefetcher: Prefetcher, buffers: Buffers, rows: SelectedRows) -> int:

@@ -17,7 +17,7 @@ from waiting_common import wait_until
 from gear_loader import Column, Table, Window
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.buffers import Buffers
-from gear_loader.collection.collector import Collector, TableRows, collector_for
+from gear_loader.collection.collector import Collector, TableSource, collector_for
 from gear_loader.native import sharing, threads
 from gear_loader.storage.dtypes import torch_dtypes
 from gear_loader.storage.selected_rows import SelectedRows
@@ -65,7 +65,7 @@ def draw(table: Table, count: int, seed: int = 0) -> tuple[Array, Array, Array]:
 
 
 def collector(table: Table, windows: dict[str, Window], batch_size: int) -> Collector:
-    return collector_for(TableRows(table), windows, batch_size=batch_size, device=CPU)
+    return collector_for(TableSource(table), windows, batch_size=batch_size, device=CPU)
 
 
 def tensors(batch: Batch) -> Iterator[torch.Tensor]:

@@ -15,7 +15,7 @@ from options_common import nested
 
 import gear_loader as gear
 from gear_loader.distributed import Shards
-from gear_loader.distributed.shard_rows import ShardSource
+from gear_loader.distributed.shard_source import ShardSource
 
 WINDOWS = gear.Window(5, offset=-2)
 COUNTS = [40, 10, 25, 3]

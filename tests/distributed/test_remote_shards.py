@@ -20,7 +20,7 @@ from waiting_common import go_on, stop_process
 import gear_loader as gear
 from gear_loader.distributed import Placement, Shards
 from gear_loader.distributed import shards as shards_module
-from gear_loader.distributed.shard_rows import ShardSource
+from gear_loader.distributed.shard_source import ShardSource
 
 ROWS, BATCHES = 24, 5
 SELECTORS = (gear.Prioritized(), gear.Uniform(unit="step"), gear.TopK())

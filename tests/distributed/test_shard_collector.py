@@ -16,8 +16,8 @@ from gear_loader.collection import buffers as buffers_module
 from gear_loader.collection.collector import collector_for
 from gear_loader.collection.windows import windows_of
 from gear_loader.distributed.remote import RemoteShard
-from gear_loader.distributed.shard_rows import ShardRows, ShardSource
 from gear_loader.distributed.shard_sampler import records_of
+from gear_loader.distributed.shard_source import ShardRows, ShardSource
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import PeerTimeoutError, StaleIndexError
 from gear_loader.storage.operations.view import READING

@@ -19,7 +19,7 @@ from streams.cuda import GLOBAL, RELAXED, Cuda
 from streams.machine import Policy
 
 import gear_loader as gear
-from gear_loader.collection.collector import TableRows, collector_for
+from gear_loader.collection.collector import TableSource, collector_for
 from gear_loader.collection.packed_cuda import PackedCuda
 from gear_loader.collection.windows import expand
 from gear_loader.distributed.selection_for import selection_for
@@ -517,7 +517,7 @@ class Run:
     def _watch_plans(self, data: gear.ReplayDataset) -> None:
         """At each gather of a batch of so many steps, gather the same rows on the CPU."""
         collector = collector_for(
-            TableRows(data.table),
+            TableSource(data.table),
             data.windows,
             device=torch.device("cpu"),
             packed=True,
@@ -555,7 +555,7 @@ class Run:
         )
         packed = self.scenario.layout != "padded"
         collector = collector_for(
-            TableRows(data.table),
+            TableSource(data.table),
             data.windows if packed else expand(data.table.schema, data.windows)[0],
             batch_size=BATCH,
             device=torch.device("cpu"),

@@ -14,7 +14,7 @@ from cases import mostly_long
 from cuda_common import FakeCuda, FakeEvent
 
 import gear_loader as gear
-from gear_loader.collection.collector import TableRows, collector_for
+from gear_loader.collection.collector import TableSource, collector_for
 from gear_loader.errors import PriorityError, SchemaError, StaleIndexError, TableEmptyError
 from gear_loader.selection.base import Anchor, SelectionContext
 from gear_loader.selection.complete import CompleteAnchors
@@ -404,7 +404,7 @@ def test_a_batch_is_gathered_from_what_the_kernels_drew(
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: FakeEvent())
     made = [
         collector_for(
-            TableRows(table), windows, batch_size=BATCH, device=CPU, weighs=weighs, zero_copy=zero_copy
+            TableSource(table), windows, batch_size=BATCH, device=CPU, weighs=weighs, zero_copy=zero_copy
         )
         for zero_copy in (False, True)
     ]

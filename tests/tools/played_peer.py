@@ -11,8 +11,8 @@ import torch
 
 import gear_loader as gear
 from gear_loader.collection.collector import collector_for
-from gear_loader.distributed.shard_rows import ShardRows, ShardSource
 from gear_loader.distributed.shard_sampler import records_of
+from gear_loader.distributed.shard_source import ShardRows, ShardSource
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import TransportError
 from gear_loader.storage.states import READY

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.collection.collector import Mover
+from gear_loader.collection.collector import RowMover
 from gear_loader.collection.windows import ROW_KEYS
-from gear_loader.distributed.remote import RemoteShard, Request
+from gear_loader.distributed.remote import RemoteShard, RowRequest
 from gear_loader.distributed.row_cache import RowCache
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import StaleIndexError, TableEmptyError, TransportError
@@ -244,7 +244,7 @@ class ShardSource:
 
     # ---------------------------------------------------------------- reading
 
-    def read(self, mover: Mover, buffers: Any, rows: ShardRows) -> None:
+    def read(self, mover: RowMover, buffers: Any, rows: ShardRows) -> None:
         """Fill buffers with rows of all shards.
 
         Takes a read ticket for each shard of this node that is read, into `rows.tickets`; the caller releases them.
@@ -292,8 +292,8 @@ class ShardSource:
         """Numbers of the rows of this node, int64 [m]."""
         return np.flatnonzero(np.isin(rows.shards, self.shards.local_shards()))
 
-    def _asked(self, mover: Mover, rows: ShardRows, which: Array) -> tuple[Array, list[Any], Array]:
-        """Request rows of other nodes; find those of this node.
+    def _asked(self, mover: RowMover, rows: ShardRows, which: Array) -> tuple[Array, list[Any], Array]:
+        """RowRequest rows of other nodes; find those of this node.
 
         Returns:
             Rows of this node that are present, int64 [m]; (shard, request) of others; rows that are gone, int64 [m].
@@ -324,7 +324,7 @@ class ShardSource:
             gone.append(part[~alive])
         return np.concatenate(present), requests, np.concatenate(gone)
 
-    def _copy(self, mover: Mover, buffers: Any, rows: ShardRows, which: Array) -> Array:
+    def _copy(self, mover: RowMover, buffers: Any, rows: ShardRows, which: Array) -> Array:
         """Move rows of this node; return those that cannot be read from disk, int64 [m], which their tables lose."""
         lost = [_none()]
         for shard, part in self._by_shard(rows, which):
@@ -343,7 +343,7 @@ class ShardSource:
         return unread
 
     def _received(
-        self, requests: list[tuple[int, Request]], place: Callable[[Any], None], keep: Callable[..., None]
+        self, requests: list[tuple[int, RowRequest]], place: Callable[[Any], None], keep: Callable[..., None]
     ) -> Array:
         """Wait for requested rows, and place those that arrive in time; return the others, int64 [m]."""
         missing = [_none()]
@@ -369,7 +369,7 @@ class ShardSource:
 
     # ---------------------------------------------------------------- the cache
 
-    def _cached(self, mover: Mover, rows: ShardRows) -> tuple[Array, Callable[[Any, Array], None]]:
+    def _cached(self, mover: RowMover, rows: ShardRows) -> tuple[Array, Callable[[Any, Array], None]]:
         """Find the rows of other nodes that the cache has.
 
         Returns:
