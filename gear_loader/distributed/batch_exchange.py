@@ -11,7 +11,7 @@ from gear_loader.distributed.messages import Message, as_bytes
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.records import SUMMARY, UPDATE, slice_rows
 from gear_loader.distributed.samplers import Samplers
-from gear_loader.distributed.shards import Shards
+from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.distributed.update_routing import UpdateRouter
 from gear_loader.utils.arrays import Array
 
@@ -36,7 +36,7 @@ class BatchExchange:
 
     def __init__(
         self,
-        shards: Shards,
+        shards: ShardTables,
         exchange: SingleProcess,
         samplers: Samplers,
         updates: UpdateRouter,

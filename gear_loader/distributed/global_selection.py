@@ -20,7 +20,7 @@ from gear_loader.distributed.row_drawing import CandidateDrawing, RowAssignment,
 from gear_loader.distributed.samplers import Samplers
 from gear_loader.distributed.shard_sampler import records_of
 from gear_loader.distributed.shard_source import ReadTickets, ShardRows
-from gear_loader.distributed.shards import Shards
+from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.distributed.stage_rows import StageRows
 from gear_loader.distributed.update_routing import UpdateRouter
 from gear_loader.errors import PriorityError, SchemaError, TableEmptyError
@@ -71,7 +71,7 @@ class GlobalSelection(Selection):
     def __init__(
         self,
         context: SelectionContext,
-        shards: Shards,
+        shards: ShardTables,
         exchange: SingleProcess,
         *,
         history: int,

@@ -14,7 +14,7 @@ import numpy as np
 from gear_loader.distributed.failures import run_on_all
 from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.shard_insertion import Storing
-from gear_loader.distributed.shards import Shards
+from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.distributed.stages import all_columns, check_stages
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.kernels.sum_tree import UNSET
@@ -55,13 +55,13 @@ class Placement:
 
     def __init__(
         self,
-        shards: Shards,
+        shards: ShardTables,
         policy: Policy = "round_robin",
         *,
         stages: Mapping[str, int | Sequence[int]] | None = None,
         dataset: Any = None,
     ) -> None:
-        if not isinstance(shards, Shards):
+        if not isinstance(shards, ShardTables):
             raise SchemaError(
                 f"A {type(shards).__name__} was received; expected gear_loader.distributed.Shards."
             )

@@ -16,7 +16,7 @@ from gear_loader.distributed.migration import Budget, MigrationSet, Mover, choos
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.records import MOVE
 from gear_loader.distributed.samplers import Samplers
-from gear_loader.distributed.shards import Shards
+from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.distributed.state import share_bundle
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.table import Table
@@ -75,7 +75,7 @@ class RebalancedSelection(Protocol):
     """The interface of a global selection that `Rebalance` uses."""
 
     @property
-    def shards(self) -> Shards: ...
+    def shards(self) -> ShardTables: ...
 
     @property
     def samplers(self) -> Samplers: ...

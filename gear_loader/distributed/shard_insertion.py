@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.distributed.shards import Shards
+from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.distributed.stage_tables import StageTable, is_refusal, remove_stored
 from gear_loader.errors import GearError, TransportError
 from gear_loader.utils.arrays import Array
@@ -44,7 +44,7 @@ class Storing:
 
     def __init__(
         self,
-        shards: Shards,
+        shards: ShardTables,
         tables: Sequence[Sequence[StageTable]],
         trajectories: list[dict[str, Any]],
         priorities: Array,

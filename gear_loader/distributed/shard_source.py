@@ -14,7 +14,7 @@ from gear_loader.collection.collector import RowMover
 from gear_loader.collection.windows import ROW_KEYS
 from gear_loader.distributed.remote import RemoteShard, RowRequest
 from gear_loader.distributed.row_cache import RowCache
-from gear_loader.distributed.shards import Shards
+from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.errors import StaleIndexError, TableEmptyError, TransportError
 from gear_loader.native.row_cache import ABSENT
 from gear_loader.storage.disk import LostRowsError
@@ -212,7 +212,7 @@ class ShardSource:
     keys = (*ROW_KEYS, "shard")
     only = None
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: ShardTables) -> None:
         self.shards = shards
         self.waits = shards.exchange.size > 1
         self.num_gone = self.num_lost = 0

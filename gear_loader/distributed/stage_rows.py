@@ -11,7 +11,7 @@ from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.records import SLOT_KEY
 from gear_loader.distributed.row_drawing import Rows
 from gear_loader.distributed.samplers import Samplers
-from gear_loader.distributed.shards import Shards
+from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.errors import StaleIndexError
 from gear_loader.utils.arrays import Array
 
@@ -32,7 +32,7 @@ class StageRows:
     """
 
     def __init__(
-        self, shards: Shards, exchange: SingleProcess, batches: BatchExchange, samplers: Samplers
+        self, shards: ShardTables, exchange: SingleProcess, batches: BatchExchange, samplers: Samplers
     ) -> None:
         self._shards = shards
         self._exchange = exchange

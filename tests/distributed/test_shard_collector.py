@@ -116,7 +116,7 @@ def test_a_node_that_does_not_answer(
     device: bool, fake_stream: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "gear_loader.distributed.shards._RETRY", 3600.0
+        "gear_loader.distributed.shard_tables._RETRY", 3600.0
     )  # on a busy machine a gather takes seconds
     shards = Shards([filled(None, shard, COUNTS) for shard in range(3)])
     error = PeerTimeoutError("node b did not answer")

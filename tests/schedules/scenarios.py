@@ -22,7 +22,7 @@ import gear_loader as gear
 from gear_loader.collection.collector import TableSource, collector_for
 from gear_loader.collection.packed_cuda import PackedCuda
 from gear_loader.collection.windows import expand
-from gear_loader.distributed.selection_for import selection_for
+from gear_loader.dataset.origin import Origin
 from gear_loader.errors import StaleIndexError
 from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
@@ -550,8 +550,8 @@ class Run:
             self._watch_plans(data)
             return
         selection = data._selected()
-        twin = selection_for(
-            selection.context, history=9, device=torch.device("cpu"), windows={}, shards=None, exchange=None
+        twin = Origin(data.table, gear.Ranks()).selection(
+            selection.context, history=9, device=torch.device("cpu"), windows={}
         )
         packed = self.scenario.layout != "padded"
         collector = collector_for(
