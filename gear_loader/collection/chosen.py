@@ -242,7 +242,7 @@ def _padded(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[s
         _check_memory(name, given[name], (shape[0], *shape[2:]) if squeezes else shape, dtype)
         return given[name].view(shape)
 
-    batch, outputs, _, computed = layout.tensors(new, count)
+    batch, outputs, _, computed = layout.tensors(new, count, torch.device("cpu"))
     masks = {number: each.mask for number, each in enumerate(outputs) if each.mask is not None}
     gatherer.gather(rows.slots, rows.anchors, lambda: rows.generations, [each.out for each in outputs], masks)
     batch.update(

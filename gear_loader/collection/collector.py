@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from gear_loader.collection.buffers import Buffers, GpuSide, Staging, TensorMemory, copy_batch
+from gear_loader.collection.buffers import Buffers, GpuSide, TensorMemory, copy_batch
+from gear_loader.collection.movers import RowMover
 from gear_loader.collection.packed import PackedBuffers, PackedHost, PackedLayout
 from gear_loader.collection.packed_cuda import PackedCuda
 from gear_loader.collection.padded import PaddedBuffers, PaddedHost, PaddedLayout
@@ -22,50 +23,9 @@ from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.collection.windows import ROW_KEYS
 from gear_loader.storage.region import Region
 from gear_loader.storage.table import Table
-from gear_loader.utils.arrays import Array
 from gear_loader.utils.streams import current_stream
 
-__all__ = ["Collector", "RowMover", "RowSource", "TableSource", "collector_for"]
-
-
-class RowMover(Protocol):
-    """Moves rows into the buffers of one layout."""
-
-    @property
-    def layout(self) -> Any:
-        """`PaddedLayout` or `PackedLayout`."""
-
-    @property
-    def staging(self) -> Staging:
-        """Memory of rows on their way into a batch."""
-
-    def fill(self, buffers: Any, table: Table, rows: Any) -> None:
-        """Gather a batch of one table, which is all that a batch of `TableSource` takes."""
-
-    # A batch of several sources: `begin`; `copy`, `load` and `place` for each; `flush` when those of this machine are
-    # there, while others are on their way; `finish`.
-
-    def begin(self, buffers: Any, rows: Any) -> None:
-        """Prepare the buffers for rows; packed ones have their `spans`. Called again when these have changed."""
-
-    def copy(self, buffers: Any, table: Table, rows: Any, which: Array | None = None) -> None:
-        """Move rows of a table of this machine; `which`: their numbers, int64 [m], None for all."""
-
-    def flush(self, buffers: Any) -> None:
-        """Start what `copy` has prepared."""
-
-    def place(self, buffers: Any, part: Any, numbers: Any) -> None:
-        """Move rows out of staging memory, which is given back when it has been read.
-
-        Args:
-            part: `Part`, or `SpanPart` of a packed batch. numbers: of packed batches, as for `SpanPart.placed`.
-        """
-
-    def load(self, buffers: Any, copy: Callable[[Array, Array], None], which: Array) -> None:
-        """Let `copy` put kept rows into their places: it takes the address of each piece, and the rows there."""
-
-    def finish(self, buffers: Any, rows: Any) -> None:
-        """Write what a batch has by row, compute what is computed, launch what is left."""
+__all__ = ["Collector", "RowSource", "TableSource", "collector_for"]
 
 
 class RowSource(Protocol):
@@ -109,20 +69,17 @@ class TableSource:
         mover.fill(buffers, self.only, rows)
 
 
-class _Staged:
+class _Staged(RowMover):
     """Fills buffers on a GPU that cannot read the tables: with copies of batches that the CPU gathers in pinned memory.
 
     Args:
         host: gathers them. device: the GPU.
     """
 
-    zero_copy = False
-
-    def __init__(self, host: PaddedHost | PackedHost, device: torch.device) -> None:
+    def __init__(self, host: RowMover, device: torch.device) -> None:
         self.layout, self._host, self._device = host.layout, host, device
 
     def buffers(self, *, shared: bool = False) -> Buffers:
-        """New buffers for one batch."""
         made: Buffers
         memory = TensorMemory(self._device)
         gpu = GpuSide(staging=self._host.buffers())
@@ -134,11 +91,8 @@ class _Staged:
         made.gpu = gpu
         return made
 
-    def use_on(self, stream: torch.cuda.Stream) -> None:
-        """See `PaddedCuda.use_on`."""
-
     def run(self, buffers: Buffers, rows: Any, read: Callable[[Any, Any, Any], None]) -> None:
-        """See `PaddedCuda.run`. Waits for the last copy out of the staging buffers."""
+        """See `CudaMover.run`. Waits for the last copy out of the staging buffers."""
         gpu = buffers.gpu
         assert gpu is not None
         gpu.filled.synchronize()
@@ -170,24 +124,24 @@ class Collector:
     def __init__(
         self,
         source: RowSource,
-        host: PaddedHost | PackedHost,
+        host: RowMover,
         *,
         device: torch.device,
-        cuda: Callable[[], PaddedCuda | PackedCuda],
+        cuda: Callable[[], RowMover],
         zero_copy: bool = False,
         pinning: bool = False,
         stream_priority: int = 0,
     ) -> None:
         self.source, self.device, self.stream_priority = source, device, stream_priority
         self.awaits_pinning, self._cuda = pinning, cuda
-        self._streams: list[torch.cuda.Stream] = []
-        self._mover: Any = cuda() if zero_copy else host if device.type == "cpu" else _Staged(host, device)
+        self._mover: RowMover = (
+            cuda() if zero_copy else host if device.type == "cpu" else _Staged(host, device)
+        )
 
     @property
     def zero_copy(self) -> bool:
         """Whether the device reads the tables itself."""
-        found: bool = self._mover.zero_copy
-        return found
+        return self._mover.zero_copy
 
     @property
     def waits(self) -> bool:
@@ -205,17 +159,10 @@ class Collector:
             self.awaits_pinning = False
             if region.pin(self.device):
                 self._mover = self._cuda()
-                for stream in self._streams:
-                    self._mover.use_on(stream)
 
     def is_outdated(self, buffers: Buffers) -> bool:
         """Whether buffers are gathered on the CPU and copied although the device reads the table by now."""
         return buffers.mover is not self._mover
-
-    def use_on(self, stream: torch.cuda.Stream) -> None:
-        """Register a stream for gathers, so that the allocator keeps their inputs until they have run."""
-        self._streams.append(stream)
-        self._mover.use_on(stream)
 
     def buffers(self, *, shared: bool = False) -> Any:
         """New tensors for one batch.

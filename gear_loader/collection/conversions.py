@@ -29,15 +29,16 @@ def converted_dtype(name: str, window: Window, column: Column) -> torch.dtype | 
 
 
 class Casts:
-    """The windows of a batch that are converted: on a GPU by one launch for each pair of dtypes.
+    """The windows of a batch that are converted.
 
     Args:
         columns: what is gathered, and what is delivered, all on one device.
+        device: of them; on a GPU there is one launch for each pair of dtypes.
     """
 
-    def __init__(self, columns: Sequence[CastColumn]) -> None:
+    def __init__(self, columns: Sequence[CastColumn], device: torch.device) -> None:
         self._columns = columns
-        self._plan = CastPlan(columns) if columns[0].source.is_cuda else None
+        self._plan = CastPlan(columns) if device.type == "cuda" else None
 
     def compute(self, anchors: torch.Tensor) -> None:
         """Convert as many rows as there are anchors. Does not wait for a GPU."""

@@ -3,7 +3,7 @@ CPU fills it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,17 @@ from gear_loader.collection.buffers import (
     GpuSide,
     RowValues,
     SpanPart,
-    Staging,
     TensorMemory,
     grown,
     named_views,
     shown_values,
 )
 from gear_loader.collection.conversions import Casts, converted_dtype
+from gear_loader.collection.movers import HostMover
 from gear_loader.collection.plans import locate_columns
 from gear_loader.collection.references import BatchReferences
 from gear_loader.collection.sources import Place, read_packed
+from gear_loader.collection.tier_rows import split_rows
 from gear_loader.collection.windows import (
     FINAL_KEY,
     ROW_KEYS,
@@ -152,7 +153,7 @@ class PackedValues:
                 first[source] = memory.empty(count, *column.shape, dtype=column.dtype)
                 self.gathered.append((source, first[source]))
             casts.append(CastColumn(first[source], shown, layout.windows[name].scale))
-        self._columns = casts
+        self._columns, self._device = casts, memory.device
         self._casts: Casts | None = None
 
     def convert(self, count: int) -> None:
@@ -160,7 +161,7 @@ class PackedValues:
         if not self._columns:
             return
         if self._casts is None:
-            self._casts = Casts(self._columns)
+            self._casts = Casts(self._columns, self._device)
         self._casts.convert(count)
 
 
@@ -342,73 +343,41 @@ def _located(gathered: list[tuple[str, torch.Tensor]], table: Table) -> Array:
     return locate_columns(columns, [source for source, _ in gathered], table.region)
 
 
-class PackedHost:
-    """Fills packed batches by the CPU's loop.
+class PackedHost(HostMover):
+    """Fills packed batches by the CPU's loop."""
 
-    Args:
-        layout: of the batches. pinned: whether they lie in pinned memory, from which a GPU gets copies.
-    """
-
-    zero_copy = False
-
-    def __init__(self, layout: PackedLayout, *, pinned: bool = False, only: Table | None = None) -> None:
-        self.layout = layout
-        self.staging = Staging(pinned=False)
-        self._pinned = pinned
+    layout: PackedLayout
 
     def buffers(self, *, shared: bool = False) -> PackedBuffers:
-        """Buffers for one batch, which get their memory at their first gather; see `PaddedHost.buffers`."""
+        """Buffers for one batch, which get their memory at their first gather."""
         return PackedBuffers(self.layout, TensorMemory(torch.device("cpu"), shared, self._pinned), self)
 
-    def run(self, buffers: Buffers, rows: Any, read: Callable[[Any, Any, Any], None]) -> None:
-        """See `PaddedHost.run`."""
-        read(self, buffers, rows)
-
-    def fill(self, buffers: PackedBuffers, table: Table, rows: Any) -> None:
-        """See `PaddedHost.fill`."""
-        if rows.spans is None:
-            rows.spans = self.layout.measure(table, rows)
-        self.begin(buffers, rows)
-        self.copy(buffers, table, rows)
-        self.finish(buffers, rows)
-
     def begin(self, buffers: PackedBuffers, rows: Any) -> None:
-        """Make room for rows, whose spans are known, and write where each begins.
-
-        Raises:
-            SchemaError: the batch would have 2**31 steps or more.
-        """
         buffers.measured(rows.spans)
         buffers.reserve(len(rows), buffers.total)
         buffers.write_starts()
 
     def copy(self, buffers: PackedBuffers, table: Table, rows: Any, which: Array | None = None) -> None:
-        """Copy rows of a table of this machine, its disk included, into their places; see `PaddedHost.copy`."""
         which = np.arange(len(rows)) if which is None else which
         extent, block_ids = table.reader().index_arrays()
-        slots, spans, inside = rows.slots, buffers.spans, which
+        slots, steps = rows.slots, table.region.layout.block_steps
         streams = buffers.total * self.layout.step_bytes >= STREAM_BATCH_BYTES
-        while True:
-            if table.has_tier:
-                places = extent[slots[which], 1]
-                inside = which[places >= 0]
-            bad = gather_packed(
-                *buffers.tables(table),
-                slots,
-                spans,
-                buffers.starts_array,
-                extent,
-                block_ids,
-                table.region.layout.block_steps,
-                buffers.position.numpy(),
-                streams,
-                inside,
-            )
-            if not bad or not table.has_tier or (extent[slots[which], 1] == places).all():
-                break  # else some of them were moved to disk meanwhile, and may be back
-        table.reader().check_gathered(bad)
-        if len(inside) < len(which):
-            self._read(buffers, table, rows, np.setdiff1d(which, inside, assume_unique=True))
+        place = (
+            buffers.spans,
+            buffers.starts_array,
+            extent,
+            block_ids,
+            steps,
+            buffers.position.numpy(),
+            streams,
+        )
+
+        def inside(part: Array) -> int:
+            return int(gather_packed(*buffers.tables(table), slots, *place, which[part]))
+
+        _, outside = split_rows(table, slots[which], inside)
+        if len(outside):
+            self._read(buffers, table, rows, which[outside])
         if self.layout.final:
             self._mark_final(buffers, extent, slots, which)
 
@@ -434,15 +403,7 @@ class PackedHost:
             if not self.layout.schema[source].final:
                 values[last] = 0
 
-    def flush(self, buffers: PackedBuffers) -> None:
-        """See `PaddedHost.flush`."""
-
     def place(self, buffers: PackedBuffers, part: SpanPart, numbers: Array) -> None:
-        """Put pieces of rows in staging memory into their places, and give the memory back.
-
-        Args:
-            numbers: as for `SpanPart.placed`.
-        """
         which, rows, begins = part.placed(numbers)
         firsts, counts = part.firsts[which], part.counts[which]
         ends = buffers.starts_array[rows] + part.inside[which]
@@ -460,7 +421,6 @@ class PackedHost:
         return np.array(pieces, dtype=np.int64).reshape(-1, 3)
 
     def finish(self, buffers: PackedBuffers, rows: Any) -> None:
-        """See `PaddedHost.finish`."""
         buffers.values.write(rows)
         buffers.once.convert(len(rows))
         buffers.steps.convert(buffers.total)

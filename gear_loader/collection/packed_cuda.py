@@ -9,14 +9,16 @@ another, column by column, so one piece is a whole row, or a part of one::
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from gear_loader.collection.buffers import GpuSide, SpanPart, Staging, TensorMemory
+from gear_loader.collection.buffers import GpuSide, SpanPart, TensorMemory
+from gear_loader.collection.movers import CudaMover
 from gear_loader.collection.packed import PackedBuffers, PackedLayout
+from gear_loader.collection.tier_rows import split_rows
 from gear_loader.kernels.packed_plan import (
     PIECE_BLOCK,
     PIECE_FIRST,
@@ -210,22 +212,21 @@ class PackedDeviceBuffers(PackedBuffers):
         return packed_views(mirror[self.lists_at :], layouts)
 
 
-class PackedCuda:
+class PackedCuda(CudaMover):
     """Fills packed batches by a GPU that reads the tables itself.
 
     Rows are drawn on the host, which so knows their lengths. What it writes for a batch crosses the bus in one copy.
     There is one launch for each table, for the rows on disk of each, and for each answer of another node; one split of
-    all records of packed tables; and one conversion for each pair of dtypes.
+    all records of packed tables; and one conversion for each pair of dtypes. The host waits where the memory grows.
 
     Args:
-        layout, device, programs: as for `PaddedCuda`.
+        layout, device, programs: as for `CudaMover`.
     """
 
-    zero_copy = True
+    layout: PackedLayout
 
     def __init__(self, layout: PackedLayout, *, device: torch.device, programs: int | None, **_: Any) -> None:
-        self.layout, self._device, self._programs = layout, device, programs
-        self.staging = Staging(pinned=device.type == "cuda")
+        super().__init__(layout, device=device, programs=programs)
         self._steps, self._once = layout.columns_read
         self._adjoins: dict[int, bool] = {}
 
@@ -233,54 +234,29 @@ class PackedCuda:
         """Buffers for one batch, which get their memory at their first gather."""
         return PackedDeviceBuffers(self.layout, TensorMemory(self._device), self)
 
-    def use_on(self, stream: torch.cuda.Stream) -> None:
-        """See `PaddedCuda.use_on`."""
-
-    def run(self, buffers: Any, rows: Any, read: Callable[[Any, Any, Any], None]) -> None:
-        """Let `read` queue a batch on the current stream, and record `filled` after it.
-
-        The host waits for the last batch in the same buffers, and where their memory has to grow.
-        """
-        gpu: GpuSide = buffers.gpu
-        gpu.filled.synchronize()  # the host memory of the last batch in these buffers is about to be written
-        while gpu.parts:
-            self.staging.give(gpu.parts.pop())
-        try:
-            read(self, buffers, rows)
-        finally:  # also after a failed batch: the GPU reads it from the same memory
-            gpu.filled.record(current_stream(self._device))
-
-    def fill(self, buffers: PackedDeviceBuffers, table: Table, rows: Any) -> None:
-        """See `PaddedHost.fill`. After an error nothing was launched."""
-        if rows.spans is None:
-            rows.spans = self.layout.measure(table, rows)
-        self.begin(buffers, rows)
-        self.copy(buffers, table, rows)
-        self.finish(buffers, rows)
-
     def begin(self, buffers: PackedDeviceBuffers, rows: Any) -> None:
-        """See `PackedHost.begin`."""
         buffers.measured(rows.spans)
         buffers.sources = []
         buffers.row_starts = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(rows.spans[1], out=buffers.row_starts[1:])
 
     def copy(self, buffers: PackedDeviceBuffers, table: Table, rows: Any, which: Array | None = None) -> None:
-        """See `PaddedHost.copy`: list the rows, and read those that lie on disk only."""
-        which = np.arange(len(rows)) if which is None else which
-        extent, slots, inside = table.reader().index_arrays()[0], rows.slots, which
-        while True:
-            if table.has_tier:
-                places = extent[slots[which], 1]
-                inside = which[places >= 0]
-            found, bad = self._listed(buffers, table, slots, inside)
-            if not bad or not table.has_tier or (extent[slots[which], 1] == places).all():
-                break  # else some of them were moved to disk meanwhile, and may be back
-        table.reader().check_gathered(bad)
-        if len(inside) < len(which):
-            outside = np.setdiff1d(which, inside, assume_unique=True)
-            self.place(buffers, self._read(buffers, table, rows, outside), np.arange(len(rows)))
-        buffers.sources.append(found)
+        which, slots, found = (
+            np.arange(len(rows)) if which is None else which,
+            rows.slots,
+            list[_PackedRows](),
+        )
+
+        def inside(part: Array) -> int:
+            listed, bad = self._listed(buffers, table, slots, which[part])
+            found[:] = [listed]
+            return bad
+
+        _, outside = split_rows(table, slots[which], inside)
+        if len(outside):
+            part = self._read(buffers, table, rows, which[outside])
+            self.place(buffers, part, np.arange(len(rows)))
+        buffers.sources += found
 
     def _listed(
         self, buffers: PackedDeviceBuffers, table: Table, slots: Array, which: Array
@@ -328,11 +304,7 @@ class PackedCuda:
             raise
         return SpanPart(which, memory, firsts, counts, np.zeros_like(firsts), offsets)
 
-    def flush(self, buffers: PackedDeviceBuffers) -> None:
-        """See `PaddedHost.flush`."""
-
     def place(self, buffers: PackedDeviceBuffers, part: SpanPart, numbers: Array) -> None:
-        """See `PackedHost.place`; the memory is given back when the kernel has run."""
         buffers.gpu.parts.append(part.memory)
         which, rows, begins = part.placed(numbers)
         firsts, counts, inside = part.firsts[which], part.counts[which], part.inside[which]
@@ -345,11 +317,8 @@ class PackedCuda:
         buffers.sources.append(_PackedRows(*pieces, memory=part.memory, offsets=part.offsets))
 
     def finish(self, buffers: PackedDeviceBuffers, rows: Any) -> None:
-        """Queue a batch. The host does not wait, unless the memory has to grow.
-
-        What lies in records of packed tables is gathered first and split, for all steps of the batch; then all others
-        are gathered into their places.
-        """
+        # What lies in records of packed tables is gathered first and split, for all steps of the batch; then all others
+        # are gathered into their places.
         from gear_loader.kernels import split
 
         count, total, programs = len(rows), buffers.total, self._programs

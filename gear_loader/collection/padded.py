@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from gear_loader.collection.batches import Batch
-from gear_loader.collection.buffers import Buffers, Part, RowValues, Staging, TensorMemory, shown_values
+from gear_loader.collection.buffers import Buffers, Part, RowValues, TensorMemory, shown_values
 from gear_loader.collection.conversions import Casts, converted_dtype
+from gear_loader.collection.movers import HostMover
 from gear_loader.collection.n_step import NStep, Returns
 from gear_loader.collection.plans import Output, locate_columns, window_columns
 from gear_loader.collection.references import Arena, BatchReferences
@@ -61,7 +62,7 @@ class PaddedBuffers(Buffers):
         def new(_: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             return memory.empty(*shape, dtype=dtype)
 
-        made = layout.tensors(new, layout.batch_size, converts=converts)
+        made = layout.tensors(new, layout.batch_size, memory.device, converts=converts)
         self.batch, self.outputs, self.masks, self.computed = made
         self.values: RowValues
         self._columns: dict[int, Array] = {}
@@ -186,13 +187,15 @@ class PaddedLayout:
         self,
         new: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor],
         size: int,
+        device: torch.device,
         *,
         converts: bool = True,
     ) -> tuple[Batch, list[Output], list[torch.Tensor], tuple[Any, ...]]:
         """Tensors of a batch of `size` rows, without the values of the rows.
 
         Args:
-            new: makes one, from its name in the batch, ``"mask"``, or ``""`` for others, its shape and its dtype.
+            new: makes one on `device`, from its name in the batch, ``"mask"``, or ``""`` for others, its shape and its
+                dtype.
             converts: whether windows of another dtype are converted here; False for copies of batches that are.
 
         Returns:
@@ -236,28 +239,20 @@ class PaddedLayout:
         ]
         batch.update((name, each.out) for name, each in zip(self._hidden, returns, strict=True))
         batch["mask"] = next(iter(shown.values())) if len(self.mask_kinds) == 1 else shown
-        conversions = [Casts(casts)] if casts else []
+        conversions = [Casts(casts, device)] if casts else []
         return batch, outputs, list(masks.values()), (*returns, *conversions)
 
 
-class PaddedHost:
-    """Fills padded batches by the CPU's loop.
+class PaddedHost(HostMover):
+    """Fills padded batches by the CPU's loop."""
 
-    Args:
-        layout: of the batches. pinned: whether they lie in pinned memory, from which a GPU gets copies.
-        only: the table of all rows, so that a small batch may be gathered under its lock; None for several.
-    """
+    layout: PaddedLayout
 
-    zero_copy = False
-
-    def __init__(self, layout: PaddedLayout, *, pinned: bool = False, only: Table | None = None) -> None:
-        self.layout = layout
-        self.staging = Staging(pinned=False)
-        self._pinned, self._only = pinned, only
+    def __init__(self, layout: PaddedLayout, **options: Any) -> None:
+        super().__init__(layout, **options)
         self._tables: dict[int, TierRows] = {}
 
     def buffers(self, *, shared: bool = False) -> PaddedBuffers:
-        """New tensors for one batch; `shared`: in shared memory."""
         arena = None if shared or self._pinned else Arena()
         memory = TensorMemory(torch.device("cpu"), shared, self._pinned, arena)
         made = PaddedBuffers(self.layout, memory, self)
@@ -271,12 +266,7 @@ class PaddedHost:
             made.inline = InlineBatch(made.columns_of(self._only), made.values.names, weights)
         return made
 
-    def run(self, buffers: Buffers, rows: Any, read: Callable[[Any, Buffers, Any], None]) -> None:
-        """Let `read` fill the buffers; see `Collector.gather`."""
-        read(self, buffers, rows)
-
     def fill(self, buffers: PaddedBuffers, table: Table, rows: SelectedRows) -> None:
-        """Gather a batch of one table."""
         count = len(rows)
         if threads.alone(count, self.layout.row_bytes) and not (table.has_tier and table.num_spilled):
             values, (extent, block_ids) = buffers.values, table.reader().index_arrays()
@@ -293,34 +283,20 @@ class PaddedHost:
         self.copy(buffers, table, rows)
         self.finish(buffers, rows)
 
-    def begin(self, buffers: PaddedBuffers, rows: Any) -> None:
-        """Prepare the buffers for rows."""
-
     def copy(self, buffers: PaddedBuffers, table: Table, rows: Any, which: Array | None = None) -> None:
-        """Gather rows of a table of this machine, its disk included; `which`: their numbers, None for all.
-
-        Raises:
-            LostRowsError: trajectories cannot be read from disk. CorruptTableError: the index is corrupt.
-        """
         if id(table) not in self._tables:
             self._tables[id(table)] = TierRows(table, self.layout.reach, self.layout.row_bytes)
         names = names_of(rows, which)
         self._tables[id(table)].gather(buffers.columns_of(table), self.layout.sources, *names, which)
 
-    def flush(self, buffers: PaddedBuffers) -> None:
-        """Start what `copy` has prepared."""
-
-    def place(self, buffers: PaddedBuffers, part: Part, numbers: Array | None = None) -> None:
-        """Put rows in staging memory into their places, and give the memory back."""
+    def place(self, buffers: PaddedBuffers, part: Part, numbers: Array) -> None:
         gathering.place(buffers.place.pieces(part.memory, len(part.rows)).numpy(), part.rows)
         self.staging.give(part.memory)
 
     def load(self, buffers: PaddedBuffers, copy: Callable[[Array, Array], None], which: Array) -> None:
-        """Let `copy` put kept rows into their places: it takes the address of each piece, and rows there."""
         copy(buffers.place.table[:, PLACE_OUT].numpy(), which)
 
     def finish(self, buffers: PaddedBuffers, rows: Any) -> None:
-        """Write what the batch has by row, and compute what is computed."""
         buffers.values.write(rows)
         buffers.compute(len(rows))
 

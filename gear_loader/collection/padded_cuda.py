@@ -12,11 +12,11 @@ from gear_loader.collection.buffers import (
     GpuSide,
     Part,
     RowValues,
-    Staging,
     TensorMemory,
     named_views,
     shown_values,
 )
+from gear_loader.collection.movers import CudaMover
 from gear_loader.collection.padded import PaddedBuffers, PaddedLayout, names_of
 from gear_loader.collection.plans import Plans, Records, plans_of
 from gear_loader.collection.tier_rows import TierRows
@@ -108,39 +108,32 @@ class PaddedDeviceBuffers(PaddedBuffers):
         mirror[first:end].copy_(host[first:end], non_blocking=True)
 
 
-class PaddedCuda:
+class PaddedCuda(CudaMover):
     """Fills padded batches by a GPU that reads the tables itself.
 
     Args:
-        layout: of the batches. device: the GPU. programs: size of the kernels' grids, see `gear_loader.kernels.gather`.
+        layout, device, programs: as for `CudaMover`.
         tables: that it reads. splits: whether rows of a batch may lie in several tables, or elsewhere.
     """
 
-    zero_copy = True
+    layout: PaddedLayout
 
     def __init__(
-        self,
-        layout: PaddedLayout,
-        *,
-        device: torch.device,
-        programs: int | None,
-        tables: Sequence[Table],
-        splits: bool,
+        self, layout: PaddedLayout, *, tables: Sequence[Table], splits: bool, **options: Any
     ) -> None:
-        self.layout, self._device, self._programs, self._splits = layout, device, programs, splits
+        super().__init__(layout, **options)
+        self._splits = splits
         first, last, once = layout.reach
         steps = [table.region.layout.block_steps for table in tables]
         self._blocks = max((last - first) // each + 2 + once for each in steps)
         self._own = tables[0] if len(tables) == 1 else None
-        self.staging = Staging(pinned=device.type == "cuda")
         self._tables: dict[int, TierRows] = {}
         self._once_extents: dict[int, torch.Tensor] = {}
         # Copied, which waits: if computed on the device, another stream could read it too early.
         with outside_inference():
-            self._numbers = torch.arange(layout.batch_size, device="cpu").to(device)
+            self._numbers = torch.arange(layout.batch_size, device="cpu").to(self._device)
 
     def buffers(self, *, shared: bool = False) -> PaddedBuffers:
-        """New tensors for one batch."""
         made = PaddedDeviceBuffers(
             self.layout, TensorMemory(self._device), self, self._blocks, splits=self._splits
         )
@@ -148,36 +141,14 @@ class PaddedCuda:
             made.plans_of(self._own)
         return made
 
-    def use_on(self, stream: torch.cuda.Stream) -> None:
-        """Register a stream for gathers, so that the allocator keeps their inputs until they have run."""
-        self._numbers.record_stream(stream)
-        for extent in self._once_extents.values():
-            extent.record_stream(stream)
-
-    def run(self, buffers: Any, rows: Any, read: Callable[[Any, Any, Any], None]) -> None:
-        """Let `read` queue a batch on the current stream, and record `filled` after it."""
-        gpu: GpuSide = buffers.gpu
-        # The host memory of the previous batch in these buffers is about to be overwritten. That batch was delivered,
-        # so this waits only if the host is ahead of the GPU by as many batches as there are buffers.
-        gpu.filled.synchronize()
-        while gpu.parts:
-            self.staging.give(gpu.parts.pop())
-        try:
-            read(self, buffers, rows)
-        finally:  # also after a failed batch, whose queued part reads the same memory
-            gpu.filled.record(current_stream(self._device))
-
     def fill(self, buffers: PaddedDeviceBuffers, table: Table, rows: Any) -> None:
-        """Gather a batch of one table: `SelectedRows`, or `CudaRows`."""
-        self.begin(buffers, rows)
         if isinstance(rows, CudaRows):
+            self.begin(buffers, rows)
             self._draw(buffers, table, rows)
-            return
-        self.copy(buffers, table, rows)
-        self.finish(buffers, rows)
+        else:
+            super().fill(buffers, table, rows)
 
     def begin(self, buffers: PaddedDeviceBuffers, rows: Any) -> None:
-        """See `PaddedHost.begin`."""
         buffers.begin()
         current_stream(self._device).wait_event(buffers.gpu.released)
 
@@ -198,11 +169,8 @@ class PaddedCuda:
             buffers.compute(count)
 
     def copy(self, buffers: PaddedDeviceBuffers, table: Table, rows: Any, which: Array | None = None) -> None:
-        """See `PaddedHost.copy`: write the index entries of the rows, and place those on disk.
-
-        Host memory is slow for the kernel, so the index entries of the rows are copied; only the steps are read across
-        the bus.
-        """
+        # Host memory is slow for the kernel, so the index entries of the rows are copied; only the steps are read
+        # across the bus. Rows on disk are placed.
         tier, (slots, anchors, generations) = self._tier(table), names_of(rows, which)
         first, count = buffers.used, len(slots)
         extent = buffers.host["rows"][3:].view(-1, 3).numpy()[first : first + count]
@@ -246,15 +214,13 @@ class PaddedCuda:
         return columns
 
     def flush(self, buffers: PaddedDeviceBuffers) -> None:
-        """Launch the gathers of what `copy` has prepared."""
         claims, buffers.claims = buffers.claims, []
         if claims:
             buffers.upload(entries=True)
         for claim in claims:
             self._launch(buffers, claim)
 
-    def place(self, buffers: PaddedDeviceBuffers, part: Part, numbers: Array | None = None) -> None:
-        """See `PaddedHost.place`; the memory is given back when the kernel has run."""
+    def place(self, buffers: PaddedDeviceBuffers, part: Part, numbers: Array) -> None:
         self._put(buffers, part.memory, part.rows)
 
     def _put(self, buffers: PaddedDeviceBuffers, memory: torch.Tensor, numbers: Array) -> None:
@@ -270,15 +236,13 @@ class PaddedCuda:
         place.place(buffers.place, memory, mirror, programs=self._programs)
 
     def load(self, buffers: PaddedDeviceBuffers, copy: Callable[[Array, Array], None], which: Array) -> None:
-        """See `PaddedHost.load`. Through staging memory: what is kept need not be pinned, and may change while the GPU
-        still reads."""
+        # Through staging memory: what is kept need not be pinned, and may change while the GPU still reads.
         memory = self.staging.take(buffers.place.size(len(which)))
         outs = memory.data_ptr() + np.array(buffers.place.offsets(len(which)), dtype=np.int64)
         copy(outs, np.arange(len(which)))
         self._put(buffers, memory, which)
 
     def finish(self, buffers: PaddedDeviceBuffers, rows: Any) -> None:
-        """See `PaddedHost.finish`: upload what the host has written, and launch what is left."""
         count, claims = len(rows), buffers.claims
         buffers.values.write(rows)
 

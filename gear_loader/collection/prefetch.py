@@ -74,7 +74,6 @@ class Pool:
         if collector.device.type == "cuda":
             with beside_captures(collector.device):
                 self.stream = own_stream(collector.device, collector.stream_priority, self)
-            collector.use_on(self.stream)
         if collector.zero_copy or collector.awaits_pinning:
             self.releaser = TicketReleaser(collector)
             weakref.finalize(self, self.releaser.stop)

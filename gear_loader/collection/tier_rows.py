@@ -12,7 +12,7 @@ from gear_loader.storage.selected_rows import Reach
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["TierRows", "resolve"]
+__all__ = ["TierRows", "resolve", "split_rows"]
 
 _LONGEST_BLOCK = 64
 """Most steps of a block in staging memory: fewer steps beside a window are read."""
@@ -81,7 +81,7 @@ class TierRows:
                 rows=which if rows is None else rows[which],
             )
 
-        hits, which = self._split(slots, inside)
+        hits, which = split_rows(self.table, slots, inside)
         self.table.tier_reader().count_hits(len(hits))
         if len(which):
             known = generations() if callable(generations) else generations
@@ -112,28 +112,9 @@ class TierRows:
         def inside(which: Array) -> int:
             return resolved(self.table, slots[which], anchors[which], self._reach, extent, ids)
 
-        hits, outside = self._split(slots, inside)
+        hits, outside = split_rows(self.table, slots, inside)
         self.table.tier_reader().count_hits(len(hits))
         return hits, outside
-
-    def _split(self, slots: Array, inside: Callable[[Array], int]) -> tuple[Array, Array]:
-        """Call a function with the entries in memory, again if some of them were moved to disk meanwhile.
-
-        Args:
-            inside: takes int64 [m] and returns the number of invalid windows.
-
-        Returns:
-            Entries in memory and on disk only, int64 each.
-        """
-        extent = self.table.index.arrays.extent
-        while True:
-            places = extent[slots, 1]
-            which, outside = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
-            bad = inside(which) if len(which) else 0
-            if not bad:
-                return which, outside
-            if (extent[slots, 1] == places).all():  # else some were moved to disk meanwhile, and may be back
-                self.table.reader().check_gathered(bad)
 
     def read(
         self,
@@ -174,3 +155,29 @@ def resolve(
         ids: int32 [B, K], filled with the windows' blocks; with ``reach.once`` the last of K is the trajectory's first.
     """
     table.reader().check_gathered(resolved(table, slots, anchors, Reach(*reach), extent, ids))
+
+
+def split_rows(table: Table, slots: Array, inside: Callable[[Array], int]) -> tuple[Array, Array]:
+    """Call a function with the entries in memory, again if some of them were moved to disk meanwhile.
+
+    Args:
+        slots: int64 [n]. inside: takes int64 [m] and returns the number of invalid entries.
+
+    Returns:
+        Entries in memory and on disk only, int64 each.
+
+    Raises:
+        CorruptTableError: see `TableReader.check_gathered`.
+    """
+    extent, which = table.reader().index_arrays()[0], np.arange(len(slots))
+    if not table.has_tier:
+        table.reader().check_gathered(inside(which))
+        return which, which[:0]
+    while True:
+        places = extent[slots, 1]
+        which, outside = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
+        bad = inside(which) if len(which) else 0
+        if not bad:
+            return which, outside
+        if (extent[slots, 1] == places).all():  # else some were moved to disk meanwhile, and may be back
+            table.reader().check_gathered(bad)

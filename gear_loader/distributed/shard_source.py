@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.collection.collector import RowMover
+from gear_loader.collection.movers import RowMover
 from gear_loader.collection.windows import ROW_KEYS
 from gear_loader.distributed.remote import RemoteShard, RowRequest
 from gear_loader.distributed.row_cache import RowCache

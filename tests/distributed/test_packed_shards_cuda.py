@@ -18,7 +18,8 @@ from played_peer import PlayedPeer
 from tier_common import NEVER, spill
 
 import gear_loader as gear
-from gear_loader.distributed import Shards, remote_spans
+from gear_loader.distributed import Shards
+from gear_loader.distributed import remote as remote_module
 from gear_loader.distributed.remote import RemoteShard
 from gear_loader.storage.region import Region
 
@@ -132,7 +133,7 @@ def test_batches_are_those_of_the_cpu(
 ) -> None:
     """Of tables with and without records, of blocks of different sizes, in memory, on disk and on other nodes; also
     where the GPU cannot read the tables."""
-    monkeypatch.setattr(remote_spans, "PART_BYTES", 700)  # rows in several parts, and cut
+    monkeypatch.setattr(remote_module, "PART_BYTES", 700)  # rows in several parts, and cut
     if staged:
         monkeypatch.setattr(Region, "pin", lambda *_, **__: False)
     prefetch = 0 if staged else 2  # the stand-in is not in other threads
@@ -144,7 +145,7 @@ def test_batches_are_those_of_the_cpu(
 def test_batches_on_a_gpu_are_those_of_the_cpu(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_spans, "PART_BYTES", 700)
+    monkeypatch.setattr(remote_module, "PART_BYTES", 700)
     check_places(name, torch.device("cuda", 0), tmp_path, 2)
 
 
