@@ -180,8 +180,8 @@ class PaddedCuda(CudaMover):
             memory = self.staging.take(buffers.place.size(len(outside)))
             try:
                 columns = self._columns_in(buffers, memory, len(outside))
-                names = (values[outside] for values in (slots, anchors, generations))
-                tier.read(columns, self.layout.sources, *names, rows=None)
+                names = slots[outside], anchors[outside], generations[outside]
+                tier.read(columns, self.layout.sources, *names, None)
             except BaseException:
                 self.staging.give(memory)
                 raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +24,7 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.notices import notice
 
-__all__ = ["Origin", "origin_of"]
+__all__ = ["HasOrigin", "Origin", "origin_of"]
 
 
 class Origin:
@@ -240,8 +240,15 @@ class Origin:
         return state
 
 
-def origin_of(given: Any, ranks: Ranks) -> Origin:
-    """What a dataset draws from: the origin of a table, or what another object hands it by a method `origin`.
+class HasOrigin(Protocol):
+    """What a dataset can draw from beside a table, such as `Shards`."""
+
+    def origin(self, ranks: Ranks) -> Origin:
+        """What it hands to the dataset."""
+
+
+def origin_of(given: Table | HasOrigin, ranks: Ranks) -> Origin:
+    """What a dataset draws from: the origin of a table, or what another object hands it.
 
     Raises:
         SchemaError: neither was given.

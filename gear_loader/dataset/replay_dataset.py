@@ -34,7 +34,7 @@ from gear_loader.collection.windows import (
 from gear_loader.dataset.batch_filler import Filler
 from gear_loader.dataset.epoch_draws import EpochDraws, planned_batches
 from gear_loader.dataset.options import Draws, Gpu, Prefetch, Ranks, check_options
-from gear_loader.dataset.origin import Origin, origin_of
+from gear_loader.dataset.origin import HasOrigin, Origin, origin_of
 from gear_loader.dataset.position import Position
 from gear_loader.dataset.prepared import dealer, prepared_error
 from gear_loader.dataset.table_options import check_final, check_groups, step_budget_of
@@ -49,6 +49,7 @@ from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector, Unifor
 from gear_loader.selection.step_budget import BudgetProgress, StepBudget, Steps, checked_positions
 from gear_loader.storage.priority_updates import is_strict
 from gear_loader.storage.schema import Window, as_mapping
+from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.captures import beside_captures, refuse_capture
 from gear_loader.utils.checks import at_least, one_of
@@ -178,7 +179,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def __init__(
         self,
-        table: Any,
+        table: Table | HasOrigin,
         *,
         batch_size: int | Steps,
         windows: Window | Whole | Mapping[str, Any],
@@ -212,7 +213,8 @@ class ReplayDataset(IterableDataset[Batch]):
             layout=layout,
         )
         self._origin: Origin = origin_of(table, ranks)
-        self.table = table = self._origin.table
+        self.table: Table = self._origin.table
+        table = self.table
         budget = batch_size if isinstance(batch_size, Steps) else None
         self.batch_size = 0 if isinstance(batch_size, Steps) else int(batch_size)
         self.windows = windows_of(table.schema, windows, columns)

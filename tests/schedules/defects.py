@@ -17,7 +17,6 @@ from streams.machine import Event, Stream
 from streams.tensors import DeviceTensor
 
 from gear_loader.collection import prefetch, ticket_releaser
-from gear_loader.collection.collector import Collector
 from gear_loader.collection.packed import PackedBuffers
 from gear_loader.collection.packed_cuda import PackedCuda
 from gear_loader.collection.padded_cuda import PaddedCuda
@@ -219,9 +218,6 @@ DEFECTS: dict[str, Defect] = {
     "an update reads the caller's own tensors": Defect(_callers_memory),
     "the tree is freed under the stream that draws": Defect(
         _left_out(DeviceTensor, "record_stream", "enter"), first=15
-    ),
-    "row numbers are freed under the stream that gathers": Defect(
-        lambda patch: patch.setattr(Collector, "use_on", lambda *_: None), first=19
     ),
     "staging memory is used again while rows are placed out of it": Defect(
         _early_parts(PaddedCuda, "_put"), ShardScenario.of, 10
