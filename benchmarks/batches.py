@@ -330,7 +330,7 @@ def measured(
             processes: dict[str, PeerProcess] = {}
             if engine is None:
                 processes = stack.enter_context(filled(session, store))
-            elif engine.device.type == "cuda" and not store.table.region.pin():
+            elif engine.device.type == "cuda" and not store.table._engine.region.pin():
                 raise Incorrect("the table could not be pinned (see the notice): no kernel can be measured")
             else:
                 why = "peers are measured on the CPU alone (--device cpu)"

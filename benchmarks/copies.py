@@ -84,12 +84,12 @@ def row_copies(rows: QueueRows, i: int) -> Copy:
     """
     assert rows.whole
     slots, anchors = rows.slots[i].cpu().numpy(), rows.anchors[i].cpu().numpy()
-    extent, block_ids = rows.table.reader().index_arrays()
-    blocks, steps = block_ids.reshape(-1), rows.table.region.layout.block_steps
+    extent, block_ids = rows.table._engine.reader().index_arrays()
+    blocks, steps = block_ids.reshape(-1), rows.table._engine.region.layout.block_steps
     parts: list[list[Array]] = [[], [], []]
     for name, window in rows.windows.items():
-        column, out = rows.table.region.blocks(name), rows.buffers[i % 2].batch[name]
-        assert not rows.table.region.layout.columns[name].is_packed
+        column, out = rows.table._engine.region.blocks(name), rows.buffers[i % 2].batch[name]
+        assert not rows.table._engine.region.layout.columns[name].is_packed
         step_bytes = rows.table.schema[name].step_bytes
         first = anchors + window.offset
         block = blocks[extent[slots, 1] + first // steps].astype(np.int64)
@@ -99,7 +99,7 @@ def row_copies(rows: QueueRows, i: int) -> Copy:
         parts[1].append(column.ctypes.data + block * column.shape[1] + inside)
         parts[2].append(np.full(len(slots), count))
     targets, sources, sizes = (np.concatenate(part).astype(np.uint64) for part in parts)
-    return split((targets, sources, sizes), rows.table.region.pinned_bounds)
+    return split((targets, sources, sizes), rows.table._engine.region.pinned_bounds)
 
 
 def split(copies: Copy, bounds: Sequence[int]) -> Copy:

@@ -36,7 +36,7 @@ class QueueRows:
             raise Incorrect("the table could not be pinned (see the notice): there is no kernel to measure")
         self.buffers = [collector.buffers() for _ in range(2)]
         extent, block_ids = (
-            torch.from_numpy(array).to(engine.device) for array in table.reader().index_arrays()
+            torch.from_numpy(array).to(engine.device) for array in table._engine.reader().index_arrays()
         )
         self.index = extent, block_ids.reshape(-1)
         self.slots = torch.empty(launches, batch, dtype=torch.int64, device=engine.device)
@@ -61,7 +61,7 @@ class WorkloadRows(QueueRows):
         self._data, self._batch = data, batch
         self._indices = torch.from_numpy(table.indices())
         self._rows = [data.draw(batch) for _ in range(launches)]
-        self.whole = workload.anchor == "first" and table.region.layout.block_steps >= workload.steps
+        self.whole = workload.anchor == "first" and table._engine.region.layout.block_steps >= workload.steps
 
     def refresh(self) -> None:
         self._rows = [self._data.draw(self._batch) for _ in self._rows]

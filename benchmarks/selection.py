@@ -186,7 +186,7 @@ class DatasetSubject(OnDevice):
             self._table.extend({"x": values}, lengths=lengths, priority=truth.priorities[part])
         self._dataset = self._made(gear.Prioritized(alpha=ALPHA, beta=BETA, normalize="table"))
         slots = self._table.indices()
-        generations = self._table.reader().slot_states()[1][slots]
+        generations = self._table._engine.reader().slot_states()[1][slots]
         self._index, self._generations = (torch.from_numpy(a).to(self.device) for a in (slots, generations))
         batch = self._dataset.sample(256)
         drawn = weighed(truth.priorities[batch["index"].cpu().numpy()], ALPHA)

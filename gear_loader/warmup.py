@@ -123,8 +123,8 @@ def _writing() -> None:
             with table.writers(2, **options) as writers:
                 for done in (False, False, True):
                     writers.append(_steps(2), done=[done, done])
-        slots, _ = table.index.begin(np.array([1]), evict=EVICT_OLDEST)
-        table.index.abort(slots)
+        slots, _ = table._engine.index.begin(np.array([1]), evict=EVICT_OLDEST)
+        table._engine.index.abort(slots)
     # With a rate limiter, writers take their room one by one.
     with _table(on_full="evict_oldest", rate_limiter=MinSize(1)) as table:
         for _ in range(3):
@@ -234,5 +234,5 @@ def _spilling() -> None:
             table.save(folder)
         with Table.recover(disk) as table:
             table.remove(table.indices()[-1])
-            promote(table, table.indices())
-            table.index.evict(1, EVICT_OLDEST)
+            promote(table._engine, table.indices())
+            table._engine.index.evict(1, EVICT_OLDEST)

@@ -31,24 +31,24 @@ def contents(table: gear.Table) -> dict[str, Any]:
     """Everything of a table that a checkpoint keeps, but for the ages: these go on."""
     table.check_valid()
     slots = table.indices()
-    layout, stats = table.region.layout, table.stats()
+    layout, stats = table._engine.region.layout, table.stats()
     return {
         "schema": table.schema.to_json(),
         "sizes": (layout.max_steps, layout.max_trajectories, layout.block_steps, layout.num_blocks),
         "rules": table.rules.to_json(),
         "counts": (stats.num_inserted, stats.num_sampled),
         "lengths": table.lengths().tolist(),
-        "sequences": table.region.array("sequence")[slots].tolist(),
-        "priorities": table.region.array("priority")[slots].tolist(),
-        "times_sampled": table.region.array("sampled")[slots].tolist(),
-        "next_sequence": int(table.region.array("counters")[NEXT_SEQUENCE]),
+        "sequences": table._engine.region.array("sequence")[slots].tolist(),
+        "priorities": table._engine.region.array("priority")[slots].tolist(),
+        "times_sampled": table._engine.region.array("sampled")[slots].tolist(),
+        "next_sequence": int(table._engine.region.array("counters")[NEXT_SEQUENCE]),
         "contents": [{name: bits(value) for name, value in table[int(slot)].items()} for slot in slots],
     }
 
 
 def draw(table: gear.Table, count: int) -> None:
     """Draw the oldest `count` trajectories, as the selector `Fifo` does."""
-    ticket, _, times = table.reader().take_ends(count, newest=False, samples=count)
+    ticket, _, times = table._engine.reader().take_ends(count, newest=False, samples=count)
     ticket.end()
     assert (times > 0).all()
 

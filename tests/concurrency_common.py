@@ -145,7 +145,7 @@ class Look:
 
     def __init__(self, table: gear.Table) -> None:
         self._table = table
-        self.ticket, snapshot = table.reader().begin_snapshot()
+        self.ticket, snapshot = table._engine.reader().begin_snapshot()
         try:
             self.slots, self.generations = snapshot.slots, snapshot.generations
             self._sequences, self._lengths = snapshot.sequences, snapshot.lengths
@@ -160,21 +160,21 @@ class Look:
 
     def _steps(self) -> dict[str, Array]:
         """All steps of all trajectories, one after another."""
-        table, block_steps = self._table, self._table.region.layout.block_steps
-        extent, block_ids = table.reader().index_arrays()
+        table, block_steps = self._table, self._table._engine.region.layout.block_steps
+        extent, block_ids = table._engine.reader().index_arrays()
         starts = extent[self.slots, 1]
         assert (extent[self.slots, 0] == self._lengths).all(), "a trajectory's length has changed"
         steps = ranges(np.zeros_like(self._lengths), self._lengths)
         blocks = block_ids[np.repeat(starts, self._lengths) + steps // block_steps]
-        assert ((blocks >= 0) & (blocks < table.region.layout.num_blocks)).all(), "no block"
+        assert ((blocks >= 0) & (blocks < table._engine.region.layout.num_blocks)).all(), "no block"
         found = {}
         for name, column in table.schema.items():
-            data = table.region.column(name)[blocks, steps % block_steps]
+            data = table._engine.region.column(name)[blocks, steps % block_steps]
             found[name] = data.view(_DTYPES[name]).reshape(-1, *column.shape)
         return found
 
     def _check(self) -> None:
-        _, generation, _ = self._table.reader().slot_states()
+        _, generation, _ = self._table._engine.reader().slot_states()
         assert (generation[self.slots] == self.generations).all(), "a slot was given away while it was read"
         assert (np.diff(self._sequences) > 0).all()
         found, lengths = self._read, self._lengths
@@ -222,16 +222,16 @@ def check_named(table: gear.Table, batch: Mapping[str, Any], numbers: Array) -> 
         How many rows are.
     """
     slots, generations = batch["index"].numpy().copy(), batch["generation"].numpy().copy()
-    ticket = table.index.reader.begin_read()
+    ticket = table._engine.index.reader.begin_read()
     try:
-        state, generation, _ = table.reader().slot_states()
+        state, generation, _ = table._engine.reader().slot_states()
         there = (state[slots] == READY) & (generation[slots] == generations)
         slots, numbers = slots[there], numbers[there]
-        extent, block_ids = table.reader().index_arrays()
+        extent, block_ids = table._engine.reader().index_arrays()
         starts = extent[slots, 1].copy()
-        found = table.region.column("number")[block_ids[starts], 0].copy().view(np.int64).reshape(-1)
+        found = table._engine.region.column("number")[block_ids[starts], 0].copy().view(np.int64).reshape(-1)
         # Retired and given out again before the ticket was had: then the generation tells.
-        still = table.reader().slot_states()[1][slots] == generations[there]
+        still = table._engine.reader().slot_states()[1][slots] == generations[there]
         assert still.all(), "a slot was given away while it was read"
         assert (found == numbers).all(), "index and generation name another trajectory than the rows"
     finally:
@@ -242,13 +242,13 @@ def check_named(table: gear.Table, batch: Mapping[str, Any], numbers: Array) -> 
 @contextlib.contextmanager
 def waiting(table: gear.Table, seconds: float) -> Iterator[None]:
     """Other deadlines, of the lock and of room, for a while."""
-    live = table.index
-    before = table.region.lock.timeout, live.admission.timeout
-    table.region.lock.timeout = live.admission.timeout = seconds
+    live = table._engine.index
+    before = table._engine.region.lock.timeout, live.admission.timeout
+    table._engine.region.lock.timeout = live.admission.timeout = seconds
     try:
         yield
     finally:
-        table.region.lock.timeout, live.admission.timeout = before
+        table._engine.region.lock.timeout, live.admission.timeout = before
 
 
 # Writing ---------------------------------------------------------------------------------------------
@@ -646,7 +646,7 @@ class Child:
 
 def drop_the_dead(table: gear.Table) -> None:
     """What an addition that needs room does: repair the index, take back what dead processes had."""
-    index = table.index
+    index = table._engine.index
 
     def work() -> None:
         index.allocator.reclaim_writers(every=float("-inf"))

@@ -60,12 +60,12 @@ def image(seed: int, *, dirty: bool = False) -> bytes:
             for value in range(22):
                 stream.append({name: column[0] for name, column in rows(100 + value, 1).items()})
             other.append(rows(99, 7))
-            ticket = table.reader().begin_read()
+            ticket = table._engine.reader().begin_read()
             table.remove(table.indices()[[1, 3]])
             if dirty:
-                table.region.array("counters")[DIRTY] = 1
+                table._engine.region.array("counters")[DIRTY] = 1
             data = Path(region_path(table.name or "")).read_bytes()
-            table.region.array("counters")[DIRTY] = 0
+            table._engine.region.array("counters")[DIRTY] = 0
             ticket.end()
             return data
         finally:
@@ -147,7 +147,7 @@ def use(case: Case) -> list[str]:
     if drawn is not None:
         attempt("sample before", drawn.sample)
     if case.live:
-        write(table.region.array(case.array), case)
+        write(table._engine.region.array(case.array), case)
     if drawn is None:
         drawn = attempt("dataset", dataset)
     batch = attempt("sample", drawn.sample) if drawn is not None else None

@@ -178,7 +178,7 @@ def prefetch_threads() -> list[threading.Thread]:
 
 def open_tickets(table: gear.Table) -> int:
     """Reads of the table that have not been ended."""
-    readers = table.region.array("readers")
+    readers = table._engine.region.array("readers")
     return int((readers[:, 2] != 0).sum())
 
 

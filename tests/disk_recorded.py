@@ -24,7 +24,7 @@ def contents_of(table: gear.Table) -> dict[str, Any]:
     """Everything that a checkpoint keeps, but for the ages, as JSON."""
     table.check_valid()
     slots, stats = table.indices(), table.stats()
-    arrays, layout = table.index.arrays, table.region.layout
+    arrays, layout = table._engine.index.arrays, table._engine.region.layout
     return {
         "rules": table.rules.to_json(),
         "sizes": [layout.max_steps, layout.max_trajectories, layout.block_steps],

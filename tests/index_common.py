@@ -18,21 +18,21 @@ _ENOUGH = 50
 
 def values_of(table: gear.Table, slot: int) -> list[int]:
     """A trajectory of a table of `SCALAR`."""
-    length, start, _ = table.region.array("extent")[slot].tolist()
+    length, start, _ = table._engine.region.array("extent")[slot].tolist()
     return values_at(table, start, length)
 
 
 def values_at(table: gear.Table, start: int, length: int) -> list[int]:
     """What a reader finds who has seen where a trajectory's block table is."""
-    steps = table.region.layout.block_steps
-    ids = table.region.array("block_ids").reshape(-1)[start : start - (-length // steps)]
-    found: list[int] = table.region.column("x")[ids].reshape(-1).view(np.int64)[:length].tolist()
+    steps = table._engine.region.layout.block_steps
+    ids = table._engine.region.array("block_ids").reshape(-1)[start : start - (-length // steps)]
+    found: list[int] = table._engine.region.column("x")[ids].reshape(-1).view(np.int64)[:length].tolist()
     return found
 
 
 def watch_moves(table: gear.Table) -> None:
     """From now on it fails if the block tables are moved again and again for one operation."""
-    index = table.index
+    index = table._engine.index
     obtain, flip, moves = index.allocator.obtain, index.allocator.flip, [0]
 
     def counted(*args: Any) -> bool:
@@ -49,7 +49,7 @@ def watch_moves(table: gear.Table) -> None:
 
 def same_snapshot(table: gear.Table) -> None:
     """Fails unless the snapshot that is kept up to date is as one that is made now."""
-    index = table.index
+    index = table._engine.index
     kept = index.reader.snapshot()
     log, index.reader._log = index.reader._log, Log()
     again = index.reader.snapshot()
@@ -80,10 +80,10 @@ class Follower:
 
     def look(self) -> Changes:
         """Fails unless every slot that changed is told, and where the twin knows it, no other."""
-        index = self.table.index
+        index = self.table._engine.index
         ticket, changes = index.reader.begin_changes(self.position)
         ticket.end()
-        slots, state = changes.slots, self.table.region.array("state")
+        slots, state = changes.slots, self.table._engine.region.array("state")
         now = {slot: int(index.arrays.sequence[slot]) for slot in np.flatnonzero(state == READY).tolist()}
         assert len(np.unique(slots)) == len(slots)
         assert changes.ready.tolist() == [slot in now for slot in slots.tolist()]

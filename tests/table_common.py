@@ -90,8 +90,8 @@ def state(table: gear.Table) -> dict[str, Any]:
         "indices": indices,
         "lengths": table.lengths().tolist(),
         "stats": dataclasses.replace(table.stats(), insert_wait=0, sample_wait=0),
-        "priorities": table.region.array("priority")[slots].tolist(),
-        "generations": table.region.array("generation")[slots].tolist(),
+        "priorities": table._engine.region.array("priority")[slots].tolist(),
+        "generations": table._engine.region.array("generation")[slots].tolist(),
         "contents": [{name: bits(value) for name, value in table[i].items()} for i in indices],
     }
 
@@ -181,7 +181,7 @@ def mortal(
 
     Disguised: it signs as a process that does not exist, instead of as this one.
     """
-    index = Index(table.region)
+    index = Index(table._engine.region)
     for name in _ARRAYS.split():
         setattr(index.arrays, name, getattr(index.arrays, name).view(Fragile))
     index.arrays.state.whole = True  # type: ignore[attr-defined]
@@ -198,19 +198,21 @@ def mortal(
 
 def bury(table: gear.Table) -> None:
     """What the next one in need of room does: repair the index, take back the slots of dead writers."""
-    index = table.index
+    index = table._engine.index
     index.recovery.locked(lambda: index.allocator.reclaim_writers(every=float("-inf")))
 
 
 def write(table: gear.Table, ids: np.ndarray, number: int, length: int) -> None:
     """The data of a trajectory into its blocks, as `Table.add` does between begin and commit."""
     length, addresses, hold = table.schema.locate(rows(number, length))
-    table._write(np.array(ids), Steps(np.array([addresses]), np.array([length], dtype=np.int64), hold))
+    table._engine._write(
+        np.array(ids), Steps(np.array([addresses]), np.array([length], dtype=np.int64), hold)
+    )
 
 
 def in_three_steps(table: gear.Table) -> None:
     """From now on what is added takes slots, copies and commits one after another, however small it is."""
-    table.index.arrays.stores_at_once = False
+    table._engine.index.arrays.stores_at_once = False
 
 
 def store(table: gear.Table, index: Index, numbers: list[int], lengths: list[int], *, evict: bool) -> None:
@@ -232,17 +234,17 @@ class Reading:
 
     @staticmethod
     def of(table: gear.Table, slot: int) -> Reading:
-        length, start, _ = table.region.array("extent")[slot].tolist()
+        length, start, _ = table._engine.region.array("extent")[slot].tolist()
         return Reading(number_of(table[slot]), length, start)
 
     def check(self, table: gear.Table) -> None:
         """It is all still there."""
-        layout = table.region.layout
-        block_ids = table.region.array("block_ids").reshape(-1)
+        layout = table._engine.region.layout
+        block_ids = table._engine.region.array("block_ids").reshape(-1)
         ids = block_ids[self.start : self.start - (-self.length // layout.block_steps)]
         found = {}
         for name, column in table.schema.items():
-            data = table.region.column(name)[ids].reshape(-1)[: self.length * column.step_bytes]
+            data = table._engine.region.column(name)[ids].reshape(-1)[: self.length * column.step_bytes]
             values = torch.from_numpy(data.copy()).view(column.dtype)
             found[name] = values.reshape(self.length, *column.shape)
         assert number_of(found) == self.number

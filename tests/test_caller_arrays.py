@@ -184,7 +184,9 @@ def test_calls_that_update(kind: str, tmp_path: Path) -> None:
         for k, i in enumerate(indices.tolist()):
             assert is_all(table[i]["late"], k - k % 2)
             assert is_all(table[i]["score"], k - k % 2)
-        assert table.region.array("priority")[indices].tolist() == [1 + k - k % 2 for k in range(COUNT)]
+        assert table._engine.region.array("priority")[indices].tolist() == [
+            1 + k - k % 2 for k in range(COUNT)
+        ]
 
 
 @pytest.mark.parametrize("shards", [False, True])

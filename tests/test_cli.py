@@ -193,8 +193,8 @@ def test_ls_changes_nothing_and_waits_for_nothing(shelf: Path) -> None:
 
     def stop(pipe: Any) -> None:
         table = gear.Table.attach("left")
-        with table.region.lock:
-            table.region.array("counters")[DIRTY] = 1
+        with table._engine.region.lock:
+            table._engine.region.array("counters")[DIRTY] = 1
             pipe.send("inside")
             pipe.recv()  # nothing comes: it stays until it is killed
 
@@ -212,15 +212,15 @@ def test_neither_command_drops_a_lock_of_this_process(shelf: Path) -> None:
 
     def attempt(pipe: Any) -> None:
         table = gear.Table.attach("mine")
-        table.region.lock.timeout = 0.05
+        table._engine.region.lock.timeout = 0.05
         try:
-            with table.region.lock:
+            with table._engine.region.lock:
                 pipe.send("got it")
         except gear.errors.LockTimeoutError:
             pipe.send("refused")
 
     with gear.Table.attach("mine") as table:
-        with table.region.lock:
+        with table._engine.region.lock:
             assert listed()["mine"]["in_use"]
             assert run("rm", "mine")[0] == 1
             assert run("rm", "--all")[0] == 0
@@ -503,7 +503,7 @@ def test_a_table_is_in_use_before_it_has_its_name_and_while_there_is_a_view(
     table = small("view")
     assert seen == ["in use"]
     table.add(rows(1, 5))
-    view = table.region.column("number")
+    view = table._engine.region.column("number")
     table.close()
     assert listed()["view"]["in_use"]
     text = said("rm", "view", code=1)
@@ -575,8 +575,8 @@ def test_a_user_that_cannot_be_seen(shelf: Path, monkeypatch: pytest.MonkeyPatch
     assert text.startswith("Table 'far' is in use by a process that cannot be seen from here (")
     with shared_memory.opened(str(path)):  # closing while this process looks at another table unmaps it
         table.close()
-        assert table.region._mapping.key in shared_memory.descriptors
-    assert table.region._mapping.key not in shared_memory.descriptors
+        assert table._engine.region._mapping.key in shared_memory.descriptors
+    assert table._engine.region._mapping.key not in shared_memory.descriptors
     assert not shared_memory.in_use(region_path("far"))
 
 
@@ -700,7 +700,7 @@ def test_attach_races_with_rm(shelf: Path) -> None:
             pipe.send(True)
             pipe.recv()  # rm has ended
             here = os.stat(region_path(name))
-            assert (here.st_dev, here.st_ino) == table.region._mapping.key, "removed under it"
+            assert (here.st_dev, here.st_ino) == table._engine.region._mapping.key, "removed under it"
             table.add(rows(2, 4))
             assert set(numbers_of(table)) == {1, 2}
             table.close()

@@ -234,7 +234,7 @@ def test_a_subset_of_trajectories(table: gear.Table) -> None:
     members = {int(index) for index in table.indices()[::2]}
     for selector in SELECTORS.values():
         data = dataset(table, subset=even, selector=selector)
-        items = selector.num_items(table.reader().snapshot().take(np.arange(len(LENGTHS)) % 2 == 0))
+        items = selector.num_items(table._engine.reader().snapshot().take(np.arange(len(LENGTHS)) % 2 == 0))
         assert len(data) == -(-items // 4)
         found = {row[0] for row in drawn(copies(data))}
         assert found <= members if selector.replacement else found == members
@@ -382,7 +382,7 @@ def test_an_error_while_preparing_reaches_the_consumer(
 @pytest.mark.parametrize("way", ["next", "prefetch", "while it is read"])
 def test_the_table_is_closed_meanwhile(way: str) -> None:
     table, selector = make_table(), Slow() if way == "while it is read" else gear.Uniform()
-    readers = table.region.array("readers")
+    readers = table._engine.region.array("readers")
     data = dataset(table, prefetch=0 if way == "next" else 2, selector=selector, batches_per_epoch=1000)
     iterator = iter(data)
     next(iterator)
@@ -457,7 +457,7 @@ def test_evicted_items_of_an_epoch_are_replaced_by_live_ones(prefetch: int, anch
         assert len(table) == 24
         live, batches = contents(table), list(iterator)
         assert len(batches) == 7
-        _, generation, _ = table.reader().slot_states()
+        _, generation, _ = table._engine.reader().slot_states()
         fresh = []
         for batch in batches[prefetch + 1 :]:
             check_batch(batch, live, WINDOWS)
@@ -542,7 +542,7 @@ def test_sample_while_the_table_shrinks(
     table: gear.Table, unit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = dataset(table, selector=gear.Uniform(False, unit), batch_size=8)
-    look = table.reader().snapshot
+    look = table._engine.reader().snapshot
 
     def shrinks_afterwards() -> Any:
         before = look()
@@ -551,7 +551,7 @@ def test_sample_while_the_table_shrinks(
 
     for _ in range(4):
         with monkeypatch.context() as patch:
-            patch.setattr(table.reader(), "snapshot", shrinks_afterwards)
+            patch.setattr(table._engine.reader(), "snapshot", shrinks_afterwards)
             batch = data.sample()
         check_batch(batch, contents(table), WINDOWS)
 

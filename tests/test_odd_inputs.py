@@ -106,7 +106,14 @@ def of_table(table: gear.Table) -> Iterator[tuple[str, Call]]:
     """Calls of a table that add, read and remove."""
     yield from of_any(table)
     yield "extend_as, ids", lambda v: table.extend_as([trajectory(), trajectory()], ids=v)
-    for read in (table.__getitem__, table.rows, table.final, table.remove, table.ids, table.set_origin):
+    for read in (
+        table.__getitem__,
+        table._engine.rows,
+        table.final,
+        table.remove,
+        table.ids,
+        table.set_origin,
+    ):
         yield read.__name__, read
     yield "pin", lambda v: None if v is None else table.pin(v)
     yield "save", lambda v: None if isinstance(v, str) else table.save(v)
@@ -372,7 +379,7 @@ def of_options() -> Iterator[tuple[str, Call]]:
 
 def state(table: gear.Table) -> list[Any]:
     table.check_valid()
-    arrays = table.index.arrays
+    arrays = table._engine.index.arrays
     found = [(int(i), {name: v.tolist() for name, v in table[int(i)].items()}) for i in table.indices()]
     return [found, table.num_steps, arrays.priority[table.indices()].tolist()]
 
@@ -551,7 +558,7 @@ def test_arrays_of_other_libraries_are_read(
         if remote:
             target.flush()
         target.update_priority(kind(np.arange(2)), kind(np.array([2.0, 3.0])))
-        assert table.index.arrays.priority[:2].tolist() == [2, 3]
+        assert table._engine.index.arrays.priority[:2].tolist() == [2, 3]
         found = [table[int(i)] for i in table.indices()]
         assert len(found) == (9 if remote else 10)
         assert all(np.array_equal(each["x"], x) for each in found[:-4])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import gear_loader
 
@@ -114,6 +115,46 @@ def imports_of(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, base
 
 
+# What a user calls on a table.
+TABLE_NAMES = [
+    "add",
+    "advance_version",
+    "attach",
+    "check_valid",
+    "clear",
+    "close",
+    "create",
+    "extend",
+    "extend_as",
+    "fill",
+    "final",
+    "gather",
+    "ids",
+    "indices",
+    "lengths",
+    "load",
+    "name",
+    "num_steps",
+    "on_full",
+    "origin",
+    "pin",
+    "policy_version",
+    "recover",
+    "remove",
+    "required_blocks",
+    "rules",
+    "save",
+    "schema",
+    "seconds_waited",
+    "serve",
+    "set_origin",
+    "stats",
+    "unfilled",
+    "unlink",
+    "update_priority",
+    "writer",
+    "writers",
+]
 # Where a module is named by a string: the front door, which finds public names and the parts of `Table` that higher
 # rooms implement on first use; other people's packages that are optional; and a carrier by its name.
 BY_STRING = {
@@ -409,3 +450,13 @@ def test_install_hints_name_what_can_be_installed() -> None:
 def test_options_that_belong_together_are_objects(call: Any, most: int) -> None:
     names = [name for name in inspect.signature(call).parameters if name not in ("self", "cls")]
     assert len(names) <= most, names
+
+
+def test_a_table_shows_what_users_call() -> None:
+    """Its internals are one object, `Table._engine`."""
+    with gear_loader.Table.create(
+        {"x": gear_loader.Column(torch.float32)}, max_steps=8, max_trajectories=2
+    ) as table:
+        names = [name for name in dir(table) if not name.startswith("_")]
+        assert {name for name in vars(table) if name.startswith("_")} == {"_engine"}
+    assert names == TABLE_NAMES

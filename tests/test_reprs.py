@@ -25,13 +25,13 @@ def test_sizes_and_state_of_a_table() -> None:
         )
         table.add(episode(0, 64))
         assert f"{table.name}: 1 of 8 trajectories, 64 of 5,000 steps, 1.5 KiB in a region of" in repr(table)
-        lock = table.region.lock
+        lock = table._engine.region.lock
         done = threading.Event()
         lock.run(lambda: (threading.Thread(target=lambda: (repr(table), done.set())).start(), done.wait(30)))
         assert done.is_set(), "repr waited for the lock"
-        table.region.array("counters")[:] = -1
+        table._engine.region.array("counters")[:] = -1
         assert repr(table).startswith("<Table")
-        table.region.array("counters")[:] = 0
+        table._engine.region.array("counters")[:] = 0
     assert repr(table) == f"<Table {table.name}, closed>"
 
 

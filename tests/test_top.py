@@ -47,7 +47,7 @@ def test_what_a_table_says_without_its_lock() -> None:
         for number in range(30):
             table.add(rows(number, 4))
         gear.ReplayDataset(table, batch_size=8, windows=gear.Window(1), device="cpu").sample()
-        with table.region.lock:
+        with table._engine.region.lock:
             found = top.read_file(
                 os.path.join(shared_memory.DIRECTORY, shared_memory.PREFIX + str(table.name))
             )

@@ -68,13 +68,13 @@ def tiered(
 def spill(table: gear.Table, slots: Any) -> int:
     """Move trajectories to disk now, those that are there already and whose blocks are not shared; return how many."""
     slots = np.asarray(slots, dtype=np.int64)
-    arrays = table.index.arrays
-    return table.index.spill(slots, arrays.generation[slots])
+    arrays = table._engine.index.arrays
+    return table._engine.index.spill(slots, arrays.generation[slots])
 
 
 def die_while_spilling(table: gear.Table, stores: int, slots: Any) -> None:
     """The owner is killed after some stores of moving trajectories to disk, and another process repairs the index."""
-    arrays = table.index.arrays
+    arrays = table._engine.index.arrays
     with mortal(table, stores) as index, contextlib.suppress(Died):
         index.spill(slots, arrays.generation[slots].copy())
     bury(table)
@@ -82,7 +82,7 @@ def die_while_spilling(table: gear.Table, stores: int, slots: Any) -> None:
 
 def promote(table: gear.Table, slot: int) -> None:
     """Bring a trajectory back into memory, if it lies on disk only and there are blocks."""
-    promoting.promote(table, np.array([slot]))
+    promoting.promote(table._engine, np.array([slot]))
 
 
 def everything(table: gear.Table) -> list[Any]:

@@ -304,7 +304,7 @@ def pieces_of(spec: WindowSpec, out: np.ndarray[Any, Any], n: int) -> dict[str, 
 
 def generations_of(table: gear.Table, slots: Any) -> np.ndarray[Any, Any]:
     """Of the trajectories that are there now, int64 [n]."""
-    return table.reader().slot_states()[1][np.asarray(slots, dtype=np.int64)].copy()
+    return table._engine.reader().slot_states()[1][np.asarray(slots, dtype=np.int64)].copy()
 
 
 def check_fetch(
@@ -312,7 +312,7 @@ def check_fetch(
 ) -> None:
     """Fetch and compare every byte."""
     slots, anchors = np.asarray(slots, dtype=np.int64), np.asarray(anchors, dtype=np.int64)
-    inside = np.clip(slots, 0, len(table.reader().slot_states()[1]) - 1)
+    inside = np.clip(slots, 0, len(table._engine.reader().slot_states()[1]) - 1)
     generations = generations_of(table, inside)
     out = poisoned(spec, len(slots))
     status = peer.fetch(spec, slots, anchors, generations, out).result(PATIENCE)

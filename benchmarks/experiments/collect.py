@@ -153,7 +153,7 @@ def _compare(session: Session, data: Data, tables: dict[int, gear.Table], batch:
         windows = dict.fromkeys(workload.schema, workload.window)
         found = collector_for(TableSource(table), windows, batch_size=batch, device=torch.device("cpu"))
         buffers, slots = found.buffers(), table.indices()
-        generations = table.reader().slot_states()[1][slots]
+        generations = table._engine.reader().slot_states()[1][slots]
 
         def request(rows: Rows) -> tuple[Any, Any, Any]:
             positions = rows.positions.numpy()
@@ -270,7 +270,7 @@ def measured_on_gpu(
 
 def _workload(rig: _Rig, data: Data, table: gear.Table, batch: int, label: str) -> None:
     engine, sizes, workload = rig.engine, rig.sizes, data.workload
-    steps = table.region.layout.block_steps
+    steps = table._engine.region.layout.block_steps
     count = batch * workload.row_bytes
     rows = WorkloadRows(engine, data, table, batch, _launches(count, sizes))
     long = max(8, min(200, 16 * sizes.queue_bytes // count))

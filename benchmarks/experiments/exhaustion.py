@@ -291,7 +291,7 @@ def _settle(table: gear.Table) -> None:
     """Wait until the hottest trajectories are in memory."""
     before, deadline = None, time.monotonic() + 30.0
     while time.monotonic() < deadline:
-        now = (table.region.array("extent")[:, 1] < 0).tobytes()
+        now = (table._engine.region.array("extent")[:, 1] < 0).tobytes()
         if now == before:
             return
         before = now
@@ -350,7 +350,7 @@ def _variants(
 
 def _misses(table: gear.Table, kind: str) -> float:
     """Share of 4,096 drawn rows whose trajectories are not in memory."""
-    outside = table.region.array("extent")[:, 1] < 0
+    outside = table._engine.region.array("extent")[:, 1] < 0
     dataset = gear.ReplayDataset(
         table,
         batch_size=4096,

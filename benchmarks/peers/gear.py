@@ -57,7 +57,7 @@ class Memory(memory.Subject):
     def extras(self) -> dict[str, float]:
         """By `Table.stats`, as parts of the payload: all of it; steps that ends of blocks leave empty; padding of
         blocks to 128 bytes; the index."""
-        stats, layout = self._table.stats(), self._table.region.layout
+        stats, layout = self._table.stats(), self._table._engine.region.layout
         payload, steps = stats.payload_bytes, stats.blocks_in_use * stats.block_steps
         step_bytes = payload // stats.num_steps
         blocks = stats.blocks_in_use * layout.block_bytes
@@ -180,7 +180,9 @@ class Memcpy(online.Subject):
 
     def open(self) -> None:
         column = max(self.spec["columns"], key=lambda name: np.prod(self.spec["columns"][name]))
-        part = np.array_split(_attached(self.address).region.blocks(column).reshape(-1), self.of)[self.number]
+        part = np.array_split(_attached(self.address)._engine.region.blocks(column).reshape(-1), self.of)[
+            self.number
+        ]
         self._memory = part
         one = sum(values[0].nbytes for values in self.stacked.values())
         self._arena = np.frombuffer(

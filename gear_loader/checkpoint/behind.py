@@ -113,7 +113,7 @@ def start(table: Table, place: Place) -> WriteBehind:
     Raises:
         CheckpointError: the directory is of another table, or cannot be written.
     """
-    name, parent = identity(table, table.index)
+    name, parent = identity(table, table._engine.index)
     manifest = place.manifest
     if manifest is not None and manifest.table != name and manifest.save != parent:
         raise occupied(place)
@@ -137,7 +137,7 @@ class WriteBehind:
     """
 
     def __init__(self, table: Table, place: Place) -> None:
-        self._table: Table | None = Table(table.region)
+        self._table: Table | None = Table(table._engine.region)
         self._place, self._pid = place, os.getpid()
         self._known = "the private table" if table.name is None else f"table {table.name!r}"
         self._mutex = new_mutex()  # of a write
@@ -154,9 +154,11 @@ class WriteBehind:
         self._abandoned = False
         late = table.schema.late_bits(table.schema.late)
         self._spiller = (
-            Spiller(self._table.index, table.region.layout, place.disk.keep, late) if table.has_tier else None
+            Spiller(self._table._engine.index, table._engine.region.layout, place.disk.keep, late)
+            if table._engine.has_tier
+            else None
         )
-        self._finalizer = weakref.finalize(table, self._abandon)
+        self._finalizer = weakref.finalize(table._engine, self._abandon)
         self._finalizer.atexit = False
         _writers.add(self)
 
@@ -289,7 +291,7 @@ class WriteBehind:
 
     def _has_changed(self) -> bool:
         table = self._table
-        return table is not None and int(table.index.arrays.counters[VERSION]) != self._version
+        return table is not None and int(table._engine.index.arrays.counters[VERSION]) != self._version
 
     def _attempt(self) -> None:
         """Write, and log the first error of a row and its end."""
@@ -320,7 +322,7 @@ class WriteBehind:
         if table is None:
             raise TableClosedError(f"{self._known} is closed; it is no longer written to disk.")
         began = time.monotonic()
-        version = int(table.index.arrays.counters[VERSION])
+        version = int(table._engine.index.arrays.counters[VERSION])
         try:
             with convert_errors(place.directory.path):
                 if place.is_uncertain:
@@ -337,7 +339,7 @@ class WriteBehind:
             self._spiller.set_full(False)
             lost = self._spiller.lost([segment.number for segment in save.manifest.segments])
             if len(lost[0]):
-                table.remove_lost(LostRowsError(f"{place.directory.path} has damaged files.", *lost))
+                table._engine.remove_lost(LostRowsError(f"{place.directory.path} has damaged files.", *lost))
             self._spiller.spill()
         self._version, self._following = version, save.manifest.next_sequence
         self._writes, self._bytes = self._writes + 1, self._bytes + save.bytes_written
@@ -360,8 +362,8 @@ class WriteBehind:
                 place.is_uncertain = save.has_changed and save.manifest is not None
                 if not isinstance(error, DiskFullError):
                     raise
-                evict, _ = table.policy
-                if evict == REFUSE or not table.index.evict(error.steps, evict):
+                evict, _ = table._engine.policy
+                if evict == REFUSE or not table._engine.index.evict(error.steps, evict):
                     raise
                 continue
             assert save.manifest is not None
@@ -381,7 +383,7 @@ class WriteBehind:
         table = self._table
         if table is None:
             return 0, 0.0
-        arrays = table.index.arrays
+        arrays = table._engine.index.arrays
         new: Array = np.flatnonzero((arrays.state == READY) & (arrays.sequence >= self._following))
         if not len(new):
             return 0, 0.0

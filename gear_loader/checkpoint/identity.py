@@ -24,7 +24,7 @@ def identity(table: Table, index: Index) -> tuple[str, str]:
             index.arrays.counters[IDENTITY] = name, parent, *here
         return f"{name:016x}", f"{parent:016x}"
 
-    return table.region.lock.read(look)
+    return table._engine.region.lock.read(look)
 
 
 def _process(table: Table) -> tuple[int, int]:
@@ -37,4 +37,4 @@ def set_parent(table: Table, index: Index, save: str) -> None:
     def note() -> None:
         index.arrays.counters[IDENTITY] = 1 + secrets.randbelow(2**63 - 1), int(save, 16), *_process(table)
 
-    table.region.lock.run(note)
+    table._engine.region.lock.run(note)

@@ -190,9 +190,9 @@ def load_share(kind: type[Table], directory: Directory, share: Share, options: L
     try:
         inside = None
         if options.disk is not None and tier is not None:
-            inside = hottest(table.region.layout, share.records, options.disk.keep)
+            inside = hottest(table._engine.region.layout, share.records, options.disk.keep)
         _fill(table, directory, share, inside=inside, progress=options.progress)
-        set_parent(table, table.index, share.parent)
+        set_parent(table, table._engine.index, share.parent)
     except BaseException:
         discard(table)
         raise
@@ -260,7 +260,7 @@ def _fill(table: Table, directory: Directory, share: Share, *, inside: Array | N
     Raises:
         CheckpointError: a file is damaged, or another process added to the table during the load.
     """
-    index, where = table.index, directory.path
+    index, where = table._engine.index, directory.path
     records, parts = share.records, share.parts
     lengths, finals = records["length"].copy(), records["final"].astype(np.int64)
     blocks = index.arrays.blocks_of(rows_of(records))
@@ -333,8 +333,8 @@ def _reads(table: Table, part: Part, segment: Segment, first_ids: Array) -> list
                 first=begin,
                 ends=end,
                 places=places,
-                column=column_places(table, name),
-                memory=column_memory(table, name),
+                column=column_places(table._engine.region, name),
+                memory=column_memory(table._engine.region, name),
             )
         )
     return reads
@@ -349,7 +349,7 @@ def _keep_versions(table: Table, directory: Directory, part: Part, slots: Array)
     Raises:
         CheckpointError: a file is damaged.
     """
-    name, kept = table.rules.version, table.index.arrays.kept_versions
+    name, kept = table.rules.version, table._engine.index.arrays.kept_versions
     if name is None:
         return
     size = table.schema[name].step_bytes
@@ -367,7 +367,7 @@ def _keep_versions(table: Table, directory: Directory, part: Part, slots: Array)
 
 
 def _check_sizes(table: Table, where: str, lengths: Array, blocks: int) -> None:
-    layout = table.region.layout
+    layout = table._engine.region.layout
     needed = {
         "max_trajectories": (len(lengths), layout.max_trajectories),
         "max_steps": (int(lengths.sum()), layout.max_steps),

@@ -10,8 +10,8 @@ from gear_loader.checkpoint.places import column_places
 from gear_loader.errors import StaleIndexError
 from gear_loader.native.copying import copy_rows
 from gear_loader.storage.disk import LostRowsError
+from gear_loader.storage.engine import Engine
 from gear_loader.storage.filled_bits import filled_bits
-from gear_loader.storage.table import Table
 from gear_loader.storage.tier_counts import PROMOTED_BYTES
 from gear_loader.utils.arrays import Array, data_address
 
@@ -21,15 +21,15 @@ LARGEST_BYTES = 8 << 20
 """Bytes of the largest trajectory that is brought back: it is copied under the table's lock, in about a millisecond."""
 
 
-def promote(table: Table, slots: Array, *, most_bytes: int | None = LARGEST_BYTES) -> int:
+def promote(engine: Engine, slots: Array, *, most_bytes: int | None = LARGEST_BYTES) -> int:
     """Bring trajectories back into memory as far as blocks are free; return how many. They stay on disk too.
 
     Args:
-        table: with a disk tier.
+        engine: of a table with a disk tier.
         slots: int64 [n], distinct. Those that are gone, in memory, or larger than `most_bytes` are skipped.
         most_bytes: of a trajectory; None for any.
     """
-    arrays, schema = table.index.arrays, table.schema
+    arrays, schema = engine.index.arrays, engine.schema
     # Before it is read on disk, and the bits before the extent: what is filled is there if it lies there only.
     generations, filled, extent = arrays.generation[slots], filled_bits(arrays, slots), arrays.extent[slots]
     rows = extent[:, 0] + extent[:, 2]
@@ -47,13 +47,13 @@ def promote(table: Table, slots: Array, *, most_bytes: int | None = LARGEST_BYTE
         count = len(slots) if column.trajectory else int(ends[-1])
         outs[name] = np.empty(count * column.step_bytes, dtype=np.uint8), begins * column.step_bytes
     try:
-        table.tier_reader().read(slots, generations, np.zeros_like(rows), rows, outs)
+        engine.tier_reader().read(slots, generations, np.zeros_like(rows), rows, outs)
     except LostRowsError as error:
-        table.remove_lost(error)
+        engine.remove_lost(error)
         return 0
     except StaleIndexError:
         return 0
-    places = {name: column_places(table, name) for name in schema}
+    places = {name: column_places(engine.region, name) for name in schema}
 
     def write(i: int, ids: Array) -> None:
         zero = np.zeros(1, dtype=np.int64)
@@ -64,7 +64,7 @@ def promote(table: Table, slots: Array, *, most_bytes: int | None = LARGEST_BYTE
             copy_rows(address, 0, size, zero, np.array([count]), zero, ids, places[name], True)
 
     done = [
-        table.index.promote(slot, generation, tuple(known[i]), functools.partial(write, i))
+        engine.index.promote(slot, generation, tuple(known[i]), functools.partial(write, i))
         for i, (slot, generation) in enumerate(zip(slots.tolist(), generations.tolist(), strict=True))
     ]
     arrays.tier_counts[PROMOTED_BYTES] += int(rows[done].sum()) * schema.step_bytes  # of the owner alone

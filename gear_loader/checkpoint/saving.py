@@ -79,7 +79,7 @@ class DiskFullError(CheckpointError):
 
 def save(table: Table, path: str | os.PathLike[str], *, progress: bool = False) -> None:
     """Bring the checkpoint in directory `path` up to date with a table. See `Table.save`."""
-    table.check_open()
+    table._engine.check_open()
     where = os.path.abspath(os.fspath(path))
     with convert_errors(where), Directory.make(where) as directory:
         save_into(table, directory, progress=progress)
@@ -131,18 +131,18 @@ class Save:
         old: Manifest | None,
         on_disk: tuple[OnDisk, IndexFile] | None = None,
     ) -> None:
-        self.index, self.directory, self.old = table.index, directory, old
-        self.schema, self.layout = table.schema, table.region.layout
+        self.index, self.directory, self.old = table._engine.index, directory, old
+        self.schema, self.layout = table.schema, table._engine.region.layout
         self.rules = table.rules
         # These references keep the memory mapped if the table is closed during the save.
-        self._columns = {name: table.region.column(name) for name in table.schema}
-        self._places = {name: column_places(table, name) for name in table.schema}
-        self.name, parent = identity(table, table.index)
+        self._columns = {name: table._engine.region.column(name) for name in table.schema}
+        self._places = {name: column_places(table._engine.region, name) for name in table.schema}
+        self.name, parent = identity(table, table._engine.index)
         self.manifest: Manifest | None = None
         self.written: Array = np.empty(0, dtype=np.int64)
         self.bytes_written = 0
         self.has_changed = False
-        self._reader = table.tier_reader() if table.has_tier else None
+        self._reader = table._engine.tier_reader() if table._engine.has_tier else None
         self._next_segment = old.next_segment if old else 1
         self._saves = old.saves + 1 if old else 1
         self.index_file: IndexFile | None = None

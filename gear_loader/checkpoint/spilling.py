@@ -203,14 +203,14 @@ class Spiller:
         order = self._coldness(slots, sequences, generations)
         extent = arrays.extent[slots]
         blocks = arrays.blocks_of(extent[:, 0] + extent[:, 2])
-        block_bytes = table.region.layout.block_bytes
+        block_bytes = table._engine.region.layout.block_bytes
         total = arrays.num_blocks - self._free
         budget = max(1, EXCHANGE_BYTES // block_bytes)
         come, leave = exchange(order, extent[:, 1] >= 0, blocks, total, budget)
         self._next = time.monotonic() + max(EXCHANGE_SECONDS, 20 * (time.monotonic() - now))
         if len(leave) and self._spill(slots[leave], generations) < 0:
             return 0
-        return promote(table, slots[come])
+        return promote(table._engine, slots[come])
 
     def spill(self) -> int:
         """Take the blocks of the coldest trajectories that are on disk, as many as are missing.

@@ -36,14 +36,15 @@ from gear_loader.native import file_reads
 from gear_loader.native.file_reads import ADDRESS, BEGIN, BYTES, CHUNK, FD, VERIFIED, WIDTH
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.disk_copies import copies_of
+from gear_loader.storage.ids import ids_of
 from gear_loader.storage.tier_counts import HITS, MISSES, READ_BYTES, READ_NANOSECONDS, SLOW_SHARE, note_wait
 from gear_loader.utils.arrays import Array, data_address
 from gear_loader.utils.mutex import uninterrupted
 from gear_loader.utils.notices import notice
 
 if TYPE_CHECKING:
+    from gear_loader.storage.engine import Engine
     from gear_loader.storage.schema import Schema
-    from gear_loader.storage.table import Table
 
 __all__ = ["FileReader"]
 
@@ -227,14 +228,14 @@ class FileReader:
     Several threads may use it. A forked child opens the files by itself.
 
     Args:
-        table: with a disk tier.
+        engine: of a table with a disk tier.
     """
 
-    def __init__(self, table: Table) -> None:
-        assert table.region.layout.tier is not None
-        self._table = weakref.ref(table)
-        self._schema: Schema = table.schema
-        self._path = table.region.layout.tier.path
+    def __init__(self, engine: Engine) -> None:
+        assert engine.region.layout.tier is not None
+        self._engine = weakref.ref(engine)
+        self._schema: Schema = engine.schema
+        self._path = engine.region.layout.tier.path
         self._mutex = threading.Lock()
         self._reset()
 
@@ -244,8 +245,8 @@ class FileReader:
         self._segments: dict[int, _Opened] = {}
         self._next_look = 0.0
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
-        table = self._table()
-        self._counts = _Counts(self._path, "" if table is None or table.name is None else table.name)
+        engine = self._engine()
+        self._counts = _Counts(self._path, "" if engine is None or engine.name is None else engine.name)
 
     def read(
         self,
@@ -283,9 +284,9 @@ class FileReader:
 
     def sizes(self, slots: Array) -> Array:
         """See `gear_loader.storage.source.Source.sizes`."""
-        table = self._table()
-        assert table is not None
-        index = table.index
+        engine = self._engine()
+        assert engine is not None
+        index = engine.index
         copies = index.recovery.locked(lambda: copies_of(index.arrays, slots))
         return np.stack((copies.lengths, copies.finals), axis=1)
 
@@ -295,9 +296,9 @@ class FileReader:
 
     def flush(self) -> None:
         """See `gear_loader.storage.disk.TierReader.flush`."""
-        table = self._table()
-        if table is not None and self._pid == os.getpid():
-            index = table.index
+        engine = self._engine()
+        if engine is not None and self._pid == os.getpid():
+            index = engine.index
             index.recovery.locked(lambda: self._counts.take(index.arrays.tier_counts))
 
     # ---------------------------------------------------------------- where the rows are
@@ -308,9 +309,9 @@ class FileReader:
         Raises:
             StaleIndexError: a trajectory was evicted or removed, and its index reused.
         """
-        table = self._table()
-        assert table is not None
-        index, arrays = table.index, table.index.arrays
+        engine = self._engine()
+        assert engine is not None
+        index, arrays = engine.index, engine.index.arrays
 
         def look() -> Array:
             copies = copies_of(arrays, slots)
@@ -484,10 +485,10 @@ class FileReader:
                 self._pool = pool
 
     def _lost(self, failed: Mapping[int, Exception], slots: Array, generations: Array) -> LostRowsError:
-        table = self._table()
-        assert table is not None
+        engine = self._engine()
+        assert engine is not None
         which = np.array(sorted(failed), dtype=np.int64)
-        trajectory = int(table.ids(slots[which[:1]])[0])
+        trajectory = int(ids_of(engine.index.arrays.view, slots[which[:1]])[0])
         return LostRowsError(
             f"Trajectory {trajectory} cannot be read: {failed[int(which[0])]}",
             slots[which],

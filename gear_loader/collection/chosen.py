@@ -72,11 +72,11 @@ class RowGather:
         reach = reach_of(source.schema, windows)
         self._reader: Any
         if isinstance(source, Table):
-            locate_columns(self._plan, self.sources, source.region)
+            locate_columns(self._plan, self.sources, source._engine.region)
             self._reader = TierRows(source, reach, self.row_bytes)
         else:
             self._reader = StagedRows(lambda: source, source.schema, reach, self.row_bytes)
-        has_tier = isinstance(self._reader, TierRows) and self._reader.table.has_tier
+        has_tier = isinstance(self._reader, TierRows) and self._reader.table._engine.has_tier
         self.tier = self._reader if has_tier else None
 
     def gather(
@@ -132,7 +132,7 @@ def gather(table: Table, index: Any, anchor: Any, windows: Any, out: Any) -> Bat
     ticket = Ticket()
 
     def read() -> Batch:
-        generations, lengths = table.reader().begin_read_rows(slots, ticket)
+        generations, lengths = table._engine.reader().begin_read_rows(slots, ticket)
         _check_anchors(anchors, lengths)
         _check_late(table, wanted, slots)
         rows = SelectedRows(slots, anchors, generations)
@@ -163,7 +163,7 @@ def _check_late(table: Table, windows: Windows, slots: Array) -> None:
     read = {source_of(*item) for item in expand(table.schema, windows)[0].items()}
     late = [name for name in table.schema.late if name in read]
     bits = table.schema.late_bits(late) if late else 0
-    missing = np.flatnonzero((filled_bits(table.index.arrays, slots) & bits) != bits)
+    missing = np.flatnonzero((filled_bits(table._engine.index.arrays, slots) & bits) != bits)
     if len(missing):
         raise SchemaError(
             f"{len(missing)} of {len(slots)} trajectories have no values yet in some of the late columns {late}; the "

@@ -151,7 +151,7 @@ class Collector:
     @property
     def regions(self) -> list[Region]:
         """The memory that a GPU may read for a batch."""
-        return [table.region for table in self.source.tables]
+        return [table._engine.region for table in self.source.tables]
 
     def look(self) -> None:
         """Let buffers made from here on be those of a device that reads the table, if it has been pinned meanwhile."""
@@ -216,7 +216,7 @@ def collector_for(
     options: dict[str, Any] = {"keys": source.keys, "weighs": weighs, "informs": informs}
     on_gpu = device.type == "cuda"
     if zero_copy is None:
-        region = tables[0].region
+        region = tables[0]._engine.region
         pinning = on_gpu and region.is_pinning
         zero_copy = on_gpu and region.pin(device, wait=not pinning)
         pinning = pinning and not zero_copy
@@ -225,7 +225,7 @@ def collector_for(
         if packed
         else PaddedLayout(tables[0].schema, windows, batch_size=batch_size, **options)
     )
-    splits = source.only is None or source.only.has_tier
+    splits = source.only is None or source.only._engine.has_tier
     host: Any = (PackedHost if packed else PaddedHost)(layout, pinned=on_gpu, only=source.only)
 
     def cuda() -> Any:

@@ -102,9 +102,9 @@ class PackedLayout:
             CorruptTableError: the index names no slot.
         """
         spans = np.empty((2, len(rows)), dtype=np.int64)
-        extent = table.reader().index_arrays()[0]
+        extent = table._engine.reader().index_arrays()[0]
         bad = measure(rows.slots, rows.anchors, extent, self.offset, self.length, self.final, spans)
-        table.reader().check_gathered(bad)
+        table._engine.reader().check_gathered(bad)
         return spans
 
 
@@ -340,7 +340,7 @@ class PackedBuffers(Buffers):
 def _located(gathered: list[tuple[str, torch.Tensor]], table: Table) -> Array:
     columns: Array = np.zeros((len(gathered), WIDTH), dtype=np.int64)
     columns[:, OUT] = [values.data_ptr() for _, values in gathered]
-    return locate_columns(columns, [source for source, _ in gathered], table.region)
+    return locate_columns(columns, [source for source, _ in gathered], table._engine.region)
 
 
 class PackedHost(HostMover):
@@ -359,8 +359,8 @@ class PackedHost(HostMover):
 
     def copy(self, buffers: PackedBuffers, table: Table, rows: Any, which: Array | None = None) -> None:
         which = np.arange(len(rows)) if which is None else which
-        extent, block_ids = table.reader().index_arrays()
-        slots, steps = rows.slots, table.region.layout.block_steps
+        extent, block_ids = table._engine.reader().index_arrays()
+        slots, steps = rows.slots, table._engine.region.layout.block_steps
         streams = buffers.total * self.layout.step_bytes >= STREAM_BATCH_BYTES
         place = (
             buffers.spans,
@@ -390,7 +390,13 @@ class PackedHost(HostMover):
         ]
         starts, spans = buffers.starts_array[which].astype(np.int64), buffers.spans[:, which]
         read_packed(
-            table.tier_reader(), places, rows.slots[which], rows.generations[which], spans, starts, which
+            table._engine.tier_reader(),
+            places,
+            rows.slots[which],
+            rows.generations[which],
+            spans,
+            starts,
+            which,
         )
         _number(buffers, starts, *spans)
 

@@ -171,7 +171,7 @@ class PackedDeviceBuffers(PackedBuffers):
         return found
 
     def _table_plan(self, table: Table) -> tuple[PackedPlan, bool]:
-        region, layout, in_records = table.region, table.region.layout, False
+        region, layout, in_records = table._engine.region, table._engine.region.layout, False
         columns = []
         for source, values in self.steps.gathered:
             blocks = torch.from_numpy(region.blocks(source))
@@ -187,7 +187,7 @@ class PackedDeviceBuffers(PackedBuffers):
 
     def _records_of(self, table: Table) -> torch.Tensor:
         """Memory of gathered records, which are the same in all packed tables of a schema; uint8 [steps, bytes]."""
-        layout = table.region.layout
+        layout = table._engine.region.layout
         assert layout.record is not None
         if "records" not in self.plans:
             records = self.memory.empty(len(self.position), layout.record.bytes, dtype=torch.uint8)
@@ -262,20 +262,20 @@ class PackedCuda(CudaMover):
         self, buffers: PackedDeviceBuffers, table: Table, slots: Array, which: Array
     ) -> tuple[_PackedRows, int]:
         """Rows in memory, and the number of invalid slots and blocks."""
-        layout, count = table.region.layout, len(which)
+        layout, count = table._engine.region.layout, len(which)
         spans, steps = np.ascontiguousarray(buffers.spans[:, which]), layout.block_steps
         pieces: Array = np.empty((int((spans[1] // steps + 2).sum()) + count, PIECE_WIDTH), dtype=np.int32)
         if id(table) not in self._adjoins:
             # Whether a block's last step lies before the first of the next one, in every column.
             self._adjoins[id(table)] = all(
-                table.region.blocks(name).strides[0] == steps * layout.columns[name].step_stride
+                table._engine.region.blocks(name).strides[0] == steps * layout.columns[name].step_stride
                 for name in self._steps
             )
         found, bad = list_pieces(
             slots[which],
             spans,
             buffers.row_starts[which],
-            *table.reader().index_arrays(),
+            *table._engine.reader().index_arrays(),
             steps,
             layout.num_blocks,
             self._adjoins[id(table)],
@@ -298,7 +298,7 @@ class PackedCuda(CudaMover):
         memory = self.staging.take(end)
         outs = {name: (memory.numpy(), offsets[name] + places[name]) for name in offsets}
         try:
-            table.tier_reader().read(rows.slots[which], rows.generations[which], firsts, counts, outs)
+            table._engine.tier_reader().read(rows.slots[which], rows.generations[which], firsts, counts, outs)
         except BaseException:
             self.staging.give(memory)
             raise

@@ -91,7 +91,7 @@ class PaddedBuffers(Buffers):
             columns[:, MASK] = [
                 0 if output.mask is None else output.mask.data_ptr() for output in self.outputs
             ]
-            self._columns[id(table)] = locate_columns(columns, self.layout.sources, table.region)
+            self._columns[id(table)] = locate_columns(columns, self.layout.sources, table._engine.region)
         return self._columns[id(table)]
 
     @property
@@ -268,9 +268,11 @@ class PaddedHost(HostMover):
 
     def fill(self, buffers: PaddedBuffers, table: Table, rows: SelectedRows) -> None:
         count = len(rows)
-        if threads.alone(count, self.layout.row_bytes) and not (table.has_tier and table.num_spilled):
-            values, (extent, block_ids) = buffers.values, table.reader().index_arrays()
-            columns, steps = buffers.columns_of(table), table.region.layout.block_steps
+        if threads.alone(count, self.layout.row_bytes) and not (
+            table._engine.has_tier and table._engine.num_spilled
+        ):
+            values, (extent, block_ids) = buffers.values, table._engine.reader().index_arrays()
+            columns, steps = buffers.columns_of(table), table._engine.region.layout.block_steps
             names = rows.slots, rows.anchors, rows.generations
             bad = gathering.gather_batch(columns, *names, extent, block_ids, steps, values.names)
             if not bad:
@@ -278,8 +280,8 @@ class PaddedHost(HostMover):
                 if buffers.computed:
                     buffers.compute(count)
                 return
-            if not table.has_tier:  # else a trajectory may have been on disk meanwhile
-                table.reader().check_gathered(bad)
+            if not table._engine.has_tier:  # else a trajectory may have been on disk meanwhile
+                table._engine.reader().check_gathered(bad)
         self.copy(buffers, table, rows)
         self.finish(buffers, rows)
 

@@ -124,7 +124,7 @@ class PaddedCuda(CudaMover):
         super().__init__(layout, **options)
         self._splits = splits
         first, last, once = layout.reach
-        steps = [table.region.layout.block_steps for table in tables]
+        steps = [table._engine.region.layout.block_steps for table in tables]
         self._blocks = max((last - first) // each + 2 + once for each in steps)
         self._own = tables[0] if len(tables) == 1 else None
         self._tables: dict[int, TierRows] = {}

@@ -106,7 +106,7 @@ def plans_of(
         outputs: of the windows, at least one with steps.
         records: memory of gathered records; what is missing is allocated on the current stream.
     """
-    region, schema = table.region, table.schema
+    region, schema = table._engine.region, table.schema
     layout = region.layout
 
     def column_of(output: Output) -> GatherColumn:

@@ -27,13 +27,15 @@ class TierRows:
 
     def __init__(self, table: Table, reach: Reach, row_bytes: int) -> None:
         self.table, self._reach, self._row_bytes = table, reach, row_bytes
-        block_steps = min(table.region.layout.block_steps, _LONGEST_BLOCK)
+        block_steps = min(table._engine.region.layout.block_steps, _LONGEST_BLOCK)
         # Not the bound method, which would hold the table.
-        self._staged = StagedRows(lambda: table.tier_reader(), table.schema, reach, row_bytes, block_steps)
+        self._staged = StagedRows(
+            lambda: table._engine.tier_reader(), table.schema, reach, row_bytes, block_steps
+        )
 
     def outside(self, slots: Array) -> Array:
         """Which trajectories lie on disk only now, bool [n]."""
-        found: Array = self.table.index.arrays.extent[slots, 1] < 0
+        found: Array = self.table._engine.index.arrays.extent[slots, 1] < 0
         return found
 
     def gather(
@@ -58,14 +60,14 @@ class TierRows:
         Raises:
             LostRowsError: trajectories cannot be read. CorruptTableError: see `TableReader.check_gathered`.
         """
-        extent, block_ids = self.table.reader().index_arrays()
-        steps = self.table.region.layout.block_steps
-        if not self.table.has_tier or not self.table.num_spilled:
+        extent, block_ids = self.table._engine.reader().index_arrays()
+        steps = self.table._engine.region.layout.block_steps
+        if not self.table._engine.has_tier or not self.table._engine.num_spilled:
             bad = threads.gather(
                 columns, slots, anchors, extent, block_ids, steps, self._row_bytes, rows=rows
             )
-            if not self.table.has_tier:
-                self.table.reader().check_gathered(bad)
+            if not self.table._engine.has_tier:
+                self.table._engine.reader().check_gathered(bad)
             if not bad:  # else one may have been on disk meanwhile
                 return 0
 
@@ -82,7 +84,7 @@ class TierRows:
             )
 
         hits, which = split_rows(self.table, slots, inside)
-        self.table.tier_reader().count_hits(len(hits))
+        self.table._engine.tier_reader().count_hits(len(hits))
         if len(which):
             known = generations() if callable(generations) else generations
             names = slots[which], anchors[which], known[which]
@@ -102,10 +104,10 @@ class TierRows:
         Raises:
             CorruptTableError: see `TableReader.check_gathered`.
         """
-        if not self.table.has_tier or not self.table.num_spilled:
+        if not self.table._engine.has_tier or not self.table._engine.num_spilled:
             bad = resolved(self.table, slots, anchors, self._reach, extent, ids)
-            if not self.table.has_tier:
-                self.table.reader().check_gathered(bad)
+            if not self.table._engine.has_tier:
+                self.table._engine.reader().check_gathered(bad)
             if not bad:  # else one may have been on disk meanwhile
                 return None, slots[:0]
 
@@ -113,7 +115,7 @@ class TierRows:
             return resolved(self.table, slots[which], anchors[which], self._reach, extent, ids)
 
         hits, outside = split_rows(self.table, slots, inside)
-        self.table.tier_reader().count_hits(len(hits))
+        self.table._engine.tier_reader().count_hits(len(hits))
         return hits, outside
 
     def read(
@@ -127,13 +129,13 @@ class TierRows:
     ) -> None:
         """Read trajectories that lie on disk only, and gather their windows. Arguments and errors as of `gather`."""
         bad = self._staged.read(columns, sources, slots, anchors, generations, rows)
-        self.table.reader().check_gathered(bad)
+        self.table._engine.reader().check_gathered(bad)
 
 
 def resolved(table: Table, slots: Array, anchors: Array, reach: Reach, extent: Array, ids: Array) -> int:
     """`resolve`, but return the number of invalid windows instead of raising an error."""
-    lengths, block_ids = table.reader().index_arrays()
-    layout, (first, last, once) = table.region.layout, reach
+    lengths, block_ids = table._engine.reader().index_arrays()
+    layout, (first, last, once) = table._engine.region.layout, reach
     steps, blocks = layout.block_steps, layout.num_blocks
     bad: int = gathering.resolve(
         slots, anchors, lengths, block_ids, steps, first, last, extent, ids, blocks, once
@@ -154,7 +156,7 @@ def resolve(
             would start (may be negative, because `ids` holds the blocks of the windows only), and final steps (0 or 1).
         ids: int32 [B, K], filled with the windows' blocks; with ``reach.once`` the last of K is the trajectory's first.
     """
-    table.reader().check_gathered(resolved(table, slots, anchors, Reach(*reach), extent, ids))
+    table._engine.reader().check_gathered(resolved(table, slots, anchors, Reach(*reach), extent, ids))
 
 
 def split_rows(table: Table, slots: Array, inside: Callable[[Array], int]) -> tuple[Array, Array]:
@@ -169,9 +171,9 @@ def split_rows(table: Table, slots: Array, inside: Callable[[Array], int]) -> tu
     Raises:
         CorruptTableError: see `TableReader.check_gathered`.
     """
-    extent, which = table.reader().index_arrays()[0], np.arange(len(slots))
-    if not table.has_tier:
-        table.reader().check_gathered(inside(which))
+    extent, which = table._engine.reader().index_arrays()[0], np.arange(len(slots))
+    if not table._engine.has_tier:
+        table._engine.reader().check_gathered(inside(which))
         return which, which[:0]
     while True:
         places = extent[slots, 1]
@@ -180,4 +182,4 @@ def split_rows(table: Table, slots: Array, inside: Callable[[Array], int]) -> tu
         if not bad:
             return which, outside
         if (extent[slots, 1] == places).all():  # else some were moved to disk meanwhile, and may be back
-            table.reader().check_gathered(bad)
+            table._engine.reader().check_gathered(bad)

@@ -40,7 +40,7 @@ class Filler:
             try:
                 return self._fill_once(buffers, item)
             except LostRowsError as error:  # removed, so the same draw does not meet them again
-                self._table.remove_lost(error)
+                self._table._engine.remove_lost(error)
 
     def _fill_once(self, buffers: Buffers, item: tuple[Draw, Any]) -> int:
         """`fill`, unless a trajectory cannot be read from disk, which raises LostRowsError."""
@@ -69,7 +69,7 @@ class Filler:
                     prefetcher.collector.gather(buffers, plan.rows)
                     break
                 except LostRowsError as error:
-                    self._table.remove_lost(error)
+                    self._table._engine.remove_lost(error)
                     plan.leave_out(error)
             while plan.tickets:  # what is taken from here ends when a GPU has read its rows
                 prefetcher.release(buffers, plan.tickets[-1])

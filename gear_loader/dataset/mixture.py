@@ -141,7 +141,7 @@ class Mixture(IterableDataset[Batch]):
         return self._iterate(number, workers, in_worker=info is not None)
 
     def _iterate(self, number: int, workers: int, *, in_worker: bool) -> Iterator[Batch]:
-        lock = next(iter(self.sources.values())).table.region.lock
+        lock = next(iter(self.sources.values())).table._engine.region.lock
         epoch, before, step = self._position.begin(lock.run)
         while (place := before + number + workers * step) < self.batches_per_epoch:
             batch = self._batch(epoch * self.batches_per_epoch + place)

@@ -169,7 +169,7 @@ class Origin:
         if not context.selector.by_priority:
             return SnapshotSelection(context)
         on_gpu = device.type == "cuda" and context.grouping is None and self.shards is None
-        if on_gpu and context.table.region.pin(device) and not self._host_draws(context):
+        if on_gpu and context.table._engine.region.pin(device) and not self._host_draws(context):
             return CudaPrioritizedSelection(context, history=history, device=device)
         return PrioritizedSelection(context, history=history)
 
@@ -180,7 +180,7 @@ class Origin:
         if (
             not needs
             and context.table.rules.on_full != "evict_lowest_priority"
-            and not context.table.has_tier
+            and not context.table._engine.has_tier
         ):
             return False
         notice(
@@ -198,7 +198,9 @@ class Origin:
     def pin(self, device: torch.device, *, draws: bool) -> bool | None:
         """Whether a GPU reads the tables of the source; None to try. `draws`: whether it may draw by priority."""
         if draws and device.type == "cuda":
-            self.table.region.pin(device)  # draws read it too, so it cannot be pinned during the iteration
+            self.table._engine.region.pin(
+                device
+            )  # draws read it too, so it cannot be pinned during the iteration
         return None
 
     def planner(self, selection: Selection, budget: StepBudget, **options: Any) -> BudgetPlanner:

@@ -406,7 +406,7 @@ class ReplayDataset(IterableDataset[Batch]):
         """Wait until the rate limiter permits the first batch; later calls return at once."""
         limiter = self.table.rules.rate_limiter
         if self.rate_limited and limiter is not None and len(self.table) < limiter.min_size:
-            self.table.reader().await_samplable(self._num_drawn)
+            self.table._engine.reader().await_samplable(self._num_drawn)
 
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
@@ -422,7 +422,7 @@ class ReplayDataset(IterableDataset[Batch]):
         # A generator: an iterator dropped before its first request does not use up an epoch.
         refuse_capture(self.device, "a batch")
         position = self._position
-        epoch, before, step = position.begin(self.table.region.lock.run)
+        epoch, before, step = position.begin(self.table._engine.region.lock.run)
         prefetch = 0 if in_worker else self.prefetch
 
         def consumer() -> None:
@@ -468,7 +468,7 @@ class ReplayDataset(IterableDataset[Batch]):
         """Yield the draws of this rank's batches `number`, number + every, ... of an epoch, with the items to draw
         from, or None for the items present at the draw."""
         if self.rate_limited and self.table.rules.rate_limiter is not None:
-            self.table.reader().await_samplable(self._num_drawn)  # the table may be empty until then
+            self.table._engine.reader().await_samplable(self._num_drawn)  # the table may be empty until then
         draws = self._epoch_draws()
 
         def look() -> tuple[Any, float]:
@@ -477,7 +477,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
         view, count = self._origin.begin_epoch(self._selected(), look, fresh=number == 0)
         if draws.rank == number == 0 and (epoch == 0 or get_worker_info() is None):
-            self.table.notice_waste()
+            self.table._engine.notice_waste()
             self._noticed_epoch = self._noticed_epoch or self._notice_epoch(view)
             self._notice_uneven(view)
         yield from draws.draws(
@@ -500,7 +500,7 @@ class ReplayDataset(IterableDataset[Batch]):
         rank, world = self._rank()
         self._check_sharing(every)
         if self.rate_limited and self.table.rules.rate_limiter is not None:
-            self.table.reader().await_samplable(self._num_drawn)
+            self.table._engine.reader().await_samplable(self._num_drawn)
         selection = self._selected()
         most = math.inf if self.batches_per_epoch is None else self.batches_per_epoch
         view, most = self._origin.begin_epoch(
@@ -720,8 +720,8 @@ class ReplayDataset(IterableDataset[Batch]):
         if self._selection is None or options != self._selected_for:
             self._selected_for = options
             for table in self._origin.tables:
-                if table.has_tier:
-                    table.prefer_in_memory(self.selector.keeps)
+                if table._engine.has_tier:
+                    table._engine.prefer_in_memory(self.selector.keeps)
             self._selection = self._origin.selection(
                 SelectionContext(*options),
                 # A state may precede the prefetched batches and one that a trainer fetched ahead.
@@ -963,7 +963,7 @@ class ReplayDataset(IterableDataset[Batch]):
         unfilled = 0
         for table in (self._origin.tables if self._is_global else ()) or (self.table,):
             each = dataclasses.replace(context, table=table)
-            slots = table.reader().snapshot().slots
+            slots = table._engine.reader().snapshot().slots
             if each.subset is not None:
                 slots = slots[dataclasses.replace(each, complete=None, late=0).chosen(slots)]
             if each.late:

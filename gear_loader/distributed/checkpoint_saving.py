@@ -193,7 +193,7 @@ def _write_shard(
     table: Table, directory: Directory, old: ShardsManifest | None, number: int, rank: int, progress: bool
 ) -> Shard:
     """Write this rank's table into the save with a number; return its entry of the manifest."""
-    names = identity(table, table.index)
+    names = identity(table, table._engine.index)
     if old is not None:
         check_shard_links(directory, old, *names)
     save, name = os.path.split(shard_folder(number, rank))

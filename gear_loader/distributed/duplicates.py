@@ -21,8 +21,8 @@ SlotsOf = Callable[[int, Array], Array]
 
 def migrated_ids(table: Table) -> Array:
     """Return the ids, int64 [n], of a table's trajectories that came from other shards."""
-    view = table.reader().snapshot()
-    ids: Array = table.ids(view.slots)[table.index.arrays.ident[view.slots] >= 0]
+    view = table._engine.reader().snapshot()
+    ids: Array = table.ids(view.slots)[table._engine.index.arrays.ident[view.slots] >= 0]
     return ids
 
 
@@ -78,13 +78,13 @@ class DuplicateSearch:
         """Return the ids of migrated trajectories in this rank's shards of stage 0, by shard."""
         found = {}
         for shard, stage, table in self._tables:
-            view = table.reader().snapshot()
+            view = table._engine.reader().snapshot()
             ids = table.ids(view.slots)
-            migrated = ids[table.index.arrays.ident[view.slots] >= 0]
+            migrated = ids[table._engine.index.arrays.ident[view.slots] >= 0]
             if stage == 0:
                 found[f"{shard}"] = migrated
             else:
-                _, age = table.reader().ages(view.slots, view.sequences)
+                _, age = table._engine.reader().ages(view.slots, view.sequences)
                 old = np.isin(migrated, ids[age > self._grace * 1e9])
                 self._old[shard, stage], self._young[shard, stage] = migrated[old], migrated[~old]
         return found
@@ -100,7 +100,7 @@ class DuplicateSearch:
             if stage == 0:
                 slots = self._slots_of(shard, self._migrated)
                 found[f"{shard}"] = self._migrated[slots >= 0]
-                found[f"{shard}/filled"] = filled_bits(table.index.arrays, slots[slots >= 0])
+                found[f"{shard}/filled"] = filled_bits(table._engine.index.arrays, slots[slots >= 0])
         return found
 
     def set_present(self, found: Mapping[str, Array]) -> None:

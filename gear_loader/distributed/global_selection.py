@@ -266,7 +266,7 @@ class GlobalSelection(Selection):
         ids, steps = batch.names, batch.steps
         slots = {shard: self.samplers.slots_of(shard, ids) for shard in self.samplers.own}
         for shard, places in list(slots.items()):
-            lengths = self.shards.own[shard].reader().index_arrays()[0][places, 0]
+            lengths = self.shards.own[shard]._engine.reader().index_arrays()[0][places, 0]
             slots[shard] = np.where((places >= 0) & (steps < lengths), places, -1)
         present = np.stack(self._batches.share_arrays(list(slots.values()))) >= 0
         if not present.any(axis=0).all():

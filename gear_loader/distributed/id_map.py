@@ -22,7 +22,7 @@ class IdMap:
         self._table = table
         self._position = -1
         self._slots: dict[int, int] = {}
-        self._id_of: Array = np.full(table.region.layout.max_trajectories, -1, dtype=np.int64)
+        self._id_of: Array = np.full(table._engine.region.layout.max_trajectories, -1, dtype=np.int64)
 
     def slots(self, ids: Array) -> Array:
         """Return the slots of trajectories, int64 [n]; -1 for trajectories that are gone.
@@ -32,7 +32,7 @@ class IdMap:
         """
         ticket = Ticket()
         try:
-            _, changes = self._table.reader().begin_changes(self._position, ticket=ticket)
+            _, changes = self._table._engine.reader().begin_changes(self._position, ticket=ticket)
             changed_ids = self._table.ids(changes.slots)
             ticket.end()
         finally:

@@ -14,6 +14,7 @@ from gear_loader.distributed.shard_sampler import PrioritizedShardSampler
 from gear_loader.distributed.stage_tables import StageTable
 from gear_loader.errors import FilledError, StaleIndexError, TableFullError, TransportError
 from gear_loader.storage.disk import LostRowsError
+from gear_loader.storage.engine import Engine
 from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
@@ -99,7 +100,7 @@ def choose_migration(sampler: Any, budget: Budget, *, by_mass: bool, excluded: A
     table = sampler.table
     ticket = Ticket()  # slots are not reused meanwhile
     try:
-        table.reader().begin_read(ticket)
+        table._engine.reader().begin_read(ticket)
         chosen = _choose(sampler, table, budget, by_mass, excluded)
         ticket.end()
         return chosen
@@ -109,7 +110,7 @@ def choose_migration(sampler: Any, budget: Budget, *, by_mass: bool, excluded: A
 
 def _choose(sampler: Any, table: Table, budget: Budget, by_mass: bool, excluded: Array) -> MigrationSet:
     by_priority = isinstance(sampler, PrioritizedShardSampler)
-    view = sampler.known() if by_priority else table.reader().snapshot()
+    view = sampler.known() if by_priority else table._engine.reader().snapshot()
     view = view.take(~_shares_blocks(table, view.slots))
     ids = table.ids(view.slots)
     if len(excluded):
@@ -172,7 +173,7 @@ def _fitting(loads: Array, lengths: Array, budget: Budget) -> Array:
 
 def _shares_blocks(table: Table, slots: Array) -> Array:
     """Return which trajectories share a block with another one, bool [n]."""
-    index = table.reader().arrays
+    index = table._engine.reader().arrays
     extent = index.extent[slots]  # once: the table's owner may move trajectories to disk meanwhile
     inside = extent[:, 1] >= 0
     counts = np.where(inside, index.blocks_of(extent[:, 0] + extent[:, 2]), 0)
@@ -218,8 +219,8 @@ class Mover:
     def _copy(self, source: Table, ids: Array, slots: Array, target: StageTable) -> None:
         ticket = Ticket()
         try:
-            source.reader().begin_read(ticket)  # slots are not reused meanwhile
-            state, _, _ = source.reader().slot_states()
+            source._engine.reader().begin_read(ticket)  # slots are not reused meanwhile
+            state, _, _ = source._engine.reader().slot_states()
             alive = (state[slots] == READY) & (source.ids(slots) == ids)
             ids, slots = ids[alive], slots[alive]
             found = [_read(source, slot) for slot in slots.tolist()]
@@ -227,7 +228,7 @@ class Mover:
             ids, slots, rows = ids[alive], slots[alive], [each for each in found if each is not None]
             trajectories = [{name: row[name] for name in source.schema.added} for row, _ in rows]
             finals = np.array([final for _, final in rows], dtype=np.int64)
-            priorities = source.reader().arrays.priority[slots].copy()
+            priorities = source._engine.reader().arrays.priority[slots].copy()
             ticket.end()
         finally:
             ticket.end()  # again: an exception may arrive anywhere
@@ -235,7 +236,8 @@ class Mover:
             return
         if target.table is not None:
             # A full target raises an error: it evicts no trajectory for one that can stay in the source.
-            Table(target.table.region, on_full="error").store(trajectories, priorities, ids, finals)
+            region = target.table._engine.region
+            Engine(region, on_full="error").store(trajectories, priorities, ids, finals)
         else:
             for future in target.send(trajectories, priorities, ids, finals):
                 future.result()
@@ -255,7 +257,7 @@ class Mover:
         late, bits = source.schema.late, np.full(len(ids), -1, dtype=np.int64)
         own = self._slots_of(shard, ids)
         there = np.flatnonzero(own >= 0)
-        for part in _parts(source, own[there], source.region.layout.max_steps):
+        for part in _parts(source, own[there], source._engine.region.layout.max_steps):
             rows, groups = {}, dict[tuple[str, ...], list[int]]()
             for i in there[part].tolist():
                 found = _read(source, int(own[i]), final=False)
@@ -280,7 +282,7 @@ class Mover:
 def _parts(table: Table, slots: Array, most_steps: int) -> list[Array]:
     """Positions of trajectories that are copied at once, int64 [n] each; at most `most_steps` steps and one more."""
     most = max(1, min(most_steps, _PART_BYTES // table.schema.step_bytes))
-    parts = np.cumsum(table.reader().arrays.extent[slots, 0]) // most
+    parts = np.cumsum(table._engine.reader().arrays.extent[slots, 0]) // most
     return [np.flatnonzero(parts == part) for part in np.unique(parts).tolist()]
 
 
@@ -291,10 +293,10 @@ def _read(table: Table, slot: int, *, final: bool = True) -> tuple[dict[str, tor
         final: whether to look for a final step.
     """
     try:
-        rows = table.rows(slot, final=True) if final else None
-        return (table.rows(slot) or {}, 0) if rows is None else (rows, 1)
+        rows = table._engine.rows(slot, final=True) if final else None
+        return (table._engine.rows(slot) or {}, 0) if rows is None else (rows, 1)
     except LostRowsError as error:
-        table.remove_lost(error)
+        table._engine.remove_lost(error)
     except StaleIndexError:
         pass
     return None

@@ -193,7 +193,12 @@ class Placement:
             given.append(dict(rows) if kept else {name: copied(value) for name, value in rows.items()})
             lengths.append(length)
         longest = min(
-            (table.table.longest for stages in self._tables for table in stages if table.table is not None),
+            (
+                table.table._engine.longest
+                for stages in self._tables
+                for table in stages
+                if table.table is not None
+            ),
             default=math.inf,
         )
         for i, length in enumerate(lengths):

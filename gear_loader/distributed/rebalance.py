@@ -226,9 +226,9 @@ class Rebalance:
                 f"{shard}/{stage}": np.array(
                     [
                         free_steps(table),
-                        table.region.layout.max_trajectories - len(table),
-                        table.region.layout.block_steps,
-                        table.longest,
+                        table._engine.region.layout.max_trajectories - len(table),
+                        table._engine.region.layout.block_steps,
+                        table._engine.longest,
                     ]
                 )
                 for shard, stage, table in self._tables
@@ -350,7 +350,9 @@ class Rebalance:
                     arrived = slots >= 0
                     found[f"{number}/{stage}/ids"] = chosen.ids[arrived]
                     found[f"{number}/{stage}/slots"] = slots[arrived]
-                    found[f"{number}/{stage}/generations"] = table.reader().slot_states()[1][slots[arrived]]
+                    found[f"{number}/{stage}/generations"] = table._engine.reader().slot_states()[1][
+                        slots[arrived]
+                    ]
         return found
 
     def _drop_copies(self, keep: list[Array]) -> None:
@@ -402,7 +404,7 @@ class Rebalance:
                         remove_ids(table, self._slots_of, shard, moves["id"])
                     elif flow.source == shard:
                         act = functools.partial(self._remove_unchanged, table, shard, number, moves["id"])
-                        stay[f"{number}"] = table.region.fill_lock.run(act)
+                        stay[f"{number}"] = table._engine.region.fill_lock.run(act)
             return stay
 
         stay = self._run("remove what has moved", remove)
@@ -417,7 +419,7 @@ class Rebalance:
         """Remove trajectories of which no column was filled since it was copied; return the ids of the others."""
         arrived, bits = self._filled[number]
         copied, slots = bits[_positions(arrived, ids)], self._slots_of(shard, ids)
-        changed = (slots >= 0) & (filled_bits(table.index.arrays, slots) != copied)
+        changed = (slots >= 0) & (filled_bits(table._engine.index.arrays, slots) != copied)
         remove_ids(table, self._slots_of, shard, ids[~changed])
         left: Array = ids[changed]
         return left

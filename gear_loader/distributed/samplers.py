@@ -83,7 +83,7 @@ class Samplers:
         for name in records.dtype.names or ():
             full[name] = records[name]
         if self._reach is None:
-            extents = table.reader().index_arrays()[0][full["slot"]]
+            extents = table._engine.reader().index_arrays()[0][full["slot"]]
             full["steps"], full["final"] = extents[:, 0], extents[:, 2]
             return full
         width = full["blocks"].shape[1]

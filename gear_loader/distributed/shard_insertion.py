@@ -103,7 +103,7 @@ class Storing:
             raise target.named(error) from error
         table = target.table
         assert table is not None
-        self._stored.append(_Inserted(target, slots, table.reader().slot_states()[1][slots]))
+        self._stored.append(_Inserted(target, slots, table._engine.reader().slot_states()[1][slots]))
         if target.stage == 0:
             self._slots[self._groups[target.shard]] = slots
 

@@ -139,7 +139,7 @@ def records_of(
         times: simulated times of the draws; see `PrioritizedShardSampler`.
     """
     records: Array = np.zeros(len(slots), dtype=record_dtype(0))
-    _, generation, _ = table.reader().slot_states()
+    _, generation, _ = table._engine.reader().slot_states()
     records["slot"], records["step"], records["generation"] = slots, steps, generation[slots]
     records["id"], records["leaf"], records["time"] = table.ids(slots), leaves, times
     return records
@@ -183,7 +183,7 @@ class SnapshotShardSampler(ShardSampler):
             highs = np.ones(draw.count, dtype=np.int64)
             highs[rows] = lengths
             steps = anchors(self.context.anchor, highs, draw)[rows]
-        reader = self.table.reader()
+        reader = self.table._engine.reader()
         gone = gone_rows(reader, slots, generations)
         for turn in range(_TURNS):
             if len(gone) == 0:
@@ -219,7 +219,7 @@ class SnapshotShardSampler(ShardSampler):
         return self._records(slots, steps, generations)
 
     def _gone(self, records: Array) -> Array:
-        return gone_rows(self.table.reader(), records["slot"], records["generation"])
+        return gone_rows(self.table._engine.reader(), records["slot"], records["generation"])
 
     def _follow(self) -> None:
         self._view = self._selection.look()
@@ -279,7 +279,7 @@ class PrioritizedShardSampler(ShardSampler):
 
     def _gone(self, records: Array) -> Array:
         # Those whose trajectories are not the ones that the tree has taken in.
-        state, _, sequence = self.table.reader().slot_states()
+        state, _, sequence = self.table._engine.reader().slot_states()
         slots = records["slot"]
         return np.flatnonzero(
             (state[slots] != READY) | (sequence[slots] != self.priorities.items.sequence_of[slots])
@@ -333,7 +333,7 @@ class PrioritizedShardSampler(ShardSampler):
         """Return the leaves of trajectories that `known` returned and a read ticket keeps, concatenated."""
         priorities = self.priorities
         with priorities.mutex:
-            lengths = self.table.reader().arrays.extent[slots, 0]
+            lengths = self.table._engine.reader().arrays.extent[slots, 0]
             leaves: Array = priorities.leaves.read(priorities.all_items(slots, lengths))
             return leaves
 
@@ -351,7 +351,7 @@ class PrioritizedShardSampler(ShardSampler):
             try:
                 priorities.follow(ticket)
                 present = np.ones(len(slots), dtype=bool)
-                present[gone_rows(self.table.reader(), slots, generations)] = False
+                present[gone_rows(self.table._engine.reader(), slots, generations)] = False
                 items = priorities.all_items(slots[present], counts[present])
                 leaves = leaves[np.repeat(present, counts)]
                 priorities.leaves.tree.update(items[items >= 0], np.ascontiguousarray(leaves[items >= 0]))

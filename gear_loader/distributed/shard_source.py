@@ -184,7 +184,7 @@ class ShardRows:
             self.shards[left] = shard
             alive = source.present(self, shard, left)
             if self.spans is not None:
-                extent = source.table_of(shard).reader().index_arrays()[0]
+                extent = source.table_of(shard)._engine.reader().index_arrays()[0]
                 self.records["steps"][left] = extent[self.records["slot"][left], 0]
                 self.spans[:, left] = spans_of(self.records[left], *self.window)
                 alive &= (self.spans[1, left] <= self.max_steps) | (self.max_steps == 0)
@@ -233,7 +233,7 @@ class ShardSource:
 
     def present(self, rows: ShardRows, shard: int, which: Array) -> Array:
         """Take a read ticket for a shard of this node; return which of its rows are present, bool [m]."""
-        reader, records = self.table_of(shard).reader(), rows.records[which]
+        reader, records = self.table_of(shard)._engine.reader(), rows.records[which]
         if shard not in rows.tickets:
             rows.tickets[shard] = Ticket()
             reader.begin_read(rows.tickets[shard])
@@ -333,7 +333,7 @@ class ShardSource:
                     mover.copy(buffers, self.table_of(shard), rows, part)
                     break
                 except LostRowsError as error:
-                    self.table_of(shard).remove_lost(error)
+                    self.table_of(shard)._engine.remove_lost(error)
                     bad = np.isin(rows.records["slot"][part], error.slots)
                     lost.append(part[bad])
                     part = part[~bad]

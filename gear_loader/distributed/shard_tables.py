@@ -144,7 +144,9 @@ class ShardTables:
         self.members: list[Member] = []
         self._sources = {number: LocalShard(each) for number, each in self.own.items()}
         self.remote = False
-        self.block_steps = {number: each.region.layout.block_steps for number, each in self.own.items()}
+        self.block_steps = {
+            number: each._engine.region.layout.block_steps for number, each in self.own.items()
+        }
 
     # ---------------------------------------------------------------- several ranks
 
@@ -308,7 +310,7 @@ class ShardTables:
         """Pin the tables of this node for a GPU, by default the current one; return whether all could be pinned."""
         tables = [source.table for source in self._sources.values() if source.table is not None]
         pinned = [
-            table.region.pin(device) for table in tables
+            table._engine.region.pin(device) for table in tables
         ]  # all of them, also if the first one cannot be pinned
         return all(pinned)
 
@@ -403,7 +405,7 @@ def _check_table(table: Any, transport: str) -> None:
             f"The table {table.name or '(private)'} has a rate limiter or max_times_sampled, which do not count "
             "the draws of other ranks. Create the tables of Shards without them."
         )
-    if table.has_tier and transport == "nixl":
+    if table._engine.has_tier and transport == "nixl":
         raise SchemaError(
             f"The table {table.name or '(private)'} has a disk tier (Disk(size=)), with transport='nixl', which reads "
             "only the memory of other nodes. Use transport='socket' or 'ucx', whose servers read their disks."

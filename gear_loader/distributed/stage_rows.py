@@ -97,6 +97,6 @@ class StageRows:
         found: Array = np.empty(len(own), dtype=self._dtype)
         for name in SLOT_KEY.names or ():
             found["key"][name] = own[name]
-        own["slot"], own["generation"] = slots, table.reader().slot_states()[1][slots]
+        own["slot"], own["generation"] = slots, table._engine.reader().slot_states()[1][slots]
         found["record"] = self._samplers.with_blocks(table, own)
         return found

@@ -103,7 +103,7 @@ class StageTable:
     @property
     def next_sequence(self) -> int:
         """First sequence number above all numbers in the table's ids; 0 for a table on another node."""
-        return 0 if self.table is None else int(self.table.index.arrays.counters[NEXT_SEQUENCE])
+        return 0 if self.table is None else int(self.table._engine.index.arrays.counters[NEXT_SEQUENCE])
 
     # ---------------------------------------------------------------- storing
 
@@ -120,7 +120,7 @@ class StageTable:
         """
         table = self.table
         assert table is not None
-        return table.store(list(trajectories), priorities, ids)
+        return table._engine.store(list(trajectories), priorities, ids)
 
     def send(
         self,
@@ -131,7 +131,7 @@ class StageTable:
     ) -> list[concurrent.futures.Future[Array]]:
         """Send trajectories to a table of another node, in parts, each of which is stored all or none.
 
-        For the arguments see `store` and `Table.store`.
+        For the arguments see `store` and `Engine.store`.
 
         Returns:
             One future of slots a part.
@@ -184,7 +184,7 @@ def remove_stored(table: Table, slots: Array, generations: Array) -> None:
         table: the table.
         slots, generations: int64 [n].
     """
-    state, generation, _ = table.reader().slot_states()
+    state, generation, _ = table._engine.reader().slot_states()
     for slot, wanted in zip(slots.tolist(), generations.tolist(), strict=True):
         if state[slot] == READY and generation[slot] == wanted:
             with contextlib.suppress(StaleIndexError):  # evicted a moment ago

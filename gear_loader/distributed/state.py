@@ -72,7 +72,7 @@ def save_samplers(samplers: Mapping[int, Any], received: Sequence[Array], draws:
         updates = np.concatenate([np.empty(0, dtype=UPDATE), *received])
         updates = updates[updates["shard"] == shard]
         updates = updates[np.argsort(updates["order"], kind="stable")]
-        state, generation, _ = sampler.table.reader().slot_states()
+        state, generation, _ = sampler.table._engine.reader().slot_states()
         slots = updates["slot"]
         inside = (slots >= 0) & (slots < len(state))
         slots = np.where(inside, slots, 0)
@@ -210,7 +210,7 @@ class RestoredState:
         known = slots >= 0
         updates: Array = np.zeros(int(known.sum()), dtype=UPDATE)
         updates["shard"], updates["slot"], updates["step"] = shard, slots[known], steps[known]
-        updates["generation"] = sampler.table.reader().slot_states()[1][slots[known]]
+        updates["generation"] = sampler.table._engine.reader().slot_states()[1][slots[known]]
         updates["priority"], updates["draw"] = priorities[known], delays[known]
         return updates
 

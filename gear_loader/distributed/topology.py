@@ -134,7 +134,7 @@ def member(
         table.name,
         table.origin,
         table.schema.to_json(),
-        table.region.layout.block_steps,
+        table._engine.region.layout.block_steps,
         transport,
     )
 

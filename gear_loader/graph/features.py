@@ -127,9 +127,9 @@ class Features:
         if self.device.type == "cuda":
             for number, source in enumerate(self._sources):
                 # Rows on disk are gathered on the CPU, so all rows of such a table are.
-                if isinstance(source, RemoteRows) or source.table.has_tier:
+                if isinstance(source, RemoteRows) or source.table._engine.has_tier:
                     continue
-                if source.table.region.pin(self.device):
+                if source.table._engine.region.pin(self.device):
                     self._zero_copy[number] = DeviceGather(source, self.device)
         self._mutex = new_mutex()
         # The nearest first; and the rows of each table of this machine, as of them.
@@ -241,7 +241,7 @@ class Features:
     def _check_open(self) -> None:
         for source in self._sources:
             if isinstance(source, TableRows):
-                source.table.check_open()
+                source.table._engine.check_open()
 
     def _empty(self, count: int, device: torch.device, *, pinned: bool = False) -> list[torch.Tensor]:
         return [
@@ -391,7 +391,7 @@ class Features:
         """Give trajectories of tables with a disk tier the mean probability of their nodes; return how many."""
         count = 0
         for number, source in enumerate(self._sources):
-            if isinstance(source, TableRows) and source.table.has_tier:
+            if isinstance(source, TableRows) and source.table._engine.has_tier:
                 rows = source.look()
                 values = np.zeros(rows.count)
                 if self._homes is None:

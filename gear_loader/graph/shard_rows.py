@@ -206,13 +206,13 @@ def _encoded(shard: int, rows: TableRows, nodes: Array | None) -> Array:
         raise SchemaError(
             f"{int((~live).sum())} trajectories of shard {shard} were removed; expected a table from which none was."
         )
-    reader = rows.table.reader()
+    reader = rows.table._engine.reader()
     extent, block_ids = reader.index_arrays()
     of = extent[found.slots]
     index = np.stack((found.slots, found.generations, of[:, 0], of[:, 2]))
-    blocks = -(-(of[:, 0] + of[:, 2]) // rows.table.region.layout.block_steps)
+    blocks = -(-(of[:, 0] + of[:, 2]) // rows.table._engine.region.layout.block_steps)
     # Of a table with a disk tier nobody reads blocks by their numbers: trajectories have others when they come back.
-    starts = np.zeros_like(blocks) if rows.table.has_tier else of[:, 1]
+    starts = np.zeros_like(blocks) if rows.table._engine.has_tier else of[:, 1]
     places = np.repeat(starts - (np.cumsum(blocks) - blocks), blocks) + np.arange(blocks.sum())
     ids = np.empty(0, dtype=np.int64) if nodes is None else nodes
     head = np.array([shard, index.shape[1], len(places), len(ids)], dtype=np.int64)

@@ -80,7 +80,7 @@ class TableRows:
 
     def look(self) -> RowIndex:
         """The rows that the table holds now."""
-        known = self.table.reader().known()
+        known = self.table._engine.reader().known()
         if known is None or known.version != self._rows.version:
             ticket = Ticket()
             ticket.during(lambda: self.begin(ticket))
@@ -88,7 +88,7 @@ class TableRows:
 
     def begin(self, ticket: Ticket) -> RowIndex:
         """Begin a read; the rows as of now. The caller ends the ticket."""
-        _, snapshot = self.table.reader().begin_snapshot(ticket=ticket)
+        _, snapshot = self.table._engine.reader().begin_snapshot(ticket=ticket)
         if snapshot.version > self._rows.version:
             with self._mutex:
                 if snapshot.version > self._rows.version:

@@ -183,7 +183,7 @@ class ReplayBuffer(_ReplayBuffer):
             block_steps=_BLOCK_STEPS,
             name=name,
         )
-        self._columns = self.table.step_addresses()
+        self._columns = self.table._engine.step_addresses()
         # Where `add` puts what it is given, converted: [n_envs, ...] of each column.
         self._given = {
             key: np.zeros((self.n_envs, *column.shape), dtype=column.numpy_dtype)
@@ -245,7 +245,7 @@ class ReplayBuffer(_ReplayBuffer):
         steps = int(self._open[member, 1]) + self._extra
         rows = {}
         for name, column in self.table.schema.items():
-            data = self.table.region.column(name)[self._ids[member, : -(-steps // _BLOCK_STEPS)]]
+            data = self.table._engine.region.column(name)[self._ids[member, : -(-steps // _BLOCK_STEPS)]]
             data = np.ascontiguousarray(data.reshape(-1, column.step_bytes)[:steps])
             rows[name] = data.view(self._given[name].dtype).reshape(steps, *column.shape)
             if self.optimize_memory_usage and name != "observation":
@@ -557,7 +557,7 @@ class ReplayBuffer(_ReplayBuffer):
         collector = prefetcher.collector
         try:
             if collector.zero_copy:  # the GPU reads the table after this returns
-                collector.source.tables[0].reader().begin_read(ticket)
+                collector.source.tables[0]._engine.reader().begin_read(ticket)
             collector.gather(buffers, rows)
             prefetcher.release(buffers, ticket)
         except BaseException:

@@ -172,7 +172,7 @@ class ReplayMonitor(Callback):
         shards = dataset.shards
         mine = dict.fromkeys((*_COUNTS, *_LIMITS, "num_stale"), 0.0)
         for table in [dataset.table] if shards is None else shards.own.values():
-            stats, layout = table.stats(), table.region.layout
+            stats, layout = table.stats(), table._engine.region.layout
             for name in _COUNTS:
                 mine[name] += getattr(stats, name)
             for name in _LIMITS:
@@ -206,7 +206,7 @@ class ReplayMonitor(Callback):
         if dataset.batch_fill is not None:
             metrics["fill_batches"] = dataset.batch_fill
         own = [dataset.table] if dataset.shards is None else dataset.shards.own.values()
-        if any(table.has_tier for table in own):
+        if any(table._engine.has_tier for table in own):
             metrics["disk_trajectories"] = totals["num_spilled"]
             metrics["disk_read_bytes"] = since["miss_bytes"] / seconds
             metrics["disk_wait"] = since["miss_seconds"] / seconds

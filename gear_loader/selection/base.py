@@ -80,7 +80,7 @@ class SelectionContext:
 
     def num_anchors(self, slots: Array) -> Array:
         """Number of steps of trajectories (slots int64 [n]) that can be anchors, int64 [n]."""
-        extent = self.table.reader().index_arrays()[0][slots]
+        extent = self.table._engine.reader().index_arrays()[0][slots]
         if self.complete is None:
             lengths: Array = extent[:, 0]
             return lengths
@@ -106,7 +106,7 @@ class SelectionContext:
         """
         anchored = np.ones(len(slots), dtype=bool) if self.complete is None else self.num_anchors(slots) > 0
         if self.late:
-            anchored &= (filled_bits(self.table.index.arrays, slots) & self.late) == self.late
+            anchored &= (filled_bits(self.table._engine.index.arrays, slots) & self.late) == self.late
         if self.subset is None:
             return anchored
         chosen = np.asarray(self.subset(sequences_of(self.table.ids(slots))), dtype=bool)
@@ -194,7 +194,7 @@ class Selection:
 
     def view(self, snapshot: Snapshot | None = None) -> Snapshot:
         """The subset's trajectories in `snapshot`, by default in a new snapshot."""
-        snapshot = self.context.table.reader().snapshot() if snapshot is None else snapshot
+        snapshot = self.context.table._engine.reader().snapshot() if snapshot is None else snapshot
         if not self.context.filters:
             return snapshot
         if self._seen is None or self._seen[0] is not snapshot:
@@ -207,7 +207,7 @@ class Selection:
         if complete is None:
             return view
         if self._reduced is None or self._reduced[0] is not view:
-            extent = self.context.table.reader().index_arrays()[0]
+            extent = self.context.table._engine.reader().index_arrays()[0]
             self._reduced = (view, complete.reduce(view, extent))
         return self._reduced[1]
 
@@ -259,7 +259,7 @@ class Selection:
             except TableEmptyError:
                 if ticket is not None:
                     self.undo(ticket)
-                backoff = backoff or self.context.table.reader().backoff()
+                backoff = backoff or self.context.table._engine.reader().backoff()
                 if not backoff.sleep():
                     raise
 
@@ -302,7 +302,7 @@ class Selection:
         """Release the ticket of a failed batch and subtract its rows from the sample count. Idempotent."""
         ticket.end()
         count, ticket.counted = ticket.counted, 0
-        self.context.table.reader().uncount_samples(count)
+        self.context.table._engine.reader().uncount_samples(count)
 
     def count_samples(
         self, slots: Array, generations: Array, redraw: Callable[[Array, int], bool]
@@ -323,13 +323,13 @@ class Selection:
         if not self.context.counts:
             return None
         table = self.context.table
-        times = table.reader().count_samples(slots, generations)
+        times = table._engine.reader().count_samples(slots, generations)
         if table.rules.max_times_sampled is None:
             return times
-        backoff, turn = table.reader().backoff(), 0
+        backoff, turn = table._engine.reader().backoff(), 0
         while len(refused := np.flatnonzero(times == 0)):
             if redraw(refused, turn):
-                times[refused] = table.reader().count_samples(slots[refused], generations[refused])
+                times[refused] = table._engine.reader().count_samples(slots[refused], generations[refused])
                 turn += 1
             elif not backoff.sleep():
                 raise TableEmptyError(
@@ -351,8 +351,8 @@ class Selection:
         """The drawn rows for the collector, with ``sample_info`` if batches carry it."""
         if not self.context.informs or times is None:
             return SelectedRows(slots, steps, generations, weights)
-        ages, nanoseconds = self.context.table.reader().ages(
-            slots, self.context.table.reader().slot_states()[2][slots]
+        ages, nanoseconds = self.context.table._engine.reader().ages(
+            slots, self.context.table._engine.reader().slot_states()[2][slots]
         )
         numbers = np.empty((2, len(slots)), dtype=np.float32)
         numbers[0], numbers[1] = probabilities, nanoseconds / 1e9

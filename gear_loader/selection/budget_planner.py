@@ -133,7 +133,7 @@ class BudgetPlanner:
     ) -> None:
         self._selection, self._budget = selection, budget
         self._selector = selection.context.selector
-        self._reader = selection.context.table.reader()
+        self._reader = selection.context.table._engine.reader()
         self._seed, self._epoch, self._past, self._endless = seed, epoch, past, endless
         self._size = self.draw_size(self._selector, selection.context.grouping)
         self._view = view
@@ -288,7 +288,7 @@ class BudgetPlanner:
         ticket = Ticket()
         try:
             self._reader.begin_read(ticket)
-            slots = self._selection.context.table.index.slots_of(ids)[inverse.reshape(-1)]
+            slots = self._selection.context.table._engine.index.slots_of(ids)[inverse.reshape(-1)]
             present = np.flatnonzero(slots >= 0)
             if not len(present):
                 return False

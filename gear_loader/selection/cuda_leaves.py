@@ -54,10 +54,10 @@ class CudaLeaves:
         self.wide = SumTree(items.capacity, device)
         self.cut = torch.zeros(1, dtype=torch.bool, device=device)
         table, steps, complete = context.table, items.steps, context.complete
-        generation = table.reader().slot_states()[1]
-        extent, block_ids = table.reader().index_arrays()
+        generation = table._engine.reader().slot_states()[1]
+        extent, block_ids = table._engine.reader().index_arrays()
         addresses = [array.ctypes.data for array in (generation, extent, block_ids)]
-        layout = table.region.layout
+        layout = table._engine.region.layout
 
         def full(count: int, value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.full((count,), value, dtype=dtype, device=device)
@@ -184,7 +184,7 @@ class CudaLeaves:
         from gear_loader.kernels import priority
 
         alpha, eps = self._context.selector.exponent
-        generations = self._context.table.reader().slot_states()[1][leaves.slots].astype(np.int32)
+        generations = self._context.table._engine.reader().slot_states()[1][leaves.slots].astype(np.int32)
         known = np.where(leaves.added, generations, np.int32(0))
         follows, blocks = self._items, self.index.blocks
         arrays = [leaves.slots, known, *leaves.each(follows)]

@@ -132,11 +132,11 @@ class TrajectoryValues:
             LostRowsError: trajectories cannot be read from disk.
         """
         column = self.table.schema[name]
-        if not self.table.has_tier:
-            data = self._in_memory(name, self.table.index.arrays.extent[slots, 1])
+        if not self.table._engine.has_tier:
+            data = self._in_memory(name, self.table._engine.index.arrays.extent[slots, 1])
         else:
             if name not in self._known:
-                count = self.table.index.arrays.num_slots
+                count = self.table._engine.index.arrays.num_slots
                 self._known[name] = (
                     np.full(count, -1, dtype=np.int64),
                     np.zeros((count, column.step_bytes), dtype=np.uint8),
@@ -151,12 +151,12 @@ class TrajectoryValues:
 
     def _in_memory(self, name: str, places: Array) -> Array:
         """Values, uint8 [n, step_bytes], of trajectories by their places in the block tables, int64 [n]."""
-        blocks = self.table.index.arrays.ids_at(places)
-        return np.ascontiguousarray(self.table.region.column(name)[blocks, 0])
+        blocks = self.table._engine.index.arrays.ids_at(places)
+        return np.ascontiguousarray(self.table._engine.region.column(name)[blocks, 0])
 
     def _anywhere(self, name: str, slots: Array, generations: Array) -> Array:
         """Values, uint8 [n, step_bytes], of trajectories in memory and of those on disk only."""
-        extent = self.table.index.arrays.extent
+        extent = self.table._engine.index.arrays.extent
         found: Array = np.empty((len(slots), self.table.schema[name].step_bytes), dtype=np.uint8)
         while True:
             places = extent[slots, 1]
@@ -169,7 +169,9 @@ class TrajectoryValues:
             one = np.ones_like(outside)
             read: Array = np.empty((len(outside), found.shape[1]), dtype=np.uint8)
             out = read.reshape(-1), np.arange(len(outside)) * found.shape[1]
-            self.table.tier_reader().read(slots[outside], generations[outside], 0 * one, one, {name: out})
+            self.table._engine.tier_reader().read(
+                slots[outside], generations[outside], 0 * one, one, {name: out}
+            )
             found[outside] = read
         return found
 
@@ -232,7 +234,7 @@ def expired_members(
     slots = named.slots
     values = values_of.read(grouping.column, slots, named.generations).numpy()
     _, which = np.unique(values, return_inverse=True)
-    ages = values_of.table.reader().ages(slots, named.sequences)[1] / 1e9
+    ages = values_of.table._engine.reader().ages(slots, named.sequences)[1] / 1e9
     youngest = np.full(len(slots), np.inf)
     np.minimum.at(youngest, which, ages)
     expired: Array = slots[youngest[which] > max_age]
@@ -282,7 +284,7 @@ class GroupFormer:
             try:
                 return call(view)
             except LostRowsError as error:
-                self._table.remove_lost(error)
+                self._table._engine.remove_lost(error)
                 view = view.take(~np.isin(view.slots, error.slots))
 
     def expire(self) -> None:
@@ -293,7 +295,7 @@ class GroupFormer:
         self._looked = now
         ticket = Ticket()
         try:
-            _, everything = self._table.reader().begin_snapshot(0, ticket)
+            _, everything = self._table._engine.reader().begin_snapshot(0, ticket)
             slots = self._readable(
                 everything, lambda left: expired_members(self._values, left, self._grouping, limit)
             )
@@ -315,7 +317,7 @@ class GroupFormer:
         self.expire()
         ticket = Ticket()
         try:
-            _, snapshot = self._table.reader().begin_snapshot(0, ticket)
+            _, snapshot = self._table._engine.reader().begin_snapshot(0, ticket)
             groups = self.form(view_of(snapshot))
             ticket.end()
             return groups

@@ -81,7 +81,7 @@ class Priorities:
         make_leaves: Callable[[ItemMap, Change], Any],
     ) -> None:
         self.context, self._view = context, view
-        layout = context.table.region.layout
+        layout = context.table._engine.region.layout
         steps, blocks = context.selector.unit == "step", _leaf_blocks(layout)
         if steps and blocks * layout.block_steps >= 2**31:
             fewer = "fewer blocks" if layout.tier is None else "a smaller max_steps"
@@ -130,7 +130,7 @@ class Priorities:
         self._set_unset()
         if self._freshness < 1:
             self._age()
-        _, changes = self.context.table.reader().begin_changes(self.items.position, samples, ticket)
+        _, changes = self.context.table._engine.reader().begin_changes(self.items.position, samples, ticket)
         known = self.items.position, self.items.next_sequence
         if len(changes.slots) == 0:
             self.items.position, self.items.next_sequence = changes.position, changes.next_sequence
@@ -145,7 +145,7 @@ class Priorities:
 
     def keep_up(self) -> None:
         """Apply the table's changes, if any. Needs the mutex."""
-        if self.items.position != self.context.table.reader().position:
+        if self.items.position != self.context.table._engine.reader().position:
             ticket = Ticket()
             try:
                 self.follow(ticket)
@@ -155,13 +155,13 @@ class Priorities:
 
     def _take_in(self, changes: Changes) -> None:
         chosen = self.context.chosen(changes.slots) if self.context.filters else changes.ready
-        arrays = self.context.table.reader().index_arrays()
+        arrays = self.context.table._engine.reader().index_arrays()
 
         def follow() -> None:
             try:
                 self.unset = self.items.follow(changes, chosen, *arrays)
             except IndexError as error:
-                raise self.context.table.reader().arrays.corrupt(str(error)) from error
+                raise self.context.table._engine.reader().arrays.corrupt(str(error)) from error
 
         if self.items.steps:
             self._change(follow)  # a map of steps cannot resume from a partial change
@@ -207,7 +207,7 @@ class Priorities:
 
     def _freshened(self, slots: Array, leaves: Array) -> Array:
         """Leaves (float32 [n]) of trajectories, for the versions that their policies are behind."""
-        lags = np.maximum(self._policy - self.context.table.index.arrays.versions(slots), 0)
+        lags = np.maximum(self._policy - self.context.table._engine.index.arrays.versions(slots), 0)
         return scaled(leaves, self._freshness**lags)
 
     def known(self) -> Snapshot:
@@ -275,15 +275,15 @@ class Priorities:
             updates = PriorityUpdates(
                 request.slots[known], request.steps[known], generations, request.priorities[known]
             )
-        if table.has_tier:
+        if table._engine.has_tier:
             self._tell_tier(updates.slots, updates.priorities)
         if self.shares:
-            _, (before, after) = table.reader().revise(updates, strict=False, steps=False)
+            _, (before, after) = table._engine.reader().revise(updates, strict=False, steps=False)
             return after if self.items.position == before else self.items.position
         if table.rules.on_full == "evict_lowest_priority":
             given = updates.generations
             given = np.full(len(updates.slots), -1) if given is None else given
-            table.reader().set_priorities(updates.slots, given, updates.priorities)
+            table._engine.reader().set_priorities(updates.slots, given, updates.priorities)
         return self.items.position
 
     def _tell_means(self, own: LeafBlocks) -> None:
@@ -293,7 +293,7 @@ class Priorities:
         """
         began, (alpha, eps), slots = time.monotonic(), self.context.selector.exponent, own.slots
         if alpha > 0:
-            table = self.context.table.index.arrays
+            table = self.context.table._engine.index.arrays
             blocks, firsts = np.flatnonzero(self.items.owner >= 0), np.arange(own.num_blocks)
             with np.errstate(over="ignore"):
                 masses = np.add.reduceat(
@@ -309,12 +309,12 @@ class Priorities:
 
     def _tell_tier(self, slots: Array, priorities: Array) -> None:
         """Tell the table's owner priorities (float32 [n]) of trajectories."""
-        arrays = self.context.table.index.arrays
+        arrays = self.context.table._engine.index.arrays
         arrays.tier_priority[slots] = pack_priorities(arrays.generation[slots], priorities)
 
     def _items_of(self, request: PriorityUpdates) -> Array:
         """Items of a request, int64 [n]; -1 for a stale row."""
-        slots, reader = request.slots, self.context.table.reader()
+        slots, reader = request.slots, self.context.table._engine.reader()
         items = self.items.items(slots, request.steps, *reader.index_arrays())
         wanted = _ANY if request.generations is None else request.generations
         live: Array = np.empty_like(slots)
@@ -407,7 +407,7 @@ class Priorities:
 
     def all_items(self, slots: Array, lengths: Array) -> Array:
         """Items of trajectories of so many steps (int64 [n] each), concatenated; -1 for unknown ones."""
-        return self.items.all_items(slots, lengths, *self.context.table.reader().index_arrays())
+        return self.items.all_items(slots, lengths, *self.context.table._engine.reader().index_arrays())
 
     def leaves_of(self, view: Snapshot) -> Array:
         """Leaves of all items of a view's trajectories, float32, concatenated; 0 for unknown ones. Needs the mutex."""
@@ -455,7 +455,7 @@ class Priorities:
         if len(blocks) != counts.sum() or blocks.max(initial=-1) >= own.num_blocks:
             return  # of a table of other sizes
         slots = own.slots
-        known = self.context.table.reader().slot_states()[2][slots]
+        known = self.context.table._engine.reader().slot_states()[2][slots]
         slots, known = slots[np.argsort(known, kind="stable")], np.sort(known)
         places, both = find(sequences, known)
         if len(lengths):
@@ -472,7 +472,7 @@ class Priorities:
         places, both = find(sequences, view.sequences)
         both &= lengths[places] == view.lengths if len(lengths) else False
         # Trajectories added since get their initial priority.
-        new = self.context.table.reader().arrays.priority[view.slots[~both]]
+        new = self.context.table._engine.reader().arrays.priority[view.slots[~both]]
         maximum = max(state.maximum, float(new.max(initial=0)))
         first = first_leaves(self.context.selector, np.where(new == UNSET, np.float32(maximum), new))
         steps = self.items.steps

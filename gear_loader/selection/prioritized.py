@@ -114,7 +114,7 @@ class PrioritizedSelection(Selection):
     def _draw_rows(self, draw: Draw, ticket: Ticket) -> SelectedRows | CudaRows:
         context, priorities = self.context, self.priorities
         if context.limited and context.table.rules.rate_limiter is not None:
-            context.table.reader().await_samplable(self.num_rows(draw))  # outside the mutex
+            context.table._engine.reader().await_samplable(self.num_rows(draw))  # outside the mutex
         with priorities.mutex:
             priorities.follow(ticket, context.samples(self.num_rows(draw)))
             rows = self._restored(draw) or self._draw_compiled(draw) or self._draw_or_wait(draw)
@@ -126,14 +126,14 @@ class PrioritizedSelection(Selection):
             likely = self._likely(rows) if context.informs else 1.0
             if draw.epoch < SAMPLE_EPOCH:
                 if rows.sequences is None:
-                    rows.sequences = context.table.reader().slot_states()[2][rows.slots]
+                    rows.sequences = context.table._engine.reader().slot_states()[2][rows.slots]
                 self.history.remember(draw, BatchRows(rows.sequences, rows.steps, rows.weights))
         return self.rows(rows.slots, rows.steps, rows.generations, times, likely, rows.weights)
 
     def fill(self, draw: Draw, batch: InlineBatch) -> bool:
         """See `Selection.fill`."""
         context, count, priorities = self.context, draw.count, self.priorities
-        reader = context.table.reader()
+        reader = context.table._engine.reader()
         if not self._draws_compiled or count != batch.count or not reader.draws_inline:
             return False
         with priorities.mutex:
@@ -167,7 +167,7 @@ class PrioritizedSelection(Selection):
         """`_draw`; with `max_times_sampled`, wait for items until the deadline."""
         if self.context.table.rules.max_times_sampled is None:
             return self._draw(draw)
-        backoff = self.context.table.reader().backoff()
+        backoff = self.context.table._engine.reader().backoff()
         while True:
             try:
                 return self._draw(draw)
@@ -180,7 +180,7 @@ class PrioritizedSelection(Selection):
         """`_draw` in one compiled call; None if that is not possible, or nothing can be drawn."""
         if not self._draws_compiled:
             return None
-        reader = self.context.table.reader()
+        reader = self.context.table._engine.reader()
         names, leaves = np.empty((4, draw.count), dtype=np.int64), np.empty(draw.count, dtype=np.float32)
         rows = (
             *self._places,
@@ -208,7 +208,7 @@ class PrioritizedSelection(Selection):
         slots, steps = priorities.rows(items, dataclasses.replace(draw, count=rows), streams[1])
         leaves = np.repeat(leaves, rows // draw.count)
         likely = leaves / priorities.leaves.tree.total if context.informs else None
-        generations = context.table.reader().slot_states()[1][slots]
+        generations = context.table._engine.reader().slot_states()[1][slots]
         return DrawnItems(slots, steps, generations, leaves, likely=likely)
 
     def _draw_items(self, draw: Draw, stream: int) -> tuple[Array, Array]:
@@ -258,7 +258,7 @@ class PrioritizedSelection(Selection):
         priorities = self.priorities
         priorities.form()
         step = 1 if self.context.grouping is None else self.context.grouping.size  # that of the first member
-        reader = self.context.table.reader()
+        reader = self.context.table._engine.reader()
         items = priorities.items.items(rows.slots[::step], rows.steps[::step], *reader.index_arrays())
         tree = priorities.leaves.tree
         return np.repeat(np.where(items >= 0, tree.leaves[items], 0) / tree.total, step)

@@ -106,7 +106,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
     def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows | CudaRows:
         """See `Selection.draw`: `SelectedRows` for a repeated batch, else `CudaRows`, which draw on the GPU."""
         if self.context.limited and self.context.table.rules.rate_limiter is not None:
-            self.context.table.reader().await_samplable(draw.count)  # outside the mutex
+            self.context.table._engine.reader().await_samplable(draw.count)  # outside the mutex
         with self.priorities.mutex:
             self._leaves.raise_late()
             if self._leaves.cuda:
@@ -235,7 +235,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         else:
             check_names(anchor, unit)
             parts = given
-        with self.priorities.mutex, self.context.table.region.using():
+        with self.priorities.mutex, self.context.table._engine.region.using():
             self._queue_update(tuple(parts))
 
     def _is_here(self, part: Any) -> bool:
@@ -307,7 +307,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
     def _rows_of(self, drawn: _Drawn) -> BatchRows | None:
         """The rows of a drawn batch, if no slot has been reused since. Waits for the GPU."""
-        _, generation, sequence = self.context.table.reader().slot_states()
+        _, generation, sequence = self.context.table._engine.reader().slot_states()
         rows, weights = drawn.rows()
         slots, steps, generations = rows.cpu().numpy()
         if not ((slots >= 0).all() and (generation[slots] == generations).all()):

@@ -85,7 +85,7 @@ class SnapshotSelection(Selection):
     def fill(self, draw: Draw, batch: InlineBatch) -> bool:
         """See `Selection.fill`."""
         context, count = self.context, draw.count
-        reader = context.table.reader()
+        reader = context.table._engine.reader()
         if not self._draws_uniformly or count != batch.count or not reader.draws_inline:
             return False
         snapshot = reader.known()
@@ -116,7 +116,7 @@ class SnapshotSelection(Selection):
         return self.when_drawable(lambda: self._draw(draw, ticket, frozen), ticket)
 
     def _draw(self, draw: Draw, ticket: Ticket, frozen: Any) -> SelectedRows:
-        context, selector, reader = self.context, self._selector, self.context.table.reader()
+        context, selector, reader = self.context, self._selector, self.context.table._engine.reader()
         if selector.ordered and frozen is None and self.former is None and not context.filters:
             return self._draw_from_end(draw, ticket)
         if self.former is not None:
@@ -167,7 +167,7 @@ class SnapshotSelection(Selection):
     def _draw_from_end(self, draw: Draw, ticket: Ticket) -> SelectedRows:
         # Trajectories are linked in insertion order, so nothing is sorted. If this fails, the draws that `take_ends`
         # has counted stay counted.
-        context, selector, reader = self.context, self._selector, self.context.table.reader()
+        context, selector, reader = self.context, self._selector, self.context.table._engine.reader()
         times: Array | None = None
         end: dict[str, Any] = {
             "newest": selector.newest,

@@ -516,7 +516,7 @@ def _check_fit(reader: EpisodeReader, lengths: np.ndarray, table: Table) -> None
                 f"{reader.source}: column {name!r} has steps of shape {list(reader.schema[name].shape)}; the table "
                 f"expects {list(column.shape)}."
             )
-    layout = table.region.layout
+    layout = table._engine.region.layout
     longest = min(layout.max_steps, layout.num_blocks * layout.block_steps)
     number = int(lengths.argmax())
     if lengths[number] > longest:
@@ -559,7 +559,7 @@ def _add(table: Table, episodes: list[Episode], priority: float) -> np.ndarray:
         return table.extend(list(map(dict, episodes)), priority=priority)
     schema = table.schema.added
     rows = [with_final(schema, each, each.final) if each.final else dict(each) for each in episodes]
-    return table.store(rows, checked_priorities(priority, len(rows)), finals=finals)
+    return table._engine.store(rows, checked_priorities(priority, len(rows)), finals=finals)
 
 
 def _pieces(lengths: np.ndarray, most_steps: int) -> list[int]:

@@ -61,7 +61,7 @@ class Changes:
 
 
 class TableReader:
-    """The read interface of a table for selections, collectors, transports and checkpoints; see `Table.reader`.
+    """The read interface of a table for selections, collectors, transports and checkpoints; see `Engine.reader`.
 
     Args:
         arrays: index arrays. recovery: runs critical sections under the lock.

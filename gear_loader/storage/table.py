@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import logging
 import os
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, Literal
@@ -15,31 +12,18 @@ import numpy as np
 import torch
 
 from gear_loader.errors import (
-    LockTimeoutError,
     PrivateTableError,
     RegionError,
     SchemaError,
     StaleIndexError,
 )
-from gear_loader.native import copying
 from gear_loader.storage.block_sink import BlockSink, GrowingSink
-from gear_loader.storage.block_sizes import (
-    blocks_within,
-    check_memory,
-    resolved_block_steps,
-    resolved_packing,
-    waste_remedy,
-)
 from gear_loader.storage.counters import (
-    NUM_FREE_BLOCKS,
-    NUM_READY,
-    NUM_SPILLED,
     NUM_STEPS,
     POLICY,
-    TOLD,
-    WRITING_STEPS,
 )
-from gear_loader.storage.disk import Disk, DiskWriter, LostRowsError, Tier, TierReader
+from gear_loader.storage.disk import Disk, Tier
+from gear_loader.storage.engine import Engine
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.incoming import (
     Steps,
@@ -50,59 +34,30 @@ from gear_loader.storage.incoming import (
     stacked,
     with_final,
 )
-from gear_loader.storage.index import EVICT_LOWEST, EVICT_OLDEST, INLINE_BYTES, REFUSE, Claim, Index
 from gear_loader.storage.late import fill_columns, unfilled
-from gear_loader.storage.layout import Layout, most_blocks
+from gear_loader.storage.layout import Layout
 from gear_loader.storage.limiters import RateLimiter
 from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.numa import check_numa
 from gear_loader.storage.priority_updates import is_strict, request
-from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import region_path
-from gear_loader.storage.stats import TableStats, stats_of
+from gear_loader.storage.stats import TableStats
+from gear_loader.storage.table_layout import table_layout
 from gear_loader.storage.table_rules import Limits, OnFull, Rules, check_on_full, check_seconds
-from gear_loader.storage.tier_counts import KEEP, KEEPS, pack_priorities
 from gear_loader.storage.vector_writer import VectorWriter
 from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array, numbers, shown
 from gear_loader.utils.checks import at_least, flag, one_of
 from gear_loader.utils.device_option import check_device
-from gear_loader.utils.formatting import size
-from gear_loader.utils.notices import notice, notices
 from gear_loader.utils.paths import local_path
 from gear_loader.utils.provided import provided
 
 __all__ = ["Table", "Ticket"]
 
 Trajectory = Mapping[str, Any]
-_logger = logging.getLogger("gear_loader")
-_POLICIES: dict[str, tuple[int, bool]] = {  # `evict` and `wait` of `Index.begin`
-    "error": (REFUSE, False),
-    "evict_oldest": (EVICT_OLDEST, False),
-    "evict_lowest_priority": (EVICT_LOWEST, False),
-    "wait": (REFUSE, True),
-}
-_INTERNAL = frozenset(  # for other parts of the package; completion does not offer them
-    (
-        "check_open",
-        "column_addresses",
-        "has_tier",
-        "index",
-        "longest",
-        "num_spilled",
-        "policy",
-        "reader",
-        "region",
-        "remove_lost",
-        "step_addresses",
-        "store",
-        "store_one",
-        "tier_reader",
-    )
-)
 
 
 class Table:
@@ -121,41 +76,18 @@ class Table:
     def __init__(
         self, region: Region, *, on_full: OnFull | None = None, timeout: float | None = None
     ) -> None:
-        self._region = region
-        self._index: Index | None = Index(region)
-        self._disk: DiskWriter | None = None
-        self._tier_reader: TierReader | None = None
-        self._index.admission.timeout = timeout
-        layout = region.layout
-        start = self._index.arrays.counters.ctypes.data - layout.arrays["counters"][0]
-        self._columns: Array = np.array(
-            [
-                (start + c.offset, c.block_stride, c.step_bytes, c.step_stride)
-                for c in layout.columns.values()
-            ],
-            dtype=np.int64,
-        )
-        once = np.array([column.trajectory for column in layout.schema.values()])
-        added = np.array([not column.late for column in layout.schema.values()])
-        self._step_columns = np.ascontiguousarray(self._columns[~once & added])
-        self._targets = self._columns.copy()  # for `copying.scatter`
-        self._targets[once, 1] *= -1
-        self._targets = np.ascontiguousarray(self._targets[added])
-        self._added = layout.schema.added
-        self._step_bytes = layout.schema.step_bytes
-        self.longest: int = min(layout.max_steps, layout.num_blocks * layout.block_steps)
-        """Steps of the longest trajectory that the table can hold."""
-        most = INLINE_BYTES - layout.schema.trajectory_bytes
-        self._longest_inline = min(self.longest, most // self._step_bytes)
-        _tables.add(self)
-        self.schema: Schema = region.layout.schema
+        self._engine = engine = Engine(region, on_full=on_full, timeout=timeout)
+        self.schema: Schema = engine.schema
         """The columns, a mapping of name to `Column`."""
-        self.name: str | None = region.name
+        self.name: str | None = engine.name
         """The name that other processes attach by, or None."""
-        self.rules: Rules = region.layout.rules
+        self.rules: Rules = engine.rules
         """Rules given to `create`: policy, rate limiter and expiry."""
-        self.on_full: OnFull = on_full or self.rules.on_full
+
+    @property
+    def on_full(self) -> OnFull:
         """Policy of additions through this handle to a full table."""
+        return self._engine.on_full
 
     # ---------------------------------------------------------------- create, attach, close
 
@@ -229,17 +161,7 @@ class Table:
             CheckpointError: the directory of `disk` holds a table or other files, is in use, or cannot be written. No
                 table is left.
         """
-        schema = Schema(schema)
         memory = Memory.of(memory)
-        packed = resolved_packing(schema, memory.packed)
-        block_steps = resolved_block_steps(
-            schema,
-            block_steps,
-            memory.mean_length,
-            max_steps=max_steps,
-            max_trajectories=max_trajectories,
-            packed=packed,
-        )
         tier: Tier | None
         if isinstance(disk, Tier):  # of a table that is recovered, and written later
             tier, disk = disk, None
@@ -247,45 +169,19 @@ class Table:
             raise SchemaError(f"disk is {shown(disk)}; expected None or a gear_loader.Disk.")
         else:
             tier = None if disk is None else disk.tier()
-        check_memory(memory, tier)
-        sizes = {"max_steps": max_steps, "max_trajectories": max_trajectories, "block_steps": block_steps}
-        if memory.max_blocks is not None:
-            sizes["max_blocks"] = memory.max_blocks
-        for key, value in sizes.items():
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 2**37:
-                raise SchemaError(f"{key} is {shown(value)}; expected an integer from 1 to {2**37 - 1:,}.")
-        if limits is not None and not isinstance(limits, Limits):
-            raise SchemaError(f"limits is {shown(limits)}; expected None or gear_loader.Limits(...).")
-        removal = {} if limits is None else dataclasses.asdict(limits)
-        rules = Rules(**removal, on_full=on_full, rate_limiter=rate_limiter)
-        rules.check_columns(schema)
-        if rate_limiter is not None and rate_limiter.min_size > max_trajectories:
-            raise SchemaError(
-                f"{rate_limiter!r} waits for more trajectories than the table can hold, max_trajectories="
-                f"{max_trajectories:,}. Make one of them smaller or the other larger."
-            )
+        layout = table_layout(
+            schema,
+            max_steps=max_steps,
+            max_trajectories=max_trajectories,
+            block_steps=block_steps,
+            memory=memory,
+            on_full=on_full,
+            rate_limiter=rate_limiter,
+            limits=limits,
+            tier=tier,
+        )
         timeout = None if timeout is None else check_seconds("timeout", timeout)
         node = check_numa(memory.numa)
-        max_steps, max_trajectories, block_steps = int(max_steps), int(max_trajectories), int(block_steps)
-        max_blocks = memory.max_blocks
-        if max_blocks is None:
-            max_blocks = most_blocks(max_steps, max_trajectories, block_steps)
-        options: dict[str, Any] = {
-            "max_steps": max_steps,
-            "max_trajectories": max_trajectories,
-            "block_steps": block_steps,
-            "packed": packed,
-            "rules": rules,
-            "tier": tier,
-        }
-        if memory.size is not None:
-            max_blocks = blocks_within(memory.size, int(max_blocks), schema, **options)
-        if max(max_blocks, max_trajectories) >= 2**31:
-            raise SchemaError(
-                f"{max_blocks:,} blocks and {max_trajectories:,} trajectories were asked for; expected less than "
-                "2**31 of each. Raise block_steps or split the table."
-            )
-        layout = Layout(schema, num_blocks=int(max_blocks), **options)
         one_of("if_exists", if_exists, ("error", "attach", "replace"))
         if if_exists != "error" and name is None:
             raise SchemaError(f"if_exists is {if_exists!r} without a name: a private table is always new.")
@@ -306,13 +202,15 @@ class Table:
         if disk is None:
             return make()[0]
         table: Table
-        table, table._disk = provided("create_on_disk")(make, disk, name, exist_ok=if_exists == "attach")
+        table, table._engine.disk = provided("create_on_disk")(
+            make, disk, name, exist_ok=if_exists == "attach"
+        )
         return table
 
     @classmethod
     def _existing(cls, name: str, layout: Layout, timeout: float | None) -> Table:
         table = cls.attach(name, timeout=timeout)
-        if table.region.layout.header[64:] != layout.header[64:]:
+        if table._engine.region.layout.header[64:] != layout.header[64:]:
             table.close()
             raise SchemaError(
                 f"Table {name!r} exists with other columns, sizes or rules than were asked for; expected the same. "
@@ -339,7 +237,7 @@ class Table:
         timeout = None if timeout is None else check_seconds("timeout", timeout)
         table = cls(Region.attach(name), on_full=on_full, timeout=timeout)
         try:
-            table.index.recovery.check_bounds()
+            table._engine.index.recovery.check_bounds()
         except BaseException:
             table.close()
             raise
@@ -395,8 +293,9 @@ class Table:
                 link; or another save into it is running. The previous checkpoint is unchanged.
         """
         path = local_path(path)
-        if self._disk is not None and self._disk.writes_to(path):
-            self._disk.flush()
+        disk = self._engine.disk
+        if disk is not None and disk.writes_to(path):
+            disk.flush()
             return
         provided("save")(self, path, progress=progress)
 
@@ -500,7 +399,7 @@ class Table:
         )
         table: Table
         disk = disk if isinstance(disk, Disk) else Disk(disk)
-        table, table._disk = provided("recover")(cls, disk, options)
+        table, table._engine.disk = provided("recover")(cls, disk, options)
         return table
 
     # ---------------------------------------------------------------- pinning and closing
@@ -526,11 +425,11 @@ class Table:
         Raises:
             GpuError: no progress for two minutes.
         """
-        self.check_open()
+        self._engine.check_open()
         if device is not None:
             check_device(device)
             device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        return self._region.pin(device, wait=wait)
+        return self._engine.region.pin(device, wait=wait)
 
     def close(self) -> None:
         """Detach; idempotent. A private table's memory is freed, a named table stays until `unlink`.
@@ -540,13 +439,7 @@ class Table:
         Raises:
             CheckpointError: the rest could not be written. The table is closed.
         """
-        try:
-            if self._disk is not None:
-                self._disk.close()
-        finally:
-            self._index = None
-            self._tier_reader = None  # closes its files
-            self._region.close()
+        self._engine.close()
 
     def serve(
         self,
@@ -592,11 +485,7 @@ class Table:
         """
         if self.name is None:
             raise PrivateTableError("A private table has no name to remove; close() frees its memory.")
-        self._region.unlink()
-
-    def check_open(self) -> None:
-        """Raise GearError if the table is closed or lost in a fork."""
-        _ = self.index
+        self._engine.region.unlink()
 
     def __enter__(self) -> Table:
         return self
@@ -612,24 +501,10 @@ class Table:
                 "A private table cannot be sent to another process. Create it with a name, "
                 "Table.create(..., name='replay'), and it travels as a handle."
             )
-        return _attach, (self.name, self.on_full, self.index.admission.timeout)
+        return _attach, (self.name, self.on_full, self._engine.index.admission.timeout)
 
     def __repr__(self) -> str:
-        if not hasattr(self, "on_full"):
-            return "<Table, not opened>"
-        name, index, region = self.name or "private", self._index, self._region
-        if index is None:
-            return f"<Table {name}, {'of the parent process' if region.is_lost else 'closed'}>"
-        layout, counters = region.layout, index.arrays.counters
-        count, steps = int(counters[NUM_READY]), int(counters[NUM_STEPS])
-        text = (
-            f"{count:,} of {layout.max_trajectories:,} trajectories, {steps:,} of {layout.max_steps:,} steps, "
-            f"{size(max(steps, 0) * self._step_bytes)} in a region of {size(layout.region_bytes)}"
-        )
-        return f"<Table {name}{'' if count else ', empty'}: {text}>"
-
-    def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if name not in _INTERNAL]
+        return repr(self._engine) if hasattr(self, "_engine") else "<Table, not opened>"
 
     # ---------------------------------------------------------------- adding
 
@@ -662,19 +537,21 @@ class Table:
 
         After an error nothing was changed, except for evictions before the wait for space timed out.
         """
-        index = self.index
+        engine = self._engine
+        index = engine.index
         first = checked_priority(priority)
-        schema = self._added
+        schema = engine.schema.added
         if final is not None:
-            rows = with_final(schema, trajectory, final)
-            return int(self.store([rows], np.array([first], dtype=np.float32), finals=_ONE)[0])
-        length, addresses, hold = schema.locate_fast(trajectory) or schema.locate(trajectory)
-        if length <= self._longest_inline:
-            slot = index.store_one(self._targets, length, addresses, first, evict=_POLICIES[self.on_full][0])
-            if slot is not None:
-                return slot
-        steps = Steps(np.array([addresses], dtype=np.int64), np.array([length], dtype=np.int64), hold)
-        return int(self._store(index, steps, np.array([first], dtype=np.float32))[0])
+            steps, finals = listed(schema, [with_final(schema, trajectory, final)]), _ONE
+        else:
+            length, addresses, hold = schema.locate_fast(trajectory) or schema.locate(trajectory)
+            if length <= engine.longest_inline:
+                slot = index.store_one(engine.targets, length, addresses, first, evict=engine.policy[0])
+                if slot is not None:
+                    return slot
+            steps = Steps(np.array([addresses], dtype=np.int64), np.array([length], dtype=np.int64), hold)
+            finals = None
+        return int(engine.store_steps(steps, np.array([first], dtype=np.float32), None, finals)[0])
 
     def writer(
         self, *, chunk_steps: int | None = None, overlap_steps: int = 0, commit_every_step: bool = False
@@ -709,7 +586,7 @@ class Table:
         Raises:
             SchemaError: as `writer`, or invalid sizes.
         """
-        count, layout = at_least("n", n), self._region.layout
+        count, layout = at_least("n", n), self._engine.region.layout
         most = min(layout.max_trajectories, layout.num_blocks, layout.max_steps)
         if count > most:
             raise SchemaError(
@@ -724,7 +601,7 @@ class Table:
         self, n: int, chunk_steps: int | None, overlap_steps: int, commit_every_step: bool
     ) -> BlockSink:
         """The sink of a writer with these options."""
-        self.check_open()
+        self._engine.check_open()
         late = [name for name in self.schema.late if not self.schema[name].trajectory]
         overlap_steps = at_least("overlap_steps", overlap_steps, least=0)
         flag("commit_every_step", commit_every_step)
@@ -738,7 +615,7 @@ class Table:
                 f"commit_every_step goes without chunk_steps ({chunk_steps}) and overlap_steps ({overlap_steps}): "
                 "the trajectory grows until commit()."
             )
-        return GrowingSink(self, n) if commit_every_step else BlockSink(self, n)
+        return GrowingSink(self._engine, n) if commit_every_step else BlockSink(self._engine, n)
 
     def extend(
         self,
@@ -764,10 +641,12 @@ class Table:
         Raises:
             As `add`; the message names the first trajectory that does not fit. Nothing was changed.
         """
-        index = self.index
+        index = self._engine.index
         steps = self._checked(trajectories, lengths)
         priorities = checked_priorities(priority, len(steps.lengths))
-        return self._store(index, steps, priorities) if len(steps.lengths) else np.empty(0, dtype=np.int64)
+        if not len(steps.lengths):
+            return np.empty(0, dtype=np.int64)
+        return self._engine.store_steps(steps, priorities, index=index)
 
     def extend_as(
         self,
@@ -793,183 +672,35 @@ class Table:
 
         Raises the other errors of `extend` too. After an error nothing was changed.
         """
-        index = self.index
+        index = self._engine.index
         steps = self._checked(trajectories, lengths)
         priorities = checked_priorities(priority, len(steps.lengths))
         given = check_ids(ids, len(steps.lengths))
         if not len(given):
             return np.empty(0, dtype=np.int64)
-        return self._store(index, steps, priorities, given if (given >= 0).any() else None)
-
-    def store(
-        self,
-        trajectories: Sequence[Trajectory],
-        priorities: Array,
-        ids: Array | None = None,
-        finals: Array | None = None,
-        *,
-        unique: bool = False,
-        index: Index | None = None,
-    ) -> Array:
-        """`extend_as` with validated priorities and ids, for transports.
-
-        Args:
-            trajectories: mappings as for `add`.
-            priorities: float32 [n], -1 for a trajectory without one.
-            ids: int64 [n], -1 for a new id; None for new ids only.
-            finals: int64 [n], 1 if the last row of the trajectory is its final step, else 0; None for none.
-            unique: whether no trajectory can have one of `ids`, so that the table is not searched for them.
-            index: of this table, with other time-outs; by default its own.
-
-        Returns:
-            Indices of the trajectories, int64 [n].
-
-        Raises:
-            As `extend_as`.
-        """
-        return self.store_steps(
-            listed(self._added, trajectories), priorities, ids, finals, unique=unique, index=index
-        )
-
-    def store_steps(
-        self,
-        steps: Steps,
-        priorities: Array,
-        ids: Array | None = None,
-        finals: Array | None = None,
-        *,
-        unique: bool = False,
-        index: Index | None = None,
-    ) -> Array:
-        """As `store`, for steps that fit the schema."""
-        return self._store(
-            self.index if index is None else index, steps, priorities, ids, finals, unique=unique
-        )
-
-    def store_one(
-        self, index: Index, rows: int, addresses: list[int], final: int, priority: float, identity: int
-    ) -> int | None:
-        """`store` of one small trajectory that fits the schema, without a wait.
-
-        Args:
-            index: of this table. rows: its rows, the last `final` (0 or 1) of which are final steps.
-            addresses: of each column's rows. priority: valid, or -1. identity: an id that a client has made up.
-
-        Returns:
-            Its index; None, having done nothing, if `store` has to be used, or to raise an error.
-        """
-        if rows > self._longest_inline or rows - final > self.longest:
-            return None
-        return index.store_one(
-            self._targets,
-            rows - final,
-            addresses,
-            priority,
-            evict=self.policy[0],
-            final=final,
-            identity=identity,
-        )
+        return self._engine.store_steps(steps, priorities, given if (given >= 0).any() else None, index=index)
 
     def _checked(self, trajectories: Any, lengths: Any) -> Steps:
         if lengths is None:
             lengths = rectangular(trajectories)
         return (
-            listed(self._added, trajectories)
+            listed(self.schema.added, trajectories)
             if lengths is None
-            else stacked(self._added, trajectories, lengths)
+            else stacked(self.schema.added, trajectories, lengths)
         )
-
-    def _store(
-        self,
-        index: Index,
-        steps: Steps,
-        priorities: Array,
-        given: Array | None = None,
-        finals: Array | None = None,
-        *,
-        unique: bool = False,
-    ) -> Array:
-        lengths = steps.lengths if finals is None else steps.lengths - finals
-        self._check_lengths(lengths)
-        limiter = self.rules.rate_limiter
-        if limiter is not None:
-            limiter.check_insert(len(steps.lengths))
-        evict, wait = self.policy
-        if given is None or unique:
-            stored = index.store(
-                self._targets,
-                steps.lengths,
-                steps.addresses,
-                priorities,
-                ids=given,
-                finals=finals,
-                evict=evict,
-                wait=wait,
-                step_bytes=self._step_bytes,
-            )
-            if stored is not None:
-                return stored
-        claim = Claim(len(steps.lengths))
-        try:
-            slots, ids = index.begin(
-                lengths, finals=finals, evict=evict, wait=wait, ids=given, unique=unique, claim=claim
-            )
-            self._write(ids, steps)
-            index.commit(slots, priorities)
-        except BaseException as error:
-            if (claim.slots >= 0).any():
-                may_wait = not isinstance(error, LockTimeoutError)
-                index.abort(claim.slots, wait=may_wait, generations=claim.generations)
-            raise
-        return slots
-
-    @property
-    def policy(self) -> tuple[int, bool]:
-        """`on_full` as the arguments `evict` and `wait` of `Index.begin`."""
-        return _POLICIES[self.on_full]
-
-    def _check_lengths(self, lengths: Array) -> None:
-        if len(lengths) and lengths.max() > self.longest:
-            bad = int(lengths.argmax())
-            raise SchemaError(
-                f"Trajectory {bad} has {lengths[bad]:,} steps; this table holds at most {self.longest:,}. "
-                "Create it with a larger max_steps (and max_blocks, if given) or split the trajectory."
-            )
 
     @property
     def seconds_waited(self) -> float:
         """Back-pressure: seconds that additions through this handle have waited for space or the rate limiter.
         `stats()` has the sum over all processes."""
-        return self.index.admission.waited / 1e9
-
-    def free_steps(self) -> int:
-        """Approximate number of steps that fit without eviction. Takes no lock."""
-        counters, layout = self.index.arrays.counters, self._region.layout
-        steps = layout.max_steps - int(counters[NUM_STEPS] + counters[WRITING_STEPS])
-        if not self.has_tier:  # which makes room in memory
-            steps = min(steps, int(counters[NUM_FREE_BLOCKS]) * layout.block_steps)
-        return max(0, steps)
-
-    def column_addresses(self) -> Array:
-        """int64 [C, 4]: address of each column's first step, bytes from block to block, of a step, and from step to
-        step in a block."""
-        return self._columns
-
-    def step_addresses(self) -> Array:
-        """As `column_addresses`, of the columns in ``schema.added.steps``."""
-        return self._step_columns
-
-    def _write(self, ids: Array, steps: Steps) -> None:
-        self.check_open()
-        layout = self._region.layout
-        copying.scatter(self._targets, layout.block_steps, ids, steps.addresses, steps.lengths)
+        return self._engine.index.admission.waited / 1e9
 
     # ---------------------------------------------------------------- versions of the policy
 
     @property
     def policy_version(self) -> int:
         """Version of the policy, 0 at first, for all processes. Takes no lock."""
-        return int(self.index.arrays.counters[POLICY])
+        return int(self._engine.index.arrays.counters[POLICY])
 
     def advance_version(self) -> int:
         """Raise the version of the policy by one, and remove the trajectories that `max_lag` makes too old.
@@ -980,7 +711,7 @@ class Table:
         Raises:
             SchemaError: the table was created without `version`.
         """
-        version = self.index.admission.advance_version()
+        version = self._engine.index.admission.advance_version()
         assert version is not None, "no version was expected"
         return version
 
@@ -1022,8 +753,8 @@ class Table:
             TableFullError: of a table with a disk tier: timed out waiting for room in memory. What is filled stays.
             LockTimeoutError: timed out waiting for the lock.
         """
-        self.check_open()
-        return fill_columns(self, index, generation, columns, strict=is_strict(stale))
+        self._engine.check_open()
+        return fill_columns(self._engine, index, generation, columns, strict=is_strict(stale))
 
     def unfilled(self, *columns: str) -> tuple[Array, Array]:
         """The trajectories of which a late column is not filled, oldest first.
@@ -1037,7 +768,7 @@ class Table:
         Raises:
             SchemaError: a column that is not late.
         """
-        return unfilled(self, columns)
+        return unfilled(self._engine, columns)
 
     # ---------------------------------------------------------------- reading and removing
 
@@ -1045,12 +776,12 @@ class Table:
     __iter__: ClassVar[None] = None
 
     def __len__(self) -> int:
-        return self.index.arrays.num_ready()
+        return self._engine.index.arrays.num_ready()
 
     @property
     def num_steps(self) -> int:
         """Steps of all live trajectories."""
-        return int(self.index.arrays.counters[NUM_STEPS])
+        return int(self._engine.index.arrays.counters[NUM_STEPS])
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """A copy of one trajectory: column name -> tensor ``[T, *shape]`` on the CPU; ``[*shape]`` of columns per
@@ -1062,7 +793,7 @@ class Table:
         Raises:
             StaleIndexError: the index has no live trajectory.
         """
-        rows = self.rows(index)
+        rows = self._engine.rows(index)
         assert rows is not None
         return rows
 
@@ -1105,45 +836,9 @@ class Table:
         Example: ``table.gather(table.indices()[-32:], windows=gear.Window(20))`` has the first 20 steps of the newest
         32 trajectories.
         """
-        self.check_open()
+        self._engine.check_open()
         batch: dict[str, Any] = provided("gather")(self, index, anchor, windows, out)
         return batch
-
-    def rows(self, index: int, *, final: bool = False) -> dict[str, torch.Tensor] | None:
-        """A copy of one trajectory's rows: column name -> tensor ``[T, *shape]``, or ``[*shape]`` of columns per
-        trajectory, on the CPU; for transports.
-
-        Args:
-            index: index of the trajectory.
-            final: with the final step as the last row (zeros in columns without one); None if it has none.
-
-        Raises:
-            StaleIndexError: the index has no live trajectory.
-        """
-        live = self.index
-        if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
-            if not (isinstance(index, torch.Tensor) and index.ndim == 0 and not index.is_floating_point()):
-                raise TypeError(
-                    f"Table index {shown(index)} was received; expected one integer, as add() returns it."
-                )
-            index = int(index)
-        ticket = Ticket()
-        try:
-            # All of it at one moment: a place in memory that is read later may be one on disk, or lack what is filled.
-            extent, bits = live.reader.begin_read_of(int(index), ticket)
-            length, place, more = extent
-            rows = None
-            if more or not final:
-                count, names = length + more if final else length, self._filled_columns(bits)
-                if place < 0 and self.has_tier:
-                    rows = self._read_from_disk(int(index), names, count)
-                else:
-                    ids = live.arrays.row(int(index), extent)
-                    rows = {name: self._read_column(name, ids, count) for name in names}
-            ticket.end()
-            return rows
-        finally:
-            ticket.end()  # idempotent; an exception may arrive anywhere above
 
     def final(self, index: int) -> dict[str, torch.Tensor] | None:
         """A copy of the values after the last step of one trajectory: column name -> ``[*shape]`` on the CPU.
@@ -1154,59 +849,23 @@ class Table:
         Raises:
             StaleIndexError: the index has no live trajectory.
         """
-        rows = self.rows(index, final=True)
+        rows = self._engine.rows(index, final=True)
         if rows is None:
             return None
         return {name: rows[name][-1] for name, column in self.schema.items() if column.final}
 
-    def _read_from_disk(self, slot: int, names: Sequence[str], length: int) -> dict[str, torch.Tensor]:
-        """Columns of a trajectory that lies on disk only, or did a moment ago; under a read ticket."""
-        slots, zero = np.array([slot]), np.zeros(1, dtype=np.int64)
-        columns = {name: self.schema[name] for name in names}
-        outs = {
-            name: np.empty(column.step_bytes * (1 if column.trajectory else length), dtype=np.uint8)
-            for name, column in columns.items()
-        }
-        self.tier_reader().read(
-            slots,
-            self.index.arrays.generation[slots],
-            zero,
-            np.array([length]),
-            {name: (out, zero) for name, out in outs.items()},
-        )
-        return {
-            name: torch.from_numpy(outs[name])
-            .view(column.dtype)
-            .reshape(column.shape if column.trajectory else (length, *column.shape))
-            for name, column in columns.items()
-        }
-
-    def _filled_columns(self, bits: int) -> list[str]:
-        """The columns of a trajectory that have values, by the bits of its late columns."""
-        late = self.schema.late
-        return [name for name in self.schema if name not in late or bits >> late.index(name) & 1]
-
-    def _read_column(self, name: str, ids: Array, length: int) -> torch.Tensor:
-        column = self.schema[name]
-        data = self._region.column(name)
-        if column.trajectory:
-            value = data[ids[0], 0]
-            return torch.from_numpy(value.copy()).view(column.dtype).reshape(column.shape)
-        rows = np.ascontiguousarray(data[ids].reshape(-1, column.step_bytes)[:length])
-        return torch.from_numpy(rows.reshape(-1)).view(column.dtype).reshape(length, *column.shape)
-
     def indices(self) -> Array:
         """Indices of all live trajectories, oldest first, int64 [n]."""
-        return self.reader().snapshot().slots.copy()
+        return self._engine.reader().snapshot().slots.copy()
 
     def lengths(self) -> Array:
         """Lengths of all live trajectories in steps, oldest first, int64 [n]."""
-        return self.reader().snapshot().lengths.copy()
+        return self._engine.reader().snapshot().lengths.copy()
 
     @property
     def origin(self) -> int | None:
         """Shard number of the table, the lower 16 bits of its new ids; None if not set (0 in ids)."""
-        return origin_of(self.index.arrays.view)
+        return origin_of(self._engine.index.arrays.view)
 
     def set_origin(self, shard: int) -> None:
         """Set the shard number permanently and for all processes, before other processes use its ids.
@@ -1218,7 +877,7 @@ class Table:
             SchemaError: invalid, the table has another shard number, or two trajectories would have the same id.
                 Nothing was changed.
         """
-        self.index.set_origin(check_origin(shard))
+        self._engine.index.set_origin(check_origin(shard))
 
     def ids(self, slots: Array) -> Array:
         """Global ids of trajectories, ``sequence << 16 | origin`` unless added with an id. Takes no lock.
@@ -1231,7 +890,7 @@ class Table:
         """
         slots = numbers(slots, "slots", "iu", "integers [n]")
         try:
-            return ids_of(self.index.arrays.view, slots.reshape(-1).astype(np.int64, copy=False))
+            return ids_of(self._engine.index.arrays.view, slots.reshape(-1).astype(np.int64, copy=False))
         except IndexError:
             raise StaleIndexError(
                 f"slots has {int(slots.max())}; expected indices of live trajectories, as add() returns them."
@@ -1248,14 +907,14 @@ class Table:
             SchemaError: anything but integers. Nothing was changed.
         """
         slots = numbers(index, "index", "iu", "an integer, or integers [n], as add() returns them")
-        self.index.remove(slots.reshape(-1).astype(np.int64))
+        self._engine.index.remove(slots.reshape(-1).astype(np.int64))
 
     def clear(self) -> None:
         """Remove all trajectories that are live now, at once. Open writers are not affected.
 
         Their memory is reused when the read tickets taken before have ended. Ids and sequence numbers go on.
         """
-        self.index.clear()
+        self._engine.index.clear()
 
     def stats(self) -> TableStats:
         """Counts, bytes and rates; see `TableStats`.
@@ -1264,40 +923,7 @@ class Table:
         other blocks would save a tenth, as `ReplayDataset` does when an epoch begins: once for a table over all its
         processes, once in a process for tables of the same columns and blocks, and of several ranks on the first.
         """
-        if self._tier_reader is not None:
-            self._tier_reader.flush()
-        stats = stats_of(self.index, self._region.layout)
-        if self._disk is not None:
-            stats = dataclasses.replace(stats, disk=self._disk.stats())
-        self.notice_waste(stats)
-        return stats
-
-    def notice_waste(self, stats: TableStats | None = None) -> None:
-        """Log once if more than a quarter of the resident bytes hold no steps; see `stats`.
-
-        Args:
-            stats: of the table, if they are known.
-        """
-        index, layout, told = self.index, self._region.layout, self.index.arrays.counters[TOLD]
-        key = f"waste {layout.block_steps} {self.schema.to_json()}"  # the tables of shards, and those made again
-        if told[0] or key in notices() or _is_later_rank():
-            return
-
-        def rows_of() -> Array:
-            extent = index.arrays.extent[index.reader.snapshot().slots]
-            rows: Array = extent[:, 0] + extent[:, 2]
-            return rows
-
-        remedy = waste_remedy(layout, stats_of(index, layout) if stats is None else stats, rows_of)
-        if remedy is None:
-            return
-
-        def claim() -> bool:
-            before, told[0] = bool(told[0]), 1
-            return not before
-
-        if index.recovery.locked(claim):
-            notice(key, f"Of {'a private table' if self.name is None else f'table {self.name!r}'}, {remedy}")
+        return self._engine.stats()
 
     def check_valid(self) -> None:
         """Check the consistency of the index, for tests and after a crash.
@@ -1305,7 +931,7 @@ class Table:
         Raises:
             AssertionError: the index is inconsistent; the message says where.
         """
-        self.index.recovery.check_valid()
+        self._engine.index.recovery.check_valid()
 
     def update_priority(
         self,
@@ -1337,100 +963,10 @@ class Table:
             SchemaError: other shapes or dtypes. Nothing was changed.
         """
         updates = request(index, priority, generation=generation, anchor=None, unit="trajectory")
-        skipped, _ = self.reader().revise(updates, strict=is_strict(stale))
-        if self.has_tier:
-            arrays = self.index.arrays
-            current = arrays.generation[updates.slots]
-            known = (
-                np.ones(len(current), dtype=bool) if generation is None else current == updates.generations
-            )
-            slots = updates.slots[known]
-            arrays.tier_priority[slots] = pack_priorities(current[known], updates.priorities[known])
-        return skipped
-
-    # ---------------------------------------------------------------- for selections, collectors and transports
-
-    def reader(self) -> TableReader:
-        """The read interface, for reads under a read ticket; raises GearError if the table is closed."""
-        return self.index.reader
-
-    @property
-    def has_tier(self) -> bool:
-        """Whether trajectories may lie on disk only."""
-        return self._region.layout.tier is not None
-
-    @property
-    def num_spilled(self) -> int:
-        """Number of trajectories that lie on disk only."""
-        return int(self.index.arrays.counters[NUM_SPILLED])
-
-    def tier_reader(self) -> TierReader:
-        """What reads trajectories that lie on disk only, of this process; its files are opened when they are read."""
-        if self._tier_reader is None:
-            self._tier_reader = provided("TierFiles")(self)
-        reader: TierReader = self._tier_reader
-        return reader
-
-    def prefer_in_memory(self, keep: Literal["newest", "oldest", "priority"]) -> None:
-        """Tell the owner of a table with a disk tier what is drawn most, for ``Disk(keep="auto")``."""
-        self.index.arrays.tier_counts[KEEP] = 1 + KEEPS.index(keep)
-
-    def load_from_disk(self, slots: Array) -> int:
-        """Bring trajectories that lie on disk only back into memory, as far as blocks are free; return how many.
-
-        Args:
-            slots: int64 [n], distinct.
-        """
-        count: int = provided("promote")(self, slots, most_bytes=None)
-        return count
-
-    def remove_lost(self, error: LostRowsError) -> int:
-        """Remove trajectories that cannot be read from disk, log the error and count them; return how many.
-
-        Trajectories that are gone by now, or whose removal another process has counted, are left out.
-        """
-        count = self.index.remove_lost(error.slots, error.generations)
-        if count:
-            _logger.error(
-                "%s %d trajectories were removed from %s.", error, count, self.name or "a private table"
-            )
-        return count
-
-    @property
-    def region(self) -> Region:
-        """Memory of the table, for collectors and transports."""
-        return self._region
-
-    @property
-    def index(self) -> Index:
-        """The index, for writers, checkpoints and tests.
-
-        Raises:
-            GearError: the table is closed or lost in a fork.
-        """
-        if self._index is None:
-            raise self._region.absence()
-        return self._index
-
-
-def _is_later_rank() -> bool:
-    """Whether another rank of torch.distributed says what all ranks would say of their tables."""
-    ranks = torch.distributed
-    return ranks.is_available() and ranks.is_initialized() and ranks.get_rank() > 0
+        return self._engine.revise(updates, strict=is_strict(stale))
 
 
 _ONE = np.ones(1, dtype=np.int64)
-_tables: weakref.WeakSet[Table] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    # A forked child does not receive pinned private regions, see `Region.pin`.
-    for table in list(_tables):
-        if table._region.is_lost:
-            table._index = None
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def _attach(name: str, on_full: OnFull, timeout: float | None) -> Table:

@@ -16,7 +16,7 @@ __all__ = ["capacity_report", "free_steps", "parse_capacity_report", "priority_s
 
 def free_steps(table: Table) -> int:
     """Approximate number of steps that can be added without eviction. Takes no lock."""
-    return table.free_steps() if len(table) < table.region.layout.max_trajectories else 0
+    return table._engine.free_steps() if len(table) < table._engine.region.layout.max_trajectories else 0
 
 
 def priority_sum(table: Table) -> float:
@@ -24,7 +24,11 @@ def priority_sum(table: Table) -> float:
 
     A trajectory added without a priority counts as the largest one, and at least as 1.
     """
-    given = table.reader().arrays.priority[table.reader().slot_states()[0] == READY].astype(np.float64)
+    given = (
+        table._engine.reader()
+        .arrays.priority[table._engine.reader().slot_states()[0] == READY]
+        .astype(np.float64)
+    )
     unset = given == UNSET
     largest = max(1.0, float(given[~unset].max(initial=0)))
     return float(given[~unset].sum() + largest * unset.sum())

@@ -39,7 +39,7 @@ class OpenPacked(OpenTable):
         attached.check_schema(self.spec.schema)
         sources = list(self.spec.columns.values())
         columns: Array = np.zeros((len(sources), WIDTH), dtype=np.int64)
-        self._columns = locate_columns(columns, sources, attached.table.region)
+        self._columns = locate_columns(columns, sources, attached.table._engine.region)
         return attached
 
     def reply_bytes(self, rows: Array) -> int:
@@ -84,21 +84,21 @@ class OpenPacked(OpenTable):
                 if len(which) < n:
                     out[:status] = 0
                 inside, places = which, attached.extent[slots[which], 1]
-                if attached.table.has_tier:
+                if attached.table._engine.has_tier:
                     inside = which[places >= 0]
                     if at_once and len(inside) < len(which):
                         raise LockTimeoutError("Rows lie on disk only, so that this takes a while.")
                 bad = self._gather(attached, tables, rows, starts, inside)
                 if bad and (attached.extent[slots[which], 1] != places).any():
                     continue  # some were moved to disk meanwhile, and may be back
-                attached.table.reader().check_gathered(bad)
-                if attached.table.has_tier:
-                    attached.table.tier_reader().count_hits(len(inside))
+                attached.table._engine.reader().check_gathered(bad)
+                if attached.table._engine.has_tier:
+                    attached.table._engine.tier_reader().count_hits(len(inside))
                 try:
                     self._read_disk(attached, rows, starts, np.setdiff1d(which, inside), spans, out)
                     break
                 except LostRowsError as error:
-                    attached.table.remove_lost(error)
+                    attached.table._engine.remove_lost(error)
                     served &= ~np.isin(slots, error.slots)
                     which = np.flatnonzero(served)
         np.logical_not(served, out=out[status : status + n].view(np.bool_))
@@ -150,7 +150,7 @@ class OpenPacked(OpenTable):
             for column, span in zip(self.spec.columns.values(), spans, strict=True)
         ]
         read_packed(
-            attached.table.tier_reader(),
+            attached.table._engine.tier_reader(),
             places,
             slots,
             generations,

@@ -62,10 +62,10 @@ class OpenQuery(OpenTable):
         schema, sources = attached.table.schema, list(self.spec.sources.values())
         self._layouts = {}
         columns = window_columns(schema, sources, self.spec.windows.values())
-        self._columns = locate_columns(columns, sources, attached.table.region)
+        self._columns = locate_columns(columns, sources, attached.table._engine.region)
         names = list(self.spec.windows)
         self._tier: TierRows | None = None
-        if attached.table.has_tier:
+        if attached.table._engine.has_tier:
             from gear_loader.collection.tier_rows import TierRows
 
             self._tier = TierRows(attached.table, reach_of(schema, self.spec.windows), self.spec.row_bytes)
@@ -97,7 +97,7 @@ class OpenQuery(OpenTable):
         )
         if bad < 0:
             raise _invalid_anchor(-1 - bad, rows[1, -1 - bad])
-        attached.table.reader().check_gathered(bad)
+        attached.table._engine.reader().check_gathered(bad)
 
     def _gather_tiered(
         self,
@@ -141,7 +141,7 @@ class OpenQuery(OpenTable):
                 tier.gather(columns, list(self.spec.sources.values()), slots, anchors, generations, rows)
                 break
             except LostRowsError as error:
-                tier.table.remove_lost(error)
+                tier.table._engine.remove_lost(error)
                 kept = ~np.isin(slots, error.slots)
                 lost.append(rows[~kept])
                 slots, anchors, generations, rows = (

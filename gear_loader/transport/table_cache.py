@@ -63,15 +63,15 @@ class AttachedTable:
         self.name = name
         self._path = region_path(name)
         self.table, self._key = _attach(name, self._path, timeout)
-        region = self.table.region
+        region = self.table._engine.region
         self._waiting = Index(region, lock_timeout=_LOCK_TIMEOUT).reader
         self._at_once = Index(region, lock_timeout=0.0)
         self._at_once.admission.timeout = 0.0
         self._trying = self._at_once.reader
         self.block_steps = region.layout.block_steps
-        self.extent, self.block_ids = self.table.reader().index_arrays()
-        self._state, self._generation, _ = self.table.reader().slot_states()
-        self._once = StoredOnce(self.table.index.slots_of)
+        self.extent, self.block_ids = self.table._engine.reader().index_arrays()
+        self._state, self._generation, _ = self.table._engine.reader().slot_states()
+        self._once = StoredOnce(self.table._engine.index.slots_of)
         # Values are compared where an earlier process may have written them.
         self._filled_once = StoredOnce(lambda ids: ids[:0])
         self._advanced_once = StoredOnce(lambda ids: ids[:0])
@@ -176,7 +176,7 @@ class AttachedTable:
         """
         self.check_schema(request.schema, added=True)
         with limited(request.wait / 1e3):
-            return self._store_once(request, lambda: self._store(self.table.index, request, data))
+            return self._store_once(request, lambda: self._store(self.table._engine.index, request, data))
 
     def store_at_once(self, request: Store, data: Array) -> Array | None:
         """As `store`; None, having stored nothing, if it would wait for the lock, space or the rate limiter."""
@@ -208,7 +208,8 @@ class AttachedTable:
             addresses = [begin + offset for offset in offsets]
             try:
                 slot = self._once.run_at_once(
-                    one.id, lambda: self.table.store_one(self._at_once, one.rows, addresses, *one[1:4])
+                    one.id,
+                    lambda: self.table._engine.store_one(self._at_once, one.rows, addresses, *one[1:4]),
                 )
             except LockTimeoutError:
                 return None
@@ -238,7 +239,7 @@ class AttachedTable:
         def write() -> Array:
             rows, values = (request.slots, request.generations), request.values(data)
             return np.array(
-                [fill_columns(self.table, *rows, values, strict=request.strict, again=request.again)]
+                [fill_columns(self.table._engine, *rows, values, strict=request.strict, again=request.again)]
             )
 
         identity = np.array([request.identity], dtype=np.uint64)
@@ -258,7 +259,7 @@ class AttachedTable:
             return Advanced(self.table.policy_version, self._memory, False)
 
         def work() -> Array:
-            version = self.table.index.admission.advance_version(expected)
+            version = self.table._engine.index.admission.advance_version(expected)
             if version is not None:
                 return np.array([version, True])
             version = self.table.policy_version
@@ -295,7 +296,7 @@ class AttachedTable:
         unique = given is not None and not request.again and _of_clients(given)
         finals = request.finals if request.has_finals else None
         steps = _located(self.schema.added, request, data)
-        return self.table.store_steps(steps, priorities, given, finals, unique=unique, index=index)
+        return self.table._engine.store_steps(steps, priorities, given, finals, unique=unique, index=index)
 
 
 def _is_valid(priority: float) -> bool:

@@ -83,9 +83,9 @@ def table_report(table: Table, allow: Allow) -> bytes:
     stats = dataclasses.replace(table.stats(), disk=None)  # of the process that writes it
     report = {
         "schema": table.schema.to_json(),
-        "longest": table.longest,
-        "max_steps": table.region.layout.max_steps,
-        "has_disk": table.has_tier,
+        "longest": table._engine.longest,
+        "max_steps": table._engine.region.layout.max_steps,
+        "has_disk": table._engine.has_tier,
         "on_full": table.on_full,
         "allow": allow,
         "policy_version": table.policy_version,

@@ -110,7 +110,7 @@ def _names(tables: Sequence[Table]) -> list[str]:
     for table in tables:
         if not isinstance(table, Table):
             raise TransportError(f"{table!r} is among the tables to serve; expected a gear_loader.Table.")
-        table.check_open()
+        table._engine.check_open()
         if table.name is None:
             raise PrivateTableError(
                 "serve() was called on a private table, which no other process can attach to. Create it with a name, "

@@ -415,7 +415,7 @@ def test_copies_of_the_driver_give_the_kernels_batch(swept: Any) -> None:
     variant.check()
     assert variant.measure() > 0
     targets, sources, sizes = copies.row_copies(rows, 1)
-    column, out = table.region.blocks("step64"), rows.buffers[1].batch["step64"]
+    column, out = table._engine.region.blocks("step64"), rows.buffers[1].batch["step64"]
     assert targets.tolist() == [out.data_ptr() + 320 * i for i in range(3)]
     assert sizes.tolist() == [320] * 3
     assert np.all(sources >= column.ctypes.data)
@@ -443,9 +443,9 @@ def test_copies_of_the_driver_stop_where_a_registration_does(
     library.bound = bound = int(sources[1]) + inside
     spanning = sum(a < bound < a + b for a, b in zip(sources.tolist(), sizes.tolist(), strict=True))
     assert spanning >= (inside > 0)
-    base = table.region.array("counters").ctypes.data
-    monkeypatch.setattr(table.region._mapping, "registered", [base, bound])
-    assert table.region.pinned_bounds == [bound]
+    base = table._engine.region.array("counters").ctypes.data
+    monkeypatch.setattr(table._engine.region._mapping, "registered", [base, bound])
+    assert table._engine.region.pinned_bounds == [bound]
     variant = copies.copies_of(Rehearsal(), copies.Driver(library), rows)
     variant.check()
     parts = copies.split(whole, [bound])

@@ -103,7 +103,7 @@ def test_loading_with_other_sizes(tmp_path: Path) -> None:
     name = fresh_name()
     options: dict[str, Any] = {"max_steps": 1000, "block_steps": 16, "on_full": "error", "name": name}
     with gear.Table.load(tmp_path, **options) as table:
-        layout = table.region.layout
+        layout = table._engine.region.layout
         assert (layout.max_steps, layout.max_trajectories, layout.block_steps) == (1000, 40, 16)
         assert table.on_full == "error"
         with gear.Table.attach(name) as other:
@@ -111,7 +111,7 @@ def test_loading_with_other_sizes(tmp_path: Path) -> None:
         table.unlink()
     with gear.Table.load(tmp_path, schema=COLUMNS, max_blocks=1 + 1 + 2 + 23) as table:
         assert numbers_of(table) == [0, 1, 2, 3]
-        assert (table.on_full, table.region.layout.num_blocks) == ("evict_oldest", 27)
+        assert (table.on_full, table._engine.region.layout.num_blocks) == ("evict_oldest", 27)
     for key, value in {"max_steps": 101, "max_trajectories": 3, "max_blocks": 26}.items():
         with pytest.raises(CheckpointError, match=rf"needs {key}=.* {value} was given. Load it with larger"):
             gear.Table.load(tmp_path, name=name, **{key: value})
@@ -311,7 +311,7 @@ def test_a_full_table_can_be_written_during_a_long_save(
     """Between two pieces, what was evicted is free again: the writer waits for a piece and not for the save."""
     monkeypatch.setattr(saving, "HOLD_BYTES", 3000)
     with make(on_full="evict_oldest") as table:
-        table.region.lock.timeout = 1.0
+        table._engine.region.lock.timeout = 1.0
         for number in range(40):
             table.add(rows(number, 10))
         numbers, turns = itertools.count(40), 0
@@ -404,7 +404,7 @@ def test_any_order_of_changes_saves_and_loads(
     for value, (expected, *_) in saved.items():
         with gear.Table.load(folders[value]) as copy:
             assert dict(zip(numbers_of(copy), copy.lengths().tolist(), strict=True)) == expected
-            priorities = copy.region.array("priority")[copy.indices()]
+            priorities = copy._engine.region.array("priority")[copy.indices()]
             assert priorities.tolist() == [float(number) for number in expected]
     table.close()
 
@@ -442,7 +442,7 @@ def test_dying_at_every_call_of_the_system(tmp_path: Path, case: str, monkeypatc
                     table.save(path)
                 except Died:
                     died = True
-            assert not table.region.array("readers")[:, 2].any()
+            assert not table._engine.region.array("readers")[:, 2].any()
             if before is None and not (path / "manifest.json").exists():
                 with pytest.raises(CheckpointError, match=r"no manifest\.json"):
                     gear.Table.load(path)
@@ -494,7 +494,7 @@ def test_a_checkpoint_holds_columns_whatever_the_table_packs(tmp_path: Path) -> 
         table.save(tmp_path / folder)
     for folder, packed in (("packed", False), ("apart", True)):
         with gear.Table.load(tmp_path / folder, packed=packed) as loaded:
-            assert loaded.region.layout.packed == packed
+            assert loaded._engine.region.layout.packed == packed
             for slot, other in zip(loaded.indices().tolist(), tables[0].indices().tolist(), strict=True):
                 for name, values in loaded[slot].items():
                     assert torch.equal(values, tables[0][other][name])

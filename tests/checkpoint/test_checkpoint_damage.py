@@ -274,7 +274,7 @@ def test_manifests_that_say_something_else(path: Path, table: gear.Table) -> Non
         manifest.write_bytes(data)
     rewrite(path, put(10**9, "max_steps"))
     with gear.Table.load(path, max_blocks=1000) as copy:
-        assert copy.region.layout.max_steps == 10**9
+        assert copy._engine.region.layout.max_steps == 10**9
     for data in (b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"format": 1}'):
         manifest.write_bytes(data)
         assert f"{manifest} is damaged" in refused(path)

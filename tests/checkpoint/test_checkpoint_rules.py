@@ -127,14 +127,14 @@ def test_a_rate_limiter_goes_on_where_it_was(tmp_path: Path, drawn: int) -> None
         assert contents(table)["counts"] == (6, drawn)
     with gear.Table.load(tmp_path) as copy:
         assert allowed(copy) == expected
-        copy.index.admission.timeout = 0.02
+        copy._engine.index.admission.timeout = 0.02
         for _ in range(expected[0]):
             draw(copy, 1)
         with pytest.raises(RateLimitError):
             draw(copy, 1)
         assert contents(copy)["counts"] == (6, drawn + expected[0])
     with gear.Table.load(tmp_path) as copy:
-        copy.index.admission.timeout = 0.02
+        copy._engine.index.admission.timeout = 0.02
         for number in range(expected[1]):
             copy.add(rows(10 + number, 5))
         with pytest.raises(RateLimitError):
@@ -148,7 +148,7 @@ def test_a_full_queue_is_loaded_without_waiting(tmp_path: Path) -> None:
             table.add(rows(number, 5))
         table.save(tmp_path)
     with gear.Table.load(tmp_path) as copy:
-        copy.index.admission.timeout = 0.02
+        copy._engine.index.admission.timeout = 0.02
         with pytest.raises(RateLimitError):
             copy.add(rows(3, 5))
         draw(copy, 2)
@@ -165,7 +165,9 @@ def test_what_changes_by_itself_is_written_to_the_index_alone(tmp_path: Path) ->
         for _ in range(3):
             draw(table, 4)
             slots = table.indices()[2:4]
-            table.reader().set_priorities(slots, np.full(2, -1), np.array([5.0, 6.0], dtype=np.float32))
+            table._engine.reader().set_priorities(
+                slots, np.full(2, -1), np.array([5.0, 6.0], dtype=np.float32)
+            )
             table.save(tmp_path)
         after = files(tmp_path)
         written = {name for name in after if after[name] != before.get(name)}
@@ -197,7 +199,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def ages(table: gear.Table) -> list[float]:
     """In seconds, oldest first."""
     slots = table.indices()
-    found = table.reader().ages(slots, table.region.array("sequence")[slots])[1] / SECOND
+    found = table._engine.reader().ages(slots, table._engine.region.array("sequence")[slots])[1] / SECOND
     return [float(age) for age in found]
 
 
@@ -362,14 +364,16 @@ def test_chunks_that_share_blocks(tmp_path: Path, stream: gear.Table) -> None:
     with gear.Table.load(tmp_path) as copy:
         assert _without_blocks(contents(copy)) == expected
         assert _x(copy) == [list(range(4 * i, 4 * i + 8)) for i in range(8)]
-        assert copy.region.layout.num_blocks == copy.stats().blocks_in_use == 16, "they share nothing now"
+        assert copy._engine.region.layout.num_blocks == copy.stats().blocks_in_use == 16, (
+            "they share nothing now"
+        )
         _cut_stream(copy, 100, 50)  # goes on, and evicts them
         assert _x(copy)[-1] == list(range(144, 150))
         copy.check_valid()
         copy.save(tmp_path)
         with gear.Table.load(tmp_path) as again:
             assert _without_blocks(contents(again)) == _without_blocks(contents(copy))
-            assert again.region.layout.num_blocks == 18, "what the new ones need"
+            assert again._engine.region.layout.num_blocks == 18, "what the new ones need"
 
 
 def test_a_stream_that_is_saved_again_and_again(tmp_path: Path, stream: gear.Table) -> None:

@@ -137,9 +137,9 @@ def test_priorities_are_those_of_the_last_write(tmp_path: Path) -> None:
     with make(disk=disk(tmp_path)) as table:
         slot = table.add(rows(0, 5), priority=1.0)
         table.save(tmp_path)
-        table.region.array("priority")[slot] = 7.0
+        table._engine.region.array("priority")[slot] = 7.0
     with gear.Table.recover(tmp_path) as table:
-        assert table.region.array("priority")[table.indices()].tolist() == [7.0], "close writes them"
+        assert table._engine.region.array("priority")[table.indices()].tolist() == [7.0], "close writes them"
 
 
 def test_an_error_after_the_manifest_is_written_is_followed_by_writes_that_can_be_read(
@@ -185,7 +185,7 @@ def test_an_index_grows_by_what_has_changed_and_is_compacted(
             (1, lambda: table.remove(table.indices()[2])),
             (
                 2,
-                lambda: table.reader().set_priorities(
+                lambda: table._engine.reader().set_priorities(
                     table.indices()[:2], np.full(2, -1), np.full(2, 3, "f4")
                 ),
             ),
@@ -249,7 +249,7 @@ def test_a_full_table_turns_over_while_the_disk_stands_still(
         genuine(*args)
 
     with make(on_full="evict_oldest", timeout=0.5, disk=disk(tmp_path)) as table:
-        table.region.lock.timeout = 1.0
+        table._engine.region.lock.timeout = 1.0
         for number in range(20):
             table.add(rows(number, 20))
         monkeypatch.setattr(files_module, "_write_piece", write_piece)

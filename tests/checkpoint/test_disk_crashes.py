@@ -198,8 +198,8 @@ def _own(pipe: Connection, path: str, name: str, generation: int) -> None:
     )
     pipe.send(0)
     while True:
-        assert isinstance(table._disk, behind.WriteBehind)
-        pipe.send(table._disk._following)  # the next sequence number, as of the last complete write
+        assert isinstance(table._engine.disk, behind.WriteBehind)
+        pipe.send(table._engine.disk._following)  # the next sequence number, as of the last complete write
         time.sleep(0.002)
 
 
@@ -248,7 +248,7 @@ def test_owner_and_writers_are_killed_again_and_again(tmp_path: Path) -> None:
                 number_of(table[int(slot)])
             stats = table.stats()
             assert stats.num_inserted >= written
-            newest = table.region.array("sequence")[table.indices()[-1]]
+            newest = table._engine.region.array("sequence")[table.indices()[-1]]
             assert newest == stats.num_inserted - 1
             written = stats.num_inserted
     assert written > 12 * 20

@@ -107,7 +107,7 @@ def test_groups_equal_those_of_a_table_that_fits(
             assert batch_bits(found) == batch_bits(expected)
             spill(table, sorted({i for i in itertools.islice(turns, 4) if i < len(acts)}))
         assert data.stats()["groups_complete"] == twin.stats()["groups_complete"] == len(whole)
-        assert table.num_spilled or varies  # what is filled comes back into memory
+        assert table._engine.num_spilled or varies  # what is filled comes back into memory
 
 
 def test_an_incomplete_group_on_disk_expires(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_an_incomplete_group_on_disk_expires(tmp_path: Path) -> None:
             add(table, number, prompt, 5)
         table.save(tmp_path)
         spill(table, [2, 3])
-        assert table.num_spilled == 2
-        table.region.array("created")[:] -= 3600 * 10**9
+        assert table._engine.num_spilled == 2
+        table._engine.region.array("created")[:] -= 3600 * 10**9
         data = dataset(table, group_max_age=1800.0)
         assert {n for batch in data for n in batch["prompt"].tolist()} == {0, 2}
         assert data.stats()["groups_expired"] == 1
@@ -131,7 +131,7 @@ def test_a_group_of_which_a_number_is_damaged_is_left_out(tmp_path: Path) -> Non
             add(table, number, number // SIZE, 5)
             table.save(tmp_path)
         spill(table, np.arange(8))
-        segments = copies_of(table.index.arrays, np.arange(8)).segments
+        segments = copies_of(table._engine.index.arrays, np.arange(8)).segments
         segment = int(segments[4])
         hit = np.flatnonzero(segments == segment).tolist()
         file = tmp_path / "segments" / f"{segment:06d}" / "prompt.npy"

@@ -142,7 +142,7 @@ def test_a_write_that_began_before_a_fill_does_not_count(
         note = Spiller.note
 
         def late_note(self: Any, *args: Any) -> None:
-            if not late.filled_bits(table.index.arrays, np.array([index]))[0]:
+            if not late.filled_bits(table._engine.index.arrays, np.array([index]))[0]:
                 table.fill(index, reward=np.float32(2.5))
             note(self, *args)
 
@@ -167,7 +167,7 @@ def test_more_than_the_memory_holds_is_filled_in_pieces(
             has[slots[-1]] = (number, 16, {"reward", "advantage"})
             table.save(tmp_path)
             spill(table, slots)
-        load_from_disk = table.load_from_disk
+        load_from_disk = table._engine.load_from_disk
         del has[slots[17]]
 
         def beside(piece: Any) -> int:
@@ -177,7 +177,7 @@ def test_more_than_the_memory_holds_is_filled_in_pieces(
             spill(table, table.indices())
             return load_from_disk(piece)
 
-        monkeypatch.setattr(table, "load_from_disk", beside)
+        monkeypatch.setattr(table._engine, "load_from_disk", beside)
         given = {
             "reward": np.arange(20, dtype=np.float32),
             "advantage": [advantage(n, 16) for n in range(20)],
@@ -213,10 +213,10 @@ def test_a_trajectory_that_is_moved_while_it_is_filled(
 
         def late_finish(self: Any, *args: Any, **options: Any) -> int:
             if not moved:
-                moved.append(table.index.arrays.ops.spill(table.index.arrays.where, *names))
+                moved.append(table._engine.index.arrays.ops.spill(table._engine.index.arrays.where, *names))
             return finish(self, *args, **options)
 
-        names = np.array([index]), table.index.arrays.generation[[index]]
+        names = np.array([index]), table._engine.index.arrays.generation[[index]]
         monkeypatch.setattr(late._FillCall, "_finish", late_finish)
         assert table.fill(index, reward=np.float32(2.5)) == 0
         assert moved == [1]
@@ -231,7 +231,7 @@ def test_what_is_filled_between_the_choice_and_the_lock_stays_in_memory(
     with tiered(tmp_path) as table:
         index = add(table, 1, 9)
         table.save(tmp_path)
-        spiller = Spiller(table.index, table.region.layout, "newest", 3)
+        spiller = Spiller(table._engine.index, table._engine.region.layout, "newest", 3)
         monkeypatch.setattr(spiller, "missing", lambda: 40)
         move = spiller._spill
 
@@ -242,7 +242,7 @@ def test_what_is_filled_between_the_choice_and_the_lock_stays_in_memory(
         monkeypatch.setattr(spiller, "_spill", late_spill)
         spiller.spill()
         assert float(table[index]["reward"]) == 2.5
-        assert table.num_spilled == 0
+        assert table._engine.num_spilled == 0
 
 
 def test_rows_that_move_while_they_are_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def test_rows_that_move_while_they_are_looked_up(tmp_path: Path, monkeypatch: py
     with tiered(tmp_path) as table:
         index, other = add(table, 1, 9), add(table, 2, 9)
         table.save(tmp_path)
-        begin, acts = table.index.reader.begin_read_of, [
+        begin, acts = table._engine.index.reader.begin_read_of, [
             lambda: spill(table, [index]),
             lambda: table.fill(index, reward=np.float32(1)),
             lambda: (table.fill(index, advantage=advantage(1, 9)), table.save(tmp_path), spill(table, [index])),
@@ -262,7 +262,7 @@ def test_rows_that_move_while_they_are_looked_up(tmp_path: Path, monkeypatch: py
                 acts.pop(0)()
             return found
 
-        monkeypatch.setattr(table.index.reader, "begin_read_of", late)
+        monkeypatch.setattr(table._engine.index.reader, "begin_read_of", late)
         for late_columns in ([], [], ["reward"], ["reward", "advantage"]):
             row = table[index]
             assert set(row) == {"token", "number", *late_columns}
@@ -280,7 +280,7 @@ def test_rows_that_change_while_they_are_brought_back(
         index = add(table, 1, 9)
         table.save(tmp_path)
         assert spill(table, [index]) == 1
-        reader, read = table.tier_reader(), table.tier_reader().read
+        reader, read = table._engine.tier_reader(), table._engine.tier_reader().read
 
         def late(*given: Any, **options: Any) -> None:
             read(*given, **options)
@@ -290,6 +290,6 @@ def test_rows_that_change_while_they_are_brought_back(
             assert spill(table, [index]) == 1
 
         monkeypatch.setattr(reader, "read", late)
-        assert table.load_from_disk(np.array([index])) == 0
-        assert table.load_from_disk(np.array([index])) == 1
+        assert table._engine.load_from_disk(np.array([index])) == 0
+        assert table._engine.load_from_disk(np.array([index])) == 1
         assert float(table[index]["reward"]) == 2.5

@@ -93,7 +93,7 @@ def test_batches_equal_those_of_a_table_that_fits(
             assert found.pop("max_seqlen") == expected.pop("max_seqlen")
             assert batch_bits(found) == batch_bits(expected)
             spill(table, sorted({i for i in itertools.islice(turns, 4) if i < len(lengths)}))
-        assert table.num_spilled
+        assert table._engine.num_spilled
 
 
 def test_damage_leaves_trajectories_out_of_their_batch(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_damage_leaves_trajectories_out_of_their_batch(tmp_path: Path) -> None:
             table.add(rows(number, 12))
         table.save(tmp_path)
         spill(table, range(40))
-        segments = copies_of(table.index.arrays, np.arange(40)).segments
+        segments = copies_of(table._engine.index.arrays, np.arange(40)).segments
         segment = int(segments[0])
         hit = np.flatnonzero(segments == segment).tolist()
         assert 0 < len(hit) < 40
@@ -145,8 +145,8 @@ def test_a_server_sends_spans_of_it(tmp_path: Path, packed: bool) -> None:
             for number, length in enumerate(lengths.tolist()):
                 assert table.add(rows(number, length)) == whole.add(rows(number, length))
             slots = table.indices()
-            assert 0 < table.num_spilled < 30
-            firsts, generations = lengths // 3, table.index.arrays.generation[slots].copy()
+            assert 0 < table._engine.num_spilled < 30
+            firsts, generations = lengths // 3, table._engine.index.arrays.generation[slots].copy()
             counts = lengths - firsts - lengths % 2 * (lengths > 2)
             generations[3] += 1  # gone
             counts[5] += 2  # beyond its end

@@ -50,7 +50,7 @@ def make(path: Path, columns: dict[str, gear.Column], blocks: int = 40) -> gear.
     disk = gear.Disk(path, sync_seconds=NEVER, size="1GiB")
     sizes = {"max_steps": 400, "max_trajectories": 10, "block_steps": 4, "max_blocks": blocks}
     table = gear.Table.create(columns, **nested_table({**sizes, "disk": disk, "timeout": 30.0}))
-    table.region.column("token")[:] = 0xAB  # what is not written is seen
+    table._engine.region.column("token")[:] = 0xAB  # what is not written is seen
     return table
 
 
@@ -87,18 +87,18 @@ def _fill(*names: str) -> Act:
 
 
 def _note(table: gear.Table, slots: list[int]) -> None:
-    save = _written[table.region]
+    save = _written[table._engine.region]
     records = save.on_disk.records[save.written]
-    Spiller(table.index, table.region.layout, "newest", 3).note(save.written, records)
+    Spiller(table._engine.index, table._engine.region.layout, "newest", 3).note(save.written, records)
 
 
 def _spill(table: gear.Table, slots: list[int]) -> None:
-    index = table.index
+    index = table._engine.index
     assert index.spill(np.array(slots), index.arrays.generation[slots].view(np.ndarray)) >= 0
 
 
 def _promote(table: gear.Table, slots: list[int]) -> None:
-    promoting.promote(table, np.array(slots))
+    promoting.promote(table._engine, np.array(slots))
 
 
 _written: dict[Any, Save] = {}
@@ -129,14 +129,14 @@ def _copies_are_stores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def other(table: gear.Table, index: Index) -> gear.Table:
     """The table as the process has it that dies."""
-    handle = gear.Table(table.region)
-    handle._index = index
+    handle = gear.Table(table._engine.region)
+    handle._engine._index = index
     return handle
 
 
 def write(table: gear.Table) -> Save:
     """Bring the files up to date, as an owner does that dies before it has noted it; the next write is another's."""
-    place = table._disk._place  # type: ignore[union-attr]
+    place = table._engine.disk._place  # type: ignore[union-attr]
     save = Save(table, place.directory, place.manifest, place.on_disk)
     save.run_behind(place.previous, Arena())
     place.is_uncertain = True
@@ -172,9 +172,9 @@ def test_late_columns(
             if what == "spill":
                 table.save(path)
             if what == "note":
-                _written[table.region], place = (
+                _written[table._engine.region], place = (
                     write(table),
-                    copies_of(table.index.arrays, np.array(slots[:1])),
+                    copies_of(table._engine.index.arrays, np.array(slots[:1])),
                 )
             elif what == "promote":
                 table.save(path)
@@ -198,8 +198,8 @@ def test_late_columns(
             assert all(before[slot] <= after[slot] <= wanted[slot] for slot in before)
             assert died or after == wanted
             if what == "note" and not died:
-                assert table.num_spilled
-                assert place.differ_from(copies_of(table.index.arrays, np.array(slots[:1]))).all()
+                assert table._engine.num_spilled
+                assert place.differ_from(copies_of(table._engine.index.arrays, np.array(slots[:1]))).all()
             spill(table, list(before))  # of those that are on disk with all that they have
             assert look(table) == after
             for slot, had in after.items():
@@ -208,7 +208,7 @@ def test_late_columns(
             assert look(table) == {slot: set(LATE) for slot in before}
             table.save(path)
             spill(table, list(before))
-            assert table.num_spilled == len(before)
+            assert table._engine.num_spilled == len(before)
             assert look(table) == {slot: set(LATE) for slot in before}
         if not died:
             break
@@ -238,7 +238,7 @@ def test_growing_trajectories(tmp_path: Path, torn: bool, every: int) -> None:
                     died = False
                 except Died:
                     pass
-                handle._index = None
+                handle._engine._index = None
             bury(table)
             for turn in range(3):
                 look(table, lengths=())
@@ -251,7 +251,7 @@ def test_growing_trajectories(tmp_path: Path, torn: bool, every: int) -> None:
                 if turn == 1:
                     table.save(path)
                 spill(table, [slot])
-            assert table.num_spilled == 1
+            assert table._engine.num_spilled == 1
         if not died:
             break
     assert stores > 8

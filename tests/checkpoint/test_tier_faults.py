@@ -48,8 +48,8 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
 
 def _blocks(table: gear.Table, slots: list[int]) -> tuple[np.ndarray, dict[str, bytes]]:
     """The blocks of trajectories, and what is in them."""
-    ids = np.concatenate([table.index.arrays.row(slot) for slot in slots])
-    return ids, {name: table.region.column(name)[ids].tobytes() for name in table.schema}
+    ids = np.concatenate([table._engine.index.arrays.row(slot) for slot in slots])
+    return ids, {name: table._engine.region.column(name)[ids].tobytes() for name in table.schema}
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -63,16 +63,19 @@ def test_a_death_at_every_store(tmp_path: Path, what: str, reads: bool, every: i
         for stores in range(0, 1000, every):
             if what == "promote":
                 spill(table, slots[:3])
-            ticket = table.reader().begin_read() if reads else None
+            ticket = table._engine.reader().begin_read() if reads else None
             ids, held = _blocks(table, slots[:3]) if what == "spill" else (np.zeros(0, dtype=int), {})
             done = False
             with mortal(table, stores) as index, contextlib.suppress(Died):
                 if what == "spill":
-                    index.spill(np.array(slots[:3]), table.index.arrays.generation[slots[:3]].copy())
+                    index.spill(np.array(slots[:3]), table._engine.index.arrays.generation[slots[:3]].copy())
                 else:
                     for slot in slots[:3]:
                         index.promote(
-                            slot, int(table.index.arrays.generation[slot]), (8, slot % 2, 0), lambda _: None
+                            slot,
+                            int(table._engine.index.arrays.generation[slot]),
+                            (8, slot % 2, 0),
+                            lambda _: None,
                         )
                 done = True
             if what == "promote":  # the index alone is looked at: nothing was copied
@@ -84,13 +87,17 @@ def test_a_death_at_every_store(tmp_path: Path, what: str, reads: bool, every: i
             if ticket is not None:
                 extra = add(table, 9, 20)
                 for name, data in held.items():
-                    assert table.region.column(name)[ids].tobytes() == data, "a reader's block was reused"
+                    assert table._engine.region.column(name)[ids].tobytes() == data, (
+                        "a reader's block was reused"
+                    )
                 table.remove(extra)
                 ticket.end()
-            table.index.recovery.locked(lambda: table.index.arrays.ops.reclaim(table.index.arrays.where))
+            table._engine.index.recovery.locked(
+                lambda: table._engine.index.arrays.ops.reclaim(table._engine.index.arrays.where)
+            )
             assert everything(table) == before
-            promoting.promote(table, np.array(slots))
-            assert table.num_spilled == 0
+            promoting.promote(table._engine, np.array(slots))
+            assert table._engine.num_spilled == 0
             assert everything(table) == before
             if done:
                 return
@@ -117,7 +124,7 @@ def test_an_owner_is_killed_while_it_moves_trajectories(tmp_path: Path) -> None:
         theirs.close()
         assert pipe.poll(PATIENCE)
         with gear.Table.attach(name, timeout=PATIENCE) as table:
-            wait_until(lambda: table.num_spilled > 5)
+            wait_until(lambda: table._engine.num_spilled > 5)
             time.sleep(0.02 * turn)
             assert owner.pid is not None
             os.kill(owner.pid, signal.SIGKILL)
@@ -132,7 +139,7 @@ def test_an_owner_is_killed_while_it_moves_trajectories(tmp_path: Path) -> None:
                 _fill(table, 200)
             table.unlink()
         with gear.Table.recover(gear.Disk(path, sync_seconds=NEVER, size="1GiB")) as table:
-            assert table.num_spilled > 0
+            assert table._engine.num_spilled > 0
             for slot in table.indices().tolist():
                 _check_whole(table, slot)
 
@@ -151,14 +158,14 @@ def _full(path: Path) -> gear.Table:
     table = tiered(path)
     for number in range(30):
         add(table, number)
-    assert table.num_spilled > 15
+    assert table._engine.num_spilled > 15
     return table
 
 
 def test_damage_loses_the_trajectories_that_it_hits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with _full(tmp_path) as table:
-        segments = copies_of(table.index.arrays, table.indices()).segments
-        spilled = table.region.array("extent")[table.indices(), 1] < 0
+        segments = copies_of(table._engine.index.arrays, table.indices()).segments
+        spilled = table._engine.region.array("extent")[table.indices(), 1] < 0
         number = int(np.bincount(segments[spilled]).argmax())
         hit = spilled & (segments == number)
         file = tmp_path / "segments" / f"{number:06d}" / "wide.npy"
@@ -190,7 +197,7 @@ def test_a_disk_that_fails(tmp_path: Path, damage: str, monkeypatch: pytest.Monk
         else:
             for folder in (tmp_path / "segments").iterdir():
                 shutil.rmtree(folder)
-        inside = len(table) - table.num_spilled
+        inside = len(table) - table._engine.num_spilled
         for _ in dataset(table, batches_per_epoch=20):
             pass
         assert len(table) == inside
@@ -224,7 +231,7 @@ def test_damage_is_met_while_files_are_rewritten(tmp_path: Path) -> None:
     with _full(tmp_path) as table:
         for folder in (tmp_path / "segments").iterdir():
             flip(folder / "wide.npy", os.path.getsize(folder / "wide.npy") - 1)
-        inside = table.indices()[table.region.array("extent")[table.indices(), 1] >= 0].tolist()
+        inside = table.indices()[table._engine.region.array("extent")[table.indices(), 1] >= 0].tolist()
         for slot in table.indices().tolist():
             if slot not in inside and slot % 4:
                 table.remove(slot)
@@ -234,7 +241,7 @@ def test_damage_is_met_while_files_are_rewritten(tmp_path: Path) -> None:
         table.check_valid()
         assert table.stats().num_lost >= 1
         for slot in inside:
-            if table.region.array("extent")[slot, 1] >= 0:
+            if table._engine.region.array("extent")[slot, 1] >= 0:
                 _check_whole(table, slot)
 
 
@@ -253,13 +260,13 @@ def test_a_full_disk_is_an_error_that_names_both_limits(tmp_path: Path) -> None:
         ):
             _fill(table, 60)
         count = len(table)
-        assert 40_000 // STEP_BYTES >= table.num_spilled * 8 > 0
+        assert 40_000 // STEP_BYTES >= table._engine.num_spilled * 8 > 0
         before = everything(table)
         stats = table.stats().disk
         assert stats is not None
         assert "expected at most 40,000 (Disk.size)" in str(stats.error)
         table.remove(table.indices()[:10])
-        wait_until(lambda: not table.index.arrays.counters[DISK_FULL])
+        wait_until(lambda: not table._engine.index.arrays.counters[DISK_FULL])
         _fill(table, 5)
         assert len(table) == count - 5
         assert everything(table)[: count - 10] == before[10:]
@@ -275,7 +282,7 @@ def test_a_full_disk_evicts_by_the_policy_of_the_table(tmp_path: Path, policy: A
         table.check_valid()
         stats = table.stats()
         assert stats.num_evicted > 50
-        assert 0 < table.num_spilled < len(table) < 60
+        assert 0 < table._engine.num_spilled < len(table) < 60
         size = sum(file.stat().st_size for file in tmp_path.rglob("*.npy"))
         assert size < 4 * 40_000 + 5 * 4096 * 3 * len(list((tmp_path / "segments").iterdir()))
         numbers = [int(table[slot]["number"][0]) for slot in table.indices().tolist()]

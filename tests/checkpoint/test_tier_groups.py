@@ -106,7 +106,7 @@ def test_groups_of_random_histories(
                 table.save(path)
                 spill(table, slots[chosen % 3 :: 3])
             elif kind == "promote":
-                promoting.promote(table, np.array([slot]))
+                promoting.promote(table._engine, np.array([slot]))
             elif kind == "remove":
                 table.remove(slot)
                 whole.remove(slot)
@@ -130,7 +130,7 @@ def test_epochs_and_resuming(tmp_path: Path, options: dict[str, Any]) -> None:
         for number in range(45):
             add(table, number)
             add(whole, number)
-        assert table.num_spilled > 20
+        assert table._engine.num_spilled > 20
         pair = []
         for one in (table, whole):
             windows = {"token": gear.Whole() if "layout" in options else gear.Window(3), "prompt": None}
@@ -153,7 +153,7 @@ def test_values_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             add(table, number)
         data = dataset(table)
         read: list[int] = []
-        reader = table.tier_reader()
+        reader = table._engine.tier_reader()
         original = type(reader).read
 
         def counted(
@@ -164,7 +164,7 @@ def test_values_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             original(self, slots, generations, first, counts, outs, **more)
 
         monkeypatch.setattr(type(reader), "read", counted)
-        outside = int(table.num_spilled)
+        outside = int(table._engine.num_spilled)
         data.sample()
         assert len(read) == outside > 20
         for number in range(45, 51):
@@ -178,7 +178,7 @@ def test_what_cannot_be_read_is_removed(tmp_path: Path) -> None:
         for number in range(45):
             add(table, number)
         slots = table.indices()
-        lost = slots[table.region.array("extent")[slots, 1] < 0]
+        lost = slots[table._engine.region.array("extent")[slots, 1] < 0]
         for file in tmp_path.glob("segments/*/prompt.npy"):
             os.truncate(file, 10)
         data = dataset(table, group_max_age=3600.0)
@@ -196,8 +196,8 @@ def test_incomplete_groups_expire_on_disk(tmp_path: Path) -> None:
         table.save(tmp_path)
         alone = table.indices()[-1:]
         spill(table, alone)
-        assert table.region.array("extent")[alone, 1] < 0
-        table.region.array("created")[:] -= 3600 * 10**9
+        assert table._engine.region.array("extent")[alone, 1] < 0
+        table._engine.region.array("created")[:] -= 3600 * 10**9
         data = dataset(table, group_max_age=1800.0)
         data._selected().former._looked = -math.inf  # type: ignore[attr-defined]
         data.sample()

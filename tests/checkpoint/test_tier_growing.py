@@ -34,11 +34,11 @@ def move_out(table: gear.Table, path: Path | None = None) -> None:
     if path is not None:
         table.save(path)
     slots = table.indices()
-    table.index.spill(slots, table.index.arrays.generation[slots])
+    table._engine.index.spill(slots, table._engine.index.arrays.generation[slots])
 
 
 def outside(table: gear.Table, slot: int) -> bool:
-    return bool(table.region.array("extent")[slot, 1] < 0)
+    return bool(table._engine.region.array("extent")[slot, 1] < 0)
 
 
 @settings(max_examples=20, deadline=None, database=None)
@@ -93,7 +93,7 @@ def test_random_histories(
             elif kind == "out":
                 move_out(table, path if chosen % 2 else None)
             elif kind == "promote":
-                promoting.promote(table, slot)
+                promoting.promote(table._engine, slot)
             elif kind == "remove" and len(slots) > 1:
                 for one in (table, whole):
                     one.remove(slot)
@@ -120,7 +120,7 @@ def test_a_step_brings_its_trajectory_back(tmp_path: Path) -> None:
                     assert outside(table, int(table.indices()[0]))
                     assert not outside(table, slot), "its last step is not on disk"
                     if turn % 2:
-                        promoting.promote(table, table.indices())
+                        promoting.promote(table._engine, table.indices())
                     assert everything(table) == everything(whole)
                 for number, pair in enumerate(pairs):
                     move_out(table, tmp_path)
@@ -142,9 +142,9 @@ def test_writers_of_a_vector_environment(tmp_path: Path) -> None:
                 one.append({name: np.stack([each[name][-1] for each in values]) for name in STEPS})
             if turn % 3 == 1:
                 move_out(table, tmp_path)
-                assert table.num_spilled == 4
+                assert table._engine.num_spilled == 4
             if turn % 6 == 4:
-                promoting.promote(table, table.indices()[:2])
+                promoting.promote(table._engine, table.indices()[:2])
             assert everything(table) == everything(whole)
 
 
@@ -166,7 +166,7 @@ def test_no_room_to_come_back(tmp_path: Path) -> None:
         writer = table.writer(commit_every_step=True)
         append(writer, 1, 0, 9)
         move_out(table, tmp_path)
-        assert table.num_spilled == 1
+        assert table._engine.num_spilled == 1
         with table.writer() as other:
             values = rows(2, 36)
             other.append({name: values[name] for name in STEPS})
@@ -187,8 +187,8 @@ def test_another_owner_moves_only_what_the_disk_has(tmp_path: Path) -> None:
         table.save(tmp_path)
         append(writer, 1, 5, 2)
         before, slots = everything(table), table.indices()
-        heir = Spiller(table.index, table.region.layout, "newest")
-        assert heir._spill(slots, table.index.arrays.generation) == 0
+        heir = Spiller(table._engine.index, table._engine.region.layout, "newest")
+        assert heir._spill(slots, table._engine.index.arrays.generation) == 0
         assert everything(table) == before
 
 

@@ -86,7 +86,7 @@ class Twin:
 
     def look(self) -> None:
         """The dataset has looked at the table."""
-        arrays = self.table.index.arrays
+        arrays = self.table._engine.index.arrays
         slots = self.table.indices()
         sequences, given = arrays.sequence[slots].tolist(), arrays.priority[slots].tolist()
         grown = [
@@ -101,7 +101,7 @@ class Twin:
 
     def update(self, batch: gear.Batch, priorities: list[float]) -> int:
         """Priorities of the rows of a batch; returns the number of stale rows."""
-        arrays, stale = self.table.index.arrays, 0
+        arrays, stale = self.table._engine.index.arrays, 0
         self.look()
         names = zip(
             *(batch[name].tolist() for name in ("index", "generation", "anchor")), priorities, strict=True
@@ -205,8 +205,8 @@ def test_batches_equal_those_of_a_table_that_fits(tmp_path: Path, selector: Any)
                     assert twin.update(batch, priorities) == data.num_stale == 0
                     if selector is EXACT:
                         twin.check(data)
-        assert small.num_spilled > 20
-        assert plain.num_spilled == roomy.num_spilled == 0
+        assert small._engine.num_spilled > 20
+        assert plain._engine.num_spilled == roomy._engine.num_spilled == 0
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_windows_and_subsets(tmp_path: Path, options: dict[str, Any]) -> None:
             for data, batch in zip(sets, batches, strict=True):
                 if not isinstance(batch, str):
                     data.update_priority(batch, batch["anchor"] % 4 + 0.5)
-        assert small.num_spilled > 10
+        assert small._engine.num_spilled > 10
 
 
 _ACTIONS = st.lists(
@@ -311,7 +311,7 @@ def test_any_history_equals_that_of_a_table_that_fits(
             elif action == "die" and len(table):
                 die_while_spilling(table, first, table.indices()[::second])
                 for one in tables:  # both are repaired, so that both hand out free slots in the same order
-                    one.index.arrays.counters[DIRTY] = 1
+                    one._engine.index.arrays.counters[DIRTY] = 1
                     bury(one)
             elif action == "promote" and len(table):
                 promote(table, int(table.indices()[first % len(table)]))
@@ -344,7 +344,7 @@ def test_any_history_equals_that_of_a_table_that_fits(
             twin.check(pairs[0][0])
             assert leaves(pairs[0][1]) == twin.priorities
         assert everything(table) == everything(whole)
-        assert whole.num_spilled == 0
+        assert whole._engine.num_spilled == 0
 
 
 def test_more_changes_than_the_ring_remembers(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_more_changes_than_the_ring_remembers(tmp_path: Path) -> None:
                 twin.update(batch, [turn / 8] * 8)
                 data.update_priority(batch, [turn / 8] * 8)
                 twin.check(data)
-        assert small.num_spilled > 0
+        assert small._engine.num_spilled > 0
 
 
 # Priorities ------------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ def test_priorities_stay_on_the_way_to_disk_and_back(tmp_path: Path) -> None:
             table.add(rows(number, 10), priority=0.0)
         data, twin = dataset(table), Twin(table)
         slots = table.indices()
-        generations = table.index.arrays.generation[slots]
+        generations = table._engine.index.arrays.generation[slots]
 
         def give(chosen: Any, steps: Any, priorities: Any) -> None:
             names = {"index": torch.as_tensor(slots[chosen]), "anchor": torch.as_tensor(steps)}
@@ -403,7 +403,7 @@ def test_priorities_stay_on_the_way_to_disk_and_back(tmp_path: Path) -> None:
                 assert (batch["value"][:, 2, 0] == expected).all()
             assert found == hot
             if not again:
-                assert promoting.promote(table, slots[:4]) == 4
+                assert promoting.promote(table._engine, slots[:4]) == 4
                 assert spill(table, slots[6:9]) == 3
                 twin.check(data)
         table.remove(slots[[2, 7]])
@@ -454,7 +454,7 @@ def test_a_tree_takes_lengths_of_the_moment_of_its_look(
         values = rows(1, 40)
         writer.trajectory = {"task": values["task"]}
         writer.append({name: values[name][:4] for name in STEPS})
-        reader = table.reader()
+        reader = table._engine.reader()
         original = reader.begin_changes
 
         def late(*given: Any) -> Any:
@@ -504,7 +504,7 @@ def test_a_recovered_table_goes_on_bit_for_bit(tmp_path: Path) -> None:
         expected = contents(data)
     disk = gear.Disk(tmp_path, sync_seconds=NEVER, size="1GiB", keep="newest")
     with gear.Table.recover(disk, max_blocks=24) as table:
-        assert table.num_spilled > 0
+        assert table._engine.num_spilled > 0
         again = dataset(table)
         again.load_state_dict(state)
         assert leaves(again) == before
@@ -571,10 +571,10 @@ def test_memory_keeps_the_steps_that_are_drawn_most(tmp_path: Path, monkeypatch:
 
             def inside(hot: Any = hot) -> bool:
                 data.update_priority(hot[:1], [3.0], anchor=[0])
-                return bool((table.region.array("extent")[hot, 1] >= 0).all())
+                return bool((table._engine.region.array("extent")[hot, 1] >= 0).all())
 
             wait_until(inside)
-            assert table.num_spilled > 5
+            assert table._engine.num_spilled > 5
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.001, 1.0, 4.0])
@@ -586,7 +586,7 @@ def test_means_of_any_priorities_are_numbers(tmp_path: Path, alpha: float) -> No
         largest = 3e38 if alpha <= 1 else 4e9
         given = [0.0] * 6 + [largest] * 6 + [1e-38, 0.5, 1.5, 0.5, 1.5, 2.0]
         data.update_priority(table.indices().repeat(6), given, anchor=np.tile(np.arange(6), 3))
-        arrays = table.index.arrays
+        arrays = table._engine.index.arrays
         slots = table.indices()
         found = unpack_priorities(
             arrays.tier_priority[slots], arrays.generation[slots], np.full(3, -1.0, dtype=np.float32)
@@ -628,7 +628,7 @@ def test_shards(tmp_path: Path, scope: Any) -> None:
         for one, other in itertools.islice(zip(data, again, strict=True), 5):
             assert same(one, other)
             found[-1].append(batch_bits(one))
-        assert (tables[0].num_spilled > 10) == (kind == "small")
+        assert (tables[0]._engine.num_spilled > 10) == (kind == "small")
         for table in tables:
             table.close()
     assert found[0] == found[1]

@@ -73,7 +73,7 @@ def test_versions_of_random_histories(
                 table.save(path)
                 spill(table, slots[chosen % 3 :: 3])
             elif kind == "promote":
-                promoting.promote(table, slots[chosen % len(slots)][None])
+                promoting.promote(table._engine, slots[chosen % len(slots)][None])
             elif kind == "advance":
                 assert table.advance_version() == whole.advance_version()
             elif kind == "update" and not isinstance(selector, gear.Uniform):
@@ -100,7 +100,7 @@ def test_versions_come_back(tmp_path: Path, column: str) -> None:
                 add(whole, number, number % 2)
             assert len(table) == len(whole)
         with gear.Table.recover(gear.Disk(tmp_path, sync_seconds=NEVER, size="1GiB")) as table:
-            assert table.num_spilled > 15
+            assert table._engine.num_spilled > 15
             assert table.policy_version == 3
             lengths = table.lengths().tolist()
             for _ in range(3):

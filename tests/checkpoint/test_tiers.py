@@ -77,8 +77,8 @@ def test_batches_equal_those_of_a_table_that_fits(tmp_path: Path) -> None:
     with fitting() as whole, tiered(tmp_path) as table:
         for number in range(40):
             assert add(table, number, 1 + number * 7 % 23) == add(whole, number, 1 + number * 7 % 23)
-        assert table.num_spilled > 20, "most do not fit into the memory"
-        assert f"{table.num_spilled:,} trajectories" in str(table.stats())
+        assert table._engine.num_spilled > 20, "most do not fit into the memory"
+        assert f"{table._engine.num_spilled:,} trajectories" in str(table.stats())
         assert everything(table) == everything(whole)
         for selector in SELECTORS:
             pair = [dataset(one, selector=selector) for one in (table, whole)]
@@ -166,7 +166,7 @@ def test_an_epoch_with_prefetch_and_a_writer(tmp_path: Path) -> None:
         finally:
             stop.set()
             writer.join(PATIENCE)
-        assert table.num_spilled > 0
+        assert table._engine.num_spilled > 0
         table.check_valid()
 
 
@@ -221,7 +221,7 @@ def test_any_history_equals_that_of_a_table_that_fits(
             elif action == "die" and len(table):
                 die_while_spilling(table, first, table.indices()[::second])
                 for one in tables:  # recovery sorts the free slots, and took place if a store did
-                    one.index.recovery.locked(one.index.recovery.rebuild)
+                    one._engine.index.recovery.locked(one._engine.index.recovery.rebuild)
             elif action == "promote" and len(table):
                 promote(table, int(table.indices()[first % len(table)]))
             elif action == "remove" and len(table):
@@ -262,9 +262,9 @@ def test_hot_trajectories_change_places_with_cold_ones(
             for one in (table, whole) if by == "table" else sets:
                 one.update_priority(slots, priorities)
             hottest = slots[np.argsort(priorities)[-8:]]
-            inside = lambda slots=hottest: (table.region.array("extent")[slots, 1] >= 0).all()  # noqa: E731
+            inside = lambda slots=hottest: (table._engine.region.array("extent")[slots, 1] >= 0).all()  # noqa: E731
             wait_until(inside)
-            assert 20 < table.num_spilled < 40
+            assert 20 < table._engine.num_spilled < 40
             assert everything(table) == everything(whole)
             for pair in (sets, [dataset(one, selector=gear.Prioritized()) for one in (table, whole)]):
                 assert batch_bits(pair[0].sample()) == batch_bits(pair[1].sample())
@@ -273,13 +273,13 @@ def test_hot_trajectories_change_places_with_cold_ones(
 def test_what_stays_in_memory_follows_the_selector(tmp_path: Path) -> None:
     with tiered(tmp_path, keep="auto") as table:
         add(table, 1, 4)
-        spiller = spilling.Spiller(table.index, table.region.layout, "auto")
+        spiller = spilling.Spiller(table._engine.index, table._engine.region.layout, "auto")
         assert spiller._keep == "auto"  # as "newest"
         expected = [(gear.Fifo(), "oldest"), (gear.TopK(), "priority"), (gear.Lifo(), "newest")]
         for selector, keep in [*expected, (gear.Prioritized(), "priority"), (gear.Uniform(), "newest")]:
             dataset(table, selector=selector).sample()
             assert spiller._keep == keep
-        assert spilling.Spiller(table.index, table.region.layout, "oldest")._keep == "oldest"
+        assert spilling.Spiller(table._engine.index, table._engine.region.layout, "oldest")._keep == "oldest"
 
 
 def test_rows_are_counted_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,11 +289,11 @@ def test_rows_are_counted_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             for number in range(40):
                 add(table, number, 10)
             table.save(tmp_path)
-            spiller = spilling.Spiller(table.index, table.region.layout, "newest")
+            spiller = spilling.Spiller(table._engine.index, table._engine.region.layout, "newest")
             wait_until(lambda: not spiller.missing())
             before = top.read_file(region_path(name))
             data, misses = dataset(table), 0
-            outside = table.region.array("extent")[:, 1] < 0
+            outside = table._engine.region.array("extent")[:, 1] < 0
             for _ in range(20):
                 misses += int(outside[data.sample()["index"]].sum())
             stats = table.stats()
@@ -305,12 +305,12 @@ def test_rows_are_counted_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert f"{misses:>16,} rows of 160" in str(stats)
             (entry,) = (entry for entry in cli._entries() if entry.name == name)
             assert entry.disk is not None
-            assert (entry.disk["misses"], entry.disk["spilled"]) == (misses, table.num_spilled)
-            line = f"{table.num_spilled} trajectories in {tmp_path} only, {1 - misses / 160:.0%} of the rows"
+            assert (entry.disk["misses"], entry.disk["spilled"]) == (misses, table._engine.num_spilled)
+            line = f"{table._engine.num_spilled} trajectories in {tmp_path} only, {1 - misses / 160:.0%} of the rows"
             assert line in entry.disk["summary"]
             assert line in str(doctor._tiers()[name])
             cells = top._disk_cells(top.read_file(region_path(name)), before)
-            assert cells[:2] == (str(table.num_spilled), f"{1 - misses / 160:.0%}")
+            assert cells[:2] == (str(table._engine.num_spilled), f"{1 - misses / 160:.0%}")
 
             said: list[str] = []
             monkeypatch.setattr(tier_reader, "notice", lambda key, message: said.append(message))
@@ -326,7 +326,7 @@ def test_rows_are_counted_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert "; too slow: batches wait for it" in str(doctor._tiers()[name])
             monkeypatch.setattr(tier_reader, "_WINDOW_SECONDS", 1e9)
             assert doctor._memory()["slow_disks"][name] == table.stats().disk_wait
-            counts = table.index.arrays.tier_counts
+            counts = table._engine.index.arrays.tier_counts
             counts[tier_counts.WAIT] = 0
             tier_counts.note_wait(counts, 0.9)
             tier_counts.note_wait(counts, 0.2)
@@ -348,10 +348,10 @@ def test_it_comes_back(tmp_path: Path) -> None:
     for keep in ("newest", "oldest", "priority"):
         disk = gear.Disk(tmp_path, sync_seconds=NEVER, size="1GiB", keep=keep)
         with gear.Table.recover(disk) as table:
-            assert table.region.layout.num_blocks == 24
-            assert table.num_spilled > 20
+            assert table._engine.region.layout.num_blocks == 24
+            assert table._engine.num_spilled > 20
             assert [part[1:] for part in everything(table)] == expected
-            outside = table.region.array("extent")[table.indices(), 1] < 0
+            outside = table._engine.region.array("extent")[table.indices(), 1] < 0
             if keep == "newest":
                 assert not outside[-1]
                 assert outside[0]
@@ -361,10 +361,10 @@ def test_it_comes_back(tmp_path: Path) -> None:
             add(table, 99, 20)
             table.remove(table.indices()[-1])
     with gear.Table.recover(gear.Disk(tmp_path, size="1GiB"), memory="300KiB") as table:
-        assert table.region.layout.num_blocks > 24
-        assert table.region.layout.region_bytes <= 300 << 10
+        assert table._engine.region.layout.num_blocks > 24
+        assert table._engine.region.layout.region_bytes <= 300 << 10
     with gear.Table.load(tmp_path) as table:
-        assert table.num_spilled == 0
+        assert table._engine.num_spilled == 0
         assert [part[1:] for part in everything(table)] == expected
 
 
@@ -391,10 +391,10 @@ def test_files_are_rewritten_under_trajectories_that_lie_there_only(
                 slot = int(table.indices()[number // 2 % len(table)])
                 table.remove(slot)
                 whole.remove(slot)
-            slots = np.flatnonzero(table.region.array("extent")[:, 1] < 0)
-            before = copies_of(table.index.arrays, slots)
+            slots = np.flatnonzero(table._engine.region.array("extent")[:, 1] < 0)
+            before = copies_of(table._engine.index.arrays, slots)
             table.save(tmp_path)
-            moved += int((before.segments != copies_of(table.index.arrays, slots).segments).sum())
+            moved += int((before.segments != copies_of(table._engine.index.arrays, slots).segments).sum())
             assert everything(table) == everything(whole)
     assert moved > 10
 
@@ -408,7 +408,7 @@ def test_other_processes_read_and_wait_for_room(tmp_path: Path) -> None:
         try:
             for number in range(30):
                 add(table, number, 12)
-            assert table.num_spilled > 10
+            assert table._engine.num_spilled > 10
             pipe, theirs = multiprocessing.Pipe()
             child = multiprocessing.get_context("forkserver").Process(target=_elsewhere, args=(name, theirs))
             child.start()
@@ -484,15 +484,15 @@ def test_blocks_are_not_reused_while_somebody_reads(tmp_path: Path) -> None:
     with tiered(tmp_path) as table:
         slots = [add(table, number, 8) for number in range(4)]
         table.save(tmp_path)
-        arrays = table.index.arrays
-        free = set(arrays.free_blocks[: table.region.layout.num_blocks - 8].tolist())
+        arrays = table._engine.index.arrays
+        free = set(arrays.free_blocks[: table._engine.region.layout.num_blocks - 8].tolist())
         ids = {int(i) for slot in slots[:2] for i in arrays.row(slot)}
-        ticket = table.reader().begin_read()
+        ticket = table._engine.reader().begin_read()
         assert spill(table, [*slots[:2], slots[0]]) == 2, "one of them is named twice"
         assert spill(table, slots[2:]) == -1, "blocks of the first two are still read"
         table.check_valid()
         assert everything(table)
-        late = table.reader().begin_read()
+        late = table._engine.reader().begin_read()
         taken = {int(i) for number in range(4) for i in arrays.row(add(table, 10 + number, 8))}
         assert not taken & ids
         assert taken <= free
@@ -500,7 +500,7 @@ def test_blocks_are_not_reused_while_somebody_reads(tmp_path: Path) -> None:
         assert spill(table, slots[2:]) == 2, "a later reader does not see them"
         late.end()
         table.check_valid()
-        assert table.num_spilled == 4
+        assert table._engine.num_spilled == 4
 
 
 def test_blocks_that_were_read_are_free_for_the_next_that_comes_back(tmp_path: Path) -> None:
@@ -508,11 +508,11 @@ def test_blocks_that_were_read_are_free_for_the_next_that_comes_back(tmp_path: P
     with tiered(tmp_path, blocks=4) as table:
         slots = [add(table, number, 8) for number in (1, 2)]
         table.save(tmp_path)
-        ticket = table.reader().begin_read()
+        ticket = table._engine.reader().begin_read()
         assert spill(table, slots) == 2
-        assert promoting.promote(table, np.array(slots)) == 0, "a reader may see the blocks"
+        assert promoting.promote(table._engine, np.array(slots)) == 0, "a reader may see the blocks"
         ticket.end()
-        assert promoting.promote(table, np.array(slots)) == 2
+        assert promoting.promote(table._engine, np.array(slots)) == 2
         table.check_valid()
 
 
@@ -525,7 +525,7 @@ def test_shared_blocks_wait_for_all_readers(tmp_path: Path) -> None:
             writer.commit()
         table.save(tmp_path)
         before = everything(table)
-        ticket = table.reader().begin_read()
+        ticket = table._engine.reader().begin_read()
         assert spill(table, table.indices()) == 0
         ticket.end()
         for slot in table.indices().tolist():
@@ -549,7 +549,7 @@ def test_a_server_sends_rows_of_it(tmp_path: Path) -> None:
             for number in range(30):
                 assert add(table, number, 1 + number * 7 % 23) == add(whole, number, 1 + number * 7 % 23)
             slots = table.indices()
-            generations = table.index.arrays.generation[slots].copy()
+            generations = table._engine.index.arrays.generation[slots].copy()
             generations[3] += 1
             replies = []
             for name in names:
@@ -573,7 +573,7 @@ def test_a_server_sends_rows_of_it(tmp_path: Path) -> None:
             )
             out = np.full(again.spec.reply_bytes(30) + 128, 7, dtype=np.uint8)
             out = out[-out.ctypes.data % 128 :][: again.spec.reply_bytes(30)]
-            outside = table.region.array("extent")[slots, 1] < 0
+            outside = table._engine.region.array("extent")[slots, 1] < 0
             generations[3] -= 1
             asked = np.stack((slots, np.zeros(30, dtype=np.int64), generations))
             again.read(again.table(), asked, out, at_once=False)
@@ -609,7 +609,7 @@ def test_shards_of_it_equal_those_that_fit(tmp_path: Path) -> None:
                 drawn[-1].append(batch_bits(batch))
                 data.update_priority(batch, batch["anchor"] + 1.0)
             if kind == "tiered":
-                assert all(table.num_spilled > 10 for table in tables)
+                assert all(table._engine.num_spilled > 10 for table in tables)
                 lost = _lose(tables[0], tmp_path / "0")
                 for batch in data:
                     assert not set(batch["index"][batch["shard"] == 0].tolist()) & set(lost)
@@ -618,11 +618,11 @@ def test_shards_of_it_equal_those_that_fit(tmp_path: Path) -> None:
 
 def _lose(table: gear.Table, path: Path) -> list[int]:
     """Damage the files of a table; return the trajectories that lie there only."""
-    table._tier_reader = None
+    table._engine._tier_reader = None
     for file in path.glob("segments/*/wide.npy"):
         os.truncate(file, 100)
     slots = table.indices()
-    found: list[int] = slots[table.region.array("extent")[slots, 1] < 0].tolist()
+    found: list[int] = slots[table._engine.region.array("extent")[slots, 1] < 0].tolist()
     return found
 
 
@@ -664,10 +664,10 @@ def test_memory_is_a_limit_of_the_region() -> None:
                 if isinstance(memory, str)
                 else memory
             )
-            layout = table.region.layout
+            layout = table._engine.region.layout
             assert layout.region_bytes <= size < layout.region_bytes + layout.block_bytes + 3 * 4096
     with fitting(memory="1GiB") as table, fitting() as other:
-        assert table.region.layout.num_blocks == other.region.layout.num_blocks
+        assert table._engine.region.layout.num_blocks == other._engine.region.layout.num_blocks
 
 
 def test_options_of_disks(tmp_path: Path) -> None:

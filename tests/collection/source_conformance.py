@@ -117,4 +117,4 @@ class SourceConformance:
     def generations(self, source: Any, slots: np.ndarray) -> np.ndarray:
         """Generations of slots, int64 [n]; a source that has none ignores them."""
         table = source if isinstance(source, gear.Table) else getattr(source, "table", None)
-        return np.zeros_like(slots) if table is None else table.reader().arrays.generation[slots]
+        return np.zeros_like(slots) if table is None else table._engine.reader().arrays.generation[slots]

@@ -29,7 +29,7 @@ def of_table(table: gear.Table, stack: contextlib.ExitStack) -> Made:
     def rows(chosen: Any, weights: Any) -> SelectedRows:
         places = slots[[row.trajectory for row in chosen]]
         anchors = np.array([row.anchor for row in chosen], dtype=np.int64)
-        return SelectedRows(places, anchors, table.reader().slot_states()[1][places], weights)
+        return SelectedRows(places, anchors, table._engine.reader().slot_states()[1][places], weights)
 
     return Made(TableSource(table), rows)
 

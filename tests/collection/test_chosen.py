@@ -222,7 +222,7 @@ def test_trajectories_on_disk(tmp_path: Path) -> None:
     with gear.Table.create(SCHEMA, **nested_table({**sizes, "disk": disk, "timeout": 30})) as table:
         many = [trajectory(seed, 20) for seed in range(40)]
         index = [table.add(each) for each in many]
-        assert table.num_spilled
+        assert table._engine.num_spilled
         rows = [oracle.Row(number, number % 20) for number in range(40)]
         for windows in (*PADDED[:2], {"obs": gear.Whole(), "task": None}):
             packed = isinstance(windows["obs"], gear.Whole)

@@ -61,7 +61,7 @@ def draw(table: Table, count: int, seed: int = 0) -> tuple[Array, Array, Array]:
     random = np.random.default_rng(seed)
     chosen = random.integers(0, len(table), count)
     slots, lengths = table.indices()[chosen], table.lengths()[chosen]
-    return slots, random.integers(0, lengths), table.reader().slot_states()[1][slots]
+    return slots, random.integers(0, lengths), table._engine.reader().slot_states()[1][slots]
 
 
 def collector(table: Table, windows: dict[str, Window], batch_size: int) -> Collector:
@@ -195,7 +195,7 @@ def test_a_larger_batch_right_after_a_smaller_one() -> None:
     # threads, and a look at the last byte of each row alone: what came late would have arrived in the meantime.
     rows = Rows(1 << 13, 64, 9)
     columns = rows.buffers.columns_of(rows.table)
-    index = (*rows.table.reader().index_arrays(), 64, rows.buffers.layout.row_bytes)
+    index = (*rows.table._engine.reader().index_arrays(), 64, rows.buffers.layout.row_bytes)
     ends, expected = rows.view[:, -1], np.arange(9, dtype=np.uint8)
     for number in range(200):
         ends[:] = 255
@@ -207,7 +207,7 @@ def test_a_larger_batch_right_after_a_smaller_one() -> None:
 def test_a_job_that_has_not_been_posted_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     # What a member would do that looks for work just then, between the writing of a job and its posting.
     rows = Rows(1 << 10, 8, 9)
-    columns, (extent, ids) = rows.buffers.columns_of(rows.table), rows.table.reader().index_arrays()
+    columns, (extent, ids) = rows.buffers.columns_of(rows.table), rows.table._engine.reader().index_arrays()
     alone = threads._ThreadPool(0)
     post, seen = sharing.post, []
 

@@ -96,7 +96,7 @@ def dataset(table: gear.Table, device: Any = DEVICE, **options: Any) -> gear.Rep
 
 
 def readers(table: gear.Table) -> int:
-    return int((table.region.array("readers")[:, READING] > 0).sum())
+    return int((table._engine.region.array("readers")[:, READING] > 0).sum())
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ def test_without_copies_buffers_are_used_again_behind_the_consumer(
     copy: bool | None,
 ) -> None:
     if staged:
-        monkeypatch.setattr(type(table.region), "pin", lambda *_, **__: False)
+        monkeypatch.setattr(type(table._engine.region), "pin", lambda *_, **__: False)
     data = dataset(table, prefetch=2, copy=copy)
     expected = list(dataset(table, "cpu", copy=True))
     places = []

@@ -83,7 +83,7 @@ def test_it_takes_no_ticket_and_leaves_no_lock() -> None:
         batches = iter(dataset(table))
         for _ in range(3):
             next(batches)
-        readers = table.region.array("readers")
+        readers = table._engine.region.array("readers")
         known = readers.copy()
         next(batches)
         assert (readers == known).all()
@@ -93,8 +93,8 @@ def test_it_takes_no_ticket_and_leaves_no_lock() -> None:
             status = 1
             try:
                 with gear.Table.attach(table.name or "", timeout=10.0) as other:
-                    other.region.lock.timeout = 10.0
-                    status = 0 if other.region.lock.run(int) == 0 else 1
+                    other._engine.region.lock.timeout = 10.0
+                    status = 0 if other._engine.region.lock.run(int) == 0 else 1
             finally:
                 os._exit(status)
         assert os.waitpid(pid, 0)[1] == 0
@@ -106,12 +106,12 @@ def test_a_corrupt_block_table_is_an_error_and_counts_nothing(selector: Any) -> 
         batches = iter(dataset(table, selector=selector))
         next(batches)
         next(batches)
-        table.region.array("block_ids")[:] = 1 << 30
+        table._engine.region.array("block_ids")[:] = 1 << 30
         with pytest.raises(
             CorruptTableError, match="5 windows of a batch have slots or blocks that do not exist"
         ):
             next(batches)
-        assert table.region.array("counters")[NUM_SAMPLED] == 10
+        assert table._engine.region.array("counters")[NUM_SAMPLED] == 10
 
 
 def test_a_table_that_is_closed_in_between_is_an_error() -> None:

@@ -358,7 +358,7 @@ def wait_for(table: gear.Table) -> bool:
 
 def test_a_corrupt_block_is_an_error(table: gear.Table) -> None:
     data = dataset(table, prefetch=0)
-    table.region.array("block_ids")[:] = 1 << 20
+    table._engine.region.array("block_ids")[:] = 1 << 20
     with pytest.raises(CorruptTableError, match="windows of a batch have slots or blocks that do not exist"):
         next(iter(data))
 

@@ -72,7 +72,7 @@ def made_tiered(path: Path, *, packed: bool, again: bool = True) -> gear.Table:
         advantage = [
             np.full((n, 3), number, dtype=np.float32) for number, n in zip(numbers, lengths, strict=True)
         ]
-        generations = table.index.arrays.generation[numbers]
+        generations = table._engine.index.arrays.generation[numbers]
         table.fill(
             numbers, generation=generations, advantage=advantage, score=np.array(numbers, dtype=np.float16)
         )
@@ -165,7 +165,7 @@ def test_batches_are_those_of_the_cpu(
     with made_table(packed=packed) as table:
         expected = batches(table, "cpu", **options)
         if staged:
-            monkeypatch.setattr(type(table.region), "pin", lambda *_, **__: False)
+            monkeypatch.setattr(type(table._engine.region), "pin", lambda *_, **__: False)
             options = {**options, "prefetch": 0}  # the stand-in is not in other threads
         found = batches(table, DEVICE, **options)
         assert len(found) == len(expected) == 4
@@ -204,7 +204,7 @@ def test_batches_of_a_disk_tier_are_those_of_the_cpu(
         expected = batches(table, "cpu", **TIERED[name])
         options = dict(TIERED[name])
         if staged:
-            monkeypatch.setattr(type(table.region), "pin", lambda *_, **__: False)
+            monkeypatch.setattr(type(table._engine.region), "pin", lambda *_, **__: False)
             options["prefetch"] = 0  # the stand-in is not in other threads
         found = batches(table, DEVICE, **options)
         assert len(found) == len(expected) == 4

@@ -64,9 +64,9 @@ def _dropped(dataset: gear.ReplayDataset, held: contextlib.AbstractContextManage
 @pytest.mark.parametrize("selector", SELECTORS, ids=repr)
 def test_an_iterator_that_is_collected_while_the_index_is_locked(selector: Any) -> None:
     with make_table() as table:
-        table.region.lock.timeout = PATIENCE / 4
+        table._engine.region.lock.timeout = PATIENCE / 4
         dataset = dataset_of(table, selector=selector)
-        with _dropped(dataset, table.region.lock):
+        with _dropped(dataset, table._engine.region.lock):
             pass
         table.check_valid()
         # The dataset goes on where such an iterator leaves it.
@@ -91,7 +91,7 @@ def test_what_was_drawn_ahead_comes_before_what_follows_a_collected_iterator() -
     """An update that comes after the iterator was dropped does not overtake the draws that it had been asked for."""
     with make_table() as table:
         dataset = dataset_of(table, selector=gear.Prioritized())
-        with _dropped(dataset, table.region.lock) as batch:
+        with _dropped(dataset, table._engine.region.lock) as batch:
             dataset.update_priority(batch, torch.full((4,), 9.0))
             dataset.sample()
             assert dataset._buffers.active is None
@@ -144,7 +144,7 @@ def test_a_forked_child_draws_by_itself(selector: Any) -> None:
 @forks
 def test_what_a_forked_child_drops_stays_with_its_parent() -> None:
     with _iterated(gear.Prioritized()) as (table, dataset, batches):
-        ticket = table.reader().begin_read()
+        ticket = table._engine.reader().begin_read()
         held = [dataset, batches]
 
         def work() -> None:

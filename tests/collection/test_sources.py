@@ -32,6 +32,6 @@ class TestTableBelowWhichIsADisk(SourceConformance):
             )
         )
         slots = np.array([table.add(each) for each in trajectories])
-        while not table.num_spilled:
+        while not table._engine.num_spilled:
             table.add(trajectory(99, 30))
         return table, slots

@@ -167,7 +167,7 @@ def shards(size: int = 4) -> Iterator[list[Table]]:
             draw(table, 2)
             table.remove(table.indices()[[3, 5]])
             slots = table.indices()
-            table.region.array("created")[slots] -= (slots + rank) * 1_000 * 10**9
+            table._engine.region.array("created")[slots] -= (slots + rank) * 1_000 * 10**9
         yield tables
 
 
@@ -177,13 +177,13 @@ def by_id(tables: list[Table]) -> dict[int, dict[str, Any]]:
     for table in tables:
         table.check_valid()
         slots = table.indices()
-        _, ages = table.reader().ages(slots, table.region.array("sequence")[slots])
+        _, ages = table._engine.reader().ages(slots, table._engine.region.array("sequence")[slots])
         for i, (name, slot) in enumerate(zip(ids_of(table), slots.tolist(), strict=True)):
             assert name not in found, f"the trajectory {name} is there twice"
             found[name] = {
                 "contents": {key: bits(value) for key, value in table[slot].items()},
-                "priority": float(table.reader().arrays.priority[slot]),
-                "times_sampled": int(table.region.array("sampled")[slot]),
+                "priority": float(table._engine.reader().arrays.priority[slot]),
+                "times_sampled": int(table._engine.region.array("sampled")[slot]),
                 "age": round(ages[i] / 1e9 / 500) * 500,
             }
     return found
@@ -237,13 +237,13 @@ def _check_tables(tables: list[Table], before: dict[int, Any]) -> None:
         if len(tables) != 4:
             assert ids_of(table) == sorted(ids_of(table))
             slots = table.indices()
-            came_after, _ = table.reader().ages(slots, table.region.array("sequence")[slots])
+            came_after, _ = table._engine.reader().ages(slots, table._engine.region.array("sequence")[slots])
             assert came_after.tolist() == list(range(len(table)))[::-1]
-            assert table.region.array("counters")[NEXT_SEQUENCE] > max(before) >> 16
-        layout = table.region.layout
+            assert table._engine.region.array("counters")[NEXT_SEQUENCE] > max(before) >> 16
+        layout = table._engine.region.layout
         assert layout.max_steps >= -(-4 * 900 // len(tables))
         assert layout.max_trajectories == -(-4 * 60 // len(tables))
-        assert layout.num_blocks >= -(-4 * tables[0].region.layout.num_blocks // 4 // len(tables))
+        assert layout.num_blocks >= -(-4 * tables[0]._engine.region.layout.num_blocks // 4 // len(tables))
 
 
 def test_as_many_ranks_get_their_own_tables_back(tmp_path: Path) -> None:
@@ -324,14 +324,14 @@ def test_sizes_that_are_given_and_rules(tmp_path: Path) -> None:
     for size in (4, 2, 12):
         with loaded(tmp_path, size) as others:
             assert all(table.rules == rules for table in others)
-            assert all(table.region.layout.max_trajectories >= 25 for table in others)
+            assert all(table._engine.region.layout.max_trajectories >= 25 for table in others)
     with loaded(tmp_path, 2, max_steps=5000, max_trajectories=333, block_steps=8) as others:
         for table in others:
-            layout = table.region.layout
+            layout = table._engine.region.layout
             assert (layout.max_steps, layout.max_trajectories, layout.block_steps) == (5000, 333, 8)
             assert layout.num_blocks == (5000 + 333 * 7) // 8
     with loaded(tmp_path, 2, max_blocks=4000, on_full="wait") as others:
-        assert [(t.region.layout.num_blocks, t.on_full) for t in others] == [(4000, "wait")] * 2
+        assert [(t._engine.region.layout.num_blocks, t.on_full) for t in others] == [(4000, "wait")] * 2
     for message in refused(tmp_path, 2, max_steps=10):
         assert re.search(r"needs max_steps=\d+ \(with blocks of 4 steps\); 10 was given", message)
 
@@ -508,7 +508,7 @@ def test_dying_at_every_call_of_the_system(tmp_path: Path, victim: int, first: b
             died, other = isinstance(found[victim], Died), found[1 - victim]
             assert other is None or (isinstance(other, RankError) and died)
             assert other is None or "lost the other ranks in the step" in str(other)
-            assert not any(table.region.array("readers")[:, 2].any() for table in tables)
+            assert not any(table._engine.region.array("readers")[:, 2].any() for table in tables)
             if before is None and not (path / "shards.json").exists():
                 seen.add("before")
             else:

@@ -165,13 +165,13 @@ def local_draws(rank: int) -> Any:
         found[normalize] = (
             len(batches),
             kept(batches[0]),
-            table.reader().arrays.priority[batches[0]["index"]].copy(),
+            table._engine.reader().arrays.priority[batches[0]["index"]].copy(),
         )
     once = gear.Uniform(replacement=False)
     found["passes"] = len(
         list(gear.ReplayDataset(shards, **nested({"batch_size": 8, "selector": once, **options})))
     )
-    mass = float(table.reader().arrays.priority[: LOCAL[rank]].sum())
+    mass = float(table._engine.reader().arrays.priority[: LOCAL[rank]].sum())
     shards.close()
     return found, mass
 
@@ -179,7 +179,7 @@ def local_draws(rank: int) -> Any:
 def contents(table: gear.Table) -> dict[int, tuple[Any, ...]]:
     slots = table.indices()
     return {
-        int(name): (table[slot]["act"].numpy().tobytes(), float(table.reader().arrays.priority[slot]))
+        int(name): (table[slot]["act"].numpy().tobytes(), float(table._engine.reader().arrays.priority[slot]))
         for name, slot in zip(table.ids(slots), slots, strict=True)
     }
 

@@ -179,7 +179,7 @@ def one_table(counts: list[int]) -> gear.Table:
     table = gear.Table.create(dict(parts[0].schema), max_steps=16000, max_trajectories=400, block_steps=8)
     for part, count in zip(parts, counts, strict=True):
         table.extend(
-            [part[index] for index in part.indices()], priority=part.reader().arrays.priority[:count]
+            [part[index] for index in part.indices()], priority=part._engine.reader().arrays.priority[:count]
         )
     return table
 
@@ -274,7 +274,9 @@ def test_weights_are_those_of_the_probability_over_all_shards() -> None:
     data = gear.ReplayDataset(shards, batch_size=64, windows=gear.Window(1), selector=selector, prefetch=0)
     batch = data.sample()
     names = zip(batch["shard"].tolist(), batch["index"].tolist(), strict=True)
-    priorities = np.array([shards.own[shard].reader().arrays.priority[index] for shard, index in names])
+    priorities = np.array(
+        [shards.own[shard]._engine.reader().arrays.priority[index] for shard, index in names]
+    )
     expected = (priorities.min() / priorities) ** 0.7
     np.testing.assert_allclose(batch["priority_weight"].numpy(), expected, rtol=1e-6)
 
@@ -286,7 +288,8 @@ def test_anchors_at_an_end() -> None:
             for batch in dataset(shards, name, anchor=anchor, batches_per_epoch=3):
                 rows = zip(batch["shard"].tolist(), batch["index"].tolist(), strict=True)
                 lengths = [
-                    int(shards.own[shard].reader().index_arrays()[0][index, 0]) for shard, index in rows
+                    int(shards.own[shard]._engine.reader().index_arrays()[0][index, 0])
+                    for shard, index in rows
                 ]
                 expected = [0 if anchor == "first" else length - 1 for length in lengths]
                 assert batch["anchor"].tolist() == expected, (name, anchor)

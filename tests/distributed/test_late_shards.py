@@ -169,7 +169,7 @@ def tiered(path: Path, shard: int, count: int, name: str | None = None) -> gear.
     if count:
         table.save(path / str(shard))
         spill(table, table.indices()[: 2 * count // 3])
-        assert count // 2 < table.num_spilled < count
+        assert count // 2 < table._engine.num_spilled < count
     return table
 
 
@@ -217,7 +217,7 @@ def test_of_two_copies_the_one_that_is_filled_stays(tmp_path: Path) -> None:
         ids = np.array([(7 << 16) | 2])
         slots = [add(table, 4) for table in (first, second)]
         for table, slot in zip((first, second), slots, strict=True):
-            table.index.arrays.ident[slot] = ids[0]
+            table._engine.index.arrays.ident[slot] = ids[0]
         fill(second, [slots[1]])
         assert dataset(shards).rebalance(max_bytes=0)["leftovers"] == 1
         assert held(first) == {}

@@ -469,12 +469,14 @@ def tiered_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
         table = shards.table
         table.save(path)
         slots = table.indices()[::2]
-        assert table.index.spill(slots, table.index.arrays.generation[slots].copy()) == len(slots)
+        assert table._engine.index.spill(slots, table._engine.index.arrays.generation[slots].copy()) == len(
+            slots
+        )
         shards.exchange.barrier()
         found: dict[str, Any] = {name: draw(shards, name, world) for name in CASES}
         found["budget"] = planned(shards, "once", world)
         shards.exchange.barrier()
-        assert table.num_spilled == len(slots)
+        assert table._engine.num_spilled == len(slots)
         return found
 
     disk = gear.Disk(path, sync_seconds=1e6, size="1GiB", keep="newest")

@@ -119,7 +119,7 @@ def leftovers(shards: Shards, table: gear.Table, stage: int) -> tuple[list[int],
         part = {name: values for name, values in trajectory(1, 2).items() if name in COLUMNS[1]}
         table.extend_as([part], ids=[told[2]["ids"][3]])
     removed = [data.rebalance(max_bytes=0)["leftovers"]]
-    table.index.arrays.created[:] -= 31 * 10**9
+    table._engine.index.arrays.created[:] -= 31 * 10**9
     removed.append(data.rebalance(max_bytes=0)["leftovers"])
     table.check_valid()
     return removed, len(table)

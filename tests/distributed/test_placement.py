@@ -50,7 +50,7 @@ def test_round_robin_takes_shards_in_turn() -> None:
     assert [shard for shard, _ in where] + shards.tolist() == [0, 1, 2, 0, 1, 2, 0]
     check_stored(parts, shards, indices, 2)
     where = zip(shards.tolist(), indices.tolist(), strict=True)
-    assert [parts[shard].reader().arrays.priority[index] for shard, index in where] == list(range(5))
+    assert [parts[shard]._engine.reader().arrays.priority[index] for shard, index in where] == list(range(5))
 
 
 def test_free_space_evens_out_uneven_lengths() -> None:
@@ -80,7 +80,7 @@ def test_priority_mass_evens_out_priorities() -> None:
     for each, priority in zip(some([1] * 30), priorities, strict=False):
         placement.add(each, priority=float(priority))
     placement.extend(some([1] * 30), priority=priorities[30:])
-    masses = [float(table.reader().arrays.priority[table.indices()].sum()) for table in parts]
+    masses = [float(table._engine.reader().arrays.priority[table.indices()].sum()) for table in parts]
     assert max(masses) - min(masses) <= 4
     assert sum(masses) == pytest.approx(20 + priorities.sum(), rel=1e-5)
     assert len(parts[2]) < len(parts[0])
@@ -190,7 +190,7 @@ def test_a_capacity_report_is_checked() -> None:
     table = filled(None, 0, [5])
     table.add(trajectory(9, 2))
     free, mass = parse_capacity_report(capacity_report(table))
-    assert free == table.free_steps()
+    assert free == table._engine.free_steps()
     assert mass == 0.5 + 1.5 + 2.5 + 3.5 + 4.5 + 4.5
     numbers = (b'{"free_steps": -1, "priority_sum": 0}', b'{"free_steps": 1, "priority_sum": NaN}')
     for data in (b"", b"[]", b"{}", *numbers):

@@ -110,7 +110,7 @@ def test_plan_ends_within_the_tolerance() -> None:
 
 def priorities_by_id(tables: dict[int, gear.Table]) -> dict[int, float]:
     return {
-        one: float(table.reader().arrays.priority[slot])
+        one: float(table._engine.reader().arrays.priority[slot])
         for table in tables.values()
         for one, slot in zip(table.ids(table.indices()).tolist(), table.indices().tolist(), strict=True)
     }

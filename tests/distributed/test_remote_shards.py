@@ -171,11 +171,13 @@ def tiered_rank(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
     try:
         table.save(path)
         slots = table.indices()[::2]
-        assert table.index.spill(slots, table.index.arrays.generation[slots].copy()) == len(slots)
+        assert table._engine.index.spill(slots, table._engine.index.arrays.generation[slots].copy()) == len(
+            slots
+        )
         with Shards(table, node=f"node-{rank}", transport="socket", timeout=90) as shards:
             found = draw(shards)
             shards.exchange.barrier()
-        assert table.num_spilled == len(slots)
+        assert table._engine.num_spilled == len(slots)
         return found
     finally:
         table.unlink()

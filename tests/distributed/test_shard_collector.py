@@ -43,7 +43,7 @@ def some_rows(shards: Shards, count: int, seed: int) -> ShardRows:
         [records_of(shards.own[n], np.array([random.integers(COUNTS[n])]), np.zeros(1)) for n in numbers]
     )
     lengths = [
-        shards.own[n].reader().index_arrays()[0][slot, 0]
+        shards.own[n]._engine.reader().index_arrays()[0][slot, 0]
         for n, slot in zip(numbers, records["slot"], strict=True)
     ]
     records["step"] = [random.integers(length) for length in lengths]
@@ -129,7 +129,7 @@ def test_a_node_that_does_not_answer(
     if device:  # what was queued until then is waited for before its memory is used again
         assert buffers.gpu.filled.calls[-1] == "record"
     for table in shards.own.values():
-        assert not table.index.arrays.readers[:, READING].any()
+        assert not table._engine.index.arrays.readers[:, READING].any()
     shards.on_failure = "redraw"
     rows = some_rows(shards, 24, 1)
     lost = int((rows.shards == 2).sum())

@@ -171,8 +171,8 @@ def test_the_most_read_trajectories_stay_in_memory(tmp_path: Path) -> None:
             table.add(columns(5, 5 * number), priority=1.0)
         features = gear.Features(table)
         table.save(tmp_path / "disk")
-        assert table.num_spilled >= 40
-        before = features.table.index.arrays.extent[table.indices(), 1] < 0
+        assert table._engine.num_spilled >= 40
+        before = features.table._engine.index.arrays.extent[table.indices(), 1] < 0
         hot = np.flatnonzero(before)[:8]  # on disk now
         chance = np.full(300, 1e-3)
         chance[(hot[:, None] * 5 + np.arange(5)).reshape(-1)] = 0.9

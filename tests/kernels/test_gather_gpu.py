@@ -67,7 +67,7 @@ def assert_same(found: Flat, expected: Flat, what: str = "") -> None:
 
 
 def no_reader(table: Table) -> bool:
-    return not table.region.array("readers")[:, READING].any()
+    return not table._engine.region.array("readers")[:, READING].any()
 
 
 # Together they meet each block size and each length of window with every size of step: the first group is all
@@ -135,7 +135,9 @@ def test_more_than_2_31_words() -> None:
         for _ in range(count):
             x, y = random.integers(-(2**60), 2**60, (length, 128)), random.integers(0, 256, (length, 5))
             table.add({"x": x, "y": y.astype(np.uint8)})
-        assert (np.sort(table.reader().index_arrays()[1])[-count:].astype(np.int64) * 64 * 1024 > 2**33).all()
+        assert (
+            np.sort(table._engine.reader().index_arrays()[1])[-count:].astype(np.int64) * 64 * 1024 > 2**33
+        ).all()
         options: dict[str, Any] = {"batch_size": 64, "windows": Window(70, -69), "batches_per_epoch": 2}
         options |= {"subset": lambda sequences: sequences > 0, "copy": True}
         both = [ReplayDataset(table, **nested({"device": device, **options})) for device in (DEVICE, "cpu")]
@@ -223,8 +225,8 @@ def test_the_gpu_delivers_what_the_cpu_does(table: Table, staged: bool, name: st
     assert_same(on_cpu(ours.sample()), flat(theirs.sample()))
     assert_same(on_cpu(ours.sample(5)), flat(theirs.sample(5)))
     wait_until(lambda: no_reader(table), "the tickets of all batches")
-    assert staged or table.region.is_pinned
-    assert staged or torch.from_numpy(table.region.column("image")).is_pinned()
+    assert staged or table._engine.region.is_pinned
+    assert staged or torch.from_numpy(table._engine.region.column("image")).is_pinned()
 
 
 @pytest.mark.parametrize(

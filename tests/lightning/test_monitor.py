@@ -111,7 +111,7 @@ def test_a_sequence_computed_by_hand(clock: Clock) -> None:
     """Two trajectories a step are drawn, always the two oldest."""
     options = {"max_steps": 64, "max_trajectories": 8, "block_steps": 4, "on_full": "evict_oldest"}
     with make_table((4, 4, 4, 4), **options) as table:
-        counters, blocks = table.index.arrays.counters, table.stats().num_blocks
+        counters, blocks = table._engine.index.arrays.counters, table.stats().num_blocks
         lengths = {1: (8,), 2: (3, 5), 4: (4, 4, 4, 4)}  # that are added in a step
 
         def script(number: int, batch: Any) -> None:

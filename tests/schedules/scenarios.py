@@ -261,7 +261,7 @@ def made_table(*, packed: bool = False, tier: str | None = None, late: bool = Fa
 def fill_score(table: gear.Table, slot: int, generation: int | None = None) -> None:
     """Fill the late column of a trajectory by its number, if it is still there."""
     if generation is None:
-        generation = int(table.index.arrays.generation[slot])
+        generation = int(table._engine.index.arrays.generation[slot])
     try:
         values = table[slot]["number"]
     except StaleIndexError:
@@ -274,7 +274,7 @@ def spill_some(table: gear.Table, tier: str) -> None:
     """Move every second trajectory to disk only, as far as nobody reads those that were moved before."""
     table.save(tier)
     slots = table.indices()[::2]
-    table.index.spill(slots, table.index.arrays.generation[slots].copy())
+    table._engine.index.spill(slots, table._engine.index.arrays.generation[slots].copy())
 
 
 class Run:

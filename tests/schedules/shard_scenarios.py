@@ -171,7 +171,7 @@ def _owners(tables: list[gear.Table]) -> dict[tuple[int, int, int], int]:
     """Shard, index and generation of each trajectory -> its number."""
     found = {}
     for shard, table in enumerate(tables):
-        snapshot = table.reader().snapshot()
+        snapshot = table._engine.reader().snapshot()
         for slot, generation in zip(snapshot.slots.tolist(), snapshot.generations.tolist(), strict=True):
             found[shard, slot, generation] = int(table[slot]["task"][0])
     return found
@@ -189,7 +189,7 @@ def _write(cuda: Cuda, tables: list[gear.Table], owners: dict[tuple[int, int, in
         table = i % 3
         number = 100 * table + 20 + i
         slot = tables[table].add(trajectory(number, number_of_steps(number)), priority=1.0)
-        owners[table, slot, int(tables[table].reader().slot_states()[1][slot])] = number
+        owners[table, slot, int(tables[table]._engine.reader().slot_states()[1][slot])] = number
         cuda.threads.switch()
 
 

@@ -245,7 +245,7 @@ def test_a_call_into_the_capture_of_its_own_stream_is_refused(selector: Any) -> 
         gc.collect()
         torch.cuda.synchronize("cuda:1")
         cuda.threads.finish()
-        assert not (table.region.array("readers")[:, READING] > 0).any()
+        assert not (table._engine.region.array("readers")[:, READING] > 0).any()
     cuda.check()
 
 

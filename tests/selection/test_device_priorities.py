@@ -140,7 +140,7 @@ def test_batches_are_those_of_the_cpu_while_the_table_changes(
     device, host = both(table, make(unit), anchor, complete=complete)
     random = np.random.default_rng(1)
     writer = table.writer(chunk_steps=24, overlap_steps=16)  # whose trajectories share blocks
-    extent, block_ids = table.reader().index_arrays()
+    extent, block_ids = table._engine.reader().index_arrays()
     for step in range(6):
         draw = Draw(3, 1, step, 0, BATCH, 0, step)
         rows, found = expected(host, draw), drawn(device, draw)
@@ -189,7 +189,9 @@ def shared_steps(table: gear.Table) -> tuple[torch.Tensor, torch.Tensor, torch.T
     slots, lengths = table.indices(), table.lengths()
     rows = np.repeat(slots, lengths)
     steps = np.concatenate([np.arange(length) for length in lengths])
-    return tuple(torch.from_numpy(part) for part in (rows, table.reader().slot_states()[1][rows], steps))  # type: ignore[return-value]
+    return tuple(
+        torch.from_numpy(part) for part in (rows, table._engine.reader().slot_states()[1][rows], steps)
+    )  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(("stale", "complete"), [("ignore", CompleteAnchors(5, 4, 2)), ("error", None)])
@@ -369,7 +371,7 @@ def test_only_the_subset_is_drawn(table: gear.Table) -> None:
     for step in range(2):
         draw = Draw(0, 0, step, 0, BATCH)
         found = drawn(device, draw)
-        assert (table.reader().slot_states()[2][found[0][0].numpy()] % 2 == 0).all()
+        assert (table._engine.reader().slot_states()[2][found[0][0].numpy()] % 2 == 0).all()
         np.testing.assert_array_equal(found[0][0], expected(host, draw).slots)
 
 

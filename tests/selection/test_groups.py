@@ -179,7 +179,7 @@ def test_an_incomplete_group_expires_as_a_whole() -> None:
         fill_table(table, 2)
         late = [add(table, 7, 70), add(table, 7, 71)]
         new = add(table, 8, 80)
-        created = table.region.array("created")
+        created = table._engine.region.array("created")
         hour = 3600 * 10**9
         created[:] -= hour
         created[late[1]] += hour  # added now: the group is waited for

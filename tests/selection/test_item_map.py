@@ -84,7 +84,7 @@ class Twin:
 
     def added(self, slots: list[int], lengths: list[int], given: list[float | None]) -> None:
         """Trajectories were added: what had to go for them went, the oldest first."""
-        generation = self.table.region.array("generation")
+        generation = self.table._engine.region.array("generation")
         for slot, length, priority in zip(slots, lengths, given, strict=True):
             number = next(self.numbers)
             self.live[number] = Trajectory(number, length, slot, int(generation[slot]), priority)
@@ -135,8 +135,8 @@ class Twin:
         state = self.data.state_dict()["priorities"]
         self.seen()
         members = self.members()
-        extent, block_ids = self.table.reader().index_arrays()
-        size = self.table.region.layout.block_steps
+        extent, block_ids = self.table._engine.reader().index_arrays()
+        size = self.table._engine.region.layout.block_steps
         expected: dict[int, float] = {}
         for t in members:
             assert t.priorities is not None
@@ -276,7 +276,7 @@ class TwinMachine(stateful.RuleBasedStateMachine):
 
     @stateful.rule()
     def find_the_index_half_changed(self) -> None:
-        self.twin.table.region.array("counters")[DIRTY] = 1
+        self.twin.table._engine.region.array("counters")[DIRTY] = 1
 
     @stateful.rule()
     def look(self) -> None:
@@ -288,7 +288,7 @@ class TwinMachine(stateful.RuleBasedStateMachine):
 
     @stateful.rule(data=st.data(), named=st.booleans(), error=st.booleans())
     def update(self, data: st.DataObject, named: bool, error: bool) -> None:
-        generation = self.twin.table.region.array("generation").tolist()
+        generation = self.twin.table._engine.region.array("generation").tolist()
         count = len(generation)
 
         def row(index: int, late: bool, step: int, priority: float) -> tuple[int, int, int, float]:
@@ -344,7 +344,7 @@ def test_blocks_that_do_not_exist_are_an_error(wrong: str) -> None:
     schema = {"act": gear.Column(torch.int64)}
     with gear.Table.create(schema, max_steps=64, max_trajectories=8, block_steps=4) as table:
         table.add({"act": np.zeros(20, dtype=np.int64)})
-        extent, block_ids = table.reader().index_arrays()
+        extent, block_ids = table._engine.reader().index_arrays()
         right = extent[0, 1], block_ids[extent[0, 1]]
         data = gear.ReplayDataset(
             table, batch_size=8, windows=gear.Window(1), selector=gear.Prioritized(unit="step"), device="cpu"
@@ -370,7 +370,7 @@ def test_an_update_while_a_slot_becomes_another_trajectory_s() -> None:
         )
         data.sample()
         follows = data._selection.priorities.items  # type: ignore[union-attr]
-        extent, block_ids = (array.copy() for array in table.reader().index_arrays())
+        extent, block_ids = (array.copy() for array in table._engine.reader().index_arrays())
         slots, steps = np.arange(3).repeat(20), np.tile(np.arange(20), 3)
         right = follows.items(slots, steps, extent, block_ids)
         assert (right >= 0).all()

@@ -202,7 +202,7 @@ def test_a_schedule_goes_on_where_a_state_was_taken(table: gear.Table, prefetch:
 def test_a_positive_priority_stays_positive(alpha: float, priority: float) -> None:
     with make_table([]) as table:
         table.extend([episode(0, 2), episode(1, 2)], priority=[priority, 0.0])
-        stored = table.region.array("priority")[:2].tolist()
+        stored = table._engine.region.array("priority")[:2].tolist()
         assert stored[0] > 0
         assert stored[0] == TINY or 0 < np.float32(priority) != TINY
         assert stored[1] == 0
@@ -297,7 +297,7 @@ def test_a_whole_batch_names_its_rows(table: gear.Table, unit: Any) -> None:
 
 def stale_rows(table: gear.Table, unit: str) -> list[tuple[int, int, int]]:
     """Rows (index, generation, step) that are invalid: number 1 was removed, 2 has a successor in its slot."""
-    g = table.region.array("generation").tolist()
+    g = table._engine.region.array("generation").tolist()
     table.remove(2)
     while (successor := table.add(episode(12, 12))) != 2:  # until the slot has been used again
         table.remove(successor)
@@ -322,7 +322,7 @@ def test_invalid_rows_are_left_out_and_counted_or_refused_on_demand(table: gear.
     data.sample()
     rows = stale_rows(table, unit)
     data.sample()
-    good = (6, int(table.region.array("generation")[6]), 1)
+    good = (6, int(table._engine.region.array("generation")[6]), 1)
     item = (6, 1 if unit == "step" else 0)
 
     def update(*rows: tuple[int, int, int], **options: Any) -> None:
@@ -580,7 +580,7 @@ def test_a_pass_over_a_table_that_changes_meanwhile() -> None:
         for selector in (gear.Fifo(False, unit), gear.Lifo(False, unit)):
             order = by_age(table, unit)
             order = order if type(selector) is gear.Fifo else order[::-1]
-            generation = table.region.array("generation")
+            generation = table._engine.region.array("generation")
             began = generation.copy()
             place = 0
             for number, batch in enumerate(dataset(table, selector, batch_size=4)):

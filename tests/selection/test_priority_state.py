@@ -261,7 +261,7 @@ def test_a_table_that_has_lost_and_gained_trajectories_since(unit: Any) -> None:
         assert leaves_of(data) == {**expected, 12: new}
         found = train(data, data)
         assert len(found) == EPOCH - 1
-        generation, live = table.region.array("generation"), set(table.indices().tolist())
+        generation, live = table._engine.region.array("generation"), set(table.indices().tolist())
         for batch in found:
             assert set(batch["index"].tolist()) <= live
             assert batch["generation"].tolist() == generation[batch["index"].numpy()].tolist()
@@ -314,8 +314,8 @@ def test_a_state_that_is_taken_while_another_process_writes(monkeypatch: pytest.
 
         def meanwhile() -> Any:
             view = known()
-            if table.region.array("sequence").max() < 20:
-                table.region.lock.timeout = 0.1
+            if table._engine.region.array("sequence").max() < 20:
+                table._engine.region.lock.timeout = 0.1
                 for number in range(12, 30):
                     try:
                         table.add(episode(number, 1 + number % 5))

@@ -66,7 +66,8 @@ def probability_of(
         return [1.0] * count
     indices, lengths = table.indices(), table.lengths()
     each = {
-        index: float(table.reader().arrays.priority[index]) ** selector.alpha for index in indices.tolist()
+        index: float(table._engine.reader().arrays.priority[index]) ** selector.alpha
+        for index in indices.tolist()
     }
     total = sum(
         weight * (length if steps else 1)
@@ -102,7 +103,7 @@ def test_without_sample_info_nothing_is_counted() -> None:
     with table_of(5) as table:
         batch = dataset_of(table).sample()
         assert "sample_info" not in batch
-        assert not table.region.array("sampled").any()
+        assert not table._engine.region.array("sampled").any()
         info = dataset_of(table, sample_info=True).sample()["sample_info"]
         assert info["times_sampled"].min() == 1
         assert table.stats().num_sampled == 8
@@ -194,7 +195,7 @@ def test_an_error_at_the_deadline_names_the_limiter_and_its_counts() -> None:
             with pytest.raises(RateLimitError, match="MinSize"):
                 next(iter(data))
         assert table.stats().num_sampled == 0
-        assert not table.region.array("readers")[:, 2].any()
+        assert not table._engine.region.array("readers")[:, 2].any()
 
 
 def test_who_is_not_limited_does_not_count() -> None:
@@ -244,7 +245,7 @@ def test_a_draw_that_fails_does_not_count() -> None:
                 with pytest.raises((PriorityError, TableEmptyError)):
                     data.sample()
         assert table.stats().num_sampled == 0
-        assert not table.region.array("readers")[:, 2].any()
+        assert not table._engine.region.array("readers")[:, 2].any()
 
 
 def test_batches_that_can_never_be_drawn_are_refused_at_once() -> None:
@@ -267,7 +268,7 @@ def test_an_iterator_is_closed_although_its_thread_waits(selector: gear.selector
         next(iterator)
         time.sleep(0.05)
         iterator.close()  # type: ignore[attr-defined]
-        assert not table.region.array("readers")[:, 2].any()
+        assert not table._engine.region.array("readers")[:, 2].any()
         table.check_valid()
 
 
@@ -278,7 +279,7 @@ def test_validation_is_not_limited() -> None:
         assert module.val_dataset is not None
         for _ in range(3):
             assert sum(len(batch["index"]) for batch in module.val_dataset) > 0
-        assert int(table.index.arrays.counters[NUM_SAMPLED]) == 0
+        assert int(table._engine.index.arrays.counters[NUM_SAMPLED]) == 0
 
 
 def test_updates_decide_who_is_evicted() -> None:

@@ -484,7 +484,7 @@ def endless(table: gear.Table, selector: Any) -> Iterator[int]:
         )
         while True:
             yield from data.sample()["number"].tolist()
-    view = table.reader().snapshot()
+    view = table._engine.reader().snapshot()
     turn = first = 0
     for number in itertools.count():
         count = min(64, len(view.slots) - first) if selector.passes else 64

@@ -66,7 +66,7 @@ def test_updates_are_found_though_the_ring_of_changes_has_overflowed(more: int) 
 def test_an_update_finds_no_later_trajectory_of_its_index() -> None:
     with table_of(3) as table:
         data = dataset(table)
-        generations = table.region.array("generation")[:3].copy()
+        generations = table._engine.region.array("generation")[:3].copy()
         drawn(data)
         table.remove(1)
         table.add({"number": np.full(2, 7)}, priority=1.0)
@@ -143,5 +143,5 @@ def test_invalid_updates_change_nothing() -> None:
             table.update_priority([0.5], [5.0])
         with pytest.raises(SchemaError, match="stale is 'skip'"):
             table.update_priority([0], [5.0], stale="skip")  # type: ignore[arg-type]
-        assert table.region.array("priority")[:3].tolist() == [1.0, 1.0, 1.0]
+        assert table._engine.region.array("priority")[:3].tolist() == [1.0, 1.0, 1.0]
         assert table.update_priority([], []) == 0

@@ -79,7 +79,7 @@ def begun(cuda: SlowCuda, table: gear.Table, chunks: int = 2) -> None:
 
 
 def ended(table: gear.Table) -> None:
-    running = table.region._mapping.pinning
+    running = table._engine.region._mapping.pinning
     if running is not None:
         running.join(WAIT)
 
@@ -87,8 +87,8 @@ def ended(table: gear.Table) -> None:
 def test_the_table_is_written_read_and_attached_meanwhile(cuda: SlowCuda) -> None:
     with made("pinned-meanwhile") as table:
         begun(cuda, table)
-        assert table.region.is_pinning
-        assert not table.region.is_pinned, "a part of it is no use to a kernel"
+        assert table._engine.region.is_pinning
+        assert not table._engine.region.is_pinned, "a part of it is no use to a kernel"
         table.add(rows(20))
         with gear.Table.attach("pinned-meanwhile") as other:
             assert len(other) == 21
@@ -97,8 +97,8 @@ def test_the_table_is_written_read_and_attached_meanwhile(cuda: SlowCuda) -> Non
         cuda.let_all_pass()
         assert table.pin()
         size = sum(cuda.registered.values())
-        assert size >= table.region.layout.region_bytes
-        assert table.region.pinned_bounds == sorted(cuda.registered)[1:]
+        assert size >= table._engine.region.layout.region_bytes
+        assert table._engine.region.pinned_bounds == sorted(cuda.registered)[1:]
         assert set(cuda.devices_of("cudaHostRegister")) == {0}
         table.unlink()
     assert not cuda.registered
@@ -144,7 +144,7 @@ def test_a_refusal_in_the_middle_leaves_nothing_registered(cuda: SlowCuda) -> No
         assert table.pin() is False
         assert not cuda.registered
         assert cuda.devices_of("cudaHostUnregister") == [0, 0]
-        assert not table.region.is_pinning
+        assert not table._engine.region.is_pinning
         assert table.pin() is False
         assert len(cuda.devices_of("cudaHostRegister")) == 3, "not tried again"
         child = os.fork()
@@ -161,7 +161,7 @@ def test_an_error_in_the_thread_is_raised_by_who_waits(
         monkeypatch.setattr(cuda, "cudart", None, raising=False)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
         monkeypatch.setattr(cuda, "note", lambda call: 1 / 0 if call == "cudaHostRegister" else None)
-        running = table.region._mapping.pinning
+        running = table._engine.region._mapping.pinning
         cuda.let_all_pass()
         assert running is not None
         with pytest.raises(ZeroDivisionError):
@@ -174,7 +174,7 @@ def test_an_error_in_the_thread_is_raised_by_who_waits(
 def test_closing_stops_it_and_unmaps_only_afterwards(cuda: SlowCuda, name: str | None) -> None:
     table = made(name)
     begun(cuda, table)
-    mapping = table.region._mapping
+    mapping = table._engine.region._mapping
     running = mapping.pinning
     if name:
         table.unlink()
@@ -197,7 +197,7 @@ def test_a_table_attached_again_while_it_stops_is_pinned_afresh(cuda: SlowCuda) 
     with gear.Table.attach("closed-and-attached") as again:
         cuda.let_all_pass()
         assert again.pin()
-        assert sum(cuda.registered.values()) >= again.region.layout.region_bytes
+        assert sum(cuda.registered.values()) >= again._engine.region.layout.region_bytes
         again.unlink()
     assert not cuda.registered
 
@@ -211,9 +211,9 @@ def test_a_fork_in_the_middle(cuda: SlowCuda, name: str | None) -> None:
     child = os.fork()
     if child == 0:
         try:
-            found = f"{len(table)} {table.region.is_pinning} {table.region.is_pinned}"
+            found = f"{len(table)} {table._engine.region.is_pinning} {table._engine.region.is_pinned}"
             table.close()
-            found += f" {table.region._mapping.memory}"
+            found += f" {table._engine.region._mapping.memory}"
         except BaseException as error:
             found = type(error).__name__
         os.write(writing, found.encode())
@@ -240,7 +240,7 @@ def test_waiting_for_a_call_that_does_not_return_has_a_deadline(
     begun(cuda, table)
     with pytest.raises(GpuError, match=r"no progress for 0.05 s after 32\.0 KiB of"):
         table.pin()
-    assert table.region.is_pinning
+    assert table._engine.region.is_pinning
     cuda.let_all_pass()
     ended(table)
     assert table.pin()

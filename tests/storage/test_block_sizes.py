@@ -66,7 +66,7 @@ def test_auto_is_what_wastes_least(name: str, mean: float, packed: bool) -> None
     for steps in candidates:
         with filled(schema, lengths, block_steps=steps, packed=packed) as table:
             stats = table.stats()
-            resident[steps] = stats.resident_bytes - table.region.layout.arrays["extent"][0]
+            resident[steps] = stats.resident_bytes - table._engine.region.layout.arrays["extent"][0]
             expected = len(lengths) * expected_bytes(schema, np.array([steps]), mean, packed=packed)[0]
             assert resident[steps] == pytest.approx(expected, rel=0.2)
             assert stats.mean_length == lengths.mean()
@@ -74,7 +74,7 @@ def test_auto_is_what_wastes_least(name: str, mean: float, packed: bool) -> None
     options = {"max_steps": 10**6, "max_trajectories": 10, "block_steps": "auto", "mean_length": mean}
     options["packed"] = packed
     with gear.Table.create(schema, **nested_table(options)) as table:
-        assert table.region.layout.block_steps == best
+        assert table._engine.region.layout.block_steps == best
 
 
 def test_the_mean_comes_from_the_sizes() -> None:
@@ -85,7 +85,7 @@ def test_the_mean_comes_from_the_sizes() -> None:
         with gear.Table.create(
             schema, **nested_table({"max_steps": steps, "max_trajectories": count, **options})
         ) as table:
-            assert table.region.layout.block_steps == best_block_steps(schema, mean, steps) <= steps
+            assert table._engine.region.layout.block_steps == best_block_steps(schema, mean, steps) <= steps
     # Equal arguments make equal tables.
     options.update(max_steps=400, max_trajectories=40, name="test-block-sizes", if_exists="attach")
     with (
@@ -93,7 +93,7 @@ def test_the_mean_comes_from_the_sizes() -> None:
         gear.Table.create(schema, **nested_table(options)) as other,
     ):
         table.unlink()
-        assert other.region.layout.block_steps == table.region.layout.block_steps
+        assert other._engine.region.layout.block_steps == table._engine.region.layout.block_steps
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_the_blocks_that_a_notice_names_waste_as_little_as_it_says(
 
     def made(steps: int) -> Any:
         with filled(schema, rows, block_steps=steps) as table:
-            table.notice_waste()
+            table._engine.notice_waste()
             return table.stats()
 
     for steps in (64, 8):

@@ -87,7 +87,7 @@ def named(**options: Any) -> Iterator[gear.Table]:
 def attach(name: str, **options: Any) -> gear.Table:
     """In a child: attached, and with deadlines that a busy machine does not miss."""
     table = gear.Table.attach(name, timeout=PATIENCE, **options)
-    table.region.lock.timeout = PATIENCE
+    table._engine.region.lock.timeout = PATIENCE
     return table
 
 
@@ -99,8 +99,8 @@ def nothing_is_left(table: gear.Table) -> None:
     drop_the_dead(table)
     table.check_valid()
     assert table.stats().blocks_in_use == 0
-    assert (table.region.array("state") == FREE).all()
-    assert not table.region.array("readers")[:, READING].any()
+    assert (table._engine.region.array("state") == FREE).all()
+    assert not table._engine.region.array("readers")[:, READING].any()
 
 
 def _write(
@@ -232,7 +232,7 @@ def test_writers_and_readers_at_full_speed(options: dict[str, Any]) -> None:
         stats = table.stats()
         committed = first.committed + sum(committed for committed, _, _ in results)
         removed = first.removed + sum(removed for _, removed, _ in results)
-        counters = table.region.array("counters")
+        counters = table._engine.region.array("counters")
         assert (stats.num_inserted, counters[NUM_REMOVED]) == (committed, removed)
         assert counters[NUM_EVICTED] == committed - removed - stats.num_expired - stats.num_trajectories
         assert (stats.num_expired > 0) == (table.rules.max_age is not None)
@@ -252,8 +252,8 @@ _NUMBERS = 10**5  # numbers that one life may use
 def _live(table: gear.Table, journal: Journal, kind: int, seed: int, first: int) -> None:
     """Write until killed: in every way (kind 0), or so that the index is half changed for much of the time."""
     author = Author(table, seed, first, journal=journal, longest=40 if kind == 0 else 6)
-    index = table.index
-    count = min(600, table.region.layout.max_trajectories // 4)
+    index = table._engine.index
+    count = min(600, table._engine.region.layout.max_trajectories // 4)
     ones = np.ones(count, dtype=np.int64)
     bulk = columns_of(first + np.arange(count)[:, None], np.zeros((1, 1)), 1, 0, 0)
     names = [(first + i, 0) for i in range(count)]
@@ -352,9 +352,9 @@ def _kill_where_it_evicts(voice: Voice, name: str, seed: int, lives: int) -> int
             if seed == 1:
                 work = functools.partial(_read_until_killed, table, journal, life)
                 pid = _kill_at_work(journal, work, generator.random() * 0.01)
-                tickets = table.region.array("readers")
+                tickets = table._engine.region.array("readers")
                 reading += bool(((tickets[:, 0] == pid) & (tickets[:, READING] > 0)).any())
-                table.add(rows(low + _NUMBERS - 1, table.longest))
+                table.add(rows(low + _NUMBERS - 1, table._engine.longest))
     return reading
 
 
@@ -431,8 +431,8 @@ def _evict_until_killed(table: gear.Table, journal: Journal, on_full: Any, seed:
     author = Author(table, seed, first)
     count = 400
     ones = np.ones(count, dtype=np.int64)
-    index = table.index
-    evict, _ = table.policy
+    index = table._engine.index
+    evict, _ = table._engine.policy
     while True:
         if seed % 4 == 0:
             author.act()
@@ -454,7 +454,7 @@ def _read_until_killed(table: gear.Table, journal: Journal, seed: int) -> None:
             for _ in range(40):
                 Look(table)  # and never over
                 journal.head[6] += 1
-            readers = table.region.array("readers")
+            readers = table._engine.region.array("readers")
             readers[readers[:, 0] == os.getpid(), READING] = 0
     options: dict[str, Any] = {
         "batch_size": 64,
@@ -562,11 +562,11 @@ def _counts(table: gear.Table) -> tuple[int, int]:
     """Trajectories added, and rows drawn, at one moment."""
 
     def look() -> tuple[int, int]:
-        counters = table.region.array("counters")
+        counters = table._engine.region.array("counters")
         added = int(counters[NEXT_SEQUENCE] - counters[FIRST_SEQUENCE])
         return added, int(counters[NUM_SAMPLED])
 
-    return table.index.recovery.locked(look)
+    return table._engine.index.recovery.locked(look)
 
 
 def test_a_ratio_of_samples_to_inserts_is_kept() -> None:

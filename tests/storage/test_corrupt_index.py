@@ -39,7 +39,7 @@ def put(array: str, place: Any, value: Any) -> Write:
     """Writes a value into an array of the index."""
 
     def write(table: gear.Table) -> None:
-        table.region.array(array)[place] = value
+        table._engine.region.array(array)[place] = value
 
     return write
 
@@ -74,7 +74,8 @@ IN_RECOVERY = [
 def test_attach_refuses_what_is_out_of_bounds(table: gear.Table) -> None:
     arrays = ("counters", "state", "extent", "block_ids", "links", "free_slots", "free_blocks", "retired")
     kept = {
-        name: table.region.array(name).copy() for name in (*arrays, "touched", "uses", "priority", "lowest")
+        name: table._engine.region.array(name).copy()
+        for name in (*arrays, "touched", "uses", "priority", "lowest")
     }
     for write in OUT_OF_BOUNDS:
         write(table)
@@ -82,7 +83,7 @@ def test_attach_refuses_what_is_out_of_bounds(table: gear.Table) -> None:
         with pytest.raises(CorruptTableError, match=message):
             gear.Table.attach(table.name or "").close()
         for name, values in kept.items():
-            table.region.array(name)[:] = values
+            table._engine.region.array(name)[:] = values
     with gear.Table.attach(table.name or "") as other:
         assert numbers_of(other) == [0, 1, 2, 3, 4]
 
@@ -97,9 +98,9 @@ def test_recovery_refuses_what_is_out_of_bounds(table: gear.Table, write: Write)
 
 
 def test_recovery_makes_again_what_is_derived(table: gear.Table) -> None:
-    table.region.array("links")[:] = 10**6
-    table.region.array("free_blocks")[:] = -7
-    table.region.array("counters")[[at.OLDEST, at.NUM_FREE_SLOTS, at.RETIRED_FIRST]] = 10**9
+    table._engine.region.array("links")[:] = 10**6
+    table._engine.region.array("free_blocks")[:] = -7
+    table._engine.region.array("counters")[[at.OLDEST, at.NUM_FREE_SLOTS, at.RETIRED_FIRST]] = 10**9
     put("counters", at.DIRTY, 1)(table)
     with gear.Table.attach(table.name or "") as other:
         other.add(rows(5, 3))
@@ -108,8 +109,8 @@ def test_recovery_makes_again_what_is_derived(table: gear.Table) -> None:
 
 
 def test_attach_to_a_table_in_the_middle_of_a_change_waits_for_its_end(table: gear.Table) -> None:
-    index = table.index
-    with table.region.lock:
+    index = table._engine.index
+    with table._engine.region.lock:
         put("counters", at.COMMITTING, 1)(table)
         assert index_checks.damage(index.arrays) is not None
         put("counters", at.COMMITTING, 0)(table)
@@ -126,13 +127,13 @@ def draw(table: gear.Table) -> None:
 
 def fill(table: gear.Table) -> None:
     """Add until something has to go, after the reader that keeps a removed trajectory has gone."""
-    table.region.array("readers")[:, READING] = 0
+    table._engine.region.array("readers")[:, READING] = 0
     for number in range(40):
         table.add(rows(number, 11))
 
 
 def ends(table: gear.Table) -> None:
-    table.reader().begin_ends(4, newest=True)
+    table._engine.reader().begin_ends(4, newest=True)
 
 
 ALL = slice(None)
@@ -161,13 +162,13 @@ def test_what_becomes_wrong_later_is_refused_where_it_would_be_followed(write: W
         for number in range(5):
             table.add(rows(number, 4 + number), priority=1.0)
         with gear.Table.attach(table.name or "", timeout=0.1) as other:
-            table.reader().snapshot()
-            kept = table.reader().begin_read()
+            table._engine.reader().snapshot()
+            kept = table._engine.reader().begin_read()
             table.remove(4)
             write(other)
             with pytest.raises(CorruptTableError, match=f"Table '{table.name}' has a corrupt index: "):
                 use(table)
-            table.region.array("readers")[:, READING] = 0
+            table._engine.region.array("readers")[:, READING] = 0
             del kept
 
 
@@ -188,7 +189,7 @@ def test_no_step_is_added_to_a_wrong_block(value: int) -> None:
     with gear.Table.create(COLUMNS, **SIZES) as table:
         writer = table.writer(commit_every_step=True)
         writer.append(rows(0, 3))
-        table.region.array("block_ids")[:] = value
+        table._engine.region.array("block_ids")[:] = value
         with pytest.raises(CorruptTableError):
             writer.append(rows(0, 3))
 
@@ -198,13 +199,13 @@ def test_operations_refuse_alike_compiled_or_not() -> None:
         with gear.Table.create(COLUMNS, **SIZES, on_full="evict_oldest") as table:
             fill(table)
             if not compiled:
-                table.index.arrays.operate(compiled=False)
-            table.region.array("links")[:] = 10**6
+                table._engine.index.arrays.operate(compiled=False)
+            table._engine.region.array("links")[:] = 10**6
             with pytest.raises(CorruptTableError, match="The private table has a corrupt index: "):
                 fill(table)
             fill(table)  # what was derived has been derived again
             table.check_valid()
-            assert table.region.array("counters")[at.EPOCH] > 0
+            assert table._engine.region.array("counters")[at.EPOCH] > 0
 
 
 def test_attach_to_a_table_of_another_user(table: gear.Table, monkeypatch: pytest.MonkeyPatch) -> None:

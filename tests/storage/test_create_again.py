@@ -72,7 +72,7 @@ def test_clear() -> None:
         writer = table.writer()
         writer.append(x=99)
         ids = table.ids(np.array(first))
-        ticket = table.reader().begin_read()
+        ticket = table._engine.reader().begin_read()
         table.clear()
         assert len(table) == 0
         assert table.num_steps == 0

@@ -74,7 +74,7 @@ def full(table: gear.Table) -> None:
 def bounded(table: gear.Table) -> None:
     """As `full`, when the lowest priority has been looked for."""
     full(table)
-    assert lowest(table.index.arrays.view) == 3
+    assert lowest(table._engine.index.arrays.view) == 3
 
 
 def worn(left: int, half: int = 0) -> Callable[[gear.Table], None]:
@@ -82,7 +82,7 @@ def worn(left: int, half: int = 0) -> Callable[[gear.Table], None]:
 
     def prepare(table: gear.Table) -> None:
         some(table)
-        counters, half_size = table.index.arrays.counters, table.region.layout.half
+        counters, half_size = table._engine.index.arrays.counters, table._engine.region.layout.half
         for used in range(half + 1):
             if used:  # into the other half
                 table.remove(table.add(trajectory(9, 4)))
@@ -98,7 +98,7 @@ def worn(left: int, half: int = 0) -> Callable[[gear.Table], None]:
 def retired(table: gear.Table) -> None:
     """Two that were removed while they were read, and wait to be freed."""
     full(table)
-    ticket = table.index.reader.begin_read()
+    ticket = table._engine.index.reader.begin_read()
     table.remove([0, 2])
     ticket.end()
 
@@ -111,7 +111,7 @@ def dead_writers(table: gear.Table) -> None:
 
 def aged(table: gear.Table) -> None:
     full(table)
-    table.region.array("created")[:3] -= 10**11  # the first three are old
+    table._engine.region.array("created")[:3] -= 10**11  # the first three are old
 
 
 def dying(table: gear.Table, index: Index, **options: Any) -> gear.Writer:
@@ -157,11 +157,11 @@ def _adds(*lengths: int, policy: int = 0) -> Act:
 
     def act(table: gear.Table, index: Index) -> None:
         slots, ids = index.begin(np.array(lengths), evict=policy)
-        steps, place = table.region.layout.block_steps, 0
+        steps, place = table._engine.region.layout.block_steps, 0
         for number, length in enumerate(lengths):
             blocks = -(-length // steps)
             values = np.arange(blocks * steps) + 5000 + 100 * number
-            data = table.region.column("x")
+            data = table._engine.region.column("x")
             data[np.array(ids[place : place + blocks])] = values.view(np.uint8).reshape(-1, steps, 8)
             place += blocks
         index.commit(slots, np.ones(len(lengths), dtype=np.float32))
@@ -180,7 +180,7 @@ def _count(table: gear.Table, index: Index) -> None:
 
 
 def _counted(table: gear.Table) -> None:
-    index = table.index
+    index = table._engine.index
     assert (index.arrays.sampled[index.arrays.state == READY] < 2).all(), (
         "drawn often enough, and still there"
     )
@@ -205,12 +205,12 @@ def _revise(table: gear.Table, index: Index) -> None:
 
 def _priorities(table: gear.Table) -> None:
     allowed = [(4, 0.5), (3,), (2, 9, 0.25), (1,), (5, 7)]
-    assert all(table.reader().arrays.priority[slot] in values for slot, values in enumerate(allowed))
+    assert all(table._engine.reader().arrays.priority[slot] in values for slot, values in enumerate(allowed))
 
 
 def _final(table: gear.Table, index: Index) -> None:
     slots, ids = index.begin(np.array([8]))
-    data = table.region.column("x")
+    data = table._engine.region.column("x")
     data[np.array(ids)] = (np.arange(9) + 5000).view(np.uint8).reshape(3, 3, 8)
     index.recovery.locked(
         lambda: finish(index.arrays.view, int(slots[0]), 7, 1, 1.0, 1)
@@ -233,7 +233,7 @@ def _lengthen(policy: int = 0, *, elsewhere: bool = False) -> Act:
             if answer != DONE:
                 return False
             length, start, _ = arrays.extent[slot].tolist()
-            values = table.region.column("x").view(np.int64)
+            values = table._engine.region.column("x").view(np.int64)
             for step in range(length, length + count + final):
                 values[arrays.block_ids[start + step // 3], step % 3, 0] = 5000 + step
             ops.publish_steps(arrays.where, slot, count, final)
@@ -329,11 +329,11 @@ def survive(scene: Scene, stores: int, *, torn: bool, again: int | None = None) 
     sizes: dict[str, Any] = {"max_steps": 30, "max_trajectories": 6, "block_steps": 3, **scene.options}
     with gear.Table.create(SCALAR, **nested_table(sizes)) as table:
         scene.prepare(table)
-        index = table.index
+        index = table._engine.index
         watch_moves(table)
-        table.region.lock.timeout = index.admission.timeout = 0
+        table._engine.region.lock.timeout = index.admission.timeout = 0
         before = everything(table)
-        extent = table.region.array("extent")
+        extent = table._engine.region.array("extent")
         seen = [(int(extent[slot, 1]), values_of(table, slot)) for slot in table.indices().tolist()]
         seen = seen if scene.reader else []
         ticket = index.reader.begin_read() if scene.reader else None
@@ -384,7 +384,7 @@ def survive(scene: Scene, stores: int, *, torn: bool, again: int | None = None) 
         # No slot and no block has leaked: all that fits into an empty table does.
         table.remove(table.indices())
         assert table.stats().blocks_in_use == 0
-        assert (table.region.array("state") == FREE).all()
+        assert (table._engine.region.array("state") == FREE).all()
         for length in (sizes["max_steps"], 7):
             with table.writer() as writer:
                 steps_of(writer, first=[7000], count=length)

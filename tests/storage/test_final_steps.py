@@ -56,7 +56,7 @@ def test_a_final_step_is_stored_and_no_step(length: int, writer: bool) -> None:
             assert list(last) == ["obs"]
             assert last["obs"].tolist() == [99, -99]
             assert made.final(other) is None
-            rows = made.rows(index, final=True)
+            rows = made._engine.rows(index, final=True)
             assert rows is not None
             assert rows["action"].tolist() == [*range(length), 0]  # zeros, not what was in memory
             made.clear()

@@ -105,7 +105,7 @@ def test_trajectories_bring_their_ids(form: str, stacked: bool) -> None:
         slots = table.extend_as(many, ids=values, **options)
         assert table.ids(slots).tolist() == [1 << 16 | 1 if i == -1 else i for i in given]
         assert numbers_of(table) == [0, 1, 2]
-        assert table.reader().arrays.priority[slots].tolist() == [0.5, 1.0, 2.0]
+        assert table._engine.reader().arrays.priority[slots].tolist() == [0.5, 1.0, 2.0]
         assert table.extend_as([], ids=[]).tolist() == []
 
 
@@ -118,7 +118,7 @@ def test_slots_and_streams_after_given_ids() -> None:
         assert ids_of(table) == list(range(140 - len(table), 140))
         with table.writer(chunk_steps=8, overlap_steps=4) as writer:
             writer.append(rows(7, 60))
-        sequences = table.region.array("sequence")[table.indices()]
+        sequences = table._engine.region.array("sequence")[table.indices()]
         assert ids_of(table)[-10:] == [int(n) << 16 | 2 for n in sequences[-10:]]
         last = ids_of(table)[-1]
         table.remove(table.indices())

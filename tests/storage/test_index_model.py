@@ -80,9 +80,9 @@ class TableMachine(stateful.RuleBasedStateMachine):
                 {"max_steps": max_steps, "max_trajectories": max_trajectories, "packed": packed, **options}
             ),
         )
-        self.table.region.lock.timeout = 0
+        self.table._engine.region.lock.timeout = 0
         self.max_steps, self.max_trajectories, self.block_steps = max_steps, max_trajectories, block_steps
-        self.num_blocks = self.table.region.layout.num_blocks
+        self.num_blocks = self.table._engine.region.layout.num_blocks
         self.evict = evict
         self.live: dict[int, Entry] = {}
         self.gone: list[Gone] = []
@@ -197,7 +197,7 @@ class TableMachine(stateful.RuleBasedStateMachine):
         entries = self.entries(lengths)
         counts = [entry.length for entry in entries]
         expected = self.make_room(counts)
-        index = self.table.index
+        index = self.table._engine.index
         begun = self.ends(lambda: index.begin(np.array(counts), evict=self.evict), expected)
         if begun is None:
             return stateful.multiple()
@@ -215,7 +215,7 @@ class TableMachine(stateful.RuleBasedStateMachine):
             count = self.blocks([entry])
             self.write(write.ids[place : place + count], entry)
             place += count
-        self.table.index.commit(
+        self.table._engine.index.commit(
             write.slots, np.array([entry.priority for entry in write.entries], dtype=np.float32)
         )
         write.done = True
@@ -228,7 +228,7 @@ class TableMachine(stateful.RuleBasedStateMachine):
     def abort(self, write: Pending, wait: bool) -> None:
         if write.done:
             return
-        self.table.index.abort(write.slots, wait=wait)
+        self.table._engine.index.abort(write.slots, wait=wait)
         if not wait:
             bury(self.table)
         write.done = True
@@ -237,7 +237,7 @@ class TableMachine(stateful.RuleBasedStateMachine):
     def begin_read(self, dead: bool) -> Any:
         if len(self.readers) > 8:
             return stateful.multiple()
-        ticket, snapshot = (self._dead_read if dead else self.table.index.reader.begin_snapshot)()
+        ticket, snapshot = (self._dead_read if dead else self.table._engine.index.reader.begin_snapshot)()
         assert snapshot.slots.tolist() == list(self.live)
         assert snapshot.lengths.tolist() == [entry.length for entry in self.live.values()]
         if dead:
@@ -270,7 +270,7 @@ class TableMachine(stateful.RuleBasedStateMachine):
 
     @stateful.rule()
     def find_the_index_half_changed(self) -> None:
-        self.table.region.array("counters")[DIRTY] = 1
+        self.table._engine.region.array("counters")[DIRTY] = 1
         self.follower.repaired = True
 
     @stateful.rule(slot=st.integers(-2, 8))
@@ -305,7 +305,7 @@ class TableMachine(stateful.RuleBasedStateMachine):
         bury(self.table)
         self.follower.repaired = True
         found = self.table.indices().tolist()
-        state, epoch = self.table.region.array("state"), self.table.region.array("epoch")
+        state, epoch = self.table._engine.region.array("state"), self.table._engine.region.array("epoch")
         lost = [
             slot for slot in before if slot not in found or number_of(self.table[slot]) != before[slot].number
         ]
@@ -332,14 +332,14 @@ class TableMachine(stateful.RuleBasedStateMachine):
         assert len(table) == len(self.live)
         assert table.num_steps == sum(entry.length for entry in self.live.values())
         assert numbers_of(table) == [entry.number for entry in self.live.values()]
-        generation = table.region.array("generation")
+        generation = table._engine.region.array("generation")
         for slot, entry in self.live.items():
             if entry.generation is None:  # new here
                 entry.generation = int(generation[slot])
                 assert entry.generation > self.generations.get(slot, 0)
                 self.generations[slot] = entry.generation
             assert generation[slot] == entry.generation
-        priorities = table.region.array("priority")[list(self.live)]
+        priorities = table._engine.region.array("priority")[list(self.live)]
         died = [entry.priority for entry in self.live.values()]
         assert ((priorities == died) | (priorities == 1)).all()  # a process that died gave 1
         for reader in self.readers:
@@ -373,8 +373,8 @@ def test_a_repair_makes_followers_look_at_every_slot() -> None:
         follower = Follower(table)
         follower.look()
         assert not follower.look().everything
-        table.region.array("counters")[DIRTY] = 1
-        touched = int(table.region.array("counters")[NUM_TOUCHED])
+        table._engine.region.array("counters")[DIRTY] = 1
+        touched = int(table._engine.region.array("counters")[NUM_TOUCHED])
         follower.repaired = True
         changes = follower.look()
         assert changes.everything
@@ -391,8 +391,8 @@ def test_block_tables_move_twice_only_when_no_reader_is_left_behind(worn: int, r
     with gear.Table.create(
         COLUMNS, max_steps=40, max_trajectories=8, block_steps=4, memory=gear.Memory(max_blocks=12)
     ) as table:
-        table.region.lock.timeout = 0
-        index = table.index
+        table._engine.region.lock.timeout = 0
+        index = table._engine.index
         table.extend([rows(1, 9), rows(2, 13), rows(3, 1)])
 
         def wear() -> None:

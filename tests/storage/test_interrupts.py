@@ -100,11 +100,11 @@ def test_a_mutex_is_left_alone_by_who_finds_it_taken() -> None:
 def test_a_ticket_is_given_back_once() -> None:
     sizes = {"max_steps": 10, "max_trajectories": 2}
     with gear.Table.create({"x": gear.Column(torch.float32)}, **sizes) as table:
-        first = table.reader().begin_read()
+        first = table._engine.reader().begin_read()
         first.end()
-        second = table.reader().begin_read()
+        second = table._engine.reader().begin_read()
         assert second.row == first.row
         first.end()  # the row is the second one's
-        assert table.region.array("readers")[second.row, READING]
+        assert table._engine.region.array("readers")[second.row, READING]
         second.end()
-        assert not table.region.array("readers")[:, READING].any()
+        assert not table._engine.region.array("readers")[:, READING].any()

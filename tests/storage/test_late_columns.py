@@ -110,11 +110,11 @@ def test_a_column_is_filled_once(table: gear.Table) -> None:
 )
 def test_what_does_not_fit_changes_nothing(table: gear.Table, columns: Any, message: str) -> None:
     index = add(table, 1)
-    position = table.reader().position
+    position = table._engine.reader().position
     with pytest.raises(SchemaError, match=message):
         table.fill(index, **columns)
     check(table[index], ())
-    assert table.reader().position == position
+    assert table._engine.reader().position == position
 
 
 def test_rows_of_removed_trajectories_are_skipped_or_an_error(table: gear.Table) -> None:
@@ -259,17 +259,19 @@ def test_datasets_draw_exactly_what_is_filled(
 def test_a_death_at_every_store_leaves_a_column_unfilled_or_filled(torn: bool) -> None:
     for stores in itertools.count():
         with make() as table:
-            table.region.lock.timeout = 0
+            table._engine.region.lock.timeout = 0
             slots = [add(table, number, 3 + number) for number in range(4)]
             table.remove(slots.pop(0))
             slots.append(add(table, 4, 9))  # in a slot that was used before
-            snapshot = table.reader().snapshot()
+            snapshot = table._engine.reader().snapshot()
             given = {
                 "advantage": [value("advantage", n, 3 + n) for n in (1, 2, 3)] + [value("advantage", 4, 9)]
             }
             try:
                 with mortal(table, stores, torn=torn) as index:
-                    other: Any = types.SimpleNamespace(index=index, schema=table.schema, region=table.region)
+                    other: Any = types.SimpleNamespace(
+                        index=index, schema=table.schema, region=table._engine.region
+                    )
                     fill_columns(other, slots, None, given, strict=True)
                     break
             except Died:
@@ -279,7 +281,7 @@ def test_a_death_at_every_store_leaves_a_column_unfilled_or_filled(torn: bool) -
             missing = set(table.unfilled("advantage")[0].tolist())
             for slot in slots:
                 check(table[slot], () if slot in missing else ("advantage",))
-            assert table.reader().snapshot() is not snapshot or len(missing) == 4
+            assert table._engine.reader().snapshot() is not snapshot or len(missing) == 4
             for place, slot in enumerate(slots):
                 if slot in missing:
                     table.fill(slot, advantage=given["advantage"][place])

@@ -172,7 +172,7 @@ def test_large_headers() -> None:
     schema = dict(itertools.islice(schema.items(), 1000))
     sizes: dict[str, Any] = {"max_steps": 1, "max_trajectories": 1, "block_steps": 1, "name": fresh_name()}
     with gear.Table.create(schema, **nested_table(sizes)) as table:
-        assert 900_000 < len(table.region.layout.header) < HEADER_LIMIT
+        assert 900_000 < len(table._engine.region.layout.header) < HEADER_LIMIT
         with gear.Table.attach(str(table.name)) as other:
             assert other.schema == schema
         table.unlink()
@@ -195,14 +195,14 @@ def test_every_flipped_bit_of_the_header_shows() -> None:
 
 def test_a_named_region_takes_exactly_its_bytes() -> None:
     with named() as table:
-        layout = table.region.layout
-        assert not table.region.bytes[len(layout.header) :].any()  # type: ignore[index]
+        layout = table._engine.region.layout
+        assert not table._engine.region.bytes[len(layout.header) :].any()  # type: ignore[index]
         info = os.stat(region_path(str(table.name)))
         assert info.st_size == layout.region_bytes == table.stats().reserved_bytes
         assert info.st_blocks * 512 == layout.region_bytes, "the memory is reserved at once"
         assert info.st_mode & 0o777 == 0o600
-        assert table.region.bytes is not None
-        assert table.region.bytes.nbytes == layout.region_bytes
+        assert table._engine.region.bytes is not None
+        assert table._engine.region.bytes.nbytes == layout.region_bytes
 
 
 @pytest.mark.parametrize("max_steps", [1025 * 64, 100_000])

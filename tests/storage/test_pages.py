@@ -44,8 +44,8 @@ def mapped(table: gear.Table, field: str) -> int:
 
 
 def base(table: gear.Table) -> int:
-    assert table.region.bytes is not None
-    return int(table.region.bytes.ctypes.data)
+    assert table._engine.region.bytes is not None
+    return int(table._engine.region.bytes.ctypes.data)
 
 
 def can_collapse() -> bool:
@@ -63,7 +63,7 @@ def test_regions_begin_on_a_huge_page_in_every_mapping(name: str | None) -> None
     with made(name=name) as table:
         assert base(table) % HUGE == 0
         if name:
-            assert mapped(table, "Size") >= table.region.layout.region_bytes
+            assert mapped(table, "Size") >= table._engine.region.layout.region_bytes
             table.unlink()
 
 
@@ -71,7 +71,7 @@ def test_regions_begin_on_a_huge_page_in_every_mapping(name: str | None) -> None
 @needs_collapse
 def test_a_named_table_of_huge_pages_shows_them_in_every_process() -> None:
     with made(name="huge", huge_pages=True) as table:
-        whole = table.region.layout.region_bytes // HUGE * HUGE
+        whole = table._engine.region.layout.region_bytes // HUGE * HUGE
         assert mapped(table, "ShmemPmdMapped") == whole
         table.add({"value": torch.ones(300, 64)})
         program = f"""
@@ -79,7 +79,7 @@ import gear_loader as gear
 from test_pages import HUGE, mapped
 with gear.Table.attach("huge") as table:
     assert (table[0]["value"] == 1).all()
-    touched = table.region.bytes[:{whole}:HUGE].sum()
+    touched = table._engine.region.bytes[:{whole}:HUGE].sum()
     print(mapped(table, "ShmemPmdMapped"))
 """
         paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -130,7 +130,7 @@ def test_pages_are_populated_without_a_change(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(pages, "_PER_THREAD", 1 << 20)  # several threads
     with made() as table:
         table.add({"value": torch.full((100, 64), 7.0)})
-        count = table.region.layout.region_bytes
+        count = table._engine.region.layout.region_bytes
         if not pages.populate(base(table), count):
             pytest.skip("this system cannot populate")
         assert mapped(table, "Rss") >= count
@@ -172,7 +172,7 @@ def test_named_tables_lie_on_a_hugetlbfs(hugetlbfs: Path) -> None:
     attach = """
 import os, torch, gear_loader as gear
 with gear.Table.attach("reserved") as table:
-    mapping = table.region._mapping
+    mapping = table._engine.region._mapping
     assert mapping.offset + os.fstat(mapping.fd).st_size <= len(mapping.memory), "whole pages of the file are mapped"
     assert (table[0]["value"] == 1).all()
     table.add({"value": torch.full((300, 64), 2.0)})
@@ -286,7 +286,7 @@ def test_memory_prefers_the_given_node(name: str | None) -> None:
     node = (numa.nodes_with_memory() or [0])[0]
     with made(name=name, numa=node) as table:
         table.add({"value": torch.ones(300, 64)})
-        start, count = base(table), table.region.layout.region_bytes
+        start, count = base(table), table._engine.region.layout.region_bytes
         for address in (start, start + count - 1):
             assert numa.policy_of(address) == (1, [node])
         assert list(numa.nodes_of([start])) == [node]

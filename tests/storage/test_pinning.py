@@ -57,7 +57,7 @@ def test_a_pinned_private_table_is_not_in_forked_processes(
     """Its pages are not copied there, and every use is an error; the parent goes on, and stays registered."""
     monkeypatch.setattr(regions, "_WIPE_ON_FORK", advice)  # 9999: as with a kernel that does not know it
     table = made()
-    assert table.region.pin()
+    assert table._engine.region.pin()
     before = dict(cuda.registered)
     data = gear.ReplayDataset(table, batch_size=2, windows=gear.Window(2), device="cpu")
     data.sample()
@@ -70,9 +70,9 @@ def test_a_pinned_private_table_is_not_in_forked_processes(
     assert in_child(lambda: in_child(lambda: str(len(table)))).startswith("PrivateTableError")
     # Neither closing it there, nor the end of the process, touches what the parent registered.
     calls = len(cuda.calls)
-    assert in_child(lambda: str((table.close(), table.region.is_pinned, len(cuda.calls) - calls))) == (
-        "(None, False, 0)"
-    )
+    assert in_child(
+        lambda: str((table.close(), table._engine.region.is_pinned, len(cuda.calls) - calls))
+    ) == ("(None, False, 0)")
     child = multiprocessing.get_context("fork").Process(target=int)  # ends as Python processes do
     child.start()
     child.join(60)
@@ -109,16 +109,16 @@ def test_without_pinning_a_private_table_is_copied_on_write(cuda: FakeCuda) -> N
     with made() as table:
         assert in_child(lambda: str((table.add(rows(1)), len(table)))) == "(10, 11)"
         cuda.refuse = True
-        assert not table.region.pin()  # as before, when CUDA refuses
+        assert not table._engine.region.pin()  # as before, when CUDA refuses
         assert in_child(lambda: str((table.add(rows(1)), len(table)))) == "(10, 11)"
         assert len(table) == 10
 
 
 def test_a_named_table_stays_shared_with_forked_processes(cuda: FakeCuda) -> None:
     with made("pinned-and-shared") as table:
-        table.region.pin()
+        table._engine.region.pin()
         before = dict(cuda.registered)
-        assert in_child(lambda: str((table.add(rows(1)), table.region.is_pinned))) == "(10, False)"
+        assert in_child(lambda: str((table.add(rows(1)), table._engine.region.is_pinned))) == "(10, False)"
         assert len(table) == 11
         assert cuda.registered == before
         table.unlink()
@@ -128,8 +128,8 @@ def test_a_named_table_stays_shared_with_forked_processes(cuda: FakeCuda) -> Non
 def test_pinning_touches_the_dataset_s_device_alone(cuda: FakeCuda, given: str) -> None:
     device = torch.device(given)
     table = made()
-    assert table.region.pin(device)
-    assert table.region.pin(device)
+    assert table._engine.region.pin(device)
+    assert table._engine.region.pin(device)
     assert cuda.devices_of("cudaHostRegister") == [device.index]
     assert {device for _, device in cuda.calls} == {device.index}
     table.close()
@@ -142,14 +142,14 @@ def test_several_devices(cuda: FakeCuda) -> None:
     """All that read are waited for; a refusal is noted, and not tried again."""
     table = made()
     for device in ("cuda:1", "cuda:0", "cuda:1"):
-        assert table.region.pin(torch.device(device))
-    assert table.region.pin()  # the current one, 0
+        assert table._engine.region.pin(torch.device(device))
+    assert table._engine.region.pin()  # the current one, 0
     assert cuda.devices_of("cudaHostRegister") == [1]
     table.close()
     assert cuda.synchronized == [0, 1]
     cuda.refuse = True
     with made() as table:
-        assert not table.region.pin(torch.device("cuda:1"))
-        assert not table.region.pin(torch.device("cuda:0"))
+        assert not table._engine.region.pin(torch.device("cuda:1"))
+        assert not table._engine.region.pin(torch.device("cuda:0"))
         assert cuda.devices_of("cudaHostRegister") == [1, 1]
     assert cuda.synchronized == [0, 1]

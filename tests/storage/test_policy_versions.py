@@ -90,7 +90,7 @@ def test_starvation_is_an_error_after_the_deadline(selector: Any) -> None:
             dataset(table, selector=selector).sample()
         with pytest.raises(TableEmptyError, match="Timed out"):
             next(iter(dataset(table, selector=selector, prefetch=2)))
-        assert not (table.region.array("readers")[:, 2] != 0).any()  # no ticket is left
+        assert not (table._engine.region.array("readers")[:, 2] != 0).any()  # no ticket is left
 
 
 def test_a_draw_waits_for_what_is_added() -> None:
@@ -106,7 +106,7 @@ def test_a_draw_waits_for_what_is_added() -> None:
 def test_a_death_at_every_store_of_an_advance(torn: bool) -> None:
     for stores in itertools.count():
         with make(1) as table:
-            table.region.lock.timeout = 0
+            table._engine.region.lock.timeout = 0
             for policy in (0, 1, 0, 2):
                 add(table, policy)
             table.advance_version()

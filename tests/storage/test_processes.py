@@ -54,7 +54,7 @@ def _no_child_outlives_its_test() -> Iterator[None]:
 def nothing_leaked(table: gear.Table) -> None:
     """Once the index has been repaired, whatever is not live is free."""
     bury(table)
-    index = table.index
+    index = table._engine.index
 
     def reclaim() -> None:
         index.arrays.counters[DIRTY] = 1
@@ -64,9 +64,9 @@ def nothing_leaked(table: gear.Table) -> None:
     index.recovery.locked(reclaim)
     table.check_valid()
     lengths = table.lengths().tolist()
-    blocks = gear.Table.required_blocks(lengths, table.region.layout.block_steps)
+    blocks = gear.Table.required_blocks(lengths, table._engine.region.layout.block_steps)
     assert table.stats().blocks_in_use == blocks
-    assert (table.region.array("state") != FREE).sum() == len(lengths)
+    assert (table._engine.region.array("state") != FREE).sum() == len(lengths)
 
 
 def _use_handle(voice: Voice, handle: bytes) -> list[int]:
@@ -101,9 +101,9 @@ def _count(voice: Voice, name: str, times: int) -> None:
 
 
 def _count_in(table: gear.Table, times: int) -> None:
-    counter = table.region.array("counters")
+    counter = table._engine.region.array("counters")
     for _ in range(times):
-        with table.region.lock:
+        with table._engine.region.lock:
             value = int(counter[63])
             time.sleep(0)
             counter[63] = value + 1
@@ -120,15 +120,15 @@ def test_the_lock_is_exclusive_between_processes_and_threads(table: gear.Table) 
             thread.start()
         for thread in threads:
             thread.join()
-        assert private.region.array("counters")[63] == 2 * 150
+        assert private._engine.region.array("counters")[63] == 2 * 150
     for child in children:
         child.result()
-    assert table.region.array("counters")[63] == 3 * 300 + 2 * 150
+    assert table._engine.region.array("counters")[63] == 3 * 300 + 2 * 150
 
 
 def _hold(voice: Voice, name: str) -> None:
     table = gear.Table.attach(name)
-    with table.region.lock:
+    with table._engine.region.lock:
         voice.say("held")
         voice.hear()
 
@@ -156,7 +156,7 @@ def test_a_process_stopped_in_the_lock_and_one_killed_there(table: gear.Table) -
         *(
             lambda: table[0],
             table.indices,
-            lambda: table.reader().begin_snapshot(),
+            lambda: table._engine.reader().begin_snapshot(),
             table.check_valid,
             dataset.sample,
         ),
@@ -193,10 +193,10 @@ def test_nothing_that_this_process_closes_drops_its_lock() -> None:
     """The kernel drops a process's locks on a file whenever any of its descriptors of that file is closed."""
     with named() as table:
         name = str(table.name)
-        view = torch.from_numpy(table.region.column("number"))
+        view = torch.from_numpy(table._engine.region.column("number"))
         table.close()
         table = gear.Table.attach(name)
-        with table.region.lock:
+        with table._engine.region.lock:
             del view
             gc.collect()
             gear.Table.attach(name).close()
@@ -220,7 +220,7 @@ def test_nothing_that_this_process_closes_drops_its_lock() -> None:
 
 def _read_and_wait(voice: Voice, name: str) -> None:
     table = gear.Table.attach(name)
-    kept = [table.reader().begin_snapshot() for _ in range(256)]
+    kept = [table._engine.reader().begin_snapshot() for _ in range(256)]
     voice.say()
     voice.hear()
     del kept
@@ -241,7 +241,7 @@ def test_a_process_is_known_by_its_start_too(table: gear.Table) -> None:
     pid, start = os.getpid(), process_start(os.getpid())
     assert start > 0
     table.add(rows(1, 100))
-    index = table.index
+    index = table._engine.index
     slots, _ = index.begin(np.array([90]), evict=False)
     ticket = index.reader.begin_read()
     table.remove(int(table.indices()[0]))
@@ -337,9 +337,9 @@ def test_a_forked_child_shares_a_named_table(table: gear.Table) -> None:
 
     def work() -> None:
         table.add(rows(2, 6))
-        slots, _ = table.index.begin(np.array([4]), evict=False)
-        assert table.index.arrays.owner[slots].tolist() == [[os.getpid(), process_start(os.getpid())]]
-        table.reader().begin_snapshot()
+        slots, _ = table._engine.index.begin(np.array([4]), evict=False)
+        assert table._engine.index.arrays.owner[slots].tolist() == [[os.getpid(), process_start(os.getpid())]]
+        table._engine.reader().begin_snapshot()
         with gear.Table.attach(str(table.name)) as other:
             assert numbers_of(other) == [1, 2]
         table.close()
@@ -361,7 +361,7 @@ def test_a_fork_while_another_thread_holds_the_lock(private: bool) -> None:
         held, done = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with table.region.lock:
+            with table._engine.region.lock:
                 held.set()
                 done.wait(60)
 

@@ -22,7 +22,7 @@ STEP = sum(column.step_bytes for column in COLUMNS.values())
 
 def expected_resident(table: gear.Table, slots: int, blocks: int) -> int:
     """Header, counters and readers; for each slot its entries; for each block its data and four entries."""
-    layout = table.region.layout
+    layout = table._engine.region.layout
     sizes = [column.step_bytes for column in table.schema.values()]
     sizes = [sum(sizes)] if layout.packed else sizes  # these fill their record
     padded = sum(math.ceil(layout.block_steps * size / LINE) * LINE for size in sizes)
@@ -48,10 +48,10 @@ def test_every_count() -> None:
         assert STEP == 8 + 4 + 4 + 12 + 8
         assert (stats.num_trajectories, stats.num_steps, stats.payload_bytes) == (4, 50, 50 * STEP)
         assert stats.blocks_in_use == 1 + 1 + 2 + 10
-        assert stats.num_blocks == table.region.layout.num_blocks == (50 + 16 * 3) // 4
+        assert stats.num_blocks == table._engine.region.layout.num_blocks == (50 + 16 * 3) // 4
         assert stats.block_steps == 4
         assert (stats.fixed_row_bytes, stats.fixed_row_overhead) == (4 * 40 * STEP, 160 / 50)
-        assert stats.reserved_bytes == table.region.layout.region_bytes
+        assert stats.reserved_bytes == table._engine.region.layout.region_bytes
         assert stats.resident_bytes == expected_resident(table, 4, 14) <= stats.reserved_bytes
         assert stats.overhead == stats.resident_bytes / stats.payload_bytes
         with gear.Table.attach(str(table.name)) as other:
@@ -78,15 +78,15 @@ def test_every_count() -> None:
 def test_what_is_unfinished_or_still_being_read_is_resident() -> None:
     with gear.Table.create(COLUMNS, max_steps=200, max_trajectories=16, block_steps=4) as table:
         table.extend([rows(0, 8), rows(1, 9)])
-        ticket, _ = table.reader().begin_snapshot()
+        ticket, _ = table._engine.reader().begin_snapshot()
         table.remove(0)
         stats = table.stats()
         assert (stats.num_trajectories, stats.payload_bytes, stats.blocks_in_use) == (1, 9 * STEP, 5)
         assert stats.resident_bytes == expected_resident(table, 2, 5)
-        slots, _ = table.index.begin(np.array([1]), evict=False)
+        slots, _ = table._engine.index.begin(np.array([1]), evict=False)
         assert table.stats().blocks_in_use == 6
         assert table.stats().resident_bytes == expected_resident(table, 3, 6)
-        table.index.abort(slots)
+        table._engine.index.abort(slots)
         ticket.end()
         table.remove(1)
         assert table.stats().blocks_in_use == 0

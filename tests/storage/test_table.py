@@ -32,7 +32,7 @@ from table_common import (
 
 import gear_loader as gear
 from gear_loader.errors import TableFullError
-from gear_loader.storage import table as table_module
+from gear_loader.storage.engine import Engine
 from gear_loader.storage.region import _Mapping, region_path
 
 SCALAR = {"x": gear.Column(torch.int64)}
@@ -77,7 +77,7 @@ def test_what_was_added_and_what_is_read_are_copies(table: gear.Table) -> None:
     index = table.add(trajectory, priority=np.float32(1e-30))
     for value in (*trajectory.values(), *table[index].values(), table.indices(), table.lengths()):
         value[:] = 0
-    assert table.region.array("priority")[index] == np.float32(1e-30)
+    assert table._engine.region.array("priority")[index] == np.float32(1e-30)
     for same in (index, np.int64(index), np.uint8(index), torch.tensor(index)):
         assert number_of(table[same]) == 1
     assert table.indices().dtype == table.lengths().dtype == np.int64
@@ -107,7 +107,7 @@ def test_extend_takes_any_iterable(table: gear.Table, kind: str) -> None:
             of(given[:3] if kind == "list" else []), priority=priority if kind == "list" else []
         )
         expected = [2.0] * 3 if isinstance(priority, int) else [0.5, 0.0, 4.0]
-        assert table.region.array("priority")[indices].tolist() == expected[: len(indices)]
+        assert table._engine.region.array("priority")[indices].tolist() == expected[: len(indices)]
         table.remove(indices)
 
 
@@ -290,9 +290,9 @@ def test_a_named_table_outlives_its_handles() -> None:
 def test_two_handles_of_one_process_share_one_mapping() -> None:
     with named() as table:
         other = gear.Table.attach(str(table.name))
-        assert other.region.bytes is not None
-        assert table.region.bytes is not None
-        assert other.region.bytes.ctypes.data == table.region.bytes.ctypes.data
+        assert other._engine.region.bytes is not None
+        assert table._engine.region.bytes is not None
+        assert other._engine.region.bytes.ctypes.data == table._engine.region.bytes.ctypes.data
         index = table.add(rows(1, 5))
         assert number_of(other[index]) == 1
         table.close()
@@ -307,7 +307,7 @@ def test_a_table_that_is_dropped_gives_its_memory_back() -> None:
     name = fresh_name()
     table = gear.Table.create(COLUMNS, max_steps=20, max_trajectories=4, name=name)
     table.unlink()
-    mapping = table.region._mapping
+    mapping = table._engine.region._mapping
     memory = weakref.ref(mapping.memory)
     table.loop = table  # type: ignore[attr-defined]
     del table
@@ -332,7 +332,7 @@ def test_a_table_collected_while_another_is_attached_does_not_lock_up() -> None:
             gc.set_threshold(*before)
         gc.collect()
         table.add(rows(1, 3))
-        assert table.region._mapping.users == 1
+        assert table._engine.region._mapping.users == 1
 
 
 def test_a_view_that_outlives_its_table_stays_readable_and_does_no_harm() -> None:
@@ -340,7 +340,7 @@ def test_a_view_that_outlives_its_table_stays_readable_and_does_no_harm() -> Non
     table = gear.Table.create(COLUMNS, max_steps=20, max_trajectories=4, name=name)
     try:
         table.add(rows(1, 3))
-        view = torch.from_numpy(table.region.column("number"))
+        view = torch.from_numpy(table._engine.region.column("number"))
         table.close()
         assert int(view[0, 0].clone().view(torch.int64)) == 1
         table = gear.Table.attach(name)
@@ -352,7 +352,7 @@ def test_a_view_that_outlives_its_table_stays_readable_and_does_no_harm() -> Non
     finally:
         table.unlink()
         table.close()
-    assert table.region._mapping.key not in _Mapping.registry
+    assert table._engine.region._mapping.key not in _Mapping.registry
 
 
 def test_unlink_spares_another_table_of_the_same_name() -> None:
@@ -372,11 +372,11 @@ def test_closing_while_another_thread_writes() -> None:
     """The writer gets an error of ours; nothing is unmapped under it, nothing stays taken."""
     with named() as keeper:
         table = gear.Table.attach(str(keeper.name))
-        genuine = table_module.Table._write
+        genuine = Engine._write
         entered, closed = threading.Event(), threading.Event()
         errors: list[BaseException] = []
 
-        def slow(self: gear.Table, *args: Any) -> None:
+        def slow(self: Engine, *args: Any) -> None:
             entered.set()
             closed.wait(10)
             genuine(self, *args)
@@ -388,7 +388,7 @@ def test_closing_while_another_thread_writes() -> None:
                 errors.append(error)
 
         in_three_steps(table)
-        table._write = slow.__get__(table)  # type: ignore[method-assign]
+        table._engine._write = slow.__get__(table._engine)  # type: ignore[method-assign]
         thread = threading.Thread(target=work)
         thread.start()
         assert entered.wait(10)

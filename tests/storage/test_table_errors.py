@@ -132,7 +132,7 @@ def test_priorities_that_are_refused(table: gear.Table) -> None:
         refused(table, SchemaError, message, table.extend, [rows(9, 2)] * 3, priority=priority)
     stack = {name: value[None] for name, value in rows(9, 6).items()}
     refused(table, SchemaError, "priority nan", table.extend, stack, lengths=[6], priority=math.nan)
-    assert float(table.region.array("priority")[table.add(rows(9, 2), priority=-0.0)]) == 0
+    assert float(table._engine.region.array("priority")[table.add(rows(9, 2), priority=-0.0)]) == 0
 
 
 def stack(*lengths: int, padded: int = 6, **changes: Any) -> dict[str, Any]:
@@ -395,7 +395,7 @@ def locked_by_a_thread(table: gear.Table) -> Iterator[None]:
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with table.region.lock:
+        with table._engine.region.lock:
             held.set()
             done.wait(30)
 
@@ -414,12 +414,12 @@ def calls_of(table: gear.Table) -> list[Callable[[], Any]]:
     return [
         *(lambda: table.add(rows(9, 1)), lambda: table.extend([rows(9, 1)]), lambda: table.remove(0)),
         *(lambda: table[0], table.indices, table.lengths, table.stats),
-        *(table.check_valid, lambda: table.reader().begin_snapshot()),
+        *(table.check_valid, lambda: table._engine.reader().begin_snapshot()),
     ]
 
 
 def test_another_thread_that_keeps_the_lock(table: gear.Table) -> None:
-    table.region.lock.timeout = 0.05
+    table._engine.region.lock.timeout = 0.05
     message = rf"^Another thread of this process \(pid {os.getpid()}\) has held the lock of a private table"
     with locked_by_a_thread(table):
         for call in calls_of(table):
@@ -433,13 +433,13 @@ def test_a_commit_that_cannot_get_the_lock_gives_its_room_back() -> None:
     with gear.Table.create(COLUMNS, **nested_table(SIZES)) as table:
         table.add(rows(0, 20))
         before = state(table)
-        index = table.index
+        index = table._engine.index
         in_three_steps(table)
         genuine, lock = index.commit, contextlib.ExitStack()
 
         def commit(*args: Any) -> None:
             lock.enter_context(locked_by_a_thread(table))
-            table.region.lock.timeout = 0.05
+            table._engine.region.lock.timeout = 0.05
             genuine(*args)
 
         index.commit = commit  # type: ignore[method-assign]
@@ -447,7 +447,7 @@ def test_a_commit_that_cannot_get_the_lock_gives_its_room_back() -> None:
             table.add(rows(1, 20))
         lock.close()
         del index.commit  # type: ignore[method-assign]
-        assert (table.region.array("state") == WRITING).sum() == 1
+        assert (table._engine.region.array("state") == WRITING).sum() == 1
         table.add(rows(2, 20))
         assert numbers_of(table) == [0, 2]
         table.remove(int(table.indices()[1]))
@@ -637,9 +637,9 @@ def test_a_closed_table(private: bool) -> None:
         pass
     for call in [
         *calls_of(table),
-        *(lambda: len(table), lambda: table.num_steps, lambda: table.extend([]), table.reader),
+        *(lambda: len(table), lambda: table.num_steps, lambda: table.extend([]), table._engine.reader),
         table.writer,
-        *(lambda: table.region.column("number"), lambda: table.region.array("extent")),
+        *(lambda: table._engine.region.column("number"), lambda: table._engine.region.array("extent")),
     ]:
         with pytest.raises(TableClosedError) as caught:
             call()
@@ -661,9 +661,9 @@ def test_a_private_table_does_not_travel() -> None:
 
 def test_without_eviction_an_unfinished_write_counts_as_full() -> None:
     with gear.Table.create(COLUMNS, **nested_table(SIZES)) as table:
-        slots, _ = table.index.begin(np.array([31]), evict=False)
+        slots, _ = table._engine.index.begin(np.array([31]), evict=False)
         message = "added to 0 of at most 4 trajectories (1 more are being written), 31 of 40"
         refused(table, TableFullError, message, table.add, rows(1, 10))
-        table.index.abort(slots)
+        table._engine.index.abort(slots)
         table.add(rows(1, 10))
         table.check_valid()

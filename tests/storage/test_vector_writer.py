@@ -38,7 +38,7 @@ def rows_of(step: int, n: int) -> dict[str, Any]:
 def shown(table: gear.Table) -> list[Any]:
     """Every trajectory, oldest first, with its priority."""
     table.check_valid()
-    priorities = table.reader().arrays.priority
+    priorities = table._engine.reader().arrays.priority
     return [
         (float(priorities[i]), {name: values.tolist() for name, values in table[i].items()})
         for i in map(int, table.indices())
@@ -203,7 +203,7 @@ def test_a_full_table_and_a_rate_limiter_leave_a_call_that_can_be_repeated() -> 
         with pytest.raises(RateLimitError):
             writer.append(x=rows, done=done, active=~np.array([False, True, True, False]))
         assert writer.num_steps.tolist() == [3, 0, 0, 3]
-        ticket, _ = table.reader().begin_snapshot(samples=1)
+        ticket, _ = table._engine.reader().begin_snapshot(samples=1)
         ticket.end()
         writer.append(x=rows, done=done, active=[True, False, False, True])
         assert writer.num_steps.tolist() == [4, 0, 0, 0]
@@ -223,7 +223,7 @@ def test_a_chunk_that_may_not_be_committed_is_kept_without_its_last_step() -> No
                 writer.append(x=np.arange(2) + 50, active=~writer.appended)
             assert writer.num_steps.tolist() == [2, 5]
             writer.appended = np.array([True, False])  # as after the first of the two
-        ticket, _ = table.reader().begin_snapshot(samples=1)
+        ticket, _ = table._engine.reader().begin_snapshot(samples=1)
         ticket.end()
         writer.append(x=np.arange(2) + 50, active=[False, True])
         assert scalars(table) == [[0, 10, 20, 30, 40, 50], [1, 11, 21, 31, 41, 51]]
@@ -342,7 +342,7 @@ def test_one_lock_for_all_environments(options: dict[str, Any], monkeypatch: pyt
     with gear.Table.create(columns, **nested_table(sizes)) as table:
         writer = table.writers(6, **options)
         lengths = 1 + np.random.default_rng(3).permutation(6)
-        steps, calls, counters = np.zeros(6, dtype=int), 0, table.region.array("counters")
+        steps, calls, counters = np.zeros(6, dtype=int), 0, table._engine.region.array("counters")
         run = IndexLock.run
 
         def counted(self: IndexLock, *given: Any) -> Any:
@@ -352,7 +352,7 @@ def test_one_lock_for_all_environments(options: dict[str, Any], monkeypatch: pyt
 
         monkeypatch.setattr(IndexLock, "run", counted)
         # Once a second an append also looks for dead writers, in a lock of its own.
-        monkeypatch.setattr(table.index.allocator, "_writers_checked", np.inf)
+        monkeypatch.setattr(table._engine.index.allocator, "_writers_checked", np.inf)
         for _ in range(250):
             steps += 1
             done, calls, moves = steps == lengths, 0, counters[RUNS]

@@ -76,11 +76,11 @@ def contents(table: gear.Table) -> list[list[int]]:
 def nothing_left(table: gear.Table) -> None:
     """Fails unless every slot and every block that no trajectory has is free."""
     table.check_valid()
-    assert not (table.region.array("state") == WRITING).any()
+    assert not (table._engine.region.array("state") == WRITING).any()
     table.remove(table.indices())
     table.check_valid()
     assert table.stats().blocks_in_use == 0
-    assert (table.region.array("state") == FREE).all()
+    assert (table._engine.region.array("state") == FREE).all()
 
 
 def _step(value: torch.Tensor, i: int, kind: str) -> Any:
@@ -227,7 +227,7 @@ def test_a_writer_grows_in_a_table_that_is_tight_for_the_first_time(monkeypatch:
     monkeypatch.setattr(entry_points.COMPILED, "reserve_lanes", fresh)
     with make(max_steps=200) as table, table.writer() as writer:
         writer.append(x=np.arange(4))  # a block
-        ticket = table.reader().begin_read()
+        ticket = table._engine.reader().begin_read()
         table.remove(table.add({"x": np.arange(4)}))  # its block cannot be reclaimed yet
         for value in range(4, 10):
             writer.append(x=value)
@@ -247,7 +247,7 @@ def test_priorities_that_do_not_fit_leave_what_was_appended(table: gear.Table) -
     writer.commit(priority=2.5)
     write(writer, 4, 2)
     writer.commit()
-    assert (numbers_of(table), table.reader().arrays.priority[:2].tolist()) == ([3, 4], [2.5, -1])
+    assert (numbers_of(table), table._engine.reader().arrays.priority[:2].tolist()) == ([3, 4], [2.5, -1])
     message = "^Nothing has been appended since the last commit; append at least one step.$"
     with pytest.raises(SchemaError, match=message):
         writer.commit()
@@ -264,7 +264,7 @@ def test_priorities_that_do_not_fit_leave_what_was_appended(table: gear.Table) -
         with pytest.raises(SchemaError, match=r"^priority is 'x'; expected"):
             writer.commit(priority="x")  # type: ignore[arg-type]
         assert (writer.num_steps, writer.commit()) == (2, 0)
-        assert (contents(small), small.reader().arrays.priority[0]) == ([[0, 1, 2, 3]], 2.0)
+        assert (contents(small), small._engine.reader().arrays.priority[0]) == ([[0, 1, 2, 3]], 2.0)
 
 
 def test_a_trajectory_that_becomes_too_long() -> None:
@@ -326,7 +326,7 @@ def test_the_context_manager_commits_at_a_clean_end(table: gear.Table) -> None:
     with pytest.raises(SchemaError, match=r"^Nothing has been appended"):
         writer.commit()
     assert numbers_of(table) == [1, 2, 3]
-    assert table.reader().arrays.priority[:3].tolist() == [1.5, 4.0, -1]
+    assert table._engine.reader().arrays.priority[:3].tolist() == [1.5, 4.0, -1]
     assert table.stats().num_writing == 0
     nothing_left(table)
 
@@ -337,14 +337,14 @@ def test_interrupted_while_it_commits(what: str, moment: str, monkeypatch: pytes
     with make() as table:
         writer = table.writer(chunk_steps=8, overlap_steps=4 if what == "roll" else 3)
         count(writer, 0, 7)
-        genuine = table.index.change_lanes
+        genuine = table._engine.index.change_lanes
 
         def interrupted(*args: Any, **options: Any) -> None:
             if moment == "after":
                 genuine(*args, **options)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(table.index, "change_lanes", interrupted)
+        monkeypatch.setattr(table._engine.index, "change_lanes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             writer.append(x=7)
         monkeypatch.undo()
@@ -432,10 +432,10 @@ def test_room_that_writers_of_several_threads_hold_is_waited_for() -> None:
         thread = threading.Thread(target=work)
         thread.start()
         wrote.wait(30)
-        table.index.admission.timeout = 0.05
+        table._engine.index.admission.timeout = 0.05
         with pytest.raises(LockTimeoutError, match=r"hold room: 2 of this process \(\d+\) with 8 steps\. "):
             mine.append(x=4)
-        table.index.admission.timeout = 30
+        table._engine.index.admission.timeout = 30
         threading.Timer(0.05, give.set).start()
         mine.append(x=4)
         thread.join()
@@ -455,7 +455,7 @@ def test_the_rate_limiter_is_asked() -> None:
                 committed += 1
         assert 0 < committed < 6
         assert writer.num_steps == 1
-        ticket, _ = table.reader().begin_snapshot(samples=1)
+        ticket, _ = table._engine.reader().begin_snapshot(samples=1)
         ticket.end()
         writer.commit()
         assert contents(table) == [[i] for i in range(committed + 1)]
@@ -468,7 +468,7 @@ def test_the_rate_limiter_is_asked() -> None:
                     chunked.append(x=value)
                 assert chunked.num_steps == 7
                 assert table.stats().num_writing == 1
-            ticket, _ = table.reader().begin_snapshot(samples=1)
+            ticket, _ = table._engine.reader().begin_snapshot(samples=1)
             ticket.end()
             assert len(chunked.append(x=7)) == 1
             chunked.close()

@@ -88,7 +88,7 @@ class WriterMachine(stateful.RuleBasedStateMachine):
         self.table = gear.Table.create(
             SCALAR, **nested_table({**options, "on_full": on_full, "max_times_sampled": limit})
         )
-        self.table.index.admission.timeout = self.table.region.lock.timeout = 0
+        self.table._engine.index.admission.timeout = self.table._engine.region.lock.timeout = 0
         watch_moves(self.table)
         self.on_full, self.limit = on_full, limit
         self.live: dict[int, Entry] = {}
@@ -106,8 +106,8 @@ class WriterMachine(stateful.RuleBasedStateMachine):
                 read.ticket.end()
             self.table.remove(self.table.indices())
             bury(self.table)
-            self.table.index.recovery.locked(
-                lambda: self.table.index.arrays.ops.reclaim(self.table.index.arrays.where)
+            self.table._engine.index.recovery.locked(
+                lambda: self.table._engine.index.arrays.ops.reclaim(self.table._engine.index.arrays.where)
             )
             self.table.check_valid()
             assert self.table.stats().blocks_in_use == 0
@@ -116,7 +116,7 @@ class WriterMachine(stateful.RuleBasedStateMachine):
     # What the twin knows.
 
     def now(self) -> list[int]:
-        index = self.table.index
+        index = self.table._engine.index
         slots = np.flatnonzero(index.arrays.state == READY)
         found: list[int] = slots[np.argsort(index.arrays.sequence[slots])].tolist()
         return found
@@ -186,7 +186,7 @@ class WriterMachine(stateful.RuleBasedStateMachine):
             assert stream.writer.num_steps == len(before)
             if isinstance(error, gear.errors.SchemaError):
                 assert not stream.chunk
-                assert len(before) == self.table.longest
+                assert len(before) == self.table._engine.longest
             if isinstance(error, LockTimeoutError):
                 assert self.reads or self.on_full.startswith("evict")
             self.settle([])
@@ -263,7 +263,7 @@ class WriterMachine(stateful.RuleBasedStateMachine):
     def set_priorities(self, data: Any, stale: bool) -> None:
         slots = data.draw(st.lists(st.sampled_from(list(self.live)), min_size=1, max_size=4))
         priorities = data.draw(st.lists(st.integers(0, 9), min_size=len(slots), max_size=len(slots)))
-        index = self.table.index
+        index = self.table._engine.index
         generations = index.arrays.generation[slots] + (1 if stale else 0)
         index.reader.set_priorities(
             np.array([*slots, -3, 99]),
@@ -278,7 +278,7 @@ class WriterMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(data=st.data())
     def draw(self, data: Any) -> None:
         slots = data.draw(st.lists(st.sampled_from(list(self.live)), min_size=1, max_size=5))
-        index = self.table.index
+        index = self.table._engine.index
         expected = []
         used = set()
         for slot in slots:
@@ -299,9 +299,9 @@ class WriterMachine(stateful.RuleBasedStateMachine):
     def begin_read(self) -> Any:
         if len(self.reads) >= 3:
             return stateful.multiple()
-        ticket, snapshot = self.table.reader().begin_snapshot()
+        ticket, snapshot = self.table._engine.reader().begin_snapshot()
         assert snapshot.slots.tolist() == list(self.live)
-        extent = self.table.region.array("extent")
+        extent = self.table._engine.region.array("extent")
         read = Read(ticket, [(int(extent[slot, 1]), entry.values) for slot, entry in self.live.items()])
         self.reads.append(read)
         return read
@@ -313,16 +313,16 @@ class WriterMachine(stateful.RuleBasedStateMachine):
 
     @stateful.rule()
     def find_the_index_half_changed(self) -> None:
-        self.table.region.array("counters")[DIRTY] = 1
+        self.table._engine.region.array("counters")[DIRTY] = 1
         bury(self.table)
 
     @stateful.rule(times=st.integers(1, 6), blocks=st.integers(1, 3))
     def wear(self, times: int, blocks: int) -> None:
         """Use up room for block tables, so that they have to move."""
-        index = self.table.index
+        index = self.table._engine.index
         for _ in range(times):
             with contextlib.suppress(GearError):
-                slots, _ = index.begin(np.array([blocks * self.table.region.layout.block_steps]))
+                slots, _ = index.begin(np.array([blocks * self.table._engine.region.layout.block_steps]))
                 index.abort(slots)
 
     @stateful.rule(
@@ -375,7 +375,7 @@ class WriterMachine(stateful.RuleBasedStateMachine):
     def valid(self) -> None:
         if not hasattr(self, "table"):
             return
-        table, index = self.table, self.table.index
+        table, index = self.table, self.table._engine.index
         table.check_valid()
         same_snapshot(table)
         assert self.now() == list(self.live)
@@ -414,7 +414,7 @@ def test_block_tables_that_are_longer_than_there_are_blocks(on_full: Any) -> Non
     with gear.Table.create(SCALAR, **nested_table({**sizes, "on_full": on_full, "timeout": 0.01})) as table:
         watch_moves(table)
         writers = [table.writer(chunk_steps=8, overlap_steps=7) for _ in range(4)]
-        index = table.index
+        index = table._engine.index
         expected: dict[int, list[int]] = {i: [] for i in range(4)}
         moved = 0
         for step in range(400):
@@ -444,8 +444,8 @@ def test_block_tables_that_are_longer_than_there_are_blocks(on_full: Any) -> Non
 
 
 def _act(what: str, table: gear.Table, writer: gear.Writer, slots: Any, number: int, ticket: Ticket) -> Any:
-    index = table.index
-    ready = slots[table.region.array("state")[slots] == READY]
+    index = table._engine.index
+    ready = slots[table._engine.region.array("state")[slots] == READY]
     priorities = slots.astype(np.float32) + number
     calls: dict[str, Callable[[], Any]] = {
         "append": lambda: writer.append(x=np.arange(number)),
@@ -480,8 +480,8 @@ def test_compiled_or_not_makes_no_difference(seed: int, monkeypatch: pytest.Monk
         table = gear.Table.create(
             SCALAR, **nested_table({**sizes, **rules, "on_full": policy, "timeout": 1e-6})
         )
-        table.index.arrays.operate(compiled=compiled)
-        table.index.store = lambda *_args, **_options: None  # type: ignore[method-assign]
+        table._engine.index.arrays.operate(compiled=compiled)
+        table._engine.index.store = lambda *_args, **_options: None  # type: ignore[method-assign]
         cuts = [(None, 0), (6, 3), (6, 4), (9, 6)]
         writers = [table.writer(chunk_steps=chunk, overlap_steps=overlap) for chunk, overlap in cuts]
         tables.append((table, writers))
@@ -503,12 +503,12 @@ def test_compiled_or_not_makes_no_difference(seed: int, monkeypatch: pytest.Monk
         both = zip(tables, tickets, strict=True)
         one, other = (_act(what, table, writers[which], slots, number, t) for (table, writers), t in both)
         assert one == other, what
-        for name in tables[0][0].region.layout.arrays:
+        for name in tables[0][0]._engine.region.layout.arrays:
             end = INSERT_WAIT if name == "counters" else None
-            one, other = (table.region.array(name)[:end] for table, _ in tables)
+            one, other = (table._engine.region.array(name)[:end] for table, _ in tables)
             assert one.tobytes() == other.tobytes(), (what, name)
         tables[0][0].check_valid()
-    one, other = (table.region.column("x") for table, _ in tables)
+    one, other = (table._engine.region.column("x") for table, _ in tables)
     assert one.tobytes() == other.tobytes()
     assert tables[0][0].stats().num_inserted > 50
     for table, _ in tables:
@@ -522,7 +522,7 @@ def test_the_lowest_priority_goes_first(seed: int) -> None:
     slots = int(generator.integers(5, 70))
     sizes = {"max_steps": 10**6, "max_trajectories": slots, "block_steps": 4}
     with gear.Table.create(SCALAR, **nested_table({**sizes, "on_full": "evict_lowest_priority"})) as table:
-        index = table.index
+        index = table._engine.index
         twin: dict[int, tuple[int, float | None]] = {}  # slot -> number, priority
         for number in range(400):
             priority = None if generator.random() < 0.3 else float(generator.integers(0, 6))
@@ -549,7 +549,7 @@ def test_the_lowest_priority_goes_first(seed: int) -> None:
                 index.arrays.counters[DIRTY] = 1
             if number % 10 == 0:
                 table.check_valid()
-                extent = table.region.array("extent")
+                extent = table._engine.region.array("extent")
                 assert all(extent[s, 0] == 1 + n % 5 for s, (n, _) in twin.items())
         assert sorted(table.indices().tolist()) == sorted(twin)
 
@@ -582,7 +582,7 @@ def test_trajectories_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
         assert values_of(table, int(table.indices()[-1])) == list(range(4, 12))
         # An addition sees to it too.
         now[0] += 10**9
-        ticket = table.index.reader.begin_read()
+        ticket = table._engine.index.reader.begin_read()
         table.extend([{"x": np.arange(500, 502)}, {"x": np.arange(600, 602)}])
         assert firsts() == [200, 4, 500, 600][-len(table) :]
         ticket.end()
@@ -607,7 +607,10 @@ def test_rules_are_stored_with_the_table() -> None:
             with gear.Table.attach(str(table.name)) as other:
                 assert other.rules == table.rules
                 assert {name: getattr(other.rules, name) for name in options} == options
-                assert (other.on_full, other.policy) == ("evict_lowest_priority", table.policy)
+                assert (other.on_full, other._engine.policy) == (
+                    "evict_lowest_priority",
+                    table._engine.policy,
+                )
             with gear.Table.attach(str(table.name), on_full="wait") as other:
                 assert (other.on_full, other.rules.on_full) == ("wait", "evict_lowest_priority")
         finally:

@@ -105,7 +105,11 @@ class Subject:
             "extend_in_three_steps": self.extend_in_three_steps,
             "read": lambda: self.table[int(self.table.indices()[0])],
             "remove": lambda: self.table.remove(self.table.indices()[10:11]),  # never the last ones
-            "stats": lambda: (self.table.stats(), self.table.reader().snapshot(), self.table.lengths()),
+            "stats": lambda: (
+                self.table.stats(),
+                self.table._engine.reader().snapshot(),
+                self.table.lengths(),
+            ),
             "write": self.write,
             "write_chunks": lambda: self.write(chunk_steps=8, overlap_steps=4),
             "write_overlapping_chunks": lambda: self.write(chunk_steps=7, overlap_steps=3),
@@ -170,7 +174,7 @@ class Subject:
     def fill(self) -> None:
         slots = self.late.extend([self.rows(7) for _ in range(4)])
         values = [np.ones((7, 2000), dtype=np.float32) for _ in slots]
-        self.late.fill(slots, generation=self.late.index.arrays.generation[slots], value=values)
+        self.late.fill(slots, generation=self.late._engine.index.arrays.generation[slots], value=values)
 
     def break_off(self, dataset: Any) -> None:
         for number, _ in enumerate(dataset):
@@ -214,7 +218,7 @@ class Subject:
         self._check_another_thread()
         self.other.check()
         self._check_tickets()
-        index = self.table.index
+        index = self.table._engine.index
         for writer in self.writers:
             writer.discard()
         self.writers.clear()
@@ -227,7 +231,7 @@ class Subject:
 
         def work() -> None:
             try:
-                index = self.table.index
+                index = self.table._engine.index
                 index.recovery.lock.timeout = PATIENCE
                 index.recovery.locked(int)
                 for dataset in (self.prioritized, self.prioritized_ahead):
@@ -247,7 +251,7 @@ class Subject:
         # A prefetch thread may still be at work if closing its iterator was interrupted.
         end = time.monotonic() + PATIENCE
         for table in (self.table, self.late, self.tiered):
-            readers = table.region.array("readers")
+            readers = table._engine.region.array("readers")
             while (
                 taken := np.flatnonzero((readers[:, PID] == os.getpid()) & (readers[:, READING] > 0))
             ).size:
@@ -309,8 +313,8 @@ class _Other:
             ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
             while os.getppid() == parent and os.read(hear, 1):
                 with gear.Table.attach(name) as table:
-                    table.region.lock.timeout = PATIENCE
-                    table.region.lock.run(int)
+                    table._engine.region.lock.timeout = PATIENCE
+                    table._engine.region.lock.run(int)
                 os.write(say, b".")
         finally:
             os._exit(1)

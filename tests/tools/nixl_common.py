@@ -135,7 +135,7 @@ class World:
     def rows(self, slots: Any, anchors: Any) -> tuple[tuple[Array, Array, Array], dict[str, Array]]:
         """What `fetch` takes, as selection's exchange brings it along."""
         slots, anchors = np.asarray(slots, dtype=np.int64), np.asarray(anchors, dtype=np.int64)
-        region, (first, last, once) = self.table.region, collected.reach_of(SCHEMA, self.spec.windows)
+        region, (first, last, once) = self.table._engine.region, collected.reach_of(SCHEMA, self.spec.windows)
         extent = np.empty((len(slots), 3), np.int64)
         ids = np.full((len(slots), (last - first) // 4 + 2 + once), -1, np.int32)
         held, block_ids = region.array("extent"), region.array("block_ids").reshape(-1)

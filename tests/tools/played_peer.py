@@ -32,7 +32,7 @@ class PlayedPeer:
         if self.error is not None:
             future.set_exception(self.error)
             return future
-        state, generation, _ = self.table.reader().slot_states()
+        state, generation, _ = self.table._engine.reader().slot_states()
         gone = np.isin(slots, list(self.gone)) | (state[slots] != READY) | (generation[slots] != generations)
         slots, anchors = np.where(gone, np.flatnonzero(state == READY)[0], slots), np.where(gone, 0, anchors)
         cpu = torch.device("cpu")
@@ -67,7 +67,7 @@ class PlayedPeer:
         if self.error is not None:
             future.set_exception(self.error)
             return future
-        state, generation, _ = self.table.reader().slot_states()
+        state, generation, _ = self.table._engine.reader().slot_states()
         gone = np.isin(slots, list(self.gone)) | (state[slots] != READY) | (generation[slots] != generations)
         count, total = len(slots), int(counts.sum())
         out[:] = 255

@@ -345,8 +345,8 @@ def test_priorities_and_ids_arrive(shelf: tuple[gear.Table, Serving]) -> None:
     for priority in (-1.0, 0.0, tiny, 0.5, float(np.finfo(np.float32).max)):
         slot = delivery.store_one(Rows(6, [arrays], arrays), priority)
         assert number_of(table[slot]) == 4
-        assert table.region.array("priority")[slot] == np.float32(priority)
-        assert table.region.array("ident")[slot] & 0xFFFF == CLIENT_ORIGIN
+        assert table._engine.region.array("priority")[slot] == np.float32(priority)
+        assert table._engine.region.array("ident")[slot] & 0xFFFF == CLIENT_ORIGIN
     table.check_valid()
 
 

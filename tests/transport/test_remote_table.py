@@ -148,7 +148,7 @@ def test_all_ways_to_add_store_what_was_given() -> None:
         assert len(remote) == len(table) == 12
         assert remote.stats() == table.stats()
         assert remote.num_steps == table.num_steps
-        assert table.index.arrays.priority[slots[:4]].tolist() == [2.5, -1.0, 0.5, 1.5]
+        assert table._engine.index.arrays.priority[slots[:4]].tolist() == [2.5, -1.0, 0.5, 1.5]
         assert "goal" in remote.schema
         assert repr(remote).endswith("4 columns, 0 waiting)")
         table.check_valid()
@@ -346,7 +346,7 @@ def test_priorities_of_the_servers_table_are_set() -> None:
             with pytest.raises(StaleIndexError, match=r"1 of 2 priorities .* index 9"):
                 remote.update_priority([0, 9], [1.0, 1.0], stale="error")
         proxy.close()
-        assert table.region.array("priority").tolist() == [0.0, 1.0, 3.0, 2.0]
+        assert table._engine.region.array("priority").tolist() == [0.0, 1.0, 3.0, 2.0]
 
 
 def test_a_client_loads_no_torch_no_compiler_and_no_kernels() -> None:

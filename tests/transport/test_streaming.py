@@ -48,7 +48,7 @@ def contents(table: gear.Table) -> list[Any]:
         rows, final = table[slot], table.final(slot)
         values = {name: value.tolist() for name, value in rows.items()}
         last = None if final is None else {name: value.tolist() for name, value in final.items()}
-        found.append((values, last, float(table.region.array("priority")[slot])))
+        found.append((values, last, float(table._engine.region.array("priority")[slot])))
     return found
 
 

@@ -318,7 +318,7 @@ def test_nothing_is_left_of_many_connections(caplog: pytest.LogCaptureFixture, c
             def settled() -> Held:
                 check_fetch(peer, table, spec_of(table), table.indices()[:3], [1, 0, 2])
                 wait_until(lambda: server.server.num_connections == 1)
-                wait_until(lambda: not table.region.array("readers")[:, 2].any())
+                wait_until(lambda: not table._engine.region.array("readers")[:, 2].any())
                 wait_until(lambda: living() == 1)
                 return holding()
 
@@ -343,7 +343,7 @@ LARGE = {"value": Window(4096)}  # a reply of these is gathered by a thread
 
 def _hold_index(name: str, pipe: Any) -> None:
     table = gear.Table.attach(name)
-    with table.region.lock:
+    with table._engine.region.lock:
         pipe.send("held")
         pipe.recv()
 

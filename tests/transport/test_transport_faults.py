@@ -231,7 +231,7 @@ def test_a_requester_that_is_killed_while_the_server_sends(table: gear.Table) ->
         requester.kill()
         requester.join(PATIENCE)
         wait_until(lambda: server.server.num_connections == 0)
-        assert not table.region.array("readers")[:, 2].any()  # no ticket is left
+        assert not table._engine.region.array("readers")[:, 2].any()  # no ticket is left
         check_fetch(server.peer(), table, spec_of(table), [3, 1], [1, 2])
 
 

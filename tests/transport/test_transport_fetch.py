@@ -295,7 +295,7 @@ def test_storing(shelf: Shelf) -> None:
     assert slots.dtype == np.int64
     assert slots.tolist() == table.indices()[-2:].tolist()
     assert numbers_of(table) == [*range(8), 50, 51]
-    assert (table.reader().arrays.priority[slots] == UNSET).all()
+    assert (table._engine.reader().arrays.priority[slots] == UNSET).all()
     assert peer.store(*storing(table)).result(PATIENCE).tolist() == []
     for priorities, ids in (
         ([0.5, 0, 7], [-1] * 3),
@@ -304,7 +304,7 @@ def test_storing(shelf: Shelf) -> None:
     ):
         trajectories = [rows(50 + i, 1 + i) for i in range(3)]
         slots = peer.store(*storing(table, *trajectories, priorities=priorities, ids=ids)).result(PATIENCE)
-        assert table.reader().arrays.priority[slots].tolist() == np.float32(priorities).tolist()
+        assert table._engine.reader().arrays.priority[slots].tolist() == np.float32(priorities).tolist()
         assert all(one in (found, -1) for found, one in zip(table.ids(slots).tolist(), ids, strict=True))
         assert numbers_of(table)[-3:] == [50, 51, 52]
         table.remove(slots)

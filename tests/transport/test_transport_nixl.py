@@ -90,7 +90,7 @@ def test_one_agent_and_one_question_serve_many_fetches_and_threads(shared: World
 def test_rows_that_are_gone(world: World) -> None:
     slots = list(world.held)[:6]
     rows, index = world.rows(slots, [0] * 6)
-    ticket = world.table.index.reader.begin_read()  # what is retired now stays
+    ticket = world.table._engine.index.reader.begin_read()  # what is retired now stays
     world.table.remove([slots[1]])
     out = np.full(world.spec.reply_bytes(6), 205, dtype=np.uint8)
     assert not world.peer.fetch(world.spec, *rows, out, **index).result(30).any()
@@ -246,7 +246,7 @@ def test_an_owner_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _description() -> Description:
     table = Table.create(COLUMNS, max_steps=64, max_trajectories=4, block_steps=4)
-    layout = table.region.layout
+    layout = table._engine.region.layout
     columns = tuple(layout.columns.values())
     numbers = {"base": 1 << 40, "region_bytes": layout.region_bytes, "block_steps": 4, "num_slots": 4}
     numbers |= {"num_blocks": layout.num_blocks, "max_steps": 64, "word": 1 << 41, "value": 7}

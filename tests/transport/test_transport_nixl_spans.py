@@ -98,7 +98,7 @@ class SpanWorld(World):
         spec = PackedSpec(self.name, SCHEMA, columns)
         slots, firsts, counts = (np.asarray(part, dtype=np.int64) for part in (slots, firsts, counts))
         if generations is None:
-            generations = self.table.region.array("generation")[slots]
+            generations = self.table._engine.region.array("generation")[slots]
         out = np.full(spec.reply_bytes(len(slots), int(counts.sum())), 205, dtype=np.uint8)
         return self.peer.fetch_spans(spec, slots, firsts, generations, counts, out), out, spec
 
@@ -117,7 +117,7 @@ class SpanWorld(World):
 
     def flip(self) -> None:
         """Compact the block tables."""
-        index = self.table.index
+        index = self.table._engine.index
         assert index.recovery.locked(lambda: index.allocator.flip(-1))
 
 
@@ -168,9 +168,9 @@ def test_a_fetch_takes_five_reads_and_one_more_after_a_compaction(world: SpanWor
 @needs_nixl
 def test_rows_that_are_gone(world: SpanWorld) -> None:
     slots = list(world.held)[:6]
-    spans, generations = world.whole(slots), world.table.region.array("generation")[slots]
+    spans, generations = world.whole(slots), world.table._engine.region.array("generation")[slots]
     held = dict(world.held)
-    ticket = world.table.index.reader.begin_read()  # what is retired now stays
+    ticket = world.table._engine.index.reader.begin_read()  # what is retired now stays
     world.table.remove([slots[1]])
     assert world.served(*spans, generations=generations) == [True] * 6
     ticket.end()
@@ -221,7 +221,7 @@ def evict_all(world: SpanWorld, slots: list[int]) -> None:
 
 def recover(world: SpanWorld, slots: list[int]) -> None:
     """As after a process that was killed in the middle of a change."""
-    index = world.table.index
+    index = world.table._engine.index
     world.table.remove([slot for slot in world.held if slot not in slots][:4])
     index.recovery.locked(index.recovery.rebuild)
     for i in range(6):
@@ -249,7 +249,7 @@ def test_rows_are_whole_whatever_happens_before_a_read(
     assert all(found[evicted:])
     if at < 4:  # before the read of the states
         assert not any(found[:evicted])
-    world.table.index.recovery.check_valid()
+    world.table._engine.index.recovery.check_valid()
 
 
 @needs_nixl
@@ -322,7 +322,7 @@ def test_what_no_table_has_is_refused(world: SpanWorld) -> None:
 def test_a_corrupt_block_table_is_an_error(world: SpanWorld, value: int) -> None:
     slots = list(world.held)[:4]
     assert all(world.served(*world.whole(slots)))
-    extent, ids = (world.table.region.array(name) for name in ("extent", "block_ids"))
+    extent, ids = (world.table._engine.region.array(name) for name in ("extent", "block_ids"))
     place = int(extent[slots[2], 1])
     before, ids.reshape(-1)[place] = int(ids.reshape(-1)[place]), value
     with pytest.raises(TransportError, match=r"row 2, slot \d+, has no valid block table .*; 4 rows"):
@@ -414,7 +414,7 @@ def copy(remote: Array, local: Array) -> None:
 
 
 def described(table: Table) -> Description:
-    layout, view = table.region.layout, table.region.bytes
+    layout, view = table._engine.region.layout, table._engine.region.bytes
     assert view is not None
     numbers = {"base": view.ctypes.data, "region_bytes": layout.region_bytes, "half": layout.half}
     numbers |= {"num_blocks": layout.num_blocks, "num_slots": layout.max_trajectories}
@@ -434,7 +434,7 @@ def test_blocks_side_by_side_are_one_transfer(block_steps: int) -> None:
         rows = SpanRows(*(np.array(part, dtype=np.int64) for part in ([1, 0], [40, 100], [0, 0], [300, 800])))
         spec = PackedSpec("t", table.schema, {"token": "token"})
         reads = SpanReads(spec, described(table), rows)
-        extents = table.region.array("extent")[rows.slots]
+        extents = table._engine.region.array("extent")[rows.slots]
         wanted, there = reads.block_ids(extents, np.ones(2, dtype=bool))
         assert there.all()
         here = np.zeros(wanted.nbytes, np.uint8)

@@ -1,0 +1,83 @@
+"""The layout of a new table, from the options of `Table.create`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gear_loader.errors import SchemaError
+from gear_loader.storage.block_sizes import (
+    blocks_within,
+    check_memory,
+    resolved_block_steps,
+    resolved_packing,
+)
+from gear_loader.storage.disk import Tier
+from gear_loader.storage.layout import Layout, most_blocks
+from gear_loader.storage.limiters import RateLimiter
+from gear_loader.storage.memory_options import Memory
+from gear_loader.storage.schema import Column, Schema
+from gear_loader.storage.table_rules import Limits, OnFull, Rules
+from gear_loader.utils.arrays import shown
+
+__all__ = ["table_layout"]
+
+
+def table_layout(
+    schema: Mapping[str, Column],
+    *,
+    max_steps: Any,
+    max_trajectories: Any,
+    block_steps: Any,
+    memory: Memory,
+    on_full: OnFull,
+    rate_limiter: RateLimiter | None,
+    limits: Limits | None,
+    tier: Tier | None,
+) -> Layout:
+    """The layout of a table with these options of `Table.create`, which has its rules too.
+
+    Raises:
+        SchemaError: invalid sizes, columns or rules.
+    """
+    schema = Schema(schema)
+    packed = resolved_packing(schema, memory.packed)
+    block_steps = resolved_block_steps(
+        schema,
+        block_steps,
+        memory.mean_length,
+        max_steps=max_steps,
+        max_trajectories=max_trajectories,
+        packed=packed,
+    )
+    check_memory(memory, tier)
+    sizes = {"max_steps": max_steps, "max_trajectories": max_trajectories, "block_steps": block_steps}
+    if memory.max_blocks is not None:
+        sizes["max_blocks"] = memory.max_blocks
+    for key, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 2**37:
+            raise SchemaError(f"{key} is {shown(value)}; expected an integer from 1 to {2**37 - 1:,}.")
+    if limits is not None and not isinstance(limits, Limits):
+        raise SchemaError(f"limits is {shown(limits)}; expected None or gear_loader.Limits(...).")
+    removal = {} if limits is None else dataclasses.asdict(limits)
+    rules = Rules(**removal, on_full=on_full, rate_limiter=rate_limiter)
+    rules.check_columns(schema)
+    if rate_limiter is not None and rate_limiter.min_size > max_trajectories:
+        raise SchemaError(
+            f"{rate_limiter!r} waits for more trajectories than the table can hold, max_trajectories="
+            f"{max_trajectories:,}. Make one of them smaller or the other larger."
+        )
+    options: dict[str, Any] = {name: int(value) for name, value in sizes.items()}
+    max_blocks = options.pop("max_blocks", None) or most_blocks(**options)
+    options.update(packed=packed, rules=rules, tier=tier)
+    if memory.size is not None:
+        max_blocks = blocks_within(memory.size, max_blocks, schema, **options)
+    if max(max_blocks, max_trajectories) >= 2**31:
+        raise SchemaError(
+            f"{max_blocks:,} blocks and {max_trajectories:,} trajectories were asked for; expected less than "
+            "2**31 of each. Raise block_steps or split the table."
+        )
+    return Layout(schema, num_blocks=max_blocks, **options)
