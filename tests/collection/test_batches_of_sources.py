@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import numpy as np
+import pytest
 from batch_conformance import BatchConformance, Made
 from options_common import nested_table
 from played_peer import PlayedPeer
@@ -14,6 +15,7 @@ from tier_common import NEVER, spill
 
 import gear_loader as gear
 from gear_loader.collection.collector import TableSource
+from gear_loader.distributed import remote
 from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.shard_sampler import records_of
 from gear_loader.distributed.shard_source import ShardRows, ShardSource
@@ -65,6 +67,8 @@ class TestShards(BatchConformance):
             for each in (packed, not packed, packed)
         ]
         where = [(number % 3, tables[number % 3].add(each)) for number, each in enumerate(TRAJECTORIES)]
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(remote, "PART_BYTES", 700)  # rows in several parts, and cut
         shards = Shards(tables, cache=self.cache)
         shards.remote = bool(self.remote)
         for shard in self.remote:

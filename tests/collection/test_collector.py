@@ -131,26 +131,6 @@ def test_one_window_for_every_dtype(table: Table, window: Window) -> None:
     check(table, windows, batch, rows)
 
 
-def test_a_window_for_each_column(table: Table) -> None:
-    windows = {
-        "float32": Window(20, -19),
-        "bool": Window(1),
-        "bfloat16": Window(8, -3, "head"),
-        "int64": Window(8, -3, "tail"),
-        "uint8": Window(20, -19),
-        "float64": Window(3, 40, "edge"),
-    }
-    gatherer = collector(table, windows, 33)
-    buffers = gatherer.buffers()
-    rows = draw(table, 33)
-    batch = collect(gatherer, rows, buffers)
-    check(table, windows, batch, rows)
-    # Columns with the same window share a mask, which is written once.
-    assert batch["mask"]["float32"] is batch["mask"]["uint8"]
-    assert batch["mask"]["bfloat16"] is not batch["mask"]["int64"]
-    assert sum(output.mask is not None for output in buffers.outputs) == 5
-
-
 @pytest.mark.parametrize("count", [0, 7])
 def test_fewer_rows_than_the_batch_has(table: Table, count: int) -> None:
     windows = {"float32": Window(5, -2), "int16": Window(3)}

@@ -152,27 +152,6 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
 }
 
 
-@played
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("staged", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_batches_are_those_of_the_cpu(
-    on_cpu: OnCpu, name: str, other: bool, staged: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With and without records, and where the GPU cannot read the table."""
-    packed, options = CASES[name]
-    packed ^= other
-    with made_table(packed=packed) as table:
-        expected = batches(table, "cpu", **options)
-        if staged:
-            monkeypatch.setattr(type(table._engine.region), "pin", lambda *_, **__: False)
-            options = {**options, "prefetch": 0}  # the stand-in is not in other threads
-        found = batches(table, DEVICE, **options)
-        assert len(found) == len(expected) == 4
-        for one, two in zip(found, expected, strict=True):
-            same(one, two)
-
-
 TIERED: dict[str, dict[str, Any]] = {
     "priorities": {"sample_info": True, "selector": gear.Prioritized()},
     "budget": {"batch_size": None, "max_steps": 300, "lookahead": 2, "too_long": "truncate"},

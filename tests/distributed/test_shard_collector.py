@@ -94,22 +94,6 @@ def test_rows_go_to_their_places(device: bool, remote: tuple[int, ...], fake_str
         assert fake_stream == [buffers.gpu.released] * 3
 
 
-@pytest.mark.parametrize("cache", [None, 1 << 20])
-def test_rows_of_other_nodes_are_converted_when_they_are_placed(cache: int | None) -> None:
-    shards = Shards([filled(None, shard, COUNTS) for shard in range(3)], cache=cache)
-    shards.remote = True
-    for shard in (1, 2):
-        peer: Any = PlayedPeer(shards.own[shard], set())
-        shards._sources[shard] = RemoteShard(peer, "played", shards.table.schema)
-    half = gear.Window(5, -2, column="obs", dtype=torch.bfloat16, scale=1 / 3)
-    windows = {**dict.fromkeys(("obs", "act", "flag"), WINDOWS), "task": None, "half": half}
-    data = gear.ReplayDataset(shards, windows=windows, batch_size=24, device="cpu", batches_per_epoch=6)
-    for batch in data:
-        check_batch(batch, WINDOWS)
-        assert len(batch["shard"].unique()) == 3
-        assert torch.equal(batch["half"], (batch["obs"] * (1 / 3)).bfloat16())
-
-
 @INTERPRETED
 @pytest.mark.parametrize("device", [False, True])
 def test_a_node_that_does_not_answer(
