@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -237,8 +238,8 @@ class Origin:
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            rank, world = self.rank()
-            state["ranks"] = Ranks(rank=rank, world_size=world)  # a spawned worker has no process group
+            rank, world = self.rank()  # a spawned worker has no process group
+            state["ranks"] = dataclasses.replace(self.ranks, rank=rank, world_size=world)
         return state
 
 

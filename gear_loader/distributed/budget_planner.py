@@ -116,7 +116,7 @@ class ShardBudgetPlanner(BudgetPlanner):
         )
 
     def _rows(self, drawn: DrawnPart, ticket: Any) -> ShardRows:
-        rows = super()._rows(drawn, ticket)
+        rows: ShardRows = super()._rows(drawn, ticket)
         self._spare = rows.spare
         rows.known = rows.weights
         rows.measure(self._budget.offset, self._budget.length)
@@ -158,7 +158,8 @@ class ShardBudgetPlanner(BudgetPlanner):
 
 def _steps(part: ShardRows) -> Array:
     assert part.spans is not None
-    return part.spans[1]
+    steps: Array = part.spans[1]
+    return steps
 
 
 def as_many(parts: list[ShardRows], ranks: int) -> list[ShardRows]:
