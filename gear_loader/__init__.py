@@ -137,7 +137,7 @@ _PARTS = {
     "connect_through_ray": ("integrations.ray", "connect"),
     "create_on_disk": ("checkpoint.behind", "create"),
     "load": ("checkpoint.loading", "load"),
-    "promote": ("checkpoint.promoting", "promote"),
+    "promote": ("checkpoint.spilling", "promote"),
     "recover": ("checkpoint.recovering", "recover"),
     "save": ("checkpoint.saving", "save"),
     "gather": ("collection.chosen", "gather"),

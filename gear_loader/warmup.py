@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader.checkpoint.promoting import promote
+from gear_loader.checkpoint.spilling import promote
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.windows import Whole
 from gear_loader.dataset import ReplayDataset
@@ -23,7 +23,6 @@ from gear_loader.graph.sampler import NeighborSampler
 from gear_loader.graph.workload import access_probability, sampled_size
 from gear_loader.native import compile as native
 from gear_loader.native import gathering
-from gear_loader.native.file_reads import ranges_of
 from gear_loader.native.row_cache import KEY
 from gear_loader.selection.selectors import Fifo, Lifo, Prioritized, Selector, TopK, Uniform
 from gear_loader.selection.step_budget import Steps
@@ -208,8 +207,6 @@ def _saving() -> None:
     with tempfile.TemporaryDirectory() as folder, _filled() as table:
         table.save(Path(folder) / "table")
         Table.load(Path(folder) / "table").close()
-    none, ids = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)  # for files of several chunks
-    ranges_of(0, 0, none, none, none, ids, np.ones(5, dtype=np.int64), np.empty((1, 2), dtype=np.int64))
 
 
 def _sampling() -> None:

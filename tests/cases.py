@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+import torch
 
 
 def mostly_long(values: Iterable[Any], *kept: Any, ids: Iterable[str] | None = None) -> list[Any]:
@@ -28,6 +29,12 @@ def mostly_long(values: Iterable[Any], *kept: Any, ids: Iterable[str] | None = N
         )
         for value, name in zip(values, names, strict=True)
     ]
+
+
+def kernel_and_twin(kernel: Any, twin: Any, name: str = "run") -> Any:
+    """Parametrise an argument by a kernel, where Triton interprets it, and by its twin in plain torch."""
+    compiled = pytest.mark.skipif(torch.cuda.is_available(), reason="it is compiled here")
+    return pytest.mark.parametrize(name, [pytest.param(kernel, marks=compiled), twin], ids=["kernel", "twin"])
 
 
 def points(some: int) -> Callable[..., Any]:

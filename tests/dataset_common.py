@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import oracle
 import torch
-from gather_common import PADS, Spec, windows_of
 from options_common import nested_table
 
 import gear_loader as gear
@@ -93,25 +93,19 @@ def check_batch(
 ) -> None:
     """Every column and mask of `batch` is what the trajectories (index -> columns [T, ...]) say, to the bit."""
     assert set(batch) == {*windows, "mask", *ROW_KEYS}
-    size = len(batch["index"])
-    for name, window in windows.items():
-        found = batch[name]
+    numbers = {index: number for number, index in enumerate(trajectories)}
+    columns = next(iter(trajectories.values())).items()
+    schema = {name: gear.Column(values.dtype, tuple(values.shape[1:])) for name, values in columns}
+    names = zip(batch["index"].tolist(), batch["anchor"].tolist(), strict=True)
+    rows = [oracle.Row(numbers[index], anchor) for index, anchor in names]
+    expected = oracle.batch(schema, list(trajectories.values()), rows, windows)
+    for name in windows:
+        assert batch[name].dtype == schema[name].dtype
         mask = batch["mask"][name] if isinstance(batch["mask"], dict) else batch["mask"]
-        stored = {index: trajectories[index][name] for index in set(batch["index"].tolist())}
-        for rows in stored.values():
-            assert found.dtype == rows.dtype
-            assert found.shape == (size, window.length, *rows.shape[1:])
-        parts = {
-            index: rows.reshape(len(rows), -1, 1).view(torch.uint8).flatten(1).numpy()
-            for index, rows in stored.items()
-        }
-        pad = PADS[("keep", "head", "tail", "edge").index(window.pad)]
-        step_bytes = int(np.prod(found.shape[2:])) * found.element_size()
-        spec = Spec(step_bytes, window.length, window.offset, pad)
-        steps, exists = windows_of(parts, spec, batch["index"], batch["anchor"])
-        assert mask.dtype == torch.bool
-        assert mask.tolist() == exists.tolist(), name
-        assert found.flatten().view(torch.uint8).numpy().tobytes() == steps.tobytes(), name
+        for found, right in ((batch[name], expected[name]), (mask, expected["masks"][name])):
+            values = oracle.numpy_of(found)
+            assert (values.dtype, values.shape) == (right.dtype, right.shape), name
+            assert values.tobytes() == right.tobytes(), name
 
 
 def contents(table: gear.Table) -> dict[int, dict[str, torch.Tensor]]:

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import oracle
 import torch
 
+import gear_loader as gear
 from gear_loader.collection.tier_rows import resolve
 from gear_loader.kernels.plan import LINE, PAD_EDGE, PAD_HEAD, PAD_KEEP, PAD_TAIL, GatherColumn, GatherPlan
 
@@ -24,6 +26,7 @@ GUARD = 256
 """Bytes before and after each output."""
 
 PADS = (PAD_KEEP, PAD_HEAD, PAD_TAIL, PAD_EDGE)
+PAD_NAMES: tuple[Any, ...] = ("keep", "head", "tail", "edge")
 
 STEP_BYTES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 44, 48, 64, 128, 132, 384, 1000)
 
@@ -174,24 +177,48 @@ def _like(array: Array, memory: Memory) -> torch.Tensor:
     return copy.copy_(values)
 
 
+class Guarded:
+    """An output between guard bytes.
+
+    Attributes:
+        whole: uint8, the output and what lies around it, poisoned. out: the output, uint8 of the shape given.
+        expected: what the output must hold, uint8 of the same shape on the CPU; as it was made until it is written.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], *, shift: int = 0, fill: int = POISON, device: str = "cpu"
+    ) -> None:
+        inside = slice(GUARD + shift, GUARD + shift + int(np.prod(shape)))
+        self.whole = torch.full((inside.stop + GUARD,), POISON, dtype=torch.uint8)
+        self.whole[inside] = fill
+        self._expected = self.whole.numpy().copy()
+        self.expected = self._expected[inside].reshape(shape)
+        self.whole = self.whole.to(device)
+        self.out = self.whole[inside].view(*shape)
+
+    def check(self, what: object = "output") -> None:
+        """Compare every byte, those around the output too."""
+        found = self.whole.cpu().numpy()
+        if not np.array_equal(found, self._expected):
+            different = np.flatnonzero(found != self._expected)
+            first = int(different[0])
+            raise AssertionError(
+                f"{what}: {len(different)} bytes differ, the first at {first - GUARD}: {found[first]}, "
+                f"expected {self._expected[first]}"
+            )
+
+
 class Outputs:
     """Poisoned outputs and masks between guard bytes."""
 
     def __init__(self, specs: Sequence[Spec], batch: int, *, mask: bool = False, device: str = "cpu") -> None:
-        self.specs, self.batch, self.mask = specs, batch, mask
-        self._memory: list[torch.Tensor] = []
-        self.outs = [self._guarded((batch, s.length, s.step_bytes), s.shift, POISON, device) for s in specs]
-        self.masks = [
-            self._guarded((batch, s.length), 0, int(mask), device).view(torch.bool) if s.mask else None
-            for s in specs
+        self.specs, self.batch = specs, batch
+        self._outs = [Guarded((batch, s.length, s.step_bytes), shift=s.shift, device=device) for s in specs]
+        self._masks = [
+            Guarded((batch, s.length), fill=int(mask), device=device) if s.mask else None for s in specs
         ]
-
-    def _guarded(self, shape: tuple[int, ...], shift: int, value: int, device: str) -> torch.Tensor:
-        size = int(np.prod(shape))
-        memory = torch.full((GUARD + shift + size + GUARD,), POISON, dtype=torch.uint8, device=device)
-        self._memory.append(memory)
-        inside = memory[GUARD + shift : GUARD + shift + size]
-        return inside.fill_(value).view(shape)
+        self.outs = [each.out for each in self._outs]
+        self.masks = [None if each is None else each.out.view(torch.bool) for each in self._masks]
 
     def plan(self, store: Store | HugeStore) -> GatherPlan:
         columns = [
@@ -202,54 +229,29 @@ class Outputs:
 
     def check(self, expected: list[tuple[Array, Array]], rows: torch.Tensor | None = None) -> None:
         """Compare with what `windows_of` says, to the byte; rows that were not asked for and guards are untouched."""
-        for spec, out, mask, (steps, exists) in zip(self.specs, self.outs, self.masks, expected, strict=True):
-            filled = torch.arange(len(steps)) if rows is None else rows
-            others = torch.from_numpy(np.setdiff1d(np.arange(self.batch), filled.numpy()))
-            _same(out[filled].cpu().numpy(), steps, f"{spec}: steps")
-            assert (out[others] == POISON).all(), f"{spec}: rows beyond {len(steps)} were written"
+        for spec, out, mask, (steps, exists) in zip(
+            self.specs, self._outs, self._masks, expected, strict=True
+        ):
+            filled = slice(len(steps)) if rows is None else rows.numpy()
+            out.expected[filled] = steps
+            out.check(f"{spec}: steps")
             if mask is not None:
-                _same(mask[filled].view(torch.uint8).cpu().numpy(), exists.view(np.uint8), f"{spec}: mask")
-                assert (mask[others] == self.mask).all(), (
-                    f"{spec}: mask rows beyond {len(steps)} were written"
-                )
-        inside = [*self.outs, *(mask for mask in self.masks if mask is not None)]
-        for memory, part in zip(self._memory, inside, strict=True):
-            begin = part.data_ptr() - memory.data_ptr()
-            guards = torch.cat((memory[:begin], memory[begin + part.numel() :]))
-            assert (guards == POISON).all(), f"bytes around {list(part.shape)} were written"
-
-
-def _same(found: Array, expected: Array, what: str) -> None:
-    if not np.array_equal(found, expected):
-        different = np.argwhere(found != expected)
-        place = tuple(different[0])
-        raise AssertionError(
-            f"{what}: {len(different)} bytes differ, the first at {place}: {found[place]}, expected {expected[place]}"
-        )
+                mask.expected[filled] = exists
+                mask.check(f"{spec}: mask")
 
 
 def windows_of(
     rows: Sequence[Array] | Mapping[int, Array], spec: Spec, slots: torch.Tensor, anchors: torch.Tensor
 ) -> tuple[Array, Array]:
-    """The windows by their definition, step by step: uint8 [n, L, step_bytes] and bool [n, L]."""
-    steps = np.zeros((len(slots), spec.length, spec.step_bytes), dtype=np.uint8)
-    exists = np.zeros((len(slots), spec.length), dtype=bool)
-    for b, (slot, anchor) in enumerate(zip(slots.tolist(), anchors.tolist(), strict=True)):
-        first = anchor + spec.offset
-        inside = [step for step in range(first, first + spec.length) if 0 <= step < len(rows[slot])]
-        if spec.pad == PAD_HEAD:
-            start = spec.length - len(inside)
-        elif spec.pad == PAD_TAIL or not inside:
-            start = 0
-        else:
-            start = inside[0] - first
-        for place, step in enumerate(inside):
-            steps[b, start + place] = rows[slot][step]
-            exists[b, start + place] = True
-        if spec.pad == PAD_EDGE:
-            for place, step in enumerate(range(first, first + spec.length)):
-                steps[b, place] = rows[slot][min(max(step, 0), len(rows[slot]) - 1)]
-    return steps, exists
+    """The windows by the oracle: uint8 [n, L, step_bytes] and bool [n, L]."""
+    window = gear.Window(spec.length, spec.offset, PAD_NAMES[PADS.index(spec.pad)])
+    pairs = [
+        oracle.padded(window, anchor, rows[slot])
+        for slot, anchor in zip(slots.tolist(), anchors.tolist(), strict=True)
+    ]
+    steps = np.array([values for values, _ in pairs], dtype=np.uint8)
+    exists = np.array([mask for _, mask in pairs], dtype=bool)
+    return steps.reshape(-1, spec.length, spec.step_bytes), exists.reshape(-1, spec.length)
 
 
 def check_gather(

@@ -120,11 +120,16 @@ def steps_of(
 
 def array_of(values: Any, column: gear.Column) -> np.ndarray:
     """Values as an array of the bytes that a table stores."""
-    return torch.as_tensor(values).to(column.dtype).numpy()
+    return numpy_of(torch.as_tensor(values).to(column.dtype))
+
+
+def numpy_of(values: torch.Tensor) -> np.ndarray:
+    """As an array; bfloat16, which numpy does not have, as int16 of the same bits."""
+    return (values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy()
 
 
 def steps_like(count: int, column: gear.Column) -> np.ndarray:
-    return torch.zeros(count, *column.shape, dtype=column.dtype).numpy()
+    return numpy_of(torch.zeros(count, *column.shape, dtype=column.dtype))
 
 
 def stacked(values: Sequence[np.ndarray], shape: Sequence[int], column: gear.Column) -> np.ndarray:
@@ -133,7 +138,9 @@ def stacked(values: Sequence[np.ndarray], shape: Sequence[int], column: gear.Col
 
 def converted(values: np.ndarray, window: Any) -> np.ndarray:
     """Values in the dtype and scale of a window, as PyTorch computes them."""
+    if window is None or (window.scale is None and window.dtype is None):
+        return values
     tensor = torch.from_numpy(values)
-    if window is not None and window.scale is not None:
+    if window.scale is not None:
         tensor = tensor * window.scale
-    return (tensor if window is None or window.dtype is None else tensor.to(window.dtype)).numpy()
+    return numpy_of(tensor if window.dtype is None else tensor.to(window.dtype))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gather_common import GUARD, POISON, Memory, Store, host_memory
+from gather_common import POISON, Guarded, Memory, Store, host_memory
 
 from gear_loader.kernels.packed_plan import PIECE_WIDTH, PackedColumn, PackedPlan, PackedWork
 from gear_loader.native.packed import measure
@@ -54,7 +54,7 @@ class PackedBatch:
         adjoin = all(each.stride(0) == store.block_steps * rows_of[0].shape[1] for each, rows_of in pairs)
 
         random = np.random.default_rng(count)
-        self.guarded: list[tuple[torch.Tensor, np.ndarray[Any, Any]]] = []
+        self.guarded: list[Guarded] = []
         columns = []
         for source, values in zip(store.sources, store.rows, strict=True):
             parts = [
@@ -81,12 +81,10 @@ class PackedBatch:
         self.work = self._listed(slots, starts, adjoin, bool(once), device)
 
     def _output(self, count: int, size: int, content: Any, shift: int, device: str) -> torch.Tensor:
-        whole = torch.full((GUARD + shift + count * size + GUARD,), POISON, dtype=torch.uint8)
-        expected = whole.numpy().copy()
-        expected[GUARD + shift : GUARD + shift + len(content)] = content
-        whole = whole.to(device)
-        self.guarded.append((whole, expected))
-        return whole[GUARD + shift : GUARD + shift + count * size].view(count, size)
+        output = Guarded((count, size), shift=shift, device=device)
+        output.expected.reshape(-1)[: len(content)] = content
+        self.guarded.append(output)
+        return output.out
 
     def _listed(self, slots: Any, starts: Any, adjoin: bool, once: bool, device: str) -> PackedWork:
         store, kinds = self.store, self.plan.kinds.numpy()
@@ -109,7 +107,6 @@ class PackedBatch:
     def run(self, function: Callable[..., Any], programs: int | None = None) -> None:
         """Gather by a function, and compare all bytes of the outputs and around them."""
         function(self.plan, self.work, programs=programs)
-        for out, expected in self.guarded:
-            different = np.flatnonzero(out.cpu().numpy() != expected)
-            assert len(different) == 0, f"{len(different)} bytes differ, the first at {different[0] - GUARD}"
-            out.fill_(POISON)
+        for output in self.guarded:
+            output.check()
+            output.whole.fill_(POISON)

@@ -120,6 +120,11 @@ def descend(tree: PriorityTree, us: Array) -> Array:
     return nodes.astype(np.int64)
 
 
+def descend_host(tree: SumTree, us: Array) -> Array:
+    """The same of a host's tree of the same leaves."""
+    return descend(host_of(tree.leaves.numpy()[: tree.capacity].copy()), us)
+
+
 def descend_twin(tree: SumTree, us: Array) -> Array:
     """The same of the twin."""
     uniforms = torch.from_numpy(us)

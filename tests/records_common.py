@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gather_common import GUARD, POISON, choose
+from gather_common import Guarded, choose
 
 from gear_loader.kernels.split_plan import SplitColumn, SplitPlan
 
@@ -36,22 +36,16 @@ class Records:
         records = torch.from_numpy(values).to(device)
         self.rows = choose(count, batch) if chosen else None
         these = np.arange(count) if self.rows is None else self.rows.numpy()
-        self.guarded, self.expected, columns = [], [], []
+        self.guarded, columns = [], []
         for inside, size, first, length in parts:
-            total = batch * length * size
-            whole = torch.full((GUARD + shift + total + GUARD,), POISON, dtype=torch.uint8, device=device)
-            own = slice(GUARD + shift, GUARD + shift + total)
-            columns.append(SplitColumn(records, whole[own].view(batch, length, size), first, inside))
-            expected = whole.cpu().numpy().copy()
-            part = values[these, first : first + length, inside : inside + size]
-            expected[own].reshape(batch, length, size)[these] = part
-            self.guarded.append(whole)
-            self.expected.append(expected)
+            output = Guarded((batch, length, size), shift=shift, device=device)
+            output.expected[these] = values[these, first : first + length, inside : inside + size]
+            columns.append(SplitColumn(records, output.out, first, inside))
+            self.guarded.append(output)
         self.plan, self.count = SplitPlan(columns), count
 
     def run(self, function: Callable[..., Any], programs: int | None = None) -> None:
         rows = None if self.rows is None else self.rows.to(self.plan.device)
         function(self.plan, self.count, rows=rows, programs=programs)
-        for part, expected in zip(self.guarded, self.expected, strict=True):
-            different = np.flatnonzero(part.cpu().numpy() != expected)
-            assert len(different) == 0, f"{len(different)} bytes differ, the first at {different[0] - GUARD}"
+        for output in self.guarded:
+            output.check()

@@ -12,7 +12,7 @@ from options_common import nested_table
 from table_common import Died, bits, bury, mortal
 
 import gear_loader as gear
-from gear_loader.checkpoint import promoting
+from gear_loader.checkpoint import spilling
 
 COLUMNS = {
     "number": gear.Column(torch.int64),
@@ -82,7 +82,7 @@ def die_while_spilling(table: gear.Table, stores: int, slots: Any) -> None:
 
 def promote(table: gear.Table, slot: int) -> None:
     """Bring a trajectory back into memory, if it lies on disk only and there are blocks."""
-    promoting.promote(table._engine, np.array([slot]))
+    spilling.promote(table._engine, np.array([slot]))
 
 
 def everything(table: gear.Table) -> list[Any]:

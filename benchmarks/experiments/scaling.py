@@ -35,9 +35,8 @@ from benchmarks.nodes import ranks
 from benchmarks.showing import grid, size
 from gear_loader.distributed import rank_exchange as exchanges
 from gear_loader.distributed.global_selection import GlobalSelection
-from gear_loader.distributed.messages import Message, Outbox
 from gear_loader.distributed.rank_exchange import SingleProcess
-from gear_loader.distributed.records import SUMMARY, UPDATE, record_dtype
+from gear_loader.distributed.records import SUMMARY, UPDATE, Message, Outbox, record_dtype
 from gear_loader.distributed.remote import PART_BYTES
 from gear_loader.distributed.topology import MeshCoordinates
 from gear_loader.selection.base import SelectionContext

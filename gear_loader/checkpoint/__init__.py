@@ -1,22 +1,24 @@
 """Checkpoints of tables: directories that other tools can read, saved incrementally and atomically::
 
-    manifest.json                  version, schema, sizes, rules, counts, and bytes and checksum of every file; see
+    manifest.json                  version, schema, sizes, rules, counts, names of columns' files, and the segments; see
                                    `.manifest`
     index.<n>.records              records of trajectories, see `.trajectory_records`; save n began the file, and
                                    later ones of a table that is written in the background append to it
     segments/<number>/<column>.npy whole trajectories one after another, [steps, *shape] (bfloat16 as uint16); of a
                                    column per trajectory, [trajectories, *shape]
+    segments/<number>/checksums.xxh3   of every 4 MiB of these files, see `.segments`
     manifest.previous.json         the manifest before it, of tables that are written in the background
     .gear-loader.lock              locked by a save while it runs, or as long as a table is written in the background
 
 Trajectory i is the rows ``first[i]`` to ``first[i] + length[i] - 1`` of every column in segment ``segment[i]``, and the
 row ``place[i]`` of columns per trajectory.
 
-The manifest has a checksum of each file and of every 4 MiB of it, so that several threads can read and check parts
-(`.reading`). Trajectories that share blocks in memory are stored separately, each as a whole.
+The manifest has a checksum of the index and of each file of checksums, so its size does not grow with the data; and
+several threads can read and check parts of a column (`.reading`). Trajectories that share blocks in memory are stored
+separately, each as a whole.
 
 The manifest says which fields a record has, and how many bytes of the index are valid. The last record of a trajectory
-counts; one of length 0 says that it is gone::
+counts; one of length 0 says that it is gone, or fills a block of the disk::
 
     fields = json.load(open("manifest.json"))["index"]
     records = np.fromfile(fields["path"], [tuple(field) for field in fields["record"]], fields["bytes"] // 72)

@@ -24,8 +24,7 @@ import numpy as np
 
 from gear_loader.checkpoint.disk_place import Place, holder_of, occupied, open_new
 from gear_loader.checkpoint.files import Arena
-from gear_loader.checkpoint.housekeeping import LockedError, convert_errors, is_full
-from gear_loader.checkpoint.identity import identity
+from gear_loader.checkpoint.housekeeping import LockedError, convert_errors, identity, is_full
 from gear_loader.checkpoint.saving import DiskFullError, Save
 from gear_loader.checkpoint.spilling import Spiller
 from gear_loader.errors import CheckpointError, GearError, TableClosedError
@@ -150,6 +149,7 @@ class WriteBehind:
         self._writes = self._bytes = 0
         self._seconds = self._longest = 0.0
         self._error: str | None = None
+        self._tier_error: str | None = None
         self._failed_at = 0.0
         self._abandoned = False
         late = table.schema.late_bits(table.schema.late)
@@ -211,7 +211,7 @@ class WriteBehind:
             bytes_written=self._bytes,
             write_seconds=self._seconds,
             longest_write_seconds=self._longest,
-            error=self._error,
+            error=self._error or self._tier_error,
         )
 
     def close(self) -> None:
@@ -275,11 +275,10 @@ class WriteBehind:
                 try:
                     with self._mutex:
                         missing = spiller.move(self._table) if self._table is not None else 0
+                    self._tier_error = None
                 except GearError as error:
-                    notice(
-                        f"tier {self._place.directory.path}",
-                        f"Trajectories of {self._known} stay where they are: {error}",
-                    )
+                    self._tier_error = f"Trajectories of {self._known} stay where they are: {error}"
+                    notice(f"tier {self._place.directory.path}", self._tier_error)
                     missing = 1
                 if missing > 0:
                     if self._has_changed() and self._error is None:
@@ -328,19 +327,20 @@ class WriteBehind:
                 if place.is_uncertain:
                     place.look()
                 save = self._save(table)
+            assert save.manifest is not None
+            if self._spiller is not None:
+                self._spiller.set_full(False)
+                lost = self._spiller.lost([segment.number for segment in save.manifest.segments])
+                if len(lost[0]):
+                    table._engine.remove_lost(
+                        LostRowsError(f"{place.directory.path} has damaged files.", *lost)
+                    )
+                self._spiller.spill()
         except BaseException as error:
             self._error = str(error) or type(error).__name__
             if self._spiller is not None:
                 self._spiller.set_full(is_full(error) or isinstance(error, DiskFullError))
             raise
-        assert save.manifest is not None
-        assert save.index_file is not None
-        if self._spiller is not None:
-            self._spiller.set_full(False)
-            lost = self._spiller.lost([segment.number for segment in save.manifest.segments])
-            if len(lost[0]):
-                table._engine.remove_lost(LostRowsError(f"{place.directory.path} has damaged files.", *lost))
-            self._spiller.spill()
         self._version, self._following = version, save.manifest.next_sequence
         self._writes, self._bytes = self._writes + 1, self._bytes + save.bytes_written
         self._seconds = time.monotonic() - began

@@ -9,24 +9,20 @@ from collections.abc import Collection
 
 import numpy as np
 
-from gear_loader.checkpoint.manifest import Segment
-from gear_loader.checkpoint.trajectory_records import WORDS, Counters, no_records, rows_of
+from gear_loader.checkpoint.segments import Segment
+from gear_loader.checkpoint.trajectory_records import RECORD, WORDS, Counters, no_records, rows_of
 from gear_loader.native.saving_loops import find_changes
-from gear_loader.storage.counters import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_SAMPLED, POLICY
+from gear_loader.storage.counters import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_SAMPLED, NUM_TOUCHED, POLICY
 from gear_loader.storage.ids import origin_of
 from gear_loader.storage.index import Index
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 
-__all__ = ["MAX_SEGMENTS", "OnDisk", "SavedChanges", "take_changes"]
+__all__ = ["OnDisk", "SavedChanges", "take_changes"]
 
-MAX_SEGMENTS = 16
-"""With more segments, the trajectories of the smallest are rewritten as one, so that half as many stay."""
-MAX_SEGMENTS_BEHIND = 64
-"""The same of tables that are written in the background, whose segments are small."""
-REWRITE_BYTES = 64 << 20
-"""Bytes of old trajectories that one write in the background rewrites, unless there are more new ones."""
+
+_NO_SLOTS: Array = np.empty(0, dtype=np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +30,7 @@ class SavedChanges:
     """How a table differs at one moment from what is on disk.
 
     Attributes:
-        slots: int64 [n], ascending. records: [n], of their trajectories now: without a number where there is none any
+        slots: int64 [n]. records: [n], of their trajectories now: without a number where there is none any
             more, with segment 0 where the rows have to be written.
         counters: of the table. clock: time of the moment, as `created` of records tells it.
     """
@@ -57,47 +53,75 @@ class SavedChanges:
         return self.slots[which], self.records[which]
 
 
-def take_changes(index: Index, on_disk: OnDisk, ticket: Ticket | None = None) -> SavedChanges:
-    """Compare a table with what is on disk; begin `ticket`, if given, at the same moment."""
-    arrays = index.arrays
-    slots: Array = np.empty(arrays.num_slots, dtype=np.int64)  # pages that are not written take no memory
-    words: Array = np.empty((arrays.num_slots, WORDS), dtype=np.int64)
-    known = on_disk.records.view(np.int64).reshape(-1, WORDS)
+def take_changes(
+    index: Index, on_disk: OnDisk, ticket: Ticket | None = None, *, brief: bool = False
+) -> SavedChanges:
+    """Compare a table with what is on disk; begin `ticket`, if given, at the same moment.
 
-    def take() -> tuple[int, Counters, int]:
+    Args:
+        brief: hold the table's lock for a time that does not grow with the table: all slots are compared without it,
+            and under it those once more that others have committed, lengthened or retired meanwhile. Draws and
+            priorities of the other trajectories are then of the moment before.
+    """
+    recovery, counters = index.recovery, index.arrays.counters
+    since, slots, records = -1, _NO_SLOTS, no_records()
+    if brief:
+        since = recovery.read(lambda: int(counters[NUM_TOUCHED]))
+        slots, records = _differing(index, on_disk, None)
+
+    def take() -> tuple[Array | None, tuple[Array, Array], Counters, int]:
         now = time.monotonic_ns()  # before expiry, so that no remaining trajectory exceeds the maximum age
         if not amid:
             index.admission.expire()
-        count = find_changes(
-            arrays.state,
-            arrays.generation,
-            arrays.sequence,
-            arrays.extent,
-            arrays.created,
-            arrays.ident,
-            arrays.filled,
-            arrays.sampled,
-            arrays.priority.view(np.int32),
-            known,
-            slots,
-            words,
-        )
-        following = int(arrays.counters[NEXT_SEQUENCE])
-        counters = Counters(
-            origin=origin_of(arrays.view),
+        again = index.reader.touched_since(since)  # None for all
+        found = _differing(index, on_disk, again)
+        following = int(counters[NEXT_SEQUENCE])
+        counted = Counters(
+            origin=origin_of(index.arrays.view),
             next_sequence=following,
-            num_inserted=following - int(arrays.counters[FIRST_SEQUENCE]),
-            num_sampled=int(arrays.counters[NUM_SAMPLED]),
-            policy_version=int(arrays.counters[POLICY]),
+            num_inserted=following - int(counters[FIRST_SEQUENCE]),
+            num_sampled=int(counters[NUM_SAMPLED]),
+            policy_version=int(counters[POLICY]),
         )
         if ticket is not None:
             ticket.begin(index.readers)
-        return count, counters, now
+        return again, found, counted, now
 
-    amid = index.recovery.lock.is_mine  # in a signal handler
-    count, counters, now = index.recovery.read(take)
-    records = words[:count].copy().view(no_records().dtype).reshape(-1)
-    return SavedChanges(slots[:count].copy(), records, counters, now)
+    amid = recovery.lock.is_mine  # in a signal handler
+    again, found, counted, now = recovery.read(take)
+    same = ~np.isin(slots, again) if again is not None else np.zeros(len(slots), dtype=bool)
+    return SavedChanges(
+        np.concatenate((slots[same], found[0])), np.concatenate((records[same], found[1])), counted, now
+    )
+
+
+def _differing(index: Index, on_disk: OnDisk, among: Array | None) -> tuple[Array, Array]:
+    """The slots whose trajectories differ from what is on disk, int64 [n], and records of these, [n].
+
+    Args:
+        among: slots to compare, int64 [m]; None for all.
+    """
+    arrays = index.arrays
+    most = arrays.num_slots if among is None else len(among)
+    slots: Array = np.empty(most, dtype=np.int64)  # pages that are not written take no memory
+    words: Array = np.empty((most, WORDS), dtype=np.int64)
+    count = find_changes(
+        most,
+        slots[:0] if among is None else among,
+        arrays.state,
+        arrays.generation,
+        arrays.sequence,
+        arrays.extent,
+        arrays.created,
+        arrays.ident,
+        arrays.filled,
+        arrays.sampled,
+        arrays.priority.view(np.int32),
+        on_disk.records.view(np.int64).reshape(-1, WORDS),
+        slots,
+        words,
+    )
+    return slots[:count].copy(), words[:count].copy().view(RECORD).reshape(-1)
 
 
 class OnDisk:
@@ -106,12 +130,14 @@ class OnDisk:
     Attributes:
         records: [slots], without a number where the trajectory of a slot is not there.
         segments: by number. live: rows of each that belong to trajectories in `records`.
+        num_trajectories, num_steps: in `records`.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.records = no_records(num_slots)
         self.segments: dict[int, Segment] = {}
         self.live: dict[int, int] = {}
+        self.num_trajectories = self.num_steps = 0
 
     @classmethod
     def of(cls, index: Index, records: Array, segments: Collection[Segment]) -> OnDisk:
@@ -136,7 +162,11 @@ class OnDisk:
         return found
 
     def _count(self, slots: Array, sign: int) -> None:
-        """Count the rows of some slots in or out."""
+        """Count what is in some slots in or out."""
+        records = self.records[slots]
+        records = records[records["sequence"] >= 0]
+        self.num_trajectories += sign * len(records)
+        self.num_steps += sign * int(records["length"].sum())
         for number, rows in self._rows_by_segment(slots).items():
             self.live[number] += sign * rows
 
@@ -156,27 +186,22 @@ class OnDisk:
 
     # ---------------------------------------------------------------- which segments stay
 
-    def sparse(self, changes: SavedChanges) -> set[int]:
-        """Numbers of the segments of whose rows less than half is live, and of the smallest of too many."""
-        live = self.live_after(changes)
-        dense = [number for number, segment in self.segments.items() if 2 * live[number] >= segment.steps]
-        if len(dense) >= MAX_SEGMENTS:
-            dense = sorted(dense, key=lambda number: self.segments[number].steps)[-(MAX_SEGMENTS // 2) :]
-        return set(self.segments) - set(dense)
-
-    def sparsest(self, changes: SavedChanges, step_bytes: int, most_steps: int | None = None) -> set[int]:
-        """Numbers of segments to rewrite so that half of all their rows are live, and about `MAX_SEGMENTS_BEHIND` stay.
-
-        A write that rewrites much would delay what is committed meanwhile. So one write does a part of it.
+    def sparsest(
+        self, changes: SavedChanges, budget: float, most_segments: int, most_steps: int | None = None
+    ) -> set[int]:
+        """Numbers of segments to rewrite so that half of all their rows are live, and no more than a number stay.
 
         Args:
+            budget: rows of old trajectories that are rewritten, unless there are more new ones: a write that rewrites
+                much would delay what is committed meanwhile.
+            most_segments: with as many, the smallest are rewritten as one, so that half of them stay.
             most_steps: that all segments may have, new ones included; as much is rewritten as that takes. None for no
                 limit.
         """
         live = self.live_after(changes)
         dropped = {number for number in self.segments if not live[number]}
         new = int(rows_of(changes.unwritten()[1]).sum())
-        budget = max(REWRITE_BYTES // max(1, step_bytes), new)
+        budget = max(budget, new)
         used = sum(live.values())
         total = sum(segment.steps for number, segment in self.segments.items() if number not in dropped)
         rewritten = 0
@@ -191,9 +216,9 @@ class OnDisk:
             total += live[number] - self.segments[number].steps
             rewritten += live[number]
         kept = [number for number in kept if number not in dropped]
-        if len(kept) >= MAX_SEGMENTS_BEHIND:
+        if len(kept) >= most_segments:
             for i, number in enumerate(sorted(kept, key=lambda number: live[number])):
-                if i >= 2 and (rewritten + live[number] > budget or i >= MAX_SEGMENTS_BEHIND // 2):
+                if i >= 2 and (rewritten + live[number] > budget or i >= most_segments // 2):
                     break
                 dropped.add(number)
                 rewritten += live[number]
@@ -201,6 +226,8 @@ class OnDisk:
 
     def rewriting(self, changes: SavedChanges, dropped: Collection[int]) -> SavedChanges:
         """The changes, and that the trajectories in some segments have to be written."""
+        if not dropped:
+            return changes
         records = changes.records.copy()
         here = np.isin(records["segment"], list(dropped)) & ~changes.gone
         records["segment"][here] = 0

@@ -22,7 +22,7 @@ from typing import Any
 from gear_loader.errors import CheckpointError
 from gear_loader.utils.descriptors import Descriptor, open_descriptor
 
-__all__ = ["REMEDY", "Directory", "named", "open_to_load"]
+__all__ = ["REMEDY", "Directory", "named", "open_to_load", "readable"]
 
 REMEDY = "Restore it from a copy, or load another checkpoint."
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -38,6 +38,18 @@ def named(path: str) -> Iterator[None]:
     except OSError as error:
         error.filename, error.filename2 = path, None
         raise
+
+
+@contextlib.contextmanager
+def readable(path: str) -> Iterator[None]:
+    """Convert every OSError raised inside into a CheckpointError that names a file that a checkpoint must have."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        text = error.strerror or error
+        raise CheckpointError(f"{path} is missing or cannot be read: {text}. {REMEDY}") from error
 
 
 class Directory:
@@ -131,14 +143,8 @@ class Directory:
         Raises:
             CheckpointError: it is missing or cannot be read.
         """
-        try:
+        with readable(self.at(path)):
             return self.child(path)
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.at(path)} is missing or cannot be read: {error}. {REMEDY}"
-            ) from error
 
     def open_or_make(self, name: str) -> Directory:
         """Open a directory in this one; create it if it does not exist."""

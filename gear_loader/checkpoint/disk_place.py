@@ -6,24 +6,24 @@ import contextlib
 import os
 
 from gear_loader.checkpoint.changes import OnDisk
-from gear_loader.checkpoint.directory import Directory
+from gear_loader.checkpoint.directory import Directory, open_to_load
 from gear_loader.checkpoint.housekeeping import (
     check_owned,
     convert_errors,
     is_unfinished_save,
     lock,
+    manifests_of,
     refuse_links,
-    sweep,
     unlock,
 )
 from gear_loader.checkpoint.index import IndexFile
-from gear_loader.checkpoint.manifest import Manifest, no_manifest, open_checkpoint, read_manifest
+from gear_loader.checkpoint.manifest import Manifest, no_manifest
 from gear_loader.checkpoint.names import MANIFEST_NAME, PREVIOUS_NAME, SHARDS_NAME
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.disk import Disk
 from gear_loader.utils.descriptors import Descriptor
 
-__all__ = ["Place", "holder_of", "occupied", "open_new", "open_place", "previous_of"]
+__all__ = ["Place", "holder_of", "occupied", "open_new", "open_place"]
 
 
 class Place:
@@ -51,12 +51,8 @@ class Place:
         Raises:
             CheckpointError: the current one is damaged.
         """
-        directory = self.directory
         self.on_disk = None
-        self.manifest = read_manifest(directory) if directory.has(MANIFEST_NAME) else None
-        self.previous = previous_of(directory)
-        directory.sync()  # its writer may have died before this; it must be durable before older files are removed
-        sweep(directory, self.manifest, self.previous)
+        self.manifest, self.previous = manifests_of(self.directory, previous=True)
         self.is_uncertain = False
 
     def is_at(self, path: str) -> bool:
@@ -72,14 +68,6 @@ class Place:
         self.directory.close()
 
 
-def previous_of(directory: Directory) -> Manifest | None:
-    """The manifest of the checkpoint before the current one, or None if there is none that can be read."""
-    with contextlib.suppress(CheckpointError):
-        if directory.has(PREVIOUS_NAME):
-            return read_manifest(directory, PREVIOUS_NAME)
-    return None
-
-
 def open_place(disk: Disk, name: str | None, *, recover: bool = False) -> Place:
     """Lock the directory of a table.
 
@@ -93,7 +81,7 @@ def open_place(disk: Disk, name: str | None, *, recover: bool = False) -> Place:
     path = os.fspath(disk.path)
     holder = holder_of(name)
     with convert_errors(path):
-        directory = open_checkpoint(path) if recover else Directory.make(path)
+        directory = open_to_load(path, no_manifest(path)) if recover else Directory.make(path)
         try:
             if not recover:
                 check_owned(directory, MANIFEST_NAME, is_unfinished_save, what="checkpoint")

@@ -1,7 +1,7 @@
-"""Pipelined writing of column files, in pieces of 8 MiB: one is written while the next is prepared.
+"""Writing column files in pieces of 8 MiB, with their checksums.
 
-Each file is written once from its beginning to its end, and its checksum is computed in the same pass. Files are
-written with O_DIRECT where the file system supports it, because they would push useful pages out of the page cache.
+Files are written with O_DIRECT where the file system supports it, because they would push useful pages out of the page
+cache.
 """
 
 from __future__ import annotations
@@ -10,28 +10,24 @@ import _thread
 import contextlib
 import errno
 import fcntl
+import math
 import mmap
 import os
 import queue
-import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from gear_loader.checkpoint.directory import REMEDY, Directory, named
+from gear_loader.checkpoint.directory import Directory, named
 from gear_loader.checkpoint.json_file import FileRecord
-from gear_loader.errors import CheckpointError
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.descriptors import Descriptor
 
 __all__ = [
     "Arena",
-    "Pipeline",
-    "check_size",
-    "read_piece",
-    "read_through",
+    "ColumnWriter",
     "write_all",
     "write_small",
 ]
@@ -54,24 +50,6 @@ def write_small(directory: Directory, name: str, data: bytes | memoryview) -> Fi
         write_all(file.fileno(), memoryview(data))
         os.fsync(file.fileno())
     return FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
-
-
-def check_size(directory: Directory, name: str, expected: int) -> None:
-    """Check that a file, or a link to one, exists and has the expected size.
-
-    Raises:
-        CheckpointError: the file is missing or has another size.
-    """
-    path = directory.at(name)
-    try:
-        with named(path):
-            info = os.stat(name, dir_fd=directory.fd)
-    except OSError as error:
-        raise CheckpointError(f"{path} is missing or cannot be read: {error}. {REMEDY}") from error
-    if not stat.S_ISREG(info.st_mode) or info.st_size != expected:
-        raise CheckpointError(
-            f"{path} has {info.st_size:,} bytes; expected a file of {expected:,}: it was cut or changed. {REMEDY}"
-        )
 
 
 def write_all(fd: int, view: memoryview) -> None:
@@ -107,16 +85,14 @@ def _open_new(directory: Directory, name: str) -> Descriptor:
     return directory.create(name)
 
 
-class _Checksum:
-    """Checksums of a file and of each of its chunks."""
+class _Checksums:
+    """XXH3-64 of each chunk of a file."""
 
     def __init__(self, chunk_bytes: int) -> None:
-        self._whole, self._chunk = xxhash.xxh3_128(), xxhash.xxh3_64()
-        self._size, self._left = chunk_bytes, chunk_bytes
-        self._chunks: list[str] = []
+        self._size = self._left = chunk_bytes
+        self._chunk, self._ended = xxhash.xxh3_64(), bytearray()
 
     def update(self, view: memoryview) -> None:
-        self._whole.update(view)
         while len(view):
             part = view[: self._left]
             self._chunk.update(part)
@@ -126,14 +102,14 @@ class _Checksum:
                 self._end_chunk()
 
     def _end_chunk(self) -> None:
-        self._chunks.append(self._chunk.hexdigest())
+        self._ended += self._chunk.digest()
         self._chunk, self._left = xxhash.xxh3_64(), self._size
 
-    def digests(self) -> tuple[str, str]:
-        """`xxh128` and `chunks` of a `FileRecord`."""
+    def digests(self) -> bytes:
+        """Of all chunks, 8 bytes each."""
         if self._left < self._size:
             self._end_chunk()
-        return self._whole.hexdigest(), "".join(self._chunks)
+        return bytes(self._ended)
 
 
 class Arena:
@@ -212,26 +188,23 @@ class _Caller:
             self.end()
 
 
-class Pipeline:
-    """A ring of buffers and a thread that writes one while the caller fills another.
+class ColumnWriter:
+    """Writes columns' files in pieces, each from its beginning to its end.
 
     Args:
         step_bytes: bytes of a step of the largest column.
-        advance: called with the number of bytes after each piece, for a progress bar. None: there is no other thread,
-            so that one that adds meanwhile has a core for itself.
+        advance: called with the number of bytes after each piece, for a progress bar.
+        ahead: whether a thread writes a piece while the caller prepares the next ones. Without, one that adds to the
+            table meanwhile has a core for itself.
     """
 
-    def __init__(self, step_bytes: int, advance: Callable[[int], None] | None) -> None:
-        self._advance = advance or (lambda _: None)
-        # A piece, preceded by the header or by what the previous piece left of a sector.
-        self._before = -(-max(step_bytes, _LONGEST_HEADER) // _SECTOR) * _SECTOR
-        size = self._before + PIECE_BYTES
+    def __init__(self, step_bytes: int, advance: Callable[[int], None], *, ahead: bool) -> None:
+        self._advance = advance
+        size = max(step_bytes, PIECE_BYTES, _LONGEST_HEADER)
         self._memory = [mmap.mmap(-1, size) for _ in range(BUFFERS)]  # whole pages, for O_DIRECT
-        self._views = [memoryview(memory) for memory in self._memory]
-        self._arrays = [np.frombuffer(memory, dtype=np.uint8) for memory in self._memory]
-        self._thread = None if advance is None else _Caller()
+        self._thread = _Caller() if ahead else None
 
-    def __enter__(self) -> Pipeline:
+    def __enter__(self) -> ColumnWriter:
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -250,83 +223,58 @@ class Pipeline:
         directory: Directory,
         name: str,
         header: bytes,
-        steps: int,
+        rows: int,
         step_bytes: int,
-        fill: Callable[[Array, int, int], None],
-        *,
+        piece: Callable[[Array, int, int], Array],
         chunk_bytes: int,
-        ready: Array | None = None,
-    ) -> FileRecord:
+    ) -> bytes:
         """Write a column's file and sync it.
 
         Args:
             directory, name: place of the file, which must not exist.
-            header: bytes before the first step, a multiple of 4096.
-            steps: number of steps. step_bytes: bytes of each.
-            fill: called with an array uint8 ``[(end - begin) * step_bytes]``, `begin` and `end`; writes the steps
-                `begin` to `end` - 1 into the array.
+            header: bytes before the first row, a multiple of 4096.
+            rows: number of rows. step_bytes: bytes of each.
+            piece: called with a buffer, uint8 ``[(end - begin) * step_bytes]``, `begin` and `end`; returns the rows
+                `begin` to `end` - 1, uint8, in the buffer or other memory that stays as it is.
             chunk_bytes: bytes of a chunk with a checksum of its own.
-            ready: all steps, uint8, if they are in memory of an `Arena` already; `fill` is not called then.
 
         Returns:
-            Size and checksums.
+            Checksums of the chunks, 8 bytes each.
         """
-        checksum = _Checksum(chunk_bytes)
-        work: list[_Call | None] = [None] * BUFFERS
+        checksums = _Checksums(chunk_bytes)
+        calls: list[_Call | None] = [None] * BUFFERS
+        # Whole sectors if they can be: rows that end amid one would go through the page cache.
+        aligned = _SECTOR // math.gcd(_SECTOR, step_bytes)
+        most = max(1, PIECE_BYTES // step_bytes)
+        most -= most % aligned if most >= aligned else 0
         path = directory.at(name)
         file = _open_new(directory, name)
         try:
-            if ready is not None:
-                self._write_ready(file, path, header, ready, checksum, work)
-                steps = 0
-            held, done, turn = header, 0, 0
-            while done < steps:
-                buffer = self._arrays[turn]
-                _wait(work, turn)
-                buffer[: len(held)] = np.frombuffer(held, dtype=np.uint8)
-                count = min(steps - done, max(1, (len(buffer) - len(held)) // step_bytes))
-                filled = len(held) + count * step_bytes
-                fill(buffer[len(held) : filled], done, done + count)
-                checksum.update(self._views[turn][0 if done == 0 else len(held) : filled])
-                done += count
-                whole = filled if done == steps else filled // _SECTOR * _SECTOR
-                work[turn] = self._submit(file, path, self._views[turn][:whole])
-                held = buffer[whole:filled].tobytes()
-                self._advance(count * step_bytes)
-                turn = (turn + 1) % BUFFERS
-            for turn in range(len(work)):
-                _wait(work, turn)
+            for turn, begin in enumerate([-1, *range(0, rows, most)]):
+                turn %= BUFFERS
+                _wait(calls, turn)
+                buffer, end = np.frombuffer(self._memory[turn], dtype=np.uint8), min(begin + most, rows)
+                if begin < 0:
+                    data = buffer[: len(header)]
+                    data[:] = np.frombuffer(header, dtype=np.uint8)
+                else:
+                    data = piece(buffer[: (end - begin) * step_bytes], begin, end)
+                    self._advance(len(data))
+                calls[turn] = self._submit(file, path, data.data)
+                checksums.update(data.data)
+            for turn in range(BUFFERS):
+                _wait(calls, turn)
             with named(path):
                 os.fsync(file.fileno())
         finally:
             if self._thread is not None:
                 self._thread.submit(_nothing).wait()  # also for calls whose submission was interrupted
             file.close()
-        written = steps * step_bytes if ready is None else len(ready)
-        return FileRecord(len(header) + written, *checksum.digests())
-
-    def _write_ready(
-        self,
-        file: Descriptor,
-        path: str,
-        header: bytes,
-        ready: Array,
-        checksum: _Checksum,
-        work: list[_Call | None],
-    ) -> None:
-        """Write a header and bytes in memory, whose checksum is computed meanwhile. `work`: of the pieces."""
-        self._arrays[0][: len(header)] = np.frombuffer(header, dtype=np.uint8)
-        views = [self._views[0][: len(header)]]
-        data = ready.data
-        views += [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
-        for view in views:
-            work.append(self._submit(file, path, view))
-            checksum.update(view)
-            self._advance(len(view))
+        return checksums.digests()
 
 
-def _wait(work: list[_Call | None], turn: int) -> None:
-    call = work[turn]
+def _wait(calls: list[_Call | None], turn: int) -> None:
+    call = calls[turn]
     if call is not None:
         call.result()
 
@@ -338,37 +286,3 @@ def _write_piece(file: Descriptor, path: str, view: memoryview) -> None:
 
 def _nothing() -> None:
     """What a caller submits to wait for all calls before it."""
-
-
-def read_piece(fd: int, path: str, view: memoryview, begin: int) -> int:
-    """Fill a buffer with the bytes of a file from `begin` on, and return its size.
-
-    Raises:
-        CheckpointError: the file ends before the buffer is full.
-    """
-    done = 0
-    while done < len(view):
-        count = os.preadv(fd, [view[done:]], begin + done)
-        if count == 0:
-            raise CheckpointError(f"{path} was cut to {begin + done:,} bytes while it was read. {REMEDY}")
-        done += count
-    return done
-
-
-@contextlib.contextmanager
-def read_through(directory: Directory, name: str) -> Iterator[int]:
-    """Open a file for sequential reading and yield its descriptor.
-
-    Raises:
-        CheckpointError: the file cannot be opened.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            fd, _ = stack.enter_context(directory.opened(name))
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise CheckpointError(f"{directory.at(name)} cannot be read: {error}. {REMEDY}") from error
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        yield fd

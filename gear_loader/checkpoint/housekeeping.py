@@ -1,4 +1,7 @@
-"""A checkpoint's directory before and after a save: whether it may be written, its lock, removal of old files."""
+"""A checkpoint before and after a save: whether it may be written, its lock, its names, removal of old files.
+
+Random names of tables and of the saves they were loaded from decide which files a save can reuse.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 from collections.abc import Callable, Collection, Iterator
 
 from gear_loader.checkpoint.directory import Directory
-from gear_loader.checkpoint.manifest import Manifest
+from gear_loader.checkpoint.manifest import Manifest, previous_of, read_manifest
 from gear_loader.checkpoint.names import (
     INDEX_NAME,
     LOCK_NAME,
@@ -18,23 +22,29 @@ from gear_loader.checkpoint.names import (
     PREVIOUS_NAME,
     SEGMENT_NAME,
     SEGMENTS_NAME,
-    is_column_file,
+    is_segment_file,
 )
 from gear_loader.errors import CheckpointError, GearError
+from gear_loader.storage.counters import IDENTITY
+from gear_loader.storage.index import Index
+from gear_loader.storage.lock import process_start
+from gear_loader.storage.table import Table
 from gear_loader.utils.descriptors import Descriptor
 
 __all__ = [
     "LockedError",
     "check_owned",
     "convert_errors",
+    "identity",
     "is_full",
     "is_unfinished_save",
     "keep_previous",
     "lock",
-    "locked",
+    "manifests_of",
     "refuse_links",
     "remove_checkpoint",
     "restore_previous",
+    "set_parent",
     "sweep",
     "under_lock",
     "unlock",
@@ -96,7 +106,7 @@ def refuse_links(directory: Directory) -> None:
         segments.refuse_links(_is_segment)
         for name in filter(_is_segment, segments.names()):
             with contextlib.suppress(NotADirectoryError), segments.child(name) as segment:
-                segment.refuse_links(is_column_file)
+                segment.refuse_links(is_segment_file)
 
 
 def check_owned(directory: Directory, manifest: str, ours: Callable[[str], bool], *, what: str) -> None:
@@ -200,20 +210,6 @@ def under_lock(directory: Directory, section: Callable[[], object]) -> None:
         release()  # again: the call above may be interrupted
 
 
-@contextlib.contextmanager
-def locked(directory: Directory) -> Iterator[None]:
-    """Hold the lock of a checkpoint's directory.
-
-    Raises:
-        CheckpointError: another save, or another table's background writer, holds it.
-    """
-    file, process = lock(directory), os.getpid()
-    try:
-        yield
-    finally:
-        unlock(file, process)
-
-
 def keep_previous(directory: Directory) -> None:
     """Keep the manifest, if there is one, as the previous one. The caller syncs the directory."""
     if not directory.has(MANIFEST_NAME):
@@ -233,6 +229,19 @@ def restore_previous(directory: Directory) -> None:
     directory.link(PREVIOUS_NAME, MANIFEST_NAME + PART)
     directory.replace(MANIFEST_NAME + PART, MANIFEST_NAME)
     directory.sync()
+
+
+def manifests_of(directory: Directory, *, previous: bool) -> tuple[Manifest | None, Manifest | None]:
+    """Read the current manifest and, if it is kept, the one before it; remove files that they do not name.
+
+    Raises:
+        CheckpointError: the current one is damaged.
+    """
+    manifest = read_manifest(directory) if directory.has(MANIFEST_NAME) else None
+    before = previous_of(directory) if previous else None
+    directory.sync()  # its writer may have died before this; it must be durable before older files are removed
+    sweep(directory, manifest, before)
+    return manifest, before
 
 
 def sweep(directory: Directory, *manifests: Manifest | None) -> None:
@@ -263,7 +272,7 @@ def _remove_segments(segments: Directory, keep: Collection[str]) -> None:
         if _is_segment(name) and name not in keep:
             with contextlib.suppress(OSError):
                 with segments.child(name) as segment:
-                    segment.remove_files(is_column_file)
+                    segment.remove_files(is_segment_file)
                 segments.rmdir(name)
 
 
@@ -280,3 +289,30 @@ def remove_checkpoint(parent: Directory, name: str) -> None:
             directory.rmdir(SEGMENTS_NAME)
         directory.remove_files(lambda name: name in _MANIFESTS or is_unfinished_save(name))
     parent.rmdir(name)
+
+
+def identity(table: Table, index: Index) -> tuple[str, str]:
+    """Name of the table, and of the save it was loaded from; 16 hexadecimal digits each."""
+    here = _process(table)
+
+    def look() -> tuple[str, str]:
+        name, parent, pid, start = index.arrays.counters[IDENTITY].tolist()
+        if name == 0 or (pid, start) not in ((0, 0), here):
+            name, parent = 1 + secrets.randbelow(2**63 - 1), 0
+            index.arrays.counters[IDENTITY] = name, parent, *here
+        return f"{name:016x}", f"{parent:016x}"
+
+    return table._engine.region.lock.read(look)
+
+
+def _process(table: Table) -> tuple[int, int]:
+    return (0, 0) if table.name is not None else (os.getpid(), process_start(os.getpid()))
+
+
+def set_parent(table: Table, index: Index, save: str) -> None:
+    """Record that a table was loaded from the save named `save`."""
+
+    def note() -> None:
+        index.arrays.counters[IDENTITY] = 1 + secrets.randbelow(2**63 - 1), int(save, 16), *_process(table)
+
+    table._engine.region.lock.run(note)

@@ -1,7 +1,9 @@
 """The index of a checkpoint: a file of records, to which a table that is written in the background appends.
 
 The manifest says how many bytes of it are valid, and their checksum; what follows is of a write that did not end. The
-last record of a trajectory counts, and one with the length 0 says that it is gone.
+last record of a trajectory counts, and one with the length 0 says that it is gone. After each write come records of no
+trajectory, so that no later one touches a block of the disk with valid bytes: a torn block damages one manifest's
+records, and not those of the manifest before it too.
 
 The file may be damaged or come from an untrusted source; every value is checked before it is used.
 """
@@ -9,7 +11,6 @@ The file may be damaged or come from an untrusted source; every value is checked
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -20,7 +21,7 @@ from gear_loader.checkpoint.files import write_all, write_small
 from gear_loader.checkpoint.json_file import FileRecord, read_limited
 from gear_loader.checkpoint.manifest import LARGEST_COUNT, Manifest
 from gear_loader.checkpoint.names import MANIFEST_NAME, PART, index_file
-from gear_loader.checkpoint.trajectory_records import RECORD, ids_of, newest_of, rows_of
+from gear_loader.checkpoint.trajectory_records import RECORD, ids_of, newest_of, no_records, rows_of
 from gear_loader.errors import CheckpointError
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.ids import LARGEST_ID, following
@@ -31,6 +32,8 @@ __all__ = ["IndexFile", "read_records"]
 _LARGEST_TIMES = 2**31 - 1
 _SPARE = 1 << 12
 """Records that a file may have in any case before it is written anew."""
+_BLOCK = 4096
+"""Bytes that a disk may damage together."""
 
 
 class IndexFile:
@@ -41,17 +44,28 @@ class IndexFile:
         record: its valid bytes and their checksum.
     """
 
-    def __init__(self, number: int, checksum: Any, size: int) -> None:
-        self.number, self._checksum, self._size = number, checksum, size
-        self.record = FileRecord(size, checksum.hexdigest())
+    def __init__(self, number: int) -> None:
+        self.number, self._checksum, self._size = number, xxhash.xxh3_128(), 0
+        self.record = FileRecord(0, self._checksum.hexdigest())
 
     @classmethod
     def write(cls, directory: Directory, number: int, records: Array) -> IndexFile:
         """Write a new file with the records of all trajectories, and sync it."""
-        name, data = index_file(number), records.view(np.uint8).data
-        write_small(directory, name + PART, data)
+        file, name = cls(number), index_file(number)
+        write_small(directory, name + PART, file._take(records))
         directory.rename(name + PART, name)
-        return cls(number, xxhash.xxh3_128(data), len(data))
+        return file
+
+    def _take(self, records: Array) -> bytes:
+        """Count records in; return their bytes and those of records up to the next block."""
+        data = records.tobytes()
+        self._size += len(data)
+        self._checksum.update(data)
+        self.record = FileRecord(self._size, self._checksum.hexdigest())
+        rest = no_records(-(-(-self._size % _BLOCK) // RECORD.itemsize)).tobytes()
+        self._size += len(rest)
+        self._checksum.update(rest)
+        return data + rest
 
     def has_room(self, more: int, live: int) -> bool:
         """Whether `more` records can be appended; else half of the file would be out of date.
@@ -67,7 +81,8 @@ class IndexFile:
         Raises:
             CheckpointError: the file was cut or changed.
         """
-        name, data = index_file(self.number), records.view(np.uint8).data
+        name, after = index_file(self.number), IndexFile(self.number)
+        after._size, after._checksum = self._size, self._checksum.copy()
         with directory.open_to_append(name) as file, named(directory.at(name)):
             found = os.fstat(file.fileno()).st_size
             if found != self._size:
@@ -75,11 +90,9 @@ class IndexFile:
                     f"{directory.at(name)} has {found:,} bytes; expected {self._size:,}: it was cut or changed. "
                     "The next write replaces it."
                 )
-            write_all(file.fileno(), data)
+            write_all(file.fileno(), memoryview(after._take(records)))
             os.fsync(file.fileno())
-        checksum = self._checksum.copy()
-        checksum.update(data)
-        return IndexFile(self.number, checksum, self._size + len(data))
+        return after
 
 
 def _most_records(live: int) -> int:
@@ -97,7 +110,7 @@ def read_records(directory: Directory, manifest: Manifest) -> Array:
         CheckpointError: the index is missing, damaged, or contradicts the manifest.
     """
     path = directory.at(manifest.index_name)
-    expected, old = manifest.index.bytes, manifest.is_old
+    expected, old = manifest.index.bytes, manifest.has_old_index
     if old:
         limit = old_versions.largest_index(manifest.schema, manifest.num_trajectories)
     else:

@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint: size limits before reading, checksum, and fields that are checked one by one.
+"""JSON files of a checkpoint: limits before reading, checksum, and fields that are checked one by one.
 
 A file may be damaged or come from an untrusted source, so each field is checked before it is used.
 """
@@ -6,9 +6,7 @@ A file may be damaged or come from an untrusted source, so each field is checked
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import os
 import re
 import reprlib
 from collections.abc import Callable
@@ -17,52 +15,30 @@ from typing import Any
 import xxhash
 
 from gear_loader.checkpoint.directory import REMEDY, Directory
-from gear_loader.checkpoint.names import SEGMENT_NAME, SEGMENTS_NAME, is_column_file
 from gear_loader.errors import CheckpointError, SchemaError
 from gear_loader.storage.ids import LARGEST_ORIGIN
 from gear_loader.storage.schema import Schema
 
-__all__ = [
-    "LEAST_CHUNK",
-    "Fields",
-    "FileRecord",
-    "check_cost",
-    "count_column_files",
-    "manifest_bytes",
-    "read_fields",
-    "read_limited",
-    "schema_of",
-    "shortened",
-]
+__all__ = ["Fields", "FileRecord", "manifest_bytes", "read_fields", "read_limited", "schema_of", "shortened"]
 
-LEAST_CHUNK = 1 << 12
-"""Fewest bytes of a chunk with a checksum of its own."""
-
-# Limits on a manifest before it is parsed. The files that exist bound its size and its number of JSON values: it names
-# each file once, with a checksum for each chunk of at least LEAST_CHUNK bytes.
-_MANIFEST_LIMIT = 1 << 28
-_BASE_BYTES = 4 << 20
-"""Bytes allowed without any files; the schema takes at most 1 MiB, as in a table's header."""
-_FILE_BYTES = 1 << 10
-"""Bytes allowed for each file."""
-_BASE_VALUES = 300_000
-"""JSON values allowed without any files: more than a schema of 1 MiB has."""
-_FILE_VALUES = 16
+# A manifest takes 1 MiB for the largest schema and about 150 bytes for each segment. Those of versions 3 and 4 have 16
+# bytes for each chunk of a file too, and some values for each file.
+LARGEST_BYTES = 1 << 28
+LARGEST_VALUES = 4_000_000
+"""Most JSON values of a manifest: each takes about 100 bytes of memory when it is parsed."""
 _HEX = re.compile(r"[0-9a-f]+")
+_shorten = reprlib.Repr()  # reads no more of a value than it shows
+_shorten.maxlevel = 4
+_shorten.maxlist = _shorten.maxdict = 50
+_shorten.maxstring = _shorten.maxlong = _shorten.maxother = 250
 
 
 @dataclasses.dataclass(frozen=True)
 class FileRecord:
-    """Size and checksums of a file.
-
-    Attributes:
-        bytes: size. xxh128: XXH128 of the whole file, as ``xxh128sum`` prints it.
-        chunks: XXH3-64 of each chunk of the file, 16 digits each, concatenated; for reading a part.
-    """
+    """Size of a file, and the XXH128 of its contents, as ``xxh128sum`` prints it."""
 
     bytes: int
     xxh128: str
-    chunks: str = ""
 
 
 def manifest_bytes(kind: str, version: int, fields: dict[str, Any]) -> bytes:
@@ -77,23 +53,13 @@ def manifest_bytes(kind: str, version: int, fields: dict[str, Any]) -> bytes:
     return text.replace(b"0" * 32, xxhash.xxh3_128_hexdigest(text).encode(), 1)
 
 
-def read_fields(
-    directory: Directory,
-    name: str,
-    kind: str,
-    version: int,
-    *,
-    older: int | None = None,
-    missing: str,
-    count: Callable[[Directory], tuple[int, int]],
-) -> Fields:
+def read_fields(directory: Directory, name: str, kind: str, *versions: int, missing: str) -> Fields:
     """Read a manifest and check its size, format, version and checksum.
 
     Args:
         name: file name.
-        kind: expected format string. version: expected version. older: another one that can be read.
+        kind: expected format string. versions: those that can be read.
         missing: text of the error if the file does not exist.
-        count: returns the number of files that the manifest can name, and their bytes.
 
     Returns:
         The fields, not checked yet.
@@ -102,11 +68,18 @@ def read_fields(
         CheckpointError: the file is missing, damaged or of another version.
     """
     path = directory.at(name)
+
+    def check(what: str, count: int, limit: int) -> None:
+        if count > limit:
+            raise CheckpointError(
+                f"{path} is not a manifest: it has {count:,} {what}; expected at most {limit:,}. {REMEDY}"
+            )
+
     try:
-        data = read_limited(directory, name, lambda size: _check_bytes(directory, path, size, count))
+        data = read_limited(directory, name, lambda size: check("bytes", size, LARGEST_BYTES))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(missing) from error
-    _check_values(directory, path, data, count)
+    check("values", sum(data.count(mark) for mark in (b",", b"[", b"{")), LARGEST_VALUES)
     try:
         parsed = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -115,8 +88,8 @@ def read_fields(
     if fields.value.get("format") != kind:
         raise fields.wrong("format", fields.value.get("format"), repr(kind))
     found_version = fields.integer("version", 0, 2**31)
-    if found_version not in (version, older):
-        read = f"version {version}" if older is None else f"versions {older} and {version}"
+    if found_version not in versions:
+        read = f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}"
         raise CheckpointError(
             f"{path} has checkpoint version {found_version}; this version of Gear Loader reads {read}. "
             "Use the one that wrote it, or choose another directory."
@@ -152,76 +125,6 @@ def read_limited(
         raise CheckpointError(f"{directory.at(name)} cannot be read: {error}. {REMEDY}") from error
 
 
-# Size limits ---------------------------------------------------------------------------------------------------
-
-
-def check_cost(directory: Directory, name: str, data: bytes) -> None:
-    """Check before a manifest is written that reading it will not exceed the size limits.
-
-    Raises:
-        CheckpointError: the manifest is too large.
-    """
-    _check_bytes(directory, directory.at(name), len(data), count_column_files)
-    _check_values(directory, directory.at(name), data, count_column_files)
-
-
-def count_column_files(directory: Directory) -> tuple[int, int]:
-    """Number of column files in all segments, and their total bytes."""
-    files = size = 0
-    try:
-        with directory.child(SEGMENTS_NAME) as segments:
-            for segment in filter(SEGMENT_NAME.fullmatch, segments.names()):
-                with segments.child(segment) as folder, os.scandir(folder.fd) as entries:
-                    for entry in entries:
-                        if is_column_file(entry.name):
-                            files, size = files + 1, size + entry.stat().st_size
-    except OSError:  # files that cannot be seen do not raise the limit
-        pass
-    return files, size
-
-
-def _check_bytes(
-    directory: Directory, path: str, size: int, count: Callable[[Directory], tuple[int, int]]
-) -> None:
-    """Check the size of a manifest before it is read.
-
-    Raises:
-        CheckpointError: it is larger than the existing files can require.
-    """
-    if size <= _BASE_BYTES:
-        return
-    files, data = count(directory)
-    limit = min(_BASE_BYTES + _FILE_BYTES * files + 16 * (data // LEAST_CHUNK), _MANIFEST_LIMIT)
-    if size > limit:
-        raise CheckpointError(
-            f"{path} is not a manifest: it has {size:,} bytes; expected at most {limit:,}, as much as the "
-            f"{files:,} files beside it with {data:,} bytes can need. {REMEDY}"
-        )
-
-
-def _check_values(
-    directory: Directory, path: str, data: bytes, count: Callable[[Directory], tuple[int, int]]
-) -> None:
-    """Check the number of JSON values of a manifest before it is parsed: each takes about 100 bytes of memory.
-
-    Raises:
-        CheckpointError: it has more values than the existing files can require.
-    """
-    values = sum(data.count(mark) for mark in (b",", b"[", b"{"))
-    if values <= _BASE_VALUES:
-        return
-    files, _ = count(directory)
-    limit = _BASE_VALUES + _FILE_VALUES * files
-    if values > limit:
-        raise CheckpointError(
-            f"{path} is not a manifest: it has about {values:,} values; expected at most {limit:,}, as many as the "
-            f"{files:,} files beside it can need. {REMEDY}"
-        )
-
-
-# Fields -------------------------------------------------------------------------------------------------
-
-
 class Fields:
     """Validated access to the fields of a JSON object. Each getter raises CheckpointError for an invalid field.
 
@@ -238,7 +141,7 @@ class Fields:
     def wrong(self, key: str, value: Any, expected: str) -> CheckpointError:
         """The error of an invalid field."""
         name = f"{self.where}{'.' if self.where and key else ''}{key}"
-        shown = _shown(value)
+        shown = shortened(_shorten.repr(value))
         return CheckpointError(
             f"{self.path} is damaged{f' at {name!r}' if name else ''}: it has {shown}; expected {expected}. {REMEDY}"
         )
@@ -247,6 +150,10 @@ class Fields:
         if key not in self.value:
             raise self.wrong(key, sorted(map(str, self.value)), f"a field {key!r}")
         return self.value[key]
+
+    def inner(self, key: str) -> Fields:
+        """The fields of a mapping."""
+        return Fields(self.get(key), self.path, f"{self.where}{'.' if self.where else ''}{key}")
 
     def integer(self, key: str, low: int, high: int) -> int:
         value = self.get(key)
@@ -263,11 +170,10 @@ class Fields:
             raise self.wrong(key, value, f"{digits} hexadecimal digits")
         return value
 
-    def choice(self, key: str, *allowed: str) -> str:
-        value = self.get(key)
-        if not isinstance(value, str) or value not in allowed:
-            raise self.wrong(key, value, " or ".join(map(repr, allowed)))
-        return value
+    def exactly(self, key: str, expected: Any) -> None:
+        """Check that a field has one value. So no path can lead out of the directory."""
+        if self.get(key) != expected:
+            raise self.wrong(key, self.get(key), shortened(repr(expected)))
 
     def items(self, key: str) -> list[Any]:
         value = self.get(key)
@@ -275,14 +181,11 @@ class Fields:
             raise self.wrong(key, value, "a list")
         return value
 
-    def record(self, key: str, path: str, chunk_bytes: int = 0, least: int = 1) -> FileRecord:
-        """A file record, which must be of the file at `path`: no path can lead out of the directory."""
-        fields = Fields(self.get(key), self.path, f"{self.where}{'.' if self.where else ''}{key}")
-        fields.choice("path", path)
-        size, checksum = fields.integer("bytes", least, 2**62), fields.hexadecimal("xxh128", 32)
-        if not chunk_bytes:
-            return FileRecord(size, checksum)
-        return FileRecord(size, checksum, fields.hexadecimal("chunks", 16 * -(-size // chunk_bytes)))
+    def record(self, key: str, path: str, least: int = 1) -> FileRecord:
+        """A file record, which must be of the file at `path`."""
+        fields = self.inner(key)
+        fields.exactly("path", path)
+        return FileRecord(fields.integer("bytes", least, 2**62), fields.hexadecimal("xxh128", 32))
 
 
 def schema_of(fields: Fields) -> Schema:
@@ -292,30 +195,6 @@ def schema_of(fields: Fields) -> Schema:
         return Schema.from_json(rows)
     except SchemaError as error:
         raise fields.wrong("schema", rows, f"a schema ({shortened(str(error))})") from error
-
-
-class _Shortened(reprlib.Repr):
-    """Shortened JSON values: reads no more of a value than it shows, and keeps the order of mappings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel = 4
-        self.maxlist = self.maxdict = 50
-        self.maxstring = self.maxlong = self.maxother = 250
-
-    def repr_dict(self, value: dict[Any, Any], level: int) -> str:
-        if level <= 0:
-            return "{...}"
-        parts = [
-            f"{self.repr1(key, level - 1)}: {self.repr1(value[key], level - 1)}"
-            for key in itertools.islice(value, self.maxdict)
-        ]
-        return "{" + ", ".join(parts + (["..."] if len(value) > self.maxdict else [])) + "}"
-
-
-def _shown(value: Any) -> str:
-    """A JSON value for an error message, at most about 200 characters."""
-    return shortened(_Shortened().repr(value))
 
 
 def shortened(text: str, most: int = 200) -> str:

@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gear_loader.checkpoint.directory import Directory
-from gear_loader.checkpoint.files import check_size
-from gear_loader.checkpoint.identity import set_parent
+from gear_loader.checkpoint.directory import Directory, open_to_load, readable
+from gear_loader.checkpoint.housekeeping import set_parent
 from gear_loader.checkpoint.index import read_records
-from gear_loader.checkpoint.manifest import Manifest, Segment, open_checkpoint, read_manifest
-from gear_loader.checkpoint.names import MANIFEST_NAME, column_file, npy_header, segment_folder
-from gear_loader.checkpoint.places import column_memory, column_places
-from gear_loader.checkpoint.reading import ColumnRead, bytes_of, read_columns
+from gear_loader.checkpoint.manifest import Manifest, no_manifest, read_manifest
+from gear_loader.checkpoint.names import CHECKSUMS_NAME, MANIFEST_NAME, segment_folder
+from gear_loader.checkpoint.reading import ColumnRead, read_columns
+from gear_loader.checkpoint.rows import column_places
+from gear_loader.checkpoint.segments import Segment, check_files, read_checksums
 from gear_loader.checkpoint.spilling import hottest, note_places
 from gear_loader.checkpoint.trajectory_records import Counters, rows_of
 from gear_loader.errors import CheckpointError
@@ -27,7 +27,6 @@ from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.table import Table
 from gear_loader.storage.table_rules import OnFull
 from gear_loader.utils.arrays import Array, data_address
-from gear_loader.utils.progress import progress_bar
 
 __all__ = [
     "LoadOptions",
@@ -75,7 +74,7 @@ def load(kind: type[Table], path: str | os.PathLike[str], options: LoadOptions) 
     where = os.path.abspath(os.fspath(path))
 
     def attempt() -> Table | None:
-        with open_checkpoint(where) as directory:
+        with open_to_load(where, no_manifest(where)) as directory:
             manifest = read_manifest(directory)
             try:
                 return load_version(kind, directory, manifest, options)
@@ -146,9 +145,7 @@ def whole_share(directory: Directory, manifest: Manifest, folder: str = "") -> S
     """
     records = read_records(directory, manifest)
     for segment in manifest.segments:
-        with directory.child_to_load(segment_folder(segment.number)) as files:
-            for column, record in segment.files.items():
-                check_size(files, column_file(column), record.bytes)
+        check_files(directory, segment, manifest.schema)
     # Trajectories that shared blocks in the saved table get separate blocks.
     blocks = max(manifest.num_blocks, Table.required_blocks(rows_of(records), manifest.block_steps))
     sizes = {name: getattr(manifest, name) for name in ("max_steps", "max_trajectories", "block_steps")}
@@ -281,10 +278,9 @@ def _fill(table: Table, directory: Directory, share: Share, *, inside: Array | N
             read
             for part in parts
             for segment in part.manifest.segments
-            for read in _reads(table, part, segment, first_ids)
+            for read in _reads(table, directory, part, segment, first_ids)
         ]
-        with progress_bar("Loading", bytes_of(reads), enabled=progress) as (advance, _):
-            read_columns(directory, reads, ids, advance)
+        read_columns(directory, reads, ids, progress=progress)
         loaded = index.commit_as(
             slots,
             records["priority"].copy(),
@@ -305,11 +301,13 @@ def _fill(table: Table, directory: Directory, share: Share, *, inside: Array | N
         raise
 
 
-def _reads(table: Table, part: Part, segment: Segment, first_ids: Array) -> list[ColumnRead]:
+def _reads(
+    table: Table, directory: Directory, part: Part, segment: Segment, first_ids: Array
+) -> list[ColumnRead]:
     """What to read of one segment.
 
     Args:
-        table: the new table. part: a checkpoint, and its trajectories to load.
+        table: the new table. directory: the loaded one. part: a checkpoint, and its trajectories to load.
         first_ids: int64 [trajectories], where the blocks of each trajectory of the new table begin.
     """
     which = np.flatnonzero(part.records["segment"] == segment.number)
@@ -319,25 +317,22 @@ def _reads(table: Table, part: Part, segment: Segment, first_ids: Array) -> list
     records = part.records[which]
     first, rows, place = records["first"].copy(), rows_of(records), records["place"].astype(np.int64)
     places = first_ids[part.places[which]]
-    reads = []
-    for name, column in table.schema.items():
-        begin, end = (place, place + 1) if column.trajectory else (first, first + rows)
-        header = npy_header(column.dtype_name, segment.rows(column), column.shape)
-        reads.append(
-            ColumnRead(
-                folder=part.segment(segment),
-                name=column_file(name),
-                record=segment.files[name],
-                chunk_bytes=segment.chunk_bytes,
-                header=header,
-                first=begin,
-                ends=end,
-                places=places,
-                column=column_places(table._engine.region, name),
-                memory=column_memory(table._engine.region, name),
-            )
+    with directory.child_to_load(part.segment(segment)) as folder, readable(folder.at(CHECKSUMS_NAME)):
+        checksums = read_checksums(folder, segment, table.schema)
+    return [
+        ColumnRead(
+            folder=part.segment(segment),
+            segment=segment,
+            name=name,
+            column=column,
+            checksums=checksums[name],
+            first=place if column.trajectory else first,
+            ends=place + 1 if column.trajectory else first + rows,
+            places=places,
+            place=column_places(table._engine.region, name),
         )
-    return reads
+        for name, column in table.schema.items()
+    ]
 
 
 def _keep_versions(table: Table, directory: Directory, part: Part, slots: Array) -> None:
@@ -355,14 +350,14 @@ def _keep_versions(table: Table, directory: Directory, part: Part, slots: Array)
     size = table.schema[name].step_bytes
     values: Array = np.empty((len(slots), size), dtype=np.uint8)
     # One after another: blocks of one step, of which each trajectory has the one with its number.
-    column = np.array([data_address(values), size, size, size, 1], dtype=np.int64)
+    place = np.array([data_address(values), size, size, size, 1], dtype=np.int64)
     reads = [
-        dataclasses.replace(read, column=column, memory=values.reshape(-1))
+        dataclasses.replace(read, place=place)
         for segment in part.manifest.segments
-        for read in _reads(table, part, segment, np.arange(len(slots)))
-        if read.name == column_file(name)
+        for read in _reads(table, directory, part, segment, np.arange(len(slots)))
+        if read.name == name
     ]
-    read_columns(directory, reads, np.arange(len(slots), dtype=np.int32), lambda count: None)
+    read_columns(directory, reads, np.arange(len(slots), dtype=np.int32))
     kept[slots] = values.view(np.dtype(table.schema[name].dtype_name)).reshape(-1)
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
 from gear_loader.checkpoint import old_versions
-from gear_loader.checkpoint.directory import Directory, open_to_load
+from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.json_file import (
-    LEAST_CHUNK,
     Fields,
     FileRecord,
-    count_column_files,
     manifest_bytes,
     read_fields,
     schema_of,
@@ -20,55 +19,24 @@ from gear_loader.checkpoint.json_file import (
 from gear_loader.checkpoint.names import (
     INDEX_NAME,
     MANIFEST_NAME,
+    PREVIOUS_NAME,
     SHARDS_NAME,
     column_file,
     index_file,
-    npy_header,
-    segment_folder,
 )
+from gear_loader.checkpoint.segments import Segment, parse_segment
 from gear_loader.checkpoint.trajectory_records import RECORD, Counters
-from gear_loader.errors import SchemaError
-from gear_loader.storage.schema import Column, Schema
+from gear_loader.errors import CheckpointError, SchemaError
+from gear_loader.storage.schema import Schema
 from gear_loader.storage.table_rules import Rules
 
-__all__ = [
-    "CHUNK_BYTES",
-    "LARGEST_COUNT",
-    "Manifest",
-    "Segment",
-    "no_manifest",
-    "open_checkpoint",
-    "read_manifest",
-]
+__all__ = ["LARGEST_COUNT", "Manifest", "no_manifest", "previous_of", "read_manifest"]
 
-VERSION = 4
+VERSION = 5
 FORMAT = "gear-loader checkpoint"
-CHUNK_BYTES = 4 << 20
-"""Bytes of a column's file that have a checksum of their own."""
 LARGEST_COUNT = 2**62
 """Largest value of a counter."""
 _LIMIT = 2**37  # of the sizes, as in `Table.create`
-
-
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """Whole trajectories one after another.
-
-    Attributes:
-        number: of the segment. steps: of all its trajectories. trajectories: their number, 0 if no column is per
-            trajectory.
-        files: record of each column's file. chunk_bytes: bytes of the files that have a checksum of their own.
-    """
-
-    number: int
-    steps: int
-    files: dict[str, FileRecord]
-    chunk_bytes: int
-    trajectories: int = 0
-
-    def rows(self, column: Column) -> int:
-        """Rows of a column's file."""
-        return self.trajectories if column.trajectory else self.steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +81,8 @@ class Manifest:
     segments: tuple[Segment, ...]
 
     @property
-    def is_old(self) -> bool:
-        """Whether it was written by an earlier version."""
+    def has_old_index(self) -> bool:
+        """Whether its index is of version 3."""
         return self.index_name == old_versions.index_file(self.saves)
 
     @property
@@ -125,29 +93,16 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Serialize the manifest."""
-        fields: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields["schema"] = self.schema.to_json()
-        fields["rules"] = self.rules.to_json()
+        fields: dict[str, Any] = {
+            **vars(self),
+            "schema": self.schema.to_json(),
+            "rules": self.rules.to_json(),
+        }
         if self.rules.version is None:
             del fields["policy_version"]
-        index = {"bytes": self.index.bytes, "xxh128": self.index.xxh128}
-        fields["index"] = {"path": fields.pop("index_name"), **index, "record": RECORD.descr}
-        fields["segments"] = [
-            {
-                "number": segment.number,
-                "steps": segment.steps,
-                **({"trajectories": segment.trajectories} if self.schema.per_trajectory else {}),
-                "chunk_bytes": segment.chunk_bytes,
-                "files": {
-                    name: {
-                        "path": f"{segment_folder(segment.number)}/{column_file(name)}",
-                        **vars(record),
-                    }
-                    for name, record in segment.files.items()
-                },
-            }
-            for segment in self.segments
-        ]
+        fields["index"] = {"path": fields.pop("index_name"), **vars(self.index), "record": RECORD.descr}
+        fields["files"] = {name: column_file(name) for name in self.schema}
+        fields["segments"] = [segment.to_json() for segment in self.segments]
         return manifest_bytes(FORMAT, VERSION, fields)
 
 
@@ -168,13 +123,12 @@ def no_manifest(directory: str, *, several: bool = False) -> str:
     )
 
 
-def open_checkpoint(path: str) -> Directory:
-    """Open the directory of a checkpoint of one table for loading.
-
-    Raises:
-        CheckpointError: the directory does not exist or cannot be read.
-    """
-    return open_to_load(path, no_manifest(path))
+def previous_of(directory: Directory) -> Manifest | None:
+    """The manifest of the checkpoint before the current one, or None if there is none that can be read."""
+    with contextlib.suppress(CheckpointError):
+        if directory.has(PREVIOUS_NAME):
+            return read_manifest(directory, PREVIOUS_NAME)
+    return None
 
 
 def read_manifest(directory: Directory, name: str = MANIFEST_NAME) -> Manifest:
@@ -184,46 +138,19 @@ def read_manifest(directory: Directory, name: str = MANIFEST_NAME) -> Manifest:
         CheckpointError: the manifest is missing, damaged or of another version.
     """
     missing = no_manifest(directory.path, several=directory.has(SHARDS_NAME))
-    fields = read_fields(
-        directory,
-        name,
-        FORMAT,
-        VERSION,
-        older=old_versions.VERSION,
-        missing=missing,
-        count=count_column_files,
-    )
-    return _parse(fields)
-
-
-def _parse(fields: Fields) -> Manifest:
+    fields = read_fields(directory, name, FORMAT, *range(old_versions.VERSION, VERSION + 1), missing=missing)
     schema = schema_of(fields)
     saves = fields.integer("saves", 1, 10**12 - 1)
     next_segment = fields.integer("next_segment", 1, 10**12 - 1)
-    segments: list[Segment] = []
-    numbers: set[int] = set()
+    if fields.value["version"] == VERSION:
+        fields.exactly("files", {name: column_file(name) for name in schema})
+    segments: dict[int, Segment] = {}
     for i, value in enumerate(fields.items("segments")):
         inner = Fields(value, fields.path, f"segments[{i}]")
-        number = inner.integer("number", 1, next_segment - 1)
-        if number in numbers:
-            raise inner.wrong("number", number, "a number that no other segment has")
-        numbers.add(number)
-        steps = inner.integer("steps", 1, 2**48)
-        count = inner.integer("trajectories", 1, steps) if schema.per_trajectory else 0
-        chunk_bytes = inner.integer("chunk_bytes", LEAST_CHUNK, 2**40)
-        files = Fields(inner.get("files"), fields.path, f"segments[{i}].files")
-        if list(files.value) != list(schema):
-            raise files.wrong("", list(files.value), f"the columns {list(schema)}")
-        records = {}
-        for name, column in schema.items():
-            path = f"{segment_folder(number)}/{column_file(name)}"
-            records[name] = files.record(name, path, chunk_bytes)
-            rows = count if column.trajectory else steps
-            size = len(npy_header(column.dtype_name, rows, column.shape)) + rows * column.step_bytes
-            if records[name].bytes != size:
-                unit = "trajectories" if column.trajectory else "steps"
-                raise files.wrong(name, records[name].bytes, f"{size} bytes for {rows:,} {unit}")
-        segments.append(Segment(number, steps, records, chunk_bytes, count))
+        segment = parse_segment(inner, schema, next_segment)
+        if segment.number in segments:
+            raise inner.wrong("number", segment.number, "a number that no other segment has")
+        segments[segment.number] = segment
     max_steps = fields.integer("max_steps", 1, _LIMIT - 1)
     max_trajectories = fields.integer("max_trajectories", 1, 2**31 - 1)
     num_trajectories = fields.integer("num_trajectories", 0, max_trajectories)
@@ -251,7 +178,7 @@ def _parse(fields: Fields) -> Manifest:
         num_steps=fields.integer("num_steps", num_trajectories, max_steps),
         index=index,
         index_name=index_name,
-        segments=tuple(segments),
+        segments=tuple(segments.values()),
     )
 
 
@@ -260,18 +187,17 @@ def _index(fields: Fields, saves: int) -> tuple[int, FileRecord, str]:
     if fields.value["version"] == old_versions.VERSION:
         name = old_versions.index_file(saves)
         return 0, fields.record("index", name), name
-    inner = Fields(fields.get("index"), fields.path, "index")
+    inner = fields.inner("index")
     name = inner.get("path")
     match = INDEX_NAME.fullmatch(name) if isinstance(name, str) else None
     if match is None or name != index_file(int(match[1])) or not 1 <= int(match[1]) <= saves:
         raise inner.wrong("path", name, f"{index_file(saves)!r}, or one of an earlier save")
-    if inner.get("record") != [list(field) for field in RECORD.descr]:
-        raise inner.wrong("record", inner.get("record"), f"{RECORD.descr}")
+    inner.exactly("record", [list(field) for field in RECORD.descr])
     return fields.integer("clock", 0, LARGEST_COUNT), fields.record("index", name, least=0), name
 
 
 def _rules(fields: Fields, schema: Schema, max_trajectories: int) -> Rules:
-    inner = Fields(fields.get("rules"), fields.path, "rules")
+    inner = fields.inner("rules")
     known = list(Rules().to_json())
     if "version" in inner.value:
         known += ["version", "max_lag"]
@@ -284,8 +210,7 @@ def _rules(fields: Fields, schema: Schema, max_trajectories: int) -> Rules:
         except (SchemaError, ArithmeticError, LookupError, TypeError) as error:
             raise inner.wrong(key, value, f"a rule of a table ({shortened(str(error))})") from error
         if rules.rate_limiter is not None and rules.rate_limiter.min_size > max_trajectories:
-            expected = f"a min_size of at most max_trajectories={max_trajectories:,}"
-            raise inner.wrong(key, value, expected)
+            raise inner.wrong(key, value, f"a min_size of at most max_trajectories={max_trajectories:,}")
     if len(inner.value) != len(known):
         raise inner.wrong("", sorted(inner.value), f"the fields {known}")
     return Rules.from_json(inner.value)

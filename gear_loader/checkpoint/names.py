@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 
 __all__ = [
+    "CHECKSUMS_NAME",
     "INDEX_NAME",
     "LOCK_NAME",
     "MANIFEST_NAME",
@@ -20,7 +21,7 @@ __all__ = [
     "SHARDS_NAME",
     "column_file",
     "index_file",
-    "is_column_file",
+    "is_segment_file",
     "npy_header",
     "segment_folder",
 ]
@@ -30,6 +31,7 @@ PREVIOUS_NAME = "manifest.previous.json"
 SHARDS_NAME = "shards.json"
 SEGMENTS_NAME = "segments"
 LOCK_NAME = ".gear-loader.lock"
+CHECKSUMS_NAME = "checksums.xxh3"
 INDEX_NAME = re.compile(r"index\.([0-9]{6,12})\.(?:records|safetensors)")
 SEGMENT_NAME = re.compile(r"[0-9]{6,12}")
 PART = ".part"
@@ -60,9 +62,9 @@ def column_file(column: str) -> str:
     return quoted + ".npy"
 
 
-def is_column_file(name: str) -> bool:
-    """Whether `column_file` can return this file name."""
-    return _COLUMN_NAME.fullmatch(name) is not None
+def is_segment_file(name: str) -> bool:
+    """Whether a save writes files of this name into a segment."""
+    return name == CHECKSUMS_NAME or _COLUMN_NAME.fullmatch(name) is not None
 
 
 def npy_header(dtype: str, steps: int, shape: tuple[int, ...]) -> bytes:

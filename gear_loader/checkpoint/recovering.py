@@ -6,10 +6,10 @@ import dataclasses
 import logging
 
 from gear_loader.checkpoint.behind import finish_dropped, start
-from gear_loader.checkpoint.disk_place import Place, open_place, previous_of
+from gear_loader.checkpoint.disk_place import Place, open_place
 from gear_loader.checkpoint.housekeeping import convert_errors, restore_previous
 from gear_loader.checkpoint.loading import LoadOptions, UnfitError, discard, load_version
-from gear_loader.checkpoint.manifest import read_manifest
+from gear_loader.checkpoint.manifest import previous_of, read_manifest
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.disk import Disk, DiskWriter
 from gear_loader.storage.table import Table

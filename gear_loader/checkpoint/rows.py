@@ -1,8 +1,8 @@
-"""Rows of a table's trajectories, one after another, as the files of a segment hold them."""
+"""Where rows of columns lie in a table, and copies of them, one after another, as the files of a segment hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -13,10 +13,20 @@ from gear_loader.native.saving_loops import CORRUPT, LOST, ON_DISK, copy_out
 from gear_loader.storage.disk import LostRowsError, TierReader
 from gear_loader.storage.index import Index
 from gear_loader.storage.readers import Ticket
+from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Schema
 from gear_loader.utils.arrays import Array
 
-__all__ = ["TrajectoryRows"]
+__all__ = ["TrajectoryRows", "column_places"]
+
+
+def column_places(region: Region, name: str) -> Array:
+    """A column's place in the region, int64 [5], as `copy_rows` takes it. The caller keeps it mapped."""
+    layout, column = region.layout, region.layout.columns[name]
+    base = region.column(name).ctypes.data
+    return np.array(
+        [base, column.block_stride, column.step_bytes, column.step_stride, layout.block_steps], dtype=np.int64
+    )
 
 
 class TrajectoryRows:
@@ -99,26 +109,20 @@ class TrajectoryRows:
         """Whether one of the newest trajectories, which have so many bytes, is lost."""
         return bool(self.lost[self._newest(most_bytes) :].any())
 
-    def ready(self, name: str) -> Array | None:
-        """All rows of a column, uint8, if all trajectories have been staged; else None."""
-        return self._staged.get(name) if self._unstaged == 0 else None
-
-    def filler(self, name: str) -> Callable[[Array, int, int], None]:
-        """Return a function that copies rows `begin` to `end` - 1 of a column into a buffer uint8 [bytes]."""
+    def piece(self, name: str, buffer: Array, begin: int, end: int) -> Array:
+        """Rows `begin` to `end` - 1 of a column, uint8 [bytes]: copied into a buffer, or where all have been staged."""
         size = int(self._places[name][2])
         first, ends = self.bounds(name)
         split = int(first[self._unstaged]) if self._unstaged < len(first) else int(ends[-1])
-
-        def fill(buffer: Array, begin: int, end: int) -> None:
-            middle = min(max(begin, split), end)
-            copied = (middle - begin) * size
-            if middle > begin:
-                self._copy(name, buffer[:copied], begin, middle)
-            if end > middle:
-                staged = self._staged[name]
-                buffer[copied:] = staged[(middle - split) * size : (end - split) * size]
-
-        return fill
+        if split == 0:
+            return self._staged[name][begin * size : end * size]
+        middle = min(max(begin, split), end)
+        copied = (middle - begin) * size
+        if middle > begin:
+            self._copy(name, buffer[:copied], begin, middle)
+        if end > middle:
+            buffer[copied:] = self._staged[name][(middle - split) * size : (end - split) * size]
+        return buffer
 
     def _copy(self, name: str, buffer: Array, begin: int, end: int) -> None:
         """Copy rows of trajectories, and zeros in the place of those that are lost."""

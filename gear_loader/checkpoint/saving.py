@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import math
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 
-from gear_loader.checkpoint import manifest as manifest_module
 from gear_loader.checkpoint.changes import OnDisk, SavedChanges, take_changes
 from gear_loader.checkpoint.directory import Directory
-from gear_loader.checkpoint.files import Arena, Pipeline, check_size, write_small
+from gear_loader.checkpoint.files import Arena, ColumnWriter, write_small
 from gear_loader.checkpoint.housekeeping import (
     check_owned,
     convert_errors,
+    identity,
     is_unfinished_save,
     keep_previous,
+    manifests_of,
     refuse_links,
     sweep,
     under_lock,
 )
-from gear_loader.checkpoint.identity import identity
 from gear_loader.checkpoint.index import IndexFile, read_records
-from gear_loader.checkpoint.json_file import check_cost
-from gear_loader.checkpoint.manifest import Manifest, Segment, read_manifest
+from gear_loader.checkpoint.manifest import Manifest, read_manifest
 from gear_loader.checkpoint.names import (
     MANIFEST_NAME,
     PART,
     SEGMENTS_NAME,
     column_file,
     index_file,
-    npy_header,
     segment_folder,
 )
-from gear_loader.checkpoint.places import column_places
-from gear_loader.checkpoint.rows import TrajectoryRows
+from gear_loader.checkpoint.rows import TrajectoryRows, column_places
+from gear_loader.checkpoint.segments import Segment, check_files, write_checksums
 from gear_loader.checkpoint.trajectory_records import rows_of
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.readers import Ticket
@@ -55,9 +56,17 @@ HOLD_BYTES = 128 << 20
 """Most bytes of the last round, which is written under one ticket."""
 MAX_ROUNDS = 6
 """Most rounds. With writers as fast as the disk the rest never becomes small; then the last round is larger."""
+CHUNK_BYTES = 4 << 20
+"""Bytes of a column's file with a checksum of their own."""
 TIER_CHUNK_BYTES = 256 << 10
-"""Bytes of a column's file with a checksum of their own, in a table with a disk tier: a reader of one trajectory reads
-the chunks that hold it and have not been verified before."""
+"""The same in a table with a disk tier: a reader of one trajectory reads the chunks that hold it and have not been
+verified before."""
+MAX_SEGMENTS = 16
+"""With as many segments, the trajectories of the smallest are rewritten as one, so that half as many stay."""
+MAX_SEGMENTS_BEHIND = 64
+"""The same of tables that are written in the background, whose segments are small."""
+REWRITE_BYTES = 64 << 20
+"""Bytes of old trajectories that one write in the background rewrites, unless there are more new ones."""
 SURE_BYTES = 1 << 20
 """Bytes of the newest trajectories that a save in the background must have: else it copies under a ticket."""
 STAGE_BYTES = 64 << 20
@@ -93,15 +102,12 @@ def save_into(table: Table, directory: Directory, *, progress: bool = False) -> 
     """
     check_owned(directory, MANIFEST_NAME, is_unfinished_save, what="checkpoint")
     refuse_links(directory)
-    under_lock(directory, lambda: Save(table, directory, _previous(directory)).run(progress))
 
+    def run() -> None:
+        manifest, _ = manifests_of(directory, previous=False)
+        Save(table, directory, manifest).run(progress)
 
-def _previous(directory: Directory) -> Manifest | None:
-    """Read the manifest of the previous save, if any, and remove files that it does not name."""
-    manifest = read_manifest(directory) if directory.has(MANIFEST_NAME) else None
-    directory.sync()  # its writer may have died before this; it must be durable before older files are removed
-    sweep(directory, manifest)
-    return manifest
+    under_lock(directory, run)
 
 
 # Saving ----------------------------------------------------------------------------------------------
@@ -175,13 +181,16 @@ class Save:
         segments = []
         for segment in old.segments:
             try:
-                with self.directory.child_to_load(segment_folder(segment.number)) as folder:
-                    for name, record in segment.files.items():
-                        check_size(folder, column_file(name), record.bytes)
+                check_files(self.directory, segment, self.schema)
             except CheckpointError as error:
                 notice(f"checkpoint {error}", f"{error} Its trajectories are saved again.")
-            else:
-                segments.append(segment)
+                continue
+            if segment.checksums is not None:  # of an earlier version
+                with self.directory.child(segment_folder(segment.number)) as folder:
+                    xxh128 = write_checksums(folder, segment.checksums)
+                    folder.sync()
+                segment = dataclasses.replace(segment, xxh128=xxh128, checksums=None)
+            segments.append(segment)
         self.on_disk = OnDisk.of(self.index, records, segments)
 
     def run(self, progress: bool) -> None:
@@ -191,18 +200,18 @@ class Save:
             stack.callback(lambda: ticket.end())
             stack.enter_context(self._swept(None))
             changes = take_changes(self.index, self.on_disk, ticket)
-            dropped: Collection[int] = self.on_disk.sparse(changes)
+            dropped: Collection[int] = self.on_disk.sparsest(changes, math.inf, MAX_SEGMENTS)
             changes = self.on_disk.rewriting(changes, dropped)
             advance, extend = stack.enter_context(
                 progress_bar("Saving", self._bytes(changes), enabled=progress)
             )
-            pipeline, segments = self._open(stack, advance)
+            writer, segments = self._open(stack, advance, ahead=True)
             for turn in range(MAX_ROUNDS):
                 last = self._bytes(changes) <= HOLD_BYTES or turn == MAX_ROUNDS - 1
                 if not last:
                     ticket.end()
                 self._write_changes(
-                    segments, pipeline, changes, dropped, self._rows(changes, under_ticket=last)
+                    segments, writer, changes, dropped, self._rows(changes, under_ticket=last)
                 )
                 if last:
                     break
@@ -232,9 +241,10 @@ class Save:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._swept(previous))
             for ticket in (None, Ticket()):
-                changes = take_changes(self.index, self.on_disk, ticket)
+                changes = take_changes(self.index, self.on_disk, ticket, brief=True)
                 try:
-                    dropped = self.on_disk.sparsest(changes, self.schema.step_bytes, self._most_steps())
+                    budget = REWRITE_BYTES // max(1, self.schema.step_bytes)
+                    dropped = self.on_disk.sparsest(changes, budget, MAX_SEGMENTS_BEHIND, self._most_steps())
                     changes = self.on_disk.rewriting(changes, dropped)
                     self._check_room(changes, dropped)
                     rows = self._rows(changes, under_ticket=False)
@@ -244,8 +254,8 @@ class Save:
                         ticket.end()
                 if not rows.has_lost(SURE_BYTES):
                     break
-            pipeline, segments = self._open(stack, None)
-            self._write_index(self._write_changes(segments, pipeline, changes, dropped, rows))
+            writer, segments = self._open(stack, lambda _: None, ahead=False)
+            self._write_index(self._write_changes(segments, writer, changes, dropped, rows))
             self._commit(segments, self._manifest(changes), previous=True)
         note(self)
         sweep(self.directory, self.manifest, self.old)
@@ -262,12 +272,12 @@ class Save:
             raise
 
     def _open(
-        self, stack: contextlib.ExitStack, advance: Callable[[int], None] | None
-    ) -> tuple[Pipeline, Directory]:
-        """The pipeline, and the directory of the segments; without `advance` it writes in this thread."""
+        self, stack: contextlib.ExitStack, advance: Callable[[int], None], *, ahead: bool
+    ) -> tuple[ColumnWriter, Directory]:
+        """The writer of columns, and the directory of the segments."""
         largest = max(column.step_bytes for column in self.schema.values())
-        pipeline = stack.enter_context(Pipeline(largest, advance))
-        return pipeline, stack.enter_context(self.directory.open_or_make(SEGMENTS_NAME))
+        writer = stack.enter_context(ColumnWriter(largest, advance, ahead=ahead))
+        return writer, stack.enter_context(self.directory.open_or_make(SEGMENTS_NAME))
 
     def _most_steps(self) -> int | None:
         """Steps that all segments together may have, by `Disk.size`; None without a disk tier."""
@@ -319,7 +329,7 @@ class Save:
     def _write_changes(
         self,
         segments: Directory,
-        pipeline: Pipeline,
+        writer: ColumnWriter,
         changes: SavedChanges,
         dropped: Collection[int],
         rows: TrajectoryRows,
@@ -334,7 +344,7 @@ class Save:
         Returns:
             Records of what has changed, [m].
         """
-        segment = self._write_segment(segments, pipeline, rows) if len(rows.slots) else None
+        segment = self._write_segment(segments, writer, rows) if len(rows.slots) else None
         if segment is not None:
             order = np.argsort(changes.slots, kind="stable")
             at = order[np.searchsorted(changes.slots, rows.slots, sorter=order)]
@@ -346,31 +356,31 @@ class Save:
         self.written = rows.slots
         return self.on_disk.apply(changes, dropped, segment)
 
-    def _write_segment(self, segments: Directory, pipeline: Pipeline, rows: TrajectoryRows) -> Segment:
+    def _write_segment(self, segments: Directory, writer: ColumnWriter, rows: TrajectoryRows) -> Segment:
         number = self._free_number(segments)
         name = f"{number:06d}"
         steps, count = int(rows.ends[-1]), len(rows.slots)
         segments.mkdir(name + PART)
-        files = {}
-        chunk_bytes = manifest_module.CHUNK_BYTES if self.layout.tier is None else TIER_CHUNK_BYTES
+        chunk_bytes = CHUNK_BYTES if self.layout.tier is None else TIER_CHUNK_BYTES
+        segment = Segment(number, steps, count if self.schema.per_trajectory else 0, chunk_bytes)
+        checksums = {}
         with segments.child(name + PART) as folder:
             for key, column in self.schema.items():
-                total = count if column.trajectory else steps
-                files[key] = pipeline.write(
+                checksums[key] = writer.write(
                     folder,
                     column_file(key),
-                    npy_header(column.dtype_name, total, column.shape),
-                    total,
+                    segment.header(column),
+                    count if column.trajectory else steps,
                     column.step_bytes,
-                    rows.filler(key),
-                    chunk_bytes=chunk_bytes,
-                    ready=rows.ready(key),
+                    functools.partial(rows.piece, key),
+                    chunk_bytes,
                 )
+                self.bytes_written += segment.bytes(column)
+            xxh128 = write_checksums(folder, checksums)
             folder.sync()
         segments.rename(name + PART, name)
         self._next_segment = number + 1
-        self.bytes_written += sum(record.bytes for record in files.values())
-        return Segment(number, steps, files, chunk_bytes, count if self.schema.per_trajectory else 0)
+        return dataclasses.replace(segment, xxh128=xxh128)
 
     def _free_number(self, segments: Directory) -> int:
         """Number of the next segment. Numbers of leftover segments are skipped."""
@@ -384,7 +394,7 @@ class Save:
     def _write_index(self, changed: Array | None = None) -> None:
         """Append what has changed to the index; or write it anew, also where most of it is out of date."""
         known = self.index_file
-        live = int((self.on_disk.records["sequence"] >= 0).sum())
+        live = self.on_disk.num_trajectories
         if known is not None and changed is not None and known.has_room(len(changed), live):
             self.index_file = known.append(self.directory, changed)
             self.bytes_written += self.index_file.record.bytes - known.record.bytes
@@ -396,7 +406,6 @@ class Save:
     def _manifest(self, changes: SavedChanges) -> Manifest:
         on_disk, index = self.on_disk, self.index_file
         assert index is not None
-        live = on_disk.records["sequence"] >= 0
         used = sorted(number for number, rows in on_disk.live.items() if rows)
         return Manifest(
             schema=self.schema,
@@ -411,8 +420,8 @@ class Save:
             rules=self.rules,
             **vars(changes.counters),
             clock=changes.clock,
-            num_trajectories=int(live.sum()),
-            num_steps=int(on_disk.records["length"][live].sum()),
+            num_trajectories=on_disk.num_trajectories,
+            num_steps=on_disk.num_steps,
             index=index.record,
             index_name=index_file(index.number),
             segments=tuple(on_disk.segments[number] for number in used),
@@ -425,7 +434,6 @@ class Save:
             previous: whether the previous manifest is kept beside it.
         """
         data = manifest.to_bytes()
-        check_cost(self.directory, MANIFEST_NAME, data)  # a later read must accept its size
         write_small(self.directory, MANIFEST_NAME + PART, data)
         if previous:
             keep_previous(self.directory)

@@ -33,6 +33,7 @@ from gear_loader.checkpoint.json_file import (
 )
 from gear_loader.checkpoint.manifest import LARGEST_COUNT, Manifest, read_manifest
 from gear_loader.checkpoint.names import (
+    CHECKSUMS_NAME,
     LOCK_NAME,
     MANIFEST_NAME,
     PART,
@@ -152,7 +153,7 @@ def read_shards(directory: Directory) -> ShardsManifest:
         CheckpointError: the manifest is missing, damaged or of another version.
     """
     path, missing = directory.at(SHARDS_NAME), _no_shards(directory.path)
-    fields = read_fields(directory, SHARDS_NAME, FORMAT, VERSION, missing=missing, count=_count_shards)
+    fields = read_fields(directory, SHARDS_NAME, FORMAT, VERSION, missing=missing)
     schema = schema_of(fields)
     number = fields.integer("number", 1, 10**12 - 1)
     world_size = fields.integer("world_size", 1, _MOST_RANKS)
@@ -162,7 +163,7 @@ def read_shards(directory: Directory) -> ShardsManifest:
     shards = []
     for rank, row in enumerate(rows):
         inner = Fields(row, path, f"shards[{rank}]")
-        inner.choice("path", shard_folder(number, rank))
+        inner.exactly("path", shard_folder(number, rank))
         shards.append(
             Shard(
                 save=inner.hexadecimal("save", 16),
@@ -176,16 +177,6 @@ def read_shards(directory: Directory) -> ShardsManifest:
             )
         )
     return ShardsManifest(schema, fields.hexadecimal("save", 16), number, tuple(shards))
-
-
-def _count_shards(directory: Directory) -> tuple[int, int]:
-    """Number of ranks' directories in all saves, and 0 bytes; see `read_fields`."""
-    ranks = 0
-    with contextlib.suppress(OSError), directory.child(SAVES_NAME) as saves:
-        for save in filter(_SAVE_NAME.fullmatch, saves.names()):
-            with saves.child(save) as folder:
-                ranks += sum(_RANK_NAME.fullmatch(name) is not None for name in folder.names())
-    return ranks, 0
 
 
 def open_shard(directory: Directory, shards: ShardsManifest, rank: int) -> tuple[Directory, Manifest]:
@@ -306,8 +297,10 @@ def link_shard(directory: Directory, old: ShardsManifest, table: str, parent: st
             name = f"{segment.number:06d}"
             segments.mkdir(name)
             with source.child_to_load(segment_folder(segment.number)) as before, segments.child(name) as new:
-                for column in segment.files:
+                for column in manifest.schema:
                     _link(before, new, column_file(column))
+                if segment.checksums is None:
+                    _link(before, new, CHECKSUMS_NAME)
                 new.sync()
         for name in (manifest.index_name, MANIFEST_NAME):
             _link(source, folder, name)

@@ -1,8 +1,9 @@
-"""The part of a checkpoint of several tables that one rank loads."""
+"""The part of a checkpoint of several tables that one rank loads, with as many ranks as saved it or another number."""
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 
 import numpy as np
 
@@ -10,14 +11,16 @@ from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.index import read_records
 from gear_loader.checkpoint.loading import Part, Share, whole_share
 from gear_loader.checkpoint.manifest import Manifest
-from gear_loader.checkpoint.resharding import assign_ranks, split_counts
+from gear_loader.checkpoint.segments import check_files
 from gear_loader.checkpoint.sharded import ShardsManifest, open_shard, shard_folder
 from gear_loader.checkpoint.trajectory_records import Counters, ids_of, rows_of
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["own_share", "resharded_share"]
+__all__ = ["assign_ranks", "own_share", "resharded_share", "split_counts"]
+
+_PARTS = 8
 
 
 def own_share(directory: Directory, shards: ShardsManifest, rank: int) -> Share:
@@ -50,6 +53,8 @@ def resharded_share(directory: Directory, shards: ShardsManifest, rank: int, wor
     for i, manifest in enumerate(manifests):
         with directory.child_to_load(shard_folder(shards.number, i)) as folder:
             indices.append(read_records(folder, manifest))
+            for segment in manifest.segments:
+                check_files(folder, segment, manifest.schema)
     shard = np.repeat(np.arange(len(indices)), [len(records) for records in indices])
     everything = np.concatenate(indices)
     ids = np.concatenate([ids_of(records, m.origin) for records, m in zip(indices, manifests, strict=True)])
@@ -139,3 +144,42 @@ def _check_distinct(directory: str, ids: Array, shard: Array) -> None:
             f"The tables of ranks {shard[first]} and {shard[second]} in {directory} both hold the trajectory "
             f"{ids[first]}. Load it with as many ranks as it was saved with, and remove one of the two."
         )
+
+
+def assign_ranks(lengths: Array, world_size: int) -> Array:
+    """Assign trajectories to ranks with about the same number of steps each; deterministic.
+
+    Consecutive trajectories are assigned in groups, so that a rank reads long pieces of files. A group has one eighth
+    of a rank's share of the remaining steps, so groups shrink to single trajectories at the end. Each group goes to the
+    rank with the fewest steps so far.
+
+    Args:
+        lengths: int64 [n], steps of each trajectory, in storage order.
+        world_size: number of ranks.
+
+    Returns:
+        int64 [n], rank of each trajectory. The steps of two ranks differ by at most the longest trajectory.
+    """
+    ranks = np.empty(len(lengths), dtype=np.int64)
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    steps = [(0, rank) for rank in range(world_size)]
+    begin, done = 0, 0
+    while begin < len(lengths):
+        aim = done + (total - done) // (_PARTS * world_size)
+        end = max(begin + 1, int(np.searchsorted(ends, aim, side="right")))
+        held, rank = steps[0]
+        ranks[begin:end] = rank
+        heapq.heapreplace(steps, (held + int(ends[end - 1]) - done, rank))
+        begin, done = end, int(ends[end - 1])
+    return ranks
+
+
+def split_counts(total: int, weights: list[int]) -> list[int]:
+    """Split a count over ranks in proportion to their weights (evenly if all are 0); the parts add up to the count."""
+    weights = weights if any(weights) else [1] * len(weights)
+    everything, before, parts = sum(weights), 0, []
+    for weight in weights:
+        parts.append(total * (before + weight) // everything - total * before // everything)
+        before += weight
+    return parts

@@ -10,15 +10,18 @@ of bytes a second: those that have become hot come back into memory, and cold on
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Collection
 
 import numpy as np
 
-from gear_loader.checkpoint.promoting import promote
+from gear_loader.checkpoint.rows import column_places
 from gear_loader.checkpoint.trajectory_records import rows_of
+from gear_loader.errors import StaleIndexError
 from gear_loader.kernels.sum_tree import UNSET
+from gear_loader.native.copying import copy_rows
 from gear_loader.storage.counters import (
     DISK_FULL,
     NUM_FREE_BLOCKS,
@@ -28,22 +31,25 @@ from gear_loader.storage.counters import (
     SPILLER_START,
     WANTED_BLOCKS,
 )
-from gear_loader.storage.disk import Keep
-from gear_loader.storage.disk_copies import DiskCopies, are_current, copies_of, note_copies
+from gear_loader.storage.disk import Keep, LostRowsError
+from gear_loader.storage.disk_copies import COPY, are_current, copies_of, note_copies
+from gear_loader.storage.engine import Engine
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.index import Index
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.lock import process_start
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
-from gear_loader.storage.tier_counts import KEEP, KEEPS, unpack_priorities
+from gear_loader.storage.tier_counts import KEEP, KEEPS, PROMOTED_BYTES, unpack_priorities
 from gear_loader.storage.tier_swaps import exchange
-from gear_loader.utils.arrays import Array
+from gear_loader.utils.arrays import Array, data_address
 
-__all__ = ["Spiller", "coldness", "hottest", "kept_free", "note_places"]
+__all__ = ["LARGEST_BYTES", "Spiller", "coldness", "hottest", "kept_free", "note_places", "promote"]
 
 FREE_BYTES = 256 << 20
 """Bytes of blocks that are kept free, but at least a sixteenth of all blocks and at most a quarter."""
+LARGEST_BYTES = 8 << 20
+"""Bytes of the largest trajectory that is brought back: it is copied under the table's lock, in about a millisecond."""
 EXCHANGE_BYTES = 64 << 20
 """Bytes that come back into memory in one exchange."""
 EXCHANGE_SECONDS = 1.0
@@ -80,12 +86,7 @@ def hottest(layout: Layout, records: Array, keep: Keep) -> Array:
 
 def note_places(index: Index, slots: Array, records: Array) -> None:
     """Note where trajectories, which are not committed yet, are on disk."""
-    index.recovery.locked(lambda: note_copies(index.arrays, slots, _copies(records)))
-
-
-def _copies(records: Array) -> DiskCopies:
-    names = ("sequence", "segment", "first", "place", "length", "final", "filled")
-    return DiskCopies(*(records[name].astype(np.int64) for name in names))
+    index.recovery.locked(lambda: note_copies(index.arrays, slots, records))
 
 
 class Spiller:
@@ -146,14 +147,14 @@ class Spiller:
         Args:
             slots: int64 [n]. records: [n], of their trajectories; those without a number are skipped.
         """
-        arrays, new = self._arrays, _copies(records)
-        changed = np.flatnonzero(new.differ_from(copies_of(arrays, slots)) & (new.sequences >= 0))
+        arrays, known = self._arrays, copies_of(self._arrays, slots)
+        differs = records["sequence"] >= 0
+        differs &= np.logical_or.reduce([records[name] != known[name] for name in COPY.names or ()])
+        slots, records = slots[differs], records[differs]
 
         def write() -> None:
-            live = (arrays.state[slots[changed]] == READY) & (
-                arrays.sequence[slots[changed]] == new.sequences[changed]
-            )
-            note_copies(arrays, slots[changed[live]], new.take(changed[live]))
+            live = (arrays.state[slots] == READY) & (arrays.sequence[slots] == records["sequence"])
+            note_copies(arrays, slots[live], records[live])
 
         self._index.recovery.locked(write)
 
@@ -168,7 +169,7 @@ class Spiller:
         arrays = self._arrays
         generations = arrays.generation.copy()
         slots = np.flatnonzero((arrays.state == READY) & (arrays.extent[:, 1] < 0))
-        slots = slots[~np.isin(copies_of(arrays, slots).segments, list(segments))]
+        slots = slots[~np.isin(copies_of(arrays, slots)["segment"], list(segments))]
         return slots, generations[slots]
 
     def is_due(self) -> bool:
@@ -208,7 +209,7 @@ class Spiller:
         budget = max(1, EXCHANGE_BYTES // block_bytes)
         come, leave = exchange(order, extent[:, 1] >= 0, blocks, total, budget)
         self._next = time.monotonic() + max(EXCHANGE_SECONDS, 20 * (time.monotonic() - now))
-        if len(leave) and self._spill(slots[leave], generations) < 0:
+        if len(leave) and self._index.spill(slots[leave], generations[slots[leave]]) < 0:
             return 0
         return promote(table._engine, slots[come])
 
@@ -237,13 +238,59 @@ class Spiller:
         slots = slots[:count]
         if not len(slots):
             return missing
-        if self._spill(slots, generations) < 0:
+        if self._index.spill(slots, generations[slots]) < 0:
             return -1
         missing = self.missing()
         if not missing:
             arrays.counters[WANTED_BLOCKS] = 0
         return missing
 
-    def _spill(self, slots: Array, generations: Array) -> int:
-        """`Index.spill` of slots (int64 [n]); generations are of all slots."""
-        return self._index.spill(slots, generations[slots])
+
+def promote(engine: Engine, slots: Array, *, most_bytes: int | None = LARGEST_BYTES) -> int:
+    """Bring trajectories back into memory as far as blocks are free; return how many. They stay on disk too.
+
+    Args:
+        engine: of a table with a disk tier.
+        slots: int64 [n], distinct. Those that are gone, in memory, or larger than `most_bytes` are skipped.
+        most_bytes: of a trajectory; None for any.
+    """
+    arrays, schema = engine.index.arrays, engine.schema
+    # Before it is read on disk, and the bits before the extent: what is filled is there if it lies there only.
+    generations, filled, extent = arrays.generation[slots], filled_bits(arrays, slots), arrays.extent[slots]
+    rows = extent[:, 0] + extent[:, 2]
+    chosen = extent[:, 1] < 0
+    if most_bytes is not None:
+        chosen &= rows * schema.step_bytes + schema.trajectory_bytes <= most_bytes
+    slots, generations, rows = slots[chosen], generations[chosen], rows[chosen]
+    known = np.column_stack((extent[:, [0, 2]], filled))[chosen].tolist()
+    if not len(slots):
+        return 0
+    ends = np.cumsum(rows)
+    outs = {}
+    for name, column in schema.items():
+        begins = np.arange(len(slots)) if column.trajectory else ends - rows
+        count = len(slots) if column.trajectory else int(ends[-1])
+        outs[name] = np.empty(count * column.step_bytes, dtype=np.uint8), begins * column.step_bytes
+    try:
+        engine.tier_reader().read(slots, generations, np.zeros_like(rows), rows, outs)
+    except LostRowsError as error:
+        engine.remove_lost(error)
+        return 0
+    except StaleIndexError:
+        return 0
+    places = {name: column_places(engine.region, name) for name in schema}
+
+    def write(i: int, ids: Array) -> None:
+        zero = np.zeros(1, dtype=np.int64)
+        for name, (out, offsets) in outs.items():
+            count = 1 if schema[name].trajectory else int(rows[i])
+            size = count * schema[name].step_bytes
+            address = data_address(out) + int(offsets[i])
+            copy_rows(address, 0, size, zero, np.array([count]), zero, ids, places[name], True)
+
+    done = [
+        engine.index.promote(slot, generation, tuple(known[i]), functools.partial(write, i))
+        for i, (slot, generation) in enumerate(zip(slots.tolist(), generations.tolist(), strict=True))
+    ]
+    arrays.tier_counts[PROMOTED_BYTES] += int(rows[done].sum()) * schema.step_bytes  # of the owner alone
+    return sum(done)

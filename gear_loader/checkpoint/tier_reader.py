@@ -12,7 +12,7 @@ looks the trajectory up again.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
+import ctypes
 import dataclasses
 import errno
 import os
@@ -26,11 +26,10 @@ import numpy as np
 import xxhash
 
 from gear_loader.checkpoint.directory import Directory
-from gear_loader.checkpoint.disk_place import previous_of
-from gear_loader.checkpoint.files import read_piece
-from gear_loader.checkpoint.json_file import FileRecord
-from gear_loader.checkpoint.manifest import Manifest, Segment, read_manifest
-from gear_loader.checkpoint.names import MANIFEST_NAME, column_file, npy_header, segment_folder
+from gear_loader.checkpoint.manifest import Manifest, previous_of, read_manifest
+from gear_loader.checkpoint.names import MANIFEST_NAME, segment_folder
+from gear_loader.checkpoint.reading import ColumnFile
+from gear_loader.checkpoint.segments import Segment, read_checksums
 from gear_loader.errors import CheckpointError, StaleIndexError
 from gear_loader.native import file_reads
 from gear_loader.native.file_reads import ADDRESS, BEGIN, BYTES, CHUNK, FD, VERIFIED, WIDTH
@@ -44,7 +43,7 @@ from gear_loader.utils.notices import notice
 
 if TYPE_CHECKING:
     from gear_loader.storage.engine import Engine
-    from gear_loader.storage.schema import Schema
+    from gear_loader.storage.schema import Column, Schema
 
 __all__ = ["FileReader"]
 
@@ -58,79 +57,52 @@ _LOOK_SECONDS = 1.0
 """Seconds after which the manifest is looked at again although all segments are known."""
 _WINDOW_SECONDS = 10.0
 """Seconds over which the share of the time that batches read from disk is taken."""
+_POSITION, _OF = WIDTH, WIDTH + 1
+_OF_A_READ = [BEGIN, BYTES, ADDRESS, _POSITION, _OF]
 _DAMAGE = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG)
 
 
-class _File:
+class _File(ColumnFile):
     """One column of a segment.
 
     Attributes:
-        fd: descriptor of the open file. header: bytes before the first row.
         verified: bool [chunks], the chunks whose checksums have been compared.
+        about: descriptor, bytes of the header, address of `verified`, and bytes of a chunk.
     """
 
     def __init__(
-        self, folder: Directory, name: str, record: FileRecord, chunk_bytes: int, header: bytes
+        self, folder: Directory, segment: Segment, name: str, column: Column, checksums: bytes
     ) -> None:
-        self.path = folder.at(name)
-        self.record, self.chunk_bytes, self.header = record, chunk_bytes, header
-        self._file = folder.open_file(name)
-        self.fd = self._file.fileno()
-        size = os.fstat(self.fd).st_size
-        if size != record.bytes:
-            self._file.close()
-            raise CheckpointError(
-                f"{self.path} has {size:,} bytes; expected {record.bytes:,}: it was cut or changed."
-            )
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
-        self.verified = np.zeros(-(-record.bytes // chunk_bytes), dtype=bool)
-        # Descriptor, bytes of the header, address of `verified`, and bytes of a chunk.
-        self.about = self.fd, len(header), data_address(self.verified), chunk_bytes
+        super().__init__(folder, segment, name, column, checksums, os.POSIX_FADV_RANDOM)
+        self.verified = np.zeros(len(checksums) // 8, dtype=bool)
+        self.about = self.fd, len(self.header), data_address(self.verified), self.chunk_bytes
 
-    def read(self, view: memoryview, begin: int) -> None:
+    def read_verified(self, view: memoryview, begin: int) -> None:
         """Fill a buffer with the bytes from `begin` on, and verify the chunks that were not verified before.
 
         Raises:
             CheckpointError: a chunk is damaged. OSError: it cannot be read.
         """
-        size, end = self.chunk_bytes, begin + len(view)
-        first, last = begin // size, (end - 1) // size
-        if self.verified[first : last + 1].all():
-            read_piece(self.fd, self.path, view, begin)
-            return
-        for chunk in range(first, last + 1):
-            low, high = max(begin, chunk * size), min(end, (chunk + 1) * size)
+        end = begin + len(view)
+        for chunk in range(begin // self.chunk_bytes, (end - 1) // self.chunk_bytes + 1):
+            start, stop = self.bounds(chunk)
+            low, high = max(begin, start), min(end, stop)
             if self.verified[chunk]:
-                read_piece(self.fd, self.path, view[low - begin : high - begin], low)
-            else:
-                data = self._verify(chunk)
-                view[low - begin : high - begin] = data[low - chunk * size : high - chunk * size]
-
-    def _verify(self, chunk: int) -> memoryview:
-        start = chunk * self.chunk_bytes
-        data = memoryview(bytearray(min(self.chunk_bytes, self.record.bytes - start)))
-        read_piece(self.fd, self.path, data, start)
-        found, expected = xxhash.xxh3_64_hexdigest(data), self.record.chunks[16 * chunk : 16 * chunk + 16]
-        if found != expected:
-            raise CheckpointError(
-                f"{self.path} is damaged: the checksum of the {len(data):,} bytes from {start:,} on is {found}, "
-                f"expected {expected}."
-            )
-        if (
-            start < len(self.header)
-            and data[: len(self.header) - start] != self.header[start : start + len(data)]
-        ):
-            raise CheckpointError(f"{self.path} has another header than {self.header.strip()!r}.")
-        self.verified[chunk] = True
-        return data
+                self.read(view[low - begin : high - begin], low)
+                continue
+            data = memoryview(bytearray(stop - start))
+            self.read(data, start)
+            self.compare(chunk, xxhash.xxh3_64(data))
+            self.verified[chunk] = True
+            view[low - begin : high - begin] = data[low - start : high - start]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Opened:
-    """An open segment: its columns' files, opened when they are first read."""
+    """An open segment: its checksums by column and its columns' files, read and opened when they are first needed."""
 
     segment: Segment
+    checksums: dict[str, bytes] = dataclasses.field(default_factory=dict)
     files: dict[str, _File] = dataclasses.field(default_factory=dict)
 
 
@@ -139,19 +111,13 @@ class _Reads:
     """Pieces of files, in the order of their places.
 
     Attributes:
-        pieces: int64 [n, WIDTH], see `gear_loader.native.file_reads`.
-        positions: int64 [n], of their trajectories in the request. of: int64 [n], positions in `files`.
-        outs: int64 [n], positions in `memory`. offsets: int64 [n], in the memory.
-        files: open files, None where there was an error. memory: buffers of the request.
+        pieces: int64 [n, WIDTH + 2], see `gear_loader.native.file_reads`; then the positions of their trajectories in
+            the request and of their files in `files`.
+        files: open files, None where there was an error.
     """
 
     pieces: Array
-    positions: Array
-    of: Array
-    outs: Array
-    offsets: Array
     files: list[_File | None]
-    memory: list[memoryview]
 
     def read_cached(self) -> Array:
         """Make the reads that wait for no disk; return the positions of the others, int64 [m]."""
@@ -161,19 +127,18 @@ class _Reads:
 
     def read(self, which: Array) -> dict[int, Exception]:
         """Make the reads `which`, int64 [m]; return errors by position in the request."""
-        done = np.zeros(len(which), dtype=bool)
-        file_reads.read_pieces(self.pieces[which], done, False)
+        done, pieces = np.zeros(len(which), dtype=bool), self.pieces[which]
+        file_reads.read_pieces(pieces, done, False)
         failed: dict[int, Exception] = {}
-        for i in which[~done].tolist():
-            offset, size = int(self.offsets[i]), int(self.pieces[i, BYTES])
-            view = self.memory[self.outs[i]][offset : offset + size]
-            file = self.files[self.of[i]]
+        for begin, size, address, position, of in pieces[~done][:, _OF_A_READ].tolist():
+            file = self.files[of]
             assert file is not None
             try:
-                file.read(view, int(self.pieces[i, BEGIN]))
+                view = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+                file.read_verified(view, begin)
             except (CheckpointError, OSError) as error:
                 _check_damage(error)
-                failed[int(self.positions[i])] = error
+                failed[position] = error
         return failed
 
 
@@ -288,7 +253,7 @@ class FileReader:
         assert engine is not None
         index = engine.index
         copies = index.recovery.locked(lambda: copies_of(index.arrays, slots))
-        return np.stack((copies.lengths, copies.finals), axis=1)
+        return np.stack((copies["length"], copies["final"]), axis=1)
 
     def count_hits(self, rows: int) -> None:
         """See `gear_loader.storage.disk.TierReader.count_hits`."""
@@ -315,14 +280,14 @@ class FileReader:
 
         def look() -> Array:
             copies = copies_of(arrays, slots)
-            gone = (arrays.generation[slots] != generations) | (copies.sequences != arrays.sequence[slots])
+            gone = (arrays.generation[slots] != generations) | (copies["sequence"] != arrays.sequence[slots])
             if gone.any():
                 raise StaleIndexError(
                     f"{int(gone.sum())} of {len(slots)} trajectories were evicted or removed before they were read "
                     f"from {self._path}; the first is index {slots[gone][0]}."
                 )
             self._counts.take(arrays.tier_counts)
-            return np.stack((copies.segments, copies.first, copies.places), axis=1)
+            return np.stack((copies["segment"], copies["first"], copies["place"]), axis=1)
 
         return index.recovery.locked(look)
 
@@ -370,12 +335,12 @@ class FileReader:
     def _file(self, opened: _Opened, name: str) -> _File:
         """The open file of a column. The caller holds the mutex."""
         if name not in opened.files:
-            segment, column = opened.segment, self._schema[name]
-            header = npy_header(column.dtype_name, segment.rows(column), column.shape)
+            segment = opened.segment
             with self._directory() as directory, directory.child(segment_folder(segment.number)) as folder:
-                opened.files[name] = _File(
-                    folder, column_file(name), segment.files[name], segment.chunk_bytes, header
-                )
+                if not opened.checksums:
+                    opened.checksums.update(read_checksums(folder, segment, self._schema))
+                column, checksums = self._schema[name], opened.checksums[name]
+                opened.files[name] = _File(folder, segment, name, column, checksums)
         return opened.files[name]
 
     def _plan(
@@ -424,7 +389,7 @@ class FileReader:
         rank = np.empty(len(files), dtype=np.int64)
         rank[order] = np.arange(len(files))
         failed: dict[int, Exception] = {}
-        parts: list[tuple[Array, ...]] = []
+        parts: list[Array] = []
         for j, (name, (out, offsets)) in enumerate(outs.items()):
             column = self._schema[name]
             size = column.step_bytes
@@ -438,19 +403,15 @@ class FileReader:
                 failed[i] = problem
             which = np.flatnonzero(there & (taken > 0))
             of = of[which]
-            pieces = np.empty((len(which), WIDTH), dtype=np.int64)
+            pieces = np.empty((len(which), WIDTH + 2), dtype=np.int64)
             pieces[:, FD], pieces[:, VERIFIED], pieces[:, CHUNK] = about[of, 0], about[of, 2], about[of, 3]
             pieces[:, BEGIN] = about[of, 1] + rows[which] * size
             pieces[:, BYTES] = taken[which] * size
             pieces[:, ADDRESS] = data_address(out) + offsets[which]
-            parts.append((pieces, which, of, np.full(len(which), j), offsets[which]))
-        pieces, positions, of, into, offset = (np.concatenate(part) for part in zip(*parts, strict=True))
-        order_of = np.lexsort((pieces[:, BEGIN], rank[of]))
-        pieces, positions, of, into, offset = (
-            part[order_of] for part in (pieces, positions, of, into, offset)
-        )
-        memory = [out.data for out, _ in outs.values()]
-        return _Reads(pieces, positions, of, into, offset, files, memory), failed
+            pieces[:, _POSITION], pieces[:, _OF] = which, of
+            parts.append(pieces)
+        pieces = np.concatenate(parts)
+        return _Reads(pieces[np.lexsort((pieces[:, BEGIN], rank[pieces[:, _OF]]))], files), failed
 
     # ---------------------------------------------------------------- reading
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 
 from gear_loader.distributed.failures import attempt
-from gear_loader.distributed.messages import Message, as_bytes
 from gear_loader.distributed.rank_exchange import SingleProcess
-from gear_loader.distributed.records import SUMMARY, UPDATE, slice_rows
+from gear_loader.distributed.records import SUMMARY, UPDATE, Message, as_bytes, slice_rows
 from gear_loader.distributed.samplers import Samplers
 from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.distributed.update_routing import UpdateRouter
@@ -18,6 +18,7 @@ from gear_loader.utils.arrays import Array
 __all__ = ["BatchExchange"]
 
 
+@dataclasses.dataclass(repr=False, eq=False)
 class BatchExchange:
     """Exchanges one batch's row records, priority updates and shard summaries between ranks.
 
@@ -34,27 +35,20 @@ class BatchExchange:
         unreachable: bool [S]: shards that some rank cannot reach.
     """
 
-    def __init__(
-        self,
-        shards: ShardTables,
-        exchange: SingleProcess,
-        samplers: Samplers,
-        updates: UpdateRouter,
-        *,
-        whole: bool = False,
-    ) -> None:
-        self.shards = shards
-        self.exchange = exchange
-        self.updates = updates
-        self.dtype = samplers.dtype
-        self.whole = whole
-        self._samplers = samplers
-        self._owned: list[list[int]] = [[] for _ in range(exchange.size)]
-        for shard, lead in enumerate(shards.leads):
+    shards: ShardTables
+    exchange: SingleProcess
+    samplers: Samplers
+    updates: UpdateRouter
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        self.dtype = self.samplers.dtype
+        self._owned: list[list[int]] = [[] for _ in range(self.exchange.size)]
+        for shard, lead in enumerate(self.shards.leads):
             self._owned[lead].append(shard)
         self._order: Array = np.argsort([shard for owned in self._owned for shard in owned], kind="stable")
         self.summaries: Array | None = None
-        self.unreachable: Array = np.zeros(shards.num_shards, dtype=bool)
+        self.unreachable: Array = np.zeros(self.shards.num_shards, dtype=bool)
 
     # ---------------------------------------------------------------- slices and shards
 
@@ -90,7 +84,7 @@ class BatchExchange:
     def summarize(self, draws: int) -> Array:
         """Apply the updates that were sent before draw number `draws`; return the summaries of this rank's shards."""
         self.updates.apply(draws)
-        return self._samplers.summarize()
+        return self.samplers.summarize()
 
     def known_summaries(self) -> Array:
         """Return the summaries for the next draw, `SUMMARY` [S]; exchange them if they are not known."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 from typing import Any
 
@@ -55,65 +54,33 @@ class ShardBudgetPlanner(BudgetPlanner):
         kind: Balance,
         **options: Any,
     ) -> None:
-        self._micro_batches, self._kind = micro_batches, kind
+        self._kind = kind
         self._ranks, self._rank = selection.shards.num_slices, selection.shards.place.data
-        self._ready: collections.deque[PlannedBatch] = collections.deque()
+        self._num_batches = self._ranks * micro_batches
         self._spare: Any = None
         super().__init__(selection, budget, **options)
 
-    @property
-    def number(self) -> int:
-        """Number of this rank's next batch."""
-        return self._state.number - len(self._ready)
+    def _look_again(self, tickets: list[Any]) -> None:
+        """Rows that wait are looked at when they are read."""
 
-    def next(self) -> PlannedBatch | None:
-        """This rank's next batch; None at the end of the stream. All ranks call it.
-
-        Raises:
-            As `BudgetPlanner.next`, on all ranks.
-        """
-        if not self._ready:
-            self._plan_step()
-        return self._ready.popleft() if self._ready else None
-
-    def _plan_step(self) -> None:
-        before = self._state
-        parts: list[ShardRows] = []
-        while len(parts) < self._ranks * self._micro_batches:
-            places, rows, _ = self._choose([])
-            if not rows:
-                break
-            parts.append(self._taken(places[:rows]))
-            self._keep(places[rows:])
+    def _deal(self, parts: list[ShardRows]) -> list[ShardRows]:
         if not parts:
-            return
+            return parts
         parts = as_many(parts, self._ranks)
         costs = [costs_of(_steps(part), self._kind).sum() for part in parts]
-        mine = balance(costs, self._ranks)[self._rank].tolist()
-        waiting = np.arange(self._queue.shape[1])
-        self._state = after = self._waiting(waiting, before.number + len(mine))
-        for place, number in enumerate(mine):
-            counts, self._counts = self._counts, BudgetCounts()
-            counts.batches, counts.steps = 1, int(_steps(parts[number]).sum())
-            # A position within a step is the one before it: the step is planned again.
-            state: BudgetState = after if place == len(mine) - 1 else before
-            rows = parts[number]
-            self._ready.append(PlannedBatch(rows, state, [rows.tickets], counts))
+        return [parts[number] for number in balance(costs, self._ranks)[self._rank].tolist()]
 
-    def _taken(self, places: Array) -> ShardRows:
-        """The rows of the queue at some places, as a batch."""
+    def _planned(
+        self, rows: ShardRows, state: BudgetState, tickets: list[Any], counts: BudgetCounts
+    ) -> PlannedBatch:
+        return PlannedBatch(rows, state, [rows.tickets], counts)
+
+    def _rows_at(self, places: Array) -> ShardRows:
         weights, shards, records = self._more_of(places)
         assert shards is not None
         assert records is not None
-        return ShardRows(
-            shards,
-            records,
-            None,
-            self._spare,
-            spans=np.ascontiguousarray(self._queue[QUEUE_FIRST:, places]),
-            known=weights,
-            max_steps=self._budget.max_steps,
-        )
+        spans, most = np.ascontiguousarray(self._queue[QUEUE_FIRST:, places]), self._budget.max_steps
+        return ShardRows(shards, records, None, self._spare, spans=spans, known=weights, max_steps=most)
 
     def _rows(self, drawn: DrawnPart, ticket: Any) -> ShardRows:
         rows: ShardRows = super()._rows(drawn, ticket)

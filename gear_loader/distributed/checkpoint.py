@@ -105,8 +105,9 @@ def load(
     """Load this rank's table from a checkpoint that `save` wrote; all ranks call it at the same time.
 
     With as many ranks as saved, each gets its own table back. With another number of ranks, trajectories are resharded,
-    so that all ranks get about as many steps. No trajectory is lost; ids, priorities, ages and times sampled stay. Give
-    the table to `Shards`.
+    so that all ranks get about as many steps, in the order of their ids. No trajectory is lost; ids, priorities, ages
+    and times sampled stay, the counts of rate limiters are divided in proportion, and later trajectories are numbered
+    above all ids given before. Every byte that is used is checked while it is read. Give the table to `Shards`.
 
     Args:
         path: as for `save`.

@@ -34,30 +34,10 @@ def load(
     agree: Agree | None = None,
     stage: str | None = None,
 ) -> Table:
-    """Create this rank's table from what `save` wrote, with any number of ranks.
-
-    With as many ranks as saved, each rank gets its own table back, with the same indices. With another number of
-    ranks, trajectories are resharded: all ranks get about as many steps, in the order of the trajectories' ids. They
-    keep their ids, priorities, ages and times sampled. The table is the shard `rank`, and numbers further trajectories
-    above all ids that it may have given before. Every byte that is used is checked while it is read; a rank reads the
-    data that it needs, in pieces of some MiB.
-
-    The counts of rate limiters are divided in proportion to the trajectories.
+    """Create this rank's table from what `save` wrote; see `gear_loader.distributed.load`.
 
     Args:
-        path: directory that `save` wrote, which all ranks see.
-        options: see `gear_loader.distributed.load`. By default the sizes are this rank's share of those of the saved
-            tables, or as much as it needs if that is more.
-        rank: number of this rank.
-        world_size: number of ranks now.
-        agree: as for `save`: then all ranks load the same checkpoint, or no rank loads. None: this rank loads alone.
-        stage: as for `save`.
-
-    Raises:
-        RankError: another rank has failed, or is lost; the message names it.
-        CheckpointError: there is no checkpoint; it is damaged, of another version or schema, or does not fit into the
-            given sizes; or the saved tables have different rules. The message names the file. No table is left.
-        SchemaError, RegionError: as `Table.create`.
+        agree: see `Agree`; None: this rank loads alone. stage: directory of a pipeline stage in `path`, or None.
     """
     ranks = CheckpointRanks(rank, world_size, agree)
     where = os.path.abspath(os.fspath(path))

@@ -22,13 +22,9 @@ class CheckpointRanks:
     """Runs the steps of a checkpoint on all ranks; an error of one rank is an error of all.
 
     Args:
-        rank: number of this rank.
-        world_size: number of ranks.
         agree: all-gather of JSON; None if this rank runs the steps alone.
 
     Attributes:
-        rank: number of this rank.
-        size: number of ranks.
         lost: whether the other ranks are lost: it is not known which answers of this rank they have received.
 
     Raises:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gear_loader.checkpoint.directory import Directory
-from gear_loader.checkpoint.housekeeping import convert_errors, locked, remove_checkpoint
-from gear_loader.checkpoint.identity import identity
+from gear_loader.checkpoint.housekeeping import convert_errors, identity, lock, remove_checkpoint, unlock
 from gear_loader.checkpoint.names import SHARDS_NAME
 from gear_loader.checkpoint.saving import save_into as save_table
 from gear_loader.checkpoint.sharded import (
@@ -49,26 +48,11 @@ def save(
     stage: str | None = None,
     progress: bool = False,
 ) -> None:
-    """Save the tables of all ranks into one directory; all ranks call it at the same time.
-
-    Each rank writes its own table, as `Table.save` does: data of the previous save is linked and not written again.
-    Rank 0 writes the manifest of all tables last. Until then the previous checkpoint stays valid, whatever happens to
-    any rank; the next save removes the files of a failed one.
+    """Save the table of this rank, and on rank 0 the manifest of all; see `gear_loader.distributed.save`.
 
     Args:
-        table: this rank's table. All have the same schema, and different shard numbers (`Table.set_origin`).
-        path: directory that all ranks see: with such a checkpoint, empty, or missing.
-        rank: number of this rank.
-        world_size: number of ranks.
-        barrier: waits for the other ranks.
-        agree: all-gather of JSON; see `Agree`.
+        barrier: waits for the other ranks. agree: see `Agree`.
         stage: directory of a pipeline stage in `path`; None without stages.
-        progress: whether to show a progress bar.
-
-    Raises:
-        RankError: another rank has failed, or is lost; the message names it.
-        CheckpointError: as `Table.save`, or the tables do not fit together. The previous checkpoint is unchanged.
-        SchemaError: `rank` or `world_size` is invalid.
     """
     ranks = CheckpointRanks(rank, world_size, agree)
     with contextlib.ExitStack() as stack:
@@ -94,16 +78,7 @@ def save(
 
 
 class _Part:
-    """This rank's part of a save.
-
-    Args:
-        table: this rank's table.
-        path: directory of the checkpoint.
-        stage: directory of a pipeline stage in `path`; None without stages.
-        ranks: the ranks that save together.
-        stack: closes the directory and its lock, which rank 0 holds until the end of the save.
-        progress: whether to show a progress bar.
-    """
+    """This rank's part of a save. `stack` closes the directory and its lock, which rank 0 holds until the end."""
 
     def __init__(
         self,
@@ -133,7 +108,7 @@ class _Part:
             with convert_errors(self._path):
                 top = self._top = self._stack.enter_context(_directory(self._path, self._stage, make=True))
                 check_shards_directory(top)
-                self._stack.enter_context(locked(top))
+                self._stack.callback(unlock, lock(top), os.getpid())
                 old = self._old = _previous(top)
                 sweep_saves(top, old)
                 answer.update(number=next_number(top, old), replaces=old.save if old else None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from gear_loader.distributed.liveness import BEAT, CLOSED, Beat, Liveness
+from gear_loader.distributed.liveness import BEAT, CLOSED, Liveness
 from gear_loader.errors import RankError
 from gear_loader.utils.background import must_end
 
@@ -20,54 +20,27 @@ _CHECK = 0.4  # seconds between two checks
 _ADVICE = "Look at its log. Start the job again from its last checkpoint, or give a longer timeout if it was only slow."
 
 
-class SearchedExchange(Protocol):
-    """The interface of an `Exchange` that a search uses."""
-
-    rank: int
-    size: int
-    ranks: Sequence[int]
-    timeout: float
-    position: tuple[int, str, str]
-
-    @property
-    def liveness(self) -> Liveness | None: ...
-
-    @property
-    def key(self) -> str: ...
-
-    def missing(self, name: str) -> list[int]: ...
-
-    def failure(self) -> dict[str, Any] | None: ...
-
-    def tell_failure(self, ranks: Sequence[int], why: str) -> None: ...
-
-    def give_up(self, error: RankError) -> RankError: ...
-
-    def names(self, ranks: Sequence[int]) -> str: ...
-
-
 class FailureSearch:
     """Searches for the rank that keeps one call of an exchange from ending.
 
     Ranks are numbered as in the default process group.
 
     Args:
-        exchange: exchange of the call.
+        exchange: the `Exchange` of the call.
         what: the action of the call in errors: "did not send its options".
-        began: start of the call, by `time.monotonic`.
+        began: start of the call, by `time.monotonic`; by default now.
     """
 
-    def __init__(self, exchange: SearchedExchange, what: str, began: float) -> None:
+    def __init__(self, exchange: Any, what: str, began: float | None = None) -> None:
         self._exchange = exchange
         self._what = what
-        self._began = began
+        self._began = time.monotonic() if began is None else began
         self._checked = self._listened = 0.0
         self._own = exchange.ranks[exchange.rank]
         self._others = [rank for rank in exchange.ranks if rank != self._own]
         self._ended_at: float | None = None
-        self._beats: dict[
-            int, tuple[Beat, float]
-        ] = {}  # last heartbeat of each rank, and the time at which it was new
+        self._beats: dict[int, tuple[int, dict[str, Any]]] = {}  # last heartbeat of each rank
+        self._heard: dict[int, float] = {}  # when it was new
 
     # ---------------------------------------------------------------- while it runs
 
@@ -97,9 +70,7 @@ class FailureSearch:
         elif self._ended_at is None:
             self._ended_at = now
         if self._ended_at is not None and now - self._ended_at >= _SETTLE:
-            raise self._failed(
-                ended, "its process has ended" if len(ended) == 1 else "their processes have ended"
-            )
+            raise self._over(ended)
         if now >= self._end or (now >= self._end - _SILENT - BEAT and not self._beats):
             self._listen(liveness)
         if now >= self._end:
@@ -107,7 +78,7 @@ class FailureSearch:
 
     @property
     def _end(self) -> float:
-        return self._began + self._exchange.timeout
+        return self._began + float(self._exchange.timeout)
 
     def _raise_known_failure(self) -> None:
         """Raise the failure that another rank has found."""
@@ -123,15 +94,14 @@ class FailureSearch:
         now = self._listened = time.monotonic()
         with contextlib.suppress(Exception):
             for rank, beat in liveness.beats(self._others).items():
-                known = self._beats.get(rank)
-                if known is None or known[0].count != beat.count:
-                    self._beats[rank] = (beat, now)
+                if rank not in self._beats or self._beats[rank][0] != beat[0]:
+                    self._beats[rank], self._heard[rank] = beat, now
 
     def _silent(self) -> list[int]:
         """Return the ranks without a heartbeat for too long."""
         now = time.monotonic()
         least = min(_SILENT, max(0.5 * self._exchange.timeout, 2 * BEAT))
-        return [rank for rank, (_, when) in self._beats.items() if now - when >= least]
+        return [rank for rank, when in self._heard.items() if now - when >= least]
 
     # ---------------------------------------------------------------- when it has failed
 
@@ -159,9 +129,7 @@ class FailureSearch:
                 liveness.learn()
             ended = liveness.ended(self._others)
             if ended:
-                return self._failed(
-                    ended, "its process has ended" if len(ended) == 1 else "their processes have ended"
-                )
+                return self._over(ended)
             if time.monotonic() - self._listened >= BEAT:
                 self._listen(liveness)
                 closed = [rank for rank, (_, kind, _) in self._positions().items() if kind == CLOSED]
@@ -178,6 +146,11 @@ class FailureSearch:
         if time.monotonic() - self._began >= 0.9 * self._exchange.timeout:
             return self._late([] if liveness is None else liveness.stopped(self._others))
         return self._failed([], f"has closed its connection{self._unknown()} ({reason})")
+
+    def _over(self, ended: list[int]) -> RankError:
+        return self._failed(
+            ended, "its process has ended" if len(ended) == 1 else "their processes have ended"
+        )
 
     def differs(self, mine: str, others: str) -> RankError:
         """Return the error for a rank that does something else than the first that arrived.
@@ -240,9 +213,8 @@ class FailureSearch:
         number, kind, _ = self._exchange.position
         positions = self._positions()
         behind = [rank for rank, (count, *_) in positions.items() if count < number]
-        elsewhere = [
-            rank for rank, position in positions.items() if [*position[:2]] == [number, _other(kind)]
-        ]
+        other = {"batch": "call", "call": "batch"}[kind]
+        elsewhere = [rank for rank, position in positions.items() if [*position[:2]] == [number, other]]
         if behind or 2 * len(elsewhere) <= self._exchange.size:
             return behind or elsewhere
         alike = [rank for rank, position in positions.items() if [*position[:2]] == [number, kind]]
@@ -257,19 +229,16 @@ class FailureSearch:
     def _positions(self) -> dict[int, Sequence[Any]]:
         """Return the position of each rank in this exchange at its last heartbeat; see `Exchange.position`."""
         key = self._exchange.key
-        return {rank: beat.positions.get(key, [0, "", ""]) for rank, (beat, _) in self._beats.items()}
+        return {rank: positions.get(key, [0, "", ""]) for rank, (_, positions) in self._beats.items()}
 
     def _failed(self, ranks: list[int], why: str) -> RankError:
         """Return the error for these ranks, and publish it for the other ranks."""
         if ranks:
             self._exchange.tell_failure(ranks, why)
-        return self._exchange.give_up(self._error(ranks, why))
+        error: RankError = self._exchange.give_up(self._error(ranks, why))
+        return error
 
     def _error(self, ranks: list[Any], why: str) -> RankError:
         names = self._exchange.names(ranks) if ranks else "An unknown rank"
         this = " (this one)" if ranks == [self._own] else ""
         return RankError(f"{names}{this} {self._what}: {why}. {_ADVICE}")
-
-
-def _other(kind: str) -> str:
-    return {"batch": "call", "call": "batch"}[kind]

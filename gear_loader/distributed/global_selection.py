@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -13,10 +14,16 @@ import numpy as np
 from gear_loader.distributed import state
 from gear_loader.distributed.batch_exchange import BatchExchange
 from gear_loader.distributed.duplicates import migrated_ids
-from gear_loader.distributed.merging import PassView, empty_error
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.rebalance import Rebalance
-from gear_loader.distributed.row_drawing import CandidateDrawing, RowAssignment, RowDrawing, Rows
+from gear_loader.distributed.row_drawing import (
+    CandidateDrawing,
+    PassView,
+    RowAssignment,
+    RowDrawing,
+    Rows,
+    empty_error,
+)
 from gear_loader.distributed.samplers import Samplers
 from gear_loader.distributed.shard_sampler import records_of
 from gear_loader.distributed.shard_source import ReadTickets, ShardRows
@@ -25,8 +32,8 @@ from gear_loader.distributed.stage_rows import StageRows
 from gear_loader.distributed.update_routing import UpdateRouter
 from gear_loader.errors import PriorityError, SchemaError, TableEmptyError
 from gear_loader.selection.base import Selection, SelectionContext
-from gear_loader.selection.history import BatchHistory, BatchRows
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw
+from gear_loader.selection.state import BatchHistory, BatchRows
 from gear_loader.selection.weights import importance_weights
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.selected_rows import Reach
@@ -217,20 +224,14 @@ class GlobalSelection(Selection):
     def _drawn(self, draw: Draw, view: PassView | None, summaries: Array) -> tuple[Rows, Weigh | None]:
         """Draw the rows of a batch; return them, and the function from leaves to importance weights."""
         masses = self._batches.masses()
-        for _ in range(2):  # new priorities may be on their way: to their owners, and into the sum trees
-            if masses.sum() > 0:
-                break
-            self._updates.draws += 2
+        # New priorities may be on their way: to their owners, and into the sum trees. If the context waits, others fill
+        # columns, or add newer trajectories.
+        more = itertools.chain((2, 2), (0 for _ in self._turns()) if self.context.waits else ())
+        while not masses.sum() > 0 and (draws := next(more, None)) is not None:
+            self._updates.draws += draws
             self._batches.summaries = None
             summaries = self._batches.known_summaries()
             masses = self._batches.masses()
-        if self.context.waits and not masses.sum() > 0:  # others fill columns, or add newer trajectories
-            for _ in self._turns():
-                self._batches.summaries = None
-                summaries = self._batches.known_summaries()
-                masses = self._batches.masses()
-                if masses.sum() > 0:
-                    break
         if not masses.sum() > 0 or (view is not None and len(view) == 0):
             raise self._empty_error()
         drawn = self._drawing.draw(draw, masses, view)
@@ -350,7 +351,7 @@ class GlobalSelection(Selection):
         Raises:
             SchemaError: another kind of state; nothing was changed.
         """
-        restored = state.parse_state(saved, self.context.selector)
+        restored = state.parse_shards_state(saved, self.context.selector)
         received = []
         for shard, sampler in self.samplers.own.items():
             sampler.load(restored.part_of(sampler))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import threading
@@ -16,7 +15,7 @@ from gear_loader.distributed.topology import this_node
 from gear_loader.utils.background import background_thread
 from gear_loader.utils.mutex import Event
 
-__all__ = ["BEAT", "CLOSED", "Beat", "Liveness", "SilentStoreError", "back_off", "default_store"]
+__all__ = ["BEAT", "CLOSED", "Liveness", "SilentStoreError", "back_off", "default_store"]
 
 BEAT = 1.0  # seconds between two heartbeats of a rank
 CLOSED = "closed"  # kind of the last call of an exchange that a rank has closed
@@ -32,19 +31,6 @@ _ENDED, _STOPPED = "ZXx", "Tt"  # states in /proc/<pid>/stat
 
 class SilentStoreError(RuntimeError):
     """torch.distributed's store does not answer."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Beat:
-    """The last heartbeat of a rank.
-
-    Attributes:
-        count: number of heartbeats so far.
-        positions: key of an exchange -> `Exchange.position` of the rank.
-    """
-
-    count: int
-    positions: dict[str, Any]
 
 
 class Liveness:
@@ -150,26 +136,23 @@ class Liveness:
     def _beat(self, count: int) -> None:
         self.store.set(f"{_BEAT}/{self.rank}", json.dumps([count, dict(self.positions)]))
 
-    def beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
-        """Return the last heartbeat of each of some ranks that has had one.
+    def beats(self, ranks: Sequence[int]) -> dict[int, tuple[int, dict[str, Any]]]:
+        """Number of the last heartbeat, and `positions`, of each of some ranks that has had one.
 
         Raises:
             RuntimeError: the store does not answer.
         """
 
-        def read() -> dict[int, Beat]:
+        def read() -> dict[int, tuple[int, dict[str, Any]]]:
             keys = [f"{_BEAT}/{rank}" for rank in ranks]
             if self.store.has_extended_api() and self.store.check(keys):
                 texts = self.store.multi_get(keys)
             else:
                 texts = [self.store.get(key) if self.store.check([key]) else None for key in keys]
-            return {
-                rank: Beat(*json.loads(text))
-                for rank, text in zip(ranks, texts, strict=True)
-                if text is not None
-            }
+            known = zip(ranks, texts, strict=True)
+            return {rank: tuple(json.loads(text)) for rank, text in known if text is not None}
 
-        found: dict[int, Beat] = self.ask(read)
+        found: dict[int, tuple[int, dict[str, Any]]] = self.ask(read)
         return found
 
     # ---------------------------------------------------------------- processes

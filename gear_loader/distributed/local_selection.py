@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
-
-import numpy as np
-import torch
 
 from gear_loader.distributed.failures import run_on_all
 from gear_loader.distributed.rank_exchange import SingleProcess
-from gear_loader.distributed.state import share_bundle
+from gear_loader.distributed.state import share_state
 from gear_loader.errors import SchemaError
 from gear_loader.selection.base import Selection
 from gear_loader.selection.prioritized import PrioritizedSelection
-from gear_loader.utils.arrays import Array
 
-__all__ = [
-    "begin_epoch",
-    "gather_states",
-    "own_state",
-]
+__all__ = ["begin_epoch", "gather_states", "own_state"]
 
 
 def begin_epoch(
@@ -71,42 +63,9 @@ def begin_epoch(
 
 
 def gather_states(exchange: SingleProcess, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of all ranks' selections, the same on every rank.
-
-    Args:
-        exchange: collective channel of the dataset.
-        state: state of this rank's `PrioritizedSelection`, with its share.
-    """
+    """The states of all ranks' selections, the same on every rank; `state`: that of this rank's, with its share."""
     exchange.doing = "calls state_dict"
-    return {"ranks": [_nested(bundle) for bundle in share_bundle(exchange, _flat(state))]}
-
-
-def _flat(value: Any, path: str = "") -> dict[str, Array]:
-    """Arrays and numbers of a state by their paths; what is None is left out."""
-    if isinstance(value, Mapping):
-        parts: Iterable[tuple[Any, Any]] = value.items()
-    elif isinstance(value, (list, tuple)):
-        parts = enumerate(value)
-    else:
-        return {} if value is None else {path: np.asarray(value)}
-    return {name: array for key, part in parts for name, array in _flat(part, f"{path}/{key}").items()}
-
-
-def _nested(bundle: Mapping[str, Array]) -> dict[str, Any]:
-    """The state of one rank from what `_flat` returned there."""
-    state: dict[str, Any] = {"recent": [], "shares": ()}
-    for path, array in bundle.items():
-        value = torch.from_numpy(array) if array.ndim else array.item()
-        _, name, *rest = path.split("/")
-        if not rest:
-            state[name] = value
-        elif name == "shares":
-            state[name] += (value,)
-        else:
-            if int(rest[0]) == len(state["recent"]):
-                state["recent"].append({"weights": None})
-            state["recent"][int(rest[0])][rest[1]] = value
-    return state
+    return {"ranks": share_state(exchange, state)}
 
 
 def own_state(exchange: SingleProcess, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from gear_loader.distributed.shard_sampler import PrioritizedShardSampler
 from gear_loader.distributed.stage_tables import StageTable
 from gear_loader.errors import FilledError, StaleIndexError, TableFullError, TransportError
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.engine import Engine
 from gear_loader.storage.index_arrays import ranges
-from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
@@ -45,20 +43,6 @@ class MigrationSet:
     lengths: Array
     leaves: Array
     counts: Array
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """Return the names of the attributes."""
-        return [field.name for field in dataclasses.fields(cls)]
-
-    def to_arrays(self) -> dict[str, Array]:
-        """Return the attributes by name."""
-        return {name: getattr(self, name) for name in self.names()}
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, Array]) -> MigrationSet:
-        """Make a set from its attributes; the inverse of `to_arrays`."""
-        return cls(**arrays)
 
     def leaves_of(self, which: Array) -> Array:
         """Return the leaves of the trajectories in positions `which`, float32."""
@@ -97,31 +81,20 @@ def choose_migration(sampler: Any, budget: Budget, *, by_mass: bool, excluded: A
         by_mass: whether load is mass; else it is steps.
         excluded: ids of trajectories that have been chosen already, int64 [n].
     """
+    ticket = Ticket()
+    return ticket.during(lambda: _choose(sampler, budget, by_mass, excluded, ticket))
+
+
+def _choose(sampler: Any, budget: Budget, by_mass: bool, excluded: Array, ticket: Ticket) -> MigrationSet:
     table = sampler.table
-    ticket = Ticket()  # slots are not reused meanwhile
-    try:
-        table._engine.reader().begin_read(ticket)
-        chosen = _choose(sampler, table, budget, by_mass, excluded)
-        ticket.end()
-        return chosen
-    finally:
-        ticket.end()  # again: an exception may arrive anywhere
-
-
-def _choose(sampler: Any, table: Table, budget: Budget, by_mass: bool, excluded: Array) -> MigrationSet:
-    by_priority = isinstance(sampler, PrioritizedShardSampler)
-    view = sampler.known() if by_priority else table._engine.reader().snapshot()
+    table._engine.reader().begin_read(ticket)  # slots are not reused meanwhile
+    view = sampler.known()
     view = view.take(~_shares_blocks(table, view.slots))
     ids = table.ids(view.slots)
     if len(excluded):
         view, ids = view.take(~np.isin(ids, excluded)), ids[~np.isin(ids, excluded)]
-    leaves, counts = np.empty(0, dtype=np.float32), np.zeros(len(view), dtype=np.int64)
-    if by_priority:
-        leaves = sampler.leaves_of(view.slots)
-        counts = view.lengths if sampler.context.selector.unit == "step" else np.ones_like(view.lengths)
-    loads: Array = view.lengths.astype(np.float64)
-    if by_mass:
-        loads = _masses(sampler, view, leaves, counts)
+    leaves, counts = sampler.leaves_of(view)
+    loads = sampler.masses(view, leaves, counts) if by_mass else view.lengths.astype(np.float64)
     taken = _fitting(loads, view.lengths, budget)
     starts = np.cumsum(counts) - counts
     return MigrationSet(
@@ -132,18 +105,6 @@ def _choose(sampler: Any, table: Table, budget: Budget, by_mass: bool, excluded:
         leaves[ranges(starts[taken], counts[taken])],
         counts[taken],
     )
-
-
-def _masses(sampler: Any, view: Snapshot, leaves: Array, counts: Array) -> Array:
-    """Return the mass of each trajectory of a view, float64 [n]."""
-    if isinstance(sampler, PrioritizedShardSampler):
-        sums = np.concatenate(([0.0], np.cumsum(leaves, dtype=np.float64)))
-        ends = np.cumsum(counts)
-        masses: Array = sums[ends] - sums[ends - counts]
-        return masses
-    if sampler.context.selector.unit == "trajectory":
-        return np.ones(len(view))
-    return view.lengths.astype(np.float64)
 
 
 def _fitting(loads: Array, lengths: Array, budget: Budget) -> Array:
@@ -218,20 +179,18 @@ class Mover:
 
     def _copy(self, source: Table, ids: Array, slots: Array, target: StageTable) -> None:
         ticket = Ticket()
-        try:
+
+        def read() -> tuple[Array, list[Any], Array]:
             source._engine.reader().begin_read(ticket)  # slots are not reused meanwhile
-            state, _, _ = source._engine.reader().slot_states()
-            alive = (state[slots] == READY) & (source.ids(slots) == ids)
-            ids, slots = ids[alive], slots[alive]
-            found = [_read(source, slot) for slot in slots.tolist()]
-            alive = np.array([each is not None for each in found], dtype=bool)
-            ids, slots, rows = ids[alive], slots[alive], [each for each in found if each is not None]
-            trajectories = [{name: row[name] for name in source.schema.added} for row, _ in rows]
-            finals = np.array([final for _, final in rows], dtype=np.int64)
-            priorities = source._engine.reader().arrays.priority[slots].copy()
-            ticket.end()
-        finally:
-            ticket.end()  # again: an exception may arrive anywhere
+            alive = (source._engine.reader().slot_states()[0][slots] == READY) & (source.ids(slots) == ids)
+            found = [_read(source, slot) if there else None for slot, there in zip(slots, alive, strict=True)]
+            present = np.array([each is not None for each in found], dtype=bool)
+            priorities = source._engine.reader().arrays.priority[slots[present]].copy()
+            return ids[present], [each for each in found if each is not None], priorities
+
+        ids, rows, priorities = ticket.during(read)
+        trajectories = [{name: row[name] for name in source.schema.added} for row, _ in rows]
+        finals = np.array([final for _, final in rows], dtype=np.int64)
         if len(ids) == 0:
             return
         if target.table is not None:

@@ -12,16 +12,14 @@ from typing import Any, Literal
 import numpy as np
 
 from gear_loader.distributed.failures import run_on_all
-from gear_loader.distributed.global_selection import GlobalSelection
-from gear_loader.distributed.shard_insertion import Storing
 from gear_loader.distributed.shard_tables import ShardTables
-from gear_loader.distributed.stages import all_columns, check_stages
+from gear_loader.distributed.stage_tables import Storing
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.selection.weights import weigh
 from gear_loader.storage.ids import joined
 from gear_loader.storage.incoming import checked_priorities
-from gear_loader.storage.schema import Schema, as_mapping, copied, keeps, settled
+from gear_loader.storage.schema import Column, Schema, as_mapping, copied, keeps, settled
 from gear_loader.utils.arrays import Array
 
 __all__ = ["Placement"]
@@ -289,8 +287,7 @@ class Placement:
 
     def _masses(self, shards: list[int]) -> tuple[list[int], list[float]]:
         """Return the shards that answered and their masses, as far as this rank knows them."""
-        selection = self._selection()
-        summaries = None if selection is None else selection.summaries
+        summaries = getattr(self._dataset and self._dataset._selection, "summaries", None)
         now = time.monotonic()
         if summaries is not None and summaries is not self._summaries:
             self._base, self._summaries = summaries["mass"].astype(np.float64), summaries
@@ -301,10 +298,6 @@ class Placement:
             self._reported = now
             self._placed[:] = 0
         return shards, (self._base + self._placed)[shards].tolist()
-
-    def _selection(self) -> GlobalSelection | None:
-        selection = None if self._dataset is None else self._dataset._selection
-        return selection if isinstance(selection, GlobalSelection) else None
 
     def _weights(self, lengths: Array, priorities: Array) -> Array:
         """Return the mass that each new trajectory adds to its shard, float64 [n]."""
@@ -319,3 +312,53 @@ class Placement:
         else:
             weights = np.ones(len(lengths))
         return weights * lengths if selector.unit == "step" else weights
+
+
+def all_columns(schemas: Sequence[Schema]) -> dict[str, Column]:
+    """Return the columns of all stages.
+
+    Raises:
+        SchemaError: two stages have different columns of one name.
+    """
+    columns: dict[str, Column] = {}
+    for stage, schema in enumerate(schemas):
+        for name, column in schema.items():
+            if columns.setdefault(name, column) != column:
+                raise SchemaError(
+                    f"Column {name!r} is {column} in the tables of stage {stage} and {columns[name]} in those of an "
+                    "earlier stage; expected the same wherever a column is needed."
+                )
+    return columns
+
+
+def check_stages(stages: Any, schemas: Sequence[Schema]) -> None:
+    """Check that the tables of each stage have the columns that a mapping assigns to it.
+
+    Args:
+        stages: column -> stage, or several stages; -1 is the last.
+        schemas: columns of the tables of each stage.
+
+    Raises:
+        SchemaError: a table has other columns, or `stages` is another kind of value.
+    """
+    if not isinstance(stages, Mapping):
+        raise SchemaError(f"stages is {stages!r}; expected a mapping of column names to stages.")
+    wanted: list[set[str]] = [set() for _ in schemas]
+    for name, numbers in stages.items():
+        several = [numbers] if isinstance(numbers, (int, np.integer)) else numbers
+        if isinstance(several, str) or not isinstance(several, Sequence) or not several:
+            raise SchemaError(f"stages[{name!r}] is {numbers!r}; expected a stage or a list of stages.")
+        for number in several:
+            whole = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
+            if not whole or not -len(schemas) <= number < len(schemas):
+                raise SchemaError(
+                    f"stages[{name!r}] has {number!r}; expected stages from 0 to {len(schemas) - 1}, or -1 for the "
+                    "last."
+                )
+            wanted[number].add(name)
+    for stage, (schema, names) in enumerate(zip(schemas, wanted, strict=True)):
+        if set(schema) != names:
+            raise SchemaError(
+                f"The tables of stage {stage} have the columns {sorted(schema)}; stages assigns {sorted(names)} to it. "
+                "Create each stage's tables with the columns that it needs."
+            )

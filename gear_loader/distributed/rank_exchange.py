@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hashlib
 import json
 import logging
 import struct
@@ -133,6 +132,8 @@ class Exchange(SingleProcess):
     Attributes:
         ranks, timeout: as given.
         position: number of calls that this rank has begun, the kind of the last one, and what the rank does.
+        key: of this exchange's keys in the store, and of its position in heartbeats.
+        liveness: of the ranks' processes; None without a store.
 
     Raises:
         RankError: a rank did not join before the deadline, or died; the message names it.
@@ -149,19 +150,19 @@ class Exchange(SingleProcess):
         self._broken: RankError | None = None
         self._calling = self._closed = False
         turn = _MADE[tuple(self.ranks)] = _MADE.get(tuple(self.ranks), 0) + 1
-        self._prefix = f"gear_loader/exchange/{zlib.crc32(repr(self.ranks).encode()):08x}/{turn}"
+        self.key = f"gear_loader/exchange/{zlib.crc32(repr(self.ranks).encode()):08x}/{turn}"
         began = time.monotonic()
-        self._liveness = self.announce()
+        self.liveness = self.announce()
         self._barrier: StoreBarrier | None = None
-        if self._liveness is not None:
-            self._barrier = StoreBarrier(self._liveness, self._prefix, self.rank, self.ranks)
+        if self.liveness is not None:
+            self._barrier = StoreBarrier(self.liveness, self.key, self.rank, self.ranks)
             # Before the group is made: the store can name missing ranks, and gloo cannot.
             self._barrier.wait("joined", FailureSearch(self, "did not join the others", began), named=True)
             with contextlib.suppress(RuntimeError):
-                self._liveness.learn()
+                self.liveness.learn()
         search = FailureSearch(self, "did not join the others", began)
         self._gloo = GlooGroup(self.ranks, self.timeout, search)
-        self._finalizer = weakref.finalize(self, _end, self._gloo, self._liveness, self._prefix)
+        self._finalizer = weakref.finalize(self, _end, self._gloo, self.liveness, self.key)
         self._finalizer.atexit = False
 
     @staticmethod
@@ -245,26 +246,18 @@ class Exchange(SingleProcess):
 
     def barrier(self) -> None:
         """See `SingleProcess.barrier`."""
-        if self._liveness is None:
+        if self.liveness is None:
             self.share({})
         else:
             self._wait_for_all("that it is here")
 
     def compare(self, what: str, options: Mapping[str, Any]) -> None:
         """See `SingleProcess.compare`."""
-        self._wait_for_all("its options")
-        text = json.dumps(options, sort_keys=True)
-        digest = hashlib.sha256(text.encode()).digest()
-        own = torch.tensor(list(digest), dtype=torch.uint8, device="cpu")
-        digests = [torch.empty_like(own) for _ in self.ranks]
-        self._call("its options", lambda group: dist.all_gather(digests, own, group=group, async_op=True))
-        if all(torch.equal(each, own) for each in digests):
-            return
         check_alike(what, self.share(options), self.ranks)
 
     def leave(self, *, wait: bool) -> None:
         """See `SingleProcess.leave`."""
-        liveness, barrier = self._liveness, self._barrier
+        liveness, barrier = self.liveness, self._barrier
         if liveness is None or barrier is None or self._broken is not None or liveness.failed:
             return
         with contextlib.suppress(Exception):  # the store may have ended with the rank that held it
@@ -289,14 +282,14 @@ class Exchange(SingleProcess):
 
     def put(self, key: str, value: str) -> None:
         """See `SingleProcess.put`."""
-        if self._liveness is not None:
-            self._liveness.write(f"{self._prefix}/{key}", value)
+        if self.liveness is not None:
+            self.liveness.write(f"{self.key}/{key}", value)
 
     def get(self, key: str) -> str | None:
         """See `SingleProcess.get`; None also if the store does not answer."""
-        if self._liveness is not None:
+        if self.liveness is not None:
             with contextlib.suppress(Exception):
-                return self._liveness.read(f"{self._prefix}/{key}")
+                return self.liveness.read(f"{self.key}/{key}")
         return None
 
     # ---------------------------------------------------------------- failures
@@ -308,7 +301,7 @@ class Exchange(SingleProcess):
             what: object that a rank sends with it, for errors.
             start: starts the collective in a group, and returns torch's `Work`.
         """
-        search = FailureSearch(self, f"did not send {what}", time.monotonic())
+        search = FailureSearch(self, f"did not send {what}")
         self._calling = True  # before `_enter`: then `close` leaves the group to this call
         try:
             self._enter(_BATCH)
@@ -329,8 +322,8 @@ class Exchange(SingleProcess):
         if self._broken is not None:
             raise self._broken
         self.position = (self.position[0] + 1, kind, self.doing)
-        if self._liveness is not None:
-            self._liveness.positions[self._prefix] = self.position
+        if self.liveness is not None:
+            self.liveness.positions[self.key] = self.position
 
     def _wait_for_all(self, what: str) -> None:
         """Wait in the store until all ranks have begun this call, which is not one of each batch.
@@ -345,7 +338,7 @@ class Exchange(SingleProcess):
         if self._barrier is None:
             return
         name = f"call/{self.position[0]}"
-        search = FailureSearch(self, f"did not send {what}", time.monotonic())
+        search = FailureSearch(self, f"did not send {what}")
         self._barrier.wait(name, search, named=False, doing=self.doing)
         last, self._last_barrier = self._last_barrier, name
         if self.rank == 0 and last is not None:  # all ranks have left it
@@ -355,8 +348,8 @@ class Exchange(SingleProcess):
     def give_up(self, error: RankError) -> RankError:
         """Let all further calls fail with this error; return it."""
         self._broken = error
-        if self._liveness is not None:
-            self._liveness.failed = True
+        if self.liveness is not None:
+            self.liveness.failed = True
             if (
                 self.ranks[self.rank] == 0
             ):  # it usually holds the store, which ends with it: others read it before
@@ -365,28 +358,18 @@ class Exchange(SingleProcess):
 
     def tell_failure(self, ranks: Sequence[int], why: str) -> None:
         """Let the other ranks know which ranks have failed."""
-        if self._liveness is not None:
+        if self.liveness is not None:
             note = json.dumps({"ranks": ranks, "why": why})
             with contextlib.suppress(Exception):
                 self.put("failed", note)
-                self._liveness.tell_failure(self._prefix, note)
+                self.liveness.tell_failure(self.key, note)
 
     def failure(self) -> dict[str, Any] | None:
         """Return the failure that another rank has found, or None: "ranks", and the reason under "why"."""
-        note, known = self.get("failed"), self._liveness and self._liveness.failure
-        if note is None and known and known[0] == self._prefix:
+        note, known = self.get("failed"), self.liveness and self.liveness.failure
+        if note is None and known and known[0] == self.key:
             note = known[1]
         return None if note is None else json.loads(note)
-
-    @property
-    def key(self) -> str:
-        """Key of this exchange's position in heartbeats."""
-        return self._prefix
-
-    @property
-    def liveness(self) -> Liveness | None:
-        """Liveness of the ranks' processes; None without a store."""
-        return self._liveness
 
     def _names(self, ranks: Sequence[int]) -> str:
         """Format ranks of this exchange for errors, by their numbers in the default process group."""

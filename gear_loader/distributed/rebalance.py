@@ -6,18 +6,17 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
+import torch
 
-from gear_loader.distributed.duplicates import DuplicateSearch, remove_ids
+from gear_loader.distributed.duplicates import remove_duplicates, remove_ids
 from gear_loader.distributed.failures import collect
 from gear_loader.distributed.migration import Budget, MigrationSet, Mover, choose_migration
-from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.records import MOVE
-from gear_loader.distributed.samplers import Samplers
 from gear_loader.distributed.shard_tables import ShardTables
-from gear_loader.distributed.state import share_bundle
+from gear_loader.distributed.state import share_state
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.table import Table
 from gear_loader.transport.capacity import free_steps
@@ -71,21 +70,6 @@ class _AbortedError(Exception):
     """A collective step has failed, and all ranks know; the cause is the error to raise."""
 
 
-class RebalancedSelection(Protocol):
-    """The interface of a global selection that `Rebalance` uses."""
-
-    @property
-    def shards(self) -> ShardTables: ...
-
-    @property
-    def samplers(self) -> Samplers: ...
-
-    @property
-    def exchange(self) -> SingleProcess: ...
-
-    def redirect_updates(self, moves: Array) -> None: ...
-
-
 class Rebalance:
     """One rebalancing; every rank does its part at the same time.
 
@@ -94,17 +78,18 @@ class Rebalance:
     rebalancing, or the next selection before it draws, removes one of them.
 
     Args:
-        selection: global selection, between two draws.
+        selection: the `GlobalSelection`, between two draws.
         by: load to balance: the steps of each shard, or its mass.
         max_bytes: most bytes that are moved, over all shards and stages. 0 only removes duplicates.
         tolerance: fraction of the mean by which loads may differ from it.
     """
 
-    def __init__(self, selection: RebalancedSelection, *, by: By, max_bytes: int, tolerance: float) -> None:
+    def __init__(self, selection: Any, *, by: By, max_bytes: int, tolerance: float) -> None:
         self._selection = selection
         self._samplers = selection.samplers.own
         self._slots_of = selection.samplers.slots_of
-        self._shards = shards = selection.shards
+        shards: ShardTables = selection.shards
+        self._shards = shards
         self._by = by
         self._max_bytes = max_bytes
         self._tolerance = tolerance
@@ -175,10 +160,9 @@ class Rebalance:
 
     def _share(self, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Share this rank's arrays, or the text of its error."""
-        if "error" in answer:
-            answer = {"error": np.frombuffer(answer["error"].encode(), dtype=np.uint8)}
-        answers: list[dict[str, Any]] = [*share_bundle(self._selection.exchange, answer)]
-        return [{"error": each["error"].tobytes().decode()} if "error" in each else each for each in answers]
+        mine = {k: v if k == "error" else torch.from_numpy(np.array(v)) for k, v in answer.items()}
+        answers = share_state(self._selection.exchange, mine)
+        return [{k: v if k == "error" else v.numpy() for k, v in each.items()} for each in answers]
 
     def _run(self, what: str, act: Callable[[], Bundle]) -> Bundle:
         """As `_collect`, where no step has to be undone: raises the error itself."""
@@ -191,11 +175,7 @@ class Rebalance:
 
     def remove_duplicates(self) -> int:
         """Remove the duplicates of an interrupted migration from all shards; return their number. All ranks call it."""
-        search = DuplicateSearch(self._tables, self._slots_of, grace=self._shards.timeout)
-        search.set_migrated(self._run("list its ids", search.migrated))
-        search.set_present(self._run("find ids", search.present))
-        removed = self._run("remove duplicates", search.remove)
-        return sum(int(values[0]) for values in removed.values())
+        return remove_duplicates(self._tables, self._slots_of, self._shards.timeout, self._run)
 
     def _loads(self) -> Array:
         """Return the load of each shard, float64 [S]."""
@@ -256,12 +236,12 @@ class Rebalance:
                     excluded=excluded,
                 )
                 taken[flow.source] = np.concatenate([excluded, chosen.ids])
-                found.update({f"{number}/{name}": values for name, values in chosen.to_arrays().items()})
+                found.update({f"{number}/{name}": values for name, values in vars(chosen).items()})
             return found
 
         found = self._collect("choose what moves", choose)
         self._sets = [
-            MigrationSet.from_arrays({name: found[f"{number}/{name}"] for name in MigrationSet.names()})
+            MigrationSet(*(found[f"{number}/{field.name}"] for field in dataclasses.fields(MigrationSet)))
             for number in range(len(self._flows))
         ]
 

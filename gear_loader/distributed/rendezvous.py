@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import datetime
 import os
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ _LATER = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
 class StoreBarrier:
     """Barriers of some ranks in torch.distributed's store, where missing ranks can be named; gloo cannot name them.
 
@@ -35,11 +37,10 @@ class StoreBarrier:
         ranks: numbers of all ranks in the default process group.
     """
 
-    def __init__(self, liveness: Liveness, prefix: str, rank: int, ranks: Sequence[int]) -> None:
-        self._liveness = liveness
-        self._prefix = prefix
-        self._rank = rank
-        self._ranks = ranks
+    liveness: Liveness
+    prefix: str
+    rank: int
+    ranks: Sequence[int]
 
     def arrive(self, name: str, *, named: bool, doing: str = "") -> str:
         """Write to the store that this rank has arrived, unless the first one does something else.
@@ -55,20 +56,20 @@ class StoreBarrier:
         Raises:
             RuntimeError: the store has failed, or does not answer.
         """
-        store, key = self._liveness.store, f"{self._prefix}/{name}"
+        store, key = self.liveness.store, f"{self.prefix}/{name}"
 
         def write() -> str:
-            mine = f"{self._ranks[self._rank]} {doing}"
+            mine = f"{self.ranks[self.rank]} {doing}"
             first = mine if not doing else store.compare_set(f"{key}/doing", "", mine).decode()
             if _doing(first) != doing:
                 return first  # it has not arrived: the others find out while they wait
             if named:
-                store.set(f"{key}/{self._rank}", "1")
-            if store.add(key, 1) == len(self._ranks):
+                store.set(f"{key}/{self.rank}", "1")
+            if store.add(key, 1) == len(self.ranks):
                 store.set(f"{key}/all", "1")
             return first
 
-        first: str = self._liveness.ask(write)
+        first: str = self.liveness.ask(write)
         return first
 
     def complete(self, name: str) -> bool:
@@ -77,7 +78,7 @@ class StoreBarrier:
         Raises:
             RuntimeError: the store has failed, or does not answer.
         """
-        return self._liveness.read(f"{self._prefix}/{name}/all") is not None
+        return self.liveness.read(f"{self.prefix}/{name}/all") is not None
 
     def wait(self, name: str, search: FailureSearch, *, named: bool, doing: str = "") -> None:
         """Arrive, and wait until all ranks have arrived.
@@ -106,8 +107,8 @@ class StoreBarrier:
         Raises:
             RuntimeError: the store has failed, or does not answer.
         """
-        keys = [f"{self._prefix}/{name}/{rank}" for rank in range(len(self._ranks))]
-        return [rank for rank, key in zip(self._ranks, keys, strict=True) if self._liveness.read(key) is None]
+        keys = [f"{self.prefix}/{name}/{rank}" for rank in range(len(self.ranks))]
+        return [rank for rank, key in zip(self.ranks, keys, strict=True) if self.liveness.read(key) is None]
 
     def delete(self, name: str) -> None:
         """Delete the keys of a barrier that all ranks have left.
@@ -115,8 +116,8 @@ class StoreBarrier:
         Raises:
             RuntimeError: the store has failed, or does not answer.
         """
-        store, keys = self._liveness.store, [f"{self._prefix}/{name}{end}" for end in ("", "/all", "/doing")]
-        self._liveness.ask(lambda: [store.delete_key(key) for key in keys])
+        store, keys = self.liveness.store, [f"{self.prefix}/{name}{end}" for end in ("", "/all", "/doing")]
+        self.liveness.ask(lambda: [store.delete_key(key) for key in keys])
 
 
 class GlooGroup:

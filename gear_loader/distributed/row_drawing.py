@@ -1,4 +1,7 @@
-"""The two ways to draw a global batch: rows assigned to shards, and candidates of all shards merged."""
+"""The two ways to draw a global batch: rows assigned to shards by mass, and candidates of all shards merged.
+
+Every rank computes the same from the shard summaries.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,182 @@ import numpy as np
 
 from gear_loader.distributed.batch_exchange import BatchExchange
 from gear_loader.distributed.failures import attempt
-from gear_loader.distributed.merging import Merge, PassView, assign_by_mass, assign_rows, merge_candidates
 from gear_loader.distributed.records import SUMMARY
 from gear_loader.distributed.samplers import Samplers
 from gear_loader.errors import PriorityError, TableEmptyError
-from gear_loader.selection.selectors import Draw, Selector
+from gear_loader.selection.priorities import draw_key
+from gear_loader.selection.selectors import Draw, Selector, SnapshotSelector
+from gear_loader.selection.tree import uniforms
+from gear_loader.storage.reader import Snapshot
 from gear_loader.utils.arrays import Array
 
-__all__ = ["CandidateDrawing", "RowAssignment", "RowDrawing", "Rows"]
+__all__ = ["CandidateDrawing", "PassView", "RowAssignment", "RowDrawing", "Rows", "empty_error"]
 
 _MORE = 32  # candidates that a shard shares beyond its expected rows
 _ROUNDS = 8  # assignments of rows whose shards were emptied
 _EMPTIED = 1 << 5  # first turn of `ShardSampler.spare` for such rows
+
+
+# Streams of random numbers, beside those of `selection.priorities` and of the shard samplers: for the first
+# assignment of rows, and for the assignments after shards were emptied.
+_SHARDS, _AGAIN = 6, 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class PassView:
+    """The trajectories of all shards at one moment, over which a pass goes.
+
+    Attributes:
+        version: number of the view.
+        trajectories, steps: int64 [S], of each shard.
+        own_shards: numbers of this rank's shards.
+        own_views: snapshots of this rank's shards.
+        order: all trajectories by id, for passes in order of age: a snapshot whose slots are positions in the shards'
+            snapshots, and whose generations are the shards.
+    """
+
+    version: int
+    trajectories: Array
+    steps: Array
+    own_shards: tuple[int, ...]
+    own_views: tuple[Snapshot, ...]
+    order: Snapshot | None = None
+
+    def __len__(self) -> int:
+        return int(self.trajectories.sum())
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of all shards."""
+        return int(self.steps.sum())
+
+
+def empty_error(selector: Selector, trajectories: int) -> TableEmptyError | PriorityError:
+    """Return the error for a draw from shards without items.
+
+    Args:
+        selector: selector of the draw.
+        trajectories: number of trajectories in all shards.
+    """
+    if trajectories == 0 or not selector.by_priority:
+        return TableEmptyError("All shards are empty: there is nothing to draw from. Add trajectories first.")
+    return PriorityError(
+        "Every priority in every shard is zero: there is nothing to draw. Set some with update_priority, add "
+        "trajectories with a positive priority, or use Prioritized(eps=...)."
+    )
+
+
+# ---------------------------------------------------------------- shard assignment
+
+
+def assign_rows(
+    selector: Selector, draw: Draw, masses: Array, view: PassView | None
+) -> tuple[Array, Array | None]:
+    """Assign each row of a batch to a shard.
+
+    Args:
+        selector: selector of the draw.
+        draw: draw of the batch.
+        masses: mass of each shard, float64 [S].
+        view: view over which an epoch passes; None for draws from the current tables.
+
+    Returns:
+        The shard of each row, int64 [n], and its item in that shard, int64 [n]; None if the shard draws the items.
+    """
+    if selector.by_priority:
+        return assign_by_mass(draw, masses, draw.count), None
+    selector = cast(SnapshotSelector, selector)
+    if view is not None and view.order is not None:
+        return _assign_by_age(selector, draw, view, view.order)
+    counts = masses.astype(np.int64)
+    if view is not None:
+        counts = view.trajectories if selector.unit == "trajectory" else view.steps
+    ends = np.cumsum(counts)
+    items = selector.items(int(ends[-1]), draw)
+    shards = np.searchsorted(ends, items, side="right")
+    return shards, items - (ends - counts)[shards]
+
+
+def assign_by_mass(draw: Draw, masses: Array, count: int, *, turn: int = 0) -> Array:
+    """Draw shards in proportion to their masses, int64 [count].
+
+    Args:
+        draw: draw of the batch.
+        masses: mass of each shard, float64 [S].
+        count: number of rows.
+        turn: number of the assignment within this draw.
+    """
+    if len(masses) == 1:
+        return np.zeros(count, dtype=np.int64)
+    ends = np.cumsum(masses)
+    stream = _SHARDS if turn == 0 else _AGAIN + turn
+    numbers = uniforms(count, key=draw_key(draw, stream), step=draw.step) * ends[-1]
+    # Rounding must not lead to a shard without mass at the end.
+    last = int(np.flatnonzero(masses > 0)[-1])
+    shards: Array = np.minimum(np.searchsorted(ends, numbers, side="right"), last)
+    return shards
+
+
+def _assign_by_age(
+    selector: SnapshotSelector, draw: Draw, view: PassView, order: Snapshot
+) -> tuple[Array, Array]:
+    if selector.unit == "trajectory":
+        places = selector.items(len(order), draw)
+        return order.generations[places], order.slots[places]
+    places, steps = order.locate(selector.items(order.num_steps, draw))
+    # The step's number in its own shard: only the shard's owner knows the steps before it, and uses only its own rows.
+    shards = order.generations[places]
+    items = np.full(len(places), -1, dtype=np.int64)
+    for shard, snapshot in zip(view.own_shards, view.own_views, strict=True):
+        own = shards == shard
+        positions = order.slots[places[own]]
+        items[own] = (snapshot.ends - snapshot.lengths)[positions] + steps[own]
+    return shards, items
+
+
+# ---------------------------------------------------------------- candidates
+
+
+@dataclasses.dataclass
+class Merge:
+    """The first rows of the shards' candidates, merged.
+
+    Attributes:
+        shards, records: shard and record of each row, int64 [n] and [n], in order, as far as they are known.
+        more: bool [S]: shards that may have further candidates before the end of the batch.
+    """
+
+    shards: Array
+    records: Array
+    more: Array
+
+
+def merge_candidates(selector: Selector, count: int, candidates: list[Array], complete: Array) -> Merge:
+    """Merge the candidates that shards have shared so far.
+
+    Args:
+        selector: selector of the draw; it defines the order.
+        count: rows of the batch.
+        candidates: records of each shard, in order; empty records with the id -1 mark the shard's end.
+        complete: bool [S]: shards from which no further candidates are needed.
+    """
+    ended = [len(part) > 0 and bool(part["id"][-1] < 0) for part in candidates]
+    candidates = [part[part["id"] >= 0] for part in candidates]
+    complete = complete | np.array(ended)
+    shards = np.repeat(np.arange(len(candidates)), [len(part) for part in candidates])
+    records = np.concatenate(candidates)
+    order = selector.merge_order(shards, records)
+    places = np.empty(len(order), dtype=np.int64)
+    places[order] = np.arange(len(order))
+    ends = np.cumsum([len(part) for part in candidates])
+    more = np.zeros(len(candidates), dtype=bool)
+    for shard, (end, part) in enumerate(zip(ends.tolist(), candidates, strict=True)):
+        last = int(places[end - 1]) if len(part) else -1
+        more[shard] = not complete[shard] and last < count - 1
+    return Merge(shards[order[:count]], records[order[:count]], more)
+
+
+# ---------------------------------------------------------------- drawing
 
 
 @dataclasses.dataclass
@@ -42,6 +209,7 @@ class Rows:
     least: float
 
 
+@dataclasses.dataclass
 class RowDrawing(abc.ABC):
     """Draws the rows of batches with one exchange; all ranks call it at the same time.
 
@@ -52,17 +220,10 @@ class RowDrawing(abc.ABC):
         empty_error: makes the error for shards without items; called by all ranks.
     """
 
-    def __init__(
-        self,
-        selector: Selector,
-        samplers: Samplers,
-        exchange: BatchExchange,
-        empty_error: Callable[[], TableEmptyError | PriorityError],
-    ) -> None:
-        self._selector = selector
-        self._samplers = samplers
-        self._exchange = exchange
-        self._empty_error = empty_error
+    selector: Selector
+    samplers: Samplers
+    exchange: BatchExchange
+    empty_error: Callable[[], TableEmptyError | PriorityError]
 
     @abc.abstractmethod
     def draw(self, draw: Draw, masses: Array, view: PassView | None) -> Rows:
@@ -83,20 +244,18 @@ class RowAssignment(RowDrawing):
 
     def draw(self, draw: Draw, masses: Array, view: PassView | None) -> Rows:
         """See `RowDrawing.draw`."""
-        shards, items = assign_rows(self._selector, draw, masses, view)
-        samplers = self._samplers.own
+        shards, items = assign_rows(self.selector, draw, masses, view)
+        samplers = self.samplers.own
         views = {} if view is None else dict(zip(view.own_shards, view.own_views, strict=True))
 
         def resolve(shard: int, rows: Array) -> Array:
             chosen = None if items is None else items[rows]
-            if view is None:
-                return cast(Array, samplers[shard].resolve(draw, rows, chosen))
-            return cast(Array, samplers[shard].resolve_in(views[shard], draw, rows, chosen))
+            return cast(Array, samplers[shard].resolve(draw, rows, chosen, views.get(shard)))
 
         received, least = [self._send(shards, resolve)], np.inf
         for turn in range(_ROUNDS):
             rows, records, least_leaf = received[-1]
-            summaries = self._exchange.summaries
+            summaries = self.exchange.summaries
             assert summaries is not None
             least = min(least, least_leaf)
             emptied = summaries["emptied"] > 0
@@ -119,7 +278,7 @@ class RowAssignment(RowDrawing):
         return Rows(shards, rows[order], records[order], least)
 
     def _spare(self, draw: Draw, turn: int) -> Callable[[int, Array], Array]:
-        return lambda shard, rows: cast(Array, self._samplers.own[shard].spare(draw, len(rows), turn))
+        return lambda shard, rows: cast(Array, self.samplers.own[shard].spare(draw, len(rows), turn))
 
     def _assign_again(self, draw: Draw, shards: Array, turn: int, emptied: Array) -> tuple[Array, Array]:
         """Assign the rows of emptied shards to other shards.
@@ -134,9 +293,9 @@ class RowAssignment(RowDrawing):
             The new shard of each row, int64 [n]; and the same of the reassigned rows alone, -1 elsewhere.
         """
         which = np.flatnonzero(emptied[shards])
-        masses = np.where(emptied, 0.0, self._exchange.masses())
+        masses = np.where(emptied, 0.0, self.exchange.masses())
         if not masses.sum() > 0:
-            raise self._empty_error()
+            raise self.empty_error()
         again: Array = np.full(len(shards), -1, dtype=np.int64)
         again[which] = assign_by_mass(draw, masses, len(which), turn=1 + turn)
         return np.where(again >= 0, again, shards), again
@@ -151,24 +310,24 @@ class RowAssignment(RowDrawing):
 
         def resolve_own() -> tuple[dict[int, tuple[Array, Array]], Array]:
             found, least, emptied = {}, [], []
-            for shard, sampler in self._samplers.own.items():
+            for shard, sampler in self.samplers.own.items():
                 rows = np.flatnonzero(assignment == shard)
-                records: Array = np.zeros(len(rows), dtype=self._exchange.dtype)
+                records: Array = np.zeros(len(rows), dtype=self.exchange.dtype)
                 empty = False
                 try:
                     if len(rows):
-                        records = self._samplers.with_blocks(sampler.table, resolve(shard, rows))
+                        records = self.samplers.with_blocks(sampler.table, resolve(shard, rows))
                 except (TableEmptyError, PriorityError):
                     empty = True
                 found[shard] = (rows, records)
                 least.append(np.inf if empty else records["leaf"].min(initial=np.inf))
                 emptied.append(empty)
-            summaries = self._exchange.summarize(self._exchange.updates.draws)
+            summaries = self.exchange.summarize(self.exchange.updates.draws)
             summaries["batch_least"], summaries["emptied"] = least, emptied
             return found, summaries
 
         (found, summaries), failure = attempt(resolve_own, ({}, np.empty(0, dtype=SUMMARY)))
-        return self._exchange.send_rows(assignment, found, summaries, failure)
+        return self.exchange.send_rows(assignment, found, summaries, failure)
 
 
 class CandidateDrawing(RowDrawing):
@@ -178,7 +337,7 @@ class CandidateDrawing(RowDrawing):
 
     def draw(self, draw: Draw, masses: Array, view: PassView | None) -> Rows:
         """See `RowDrawing.draw`."""
-        count, num_shards = draw.count, self._exchange.shards.num_shards
+        count, num_shards = draw.count, self.exchange.shards.num_shards
         expected = np.full(num_shards, count / num_shards) if self._last is None else self._last
         end = np.minimum(np.ceil(1.5 * expected).astype(np.int64) + _MORE, count)
         end[masses == 0] = 0
@@ -186,20 +345,20 @@ class CandidateDrawing(RowDrawing):
         def find() -> tuple[list[Array], Array]:
             # All candidates before the summary: after `summarize` the trees are those of the next draw.
             own = [
-                self._samplers.with_blocks(sampler.table, sampler.candidates(draw, count))
-                for sampler in self._samplers.own.values()
+                self.samplers.with_blocks(sampler.table, sampler.candidates(draw, count))
+                for sampler in self.samplers.own.values()
             ]
-            return own, self._exchange.summarize(self._exchange.updates.draws)
+            return own, self.exchange.summarize(self.exchange.updates.draws)
 
         (own, summaries), failure = attempt(find, ([], np.empty(0, dtype=SUMMARY)))
         first = np.zeros_like(end)
-        candidates = [self._exchange.no_records()] * num_shards
+        candidates = [self.exchange.no_records()] * num_shards
         while True:
             # Ends: a shard that has more candidates shares at least one more, until it has shared `count` or all.
-            shared = self._exchange.share_candidates(count, own, first, end, summaries, failure)
+            shared = self.exchange.share_candidates(count, own, first, end, summaries, failure)
             for shard, part in shared.items():
                 candidates[shard] = np.concatenate((candidates[shard], part))
-            merge = merge_candidates(self._selector, count, candidates, (end >= count) | (masses == 0))
+            merge = merge_candidates(self.selector, count, candidates, (end >= count) | (masses == 0))
             if not merge.more.any():
                 break
             first, end = end, np.where(merge.more, np.clip(2 * end, 1, count), end)
@@ -210,8 +369,8 @@ class CandidateDrawing(RowDrawing):
         """Return the merged rows; from the first one again if there are fewer than the batch has rows."""
         found = len(merge.shards)
         if found == 0:
-            raise self._empty_error()
-        if found < draw.count and self._selector.weighs:
+            raise self.empty_error()
+        if found < draw.count and self.selector.weighs:
             raise PriorityError(
                 f"{draw.count} items were to be drawn, but only {found} in all shards have a positive priority. Draw "
                 "fewer, draw with replacement, or set priorities (Prioritized(eps=...) keeps them all positive)."

@@ -1,4 +1,4 @@
-"""The shard samplers of one selection on one rank."""
+"""The shard samplers of one selection on one rank, and where its tables have the trajectories of ids."""
 
 from __future__ import annotations
 
@@ -8,18 +8,55 @@ from typing import Any
 import numpy as np
 
 from gear_loader.collection.tier_rows import resolve
-from gear_loader.distributed.id_map import IdMap
 from gear_loader.distributed.records import SUMMARY, max_window_blocks, record_dtype
 from gear_loader.distributed.shard_sampler import PrioritizedShardSampler, SnapshotShardSampler
 from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.errors import PriorityError, TableEmptyError
 from gear_loader.selection.base import SelectionContext
 from gear_loader.selection.selectors import Draw
+from gear_loader.storage.reader import Changes
+from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import Reach
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
 __all__ = ["Samplers"]
+
+
+class IdMap:
+    """Maps the ids of a table's trajectories to their slots; takes in the table's changes at each look-up.
+
+    Args:
+        table: table of the trajectories.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._position = -1
+        self._slots: dict[int, int] = {}
+        self._id_of: Array = np.full(table._engine.region.layout.max_trajectories, -1, dtype=np.int64)
+
+    def slots(self, ids: Array) -> Array:
+        """Return the slots of trajectories, int64 [n]; -1 for trajectories that are gone.
+
+        Args:
+            ids: int64 [n].
+        """
+        ticket = Ticket()
+
+        def read() -> tuple[Changes, Array]:
+            changes = self._table._engine.reader().begin_changes(self._position, ticket=ticket)[1]
+            return changes, self._table.ids(changes.slots)
+
+        changes, changed_ids = ticket.during(read)
+        for slot, old in zip(changes.slots.tolist(), self._id_of[changes.slots].tolist(), strict=True):
+            if old >= 0 and self._slots.get(old) == slot:
+                del self._slots[old]
+        self._id_of[changes.slots] = np.where(changes.ready, changed_ids, -1)
+        ready = changes.ready
+        self._slots.update(zip(changed_ids[ready].tolist(), changes.slots[ready].tolist(), strict=True))
+        self._position = changes.position  # last: after an interruption the changes are applied again
+        return np.array([self._slots.get(each, -1) for each in ids.tolist()], dtype=np.int64)
 
 
 class Samplers:

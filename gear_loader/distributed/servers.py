@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ _WATCH = 0.5  # seconds between two checks of the server process
 _logger = logging.getLogger("gear_loader")
 
 
+@dataclasses.dataclass(repr=False)
 class NodeServers:
     """Starts and watches this node's server, on the node's first rank, and connects to the servers of other nodes.
 
@@ -34,40 +36,30 @@ class NodeServers:
         timeout: seconds after which a request fails.
         start_timeout: seconds until a server that this process starts must be ready, if they are more than
             `start_server` allows.
-        addresses: node -> address, of servers that were started by hand.
+        addresses: node -> address; at first of servers that were started by hand.
 
     Attributes:
         process: this node's server, if this process has started it.
     """
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        me: Member,
-        exchange: SingleProcess,
-        *,
-        transport: str,
-        host: str,
-        secret: bytes,
-        timeout: float,
-        start_timeout: float,
-        addresses: Mapping[str, str],
-    ) -> None:
-        self._members = members
-        self._me = me
-        self._exchange = exchange
-        self._transport = transport
-        self._host = host
-        self._secret = secret
-        self._timeout = timeout
-        self._start_timeout = start_timeout
-        self._by_hand = dict(addresses)
-        self._addresses = dict(addresses)
+    members: Sequence[Member]
+    me: Member
+    exchange: SingleProcess
+    _: dataclasses.KW_ONLY
+    transport: str
+    host: str
+    secret: bytes
+    timeout: float
+    start_timeout: float
+    addresses: Mapping[str, str]
+    process: Any = None
+
+    def __post_init__(self) -> None:
+        self._by_hand = dict(self.addresses)
         self._peers: dict[str, Any] = {}
         self._writers: dict[str, Any] = {}
         self._watch: threading.Thread | None = None
         self._closed = Event()
-        self.process: Any = None
 
     # ---------------------------------------------------------------- this node's server
 
@@ -77,14 +69,14 @@ class NodeServers:
         Raises:
             TransportError: other machines cannot reach the address.
         """
-        node = self._me.node
-        members = [each for each in self._members if each.node == node]
-        if members[0].rank != self._me.rank or node in self._by_hand:
+        node = self.me.node
+        members = [each for each in self.members if each.node == node]
+        if members[0].rank != self.me.rank or node in self._by_hand:
             return None
-        other_machines = {each.machine for each in self._members} - {self._me.machine}
-        if other_machines and self._host in _LOOPBACK:
+        other_machines = {each.machine for each in self.members} - {self.me.machine}
+        if other_machines and self.host in _LOOPBACK:
             raise TransportError(
-                f"The server of node {node!r} would listen on {self._host}, where other machines cannot reach it. "
+                f"The server of node {node!r} would listen on {self.host}, where other machines cannot reach it. "
                 "Give Shards(host=...) the address of this node on the network that is to be used."
             )
         names = [each.table for each in members if each.table is not None]
@@ -100,16 +92,16 @@ class NodeServers:
 
         return start_server(
             names,
-            timeout=max(START_TIMEOUT, self._start_timeout),
+            timeout=max(START_TIMEOUT, self.start_timeout),
             carriers=(self._carrier,),
-            host=self._host,
-            secret=self._secret,
-            one_sided=self._transport == "nixl",
+            host=self.host,
+            secret=self.secret,
+            one_sided=self.transport == "nixl",
         )
 
     @property
     def _carrier(self) -> str:
-        return "socket" if self._transport == "nixl" else self._transport
+        return "socket" if self.transport == "nixl" else self.transport
 
     @property
     def address(self) -> str:
@@ -125,13 +117,13 @@ class NodeServers:
             _logger.warning("The server of node %s has ended; it is started again.", node)
             with contextlib.suppress(Exception):  # tried again at the next check
                 self.process = self._start(names)
-                self._exchange.put(f"server/{node}", self.address)
+                self.exchange.put(f"server/{node}", self.address)
 
     # ---------------------------------------------------------------- connections
 
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
         """Set the addresses of the servers that ranks have started; servers started by hand keep theirs."""
-        self._addresses = {**addresses, **self._by_hand}
+        self.addresses = {**addresses, **self._by_hand}
 
     def peer(self, node: str) -> Any:
         """Return the connection over which a node's rows are requested."""
@@ -140,15 +132,15 @@ class NodeServers:
         return self._peers[node]
 
     def _new_peer(self, node: str) -> Any:
-        if self._transport != "nixl":
+        if self.transport != "nixl":
             return self._message_peer(node)
         from gear_loader.transport.nixl_reader import NixlPeer
 
         return NixlPeer(
             self.writer(node),
-            timeout=self._timeout,
+            timeout=self.timeout,
             name=self._description(node),
-            loopback=self._host in _LOOPBACK,
+            loopback=self.host in _LOOPBACK,
         )
 
     def writer(self, node: str) -> Any:
@@ -161,13 +153,13 @@ class NodeServers:
         from gear_loader.transport.client import Peer
 
         def address() -> str:  # the current one: a restarted server has another address
-            return self._exchange.get(f"server/{node}") or self._addresses[node]
+            return self.exchange.get(f"server/{node}") or self.addresses[node]
 
-        return Peer(address, secret=self._secret, timeout=self._timeout, name=self._description(node))
+        return Peer(address, secret=self.secret, timeout=self.timeout, name=self._description(node))
 
     def _description(self, node: str) -> str:
         """Return a node's name and ranks, for errors."""
-        ranks = [str(each.number) for each in self._members if each.node == node]
+        ranks = [str(each.number) for each in self.members if each.node == node]
         return f"node {node} (rank {', '.join(ranks)})"
 
     def close(self) -> None:

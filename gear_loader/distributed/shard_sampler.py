@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -12,14 +13,13 @@ from gear_loader.distributed.records import SUMMARY, record_dtype
 from gear_loader.selection.base import REDRAWN, Selection, SelectionContext
 from gear_loader.selection.leaves import HostLeaves
 from gear_loader.selection.priorities import ANCHORS, LEAVES, Priorities, draw_key, keyed_anchors
-from gear_loader.selection.priority_state import PriorityState
 from gear_loader.selection.selectors import Draw, anchors
 from gear_loader.selection.snapshot_selection import gone_rows, random_rows, rows_of
+from gear_loader.selection.state import PriorityState
 from gear_loader.selection.tree import uniforms
 from gear_loader.selection.weights import checked_leaves
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.reader import Snapshot
-from gear_loader.storage.readers import Ticket
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
@@ -37,7 +37,7 @@ def shard_stream(stream: int, shard: int) -> int:
 
 
 class ShardSampler(abc.ABC):
-    """Draws rows from one shard for a selection over all shards.
+    """Draws rows from one shard for a selection over all shards: by a distribution, of which there are two.
 
     The shard's items do not change between `summarize` and the draw that follows it. Trajectories that are gone by
     then are replaced by others of the same shard.
@@ -49,29 +49,28 @@ class ShardSampler(abc.ABC):
     Attributes:
         context, shard: as given.
         table: the shard's table.
+        guard: held by draws and updates.
     """
+
+    guard: Any = contextlib.nullcontext()
 
     def __init__(self, context: SelectionContext, shard: int) -> None:
         self.context, self.shard = context, shard
+        self.table: Table = context.table
         self._selection = Selection(context)
-
-    @property
-    def table(self) -> Table:
-        """The shard's table."""
-        return self.context.table
 
     @abc.abstractmethod
     def summarize(self) -> Array:
         """Take in the table's changes; return the shard's summary, `SUMMARY` [1]."""
 
-    @abc.abstractmethod
-    def resolve(self, draw: Draw, rows: Array, items: Array | None) -> Array:
+    def resolve(self, draw: Draw, rows: Array, items: Array | None, view: Snapshot | None = None) -> Array:
         """Resolve the rows of a batch that are assigned to this shard.
 
         Args:
             draw: draw of the batch.
             rows: numbers of the rows in the batch, int64 [m], ascending.
-            items: items of the shard in the order of its snapshot, int64 [m]; None: the sampler draws them.
+            items: items of the shard in the order of `view`, int64 [m]; None: the sampler draws them.
+            view: a snapshot of the shard; None for that of the last summary.
 
         Returns:
             Records [m].
@@ -79,33 +78,45 @@ class ShardSampler(abc.ABC):
         Raises:
             TableEmptyError, PriorityError: rows are gone, and the shard is empty.
         """
+        if len(rows) == 0:
+            return np.empty(0, dtype=record_dtype(0))
+        with self.guard:
+            records = self._first(draw, rows, items, view)
+            for turn in range(1, _TURNS):
+                gone = self._gone(records)
+                if len(gone) == 0:
+                    break
+                records[gone] = self._again(draw, len(gone), turn)
+            return records
 
-    @abc.abstractmethod
     def spare(self, draw: Draw, count: int, turn: int) -> Array:
-        """Draw spare rows of this shard, in place of rows that could not be read.
-
-        Args:
-            draw: draw of the batch.
-            count: number of rows.
-            turn: number of the attempt.
-
-        Returns:
-            Records [count].
+        """Records [count] of this shard, in place of rows that could not be read; `turn`: number of the attempt.
 
         Raises:
             TableEmptyError, PriorityError: the shard is empty.
         """
+        with self.guard:
+            return self._again(draw, count, _TURNS + turn)
 
     def candidates(self, draw: Draw, count: int) -> Array:
-        """Return records of the shard's first `count` rows in the selector's order; fewer if the shard has fewer."""
-        for _ in range(_TURNS):
-            records = self._candidates(draw, count)
-            gone = self._gone(records)
-            if len(gone) == 0:
-                break
-            self._follow()
+        """Records of the shard's first `count` rows in the selector's order; fewer if the shard has fewer."""
+        with self.guard:
+            for _ in range(_TURNS):
+                records = self._candidates(draw, count)
+                gone = self._gone(records)
+                if len(gone) == 0:
+                    break
+                self._follow()
         present: Array = np.delete(records, gone)
         return present
+
+    @abc.abstractmethod
+    def _first(self, draw: Draw, rows: Array, items: Array | None, view: Snapshot | None) -> Array:
+        """`resolve`, of which some may be gone."""
+
+    @abc.abstractmethod
+    def _again(self, draw: Draw, count: int, turn: int) -> Array:
+        """Records [count] of the current items, for attempt number `turn`, from 1."""
 
     @abc.abstractmethod
     def _candidates(self, draw: Draw, count: int) -> Array:
@@ -118,6 +129,21 @@ class ShardSampler(abc.ABC):
     @abc.abstractmethod
     def _follow(self) -> None:
         """Take in the table's changes."""
+
+    @abc.abstractmethod
+    def known(self) -> Snapshot:
+        """The trajectories that can migrate: those that draws know."""
+
+    @abc.abstractmethod
+    def leaves_of(self, view: Snapshot) -> tuple[Array, Array]:
+        """Leaves of trajectories of `known`, if they have any, float32, and how many each has, int64 [n].
+
+        The caller has a read ticket.
+        """
+
+    @abc.abstractmethod
+    def masses(self, view: Snapshot, leaves: Array, counts: Array) -> Array:
+        """Mass of each trajectory of a view whose leaves `leaves_of` has returned, float64 [n]."""
 
 
 def summary_of(mass: float, least: float, batch_least: float) -> Array:
@@ -165,40 +191,22 @@ class SnapshotShardSampler(ShardSampler):
         self._view = self._selection.look()
         return summary_of(self.context.selector.num_items(self._view), 1.0, 1.0)
 
-    def resolve(self, draw: Draw, rows: Array, items: Array | None) -> Array:
-        """See `ShardSampler.resolve`."""
+    def _first(self, draw: Draw, rows: Array, items: Array | None, view: Snapshot | None) -> Array:
         assert items is not None
-        return self.resolve_in(self.view, draw, rows, items)
-
-    def spare(self, draw: Draw, count: int, turn: int) -> Array:
-        """See `ShardSampler.spare`."""
-        return self._records(*self._random(draw, count, _TURNS + turn))
-
-    def resolve_in(self, view: Snapshot, draw: Draw, rows: Array, items: Array) -> Array:
-        """Resolve items of another snapshot; see `resolve`."""
-        if len(rows) == 0:
-            return np.empty(0, dtype=record_dtype(0))
-        slots, steps, lengths, generations = rows_of(self.context, view, items)
+        slots, steps, lengths, generations = rows_of(self.context, self.view if view is None else view, items)
         if steps is None:
             highs = np.ones(draw.count, dtype=np.int64)
             highs[rows] = lengths
             steps = anchors(self.context.anchor, highs, draw)[rows]
-        reader = self.table._engine.reader()
-        gone = gone_rows(reader, slots, generations)
-        for turn in range(_TURNS):
-            if len(gone) == 0:
-                break
-            slots[gone], steps[gone], generations[gone] = self._random(draw, len(gone), turn)
-            gone = gone[gone_rows(reader, slots[gone], generations[gone])]
         return self._records(slots, steps, generations)
 
-    def _random(self, draw: Draw, count: int, turn: int) -> tuple[Array, Array, Array]:
-        """Random rows of the current snapshot in place of rows that are gone; see `random_rows`."""
+    def _again(self, draw: Draw, count: int, turn: int) -> Array:
+        # Not `_follow`: items of `view` are numbered by the last summary.
         view = self._selection.look()
         if len(view) == 0:
             raise self.context.empty()
-        stream = shard_stream(REDRAWN + 2 * turn, self.shard)
-        return random_rows(self.context, view, dataclasses.replace(draw, count=count), stream)
+        stream = shard_stream(REDRAWN + 2 * (turn if turn >= _TURNS else turn - 1), self.shard)
+        return self._records(*random_rows(self.context, view, dataclasses.replace(draw, count=count), stream))
 
     def _records(self, slots: Array, anchors: Array, generations: Array) -> Array:
         """Records of rows; `anchors` are numbers of anchors of their trajectories, int64 [n]."""
@@ -224,6 +232,19 @@ class SnapshotShardSampler(ShardSampler):
     def _follow(self) -> None:
         self._view = self._selection.look()
 
+    def known(self) -> Snapshot:
+        """See `ShardSampler.known`."""
+        return self.table._engine.reader().snapshot()
+
+    def leaves_of(self, view: Snapshot) -> tuple[Array, Array]:
+        """See `ShardSampler.leaves_of`."""
+        return np.empty(0, dtype=np.float32), np.zeros(len(view), dtype=np.int64)
+
+    def masses(self, view: Snapshot, leaves: Array, counts: Array) -> Array:
+        """See `ShardSampler.masses`."""
+        steps = self.context.selector.unit == "step"
+        return view.lengths.astype(np.float64) if steps else np.ones(len(view))
+
     def _by_age(self) -> Snapshot:
         """Return `view` in the order of ids: migrated trajectories are not in this order in the table."""
         view = self.view
@@ -247,26 +268,20 @@ class PrioritizedShardSampler(ShardSampler):
         self.priorities = Priorities(
             context, self._selection.view, lambda items, change: HostLeaves(items, selector, change)
         )
+        self.guard = self.priorities.mutex
 
     def summarize(self) -> Array:
         """See `ShardSampler.summarize`."""
         with self.priorities.mutex:
             return summary_of(*self.priorities.summary(), np.inf)
 
-    def resolve(self, draw: Draw, rows: Array, items: Array | None) -> Array:
-        """See `ShardSampler.resolve`."""
+    def _first(self, draw: Draw, rows: Array, items: Array | None, view: Snapshot | None) -> Array:
         assert items is None
-        if len(rows) == 0:
-            return np.empty(0, dtype=record_dtype(0))
-        with self.priorities.mutex:
-            records = self._resolve(draw, len(rows), 0)
-            for turn in range(1, _TURNS):
-                gone = self._gone(records)
-                if len(gone) == 0:
-                    break
-                self._follow()
-                records[gone] = self._resolve(draw, len(gone), turn)
-            return records
+        return self._resolve(draw, len(rows), 0)
+
+    def _again(self, draw: Draw, count: int, turn: int) -> Array:
+        self._follow()
+        return self._resolve(draw, count, turn)
 
     def _resolve(self, draw: Draw, count: int, turn: int) -> Array:
         first, second = (LEAVES, ANCHORS) if turn == 0 else (REDRAWN + 2 * turn, REDRAWN + 2 * turn + 1)
@@ -287,11 +302,6 @@ class PrioritizedShardSampler(ShardSampler):
 
     def _follow(self) -> None:
         self.priorities.keep_up()
-
-    def candidates(self, draw: Draw, count: int) -> Array:
-        """See `ShardSampler.candidates`."""
-        with self.priorities.mutex:
-            return super().candidates(draw, count)
 
     def _candidates(self, draw: Draw, count: int) -> Array:
         """By priority, or by simulated time of the draw."""
@@ -317,25 +327,26 @@ class PrioritizedShardSampler(ShardSampler):
         times: Array = np.cumsum(-np.log1p(-numbers) / left)
         return times
 
-    def spare(self, draw: Draw, count: int, turn: int) -> Array:
-        """See `ShardSampler.spare`."""
-        with self.priorities.mutex:
-            self._follow()
-            return self._resolve(draw, count, _TURNS + turn)
-
     def known(self) -> Snapshot:
-        """Return a snapshot of the trajectories that the tree has taken in."""
+        """See `ShardSampler.known`."""
         with self.priorities.mutex:
             self._follow()
             return self.priorities.known()
 
-    def leaves_of(self, slots: Array) -> Array:
-        """Return the leaves of trajectories that `known` returned and a read ticket keeps, concatenated."""
+    def leaves_of(self, view: Snapshot) -> tuple[Array, Array]:
+        """See `ShardSampler.leaves_of`."""
         priorities = self.priorities
         with priorities.mutex:
-            lengths = self.table._engine.reader().arrays.extent[slots, 0]
-            leaves: Array = priorities.leaves.read(priorities.all_items(slots, lengths))
-            return leaves
+            lengths = self.table._engine.reader().arrays.extent[view.slots, 0]
+            leaves: Array = priorities.leaves.read(priorities.all_items(view.slots, lengths))
+        steps = self.context.selector.unit == "step"
+        return leaves, view.lengths if steps else np.ones_like(view.lengths)
+
+    def masses(self, view: Snapshot, leaves: Array, counts: Array) -> Array:
+        """See `ShardSampler.masses`."""
+        sums, ends = np.concatenate(([0.0], np.cumsum(leaves, dtype=np.float64))), np.cumsum(counts)
+        masses: Array = sums[ends] - sums[ends - counts]
+        return masses
 
     def take_leaves(self, slots: Array, generations: Array, leaves: Array, counts: Array) -> None:
         """Set the leaves of migrated trajectories; leave out trajectories that are gone.
@@ -346,18 +357,18 @@ class PrioritizedShardSampler(ShardSampler):
             counts: number of leaves of each trajectory, int64 [n].
         """
         priorities = self.priorities
+
+        def take() -> None:
+            present = np.ones(len(slots), dtype=bool)
+            present[gone_rows(self.table._engine.reader(), slots, generations)] = False
+            items, values = (
+                priorities.all_items(slots[present], counts[present]),
+                leaves[np.repeat(present, counts)],
+            )
+            priorities.leaves.tree.update(items[items >= 0], np.ascontiguousarray(values[items >= 0]))
+
         with priorities.mutex:
-            ticket = Ticket()
-            try:
-                priorities.follow(ticket)
-                present = np.ones(len(slots), dtype=bool)
-                present[gone_rows(self.table._engine.reader(), slots, generations)] = False
-                items = priorities.all_items(slots[present], counts[present])
-                leaves = leaves[np.repeat(present, counts)]
-                priorities.leaves.tree.update(items[items >= 0], np.ascontiguousarray(leaves[items >= 0]))
-                ticket.end()
-            finally:
-                ticket.end()  # again: an exception may arrive anywhere
+            priorities.followed(take)
 
     def state_with_ids(self) -> dict[str, Any]:
         """Return the state by ids instead of sequence numbers, as arrays; without changes since `summarize`."""

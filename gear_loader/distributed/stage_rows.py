@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from gear_loader.distributed.batch_exchange import BatchExchange
 from gear_loader.distributed.failures import attempt
-from gear_loader.distributed.messages import as_bytes
 from gear_loader.distributed.rank_exchange import SingleProcess
-from gear_loader.distributed.records import SLOT_KEY
+from gear_loader.distributed.records import SLOT_KEY, as_bytes
 from gear_loader.distributed.row_drawing import Rows
 from gear_loader.distributed.samplers import Samplers
 from gear_loader.distributed.shard_tables import ShardTables
@@ -18,6 +19,7 @@ from gear_loader.utils.arrays import Array
 __all__ = ["StageRows"]
 
 
+@dataclasses.dataclass
 class StageRows:
     """Translates the rows that stage 0 has drawn to the tables of this rank's stage.
 
@@ -31,15 +33,14 @@ class StageRows:
         keys: slots and generations in stage 0 of this rank's rows of the last batch, `SLOT_KEY` [m]; None in stage 0.
     """
 
-    def __init__(
-        self, shards: ShardTables, exchange: SingleProcess, batches: BatchExchange, samplers: Samplers
-    ) -> None:
-        self._shards = shards
-        self._exchange = exchange
-        self._batches = batches
-        self._samplers = samplers
-        self._dtype = np.dtype([("record", batches.dtype), ("key", SLOT_KEY)])
-        self.keys: Array | None = None
+    shards: ShardTables
+    exchange: SingleProcess
+    batches: BatchExchange
+    samplers: Samplers
+    keys: Array | None = None
+
+    def __post_init__(self) -> None:
+        self._dtype = np.dtype([("record", self.batches.dtype), ("key", SLOT_KEY)])
 
     def translate(self, drawn: Rows) -> Rows:
         """Return the rows of this rank's slice in the tables of its own stage; all ranks call it.
@@ -47,14 +48,14 @@ class StageRows:
         In a later stage, the rank of each shard looks the trajectories up by their ids, and sends them to the ranks of
         its stage.
         """
-        shards, me = self._shards, self._exchange.rank
-        ranks = range(self._exchange.size)
+        shards, me = self.shards, self.exchange.rank
+        ranks = range(self.exchange.size)
 
         def rows_between(source: int, target: int) -> Array:
             sender, receiver = shards.places[source], shards.places[target]
             if sender.stage == 0 or sender.stage != receiver.stage:
                 return drawn.shards[:0]
-            rows = self._batches.slice_of(len(drawn.shards), receiver.data)
+            rows = self.batches.slice_of(len(drawn.shards), receiver.data)
             found: Array = rows[drawn.shards[rows] == sender.data]
             return found
 
@@ -69,24 +70,24 @@ class StageRows:
                 parts.append(np.zeros(len(rows) * self._dtype.itemsize, dtype=np.uint8))
         incoming = [rows_between(rank, me) for rank in ranks]
         sizes = [len(rows) * self._dtype.itemsize for rows in incoming]
-        answers = self._exchange.all_to_all(parts, sizes, failure)
+        answers = self.exchange.all_to_all(parts, sizes, failure)
         if shards.place.stage == 0:
             return drawn
         rows = np.concatenate(incoming)
         order = np.argsort(rows, kind="stable")
         known = np.concatenate([part.view(self._dtype) for part in answers])[order]
-        places = np.searchsorted(rows[order], self._batches.slice_of(len(drawn.shards)))
+        places = np.searchsorted(rows[order], self.batches.slice_of(len(drawn.shards)))
         self.keys = known["key"][places]
         return Rows(drawn.shards, rows[order], known["record"].copy(), drawn.least)
 
     def _look_up(self, drawn: Rows) -> Array:
         """Look the rows of this rank's shard up in its own table, which is not the table of stage 0."""
-        place, table = self._shards.place, self._shards.table
+        place, table = self.shards.place, self.shards.table
         if place.stage == 0:
             return np.empty(0, dtype=self._dtype)
         rows = np.flatnonzero(drawn.shards == place.data)
         own: Array = drawn.records[np.searchsorted(drawn.rows, rows)].copy()
-        slots = self._samplers.slots_of(place.data, own["id"])
+        slots = self.samplers.slots_of(place.data, own["id"])
         missing = np.flatnonzero(slots < 0)
         if len(missing):
             raise StaleIndexError(
@@ -98,5 +99,5 @@ class StageRows:
         for name in SLOT_KEY.names or ():
             found["key"][name] = own[name]
         own["slot"], own["generation"] = slots, table._engine.reader().slot_states()[1][slots]
-        found["record"] = self._samplers.with_blocks(table, own)
+        found["record"] = self.samplers.with_blocks(table, own)
         return found

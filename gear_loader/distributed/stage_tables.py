@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,13 +22,14 @@ from gear_loader.transport.capacity import free_steps, parse_capacity_report, pr
 from gear_loader.transport.delivery import Delivery, fill_parts
 from gear_loader.utils.arrays import Array
 
-__all__ = ["StageTable", "is_refusal", "remove_stored"]
+__all__ = ["StageTable", "Storing"]
 
 _REPORT = 1.0  # seconds after which another node is asked for a new capacity report
 _PART_BYTES = 1 << 25  # bytes of trajectories that are sent at once
 _PART_ROWS = 1 << 12
 
 
+@dataclasses.dataclass(repr=False, eq=False)
 class StageTable:
     """The table with the columns of one stage of a shard: on this node, or on another one.
 
@@ -42,27 +44,19 @@ class StageTable:
         origin: shard number in the table's ids; by default that of `table`.
     """
 
-    def __init__(
-        self,
-        shard: int,
-        stage: int,
-        schema: Schema,
-        *,
-        table: Table | None = None,
-        peer: Any = None,
-        node: str = "",
-        name: str = "",
-        origin: int | None = None,
-    ) -> None:
-        self.shard = shard
-        self.stage = stage
-        self.schema = schema
-        self.table = table
-        self.node = node
-        self.name = name
-        found = table.origin if origin is None and table is not None else origin
-        self.origin: int = shard if found is None else found
-        self._peer = peer
+    shard: int
+    stage: int
+    schema: Schema
+    table: Table | None = None
+    peer: Any = None
+    node: str = ""
+    name: str = ""
+    origin: Any = None
+
+    def __post_init__(self) -> None:
+        if self.origin is None:
+            known = None if self.table is None else self.table.origin
+            self.origin = self.shard if known is None else known
         self._report: tuple[int, float] = (0, 0.0)  # free steps and mass on the other node
         self._reported = -_REPORT
 
@@ -96,7 +90,7 @@ class StageTable:
     def _capacity(self) -> tuple[int, float]:
         """Return free steps and mass of a table on another node."""
         if time.monotonic() - self._reported >= _REPORT:
-            self._report = parse_capacity_report(self._peer.metadata("capacity", self.name).result())
+            self._report = parse_capacity_report(self.peer.metadata("capacity", self.name).result())
             self._reported = time.monotonic()
         return self._report
 
@@ -149,7 +143,7 @@ class StageTable:
             if size >= _PART_BYTES or end - first == _PART_ROWS or end == len(trajectories):
                 part = [dict(each) for each in trajectories[first:end]]
                 rows = (values[first:end].copy() for values in (priorities, given, ends))
-                futures.append(self._peer.store(self.name, self.schema.added, part, *rows))
+                futures.append(self.peer.store(self.name, self.schema.added, part, *rows))
                 first, size = end, 0
         return futures
 
@@ -165,11 +159,11 @@ class StageTable:
         if self.table is not None:
             self.table.fill(slots, generation=generations, **columns)
             return
-        filler = Delivery(self._peer, self.name, self.schema, self._peer.timeout)
+        filler = Delivery(self.peer, self.name, self.schema, self.peer.timeout)
         fill_parts(filler, *checked_fill(self.schema, slots, generations, columns), strict=False)
 
 
-def is_refusal(error: BaseException) -> bool:
+def _is_refusal(error: BaseException) -> bool:
     """Return whether the table or its server has reported the error: then it is certain that nothing was stored."""
     if not isinstance(error, TransportError):
         return True
@@ -189,3 +183,114 @@ def remove_stored(table: Table, slots: Array, generations: Array) -> None:
         if state[slot] == READY and generation[slot] == wanted:
             with contextlib.suppress(StaleIndexError):  # evicted a moment ago
                 table.remove(slot)
+
+
+@dataclasses.dataclass
+class Storing:
+    """Stores trajectories stage after stage, in all shards at once; in stage 0 last.
+
+    Args:
+        shards: the `Shards`.
+        tables: stage tables by shard and stage.
+        trajectories: columns by name, of each trajectory.
+        priorities: float32 [n]; `UNSET` for trajectories without a priority.
+        ids: int64 [n]; None if tables number their trajectories themselves.
+        groups: shard -> positions of its trajectories.
+    """
+
+    shards: Any
+    tables: Sequence[Sequence[StageTable]]
+    trajectories: list[dict[str, Any]]
+    priorities: Array
+    ids: Array | None
+    groups: Mapping[int, Array]
+
+    def __post_init__(self) -> None:
+        self._stored: list[tuple[StageTable, Array, Array]] = []  # tables of this node, slots and generations
+        self._sent = 0  # trajectories that stage 0 has stored on other nodes
+        self._slots: Array = np.full(len(self.trajectories), -1, dtype=np.int64)
+
+    def run(self) -> Array:
+        """Store the trajectories; return their indices in stage 0, int64 [n].
+
+        Raises:
+            GearError: a table did not store them; see `Placement.extend`.
+        """
+        try:
+            for stage in reversed(range(self.shards.num_stages)):
+                tables = [self.tables[shard][stage] for shard in self.groups]
+                for table in tables:
+                    if table.table is not None:
+                        self._store(table)
+                self._send([table for table in tables if table.table is None])
+        except _UncertainError as error:
+            if self.ids is None:
+                self._undo()
+            raise error.__cause__ or error from None
+        except BaseException:
+            self._undo()
+            raise
+        return self._slots
+
+    def _undo(self) -> None:
+        """Remove the trajectories from the tables of this node."""
+        for target, slots, generations in reversed(self._stored):
+            assert target.table is not None
+            remove_stored(target.table, slots, generations)
+
+    def _part(self, table: StageTable) -> tuple[list[dict[str, Any]], Array, Array | None]:
+        """Return the trajectories of a table, their priorities and ids."""
+        rows = self.groups[table.shard]
+        part = [{name: self.trajectories[row][name] for name in table.schema} for row in rows.tolist()]
+        return part, self.priorities[rows], None if self.ids is None else self.ids[rows]
+
+    def _store(self, target: StageTable) -> None:
+        """Store the trajectories of a table of this node."""
+        try:
+            slots = target.store(*self._part(target))
+        except GearError as error:
+            raise target.named(error) from error
+        table = target.table
+        assert table is not None
+        self._stored.append((target, slots, table._engine.reader().slot_states()[1][slots]))
+        if target.stage == 0:
+            self._slots[self.groups[target.shard]] = slots
+
+    def _send(self, targets: list[StageTable]) -> None:
+        """Send the trajectories of tables of other nodes, to all nodes at once."""
+        requests = [(target, target.send(*self._part(target))) for target in targets]
+        failure: tuple[StageTable, GearError] | None = None
+        for target, futures in requests:
+            found = []
+            for future in futures:
+                try:
+                    found.append(future.result())
+                except GearError as error:
+                    if failure is None or _is_refusal(failure[1]):
+                        failure = (target, error)
+                    if isinstance(error, TransportError) and not _is_refusal(error):
+                        self.shards.mark_lost(target.shard, error)
+            if target.stage == 0:
+                self._sent += sum(len(part) for part in found)
+                if len(found) == len(futures):
+                    self._slots[self.groups[target.shard]] = np.concatenate(found)
+        if failure is not None:
+            self._fail(*failure)
+
+    def _fail(self, target: StageTable, error: GearError) -> None:
+        """Raise the error for a table of another node."""
+        # The error of the other node explains more than that of the request.
+        cause = error.__cause__ if _is_refusal(error) and isinstance(error.__cause__, GearError) else error
+        if target.stage == 0 and self._sent:
+            count = len(self.trajectories)
+            cause = type(cause)(
+                f"{self._sent} of {count} trajectories of this call were stored on other nodes. {cause}"
+            )
+        named = target.named(cause)
+        if target.stage == 0 and (self._sent or not _is_refusal(error)):
+            raise _UncertainError from named  # stage 0 may have them: the other stages must keep them
+        raise named from error
+
+
+class _UncertainError(Exception):
+    """Stage 0 may have stored the trajectories that were sent to it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,14 +13,14 @@ import torch
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.records import UPDATE
 from gear_loader.errors import SchemaError
-from gear_loader.selection.history import BatchKey, BatchRows, batches_of
-from gear_loader.selection.priority_state import PriorityState, fits_leaves
+from gear_loader.selection.priorities import find
 from gear_loader.selection.selectors import Selector
+from gear_loader.selection.state import BatchKey, BatchRows, PriorityState, parse_common
 from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 
-__all__ = ["RestoredState", "join_states", "parse_state", "save_samplers", "share_bundle"]
+__all__ = ["ShardsState", "join_states", "parse_shards_state", "save_samplers", "share_state"]
 
 _NOTHING_PLACED: tuple[Array, ...] = (*[np.empty(0, dtype=np.int64)] * 3, np.empty(0, dtype=np.int32))
 _PARTS = ("ids", "lengths", "leaves")
@@ -29,28 +30,19 @@ _PLACED = ("ids", "shards", "counts", "blocks")
 _ALL_PARTS = (*_PARTS, *(f"update_{name}" for name in _UPDATES), *(f"placed_{name}" for name in _PLACED))
 
 
-def share_bundle(exchange: SingleProcess, arrays: Mapping[str, Array]) -> list[dict[str, Array]]:
-    """Share named arrays of any shapes with all ranks; return the arrays of each rank."""
-    described = {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
-    heads = exchange.share(described)
-    data = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays.values()]
-    bodies = exchange.share_array(np.concatenate(data) if data else np.empty(0, dtype=np.uint8))
-    bundles = []
-    for head, body in zip(heads, bodies, strict=True):
-        bundle, at = {}, 0
-        for name, (dtype, shape) in head.items():
-            size = np.dtype(dtype).itemsize * int(np.prod(shape))
-            bundle[name] = body[at : at + size].copy().view(dtype).reshape(shape)
-            at += size
-        bundles.append(bundle)
-    return bundles
+def share_state(exchange: SingleProcess, value: Any) -> list[Any]:
+    """Share dicts and lists of numbers, texts and tensors with all ranks; the values of all ranks, in their order."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    parts = exchange.share_array(np.frombuffer(file.getvalue(), dtype=np.uint8))
+    return [torch.load(io.BytesIO(part.tobytes()), weights_only=True) for part in parts]
 
 
 # ---------------------------------------------------------------- saving
 
 
-def save_samplers(samplers: Mapping[int, Any], received: Sequence[Array], draws: int) -> dict[str, Array]:
-    """Return the state of this rank's shards as arrays.
+def save_samplers(samplers: Mapping[int, Any], received: Sequence[Array], draws: int) -> dict[str, Any]:
+    """The state of this rank's shards.
 
     Args:
         samplers: shard -> shard sampler.
@@ -85,102 +77,71 @@ def save_samplers(samplers: Mapping[int, Any], received: Sequence[Array], draws:
             strict=True,
         ):
             parts[f"update_{name}"].append(values)
-    bundle = {name: np.concatenate(values) for name, values in parts.items() if values}
-    return {**bundle, "counters": np.array([maximum, stale], dtype=np.float64)}
+    tensors = {name: torch.from_numpy(np.concatenate(values)) for name, values in parts.items() if values}
+    return {"parts": tensors, "maximum": maximum, "num_stale": stale}
 
 
 def join_states(
-    exchange: SingleProcess, saved: dict[str, Array], recent: Sequence[tuple[BatchKey, tuple[int, BatchRows]]]
+    exchange: SingleProcess, saved: dict[str, Any], recent: Sequence[tuple[BatchKey, tuple[int, BatchRows]]]
 ) -> dict[str, Any]:
-    """Return the state of all ranks' shards, the same on every rank.
+    """The state of all ranks' shards, the same on every rank.
 
     Args:
         exchange: collective channel of the selection.
         saved: this rank's state, from `save_samplers`.
         recent: the last batches: rows of all ranks, and names of this rank's, in the order of slices over the ranks.
     """
-    for i, (batch, (count, rows)) in enumerate(recent):
-        saved[f"recent_{i}"] = np.array([*batch, count], dtype=np.int64)
-        saved[f"rows_{i}"] = np.stack((rows.names, rows.steps))
-        if rows.weights is not None:
-            saved[f"weights_{i}"] = rows.weights
-    bundles = share_bundle(exchange, saved)
-    state: dict[str, Any] = {
-        name: torch.from_numpy(np.concatenate([bundle[name] for bundle in bundles if name in bundle]))
-        for name in _ALL_PARTS
+    mine = [(count, rows.to_state(batch, "ids")) for batch, (count, rows) in recent]
+    ranks = share_state(exchange, {**saved, "recent": mine})
+    slices: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+    for rank in ranks:
+        for count, rows in rank["recent"]:
+            slices.setdefault((rows["epoch"], rows["step"], count), []).append(rows)
+    return {
+        **{n: torch.cat([rank["parts"][n] for rank in ranks if n in rank["parts"]]) for n in _ALL_PARTS},
+        "maximum": max(rank["maximum"] for rank in ranks),
+        "num_stale": sum(rank["num_stale"] for rank in ranks),
+        "recent": [_joined(parts, count) for (_, _, count), parts in slices.items()],
     }
-    counters = np.stack([bundle["counters"] for bundle in bundles])
-    state["maximum"], state["num_stale"] = float(counters[:, 0].max()), int(counters[:, 1].sum())
-    state["recent"] = _batches(bundles)
-    return state
 
 
-def _batches(bundles: Sequence[Mapping[str, Array]]) -> list[dict[str, Any]]:
-    """Join the slices of the last batches."""
-    slices: dict[tuple[int, int, int], list[tuple[Array, Array | None]]] = {}
-    for bundle in bundles:
-        for name, head in bundle.items():
-            if name.startswith("recent_"):
-                number = name.removeprefix("recent_")
-                key = (int(head[0]), int(head[1]), int(head[2]))
-                slices.setdefault(key, []).append((bundle[f"rows_{number}"], bundle.get(f"weights_{number}")))
-    batches = []
-    for (epoch, step, count), parts in slices.items():
-        rows = np.concatenate([rows for rows, _ in parts], axis=1)[:, :count]
-        weights = [part for _, part in parts if part is not None]
-        given = np.concatenate(weights)[:count] if weights else None
-        batches.append(BatchRows(rows[0], rows[1], given).to_state((epoch, step), "ids"))
-    return batches
+def _joined(parts: list[dict[str, Any]], count: int) -> dict[str, Any]:
+    """A batch of `count` rows from its slices."""
+    weighs = parts[0]["weights"] is not None
+    names = ("ids", "steps", "weights") if weighs else ("ids", "steps")
+    return {**parts[0], **{name: torch.cat([part[name] for part in parts])[:count] for name in names}}
 
 
 # ---------------------------------------------------------------- loading
 
 
 @dataclasses.dataclass(frozen=True)
-class RestoredState:
-    """A validated state.
+class ShardsState(PriorityState):
+    """A checked state, whose names are ids, ascending.
 
     Attributes:
-        ids: ids of the trajectories, int64 [n], ascending.
-        lengths: int64 [n].
-        leaves: leaves of all items, float32, concatenated.
         steps: whether an item is a step; else it is a trajectory.
         updates: ids, steps, priorities and delays (draws until they count) of updates on their way.
         placed: ids, shards and number of blocks of the trajectories that have blocks of leaves of their own, int64 [m],
             and the blocks, int32, concatenated.
-        recent: rows of the last batches.
-        maximum: largest priority so far.
-        num_stale: number of updates whose trajectories were gone.
     """
 
-    ids: Array
-    lengths: Array
-    leaves: Array
-    steps: bool
-    updates: tuple[Array, ...]
-    placed: tuple[Array, ...]
-    recent: dict[BatchKey, BatchRows]
-    maximum: float
-    num_stale: int
+    steps: bool = False
+    updates: tuple[Array, ...] = ()
+    placed: tuple[Array, ...] = ()
 
     def part_of(self, sampler: Any) -> PriorityState:
-        """Return the state of a shard sampler's trajectories, by the sequence numbers of its table."""
+        """The state of a shard sampler's trajectories, by the sequence numbers of its table, ascending."""
         view = sampler.known()
-        ids = sampler.table.ids(view.slots)
-        order = np.argsort(ids, kind="stable")
-        places = np.searchsorted(self.ids, ids[order])
-        places[places == len(self.ids)] = 0
-        found = self.ids[places] == ids[order] if len(self.ids) else np.zeros(len(ids), dtype=bool)
-        known, places = order[found], places[found]
-        by_sequence = np.argsort(view.sequences[known], kind="stable")
-        known, places = known[by_sequence], places[by_sequence]
+        places, found = find(self.names, sampler.table.ids(view.slots))
+        known = np.flatnonzero(found)
+        known = known[np.argsort(view.sequences[known], kind="stable")]
+        places = places[known]
         counts = self.lengths if self.steps else np.ones_like(self.lengths)
-        starts = np.cumsum(counts) - counts
-        leaves = self.leaves[ranges(starts[places], counts[places])]
-        blocks = self._blocks_for(sampler, self.ids[places], self.lengths[places])
-        return PriorityState(
-            view.sequences[known], self.lengths[places], leaves, blocks, self.maximum, 0, None, {}
-        )
+        leaves = self.leaves[ranges((np.cumsum(counts) - counts)[places], counts[places])]
+        blocks = self._blocks_for(sampler, self.names[places], self.lengths[places])
+        names, lengths = view.sequences[known], self.lengths[places]
+        return PriorityState(names, lengths, leaves, self.maximum, 0, {}, blocks)
 
     def _blocks_for(self, sampler: Any, wanted: Array, lengths: Array) -> Array | None:
         """Blocks of leaves of a shard's trajectories (ids and steps, int64 [n]), -1 if unknown; None if it has none."""
@@ -215,57 +176,33 @@ class RestoredState:
         return updates
 
 
-def parse_state(state: Mapping[str, Any], selector: Selector) -> RestoredState:
-    """Validate a state.
-
-    Args:
-        state: result of `join_states`.
-        selector: selector of the selection that loads it.
+def parse_shards_state(state: Mapping[str, Any], selector: Selector) -> ShardsState:
+    """Check the result of `join_states` for a selection with this selector.
 
     Raises:
         SchemaError: another kind of state, or a state for another selector.
     """
     try:
-        found = _parse(state, selector)
+        common = parse_common(state, selector, "ids")
+        updates = tuple(np.asarray(state[f"update_{name}"]) for name in _UPDATES)
+        placed = tuple(
+            np.asarray(state.get(f"placed_{name}", empty))  # not in states of earlier versions
+            for name, empty in zip(_PLACED, _NOTHING_PLACED, strict=True)
+        )
+        fits = _valid_updates(updates) and _valid_placed(placed)
     except (KeyError, TypeError, ValueError):
-        found = None
-    if found is None:
+        fits = False
+    if not fits:
         raise SchemaError(
             "The state's priorities are damaged, or belong to another selection; expected the state_dict() of a "
             "ReplayDataset over Shards with the same selector. Nothing was changed."
         )
-    return found
-
-
-def _parse(state: Mapping[str, Any], selector: Selector) -> RestoredState | None:
-    """Return the validated state, or None."""
-    ids, lengths, leaves = (np.asarray(state[name]) for name in _PARTS)
-    updates = tuple(np.asarray(state[f"update_{name}"]) for name in _UPDATES)
-    placed = tuple(
-        np.asarray(state.get(f"placed_{name}", empty))  # not in states of earlier versions
-        for name, empty in zip(_PLACED, _NOTHING_PLACED, strict=True)
-    )
-    steps = selector.unit == "step"
-    counts = lengths if steps else np.ones_like(lengths)
-    maximum, num_stale = float(state["maximum"]), int(state["num_stale"])
-    if not fits_leaves(ids, lengths, leaves, counts, maximum) or len(np.unique(ids)) != len(ids):
-        return None
-    if num_stale < 0 or not (_valid_updates(updates) and _valid_placed(placed)):
-        return None
-    recent = batches_of(state["recent"], "ids", weighs=selector.weighs)
-    order = np.argsort(ids, kind="stable")
-    starts = np.cumsum(counts) - counts
-    return RestoredState(
-        ids[order],
-        lengths[order],
-        leaves[ranges(starts[order], counts[order])],
-        steps,
-        updates,
-        placed,
-        recent,
-        maximum,
-        num_stale,
-    )
+    steps, order = selector.unit == "step", np.argsort(common.names, kind="stable")
+    counts = common.lengths if steps else np.ones_like(common.lengths)
+    fields = {field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
+    fields |= {"names": common.names[order], "lengths": common.lengths[order]}
+    fields["leaves"] = common.leaves[ranges((np.cumsum(counts) - counts)[order], counts[order])]
+    return ShardsState(**fields, steps=steps, updates=updates, placed=placed)
 
 
 def _valid_updates(updates: tuple[Array, ...]) -> bool:

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.distributed.messages import Outbox
 from gear_loader.distributed.rank_exchange import SingleProcess
-from gear_loader.distributed.records import UPDATE
+from gear_loader.distributed.records import UPDATE, Outbox
 from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.errors import SchemaError
 from gear_loader.selection.selectors import Selector
@@ -64,13 +63,9 @@ class UpdateRouter:
     """
 
     def __init__(self, shards: ShardTables, samplers: Mapping[int, Any], exchange: SingleProcess) -> None:
-        self._shards = shards
-        self._samplers = samplers
-        self._exchange = exchange
+        self._shards, self._samplers, self._exchange = shards, samplers, exchange
         self._history = MoveHistory()
-        self.draws = 0
-        self.received: list[Array] = []
-        self.outbox = Outbox(shards.leads, exchange.size)
+        self.reset([])
 
     def reset(self, received: list[Array]) -> None:
         """Replace all updates by these, which count as received."""

@@ -1,4 +1,4 @@
-"""Reads of pieces of files: many of them without the GIL, and where their bytes belong in a table."""
+"""Reads of pieces of files, many of them without the GIL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numba import carray, int64, types
 from gear_loader.native.compile import compiled
 from gear_loader.native.memory import pointer
 
-__all__ = ["ADDRESS", "BEGIN", "BYTES", "CHUNK", "FD", "VERIFIED", "WIDTH", "ranges_of", "read_pieces"]
+__all__ = ["ADDRESS", "BEGIN", "BYTES", "CHUNK", "FD", "VERIFIED", "WIDTH", "read_pieces"]
 
 FD, BEGIN, BYTES, ADDRESS, VERIFIED, CHUNK = range(6)
 """Columns of `reads`: descriptor, first byte in the file, bytes, address that they go to, address of the flags of the
@@ -48,38 +48,3 @@ def read_pieces(reads, done, cached) -> None:  # type: ignore[no-untyped-def]
                 break
             address, begin, left = address + count, begin + count, left - count
         done[i] = whole and left == 0
-
-
-@compiled
-def ranges_of(low, high, first, ends, places, ids, column, out):  # type: ignore[no-untyped-def]
-    """Where the bytes `low` to `high` - 1 of a file's rows belong in a column whose steps lie side by side in a block.
-
-    Args:
-        first, ends, places, ids, column: as for `gear_loader.native.copying.copy_rows`.
-        out: int64 [n, 2], output: first byte of each range, from the column's first one on, and its bytes.
-
-    Returns:
-        Number of ranges; -1 if some of the bytes belong nowhere, or there are more ranges than n.
-    """
-    stride, size, block_steps = column[1], column[2], column[4]
-    i = np.searchsorted(ends, low // size, side="right")
-    at, count = low, 0
-    while at < high:
-        if i >= len(first) or first[i] * size > at or places[i] < 0:
-            return -1
-        stop = min(high, ends[i] * size)
-        while at < stop:
-            step = at // size - first[i]
-            block = step // block_steps
-            limit = min(stop, (first[i] + (block + 1) * block_steps) * size)
-            begin = int64(ids[places[i] + block]) * stride + at - (first[i] + block * block_steps) * size
-            if count > 0 and out[count - 1, 0] + out[count - 1, 1] == begin:
-                out[count - 1, 1] += limit - at
-            elif count == len(out):
-                return -1
-            else:
-                out[count, 0], out[count, 1] = begin, limit - at
-                count += 1
-            at = limit
-        i += 1
-    return count

@@ -26,22 +26,39 @@ _BATCH = 64
 
 @compiled
 def find_changes(  # type: ignore[no-untyped-def]
-    state, generation, sequence, extent, created, ident, filled, sampled, priority, known, slots, records
+    most,
+    among,
+    state,
+    generation,
+    sequence,
+    extent,
+    created,
+    ident,
+    filled,
+    sampled,
+    priority,
+    known,
+    slots,
+    records,
 ):
-    """Compare live trajectories with the records of a save. The caller holds the table's lock.
+    """Compare live trajectories with the records of a save.
+
+    Without the table's lock the answers for slots that change meanwhile mean nothing.
 
     Args:
+        most: number of slots to compare. among: int64 [most], which ones; or [0] for the first ones.
         state, generation, sequence, extent, created, ident, filled, sampled: arrays of an index.
         priority: those of an index, viewed as int32.
         known: int64 [slots, 9], words of a record for each slot; its first is -1 where there is none.
-        slots: int64 [slots], output: the slots that differ. records: int64 [slots, 9], output: their present records;
+        slots: int64 [most], output: the slots that differ. records: int64 [most, 9], output: their present records;
             the first word is -1 where the trajectory is gone, and segment and place are 0 where its rows are new.
 
     Returns:
         The number of slots that differ.
     """
     count = 0
-    for slot in range(len(state)):
+    for i in range(most):
+        slot = among[i] if len(among) > 0 else i
         if state[slot] != _READY:
             if known[slot, 0] >= 0:
                 slots[count] = slot

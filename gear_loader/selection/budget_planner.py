@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +111,8 @@ class BudgetPlanner:
     at most ``lookahead + 1`` batches after the first that had no room for it. Only rows whose trajectory is removed
     while they wait are left out.
 
+    A training step is one batch; a subclass plans those of several ranks.
+
     Args:
         selection: draws the rows.
         budget: the options.
@@ -118,6 +122,8 @@ class BudgetPlanner:
         view: these items, of `Selection.await_items`.
         state: position to go on from; the draws of waiting rows are repeated.
     """
+
+    _num_batches = 1  # of a training step
 
     def __init__(
         self,
@@ -143,6 +149,7 @@ class BudgetPlanner:
         self._draws: dict[int, DrawnPart] = {}
         self._counts = BudgetCounts()
         self._skipped_together = 0
+        self._ready: collections.deque[PlannedBatch] = collections.deque()
         if state.waiting.shape[1]:
             self._repeat(state)
 
@@ -158,8 +165,8 @@ class BudgetPlanner:
 
     @property
     def number(self) -> int:
-        """Number of the next batch."""
-        return self._state.number
+        """Number of this rank's next batch."""
+        return self._state.number - len(self._ready)
 
     def next(self) -> PlannedBatch | None:
         """The next batch, which the caller ends; None at the end of the stream.
@@ -168,41 +175,64 @@ class BudgetPlanner:
             SchemaError: a trajectory is longer than the budget, and `too_long` is ``"error"``.
             TableEmptyError: there is nothing to draw from.
         """
-        tickets: list[Any] = []
-        try:
-            if self._queue.shape[1]:
-                tickets.append(Ticket())
-                self._reader.begin_read(tickets[0])
-                self._screen(0)
-            places, rows, steps = self._choose(tickets)
-            if rows:
-                return self._planned(places[:rows], places[rows:], steps, tickets)
+        if not self._ready:
+            tickets: list[Any] = []
+            try:
+                self._plan(tickets)
+            except BaseException:
+                for ticket in tickets:
+                    self._selection.undo(ticket)
+                raise
+        return self._ready.popleft() if self._ready else None
+
+    def _plan(self, tickets: list[Any]) -> None:
+        """Plan the batches of one training step, and make those of this rank ready."""
+        before = self._state
+        self._look_again(tickets)
+        parts: list[Any] = []
+        while len(parts) < self._num_batches:
+            chosen, others = self._choose(tickets)
+            if not len(chosen):
+                break
+            parts.append(self._rows_at(chosen))
+            self._keep(others)
+        parts = self._deal(parts)
+        if not parts:
             for ticket in tickets:
                 ticket.end()
-            return None
-        except BaseException:
-            for ticket in tickets:
-                self._selection.undo(ticket)
-            raise
+            return
+        self._state = after = self._waiting(before.number + len(parts))
+        for place, rows in enumerate(parts, start=1):
+            counts, self._counts = self._counts, BudgetCounts()
+            counts.batches, counts.steps = 1, int(rows.spans[1].sum())
+            # A position within a step is the one before it: the step is planned again.
+            state = after if place == len(parts) else before
+            self._ready.append(self._planned(rows, state, tickets, counts))
 
-    def _choose(self, tickets: list[Any]) -> tuple[Array, int, int]:
-        """Draw until a batch is full, or the stream ends.
+    def _look_again(self, tickets: list[Any]) -> None:
+        """Drop waiting rows that were removed meanwhile, under a new ticket."""
+        if self._queue.shape[1]:
+            tickets.append(Ticket())
+            self._reader.begin_read(tickets[0])
+            self._screen(0)
 
-        Returns:
-            Numbers of its rows in the queue, then those of the others, int64 [n]; number of its rows; their steps.
-        """
+    def _choose(self, tickets: list[Any]) -> tuple[Array, Array]:
+        """Draw until a batch is full, or the stream ends; places of its rows in the queue, and of the others."""
         while True:
             places = np.empty(self._queue.shape[1], dtype=np.int64)
-            rows, steps, more = choose(self._queue, self._budget.max_steps, self._budget.lookahead, places)
+            rows, _, more = choose(self._queue, self._budget.max_steps, self._budget.lookahead, places)
             if not more or not self._draw(tickets):
-                return places, rows, steps
+                return places[:rows], places[rows:]
 
-    def _waiting(self, others: Array, number: int) -> BudgetState:
-        """Keep the other rows of the queue; return the position with them, before batch `number`."""
-        self._keep(others)
+    def _deal(self, parts: list[Any]) -> list[Any]:
+        """This rank's batches of a training step."""
+        return parts
+
+    def _waiting(self, number: int) -> BudgetState:
+        """The position with the rows of the queue, before batch `number`."""
         waiting = self._queue[QUEUE_DRAW : QUEUE_ROW + 1]
         state = self._state
-        oldest = int(waiting[0, 0]) if len(others) else state.draw
+        oldest = int(waiting[0, 0]) if waiting.shape[1] else state.draw
         self._draws = {n: drawn for n, drawn in self._draws.items() if n >= oldest}
         draws = tuple(self._draws.values())
         return BudgetState(number, state.draw, state.turn, state.first, draws, waiting, *self._names())
@@ -214,15 +244,16 @@ class BudgetPlanner:
             return None, None
         return np.stack((ids, self._queue[QUEUE_ANCHOR])), weights
 
-    def _planned(self, chosen: Array, others: Array, steps: int, tickets: list[Any]) -> PlannedBatch:
-        """The batch of the chosen rows of the queue, where the others stay."""
-        names, (weights, counted, numbers, _) = self._queue.take(chosen, 1), self._more_of(chosen)
-        self._state = self._waiting(others, self._state.number + 1)
+    def _rows_at(self, places: Array) -> Any:
+        """The rows at some places of the queue, as those of a batch."""
+        names, (weights, counted, numbers, _) = self._queue.take(places, 1), self._more_of(places)
         slots, anchors, generations = names[:QUEUE_DRAW]
-        rows = SelectedRows(slots, anchors, generations, weights, counted, numbers, names[QUEUE_FIRST:])
-        counts, self._counts = self._counts, BudgetCounts()
-        counts.batches, counts.steps = 1, steps
-        return PlannedBatch(rows, self._state, tickets, counts, self._again)
+        return SelectedRows(slots, anchors, generations, weights, counted, numbers, names[QUEUE_FIRST:])
+
+    def _planned(
+        self, rows: Any, state: BudgetState, tickets: list[Any], counts: BudgetCounts
+    ) -> PlannedBatch:
+        return PlannedBatch(rows, state, tickets, counts, self._again)
 
     def _again(self) -> PlannedBatch | None:
         """The next batch, with the number of the last one."""
@@ -271,11 +302,7 @@ class BudgetPlanner:
         parts: dict[int, Any] = {}
         for drawn in state.draws:
             ticket = self._selection.new_ticket()
-            try:
-                parts[drawn[0]] = self._rows(drawn, ticket)
-                ticket.end()
-            finally:
-                ticket.end()  # again: an exception may arrive anywhere
+            parts[drawn[0]] = Ticket.during(ticket, functools.partial(self._rows, drawn, ticket))
             self._draws[drawn[0]] = drawn
         for number, row in state.waiting.T.tolist():
             rows = parts[number]
@@ -286,22 +313,23 @@ class BudgetPlanner:
         """Queue the waiting rows of a state by their ids; False if the table has none of them."""
         ids, inverse = np.unique(rows[0], return_inverse=True)
         ticket = Ticket()
-        try:
+
+        def look() -> tuple[Array, Array]:
             self._reader.begin_read(ticket)
             slots = self._selection.context.table._engine.index.slots_of(ids)[inverse.reshape(-1)]
-            present = np.flatnonzero(slots >= 0)
-            if not len(present):
-                return False
-            names = np.empty((QUEUE_WIDTH, len(present)), dtype=np.int64)
-            names[QUEUE_SLOT], names[QUEUE_ANCHOR] = slots[present], rows[1, present]
-            names[QUEUE_GENERATION] = self._reader.slot_states()[1][slots[present]]
-            names[QUEUE_DRAW : QUEUE_ROW + 1] = state.waiting[:, present]
-            weights = None if state.weights is None else state.weights[present]
-            self._enqueue(names, [weights, None, None, rows[0, present]])
-            self._counts.gone += len(slots) - len(present)
-            ticket.end()
-        finally:
-            ticket.end()  # again: an exception may arrive anywhere
+            return slots, self._reader.slot_states()[1][slots]
+
+        slots, generations = ticket.during(look)
+        present = np.flatnonzero(slots >= 0)
+        if not len(present):
+            return False
+        names = np.empty((QUEUE_WIDTH, len(present)), dtype=np.int64)
+        names[QUEUE_SLOT], names[QUEUE_ANCHOR] = slots[present], rows[1, present]
+        names[QUEUE_GENERATION] = generations[present]
+        names[QUEUE_DRAW : QUEUE_ROW + 1] = state.waiting[:, present]
+        weights = None if state.weights is None else state.weights[present]
+        self._enqueue(names, [weights, None, None, rows[0, present]])
+        self._counts.gone += len(slots) - len(present)
         self._draws = {drawn[0]: drawn for drawn in state.draws}
         return True
 

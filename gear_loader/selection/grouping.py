@@ -287,21 +287,22 @@ class GroupFormer:
                 self._table._engine.remove_lost(error)
                 view = view.take(~np.isin(view.slots, error.slots))
 
+    def _under_ticket(self, call: Callable[[Snapshot], _Found]) -> _Found:
+        """The result of a call with all trajectories under a read ticket; see `_readable`."""
+        ticket = Ticket()
+
+        def section() -> _Found:
+            return self._readable(self._table._engine.reader().begin_snapshot(0, ticket)[1], call)
+
+        return ticket.during(section)
+
     def expire(self) -> None:
         """Remove the trajectories of incomplete groups to which none was added for `max_age` seconds."""
         limit, now = self._grouping.max_age, time.monotonic()
         if limit is None or now - self._looked < min(_LOOK_SECONDS, limit):
             return
         self._looked = now
-        ticket = Ticket()
-        try:
-            _, everything = self._table._engine.reader().begin_snapshot(0, ticket)
-            slots = self._readable(
-                everything, lambda left: expired_members(self._values, left, self._grouping, limit)
-            )
-            ticket.end()
-        finally:
-            ticket.end()  # again: an exception may arrive anywhere
+        slots = self._under_ticket(lambda left: expired_members(self._values, left, self._grouping, limit))
         if len(slots):
             try:
                 self._table.remove(slots)
@@ -315,11 +316,4 @@ class GroupFormer:
         Removes trajectories that cannot be read from disk.
         """
         self.expire()
-        ticket = Ticket()
-        try:
-            _, snapshot = self._table._engine.reader().begin_snapshot(0, ticket)
-            groups = self.form(view_of(snapshot))
-            ticket.end()
-            return groups
-        finally:
-            ticket.end()  # again: an exception may arrive anywhere
+        return self._under_ticket(lambda snapshot: self.form(view_of(snapshot)))

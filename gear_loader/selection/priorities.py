@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,9 +18,9 @@ from gear_loader.selection.base import Anchor, SelectionContext
 from gear_loader.selection.item_map import ItemMap, Leaves
 from gear_loader.selection.leaf_blocks import LeafBlocks
 from gear_loader.selection.leaves import Change
-from gear_loader.selection.priority_state import PriorityState
 from gear_loader.selection.random import key
 from gear_loader.selection.selectors import Draw, anchors
+from gear_loader.selection.state import PriorityState
 from gear_loader.selection.tree import uniforms
 from gear_loader.selection.weights import LARGEST_LEAF, first_leaves, scaled
 from gear_loader.storage.index_arrays import ranges
@@ -35,6 +35,7 @@ from gear_loader.utils.mutex import holds_any, new_mutex, uninterrupted
 
 __all__ = ["ANCHORS", "LEAVES", "Priorities", "draw_key", "find", "keyed_anchors"]
 
+_T = TypeVar("_T")
 _ANY: Array = np.empty(0, dtype=np.int64)  # generations of rows that may have any
 LEAVES, ANCHORS = 3, 4  # streams of random numbers, after those of `gear_loader.selection.selectors`
 assert priority_updates.READY == READY
@@ -146,12 +147,17 @@ class Priorities:
     def keep_up(self) -> None:
         """Apply the table's changes, if any. Needs the mutex."""
         if self.items.position != self.context.table._engine.reader().position:
-            ticket = Ticket()
-            try:
-                self.follow(ticket)
-                ticket.end()
-            finally:
-                ticket.end()  # again: an exception may arrive anywhere
+            self.followed(lambda: None)
+
+    def followed(self, act: Callable[[], _T]) -> _T:
+        """Apply the table's changes under a read ticket, and call a function under it. Needs the mutex."""
+        ticket = Ticket()
+
+        def section() -> _T:
+            self.follow(ticket)
+            return act()
+
+        return ticket.during(section)
 
     def _take_in(self, changes: Changes) -> None:
         chosen = self.context.chosen(changes.slots) if self.context.filters else changes.ready
@@ -353,14 +359,7 @@ class Priorities:
         if holds_any():
             return self._state_amid(recent)
         with self.mutex:
-            ticket = Ticket()
-            try:
-                self.follow(ticket)
-                state = self._state(self.items.next_sequence, recent)
-                ticket.end()
-            finally:
-                ticket.end()  # again: an exception may arrive anywhere
-            return state
+            return self.followed(lambda: self._state(self.items.next_sequence, recent))
 
     def _state_amid(self, recent: Callable[[], list[dict[str, Any]]]) -> dict[str, Any]:
         """`state_dict` without waiting for what this thread holds: its paused call goes on when this has returned."""
@@ -428,21 +427,18 @@ class Priorities:
 
         def restore() -> None:
             if self.items.own is not None and state.blocks is not None:
-                self._rearrange(self.items.own, state.sequences, state.lengths, state.blocks)
+                self._rearrange(self.items.own, state.names, state.lengths, state.blocks)
             self._restore(state)
 
-        ticket = Ticket()
-        try:
-            self.follow(ticket)
+        def load() -> None:
             if state.policy is not None:
                 self._policy = state.policy  # of the leaves; the next draw scales them
             if self.items.own is None:
                 restore()
             else:
                 self._change(restore)  # leaves that were moved have to be set
-            ticket.end()
-        finally:
-            ticket.end()  # again: an exception may arrive anywhere
+
+        self.followed(load)
 
     def _rearrange(self, own: LeafBlocks, sequences: Array, lengths: Array, blocks: Array) -> None:
         """Give trajectories their blocks of leaves in a state, on which draws depend; the caller sets all leaves.
@@ -467,7 +463,7 @@ class Priorities:
         self.items.rearrange(slots[both], given, slots[~both])
 
     def _restore(self, state: PriorityState) -> None:
-        sequences, lengths, leaves = state.sequences, state.lengths, state.leaves
+        sequences, lengths, leaves = state.names, state.lengths, state.leaves
         view = self.known()
         places, both = find(sequences, view.sequences)
         both &= lengths[places] == view.lengths if len(lengths) else False

@@ -11,13 +11,12 @@ import numpy as np
 
 from gear_loader.errors import PriorityError, TableEmptyError
 from gear_loader.selection.base import ANCHOR_KINDS, REDRAWN, Selection, SelectionContext
-from gear_loader.selection.history import BatchHistory, BatchRows
 from gear_loader.selection.item_map import ItemMap
 from gear_loader.selection.leaves import Change, GroupLeaves, HostLeaves
 from gear_loader.selection.priorities import ANCHORS, LEAVES, Priorities, draw_key, find
-from gear_loader.selection.priority_state import parse_state
 from gear_loader.selection.random import key
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Prioritized
+from gear_loader.selection.state import BatchHistory, BatchRows, parse_state
 from gear_loader.selection.updates import request
 from gear_loader.selection.weights import checked_leaves, importance_weights
 from gear_loader.storage.inline import InlineBatch, Places, prioritized_batch
@@ -198,7 +197,8 @@ class PrioritizedSelection(Selection):
         context, priorities = self.context, self.priorities
         priorities.form()
         try:
-            items, leaves = self._draw_items(draw, streams[0])
+            key = draw_key(draw, streams[0])
+            items, leaves = priorities.leaves.draw(draw.count, key=key, step=draw.step)
         except PriorityError:
             # By the items that were drawn from: a trajectory that can be drawn may have come since.
             if priorities.leaves.is_empty:
@@ -210,13 +210,6 @@ class PrioritizedSelection(Selection):
         likely = leaves / priorities.leaves.tree.total if context.informs else None
         generations = context.table._engine.reader().slot_states()[1][slots]
         return DrawnItems(slots, steps, generations, leaves, likely=likely)
-
-    def _draw_items(self, draw: Draw, stream: int) -> tuple[Array, Array]:
-        """Items, int64 [n], and their leaves, float32 [n]."""
-        drawn: tuple[Array, Array] = self.priorities.leaves.draw(
-            draw.count, key=draw_key(draw, stream), step=draw.step
-        )
-        return drawn
 
     def _redraw(self, draw: Draw, rows: DrawnItems, which: Array, turn: int) -> bool:
         """Redraw rows `which` (int64 [m]); see `Selection.count_samples`."""

@@ -11,14 +11,13 @@ import numpy as np
 import torch
 
 from gear_loader.selection.base import SelectionContext
-from gear_loader.selection.cuda_leaves import CudaLeaves
-from gear_loader.selection.cuda_updates import Parts, UpdateSlots, check_parts
-from gear_loader.selection.history import BatchRows
+from gear_loader.selection.cuda_leaves import CudaLeaves, Parts, UpdateSlots, check_parts
 from gear_loader.selection.item_map import ItemMap
 from gear_loader.selection.leaves import Change
 from gear_loader.selection.priorities import ANCHORS, LEAVES, draw_key
 from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw
+from gear_loader.selection.state import BatchRows
 from gear_loader.selection.updates import request
 from gear_loader.selection.weights import checked_leaves
 from gear_loader.storage.inline import InlineBatch
@@ -145,11 +144,6 @@ class CudaPrioritizedSelection(PrioritizedSelection):
                 self._remember_drawn(draw, places)
             finally:
                 self._leaves.leave(told=True)
-
-    def draw_rows(self, draw: Draw, places: DrawPlaces) -> None:
-        """Queue the draw of a batch."""
-        self._prepare_draw(draw, places)
-        self._launch_draw(draw, places)
 
     def _prepare_draw(self, draw: Draw, places: DrawPlaces) -> None:
         """Write what changes from draw to draw, and queue what only torch computes, which is not recorded."""

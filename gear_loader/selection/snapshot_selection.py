@@ -65,7 +65,8 @@ class SnapshotSelection(Selection):
 
     def __init__(self, context: SelectionContext) -> None:
         super().__init__(context)
-        selector = context.selector
+        selector: Any = context.selector
+        self._selector: SnapshotSelector = selector
         self._by_step, self._anchor = selector.unit == "step", ANCHOR_KINDS[context.anchor]
         self._draws_uniformly = (
             type(selector) is Uniform
@@ -76,11 +77,6 @@ class SnapshotSelection(Selection):
         self._items: tuple[Snapshot, Places] | None = (
             None  # for `fill`: a snapshot, and what is drawn from it
         )
-
-    @property
-    def _selector(self) -> SnapshotSelector:
-        selector: Any = self.context.selector
-        return selector  # type: ignore[no-any-return]
 
     def fill(self, draw: Draw, batch: InlineBatch) -> bool:
         """See `Selection.fill`."""

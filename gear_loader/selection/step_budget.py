@@ -84,22 +84,16 @@ class Steps:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepBudget:
-    """The options of batches that have a number of steps instead of a number of rows.
+class StepBudget(Steps):
+    """`Steps`, and the windows of which steps are counted.
 
     Attributes:
-        max_steps: most steps of a batch.
-        lookahead: drawn trajectories that a batch may pass over to find one that fits; later batches begin with them.
-        too_long: what becomes of a trajectory longer than a batch.
-        offset, length, final: of the windows; see `measure`.
+        offset, length, final: of the windows; see `gear_loader.native.packed.measure`.
     """
 
-    max_steps: int
-    lookahead: int
-    too_long: TooLong
-    offset: int
-    length: int
-    final: bool
+    offset: int = 0
+    length: int = 0
+    final: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

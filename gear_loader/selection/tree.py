@@ -51,11 +51,6 @@ class PriorityTree:
         self._nodes = (self._sums, self._mins, self._maxs, self._offsets, self._wide_offsets, self._blocks)
 
     @property
-    def node_bytes(self) -> int:
-        """Bytes of the nodes above the leaves."""
-        return sum(part.nbytes for part in self._nodes if isinstance(part, np.ndarray))
-
-    @property
     def total(self) -> float:
         """Sum of all leaves."""
         return float(self._sums[self._offsets[-1]])

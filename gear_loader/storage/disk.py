@@ -141,7 +141,8 @@ class DiskStats:
         writes: number of complete writes of this process.
         bytes_written: bytes of their files.
         write_seconds, longest_write_seconds: duration of the last complete write and of the longest one.
-        error: why the last write failed; None if it was complete.
+        error: why the last write, or the last move of trajectories between memory and disk tier, failed; None if it
+            was complete. Trajectories that were lost with a damaged file are `TableStats.num_lost`.
     """
 
     path: str

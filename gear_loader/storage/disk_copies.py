@@ -13,7 +13,6 @@ here: the copy is current (`are_current`) only while it has what the trajectory 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,57 +24,39 @@ from gear_loader.utils.arrays import Array
 if TYPE_CHECKING:
     from gear_loader.storage.index_arrays import IndexArrays
 
-__all__ = ["DiskCopies", "are_current", "copies_of", "note_copies"]
+__all__ = ["COPY", "are_current", "copies_of", "note_copies"]
 
 _MARK, _COPIES = 0, 1
 _FIELDS = 5
 assert _COPIES + 2 * _FIELDS == COPIES_WIDTH
 
 
-@dataclasses.dataclass(frozen=True)
-class DiskCopies:
-    """Copies of trajectories on disk, int64 [n] each.
-
-    Attributes:
-        sequences: of the trajectories; -1 for a slot without a copy. segments, first, places: where each lies.
-        lengths, finals: steps and final steps. filled: bits of the late columns that it has.
-    """
-
-    sequences: Array
-    segments: Array
-    first: Array
-    places: Array
-    lengths: Array
-    finals: Array
-    filled: Array
-
-    def take(self, chosen: Array) -> DiskCopies:
-        """Those at some positions, int64 [m]."""
-        return DiskCopies(**{name: values[chosen] for name, values in vars(self).items()})
-
-    def differ_from(self, others: DiskCopies) -> Array:
-        """Whether each is another one than that of `others`, bool [n]."""
-        found: Array = np.zeros(len(self.sequences), dtype=bool)
-        for name, values in vars(self).items():
-            found |= values != getattr(others, name)
-        return found
+COPY = np.dtype(
+    [(name, "<i8") for name in ("sequence", "segment", "first", "place", "length", "final", "filled")]
+)
+"""A trajectory's copy on disk: its number, -1 for a slot without a copy; where it lies; steps, final steps and bits of
+the late columns that it has."""
 
 
-def copies_of(arrays: IndexArrays, slots: Array) -> DiskCopies:
-    """The copies that count, of slots (int64 [n]). The caller holds the lock, or compares them again under it."""
+def copies_of(arrays: IndexArrays, slots: Array) -> Array:
+    """The copies that count, `COPY` [n], of slots (int64 [n]). The caller holds the lock, or asks again under it."""
     rows = arrays.stored[slots]
     fields = rows[:, _COPIES:].reshape(-1, 2, _FIELDS)[np.arange(len(rows)), rows[:, _MARK] & 1]
-    segments, first, places, sizes, filled = fields.T
-    return DiskCopies((rows[:, _MARK] >> 1) - 1, segments, first, places, sizes >> 1, sizes & 1, filled)
+    copies: Array = np.empty(len(rows), dtype=COPY)
+    copies["sequence"] = (rows[:, _MARK] >> 1) - 1
+    copies["length"], copies["final"] = fields[:, 3] >> 1, fields[:, 3] & 1
+    for name, i in (("segment", 0), ("first", 1), ("place", 2), ("filled", 4)):
+        copies[name] = fields[:, i]
+    return copies
 
 
-def note_copies(arrays: IndexArrays, slots: Array, copies: DiskCopies) -> None:
-    """Note copies of trajectories in distinct slots, int64 [n]. The caller holds the lock."""
+def note_copies(arrays: IndexArrays, slots: Array, copies: Array) -> None:
+    """Note copies, with the fields of `COPY`, in distinct slots, int64 [n]. The caller holds the lock."""
     which = 1 - (arrays.stored[slots, _MARK] & 1)
-    sizes = 2 * copies.lengths + copies.finals
-    fields = np.stack((copies.segments, copies.first, copies.places, sizes, copies.filled), axis=1)
+    sizes = 2 * copies["length"] + copies["final"]
+    fields = np.stack((copies["segment"], copies["first"], copies["place"], sizes, copies["filled"]), axis=1)
     arrays.stored[slots[:, None], _COPIES + _FIELDS * which[:, None] + np.arange(_FIELDS)] = fields
-    arrays.stored[slots, _MARK] = 2 * (copies.sequences + 1) + which
+    arrays.stored[slots, _MARK] = 2 * (copies["sequence"] + 1) + which
 
 
 def are_current(arrays: IndexArrays, slots: Array) -> Array:
@@ -84,7 +65,7 @@ def are_current(arrays: IndexArrays, slots: Array) -> Array:
     The caller holds the lock, or asks again under it.
     """
     copies, extent = copies_of(arrays, slots), arrays.extent[slots]
-    current = copies.sequences == arrays.sequence[slots]
-    current &= (copies.lengths == extent[:, 0]) & (copies.finals == extent[:, 2])
-    found: Array = current & (copies.filled == filled_bits(arrays, slots))
+    current = copies["sequence"] == arrays.sequence[slots]
+    current &= (copies["length"] == extent[:, 0]) & (copies["final"] == extent[:, 2])
+    found: Array = current & (copies["filled"] == filled_bits(arrays, slots))
     return found

@@ -223,7 +223,7 @@ class TableReader:
 
     def _changes(self, since: int) -> Changes:
         position = int(self.arrays.counters[NUM_TOUCHED])
-        slots = self._touched_since(since)
+        slots = self.touched_since(since)
         everything = slots is None
         if slots is None:
             slots = np.arange(self.arrays.num_slots)
@@ -255,10 +255,10 @@ class TableReader:
             The position, and what `read` returned.
         """
         return self._recovery.locked(
-            lambda: (int(self.arrays.counters[NUM_TOUCHED]), read(self._touched_since(since)))
+            lambda: (int(self.arrays.counters[NUM_TOUCHED]), read(self.touched_since(since)))
         )
 
-    def _touched_since(self, since: int) -> Array | None:
+    def touched_since(self, since: int) -> Array | None:
         """Distinct slots touched since a position, int64 [n]; None if the ring has overflowed since."""
         position = int(self.arrays.counters[NUM_TOUCHED])
         count = position - since
@@ -413,7 +413,7 @@ class TableReader:
         self._admission.when_samplable(count, lambda: True)
 
     def _snapshot(self) -> Snapshot:
-        return self._log.snapshot(self.arrays.view, self._touched_since)
+        return self._log.snapshot(self.arrays.view, self.touched_since)
 
     def set_priorities(self, slots: Array, generations: Array, priorities: Array) -> None:
         """Write new priorities; rows with stale generations are skipped.

@@ -35,7 +35,7 @@ from table_common import COLUMNS, fresh_name, named, numbers_of, rows
 from waiting_common import wait_until
 
 import gear_loader as gear
-from gear_loader.checkpoint import behind, changes, index, saving, spilling
+from gear_loader.checkpoint import behind, index, saving, spilling
 from gear_loader.checkpoint import files as files_module
 from gear_loader.checkpoint.names import LOCK_NAME
 from gear_loader.checkpoint.trajectory_records import RECORD
@@ -120,10 +120,10 @@ def test_a_trajectory_that_grows_beside_others(tmp_path: Path) -> None:
 
 
 def test_segments_are_merged_little_by_little(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(changes, "MAX_SEGMENTS_BEHIND", 6)
+    monkeypatch.setattr(saving, "MAX_SEGMENTS_BEHIND", 6)
     with make(on_full="evict_oldest", disk=disk(tmp_path)) as table:
         for budget in (0, 1000):
-            monkeypatch.setattr(changes, "REWRITE_BYTES", budget)
+            monkeypatch.setattr(saving, "REWRITE_BYTES", budget)
             for number in range(30):
                 table.add(rows(number, 1 + number * 7 % 40))
                 if number % 13 == 5:
@@ -158,6 +158,7 @@ def test_an_error_after_the_manifest_is_written_is_followed_by_writes_that_can_b
             monkeypatch.setattr(spilling.Spiller, "spill", fails)
             with pytest.raises(LockTimeoutError, match="later"):
                 table.save(tmp_path)
+            assert table.stats().disk.error == "later"  # type: ignore[union-attr]
             monkeypatch.setattr(spilling.Spiller, "spill", real)
             assert loaded(tmp_path) == contents(table)
             table.add(rows(100 + turn, 5))
@@ -165,36 +166,53 @@ def test_an_error_after_the_manifest_is_written_is_followed_by_writes_that_can_b
             assert loaded(tmp_path) == contents(table)
 
 
+def test_an_error_of_a_move_between_memory_and_disk_is_shown(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    def fails(self: spilling.Spiller, table: gear.Table) -> int:
+        raise LockTimeoutError("later")
+
+    def error() -> str | None:
+        return table.stats().disk.error  # type: ignore[union-attr]
+
+    disk = gear.Disk(tmp_path, sync_seconds=NEVER, size="1MiB")
+    with make(disk=disk, memory="1MiB") as table, monkeypatch.context() as patch:
+        patch.setattr(spilling.Spiller, "is_due", lambda self: True)
+        patch.setattr(spilling.Spiller, "move", fails)
+        wait_until(lambda: error() is not None)
+        assert error() == "Trajectories of the private table stay where they are: later"
+        patch.setattr(spilling.Spiller, "move", lambda self, table: 0)
+        wait_until(lambda: error() is None)
+
+
 def test_an_index_grows_by_what_has_changed_and_is_compacted(
     tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "_SPARE", 0)
-
     def records() -> tuple[str, int]:
+        """Name of the index, and records in it: of trajectories, also those that are gone."""
         found = json.loads((tmp_path / "manifest.json").read_text())["index"]
-        return found["path"], found["bytes"] // RECORD.itemsize
+        data = np.fromfile(tmp_path / found["path"], RECORD, found["bytes"] // RECORD.itemsize)
+        return found["path"], int((data["sequence"] >= 0).sum())
 
     with make(on_full="evict_oldest", disk=disk(tmp_path)) as table:
         table.extend([rows(number, 5) for number in range(10)], priority=1.0)
         table.save(tmp_path)
+        monkeypatch.setattr(index, "_SPARE", 400)  # what fills blocks between the writes counts
+        table.save(tmp_path)
         name, count = records()
-        assert count == 10, "written anew by the first write of a process that finds a trajectory"
+        reader, slots = table._engine.reader(), table.indices()
         for more, change in (
             (1, lambda: table.add(rows(10, 5))),
             (0, lambda: None),
-            (1, lambda: table.remove(table.indices()[2])),
-            (
-                2,
-                lambda: table._engine.reader().set_priorities(
-                    table.indices()[:2], np.full(2, -1), np.full(2, 3, "f4")
-                ),
-            ),
+            (1, lambda: table.remove(slots[2])),
+            (2, lambda: reader.set_priorities(slots[:2], np.full(2, -1), np.full(2, 3, "f4"))),
         ):
             change()
             table.save(tmp_path)
             count += more
             assert records() == (name, count)
             assert loaded(tmp_path) == contents(table)
+        monkeypatch.setattr(index, "_SPARE", 0)
         table.remove(table.indices()[:5])
         table.save(tmp_path)
         assert (records()[0] != name, records()[1]) == (True, 5), "more than half would be out of date"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,9 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_common import flip
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from options_common import nested
 from table_common import fresh_name
-from tier_common import batch_bits, final, fitting, rows, spill, tiered
+from tier_common import fitting, rows, spill, tiered
 
 import gear_loader as gear
 from gear_loader.errors import LockTimeoutError
@@ -50,52 +47,6 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     return gear.ReplayDataset(table, **nested({**given, **options}))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=4, max_size=30),
-    out=st.lists(st.integers(0, 29), max_size=40),
-    window=st.none() | st.tuples(st.integers(1, 12), st.integers(-9, 4)),
-    options=st.sampled_from(
-        [
-            {},
-            {"selector": gear.Prioritized(), "batches_per_epoch": 6},
-            {"max_steps": 40, "lookahead": 3},
-            {"max_steps": 20, "too_long": "truncate"},
-            {"max_steps": 25, "too_long": "skip", "selector": gear.Fifo(replacement=False)},
-        ]
-    ),
-    prefetch=st.integers(0, 2),
-    finals=st.booleans(),
-)
-def test_batches_equal_those_of_a_table_that_fits(
-    tmp_path_factory: pytest.TempPathFactory,
-    lengths: Any,
-    out: Any,
-    window: Any,
-    options: Any,
-    prefetch: int,
-    finals: bool,
-) -> None:
-    """Trajectories are moved to disk before the epoch and during it."""
-    plain = {"number": gear.Window(*(window or (1,))), "wide": gear.Window(*(window or (1,))), "task": None}
-    windows = (FINAL if finals else WINDOWS) if window is None else plain
-    path = tmp_path_factory.mktemp("tier")
-    with fitting() as fits, tiered(path, blocks=40) as table:
-        for number, length in enumerate(lengths):
-            for each in (fits, table):
-                end = final(number, length) if number % 2 else None
-                each.add(rows(number, length), final=end, priority=number % 5 + 0.5)
-        table.save(path)
-        turns = iter(out)
-        spill(table, sorted({0, *(i for i in itertools.islice(turns, len(out) // 2) if i < len(lengths))}))
-        data = dataset(table, windows=windows, prefetch=prefetch, **options)
-        for expected, found in zip(dataset(fits, windows=windows, **options), data, strict=True):
-            assert found.pop("max_seqlen") == expected.pop("max_seqlen")
-            assert batch_bits(found) == batch_bits(expected)
-            spill(table, sorted({i for i in itertools.islice(turns, 4) if i < len(lengths)}))
-        assert table._engine.num_spilled
-
-
 def test_damage_leaves_trajectories_out_of_their_batch(tmp_path: Path) -> None:
     with tiered(tmp_path, blocks=200) as table:
         for number in range(20):
@@ -105,7 +56,7 @@ def test_damage_leaves_trajectories_out_of_their_batch(tmp_path: Path) -> None:
             table.add(rows(number, 12))
         table.save(tmp_path)
         spill(table, range(40))
-        segments = copies_of(table._engine.index.arrays, np.arange(40)).segments
+        segments = copies_of(table._engine.index.arrays, np.arange(40))["segment"]
         segment = int(segments[0])
         hit = np.flatnonzero(segments == segment).tolist()
         assert 0 < len(hit) < 40

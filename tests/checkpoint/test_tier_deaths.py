@@ -16,7 +16,7 @@ from table_common import Died, Fragile, bury, mortal
 from tier_common import NEVER, spill
 
 import gear_loader as gear
-from gear_loader.checkpoint import changes, promoting
+from gear_loader.checkpoint import saving, spilling
 from gear_loader.checkpoint.files import Arena
 from gear_loader.checkpoint.saving import Save
 from gear_loader.checkpoint.spilling import Spiller
@@ -98,7 +98,7 @@ def _spill(table: gear.Table, slots: list[int]) -> None:
 
 
 def _promote(table: gear.Table, slots: list[int]) -> None:
-    promoting.promote(table._engine, np.array(slots))
+    spilling.promote(table._engine, np.array(slots))
 
 
 _written: dict[Any, Save] = {}
@@ -114,7 +114,7 @@ ACTS: dict[str, Act] = {
 @pytest.fixture(autouse=True)
 def _copies_are_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies of values and rows count as stores: one may be the last, and happens by half."""
-    for module in (late, promoting):
+    for module in (late, spilling):
         copy = module.copy_rows
 
         def mortal_copy(address: int, begin: int, end: int, *given: Any, copy: Any = copy) -> None:
@@ -152,7 +152,7 @@ def test_late_columns(
     """Trajectories in memory and on disk, of which some have columns that the disk lacks: none is lost or wrong."""
     monkeypatch.setattr(late, "_SMALL", 0 if what == "fill large" else late._SMALL)
     monkeypatch.setattr(
-        changes, "MAX_SEGMENTS_BEHIND", 1
+        saving, "MAX_SEGMENTS_BEHIND", 1
     )  # so that what lies there is written again elsewhere
     for stores in itertools.count(0, every):
         with make(tmp_path / str(stores), COLUMNS) as table:
@@ -199,7 +199,7 @@ def test_late_columns(
             assert died or after == wanted
             if what == "note" and not died:
                 assert table._engine.num_spilled
-                assert place.differ_from(copies_of(table._engine.index.arrays, np.array(slots[:1]))).all()
+                assert (place != copies_of(table._engine.index.arrays, np.array(slots[:1]))).all()
             spill(table, list(before))  # of those that are on disk with all that they have
             assert look(table) == after
             for slot, had in after.items():

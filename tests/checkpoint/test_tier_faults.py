@@ -24,7 +24,7 @@ from tier_common import NEVER, batch_bits, everything, final, rows, spill, tiere
 from waiting_common import wait_until
 
 import gear_loader as gear
-from gear_loader.checkpoint import behind, promoting, tier_reader
+from gear_loader.checkpoint import behind, spilling, tier_reader
 from gear_loader.errors import CheckpointError, TableFullError
 from gear_loader.storage.counters import DISK_FULL
 from gear_loader.storage.disk_copies import copies_of
@@ -96,7 +96,7 @@ def test_a_death_at_every_store(tmp_path: Path, what: str, reads: bool, every: i
                 lambda: table._engine.index.arrays.ops.reclaim(table._engine.index.arrays.where)
             )
             assert everything(table) == before
-            promoting.promote(table._engine, np.array(slots))
+            spilling.promote(table._engine, np.array(slots))
             assert table._engine.num_spilled == 0
             assert everything(table) == before
             if done:
@@ -164,7 +164,7 @@ def _full(path: Path) -> gear.Table:
 
 def test_damage_loses_the_trajectories_that_it_hits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with _full(tmp_path) as table:
-        segments = copies_of(table._engine.index.arrays, table.indices()).segments
+        segments = copies_of(table._engine.index.arrays, table.indices())["segment"]
         spilled = table._engine.region.array("extent")[table.indices(), 1] < 0
         number = int(np.bincount(segments[spilled]).argmax())
         hit = spilled & (segments == number)
@@ -184,7 +184,7 @@ def test_damage_loses_the_trajectories_that_it_hits(tmp_path: Path, caplog: pyte
         table.check_valid()
 
 
-@pytest.mark.parametrize("damage", ["unreadable", "missing"])
+@pytest.mark.parametrize("damage", ["unreadable", "missing", "checksums", "no checksums"])
 def test_a_disk_that_fails(tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with _full(tmp_path) as table:
         if damage == "unreadable":
@@ -192,11 +192,15 @@ def test_a_disk_that_fails(tmp_path: Path, damage: str, monkeypatch: pytest.Monk
             def fail(*_: Any) -> int:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-            monkeypatch.setattr(tier_reader, "read_piece", fail)
+            monkeypatch.setattr(tier_reader.ColumnFile, "read", fail)
             monkeypatch.setattr(tier_reader.file_reads, "read_pieces", lambda reads, done, cached: None)
-        else:
-            for folder in (tmp_path / "segments").iterdir():
+        for folder in (tmp_path / "segments").iterdir():
+            if damage == "missing":
                 shutil.rmtree(folder)
+            elif damage == "checksums":
+                flip(folder / "checksums.xxh3", 3)
+            elif damage == "no checksums":
+                (folder / "checksums.xxh3").unlink()
         inside = len(table) - table._engine.num_spilled
         for _ in dataset(table, batches_per_epoch=20):
             pass
@@ -213,7 +217,7 @@ def test_errors_that_may_pass_lose_nothing(tmp_path: Path, monkeypatch: pytest.M
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
         with monkeypatch.context() as patch:
-            patch.setattr(tier_reader, "read_piece", fail)
+            patch.setattr(tier_reader.ColumnFile, "read", fail)
             patch.setattr(tier_reader.file_reads, "read_pieces", lambda reads, done, cached: None)
             with pytest.raises(CheckpointError, match=r"Too many open files.*stay in it"):
                 list(dataset(table, batches_per_epoch=20))

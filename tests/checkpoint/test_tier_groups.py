@@ -17,7 +17,7 @@ from table_common import bits
 from tier_common import NEVER, batch_bits, spill
 
 import gear_loader as gear
-from gear_loader.checkpoint import promoting
+from gear_loader.checkpoint import spilling
 
 COLUMNS = {
     "token": gear.Column(torch.int32, (5,)),
@@ -106,7 +106,7 @@ def test_groups_of_random_histories(
                 table.save(path)
                 spill(table, slots[chosen % 3 :: 3])
             elif kind == "promote":
-                promoting.promote(table._engine, np.array([slot]))
+                spilling.promote(table._engine, np.array([slot]))
             elif kind == "remove":
                 table.remove(slot)
                 whole.remove(slot)

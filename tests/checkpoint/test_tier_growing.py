@@ -14,7 +14,7 @@ from table_common import fresh_name
 from tier_common import COLUMNS, WINDOWS, batch_bits, everything, final, fitting, rows, tiered
 
 import gear_loader as gear
-from gear_loader.checkpoint import promoting
+from gear_loader.checkpoint import spilling
 from gear_loader.checkpoint.spilling import Spiller
 from gear_loader.errors import TableFullError
 
@@ -93,7 +93,7 @@ def test_random_histories(
             elif kind == "out":
                 move_out(table, path if chosen % 2 else None)
             elif kind == "promote":
-                promoting.promote(table._engine, slot)
+                spilling.promote(table._engine, slot)
             elif kind == "remove" and len(slots) > 1:
                 for one in (table, whole):
                     one.remove(slot)
@@ -120,7 +120,7 @@ def test_a_step_brings_its_trajectory_back(tmp_path: Path) -> None:
                     assert outside(table, int(table.indices()[0]))
                     assert not outside(table, slot), "its last step is not on disk"
                     if turn % 2:
-                        promoting.promote(table._engine, table.indices())
+                        spilling.promote(table._engine, table.indices())
                     assert everything(table) == everything(whole)
                 for number, pair in enumerate(pairs):
                     move_out(table, tmp_path)
@@ -144,7 +144,7 @@ def test_writers_of_a_vector_environment(tmp_path: Path) -> None:
                 move_out(table, tmp_path)
                 assert table._engine.num_spilled == 4
             if turn % 6 == 4:
-                promoting.promote(table._engine, table.indices()[:2])
+                spilling.promote(table._engine, table.indices()[:2])
             assert everything(table) == everything(whole)
 
 

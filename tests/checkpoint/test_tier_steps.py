@@ -30,7 +30,7 @@ from tier_common import (
 from waiting_common import wait_until
 
 import gear_loader as gear
-from gear_loader.checkpoint import promoting, spilling
+from gear_loader.checkpoint import spilling
 from gear_loader.errors import SchemaError, StaleIndexError
 from gear_loader.selection import priorities
 from gear_loader.selection.leaf_blocks import LeafBlocks
@@ -179,68 +179,6 @@ def test_blocks_of_leaves_are_the_lowest_free_ones(data: st.DataObject, block_st
 
 
 # Batches ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS)
-def test_batches_equal_those_of_a_table_that_fits(tmp_path: Path, selector: Any) -> None:
-    """Also without a disk, as long as nothing is removed and every trajectory begins a block."""
-    with (
-        fitting() as plain,
-        tiered(tmp_path / "roomy", blocks=ROOMY) as roomy,
-        tiered(tmp_path / "small") as small,
-    ):
-        tables = (plain, roomy, small)
-        sets = [dataset(table, selector=selector) for table in tables]
-        twins = [Twin(table) for table in tables]
-        for number in range(40):
-            for table in tables:
-                table.add(rows(number, 1 + number * 7 % 23), priority=float(1 + number % 5))
-            if number % 4 == 3:
-                batches = [data.sample() for data in sets]
-                assert same(batches[0], batches[1])
-                assert same(batches[0], batches[2])
-                for data, twin, batch in zip(sets, twins, batches, strict=True):
-                    priorities = ((np.arange(8) + number) % 11 / 8).tolist()
-                    data.update_priority(batch, priorities)
-                    assert twin.update(batch, priorities) == data.num_stale == 0
-                    if selector is EXACT:
-                        twin.check(data)
-        assert small._engine.num_spilled > 20
-        assert plain._engine.num_spilled == roomy._engine.num_spilled == 0
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"windows": gear.Window(3, -1), "complete": True},
-        {"windows": {"value": gear.Window(4, -1)}, "complete": True, "sample_info": True},
-        {"windows": gear.Window(30, -15), "subset": lambda numbers: numbers % 3 > 0},
-        {"windows": {"wide": gear.Window(2, 9, pad="tail"), "task": None}},
-    ],
-    ids=["complete", "final steps", "subset", "tail"],
-)
-def test_windows_and_subsets(tmp_path: Path, options: dict[str, Any]) -> None:
-    with (
-        tiered(tmp_path / "roomy", blocks=ROOMY) as roomy,
-        tiered(tmp_path / "small", blocks=40) as small,
-    ):
-        sets = [dataset(table, **options) for table in (roomy, small)]
-        for number in range(50):
-            length = 1 + number * 11 % 30
-            for table in (roomy, small):
-                ends = final(number, length) if number % 3 == 0 else None
-                table.add(rows(number, length), priority=float(1 + number % 5), final=ends)
-                if number % 7 == 6:
-                    table.remove(int(table.indices()[number // 2 % len(table)]))
-            batches = [drawn(data) for data in sets]
-            for batch in batches:
-                if not isinstance(batch, str):
-                    batch.get("sample_info", {}).pop("age_seconds", None)
-            assert same(*batches)
-            for data, batch in zip(sets, batches, strict=True):
-                if not isinstance(batch, str):
-                    data.update_priority(batch, batch["anchor"] % 4 + 0.5)
-        assert small._engine.num_spilled > 10
 
 
 _ACTIONS = st.lists(
@@ -403,7 +341,7 @@ def test_priorities_stay_on_the_way_to_disk_and_back(tmp_path: Path) -> None:
                 assert (batch["value"][:, 2, 0] == expected).all()
             assert found == hot
             if not again:
-                assert promoting.promote(table._engine, slots[:4]) == 4
+                assert spilling.promote(table._engine, slots[:4]) == 4
                 assert spill(table, slots[6:9]) == 3
                 twin.check(data)
         table.remove(slots[[2, 7]])
@@ -601,37 +539,6 @@ def test_means_of_any_priorities_are_numbers(tmp_path: Path, alpha: float) -> No
 
 
 # Shards ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scope", ["global", "local"])
-def test_shards(tmp_path: Path, scope: Any) -> None:
-    found: list[list[Any]] = []
-    for kind, blocks in (("roomy", ROOMY), ("small", 24)):
-        tables = [tiered(tmp_path / f"{kind}-{i}", blocks=blocks, on_full="evict_oldest") for i in range(2)]
-        for i, table in enumerate(tables):
-            for number in range(30):
-                table.add(rows(100 * i + number, 1 + number * 7 % 23), priority=float(1 + number % 3))
-        mine = tables if scope == "global" else tables[0]
-        options: dict[str, Any] = {"scope": scope, "batches_per_epoch": 12}
-        data = dataset(gear.distributed.Shards(mine), **options)  # type: ignore[arg-type]
-        found.append([])
-        for turn, batch in enumerate(data):
-            found[-1].append(batch_bits(batch))
-            data.update_priority(batch, batch["anchor"] + 1.0)
-            if turn % 3 == 1:  # the last change is known before the state is taken
-                for i, table in enumerate(tables):
-                    table.remove(int(table.indices()[turn]))
-                    table.add(rows(100 * i + 30 + turn, 5 + turn), priority=2.0)
-        state = data.state_dict()
-        again = dataset(gear.distributed.Shards(mine), **options)  # type: ignore[arg-type]
-        again.load_state_dict(state)
-        for one, other in itertools.islice(zip(data, again, strict=True), 5):
-            assert same(one, other)
-            found[-1].append(batch_bits(one))
-        assert (tables[0]._engine.num_spilled > 10) == (kind == "small")
-        for table in tables:
-            table.close()
-    assert found[0] == found[1]
 
 
 # Refused ---------------------------------------------------------------------------------------------

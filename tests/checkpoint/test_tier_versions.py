@@ -14,7 +14,7 @@ from options_common import nested_table
 from tier_common import NEVER, batch_bits, spill
 
 import gear_loader as gear
-from gear_loader.checkpoint import promoting
+from gear_loader.checkpoint import spilling
 
 COLUMNS = {
     "token": gear.Column(torch.int32, (5,)),
@@ -73,7 +73,7 @@ def test_versions_of_random_histories(
                 table.save(path)
                 spill(table, slots[chosen % 3 :: 3])
             elif kind == "promote":
-                promoting.promote(table._engine, slots[chosen % len(slots)][None])
+                spilling.promote(table._engine, slots[chosen % len(slots)][None])
             elif kind == "advance":
                 assert table.advance_version() == whole.advance_version()
             elif kind == "update" and not isinstance(selector, gear.Uniform):

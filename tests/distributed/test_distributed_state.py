@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import mostly_long
 from dataset_common import copies, drawn, same_batches
 from distributed_common import check_batch, filled, new_priorities, run_ranks, same_rows
 from options_common import nested
@@ -48,33 +47,6 @@ def steps(data: gear.ReplayDataset, first: int, count: int, iterator: Any = None
             names = {key: batch.get(key, torch.zeros(1)) for key in ("index", "anchor", "shard")}
             data.update_priority(batch, new_priorities(names, number))
     return found, iterator
-
-
-def same(some: list[Any], others: list[Any]) -> None:
-    assert len(some) == len(others)
-    same_rows([some], others, "resumed")
-
-
-SELECTORS = [
-    gear.Prioritized(),
-    gear.Prioritized(unit="step", normalize="table"),
-    gear.Prioritized(replacement=False),
-    gear.TopK(),
-    gear.Uniform(replacement=False),
-]
-
-
-@pytest.mark.parametrize("prefetch", mostly_long([0, 2], 2))
-@pytest.mark.parametrize("selector", SELECTORS, ids=repr)
-def test_one_process_resumes_bit_for_bit(selector: gear.selectors.Selector, prefetch: int) -> None:
-    data = dataset(alone(COUNTS), selector, prefetch=prefetch)
-    _, iterator = steps(data, 0, BEFORE)
-    state = data.state_dict()
-    expected, _ = steps(data, BEFORE, AFTER, iterator)
-    for _ in range(2):  # a state that was loaded can be loaded twice
-        again = dataset(alone(COUNTS), selector, prefetch=prefetch)
-        again.load_state_dict(state)
-        same(steps(again, BEFORE, AFTER)[0], expected)
 
 
 def test_damaged_states_are_refused_before_anything_changes() -> None:
@@ -113,7 +85,7 @@ def saving_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
                 again.load_state_dict(state)
                 mine, iterator = steps(again, BEFORE, AFTER)
                 iterator.close()
-                same(mine, expected)
+                same_rows([mine], expected, "resumed")
                 found[f"{scope} {selector.unit}"] = (state, expected)
         distributed.save(shards, Path(folder, "tables"))
         if rank == 0:

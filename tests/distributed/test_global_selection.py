@@ -241,15 +241,6 @@ def frequencies(selector: gear.selectors.Selector, rows: int, batches: int) -> n
     return seen
 
 
-def test_prioritized_draws_in_proportion_over_all_shards() -> None:
-    seen = frequencies(gear.Prioritized(alpha=1.0), 200, 200)
-    expected = 40_000 * WEIGHTS / WEIGHTS.sum()
-    assert seen[2] == 0
-    some = expected > 0
-    statistic = ((seen - expected)[some] ** 2 / expected[some]).sum()
-    assert statistic < 27.9  # chi-squared with 8 degrees of freedom: once in 2,000 seeds
-
-
 def test_distinct_rows_are_drawn_one_after_another_over_all_shards() -> None:
     seen = frequencies(gear.Prioritized(alpha=1.0, replacement=False), 3, 2000)
     expected = np.zeros(10)
@@ -268,45 +259,7 @@ def test_distinct_rows_are_drawn_one_after_another_over_all_shards() -> None:
     assert deviation.max() < 4.5
 
 
-def test_weights_are_those_of_the_probability_over_all_shards() -> None:
-    shards = alone([5, 9])
-    selector = gear.Prioritized(alpha=1.0, beta=0.7)
-    data = gear.ReplayDataset(shards, batch_size=64, windows=gear.Window(1), selector=selector, prefetch=0)
-    batch = data.sample()
-    names = zip(batch["shard"].tolist(), batch["index"].tolist(), strict=True)
-    priorities = np.array(
-        [shards.own[shard]._engine.reader().arrays.priority[index] for shard, index in names]
-    )
-    expected = (priorities.min() / priorities) ** 0.7
-    np.testing.assert_allclose(batch["priority_weight"].numpy(), expected, rtol=1e-6)
-
-
-def test_anchors_at_an_end() -> None:
-    shards = alone([9, 12, 20])
-    for i, name in enumerate(("prioritized", "prioritized distinct", "top", "uniform", "fifo")):
-        for anchor in ("first", "last") if name == "uniform" else (("first", "last")[i % 2],):
-            for batch in dataset(shards, name, anchor=anchor, batches_per_epoch=3):
-                rows = zip(batch["shard"].tolist(), batch["index"].tolist(), strict=True)
-                lengths = [
-                    int(shards.own[shard]._engine.reader().index_arrays()[0][index, 0])
-                    for shard, index in rows
-                ]
-                expected = [0 if anchor == "first" else length - 1 for length in lengths]
-                assert batch["anchor"].tolist() == expected, (name, anchor)
-
-
 # ---------------------------------------------------------------- trajectories that come and go
-
-
-def test_evicted_trajectories_are_replaced_and_new_ones_are_drawn() -> None:
-    shards = alone([30, 30])
-    for number, batch in enumerate(dataset(shards, "prioritized", batches_per_epoch=30)):
-        check_batch(batch, WINDOWS)
-        for shard, table in shards.own.items():
-            table.remove(table.indices()[:3])
-            for i in range(3):
-                table.add(trajectory(10_000 + 1000 * shard + 3 * number + i, 4))
-    assert (batch["act"] // 1000 >= 10_000).any()
 
 
 def test_nothing_to_draw_is_an_error_until_there_is() -> None:
@@ -376,28 +329,6 @@ def test_shards_that_are_empty_or_cannot_be_reached(name: str, monkeypatch: Any)
             same_rows([found], expected, name)
         elif not SELECTORS[name].passes:  # a pass goes over what there was when it began
             assert not any(set(lost) & set(batch["shard"].tolist()) for batch in found)
-
-
-@pytest.mark.parametrize("name", list(SELECTORS))
-@pytest.mark.parametrize("emptied", [[0, 2], [1]])
-def test_rows_of_a_shard_that_is_emptied_fall_to_the_others(name: str, emptied: list[int]) -> None:
-    shards = alone([40, 40, 40])
-    data = dataset(shards, name)
-    for number, batch in enumerate(data):
-        check_batch(batch, WINDOWS)
-        assert len(batch["index"]) == ROWS or SELECTORS[name].passes
-        if number >= 1:
-            assert not set(emptied) & set(batch["shard"].tolist())
-        if number == 0:
-            for shard in emptied:
-                shards.own[shard].remove(shards.own[shard].indices())
-    for shard in set(range(3)) - set(emptied):
-        shards.own[shard].remove(shards.own[shard].indices())
-    with pytest.raises((gear.errors.TableEmptyError, gear.errors.PriorityError)):
-        data.sample()
-    shards.own[emptied[0]].add(trajectory(7, 3))
-    if name != "prioritized distinct":  # which finds too few
-        assert set(data.sample()["shard"].tolist()) == {emptied[0]}
 
 
 def test_rows_that_vanish_before_they_are_read_come_from_a_shard_that_has_some(monkeypatch: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import kernel_and_twin
 
 from gear_loader.kernels import cast_reference
 from gear_loader.kernels.cast import LAUNCH, cast
@@ -17,14 +18,7 @@ from gear_loader.kernels.cast_plan import CAST_DTYPES, CastColumn, CastPlan
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
 Cast = Callable[..., None]
-ALL = pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(cast, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it is compiled here")),
-        cast_reference.cast,
-    ],
-    ids=["kernel", "twin"],
-)
+ALL = kernel_and_twin(cast, cast_reference.cast)
 FLOATS = [dtype for dtype in CAST_DTYPES if dtype.is_floating_point]
 SCALES = (1 / 255, -3.7, 2.0)
 ROWS = 150

@@ -1,8 +1,9 @@
-"""The gather kernel, under Triton's interpreter, and its torch twin against the definition of a window."""
+"""The gather kernel under Triton's interpreter, its torch twin and the loops of the CPU, against the oracle."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -36,6 +37,8 @@ from gear_loader.kernels.plan import (
     GatherColumn,
     GatherPlan,
 )
+from gear_loader.native import gathering
+from gear_loader.native import threads as crew
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
@@ -43,7 +46,42 @@ st = pytest.importorskip("hypothesis.strategies")
 if torch.cuda.is_available():
     pytest.skip("the kernel is compiled here, see test_gather_gpu.py", allow_module_level=True)
 
-BOTH = pytest.mark.parametrize("run", [gather, reference.gather], ids=["kernel", "twin"])
+
+def loop(
+    plan: GatherPlan,
+    slots: torch.Tensor,
+    anchors: torch.Tensor,
+    extent: torch.Tensor,
+    block_ids: torch.Tensor,
+    *,
+    rows: torch.Tensor | None = None,
+    programs: int | None = None,
+    crew_of: int | None = None,
+) -> None:
+    """The compiled loop with the signature of the kernels, the rows in `programs` parts.
+
+    With `crew_of` it is done by a crew of three; that many bytes of a row decide in how many chunks.
+    """
+    count = plan.check_rows(slots, anchors, rows)
+    chosen = None if rows is None else rows.numpy()
+    tensors = (plan.table, slots, anchors, extent, block_ids)
+    given = (*(each.numpy() for each in tensors), plan.block_steps)
+    if crew_of is None:
+        parts = programs or 1
+        for i in range(parts):
+            gathering.gather(*given, count * i // parts, count * (i + 1) // parts, chosen)
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        crew.gather(*given, crew_of, chosen)
+    finally:
+        torch.set_num_threads(threads)
+
+
+RUNS: dict[str, Gather] = {"kernel": gather, "twin": reference.gather, "loop": loop}
+RUNS |= {f"crew of {size}": functools.partial(loop, crew_of=size) for size in (1, 1 << 14, 1 << 20)}
+ALL = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 
 
 def test_a_window_by_hand() -> None:
@@ -61,7 +99,7 @@ def test_a_window_by_hand() -> None:
         (2, 1): (b"....", b"....", b"....", b"cccc"),
         (0, -4): (b"....", b"....", b"....", b"aaaa"),
     }
-    for run, ((anchor, offset), results) in itertools.product((gather, reference.gather), expected.items()):
+    for run, ((anchor, offset), results) in itertools.product(RUNS.values(), expected.items()):
         outputs = Outputs([Spec(1, 4, offset, pad) for pad in PADS], 1)
         run(outputs.plan(store), torch.tensor([0]), torch.tensor([anchor]), store.extent, store.block_ids)
         exists = (*results[:3], results[PAD_KEEP])  # repeated steps are padding all the same
@@ -71,7 +109,7 @@ def test_a_window_by_hand() -> None:
             assert mask.numpy().tolist() == [[letter != ord(".") for letter in there]]
 
 
-@BOTH
+@ALL
 def test_a_batch_from_two_tables(run: Gather) -> None:
     check_two_tables(run)
 
@@ -92,7 +130,7 @@ def test_program_counts(programs: int | None) -> None:
     check_gather(gather, store, specs, slots, anchors, programs=programs)
 
 
-@BOTH
+@ALL
 def test_far_windows(run: Gather) -> None:
     # Offsets and anchors whose sums leave 32 bits.
     sizes = (4, 4, 16, 16)
@@ -104,16 +142,30 @@ def test_far_windows(run: Gather) -> None:
         check_gather(run, store, specs, slots, anchors)
 
 
+@pytest.mark.parametrize("name", ["loop", "crew of 16384"])
+def test_large_pieces(name: str) -> None:
+    """Pieces of a page and more, and a batch that is written past the caches, that begin anywhere in a line."""
+    for step_bytes, shift, length in [(1000, 63, 9), (1024, 0, 3), (4100, 1, 2), (4100, 0, 1)]:
+        store = Store([step_bytes], [1, 2, 40], 4)
+        slots, anchors = store.draw(6)
+        check_gather(RUNS[name], store, [Spec(step_bytes, length, -1, shift=shift)], slots, anchors)
+    store = Store([1031, 36, 1], [1, 90, 200], 13)
+    slots, anchors = store.draw(60)
+    specs = [Spec(size, 90, -45, shift=shift) for size, shift in ((1031, 5), (36, 0), (1, 1))]
+    assert gathering.STREAM_BATCH_BYTES < 60 * 90 * 1068
+    check_gather(RUNS[name], store, specs, slots, anchors)
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
     aligned = draw(st.booleans())
-    size = st.sampled_from([16, 32, 48, 80, 144]) if aligned else st.integers(1, 70)
+    size = st.sampled_from([16, 32, 48, 80, 144]) if aligned else st.integers(1, 70) | st.integers(71, 300)
     sizes = draw(st.lists(size, min_size=1, max_size=3))
     block_steps = draw(st.integers(1, 40) | st.sampled_from([64, 100]))
-    lengths = draw(st.lists(st.integers(1, 90), min_size=1, max_size=5))
-    windows = st.integers(1, 24)
+    lengths = draw(st.lists(st.integers(1, 200), min_size=1, max_size=5))
+    windows = st.integers(1, 24) | st.integers(25, 140)
     offsets = st.integers(-40, 40) | st.sampled_from([-400, 400])
-    shifts = st.just(0) if aligned else st.integers(0, 5)
+    shifts = st.just(0) if aligned else st.integers(0, 70)
     spec = st.tuples(windows, offsets, st.sampled_from(PADS), st.booleans(), shifts, st.booleans())
     count = draw(st.integers(0, 5))
     batch = max(1, count + draw(st.integers(0, 2)))
@@ -174,13 +226,13 @@ def test_random_shapes(case: dict[str, Any]) -> None:
     count, seed = case.pop("draw")
     store, specs = case.pop("store"), case.pop("specs")
     slots, anchors = store.draw(count, seed)
-    for run in (gather, reference.gather):
+    for run in RUNS.values():
         plan = check_gather(run, store, specs, slots, anchors, **case)
     whole = all(spec.step_bytes % 16 == 0 and not spec.shift for spec in specs)
     assert ([word for word, _, _ in plan.launches] == [16]) == whole
 
 
-@BOTH
+@pytest.mark.parametrize("run", [gather, reference.gather, loop], ids=["kernel", "twin", "loop"])
 @pytest.mark.parametrize("sizes", [(48, 64), (6, 12)], ids=["aligned", "unaligned"])
 def test_an_address_space_of_more_than_2_31_words(run: Gather, sizes: tuple[int, int]) -> None:
     store = HugeStore(sizes, 21)
@@ -378,7 +430,7 @@ INDEX: Refused = [
 def test_arguments_that_are_refused() -> None:
     store = Store([8], [4], 2)
     good = {"slots": ints(2), "anchors": ints(2), "extent": store.extent, "block_ids": store.block_ids}
-    for run, cases in ((gather, ROWS + INDEX), (reference.gather, ROWS)):
+    for run, cases in ((gather, ROWS + INDEX), (reference.gather, ROWS), (loop, ROWS)):
         for changes, error, message in cases:
             outputs = Outputs([Spec(8, 3)], 2)
             with pytest.raises(error, match=message):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from cases import mostly_long
+from cases import kernel_and_twin, mostly_long
 from graph_common import drawn, random_graph
 
 from gear_loader.graph import DeviceSampler, NeighborSampler
@@ -15,16 +15,7 @@ from gear_loader.kernels import neighbors, neighbors_reference
 
 Draw = Callable[..., None]
 
-ALL = pytest.mark.parametrize(
-    "draw",
-    [
-        pytest.param(
-            neighbors.draw, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it is compiled here")
-        ),
-        neighbors_reference.draw,
-    ],
-    ids=["kernel", "twin"],
-)
+ALL = kernel_and_twin(neighbors.draw, neighbors_reference.draw, "draw")
 _POISON = -77
 
 

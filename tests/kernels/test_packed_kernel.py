@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from gather_common import GUARD, POISON, STEP_BYTES, Store, host_memory, pinned_memory
+from cases import kernel_and_twin
+from gather_common import POISON, STEP_BYTES, Guarded, Store, host_memory, pinned_memory
 from packed_common import WHOLE, PackedBatch
 
 from gear_loader.collection.packed_cuda import staged_pieces
@@ -21,21 +22,8 @@ hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
 
 Gather = Callable[..., None]
-ALL = pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(
-            gather_packed, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it is compiled here")
-        ),
-        packed_reference.gather_packed,
-    ],
-    ids=["kernel", "twin"],
-)
-EVERY = (
-    (packed_reference.gather_packed,)
-    if torch.cuda.is_available()
-    else (gather_packed, packed_reference.gather_packed)
-)
+ALL = kernel_and_twin(gather_packed, packed_reference.gather_packed)
+EVERY = [packed_reference.gather_packed] + [gather_packed] * (not torch.cuda.is_available())
 
 
 @ALL
@@ -131,15 +119,14 @@ def test_rows_one_after_another_in_one_block(run: Gather, shift: int) -> None:
         source = memory(-(-rows * size // 128) * 128)
         source[: rows * size] = torch.from_numpy(values.reshape(-1))
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        out = torch.full((GUARD + shift + rows * size + GUARD,), POISON, dtype=torch.uint8, device=device)
-        columns.append(PackedColumn(source[None], out[GUARD + shift : -GUARD].view(rows, size), once=once))
-        moved = np.empty_like(values)
+        output = Guarded((rows, size), shift=shift, device=device)
+        columns.append(PackedColumn(source[None], output.out, once=once))
         for row, (begin, count) in enumerate(zip(begins, counts, strict=True)):
             if once:
-                moved[order[row]] = values[row]
+                output.expected[order[row]] = values[row]
             else:
-                moved[outs[row] : outs[row] + count] = values[begin : begin + count]
-        expected.append((out, moved))
+                output.expected[outs[row] : outs[row] + count] = values[begin : begin + count]
+        expected.append(output)
     position = torch.full((total,), -1, dtype=torch.int32, device=device)
     plan = PackedPlan(columns, position)
     plan.device_table = plan.table.to(device)
@@ -149,11 +136,8 @@ def test_rows_one_after_another_in_one_block(run: Gather, shift: int) -> None:
     list_lines(pieces, number, kinds, classes, groups, tiles, ends)
     lists = (torch.from_numpy(each).to(device) for each in (pieces, groups, tiles))
     run(plan, PackedWork(*lists, tuple(ends.tolist()), (number, len(counts))))
-    for out, values in expected:
-        whole = out.cpu().numpy()
-        np.testing.assert_array_equal(whole[GUARD + shift : -GUARD].reshape(values.shape), values)
-        assert (whole[: GUARD + shift] == POISON).all()
-        assert (whole[-GUARD:] == POISON).all()
+    for output in expected:
+        output.check()
     for row, count in enumerate(counts):
         found = position[outs[row] : outs[row] + count].cpu().numpy()
         np.testing.assert_array_equal(found, begins[row] % 7 + np.arange(count))
@@ -171,7 +155,7 @@ def test_what_is_refused(run: Gather) -> None:
         run(plan, dataclasses.replace(work, num_pieces=(3, 1)))
     with pytest.raises(ValueError, match=r"tiles is on meta; expected cpu"):
         run(plan, dataclasses.replace(work, tiles=work.tiles.to("meta")))
-    assert all((out == POISON).all() for out, _ in batch.guarded)
+    assert all((each.whole == POISON).all() for each in batch.guarded)
 
 
 def test_columns_that_are_refused() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gather_common import FOREIGN, GUARD, POISON, Memory, choose, host_memory, pinned_memory, reserve
+from gather_common import FOREIGN, POISON, Guarded, Memory, choose, host_memory, pinned_memory, reserve
 
 from gear_loader import Column, Window
 from gear_loader.kernels import reference
@@ -49,7 +49,7 @@ class Staged:
     """Poisoned outputs between guard bytes, and staging memory with random rows for them.
 
     Attributes:
-        plan, staging, rows: what a placing takes. expected: of each output, between its guards.
+        plan, staging, rows: what a placing takes. guarded: the outputs.
     """
 
     def __init__(
@@ -64,33 +64,21 @@ class Staged:
         device: str = "cpu",
     ) -> None:
         random = np.random.default_rng(seed)
-        self.guarded = [
-            torch.full((GUARD + shift + batch * size + GUARD,), POISON, dtype=torch.uint8, device=device)
-            for size in row_bytes
-        ]
-        inside = slice(GUARD + shift, -GUARD)
-        outs = [part[inside].view(batch, size) for part, size in zip(self.guarded, row_bytes, strict=True)]
-        self.plan = PlacePlan(outs)
+        self.guarded = [Guarded((batch, size), shift=shift, device=device) for size in row_bytes]
+        self.plan = PlacePlan([each.out for each in self.guarded])
         self.staging = memory(self.plan.size(count)).fill_(FOREIGN)
         rows = choose(count, batch, seed)
         self.rows = rows.to(device)
-        self.expected = []
-        for size, offset in zip(row_bytes, self.plan.offsets(count), strict=True):
+        for output, offset in zip(self.guarded, self.plan.offsets(count), strict=True):
+            size = output.expected.shape[1]
             values = random.integers(0, 256, (count, size), dtype=np.uint8)
             self.staging[offset : offset + count * size] = torch.from_numpy(values.reshape(-1))
-            expected = np.full(GUARD + shift + batch * size + GUARD, POISON, dtype=np.uint8)
-            expected[inside].reshape(batch, size)[rows.numpy()] = values
-            self.expected.append(expected)
-
-    def check(self) -> None:
-        """Every byte: rows, the other rows, and what lies around the outputs."""
-        for part, expected in zip(self.guarded, self.expected, strict=True):
-            different = np.flatnonzero(part.cpu().numpy() != expected)
-            assert len(different) == 0, f"{len(different)} bytes differ, the first at {different[0] - GUARD}"
+            output.expected[rows.numpy()] = values
 
     def run(self, function: Place, programs: int | None = None) -> None:
         function(self.plan, self.staging, self.rows, programs=programs)
-        self.check()
+        for output in self.guarded:
+            output.check()
 
 
 @ALL
@@ -106,7 +94,7 @@ def test_one_piece(run: Place) -> None:
 def test_outputs_at_odd_addresses(run: Place, shift: int, words: list[int]) -> None:
     staged = Staged([48, 20, 7], 8, 5, shift=shift)
     # torch's own allocations are aligned, on which the words below rest
-    assert [part.data_ptr() % 16 for part in staged.guarded] == [0, 0, 0]
+    assert [part.whole.data_ptr() % 16 for part in staged.guarded] == [0, 0, 0]
     assert staged.plan.table[:, PLACE_WORD].tolist() == words
     staged.run(run)
 
@@ -229,7 +217,7 @@ def test_the_current_stream_is_used() -> None:
     def late(*arguments: Any, **options: Any) -> None:
         torch.cuda._sleep(SLEEP)
         for part in staged.guarded:
-            part.fill_(POISON)
+            part.whole.fill_(POISON)
         place(*arguments, **options)
 
     stream = torch.cuda.Stream()

@@ -17,6 +17,7 @@ from priority_common import (
     check_consistent,
     copy_of,
     counters,
+    descend_host,
     descend_twin,
     extreme_uniforms,
     levels_of,
@@ -483,7 +484,9 @@ def test_a_distinct_draw_of_everything_draws_everything() -> None:
     assert sorted(check_draw(tree, 31, 1, 1, distinct=True).tolist()) == list(range(31))
 
 
-WALKS = pytest.mark.parametrize("walk", [descend_kernel, descend_twin], ids=["kernel", "twin"])
+WALKS = pytest.mark.parametrize(
+    "walk", [descend_kernel, descend_twin, descend_host], ids=["kernel", "twin", "host"]
+)
 
 
 @WALKS

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cases import kernel_and_twin
 from gather_common import POISON
 from records_common import CARTPOLE, HOPPER, Part, Records
 
@@ -19,16 +20,7 @@ st = pytest.importorskip("hypothesis.strategies")
 DEVICE = "cuda"
 Split = Callable[..., None]
 
-ALL = pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(
-            split, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it is compiled here")
-        ),
-        reference.split,
-    ],
-    ids=["kernel", "twin"],
-)
+ALL = kernel_and_twin(split, reference.split)
 
 
 @ALL
@@ -101,7 +93,7 @@ def test_arguments_that_are_refused(run: Split) -> None:
         run(records.plan, 2, rows=torch.zeros(1, dtype=torch.int64))
     with pytest.raises(TypeError, match=r"rows is torch.int32 \[2\]; expected contiguous torch.int64"):
         run(records.plan, 2, rows=torch.zeros(2, dtype=torch.int32))
-    assert all((part == POISON).all() for part in records.guarded)
+    assert all((part.whole == POISON).all() for part in records.guarded)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Reads of pieces of files without the GIL, and where their bytes belong in a table."""
+"""Reads of pieces of files without the GIL."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from gear_loader.native.copying import copy_rows
-from gear_loader.native.file_reads import WIDTH, ranges_of, read_pieces
+from gear_loader.native.file_reads import WIDTH, read_pieces
 
 
 def reads_cached(fd: int) -> bool:
@@ -45,41 +42,3 @@ def test_pieces_of_verified_chunks_are_read(tmp_path: Path, cached: bool) -> Non
         assert (out[i, :size] == data[begin : begin + size]).all()
         assert not out[i, size:].any()
     assert not out[2].any()
-
-
-@given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
-    gaps=st.lists(st.booleans(), min_size=8, max_size=8),
-    size=st.integers(1, 5),
-    block_steps=st.integers(1, 4),
-    most=st.integers(1, 40),
-    seed=st.integers(0, 100),
-)
-def test_ranges_hold_what_is_copied(
-    lengths: list[int], gaps: list[bool], size: int, block_steps: int, most: int, seed: int
-) -> None:
-    generator = np.random.default_rng(seed)
-    steps = np.array(lengths)
-    ends = np.cumsum(steps + np.array(gaps[: len(steps)]))
-    first = ends - steps
-    blocks = -(-steps // block_steps)
-    places = np.cumsum(blocks) - blocks
-    ids = generator.permutation(blocks.sum() + 3)[: blocks.sum()].astype(np.int32)
-    stride = block_steps * size + int(generator.integers(0, 3))
-    memory = generator.integers(0, 256, (len(ids) + 3) * stride, dtype=np.uint8)
-    column = np.array([memory.ctypes.data, stride, size, size, block_steps])
-    low, high = sorted(generator.integers(0, ends[-1] * size + 1, 2).tolist())
-    out = np.empty((most, 2), dtype=np.int64)
-    count = ranges_of(low, high, first, ends, places, ids, column, out)
-    covered = np.zeros(ends[-1] * size, dtype=bool)
-    for begin, end in zip(first.tolist(), ends.tolist(), strict=True):
-        covered[begin * size : end * size] = True
-    if count < 0:
-        assert not covered[low:high].all() or most < (high - low) // size + 2
-        return
-    assert covered[low:high].all()
-    expected = np.zeros(high - low, dtype=np.uint8)
-    if high > low:
-        copy_rows(expected.ctypes.data, low, high, first, ends, places, ids, column, False)
-    found = [memory[begin : begin + length] for begin, length in out[:count].tolist()]
-    assert (np.concatenate([expected[:0], *found]) == expected).all()

@@ -10,8 +10,10 @@ import random
 import tempfile
 from typing import Any
 
+import numpy as np
+import oracle
 import torch
-from distributed_common import check_batch, filled, new_priorities, trajectory
+from distributed_common import SCHEMA, filled, new_priorities, trajectory
 from options_common import nested
 from played_peer import PlayedPeer
 from scenarios import Mismatch, Shrinkable, cloned, collected_on_request, on_host, spill_some
@@ -193,22 +195,27 @@ def _write(cuda: Cuda, tables: list[gear.Table], owners: dict[tuple[int, int, in
         cuda.threads.switch()
 
 
-def check_packed(batch: dict[str, Any]) -> None:
-    """Every row has the steps of one trajectory that its window has."""
-    starts = batch["cu_seqlens"].tolist()
-    for row, (begin, end) in enumerate(itertools.pairwise(starts)):
-        number, part = int(batch["task"][row, 0]), slice(begin, end)
-        length, low = number_of_steps(number), max(int(batch["anchor"][row]) + PACKED.offset, 0)
-        high = min(int(batch["anchor"][row]) + PACKED.offset + PACKED.length, length)
-        if batch["position"][part].tolist() != list(range(low, high)):
-            raise Mismatch(
-                f"row {row} of {number} has steps {batch['position'][part]}; expected {low} to {high}"
-            )
-        for name, values in trajectory(number, length).items():
-            wanted = torch.from_numpy(values[low:high] if name != "task" else values)
-            found = batch[name][part] if name != "task" else batch[name][row]
-            if not torch.equal(found, wanted):
-                raise Mismatch(f"row {row} of {number}: {name} is {found}; expected {wanted}")
+def check_rows(scenario: ShardScenario, number: int, batch: dict[str, Any], numbers: list[int]) -> None:
+    """Fail unless the rows of a batch are those of the trajectories with these numbers, by the oracle."""
+    packs = scenario.layout != "padded"
+    windows: dict[str, Any] = {
+        **dict.fromkeys(("obs", "act", "flag"), PACKED if packs else WINDOWS),
+        "task": None,
+    }
+    if scenario.converts:
+        windows["half"] = PACKED_HALF if packs else HALF
+    values = [trajectory(each, number_of_steps(each)) for each in numbers]
+    rows = [oracle.Row(row, anchor) for row, anchor in enumerate(batch["anchor"].tolist())]
+    expected = oracle.batch(SCHEMA, values, rows, windows, layout="packed" if packs else "padded")
+    masks = expected.pop("masks", {})
+    found = dict(batch)
+    for name, mask in masks.items():  # by name if windows are a mapping
+        expected[f"mask of {name}"] = mask
+        found[f"mask of {name}"] = batch["mask"][name] if scenario.converts else batch["mask"]
+    for name, right in expected.items():
+        value = oracle.numpy_of(found[name]) if isinstance(found[name], torch.Tensor) else found[name]
+        if not np.array_equal(value, right):
+            raise Mismatch(f"batch {number} of {numbers}: {name} is {value}; expected {right}")
 
 
 @functools.cache
@@ -242,18 +249,8 @@ def _run(scenario: ShardScenario, seed: int, policy: Policy, *, ordered: bool) -
                 table.close()
     cuda.check()
     for number, batch in enumerate(found):
-        if scenario.layout == "padded":
-            check_batch(batch, WINDOWS)
-        else:
-            check_packed(batch)
-        if scenario.converts and not torch.equal(batch["half"], (batch["obs"] * HALF.scale).bfloat16()):
-            raise Mismatch(f"batch {number}: half is {batch['half']}; expected obs * {HALF.scale}")
         names = zip(*(batch[key].tolist() for key in ("shard", "index", "generation")), strict=True)
-        numbers = [owners[name] for name in names]
-        if batch["task"][:, 0].tolist() != numbers:
-            raise Mismatch(
-                f"batch {number} has trajectories {batch['task'][:, 0].tolist()}; expected {numbers}"
-            )
+        check_rows(scenario, number, batch, [owners[name] for name in names])
         for key, value in {} if expected is None else expected[number].items():
             # With converted windows, which are a mapping, masks come by name; they are alike.
             for each in batch[key].values() if isinstance(batch[key], dict) else (batch[key],):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 from cases import mostly_long
-from cuda_common import FakeCuda, FakeEvent
+from cuda_common import FakeCuda
 
 import gear_loader as gear
-from gear_loader.collection.collector import TableSource, collector_for
 from gear_loader.errors import PriorityError, SchemaError, StaleIndexError, TableEmptyError
 from gear_loader.selection.base import Anchor, SelectionContext
 from gear_loader.selection.complete import CompleteAnchors
@@ -80,7 +78,8 @@ def drawn(selection: CudaPrioritizedSelection, draw: Draw) -> tuple[torch.Tensor
     try:
         selection.priorities.follow(ticket)
         places = DrawPlaces(random, beta, mirror, mirror[0], REACH, RepeatedWork(), True, lambda: None)
-        selection.draw_rows(draw, places)
+        selection._prepare_draw(draw, places)
+        selection._launch_draw(draw, places)
         selection.priorities.leaves.leave()
     finally:
         ticket.end()
@@ -366,15 +365,6 @@ def test_a_tree_without_positive_priorities_gives_padding_and_an_error_later(tab
         device.priorities.leaves.raise_late()
 
 
-def test_only_the_subset_is_drawn(table: gear.Table) -> None:
-    device, host = both(table, gear.Prioritized(unit="step"), subset=lambda sequences: sequences % 2 == 0)
-    for step in range(2):
-        draw = Draw(0, 0, step, 0, BATCH)
-        found = drawn(device, draw)
-        assert (table._engine.reader().slot_states()[2][found[0][0].numpy()] % 2 == 0).all()
-        np.testing.assert_array_equal(found[0][0], expected(host, draw).slots)
-
-
 def test_wrong_tensors_are_refused_before_anything_is_queued(table: gear.Table) -> None:
     device, _ = both(table, gear.Prioritized())
     two = torch.zeros(2, dtype=torch.int64)
@@ -391,42 +381,6 @@ def test_wrong_tensors_are_refused_before_anything_is_queued(table: gear.Table) 
                 index, priority, generation=generation, anchor=anchor, stale="ignore", between=now
             )
     assert device.num_stale == 0
-
-
-@pytest.mark.parametrize(("name", "unit"), [("prioritized", "step"), ("top", "trajectory")])
-def test_a_batch_is_gathered_from_what_the_kernels_drew(
-    table: gear.Table, name: str, unit: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda _: types.SimpleNamespace(wait_event=lambda event: None)
-    )
-    windows = {"value": gear.Window(12, -5)}
-    device, host = both(table, SELECTORS[name](unit))
-    weighs = device.context.selector.weighs
-    monkeypatch.setattr(torch.cuda, "Event", lambda **_: FakeEvent())
-    made = [
-        collector_for(
-            TableSource(table), windows, batch_size=BATCH, device=CPU, weighs=weighs, zero_copy=zero_copy
-        )
-        for zero_copy in (False, True)
-    ]
-    expected_buffers, buffers = (collector.buffers() for collector in made)
-    for part in buffers.mirror.values():
-        part.fill_(torch.nan if part.is_floating_point() else -7)
-    for step in range(2):
-        for value in (buffers.batch["value"], expected_buffers.batch["value"]):
-            value.fill_(torch.nan)
-        now_drawn = Draw(5, 0, step, 0, BATCH, 0, step)
-        for selection, collector, target in zip(
-            (device, host), made[::-1], (buffers, expected_buffers), strict=True
-        ):
-            ticket = selection.new_ticket()
-            rows = selection.draw(now_drawn, ticket)
-            collector.gather(target, rows)
-            ticket.end()
-            assert len(rows) == BATCH
-        for key, values in expected_buffers.batch.items():
-            torch.testing.assert_close(buffers.batch[key], values, rtol=1e-6, atol=0)
 
 
 def test_quantiles_wait_for_the_updates_before_them(

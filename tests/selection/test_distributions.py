@@ -2,8 +2,9 @@
 
 A distribution chooses numbers of items and knows no table: uniform, in order, or a priority tree (the GPU's
 tree has the bits of the host's, which `test_priority_tree` and `tests/kernels` hold). Each is driven
-through the same face, `Distribution`, and held against the probabilities that it promises. Items are rows of a table:
-trajectories, steps, complete anchors, groups; each is drawn by a selection of every kind and held against a plain list.
+through the same face, `Distribution`, and held against the probabilities that it promises. Items are rows of a table,
+or of two shards: trajectories, steps, complete anchors, groups; each is drawn by a selection of every kind and held
+against a plain list.
 """
 
 from __future__ import annotations
@@ -184,13 +185,40 @@ def rows_of_items(kind: str, lengths: dict[int, int]) -> list[list[tuple[int, in
     return [group for group in groups if len(group) == SIZE]
 
 
-@pytest.fixture(params=ITEMS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+class Store:
+    """Trajectories by number, in one table or dealt to two shards.
+
+    Attributes:
+        kind: of the items. source: what a dataset draws from.
+        lengths: of the trajectories that are there, by number.
+    """
+
+    def __init__(self, kind: str, count: int) -> None:
+        self.kind = kind
+        sizes: dict[str, Any] = {"max_steps": 200, "max_trajectories": 20, "block_steps": 4, "timeout": 0.01}
+        self.tables = [gear.Table.create(COLUMNS, **sizes) for _ in range(count)]
+        self.source: Any = self.tables[0] if count == 1 else gear.distributed.Shards(self.tables)
+        self.lengths: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
+        for number, length in enumerate(LENGTHS):
+            self.add(number, length)
+
+    def add(self, number: int, length: int) -> None:
+        steps = {"value": np.full(length, number, np.float32), "group": number // SIZE}
+        self._slots[number] = self.tables[number % len(self.tables)].add(steps, priority=1.0)
+        self.lengths[number] = length
+
+    def remove(self, number: int) -> None:
+        del self.lengths[number]
+        self.tables[number % len(self.tables)].remove(self._slots.pop(number))
 
 
-def add(table: gear.Table, number: int, length: int) -> int:
-    return table.add({"value": np.full(length, number, np.float32), "group": number // SIZE}, priority=1.0)
+STORES = [(kind, count) for kind in ITEMS for count in (1, 2) if count == 1 or "groups" not in kind]
+
+
+@pytest.fixture(params=STORES, ids=str)
+def store(request: pytest.FixtureRequest) -> Store:
+    return Store(*request.param)
 
 
 def rows_in(batch: Any) -> list[tuple[int, int]]:
@@ -218,11 +246,11 @@ def check_counts(observed: Array, weights: Array) -> None:
         assert chi_square(observed[some], expected) < chi_square_limit(int(some.sum()) - 1)
 
 
-def dataset(table: gear.Table, kind: str, selector: Any, items: int) -> gear.ReplayDataset:
+def dataset(source: Any, kind: str, selector: Any, items: int) -> gear.ReplayDataset:
     size = SIZE if "groups" in kind else 1
     options: dict[str, Any] = {"batch_size": items * size, "device": "cpu", **ITEMS[kind][1]}
     return gear.ReplayDataset(
-        table,
+        source,
         **nested(
             {
                 "windows": {"value": WINDOW, "group": None},
@@ -242,43 +270,42 @@ SELECTORS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_items_are_drawn_equally_often_while_the_table_changes(kind: str, selector: str) -> None:
+def test_items_are_drawn_equally_often_while_the_table_changes(selector: str, store: Store) -> None:
     """Exactly those that there are, each as often as any other, before and after trajectories come and go."""
-    with gear.Table.create(COLUMNS, max_steps=200, max_trajectories=20, block_steps=4, timeout=0.01) as table:
-        data = dataset(table, kind, SELECTORS[selector](ITEMS[kind][0]), 300)
-        lengths = dict(enumerate(LENGTHS))
-        slots = {number: add(table, number, length) for number, length in lengths.items()}
-        for turn in range(3):
-            items = rows_of_items(kind, lengths)
-            check_counts(counted(data, items), np.ones(len(items)))
-            gone = list(lengths)[2 * turn]
-            table.remove(slots.pop(gone))
-            del lengths[gone]
-            for number in range(9 + 3 * turn, 12 + 3 * turn):
-                lengths[number] = 4 + number % 5
-                slots[number] = add(table, number, lengths[number])
+    kind = store.kind
+    data = dataset(store.source, kind, SELECTORS[selector](ITEMS[kind][0]), 300)
+    for turn in range(3):
+        items = rows_of_items(kind, store.lengths)
+        if len(store.tables) > 1:
+            data.sample()  # over shards a batch is of the trajectories at the one before
+        check_counts(counted(data, items), np.ones(len(items)))
+        store.remove(list(store.lengths)[2 * turn])
+        for number in range(9 + 3 * turn, 12 + 3 * turn):
+            store.add(number, 4 + number % 5)
 
 
-@pytest.mark.parametrize(("normalize", "alpha"), [("batch", 1), ("table", 2)])
-def test_priorities_of_items_are_found_again(kind: str, normalize: Any, alpha: int) -> None:
+@pytest.mark.parametrize(("normalize", "alpha", "eps"), [("batch", 1, 0.5), ("table", 2, 0.0)])
+def test_priorities_of_items_are_found_again(normalize: Any, alpha: int, eps: float, store: Store) -> None:
     """Rows that a batch names get priorities; the next draws are in proportion to them, with weights that say so."""
-    selector = gear.Prioritized(alpha, 1.0, unit=ITEMS[kind][0], normalize=normalize)
-    with gear.Table.create(COLUMNS, max_steps=200, max_trajectories=20, block_steps=4) as table:
-        for number, length in enumerate(LENGTHS):
-            add(table, number, length)
-        data = dataset(table, kind, selector, 1500)
-        batch = data.sample()
-        rows = torch.tensor(rows_in(batch))
-        data.update_priority(batch, rows[:, 0] % 4 + rows[:, 1] % 3)
-        items = rows_of_items(kind, dict(enumerate(LENGTHS)))
-        of_group: Any = np.mean if "mean" in kind else np.max
-        masses = np.array([of_group([(n % 4 + step % 3) ** alpha for n, step in rows]) for rows in items])
-        check_counts(counted(data, items), masses)
-        batch = data.sample()
-        mass_of = {row: mass for rows, mass in zip(items, masses, strict=True) for row in rows}
-        drawn = np.array([mass_of[row] for row in rows_in(batch)])
-        least = drawn.min() if normalize == "batch" else masses[masses > 0].min()
-        np.testing.assert_allclose(batch["priority_weight"], least / drawn, rtol=1e-5)
-        again, state = dataset(table, kind, selector, 1500), data.state_dict()
-        again.load_state_dict(state)
-        assert torch.equal(again.state_dict()["priorities"]["leaves"], state["priorities"]["leaves"])
+    kind = store.kind
+    selector = gear.Prioritized(alpha, 0.75, eps=eps, unit=ITEMS[kind][0], normalize=normalize)
+    data = dataset(store.source, kind, selector, 1500)
+    batch = data.sample()
+    rows = torch.tensor(rows_in(batch))
+    data.update_priority(batch, rows[:, 0] % 4 + rows[:, 1] % 3)
+    for _ in range(
+        2 * (len(store.tables) > 1)
+    ):  # they are sent with a batch, and count for the one after the next
+        data.sample()
+    items = rows_of_items(kind, store.lengths)
+    of_group: Any = np.mean if "mean" in kind else np.max
+    masses = np.array([of_group([(n % 4 + step % 3 + eps) ** alpha for n, step in rows]) for rows in items])
+    check_counts(counted(data, items), masses)
+    batch = data.sample()
+    mass_of = {row: mass for rows, mass in zip(items, masses, strict=True) for row in rows}
+    drawn = np.array([mass_of[row] for row in rows_in(batch)])
+    least = drawn.min() if normalize == "batch" else masses[masses > 0].min()
+    np.testing.assert_allclose(batch["priority_weight"], (least / drawn) ** 0.75, rtol=1e-5)
+    again, state = dataset(store.source, kind, selector, 1500), data.state_dict()
+    again.load_state_dict(state)
+    assert torch.equal(again.state_dict()["priorities"]["leaves"], state["priorities"]["leaves"])

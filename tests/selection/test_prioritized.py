@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 import gear_loader as gear
 from gear_loader.collection.collector import Collector
 from gear_loader.collection.prefetch import Prefetcher
-from gear_loader.errors import PriorityError, SchemaError, StaleIndexError
+from gear_loader.errors import PriorityError, SchemaError
 
 TINY = float(np.finfo(np.float32).tiny)
 UNITS = ("trajectory", "step")
@@ -100,60 +100,6 @@ def assign(data: gear.ReplayDataset, priorities: Mapping[Item, float], **options
     data.update_priority(index, list(priorities.values()), anchor=anchor, **options)
 
 
-def some_priorities(unit: str, seed: int = 0) -> dict[Item, float]:
-    """Priorities from 0.25 to 4, every seventh 0, as float32 holds them."""
-    items = items_in(unit)
-    values = 4 ** np.random.default_rng(seed).uniform(-1, 1, len(items)).astype(np.float32)
-    values[3::7] = 0
-    return dict(zip(items, values.tolist(), strict=True))
-
-
-def weights_of(priorities: Mapping[Item, float], alpha: float, eps: float) -> dict[Item, float]:
-    """(priority + eps) ** alpha, 0 for 0."""
-    return {item: (p + eps) ** alpha if p + eps > 0 else 0.0 for item, p in priorities.items()}
-
-
-@pytest.mark.parametrize("anchor", ["first", "last"])
-def test_anchors_of_trajectories_that_were_drawn_by_priority(table: gear.Table, anchor: Any) -> None:
-    batch = dataset(table, gear.Prioritized(), batch_size=200, anchor=anchor).sample()
-    lengths = np.array(LENGTHS)[numbers_of(batch)]
-    assert batch["anchor"].tolist() == (lengths * 0 if anchor == "first" else lengths - 1).tolist()
-
-
-@pytest.mark.parametrize(
-    ("unit", "normalize", "replacement", "alpha", "beta", "eps"),
-    [
-        ("trajectory", "table", True, 0.6, 0.4, 0),
-        ("step", "batch", True, 0.6, 1, 0.5),
-        ("step", "table", True, 0.3, 2, 0.01),
-        ("trajectory", "batch", True, 1, 0, 0),
-        ("trajectory", "table", False, 1, 0.5, 0),
-    ],
-)
-def test_weights_are_what_the_probabilities_say(
-    table: gear.Table, unit: Any, normalize: Any, replacement: bool, alpha: float, beta: float, eps: float
-) -> None:
-    """(N P)^-beta over the largest, from the exact probabilities; without replacement, as if with it."""
-    selector = gear.Prioritized(alpha, beta, eps=eps, unit=unit, normalize=normalize, replacement=replacement)
-    data = dataset(table, selector, batch_size=16 if replacement else 7)
-    priorities = some_priorities(unit)
-    assign(data, priorities)
-    for number in range(8):
-        batch = data.sample()
-        weights, drawn = weights_of(priorities, alpha, eps), items_of(batch, unit)
-        found = batch["priority_weight"]
-        assert (found.dtype, found.shape) == (torch.float32, batch["index"].shape)
-        total, count = math.fsum(weights.values()), len(weights)
-        among = drawn if normalize == "batch" else [item for item, weight in weights.items() if weight > 0]
-        largest = max((count * weights[item] / total) ** -beta for item in among)
-        expected = np.array([(count * weights[item] / total) ** -beta / largest for item in drawn])
-        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
-        assert found.max() <= 1
-        changed = dict.fromkeys(drawn[:3], 0.1 + number)
-        assign(data, changed)
-        priorities.update({item: float(np.float32(value)) for item, value in changed.items()})
-
-
 def tenth(number: int) -> float:
     return number / 10
 
@@ -184,20 +130,6 @@ def test_a_schedule_goes_by_the_number_of_batches_drawn(table: gear.Table) -> No
     assert [number_drawn(batch) for batch in data] == [19, 20, 21, 22]
 
 
-@pytest.mark.parametrize(("prefetch", "taken"), [(0, 2), (3, 0), (3, 4)])
-def test_a_schedule_goes_on_where_a_state_was_taken(table: gear.Table, prefetch: int, taken: int) -> None:
-    data = scheduled(table, prefetch=prefetch)
-    for _ in range(2):
-        list(data)
-    iterator = iter(data)
-    for _ in range(taken):
-        next(iterator)
-    resumed = scheduled(table, prefetch=prefetch)
-    resumed.load_state_dict(data.state_dict())
-    # Where four batches were delivered, the iteration had not been asked for its end.
-    assert [number_drawn(batch) for _ in range(2) for batch in resumed] == [*range(8 + taken, 16)]
-
-
 @pytest.mark.parametrize(("alpha", "priority"), [(0.5, 1e-40), (1, 1e-46), (3, 1e-300), (3, TINY)])
 def test_a_positive_priority_stays_positive(alpha: float, priority: float) -> None:
     with make_table([]) as table:
@@ -218,7 +150,7 @@ def test_first_priorities_are_weighed_and_cut_to_the_largest() -> None:
         table.extend([episode(i, length) for i, length in enumerate((5, 1, 9))], priority=[0.5, 0.0, 4.0])
         data = dataset(table, gear.Prioritized(0.5, eps=0.25, unit="step"))
         expected = {item: (0.5, 0.0, 4.0)[item[0]] for item in items_in("step", (5, 1, 9))}
-        assert leaves_of(data) == pytest.approx(weights_of(expected, 0.5, 0.25))
+        assert leaves_of(data) == pytest.approx({item: (p + 0.25) ** 0.5 for item, p in expected.items()})
         table.add(episode(3, 2), priority=1e30)
         data = dataset(table, gear.Prioritized(2))
         assert set(numbers_of(data.sample())) == {3}
@@ -237,6 +169,10 @@ KINDS: dict[str, Callable[[list[Any]], Any]] = {
     "with gradient": lambda values: torch.tensor(values, requires_grad=True) * 1,
     "column, as td_error": lambda values: torch.tensor(values)[:, None],
     "float8": lambda values: torch.tensor(values).to(torch.float8_e5m2),
+    "float32": lambda values: np.array(values, dtype=np.float32),
+    "every other": lambda values: torch.tensor([values, values]).T.reshape(-1)[::2],
+    "negated view": lambda values: torch._neg_view(torch.tensor(values).neg()),
+    "not aligned": lambda values: _shifted(np.array(values, dtype=np.float32)),
     "not contiguous": lambda values: torch.tensor([[v, -1.0] for v in values])[:, 0],
 }
 
@@ -249,10 +185,14 @@ def test_kinds_of_priorities_and_indices(table: gear.Table) -> None:
         torch.tensor,
         lambda i: torch.tensor(i).int(),
         lambda i: np.array(i, "u1"),
+        lambda i: torch.tensor([i, i]).T.reshape(-1)[::2],
+        lambda i: torch._neg_view(torch.tensor(i).neg()),
+        lambda i: _shifted(np.array(i)),
     ]
-    for i, kind in enumerate(KINDS.values()):
+    pairs = [(kind, torch.tensor) for kind in KINDS.values()] + [(torch.tensor, kind) for kind in integers]
+    for kind, as_kind in pairs:
         batch = data.sample(3)
-        before, as_kind = leaves_of(data), integers[i % 5]
+        before = leaves_of(data)
         index, generation, anchor = (
             as_kind(batch[key].tolist()) for key in ("index", "generation", "anchor")
         )
@@ -293,63 +233,6 @@ def test_a_whole_batch_names_its_rows(table: gear.Table, unit: Any) -> None:
     with pytest.raises(SchemaError, match=r"in which \['generation'\] is missing; expected a whole batch"):
         data.update_priority(part, values)
     assert everything(data) == before
-
-
-def stale_rows(table: gear.Table, unit: str) -> list[tuple[int, int, int]]:
-    """Rows (index, generation, step) that are invalid: number 1 was removed, 2 has a successor in its slot."""
-    g = table._engine.region.array("generation").tolist()
-    table.remove(2)
-    while (successor := table.add(episode(12, 12))) != 2:  # until the slot has been used again
-        table.remove(successor)
-    table.remove(1)
-    rows = [(1, g[1], 0), (2, g[2], 0), (13, 1, 0), (-1, g[-1], 0), (14, 1, 0), (2**62, 1, 0)]
-    rows += [(0, g[0] + 1, 0), (0, 0, 0)]  # a generation to come, and the one of slots that were never used
-    if unit == "step":  # also in the last block, beyond the end
-        rows += [
-            (3, g[3], -1),
-            (3, g[3], 8),
-            (5, g[5], 20),
-            (3, g[3], 2**40),
-            (0, g[0], 5),
-            (0, g[0], -(2**40)),
-        ]
-    return rows
-
-
-@pytest.mark.parametrize("unit", UNITS)
-def test_invalid_rows_are_left_out_and_counted_or_refused_on_demand(table: gear.Table, unit: Any) -> None:
-    data = dataset(table, gear.Prioritized(1, unit=unit))
-    data.sample()
-    rows = stale_rows(table, unit)
-    data.sample()
-    good = (6, int(table._engine.region.array("generation")[6]), 1)
-    item = (6, 1 if unit == "step" else 0)
-
-    def update(*rows: tuple[int, int, int], **options: Any) -> None:
-        columns = torch.tensor(rows)
-        if unit == "step":
-            options["anchor"] = columns[:, 2]
-        data.update_priority(
-            columns[:, 0], torch.full((len(rows),), 50.0), generation=columns[:, 1], **options
-        )
-
-    for row in rows:
-        before = everything(data)
-        with pytest.raises(StaleIndexError) as caught:
-            update(good, good, row, good, stale="error")
-        assert str(caught.value).startswith(
-            f"1 of 4 priorities are for removed trajectories; the first is row 2, index {row[0]}."
-        )
-        assert everything(data) == before
-        update(row)
-        assert everything(data) == (*before[:2], before[2] + 1)
-    before = leaves_of(data)
-    assert (12, 0) in before
-    update(*rows, good)
-    assert data.num_stale == 2 * len(rows)
-    assert leaves_of(data) == {**before, item: 50.0}
-    assert data.state_dict()["priorities"]["maximum"] == 50.0
-    update(good, stale="error")
 
 
 def test_what_is_no_priority_is_refused(table: gear.Table) -> None:
@@ -544,23 +427,6 @@ def test_real_workers_cannot_draw_by_priority_and_can_by_age() -> None:
         same_batches(copies(twin), copies(DataLoader(data, batch_size=None, num_workers=2)))
 
 
-@pytest.mark.parametrize(("unit", "largest"), [("trajectory", True), ("step", False)])
-def test_the_best_come_in_order(table: gear.Table, unit: Any, largest: bool) -> None:
-    data = dataset(table, gear.TopK(largest, unit=unit))
-    priorities = some_priorities(unit)
-    possible = [item for item, priority in priorities.items() if priority > 0]
-    assert len(possible) < len(priorities)
-    for round_ in range(5):
-        assign(data, priorities)
-        order = sorted(possible, key=lambda item: -priorities[item] if largest else priorities[item])
-        for size in (1, 5, len(possible), len(possible) + 3, 3 * len(possible)):
-            found = items_of(data.sample(size), unit)
-            assert found == [order[i % len(order)] for i in range(size)]
-        values = list(priorities.values())
-        priorities = dict(zip(priorities, values[7 * round_ :] + values[: 7 * round_], strict=True))
-        possible = [item for item, priority in priorities.items() if priority > 0]
-
-
 def by_age(table: gear.Table, unit: str) -> list[Item]:
     """Items (index, step) from the oldest to the newest."""
     lengths = table.lengths().tolist() if unit == "step" else [1] * len(table)
@@ -735,45 +601,8 @@ def test_updates_at_the_end_of_an_epoch_keep_their_order(
     assert leaves_of(data)[5, 0] == 4.0
 
 
-GIVEN: dict[str, Callable[[list[Any]], Any]] = {
-    "arrays": lambda values: np.array(values, np.float32 if isinstance(values[0], float) else np.int64),
-    "tensors": lambda values: torch.tensor(values),
-    "every other": lambda values: torch.tensor([values, values]).T.reshape(-1)[::2],
-    "negated views": lambda values: torch._neg_view(torch.tensor(values).neg()),
-    "not aligned": lambda values: _shifted(GIVEN["arrays"](values)),
-}
-
-
 def _shifted(array: np.ndarray) -> np.ndarray:
     memory = np.zeros(array.nbytes + 1, dtype=np.uint8)
     shifted: np.ndarray = memory[1:].view(array.dtype)
     shifted[:] = array
     return shifted
-
-
-@pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("kind", GIVEN)
-def test_what_is_read_in_place_is_what_a_list_says(table: gear.Table, unit: Any, kind: str) -> None:
-    """Values, an invalid one among them, and shapes that differ: the same priorities, errors and counts."""
-    found = []
-    for make in (list, GIVEN[kind]):
-        data = dataset(table, gear.Prioritized(0.7, unit=unit))
-        batch = data.sample(6)
-        rows = [batch[name].tolist() for name in ("index", "generation", "anchor")]
-        rows[0][2], rows[1][3] = 2**40, 77  # an index that does not exist, and a generation that does not
-        index, generation, anchor = map(make, rows)
-        names = {"generation": generation} | ({"anchor": anchor} if unit == "step" else {})
-        values = [2.0, 0.0, 7.0, 1e-30, 5.0, 3.0]
-        data.update_priority(index, make(values), **names)
-        messages = []
-        for change in ({"priority": make([*values[:4], -1.0, float("nan")])}, {"priority": make(values[:5])}):
-            with pytest.raises((PriorityError, SchemaError)) as caught:
-                data.update_priority(index, **change, **names)
-            messages.append(str(caught.value))
-        if unit == "step":
-            with pytest.raises(SchemaError, match="No anchor was received"):
-                data.update_priority(index, make(values), generation=generation)
-        found.append((leaves_of(data), data.num_stale, messages[0]))
-        assert "priority is float" in messages[1]
-    assert found[0] == found[1]
-    assert found[0][1] == 2

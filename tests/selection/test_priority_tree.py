@@ -8,28 +8,18 @@ import numpy as np
 import pytest
 import torch
 from priority_common import (
-    LARGEST_UNIFORM,
-    PHILOX,
     Array,
     counters,
-    descend,
-    extreme_uniforms,
     host_of,
-    levels_of,
     outputs,
     priorities,
-    rounding_traps,
     same_bits,
-    signed,
     tree_of,
-    two_words,
-    uniforms_to,
 )
 
 from gear_loader.errors import PriorityError
 from gear_loader.kernels import priority_reference as reference
 from gear_loader.kernels.sum_tree import FANOUT, SumTree
-from gear_loader.native import sum_tree
 from gear_loader.selection.tree import PriorityTree
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -89,31 +79,6 @@ def test_the_compiled_tree_is_the_twin_to_the_last_bit(capacity: int) -> None:
         best = (each.top(min(capacity, 50), largest=largest) for each in (tree, twin))
         for one, other in zip(*best, strict=True):
             same_bits(torch.from_numpy(one), other)
-
-
-@pytest.mark.parametrize(("counter", "key", "words"), PHILOX)
-def test_random_numbers_are_philox(
-    counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]
-) -> None:
-    out = np.zeros((4, 3), dtype=np.uint64)
-    sum_tree._words(signed(*key), signed(*counter[2:]), counter[1], counter[0], 1, out)
-    assert out[:, 0].tolist() == list(words)
-    assert not out[:, 1:].any()
-
-
-def test_uniforms_are_made_of_53_bits() -> None:
-    # Rows across the room of 64 for words, all pairs of levels.
-    us = np.full((6, 200), np.nan)
-    sum_tree._uniforms(-3, 2**40, 3, 5, us, np.empty((4, 64), dtype=np.uint64))
-    words = np.empty((4, 200), dtype=np.uint64)
-    for call in range(3):
-        sum_tree._words(-3, 2**40, call, 5, 200, words)
-        for half in range(2):
-            high, low = words[2 * half].tolist(), words[2 * half + 1].tolist()
-            expected = [two_words(*pair) for pair in zip(high, low, strict=True)]
-            assert us[2 * call + half].tolist() == expected
-            twin = reference.uniforms(counters(-3, 2**40), torch.arange(5, 205), 2 * call + half)
-            assert twin.tolist() == expected
 
 
 class TreeMachine(stateful.RuleBasedStateMachine):
@@ -226,47 +191,6 @@ def test_tops_of_equal_leaves_come_in_order() -> None:
     items, values = tree.top(3000)
     assert len(items) == len(values) == 3000
     assert (items[int((leaves > 0).sum()) :] == -1).all()
-
-
-@pytest.mark.parametrize(("capacity", "value"), [(1, 1.0), (33, 2.0**-126), (96, 1.0), (2049, 3.4e38)])
-def test_zero_is_never_drawn(capacity: int, value: float) -> None:
-    # One positive item among zeros, at the edges of blocks and nodes; uniforms at their extremes.
-    us = extreme_uniforms(SumTree(capacity).depth + 1)
-    edges = {0, 15, 16, 30, 31, 32, 33, 63, 64, 1023, 1024, capacity // 2, capacity - 1}
-    for place in sorted(place for place in edges if place < capacity):
-        leaves = np.zeros(capacity, dtype=np.float32)
-        leaves[place] = value
-        tree = host_of(leaves)
-        assert set(descend(tree, us).tolist()) == {place}
-        assert tree.draw(50, key=0, step=0)[0].tolist() == [place] * 50
-
-
-@pytest.mark.parametrize("leaves", rounding_traps().values(), ids=rounding_traps())
-def test_rounding_never_leads_to_zero(leaves: Array) -> None:
-    items = descend(host_of(leaves), extreme_uniforms(SumTree(len(leaves)).depth + 1))
-    assert set(items.tolist()) <= set(np.flatnonzero(leaves).tolist())
-
-
-@pytest.mark.parametrize(
-    "capacity", [1, 33, 1025, 32 * 1024 + 1, pytest.param(10_000_000, marks=pytest.mark.long)]
-)
-def test_every_positive_item_can_be_drawn(capacity: int) -> None:
-    leaves = priorities(capacity, seed=6, zeros=0 if capacity == 33 else 0.5)
-    tree, levels, positive = host_of(leaves), levels_of(leaves), np.flatnonzero(leaves)
-    for begin in range(0, len(positive), 500_000):
-        items = positive[begin : begin + 500_000]
-        us = uniforms_to(levels, items)
-        assert us.min() >= 0
-        assert us.max() <= LARGEST_UNIFORM
-        assert np.array_equal(us * 2.0**53, np.floor(us * 2.0**53))
-        assert np.array_equal(descend(tree, us), items)
-
-
-def test_nodes_take_as_much_memory_as_documented() -> None:
-    for extremes, expected in ((True, 0.76), (False, 0.5)):
-        tree = PriorityTree(10_000_000, extremes=extremes)
-        assert tree.node_bytes / 10_000_000 == pytest.approx(expected, abs=0.005)
-        assert tree.leaves.nbytes < 4 * (10_000_000 + 1024)
 
 
 @pytest.mark.parametrize("capacity", [1, 1024, 1025, 32**5, 32**5 + 1, 2**31 - 1])

@@ -204,36 +204,6 @@ def test_who_is_not_limited_does_not_count() -> None:
         assert table.stats().num_sampled == 0
 
 
-@SOME
-def test_samples_and_insertions_keep_their_ratio(selector: gear.selectors.Selector) -> None:
-    limiter = gear.SampleToInsertRatio(2.0, 5, error_buffer=12)
-    with table_of(rate_limiter=limiter, timeout=0.02, on_full="evict_oldest") as table:
-        data = dataset_of(table, selector=selector)
-        random = np.random.default_rng(0)
-        inserted = sampled = refused = 0
-        for i in range(300):
-            adds = random.random() < 0.5
-            if adds:
-                allowed = inserted < 5 or (inserted + 1) * 2 - sampled <= 10 + 12
-            else:
-                allowed = inserted >= 5 and inserted * 2 - sampled - 4 >= 10 - 12
-            act = (lambda i=i: table.add(rows(i, 2))) if adds else data.sample
-            if allowed:
-                act()
-                inserted, sampled = inserted + adds, sampled + 4 * (not adds)
-            elif refused < 12:
-                refused += 1
-                before = table.stats()
-                with pytest.raises(RateLimitError, match="SampleToInsertRatio"):
-                    act()
-                assert table.stats().num_trajectories == before.num_trajectories
-                assert table.stats().blocks_in_use == before.blocks_in_use
-            stats = table.stats()
-            assert (stats.num_inserted, stats.num_sampled) == (inserted, sampled)
-        assert refused == 12
-        assert sampled > 150
-
-
 def test_a_draw_that_fails_does_not_count() -> None:
     limiter = gear.SampleToInsertRatio(4, 1, error_buffer=50)
     with table_of(rate_limiter=limiter) as table:

@@ -6,8 +6,6 @@ import gc
 import itertools
 import json
 import math
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -126,62 +124,6 @@ def test_batches_are_those_of_the_plain_loop(
         assert (stats["fill"], stats["gone"], stats["skipped"]) == (data.batch_fill, 0, 0)
 
 
-@given(
-    lengths=LENGTHS,
-    selector=st.sampled_from([gear.Uniform(unit="step"), gear.Uniform(False, "step"), gear.Uniform(), ONCE]),
-    window=st.tuples(st.integers(1, 12), st.integers(-12, 6)),
-    lookahead=st.integers(0, 5),
-)
-def test_windows_of_which_only_existing_steps_count(
-    lengths: list[int], selector: Any, window: tuple[int, int], lookahead: int
-) -> None:
-    max_steps, options = window[0] + 5, {"windows": gear.Window(*window), "selector": selector, "prefetch": 0}
-    with make_table(lengths) as table:
-        data = dataset(table, max_steps=max_steps, lookahead=lookahead, **options)
-        count = len(lengths) if selector.unit == "trajectory" else sum(lengths)
-        padded = gear.ReplayDataset(
-            table,
-            **nested(
-                {
-                    "batch_size": 64,
-                    "device": "cpu",
-                    "seed": 5,
-                    "batches_per_epoch": -(-count // 64),
-                    **options,
-                }
-            ),
-        )
-        rows: list[tuple[int, int]] = []
-        sizes: list[int] = []
-        for batch in padded:
-            rows += zip(batch["index"].tolist(), batch["anchor"].tolist(), strict=True)
-            sizes += batch["mask"].sum(1).tolist()
-        expected = grouped(range(count), sizes[:count], max_steps, lookahead)
-        found = []
-        for batch in data:
-            found.append(list(zip(batch["index"].tolist(), batch["anchor"].tolist(), strict=True)))
-            assert batch["cu_seqlens"].diff().tolist() == [sizes[i] for i in expected[len(found) - 1]]
-            assert torch.equal(batch["token"], batch["position"])
-        assert found == [[rows[i] for i in batch] for batch in expected]
-
-
-@given(lengths=LENGTHS, lookahead=st.integers(0, 8))
-def test_a_trajectory_waits_for_a_bounded_time(lengths: list[int], lookahead: int) -> None:
-    """Of the rows that a batch passes over, the first is in the next batch."""
-    with make_table(lengths) as table:
-        found = numbers(dataset(table, max_steps=max(lengths), lookahead=lookahead, prefetch=0))
-        order = list(itertools.chain(*grouped(drawn(table, ONCE, 64, len(lengths)), lengths, 10**6, 0)))
-        place = {number: i for i, number in enumerate(order)}
-        left = set(order)
-        for batch in found:
-            assert batch[0] == min(left, key=place.__getitem__)
-            left -= set(batch)
-            first = min((place[number] for number in left), default=0)
-            passed = [n for n in left if place[n] < max(place[m] for m in batch)]
-            assert len(passed) <= lookahead + 1
-            assert first >= 0
-
-
 @pytest.mark.parametrize("selector", [ONCE, gear.Uniform(), WEIGHED], ids=repr)
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("batches", [None, 40])
@@ -246,23 +188,6 @@ def test_ranks_take_turns() -> None:
             next(iter(dataset(table, **options, rank=0, world_size=3)))
 
 
-def test_log_normal_lengths_fill_nine_tenths() -> None:
-    """Lengths of 100 to 8,000 with a median of 600, in batches of 16,384 steps: 0.9 with a look-ahead, and without."""
-    random = np.random.default_rng(4)
-    lengths = np.clip(random.lognormal(math.log(600), 1.0, 3000), 100, 8000).astype(int).tolist()
-    with make_table(lengths, block_steps=64) as table:
-        fills = {}
-        for lookahead in (0, 16):
-            data = dataset(table, max_steps=16_384, lookahead=lookahead, windows={"token": gear.Whole()})
-            for _ in data:
-                pass
-            fills[lookahead] = data.batch_fill
-        assert fills[16] is not None
-        assert fills[0] is not None
-        assert fills[16] > 0.97
-        assert fills[0] > 0.9
-
-
 def test_a_trajectory_that_is_too_long() -> None:
     lengths = [5, 9, 30, 4, 12]
     with make_table(lengths) as table:
@@ -283,19 +208,6 @@ def test_a_trajectory_that_is_too_long() -> None:
         data = dataset(table, max_steps=12, too_long="skip", selector=gear.Uniform(), batches_per_epoch=3)
         with pytest.raises(SchemaError, match="too_long='skip' leaves none"):
             next(iter(data))
-
-
-def test_rows_that_are_removed_while_they_wait_are_counted() -> None:
-    with make_table([10] * 40) as table:
-        data = dataset(table, max_steps=20, selector=gear.Fifo(False), prefetch=0)
-        iterator = iter(data)
-        assert numbers([next(iterator)]) == [[0, 1]]
-        table.remove(table.indices()[2:5].tolist())
-        for number in (40, 41, 42):  # they take the freed slots
-            add(table, number, 10)
-        rest = numbers(iterator)
-        assert list(itertools.chain(*rest)) == list(range(5, 40))
-        assert data.stats()["gone"] == 3
 
 
 @given(
@@ -331,70 +243,6 @@ def test_writers_between_batches(
         assert found == expected
         assert rest == []
         assert data.stats()["gone"] == counted
-
-
-def test_an_evicting_writer_beside_the_reader() -> None:
-    """Rows are whole trajectories, batches keep their budget, and nothing is delivered twice in a pass."""
-    with make_table([7] * 60, max_steps=60 * 8, on_full="evict_oldest") as table:
-        stop, number = threading.Event(), itertools.count(60)
-
-        def write() -> None:
-            while not stop.is_set():
-                i = next(number)
-                add(table, i, 1 + i % 15)
-                time.sleep(0.0005)  # else its lock is hardly ever free
-
-        writer = threading.Thread(target=write)
-        writer.start()
-        try:
-            data = dataset(
-                table, max_steps=40, lookahead=3, selector=gear.Fifo(False), batches_per_epoch=math.inf
-            )
-            passed, deadline = [], time.monotonic() + 60.0
-            for batch in data:
-                assert len(batch["token"]) <= 40
-                passed += numbers([batch])[0]
-                if len(passed) > 400 and data.stats()["gone"] > 0:
-                    break
-                assert time.monotonic() < deadline, data.stats()
-        finally:
-            stop.set()
-            writer.join()
-
-
-def test_priorities_are_those_of_the_draws() -> None:
-    """Over an epoch a trajectory is delivered in proportion to its priority, however long it is."""
-    lengths = [1, 30, 2, 25, 3, 17]
-    with make_table(lengths) as table:
-        data = dataset(
-            table, selector=WEIGHED, max_steps=31, lookahead=4, batches_per_epoch=4000, windows=gear.Whole(),
-        )  # fmt: skip
-        counts = np.zeros(6)
-        for batch in data:
-            np.add.at(counts, batch["number"].numpy(), 1)
-            weights = 1 / (batch["number"] + 1.0)
-            assert torch.allclose(batch["priority_weight"], weights**0.4, rtol=1e-5)
-        expected = counts.sum() * np.arange(1, 7) / 21
-        assert ((counts - expected) ** 2 / expected).sum() < 30  # 5 degrees of freedom: p < 2e-5
-
-
-@pytest.mark.parametrize("selector", [WEIGHED, gear.Uniform()], ids=repr)
-def test_what_rows_carry_stays_with_them_while_they_wait(selector: Any) -> None:
-    lengths = np.random.default_rng(7).integers(1, 30, 100).tolist()
-    total, seen = 100 * 101 / 2, np.zeros(100, dtype=int)
-    with make_table(lengths) as table:
-        for batch in dataset(table, selector=selector, max_steps=60, lookahead=5, sample_info=True):
-            info, rows = batch["sample_info"], batch["number"]
-            weighs = selector is WEIGHED
-            likely = (rows + 1) / total if weighs else torch.full((len(rows),), 0.01)
-            assert torch.allclose(info["probability"], likely.float(), rtol=1e-5)
-            assert info["age"].tolist() == (99 - rows).tolist()
-            assert ("priority_weight" in batch) == weighs
-            if weighs:
-                assert torch.allclose(batch["priority_weight"], (rows + 1.0) ** -0.4, rtol=1e-5)
-            np.add.at(seen, rows.numpy(), 1)
-            assert (info["times_sampled"].numpy() >= 1).all()
-        assert seen.sum() == 100
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The last batches of a selection: saved with its state, and repeated after a restart."""
+"""What a state holds of priorities and of the last batches, which are repeated after a restart."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw
+from gear_loader.errors import SchemaError
+from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector
+from gear_loader.selection.weights import LARGEST_LEAF
 from gear_loader.utils.arrays import Array
 
-__all__ = ["BatchHistory", "BatchRows", "batches_of"]
+__all__ = ["BatchHistory", "BatchKey", "BatchRows", "PriorityState", "parse_common", "parse_state"]
 
 BatchKey = tuple[int, int]
 """Epoch and step of a batch."""
@@ -118,3 +120,70 @@ class BatchHistory:
         for batch, rows in list(self.pending.items()):
             found.setdefault(batch, rows)
         return [rows.to_state(batch, kind) for batch, rows in found.items() if rows is not None]
+
+
+@dataclasses.dataclass(frozen=True)
+class PriorityState:
+    """The priorities of trajectories, in a state.
+
+    Attributes:
+        names, lengths: int64 [n], of the trajectories: sequence numbers, ascending; or over shards ids.
+        leaves: float32, of all items, concatenated.
+        maximum: largest priority so far. num_stale: stale rows that updates have skipped.
+        recent: rows of the last batches.
+        blocks: int32, numbers of their blocks of leaves, concatenated; None if they are the table's blocks.
+        policy: version of the policy that the leaves are as of; None for the current one.
+    """
+
+    names: Array
+    lengths: Array
+    leaves: Array
+    maximum: float
+    num_stale: int
+    recent: dict[BatchKey, BatchRows]
+    blocks: Array | None = None
+    policy: int | None = None
+
+
+def parse_common(state: Mapping[str, Any], selector: Selector, kind: str) -> PriorityState:
+    """Check what states of one table and of shards have in common; `kind`: key of the names.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is invalid.
+    """
+    names, lengths, leaves = (np.asarray(state[name]) for name in (kind, "lengths", "leaves"))
+    maximum, num_stale = float(state["maximum"]), int(state["num_stale"])
+    fits = names.dtype == lengths.dtype == np.int64 and leaves.dtype == np.float32
+    fits = fits and names.shape == lengths.shape and names.ndim == leaves.ndim == 1
+    fits = fits and bool((lengths > 0).all()) and len(np.unique(names)) == len(names)
+    fits = fits and len(leaves) == (lengths.sum() if selector.unit == "step" else len(lengths))
+    fits = fits and bool(np.isfinite(leaves).all() and (leaves >= 0).all())
+    if not fits or not 0 <= maximum <= LARGEST_LEAF or num_stale < 0:
+        raise ValueError
+    recent = batches_of(state["recent"], kind, weighs=selector.weighs)
+    return PriorityState(names, lengths, leaves, maximum, num_stale, recent)
+
+
+def parse_state(state: Mapping[str, Any], selector: Selector) -> PriorityState:
+    """Check the state of a selection by priority from one table.
+
+    Raises:
+        SchemaError: it is invalid.
+    """
+    try:
+        parsed = parse_common(state, selector, "sequences")
+        policy = int(state["policy"]) if "policy" in state else None
+        fits = bool((np.diff(parsed.names) > 0).all()) and (policy or 0) >= 0
+        blocks = np.asarray(state["blocks"]) if "blocks" in state else None
+        if blocks is not None:
+            taken = blocks[blocks >= 0]
+            fits &= blocks.dtype == np.int32 and blocks.ndim == 1
+            fits &= bool((blocks >= -1).all()) and len(np.unique(taken)) == len(taken)
+    except (KeyError, TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise SchemaError(
+            "The state's priorities are invalid; expected a state_dict() of a ReplayDataset with the same selector. "
+            "Nothing was changed."
+        )
+    return dataclasses.replace(parsed, blocks=blocks, policy=policy)

@@ -1,0 +1,144 @@
+"""Segments: the files that hold the rows of trajectories, and the checksums beside them.
+
+A segment's ``checksums.xxh3`` has the XXH3-64 of each chunk of each column's file, 8 bytes each (big-endian), columns
+in the order of the schema. The manifest has the size of a chunk and the checksum of ``checksums.xxh3`` itself, so it
+does not grow with the data. Manifests of versions 3 and 4 have all checksums themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import stat
+from collections.abc import Mapping
+
+import xxhash
+
+from gear_loader.checkpoint.directory import REMEDY, Directory, readable
+from gear_loader.checkpoint.files import write_small
+from gear_loader.checkpoint.json_file import Fields, read_limited
+from gear_loader.checkpoint.names import CHECKSUMS_NAME, column_file, npy_header, segment_folder
+from gear_loader.errors import CheckpointError
+from gear_loader.storage.schema import Column, Schema
+
+__all__ = ["Segment", "check_files", "parse_segment", "read_checksums", "write_checksums"]
+
+_LEAST_CHUNK = 1 << 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Whole trajectories one after another.
+
+    Attributes:
+        number: of the segment. steps: of all its trajectories. trajectories: their number, 0 if no column is per
+            trajectory.
+        chunk_bytes: bytes of a column's file that have a checksum of their own.
+        xxh128: of the file of checksums. checksums: of each column's file, in a manifest of an earlier version, which
+            has no such file.
+    """
+
+    number: int
+    steps: int
+    trajectories: int
+    chunk_bytes: int
+    xxh128: str = ""
+    checksums: Mapping[str, bytes] | None = None
+
+    def header(self, column: Column) -> bytes:
+        """The header of a column's file."""
+        rows = self.trajectories if column.trajectory else self.steps
+        return npy_header(column.dtype_name, rows, column.shape)
+
+    def bytes(self, column: Column) -> int:
+        """Size of a column's file."""
+        rows = self.trajectories if column.trajectory else self.steps
+        return len(self.header(column)) + rows * column.step_bytes
+
+    def to_json(self) -> dict[str, int | str]:
+        """As plain JSON."""
+        fields = {**vars(self)}
+        del fields["checksums"]
+        return {key: value for key, value in fields.items() if key != "trajectories" or value}
+
+
+def parse_segment(fields: Fields, schema: Schema, next_segment: int) -> Segment:
+    """The segment of a part of a manifest; it names the checksums' file, or has the checksums of an earlier version."""
+    number = fields.integer("number", 1, next_segment - 1)
+    steps = fields.integer("steps", 1, 2**48)
+    count = fields.integer("trajectories", 1, steps) if schema.per_trajectory else 0
+    segment = Segment(number, steps, count, fields.integer("chunk_bytes", _LEAST_CHUNK, 2**40))
+    if "files" not in fields.value:
+        return dataclasses.replace(segment, xxh128=fields.hexadecimal("xxh128", 32))
+    files = fields.inner("files")
+    if list(files.value) != list(schema):
+        raise files.wrong("", list(files.value), f"the columns {list(schema)}")
+    checksums = {}
+    for name, column in schema.items():
+        record = files.record(name, f"{segment_folder(number)}/{column_file(name)}")
+        if record.bytes != segment.bytes(column):
+            raise files.wrong(name, record.bytes, f"{segment.bytes(column)} bytes for {steps:,} steps")
+        digits = 16 * -(-record.bytes // segment.chunk_bytes)
+        checksums[name] = bytes.fromhex(files.inner(name).hexadecimal("chunks", digits))
+    return dataclasses.replace(segment, checksums=checksums)
+
+
+def read_checksums(folder: Directory, segment: Segment, schema: Schema) -> Mapping[str, bytes]:
+    """The checksums of a segment's chunks by column, 8 bytes each.
+
+    Args:
+        folder: of the segment.
+
+    Raises:
+        FileNotFoundError: there is no such file. CheckpointError: it is damaged, or cannot be read.
+    """
+    if segment.checksums is not None:
+        return segment.checksums
+    sizes = {name: 8 * -(-segment.bytes(column) // segment.chunk_bytes) for name, column in schema.items()}
+    path, expected = folder.at(CHECKSUMS_NAME), sum(sizes.values())
+
+    def check(size: int) -> None:
+        if size != expected:
+            raise CheckpointError(f"{path} has {size:,} bytes; expected {expected:,}. {REMEDY}")
+
+    data = read_limited(folder, CHECKSUMS_NAME, check)
+    found = xxhash.xxh3_128_hexdigest(data)
+    if found != segment.xxh128:
+        raise CheckpointError(
+            f"{path} is damaged: its checksum is {found}, expected {segment.xxh128}. {REMEDY}"
+        )
+    checksums, at = {}, 0
+    for name, size in sizes.items():
+        checksums[name], at = data[at : at + size], at + size
+    return checksums
+
+
+def write_checksums(folder: Directory, checksums: Mapping[str, bytes]) -> str:
+    """Write the file of a segment's checksums, by column in the order of the schema, and sync it; return its XXH128."""
+    with contextlib.suppress(FileNotFoundError):
+        folder.remove_file(CHECKSUMS_NAME)  # of a save that was killed, in a segment of an earlier version
+    return write_small(folder, CHECKSUMS_NAME, b"".join(checksums.values())).xxh128
+
+
+def check_files(directory: Directory, segment: Segment, schema: Schema) -> None:
+    """Check that the files of a segment, or links to them, exist, and their sizes and checksums' file.
+
+    Args:
+        directory: of the checkpoint.
+
+    Raises:
+        CheckpointError: a file is missing or has another size, or the file of checksums is damaged.
+    """
+    with directory.child_to_load(segment_folder(segment.number)) as folder:
+        for name, column in schema.items():
+            path, expected = folder.at(column_file(name)), segment.bytes(column)
+            with readable(path):
+                info = os.stat(column_file(name), dir_fd=folder.fd)
+            if not stat.S_ISREG(info.st_mode) or info.st_size != expected:
+                raise CheckpointError(
+                    f"{path} has {info.st_size:,} bytes; expected a file of {expected:,}: it was cut or changed. "
+                    f"{REMEDY}"
+                )
+        with readable(folder.at(CHECKSUMS_NAME)):
+            read_checksums(folder, segment, schema)
