@@ -75,6 +75,8 @@ W2 = Workload(
 STEPS = dataclasses.replace(W2, name="single steps", window=gear.Window(length=1))
 """Any of the 2 million steps of W2: 96 B each."""
 
+NAMED = {workload.name: workload for workload in (W1, W2, STEPS)}
+
 
 @dataclasses.dataclass(frozen=True)
 class Rows:

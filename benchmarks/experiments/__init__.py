@@ -33,10 +33,10 @@ multi-server | cpu | | 2: from 1 to 3 servers
     rows of other nodes, and drawing from all of them; 1 to 3 nodes
 batch-size | cpu, cuda | Reverb, TorchRL, cpprb | 3: batch sizes 32 to 1024
     the same batches as single-server, of 32 to 1024 rows
-collect | cpu, cuda | |
-    gathering batches, against a copy of as many bytes
+collect | cpu, cuda | TorchRL, cpprb |
+    whole batches, against a copy of as many bytes, plain torch, and the commit before
 overhead | cpu | |
-    what a call costs beside its copy: batches of one, whole trajectories, adding
+    what a call costs beside its copy: batches of one, adding
 select | cpu, cuda | TorchRL, cpprb, Tianshou |
     drawing by priority and setting priorities, against the number of items
 online | cpu | Reverb, TorchRL, cpprb |

@@ -1,9 +1,8 @@
 """``python -m benchmarks overhead``: what a call costs beside the copy that it makes, on the CPU.
 
-Batches of one step, of which nearly all is overhead; whole trajectories of W1 against `index_select`; adding them one
-by one, stacked, and as a list of dicts; and with `disk=`, at a steady rate. Plain torch or memcpy copies as many bytes
-in the same turn. With ``--busy N``
-beside N processes that never wait.
+Batches of one step, of which nearly all is overhead; adding whole trajectories of W1 one by one, stacked, and as a list
+of dicts; and with `disk=`, at a steady rate. Plain torch or memcpy copies as many bytes in the same turn. With
+``--busy N`` beside N processes that never wait. Larger batches: `collect`.
 """
 
 from __future__ import annotations
@@ -24,17 +23,15 @@ import typer
 
 import gear_loader as gear
 from benchmarks.harness import Medians, Session, Variant
-from benchmarks.options import experiment, numbers, option
+from benchmarks.options import experiment
 from benchmarks.workloads import W1, Data, expect
 
-BATCHES = (32, 256, 1024)
 QUICK_TRAJECTORIES, EXTENDED = 64, 1000  # of W1; the second: of a call of `extend`
-LIMIT = 15e-6  # seconds that a batch of one, and adding a trajectory, should take at most
+LIMITS = {"uniform": 10e-6, "prioritized": 13e-6}  # seconds that a batch of one should take at most
+LIMIT = 15e-6  # and adding a trajectory
 PACE = 2000  # trajectories a second that are added while they are written to a disk: 84 MB/s
 SYNC_SECONDS = 0.1
 WITH_DISK = 0.9  # rate of adding that should be left
-LEAST = {32: 0.9, 256: 1.0, 1024: 1.0}
-"""Ratio to `index_select` that W1 should have, by rows of a batch."""
 SELECTORS = {
     "uniform": gear.Uniform(),
     "uniform, steps": gear.Uniform(unit="step"),
@@ -47,27 +44,20 @@ threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).st
 while True: pass
 """
 
-Batches = option(str, f"Rows of W1's batches: {','.join(map(str, BATCHES))} by default.")
-
 
 @experiment("overhead", repeats=(2, 15), pause=0.005)
 def command(
     session: Session,
     busy: Annotated[int, typer.Option(min=0, help="Processes that run beside it and never wait.")] = 0,
-    batches: Batches = None,
 ) -> None:
-    """What a call costs beside its copy: batches of one, whole trajectories, adding."""
+    """What a call costs beside its copy: batches of one, adding."""
     count = QUICK_TRAJECTORIES if session.quick else W1.trajectories
-    sizes = numbers(batches, "--batches", 1, 1 << 16) or BATCHES[: 1 if session.quick else None]
-    session.configure(busy=busy, batches=sizes, trajectories=count)
+    session.configure(busy=busy, trajectories=count)
     told = {"busy": busy, "trajectories": count}
     data = Data(W1.of(count))
     with _busy(busy):
         with data.table(W1.steps) as table:
             _single(session, data, table, told)
-            for size in sizes:
-                if not session.late(f"W1, batch {size}"):
-                    _whole(session, data, table, size, {**told, "batch": size})
         _adding(session, data, told)
         _writing_behind(session, data, told)
 
@@ -136,21 +126,11 @@ def _single(session: Session, data: Data, table: gear.Table, told: Mapping[str, 
     for name, copy in itertools.product(SELECTORS, (None, False)):
         batches = _batches(table, 1, windows=gear.Window(1), selector=SELECTORS[name], copy=copy)
         full = name if copy is None else f"{name}, copy=False"
-        checked, limit = _checked(data, table, batches, 1), LIMIT if copy is None else None
+        checked, limit = _checked(data, table, batches, 1), LIMITS.get(full)
         measure, amount = _timed(batches.__next__, count), variants[0].amount
         variants.append(Variant(full, measure, checked, amount, count, limit=limit))
     if not session.late("a batch of one"):
         session.compare("step", "a batch of one", variants, "plain torch", {**told, "batch": 1})
-
-
-def _whole(session: Session, data: Data, table: gear.Table, size: int, told: Mapping[str, Any]) -> None:
-    """Batches of whole trajectories, five a turn."""
-    plain = _plain("index_select", data.stacked, size, 5)
-    batches = _batches(table, size, windows=W1.window, anchor="first", copy=False)
-    targets = {"index_select": LEAST[size]} if size in LEAST else {}
-    checked, measure = _checked(data, table, batches, W1.steps), _timed(batches.__next__, 5)
-    ours = Variant("ours", measure, checked, plain.amount, 5, targets=targets)
-    session.compare("W1", f"whole trajectories, batch {size}", [plain, ours], "index_select", told)
 
 
 def _adding(session: Session, data: Data, told: Mapping[str, Any]) -> None:

@@ -168,12 +168,13 @@ def start(
     environment: str | None = None,
     patience: float = 300.0,
     prefix: Sequence[str] = (),
+    own: Path | None = None,
 ) -> PeerProcess:
     """A process that answers commands of a task with a library: see `benchmarks/peers/serve.py`.
 
     Args:
         environment: of `make.sh`; by default the library's own, or none for ours and torch alone.
-        prefix: words before the command, which run it elsewhere.
+        prefix: words before the command, which run it elsewhere. own: folder with another `gear_loader`.
     """
     python = Path(sys.executable)
     if environment is None and library.partition("_")[0] not in OWN:
@@ -187,4 +188,5 @@ def start(
             where = "GEAR_LOADER_PEERS is empty" if folder is None else f"{folder}"
             raise PeerFailed(f"there is no environment {environment}: {where} (benchmarks/peers/make.sh)")
     command = [*prefix, str(python), "-I", _SCRIPT, task, library, variant, str(threads)]
+    command += [] if own is None else [str(own)]
     return PeerProcess(command, patience=patience)

@@ -1,12 +1,12 @@
 """One process of a benchmark: does a task with a library, in the interpreter that has it.
 
-    python -I benchmarks/peers/serve.py TASK LIBRARY VARIANT THREADS
+    python -I benchmarks/peers/serve.py TASK LIBRARY VARIANT THREADS [FOLDER]
 
 TASK and LIBRARY are modules of this folder: ``batches``, ``checkpoint``, ``learn``, ``memory``, ``online``, ``select``,
 ``sequences``, ``train`` or ``transitions``; ``reverb``, ``torchrl``, ``cpprb``, ``tianshou``, ``sb3``,
 ``transferqueue``, or one whose name begins with
 ``plain`` (torch and numpy alone) or ``gear`` (this project). Only the last import anything of this project from outside
-of this folder.
+of this folder. FOLDER has the `gear_loader` to use, by default that of this checkout.
 
 The first line of standard output says what was imported, or why it could not be. Each line of standard input is then a
 command as JSON, ``{"do": NAME, ...}``: the task's `Worker` has a method of that name, whose arguments are the other
@@ -73,4 +73,5 @@ def serve(task: str, library: str, variant: str, threads: int) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    sys.path[:0] = sys.argv[5:]
     serve(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))

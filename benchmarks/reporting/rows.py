@@ -23,7 +23,7 @@ Thing = TypeVar("Thing")
 
 DESCRIBING = ("peer", "about", "curve", "curves")
 _APART = (*DESCRIBING, "setting")  # parameters that do not set a measurement apart
-OURS = ("ours", "collector", "dataset", "kernel", "DataLoader, dataset")
+OURS = ("ours", "before", "collector", "dataset", "kernel", "DataLoader, dataset")
 _NEEDED = {"experiment": str, "device": str, "machine": dict, "run": str, "date": str}
 _MEASURED = {"workload": str, "label": str, "variant": str, "parameters": dict}
 

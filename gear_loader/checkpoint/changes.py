@@ -73,7 +73,7 @@ def take_changes(
         now = time.monotonic_ns()  # before expiry, so that no remaining trajectory exceeds the maximum age
         if not amid:
             index.admission.expire()
-        again = index.reader.touched_since(since)  # None for all
+        again = index.arrays.touched_since(since)  # None for all
         found = _differing(index, on_disk, again)
         following = int(counters[NEXT_SEQUENCE])
         counted = Counters(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gear_loader.distributed import state
+from gear_loader.distributed import shards_state
 from gear_loader.distributed.batch_exchange import BatchExchange
 from gear_loader.distributed.duplicates import migrated_ids
 from gear_loader.distributed.rank_exchange import SingleProcess
@@ -334,13 +334,13 @@ class GlobalSelection(Selection):
         self.exchange.doing = "calls state_dict"
         self._begin()
         self._updates.flush()
-        saved = state.save_samplers(self.samplers.own, self._updates.received, self._updates.draws)
+        saved = shards_state.save_samplers(self.samplers.own, self._updates.received, self._updates.draws)
         # Where every rank has all rows, the first one saves them.
         saves = self.shards.place.stage == 0 and (self._deal is None or self.exchange.rank == 0)
         recent = self._history.drawn() if saves else []
         if self.exchange.rank == 0:
             recent += [(batch, (len(rows.names), rows)) for batch, rows in self._history.pending.items()]
-        return state.join_states(self.exchange, saved, recent)
+        return shards_state.join_states(self.exchange, saved, recent)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a state for the trajectories that are still present, in any shard.
@@ -351,7 +351,7 @@ class GlobalSelection(Selection):
         Raises:
             SchemaError: another kind of state; nothing was changed.
         """
-        restored = state.parse_shards_state(saved, self.context.selector)
+        restored = shards_state.parse_shards_state(saved, self.context.selector)
         received = []
         for shard, sampler in self.samplers.own.items():
             sampler.load(restored.part_of(sampler))

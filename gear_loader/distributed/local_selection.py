@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from gear_loader.distributed.failures import run_on_all
 from gear_loader.distributed.rank_exchange import SingleProcess
-from gear_loader.distributed.state import share_state
+from gear_loader.distributed.shards_state import share_state
 from gear_loader.errors import SchemaError
 from gear_loader.selection.base import Selection
 from gear_loader.selection.prioritized import PrioritizedSelection

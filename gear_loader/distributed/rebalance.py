@@ -16,7 +16,7 @@ from gear_loader.distributed.failures import collect
 from gear_loader.distributed.migration import Budget, MigrationSet, Mover, choose_migration
 from gear_loader.distributed.records import MOVE
 from gear_loader.distributed.shard_tables import ShardTables
-from gear_loader.distributed.state import share_state
+from gear_loader.distributed.shards_state import share_state
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.table import Table
 from gear_loader.transport.capacity import free_steps

@@ -134,7 +134,7 @@ def copy_rows(address, low, high, first, ends, places, ids, column, into) -> Non
         i += 1
 
 
-# Request to `append_rows`, int64: this head, the columns as for `scatter` [C, 4], address of each column's rows [C],
+# Request to `append_rows`, int64: this head, the columns as for `scatter` [C, 4], sources as for `copy_steps` [C, 2],
 # and the lanes [n, LANE_WIDTH]. Of the head: number of environments and of columns; steps of a block; addresses of
 # the masks `active` and `done`, bool [n], or 0 (all are active, none is done); steps of a chunk, or 0; address of the
 # blocks of each lane, int32 [n, width], and that width.
@@ -149,8 +149,8 @@ def copy_rows(address, low, high, first, ends, places, ids, column, into) -> Non
     ROWS_WIDTH,
     ROWS_HEAD,
 ) = range(9)
-_AHEAD = 16
-"""Environments whose place in memory is requested before the row of the first of them is copied."""
+_AHEAD, _LINES_AHEAD = 16, 8
+"""Environments whose place in memory is requested before the row of the first of them is copied; lines a column."""
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -226,7 +226,8 @@ def append_rows(request):  # type: ignore[no-untyped-def]
     count, width, block_steps = request[ROWS_COUNT], request[ROWS_COLUMNS], request[ROWS_BLOCK_STEPS]
     rows = ROWS_HEAD + 4 * width
     columns = request[ROWS_HEAD:rows].reshape((width, 4))
-    lanes = request[rows + width : rows + width + count * LANE_WIDTH].reshape((count, LANE_WIDTH))
+    sources = request[rows : rows + 2 * width].reshape((width, 2))
+    lanes = request[rows + 2 * width : rows + 2 * width + count * LANE_WIDTH].reshape((count, LANE_WIDTH))
     blocks = carray(pointer(request[ROWS_BLOCKS]), (count, request[ROWS_WIDTH]), np.int32)
     every, none = request[ROWS_ACTIVE] == 0, request[ROWS_DONE] == 0
     chunk = request[ROWS_CHUNK]
@@ -245,7 +246,9 @@ def append_rows(request):  # type: ignore[no-untyped-def]
             place = step // block_steps
             block, inside = int64(blocks[later, place]), step - place * block_steps
             for c in range(width):
-                prefetch(columns[c, 0] + block * columns[c, 1] + inside * columns[c, 3])
+                target = columns[c, 0] + block * columns[c, 1] + inside * columns[c, 3]
+                for line in range(min((columns[c, 2] + 63) // 64, _LINES_AHEAD)):
+                    prefetch(target + 64 * line)
         if i < 0 or not (every or active[i] != 0):
             continue
         step = lanes[i, LANE_STEPS]
@@ -254,7 +257,7 @@ def append_rows(request):  # type: ignore[no-untyped-def]
         for c in range(width):
             step_bytes = columns[c, 2]
             target = columns[c, 0] + block * columns[c, 1] + inside * columns[c, 3]
-            copy_step(target, request[rows + c] + i * step_bytes, step_bytes)
+            copy_step(target, sources[c, 0] + i * sources[c, 1], step_bytes)
         lanes[i, LANE_STEPS] = step + 1
         due += (not none and done[i] != 0) or step + 1 == chunk
     return due

@@ -69,16 +69,12 @@ class Admission:
 
     def _expire_versions(self, max_lag: int) -> None:
         arrays, counters = self.arrays, self.arrays.counters
-        checked, position = int(counters[LAG_CHECKED]), int(counters[NUM_TOUCHED])
-        if checked == position:
+        checked = int(counters[LAG_CHECKED])
+        if checked == counters[NUM_TOUCHED]:
             return
-        if checked >= 0 and 0 <= position - checked <= arrays.num_slots:
-            slots = np.unique(arrays.touched[np.arange(checked, position) % arrays.num_slots]).astype(
-                np.int64
-            )
-            slots = slots[arrays.state[slots] == READY]
-        else:
-            slots = np.flatnonzero(arrays.state == READY)
+        slots = arrays.touched_since(checked)
+        slots = np.arange(arrays.num_slots) if slots is None else slots
+        slots = slots[arrays.state[slots] == READY]
         old = slots[arrays.versions(slots) < counters[POLICY] - max_lag]
         if len(old):
             arrays.ops.outdate(arrays.where, old)
@@ -174,27 +170,6 @@ class Admission:
         return RateLimitError(
             f"Waited {backoff.timeout:g} s, then timed out. {limiter.explain('insert', count, **self._counts())}"
         )
-
-    def when_insertable(self, count: int, change: Callable[[], object]) -> None:
-        backoff: Backoff | None = None
-
-        def attempt() -> bool:
-            self.expire()
-            if not self.may_insert(count):
-                return False
-            change()
-            self.note_insert_wait(backoff)
-            return True
-
-        def refuse() -> RateLimitError:
-            assert backoff is not None
-            self.note_insert_wait(backoff)
-            return self.refuse_insert(count, backoff)
-
-        while not self._recovery.locked(attempt):
-            backoff = backoff or self.backoff()
-            if not backoff.sleep():
-                raise self._recovery.locked(refuse)
 
     def note_insert_wait(self, backoff: Backoff | None) -> None:
         if backoff is not None:

@@ -9,12 +9,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from gear_loader.errors import GearError, SchemaError
+from gear_loader.kernels.special_priorities import UNSET
 from gear_loader.native.lanes import LANE_COMMON, LANE_STEPS
 from gear_loader.storage.schema import Schema
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least
 
-__all__ = ["KNOWN_LATER", "Appender", "Bytes", "Sink", "here", "no_final_step", "too_long"]
+__all__ = ["KNOWN_LATER", "Appender", "Bytes", "Given", "Sink", "here", "no_final_step", "too_long"]
 
 Bytes = Mapping[str, Array]
 """Checked values: column name -> uint8 [n, step_bytes], or [1, step_bytes] where all lanes have the same."""
@@ -38,6 +39,24 @@ here = _Here()
 os.register_at_fork(after_in_child=here.update)
 
 
+class Given:
+    """What trajectories get beside their steps when they are committed, and where their indices go.
+
+    Attributes:
+        priorities: float32 [n], -1 for none. last: the final step of those that end without `Sink.chunk` steps, or
+            None. once: values of the columns per trajectory.
+        out: int64 [n], output: index of the trajectory that each lane has committed, or KNOWN_LATER; else unchanged.
+    """
+
+    __slots__ = ("last", "once", "out", "priorities")
+
+    def __init__(self, n: int) -> None:
+        self.priorities: Array = np.full(n, UNSET, dtype=np.float32)
+        self.last: Bytes | None = None
+        self.once: Bytes = {}
+        self.out: Array = np.full(n, -1, dtype=np.int64)
+
+
 class Rows(Protocol):
     """Steps that a sink can copy; see `Sink.located`."""
 
@@ -53,7 +72,9 @@ class Sink(Protocol):
     Attributes:
         schema: columns that have values when a trajectory is added. lanes: int64 [n, LANE_WIDTH], see
             `gear_loader.native.lanes`. longest: most steps of a trajectory. grows: whether each step is committed as it
-            is added, to one trajectory that `commit` ends. most: most steps of one lane's trajectory, or chunk.
+            is added, to one trajectory that `commit` ends.
+        most, chunk, overlap: set by the appender: most steps of one lane's trajectory, or chunk; steps of a chunk, at
+            which it is committed, or -1; common steps of consecutive chunks.
         remedy: what to do instead of using a writer in another process. name: of the table, for texts.
     """
 
@@ -61,6 +82,8 @@ class Sink(Protocol):
     lanes: Array
     longest: int
     most: int
+    chunk: int
+    overlap: int
     grows: bool
     remedy: str
 
@@ -86,46 +109,25 @@ class Sink(Protocol):
             The first step that they show, and the end of those that may be written.
         """
 
-    def add(self, rows: Any, first: int, count: int, priorities: Array, once: Bytes) -> int:
+    def add(self, rows: Any, first: int, count: int, given: Given) -> int:
         """Add up to `count` steps of `rows`, from `first` on, to the only lane; return how many.
 
-        `priorities` and `once` are for a trajectory that begins, where each step is committed.
+        `given` is for a trajectory that begins, where each step is committed.
         """
 
-    def add_rows(
-        self,
-        rows: Any,
-        acting: Array | None,
-        ending: Array | None,
-        chunk: int,
-        priorities: Array,
-        once: Bytes,
-    ) -> bool:
-        """Add one step of each lane of `acting` (bool [n], None for all), or none.
+    def add_rows(self, rows: Any, acting: Array | None, ending: Array | None, given: Given) -> bool:
+        """Add one step of each lane of `acting` (bool [n], None for all), or none; `given` as for `add`.
 
         Returns:
             Whether a lane has ended (bool [n]) or has `chunk` steps now.
         """
 
-    def end(
-        self,
-        chosen: Array,
-        ending: Array,
-        chunk: int,
-        overlap: int,
-        priorities: Array,
-        last: Bytes | None,
-        once: Bytes,
-        out: Array,
-    ) -> None:
-        """Commit what lanes (`chosen`, int64 [m]) hold, in order; of an error `out` tells what was committed.
+    def end(self, chosen: Array, ending: Array, given: Given) -> None:
+        """Commit what lanes (`chosen`, int64 [m]) hold, in order; of an error `given.out` tells what was committed.
 
         Args:
             ending: bool [n], lanes that end. Those that have `chunk` steps and do not end begin another chunk, with the
                 last `overlap` steps.
-            priorities: float32 [n], -1 for none. last: the final step of those that have not `chunk` steps, or None.
-            once: values of the columns per trajectory.
-            out: int64 [n], output: index of each trajectory, or KNOWN_LATER.
         """
 
     def last_indices(self, chosen: Array) -> Array:
@@ -155,15 +157,17 @@ class Appender:
     """Cuts the streams of n lanes into trajectories, and commits or discards them. For one thread.
 
     Args:
-        sink: where they go. chunk_steps, overlap_steps: as for `Table.writer`.
+        sink: where they go. kind: of writer, in errors. chunk_steps, overlap_steps: as for `Table.writer`.
 
     Attributes:
         lanes: of the sink. chunk: most steps of a trajectory. cuts: whether a trajectory of so many steps is committed.
-        cut_at: the same number if it does, else -1. overlap: common steps of consecutive chunks.
+        overlap: common steps of consecutive chunks.
     """
 
-    def __init__(self, sink: Sink, *, chunk_steps: int | None = None, overlap_steps: int = 0) -> None:
-        self.sink = sink
+    def __init__(
+        self, sink: Sink, kind: str, *, chunk_steps: int | None = None, overlap_steps: int = 0
+    ) -> None:
+        self.sink, self._kind = sink, kind
         self.lanes = sink.lanes
         self.pid = here.pid
         self.overlap = at_least("overlap_steps", overlap_steps, least=0)
@@ -178,21 +182,23 @@ class Appender:
         if self.overlap:
             sink.check_chunks(self.chunk, self.overlap)
         self.cuts = chunk_steps is not None
-        self.cut_at = self.chunk if self.cuts else -1
         self._nobody = np.zeros(len(sink.lanes), dtype=bool)
-        sink.most = self.chunk
+        sink.most, sink.overlap = self.chunk, self.overlap
+        sink.chunk = self.chunk if self.cuts else -1
 
-    def check_process(self, kind: str) -> None:
-        """Raise GearError in a forked child. kind: name of the writer in the error."""
+    def check_process(self) -> None:
+        """Raise GearError in a forked child."""
         if here.pid != self.pid:
             raise GearError(
-                f"A {kind} of process {self.pid} was used in process {here.pid}; {self.sink.remedy} in each process."
+                f"A {self._kind} of process {self.pid} was used in process {here.pid}; {self.sink.remedy} in each "
+                "process."
             )
 
-    def fresh(self) -> Array:
-        """Steps of each lane that are in no committed chunk, int64 [n]."""
-        fresh: Array = self.lanes[:, LANE_STEPS] - self.lanes[:, LANE_COMMON]
-        return fresh
+    def check_usable(self) -> None:
+        """Raise GearError in a forked child, or if nothing can be added."""
+        if here.pid != self.pid:
+            self.check_process()
+        self.sink.check()
 
     def check_lengths(self, steps: Array, ending: Array, *, final: bool) -> None:
         """Raise SchemaError if a trajectory of these steps (int64 [n]) is too long, with a final step if it ends."""
@@ -204,62 +210,41 @@ class Appender:
         if longest > self.chunk:
             raise too_long(longest, self.chunk)
 
-    def end(
-        self,
-        ending: Array | None,
-        acting: Array | None,
-        priorities: Array,
-        last: Bytes | None,
-        once: Bytes,
-        out: Array,
-    ) -> None:
+    def end(self, ending: Array | None, acting: Array | None, given: Given) -> None:
         """Commit the chunks of lanes that are complete, and the trajectories of lanes that end (masks, bool [n]).
 
         A stream that ends with a complete chunk has nothing more to commit, but for a final step.
-
-        Args:
-            priorities, last, once, out: as for `Sink.end`.
         """
         ended = self._nobody if ending is None else ending
         ended = ended if acting is None else ended & acting
         chosen = ended
         if self.cuts:
-            whole = self.lanes[:, LANE_STEPS] == self.chunk
+            steps = self.lanes[:, LANE_STEPS]
+            whole = steps == self.chunk
             whole = whole if acting is None else whole & acting
-            if last is None or not self.overlap:
-                done = np.flatnonzero(ended & ~whole & (self.fresh() == 0))
-                out[done] = self.sink.last_indices(done)
+            if given.last is None or not self.overlap:
+                done = np.flatnonzero(ended & ~whole & (steps == self.lanes[:, LANE_COMMON]))
+                given.out[done] = self.sink.last_indices(done)
                 self.abort(done)
-                ended = ended & (self.lanes[:, LANE_STEPS] > 0)
+                ended = ended & (steps > 0)
             elif (both := ended & whole).any():
-                self._end_twice(ended, whole, both, priorities, last, once, out)
+                self._end_twice(ended, whole, both, given)
                 return
             chosen = ended | whole
-        self._end(np.flatnonzero(chosen), ended, priorities, last, once, out)
+        self._end(np.flatnonzero(chosen), ended, given)
 
-    def _end(
-        self, chosen: Array, ending: Array, priorities: Array, last: Bytes | None, once: Bytes, out: Array
-    ) -> None:
+    def _end(self, chosen: Array, ending: Array, given: Given) -> None:
         if len(chosen):
-            self.sink.end(chosen, ending, self.cut_at, self.overlap, priorities, last, once, out)
+            self.sink.end(chosen, ending, given)
 
-    def _end_twice(
-        self,
-        ended: Array,
-        whole: Array,
-        both: Array,
-        priorities: Array,
-        last: Bytes,
-        once: Bytes,
-        out: Array,
-    ) -> None:
+    def _end_twice(self, ended: Array, whole: Array, both: Array, given: Given) -> None:
         """`end` where the final steps of lanes follow complete chunks: each is cut, then its stream ends, in order."""
         before = 0
         for lane in [*np.flatnonzero(both).tolist(), len(both)]:
             chosen = before + np.flatnonzero((ended | whole)[before : lane + 1])
-            self._end(chosen, ended & ~both, priorities, last, once, out)
+            self._end(chosen, ended & ~both, given)
             if lane < len(both):
-                self._end(np.array([lane]), ended, priorities, last, once, out)
+                self._end(np.array([lane]), ended, given)
             before = lane + 1
 
     def abort(self, chosen: Array) -> None:

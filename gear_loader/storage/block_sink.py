@@ -7,12 +7,13 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from gear_loader.errors import SchemaError, TableFullError
 from gear_loader.native import copying
+from gear_loader.native.array_headers import ArrayHeaders
 from gear_loader.native.copying import (
     ROWS_ACTIVE,
     ROWS_BLOCK_STEPS,
@@ -29,67 +30,45 @@ from gear_loader.native.lanes import (
     LANE_STEPS,
     LANE_WIDTH,
 )
-from gear_loader.storage.appender import Bytes, here, too_long
+from gear_loader.storage.appender import Bytes, Given, here, too_long
 from gear_loader.storage.operations.view import DONE, OUTSIDE
 from gear_loader.utils.arrays import Array, data_address
 
 if TYPE_CHECKING:
+    from gear_loader.storage.engine import Engine
     from gear_loader.storage.index import Index
-    from gear_loader.storage.region import Region
-    from gear_loader.storage.schema import Schema
-    from gear_loader.storage.step_appender import StepColumn
+    from gear_loader.storage.step_columns import StepColumn
 
-__all__ = ["BlockSink", "GrowingSink", "Target"]
+__all__ = ["BlockSink", "GrowingSink"]
 
 _AT_ONCE = 10
 """Attempts to add steps to a trajectory that was brought back into memory before it is waited in between."""
 _ONE_LANE: Array = np.zeros(1, dtype=np.int64)
 
 
-class Target(Protocol):
-    """The interface of a `gear_loader.Table` that a sink uses."""
-
-    schema: Schema
-    longest: int
-
-    @property
-    def region(self) -> Region: ...
-
-    @property
-    def policy(self) -> tuple[int, bool]: ...
-
-    def column_addresses(self) -> Array: ...
-
-    def step_addresses(self) -> Array: ...
-
-    def load_from_disk(self, slots: Array) -> int: ...
-
-    @property
-    def index(self) -> Index: ...
-
-    def check_open(self) -> None: ...
-
-
-class StepSources:
+class StepSources(NamedTuple):
     """Steps in memory.
 
     Attributes:
-        length: number of steps. addresses: of each column's contiguous steps. apart: bytes from the row of one lane to
-        that of the next in each column. hold: owner of the memory.
+        length: number of steps. sources: address of each column's contiguous steps, and bytes from the row of one lane
+        to that of the next, int64 [C, 2]. hold: owner of the memory.
     """
 
-    __slots__ = ("_sources", "addresses", "apart", "hold", "length")
+    length: int
+    sources: Array
+    hold: object
 
-    def __init__(self, length: int, addresses: Sequence[int], apart: Sequence[int], hold: object) -> None:
-        self.length, self.addresses, self.apart, self.hold = length, addresses, apart, hold
-        self._sources: Array | None = None
 
-    @property
-    def sources(self) -> Array:
-        """Addresses and `apart`, int64 [C, 2], for compiled loops."""
-        if self._sources is None:
-            self._sources = np.array([*zip(self.addresses, self.apart, strict=True)], dtype=np.int64)
-        return self._sources
+def _sources(length: int, addresses: Sequence[int], apart: Sequence[int], hold: object) -> StepSources:
+    sources: Array = np.empty((len(addresses), 2), dtype=np.int64)
+    sources[:, 0], sources[:, 1] = addresses, apart
+    return StepSources(length, sources, hold)
+
+
+def _located_bytes(rows: Bytes, names: Sequence[str]) -> StepSources:
+    found = [rows[name] for name in names]
+    apart = [values.shape[1] if len(values) > 1 else 0 for values in found]
+    return _sources(1, [data_address(values) for values in found], apart, found)
 
 
 class BlockSink:
@@ -102,10 +81,12 @@ class BlockSink:
 
     grows = False
 
-    def __init__(self, table: Target, n: int) -> None:
+    def __init__(self, table: Engine, n: int) -> None:
         layout, self.schema = table.region.layout, table.schema.added
         self.table, self.index = table, table.index
         self.longest = self.most = table.longest
+        self.chunk, self.overlap = -1, 0
+        self.check = table.check_open
         self.remedy = f"make one with table.{'writer' if n == 1 else 'writers'}()"
         self._steps = self.schema.steps
         self._block_steps = layout.block_steps
@@ -115,10 +96,16 @@ class BlockSink:
         named = dict(zip(table.schema, table.column_addresses(), strict=True))
         self._once_columns = np.array([named[name] for name in once], dtype=np.int64).reshape(-1, 4)
         self._once_columns[:, 3] = self._once_columns[:, 2]
-        self._make_request(n)
         self._step_bytes = self._columns[:, 2].tolist()
-        # Name, dtype and shape of rows of all lanes that need no further look.
-        self._plain = [(name, column.numpy_dtype, (n, *column.shape)) for name, column in self._steps.items()]
+        self._make_request(n)
+        # Arrays with a row for each lane are found without a further look; their addresses are part of the request.
+        columns = self._steps.values()
+        dtypes, shapes = (
+            [column.numpy_dtype for column in columns],
+            [(n, *column.shape) for column in columns],
+        )
+        self._headers = ArrayHeaders(list(self._steps), dtypes, shapes, self._sources)
+        self._arrays = StepSources(n, self._sources, None)
         self._thread = 0  # the thread that has allocated last
         self._pid = here.pid
         self.index.allocator.writers.add(self)
@@ -129,15 +116,15 @@ class BlockSink:
         """Make the request of `copying.append_rows`, which holds the lanes."""
         width = len(self._columns)
         rows = ROWS_HEAD + 4 * width
-        self._request: Array = np.zeros(rows + width + n * LANE_WIDTH, dtype=np.int64)
+        self._request: Array = np.zeros(rows + 2 * width + n * LANE_WIDTH, dtype=np.int64)
         self._request[[ROWS_COUNT, ROWS_COLUMNS, ROWS_BLOCK_STEPS]] = n, width, self._block_steps
         self._request[ROWS_HEAD:rows] = self._columns.reshape(-1)
-        self.lanes: Array = self._request[rows + width :].reshape(n, LANE_WIDTH)
+        self._sources = self._request[rows : rows + 2 * width].reshape(width, 2)
+        self._sources[:, 1] = self._step_bytes
+        self.lanes: Array = self._request[rows + 2 * width :].reshape(n, LANE_WIDTH)
         self.lanes[:] = EMPTY_LANE
         self._blocks: Array = np.zeros((n, 0), dtype=np.int32)
         self._pack_masks = struct.Struct("=5q").pack_into  # from ROWS_ACTIVE to ROWS_WIDTH
-        self._pack_rows = struct.Struct(f"={width}q").pack_into
-        self._rows_at = 8 * rows
 
     @property
     def name(self) -> str:
@@ -148,9 +135,6 @@ class BlockSink:
         """Thread of the writer, and the slots that it is writing (empty in a forked child)."""
         slots = self.lanes[:, LANE_SLOT]
         return self._thread, slots[slots >= 0].tolist() if here.pid == self._pid else []
-
-    def check(self) -> None:
-        self.table.check_open()
 
     def check_chunks(self, chunk: int, overlap: int) -> None:
         layout, size = self.table.region.layout, self._block_steps
@@ -165,27 +149,13 @@ class BlockSink:
     # ---------------------------------------------------------------- steps
 
     def located(self, rows: Any, what: str) -> StepSources:
-        if type(rows) is dict and len(rows) == len(self._plain):
-            found = []
-            for name, dtype, shape in self._plain:
-                value = rows.get(name)
-                if type(value) is not np.ndarray or value.dtype != dtype or value.shape != shape:
-                    break
-                if dtype is None or not value.flags.c_contiguous:
-                    break
-                found.append(data_address(value))
-            else:
-                return StepSources(len(self.lanes), found, self._step_bytes, rows)
+        if self._headers.read(rows):
+            return self._arrays
         length, addresses, hold = self._steps.locate(rows, what=what)
-        return StepSources(length, addresses, self._step_bytes, hold)
+        return _sources(length, addresses, self._step_bytes, hold)
 
     def plain(self, rows: Bytes) -> StepSources:
-        return self._located_bytes(rows, list(self._steps))
-
-    def _located_bytes(self, rows: Bytes, names: Sequence[str]) -> StepSources:
-        found = [rows[name] for name in names]
-        apart = [values.shape[1] if len(values) > 1 else 0 for values in found]
-        return StepSources(1, [data_address(values) for values in found], apart, found)
+        return _located_bytes(rows, list(self._steps))
 
     def show(self, columns: Sequence[StepColumn]) -> tuple[int, int]:
         step, held = int(self.lanes[0, LANE_STEPS]), int(self.lanes[0, LANE_HELD])
@@ -210,15 +180,14 @@ class BlockSink:
             As `Index.begin`; SchemaError: a trajectory would be too long.
         """
         lanes, index, size = self.lanes, self.index, self._block_steps
-        needed = lanes[chosen, LANE_STEPS] + count
-        short = needed > lanes[chosen, LANE_HELD]
-        chosen, needed = chosen[short], needed[short]
-        if not len(chosen):
+        now = lanes[chosen]
+        needed, held = now[:, LANE_STEPS] + count, now[:, LANE_HELD]
+        if (needed <= held).all():
             return True
         longest = int(needed.max())
         if longest > self.most:
             raise too_long(longest, self.longest)
-        self._widen(min(max(longest, 2 * int(lanes[chosen, LANE_HELD].max()), size), max(self.most, size)))
+        self._widen(min(max(longest, 2 * int(held.max()), size), max(self.most, size)))
         blocks, ops, where = self._blocks, index.arrays.ops, index.arrays.where
         evict, wait = self.table.policy
         self._thread = threading.get_ident()
@@ -252,30 +221,23 @@ class BlockSink:
     def _put_once(self, chosen: Array, once: Bytes) -> None:
         """Write what trajectories have once into their first blocks, where no other trajectory has any."""
         if once:
-            self._put(chosen, self._located_bytes(once, list(self.schema.per_trajectory)), 0, 1, once=True)
+            self._put(chosen, _located_bytes(once, list(self.schema.per_trajectory)), 0, 1, once=True)
 
-    def add(self, rows: StepSources, first: int, count: int, priorities: Array, once: Bytes) -> int:
+    def add(self, rows: StepSources, first: int, count: int, given: Given) -> int:
         self.room(_ONE_LANE, count)
         self._put(_ONE_LANE, rows, first, count)
         self.lanes[0, LANE_STEPS] += count
         return count
 
-    def add_rows(
-        self,
-        rows: StepSources,
-        acting: Array | None,
-        ending: Array | None,
-        chunk: int,
-        priorities: Array,
-        once: Bytes,
-    ) -> bool:
+    def add_rows(self, rows: StepSources, acting: Array | None, ending: Array | None, given: Given) -> bool:
         request = self._request
         active = 0 if acting is None else data_address(acting)
         done = 0 if ending is None else data_address(ending)
-        self._pack_rows(request.data, self._rows_at, *rows.addresses)
+        if rows is not self._arrays:
+            self._sources[:] = rows.sources
         while True:
             blocks = self._blocks
-            masks = (active, done, chunk, data_address(blocks), blocks.shape[1])
+            masks = (active, done, self.chunk, data_address(blocks), blocks.shape[1])
             self._pack_masks(request.data, 8 * ROWS_ACTIVE, *masks)
             due: int = copying.append_rows(request)
             if due >= 0:
@@ -285,49 +247,30 @@ class BlockSink:
 
     # ---------------------------------------------------------------- trajectories
 
-    def end(
-        self,
-        chosen: Array,
-        ending: Array,
-        chunk: int,
-        overlap: int,
-        priorities: Array,
-        last: Bytes | None,
-        once: Bytes,
-        out: Array,
-    ) -> None:
-        steps = self.lanes[:, LANE_STEPS]
+    def end(self, chosen: Array, ending: Array, given: Given) -> None:
+        steps, last = self.lanes[:, LANE_STEPS], given.last
         together = last is None or len(chosen) == 1
-        together = together or self.room(chosen[steps[chosen] != chunk], 1, waits=False)
+        together = together or self.room(chosen[steps[chosen] != self.chunk], 1, waits=False)
         for group in [chosen] if together else chosen[:, None]:
             if last is not None:
-                longer = group[steps[group] != chunk]
+                longer = group[steps[group] != self.chunk]
                 self.room(longer, 1)
                 self._put(longer, self.plain(last), 0, 1)
-            self._put_once(group, once)
-            self._finish(group, ending, chunk, overlap, priorities, out, final=last is not None)
+            if given.once:
+                self._put_once(group, given.once)
+            self._finish(group, ending, given)
 
-    def _finish(
-        self,
-        chosen: Array,
-        ending: Array,
-        chunk: int,
-        overlap: int,
-        priorities: Array,
-        out: Array,
-        *,
-        final: bool,
-    ) -> None:
+    def _finish(self, chosen: Array, ending: Array, given: Given) -> None:
         """Commit trajectories, whose steps are written."""
         lanes, index, blocks, size = self.lanes, self.index, self._blocks, self._block_steps
-        ops, where = index.arrays.ops, index.arrays.where
+        ops, where, chunk, overlap = index.arrays.ops, index.arrays.where, self.chunk, self.overlap
         evict, wait = self.table.policy
-        given = (blocks, self._columns, chunk, overlap, ending, int(final), priorities)
+        told = (blocks, self._columns, chunk, overlap, ending, int(given.last is not None), given.priorities)
 
         def finish(chosen: Array, at: Array) -> int:
             now, here = time.monotonic_ns(), index.readers.here()
             answer: int = ops.end_lanes(
-                where, lanes, chosen, at, *given, now, self.grows, int(evict), *here, out
+                where, lanes, chosen, at, *told, now, self.grows, int(evict), *here, given.out
             )
             return answer
 
@@ -361,9 +304,9 @@ class GrowingSink(BlockSink):
     def show(self, columns: Sequence[StepColumn]) -> tuple[int, int]:
         return 0, 0
 
-    def add(self, rows: StepSources, first: int, count: int, priorities: Array, once: Bytes) -> int:
+    def add(self, rows: StepSources, first: int, count: int, given: Given) -> int:
         if not self._add_at_once(rows, first, count):
-            self._add(_ONE_LANE, rows, first, count, priorities, once)
+            self._add(_ONE_LANE, rows, first, count, given)
         return count
 
     def _add_at_once(self, rows: StepSources, first: int, count: int) -> bool:
@@ -376,22 +319,12 @@ class GrowingSink(BlockSink):
         answer = index.recovery.lock.run(ops.grow_lanes, where, lanes, _ONE_LANE, at, *given)
         return answer == DONE and bool(lanes[0, LANE_STEPS])
 
-    def add_rows(
-        self,
-        rows: StepSources,
-        acting: Array | None,
-        ending: Array | None,
-        chunk: int,
-        priorities: Array,
-        once: Bytes,
-    ) -> bool:
+    def add_rows(self, rows: StepSources, acting: Array | None, ending: Array | None, given: Given) -> bool:
         chosen = np.arange(len(self.lanes)) if acting is None else np.flatnonzero(acting)
-        self._add(chosen, rows, 0, 1, priorities, once)
+        self._add(chosen, rows, 0, 1, given)
         return ending is not None and bool((ending if acting is None else ending & acting).any())
 
-    def _add(
-        self, chosen: Array, rows: StepSources, first: int, count: int, priorities: Array, once: Bytes
-    ) -> None:
+    def _add(self, chosen: Array, rows: StepSources, first: int, count: int, given: Given) -> None:
         """Add steps to the trajectories of lanes, and then to new ones of lanes that have none."""
         lanes = self.lanes
         self._drop_half_begun(chosen)
@@ -406,9 +339,10 @@ class GrowingSink(BlockSink):
             self.room(chosen, count)
             self._put(chosen, rows, first, count)
             lanes[chosen, LANE_STEPS] = count
-            self._put_once(chosen, once)
-            nobody, slots = np.zeros(len(lanes), dtype=bool), np.empty(len(lanes), dtype=np.int64)
-            self._finish(chosen, nobody, -1, 0, priorities, slots, final=False)
+            self._put_once(chosen, given.once)
+            begun = Given(len(lanes))
+            begun.priorities = given.priorities
+            self._finish(chosen, np.zeros(len(lanes), dtype=bool), begun)
         except BaseException:
             self._drop_half_begun(chosen)
             raise
@@ -460,23 +394,13 @@ class GrowingSink(BlockSink):
                     "trajectories."
                 )
 
-    def end(
-        self,
-        chosen: Array,
-        ending: Array,
-        chunk: int,
-        overlap: int,
-        priorities: Array,
-        last: Bytes | None,
-        once: Bytes,
-        out: Array,
-    ) -> None:
+    def end(self, chosen: Array, ending: Array, given: Given) -> None:
         slots = self.lanes[:, LANE_SLOT].copy()
-        for group in [chosen] if last is None else chosen[:, None]:
-            if last is not None:
-                self._grow(group, self.plain(last), 0, 1, final=True)
+        for group in [chosen] if given.last is None else chosen[:, None]:
+            if given.last is not None:
+                self._grow(group, self.plain(given.last), 0, 1, final=True)
             self.lanes[group] = EMPTY_LANE
-            out[group] = slots[group]
+            given.out[group] = slots[group]
 
     @property
     def open_slots(self) -> tuple[int, list[int]]:

@@ -10,9 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gear_loader.errors import SchemaError
-from gear_loader.storage.disk import Tier
 from gear_loader.storage.layout import LARGEST_COUNT, LARGEST_SIZE, LINE, Layout, Record
-from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.stats import BLOCK_ENTRY_BYTES, TableStats
 from gear_loader.utils.arrays import Array, shown
@@ -21,7 +19,6 @@ from gear_loader.utils.checks import byte_count
 __all__ = [
     "best_block_steps",
     "blocks_within",
-    "check_memory",
     "expected_bytes",
     "measured_bytes",
     "resolved_block_steps",
@@ -136,15 +133,6 @@ def resolved_block_steps(
 def resolved_packing(schema: Schema, packed: bool | Literal["auto"]) -> bool:
     """`Memory.packed`, or what ``"auto"`` stands for."""
     return Record.of(schema) is not None if packed == "auto" else packed
-
-
-def check_memory(memory: Memory, tier: Tier | None) -> None:
-    """Raise SchemaError if trajectories beyond the memory lie on a disk, and the memory has no size."""
-    if tier is not None and memory.size is None and memory.max_blocks is None:
-        raise SchemaError(
-            "disk has a size, and memory was not given: then everything is in memory, and nothing is moved to disk. "
-            "Give memory, such as '20GiB'."
-        )
 
 
 def blocks_within(memory: int | str, most: int, schema: Schema, **options: Any) -> int:

@@ -320,10 +320,12 @@ class Index:
             return
         slots = np.ascontiguousarray(slots, dtype=np.int64)
         priorities = np.ascontiguousarray(priorities, dtype=np.float32)
-        self.admission.when_insertable(
-            len(slots),
-            lambda: self.arrays.ops.commit(self.arrays.where, slots, priorities, time.monotonic_ns()),
-        )
+
+        def attempt() -> int:
+            self.arrays.ops.commit(self.arrays.where, slots, priorities, time.monotonic_ns())
+            return DONE
+
+        self.allocator.obtain((0, 0, 0), attempt, evict=REFUSE, wait=False, inserts=len(slots))
 
     def commit_as(
         self,
@@ -482,7 +484,9 @@ class Index:
         slots = np.ascontiguousarray(slots, dtype=np.int64)
 
         def remove() -> None:
-            self._check_live(slots)
+            live = self.arrays.live_rows(slots, np.full_like(slots, -1), strict=False, what="")
+            if not live.all():
+                raise stale(self.arrays, int(slots[~live][0]))
             if len(np.unique(slots)) != len(slots):
                 raise StaleIndexError(
                     f"Indices {slots.tolist()} name a trajectory twice; expected distinct ones."
@@ -626,17 +630,11 @@ class Index:
         arrays = self.arrays
 
         def remove() -> int:
-            live = slots[arrays.are_outside(slots, generations)]  # not one that is back in memory
+            live = arrays.live_rows(slots, generations, strict=False, what="")
+            live = slots[live & (arrays.extent[slots, 1] < 0)]  # not one that is back in memory
             if len(live):
                 arrays.ops.remove(arrays.where, live)
                 arrays.counters[NUM_LOST] += len(live)
             return len(live)
 
         return self.recovery.locked(remove)
-
-    def _check_live(self, slots: Array) -> None:
-        inside = (slots >= 0) & (slots < self.arrays.num_slots)
-        live = np.zeros(len(slots), dtype=bool)
-        live[inside] = self.arrays.state[slots[inside]] == READY
-        if not live.all():
-            raise stale(self.arrays, int(slots[~live][0]))

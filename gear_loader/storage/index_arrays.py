@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import CorruptTableError, StaleIndexError
-from gear_loader.storage.counters import NUM_READY
+from gear_loader.storage.counters import NUM_READY, NUM_TOUCHED
 from gear_loader.storage.operations.entry_points import COMPILED, PLAIN
 from gear_loader.storage.operations.view import View, places_of
 from gear_loader.storage.region import Region
@@ -121,11 +121,6 @@ class IndexArrays:
         blocks = self.blocks_of(extent[..., 0] + extent[..., 2])
         return blocks if self.tier is None else np.where(extent[..., 1] < 0, 0, blocks)
 
-    def are_outside(self, slots: Any, generations: Any) -> Any:
-        """Whether live trajectories lie on disk only; False for those that are gone. The caller holds the lock."""
-        live = (self.state[slots] == READY) & (self.generation[slots] == generations)
-        return live & (self.extent[slots, 1] < 0)
-
     def versions(self, slots: Array) -> Array:
         """Versions of the policy of trajectories, int64 [n], of a table with such a column.
 
@@ -153,6 +148,25 @@ class IndexArrays:
         """Keep the versions of trajectories (int64 [n]) in memory, before their blocks are taken. Under the lock."""
         if len(self.kept_versions):
             self.kept_versions[slots] = self.versions(slots)
+
+    def touched_since(self, since: int) -> Array | None:
+        """Distinct slots committed, retired or revised since a position (`NUM_TOUCHED` then), int64 [n].
+
+        Returns:
+            None if the ring of changes has overflowed since, or the position is negative. The caller holds the lock.
+        """
+        position = int(self.counters[NUM_TOUCHED])
+        count = position - since
+        if since < 0 or not 0 <= count <= self.num_slots:
+            return None
+        if count == 0:
+            return np.empty(0, dtype=np.int64)
+        slots = np.unique(self.touched[np.arange(since, position) % self.num_slots]).astype(np.int64)
+        if slots[0] < 0 or slots[-1] >= self.num_slots:
+            raise self.corrupt(
+                f"slots {slots[0]} to {slots[-1]} were touched, expected 0 to {self.num_slots - 1}"
+            )
+        return slots
 
     def num_ready(self) -> int:
         """Number of live trajectories. Takes no lock."""

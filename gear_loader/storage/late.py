@@ -8,21 +8,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from gear_loader.errors import FilledError, SchemaError, TableFullError
 from gear_loader.native.copying import copy_rows
 from gear_loader.storage.counters import NUM_TOUCHED, VERSION
+from gear_loader.storage.engine import Engine
 from gear_loader.storage.filled_bits import filled_bits, set_filled
-from gear_loader.storage.index import Index
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.late_values import LateValues, check_late, checked_fill
 from gear_loader.storage.operations.view import begin_change, end_change
-from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
-from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Schema
 from gear_loader.utils.arrays import Array
 
@@ -37,35 +35,18 @@ _PIECE_BYTES = 64 << 20
 """Most bytes of trajectories that are brought back into memory at once, unless one has more."""
 
 
-class FilledTable(Protocol):
-    """The interface of a `gear_loader.Table` that a fill uses."""
-
-    @property
-    def schema(self) -> Schema: ...
-
-    @property
-    def region(self) -> Region: ...
-
-    @property
-    def index(self) -> Index: ...
-
-    def reader(self) -> TableReader: ...
-
-    def load_from_disk(self, slots: Array) -> int: ...
-
-
-def unfilled(table: FilledTable, columns: Sequence[str]) -> tuple[Array, Array]:
+def unfilled(engine: Engine, columns: Sequence[str]) -> tuple[Array, Array]:
     """See `Table.unfilled`."""
-    names = list(columns) or list(table.schema.late)
-    check_late(table.schema, names)
-    snapshot = table.reader().snapshot()
-    wanted = table.schema.late_bits(names)
-    missing = (filled_bits(table.index.arrays, snapshot.slots) & wanted) != wanted
+    names = list(columns) or list(engine.schema.late)
+    check_late(engine.schema, names)
+    snapshot = engine.reader().snapshot()
+    wanted = engine.schema.late_bits(names)
+    missing = (filled_bits(engine.index.arrays, snapshot.slots) & wanted) != wanted
     return snapshot.slots[missing], snapshot.generations[missing]
 
 
 def fill_columns(
-    table: FilledTable,
+    engine: Engine,
     index: Any,
     generation: Any,
     columns: Mapping[str, Any],
@@ -78,12 +59,12 @@ def fill_columns(
     Args:
         again: whether the call may have been executed before: rows that have these very values are done.
     """
-    slots, generations, values = checked_fill(table.schema, index, generation, columns)
-    bits = table.schema.late_bits(columns)
+    slots, generations, values = checked_fill(engine.schema, index, generation, columns)
+    bits = engine.schema.late_bits(columns)
     if not len(slots):
         return 0
-    request = _FillCall(table, slots, generations, values, bits, strict, again)
-    return table.region.fill_lock.run(request.run)
+    request = _FillCall(engine, slots, generations, values, bits, strict, again)
+    return engine.region.fill_lock.run(request.run)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +93,7 @@ class _FillCall:
     filled at once, in pieces: the table's owner may write them and move them to disk again meanwhile.
     """
 
-    table: FilledTable
+    engine: Engine
     slots: Array
     generations: Array
     values: list[LateValues]
@@ -123,7 +104,7 @@ class _FillCall:
 
     def run(self) -> int:
         """Fill the rows; return the number of stale ones."""
-        index, backoff, attempt = self.table.index, None, 0
+        index, backoff, attempt = self.engine.index, None, 0
         size = sum(each.data.size for each in self.values)
         left = np.arange(len(self.slots))
         while True:
@@ -134,8 +115,8 @@ class _FillCall:
             if self.done > before:
                 backoff, attempt = None, 0
             piece = index.piece(self.slots[left], _PIECE_BYTES)
-            self.table.load_from_disk(piece)
-            backoff, attempt = backoff or self.table.reader().backoff(), attempt + 1
+            self.engine.load_from_disk(piece)
+            backoff, attempt = backoff or self.engine.reader().backoff(), attempt + 1
             # They may also be moved to disk again and again.
             if (index.request_from_disk(piece) or attempt >= _AT_ONCE) and not backoff.sleep():
                 raise TableFullError(
@@ -151,7 +132,7 @@ class _FillCall:
         Args:
             size: bytes of all values.
         """
-        index = self.table.index
+        index = self.engine.index
         located, left = index.recovery.locked(functools.partial(self._locate, ticket, left))
         if len(located.rows):
             if size > _SMALL:
@@ -169,7 +150,7 @@ class _FillCall:
         Returns:
             Those in memory, readable until the ticket ends, and those that lie on disk only, int64 [m].
         """
-        arrays = self.table.index.arrays
+        arrays = self.engine.index.arrays
         strict = self.strict and not self.done
         slots, generations = self.slots[left], self.generations[left]
         rows = left[arrays.live_rows(slots, generations, strict=strict, what="rows are of")]
@@ -182,14 +163,14 @@ class _FillCall:
             done = (filled_bits(arrays, chosen) & self.bits) == self.bits
             done[done] = self._have(rows[done], chosen[done])
             self.done, rows = self.done + int(done.sum()), rows[~done]
-            _check_unfilled(self.table.schema, arrays, self.slots[rows], self.bits)
+            _check_unfilled(self.engine.schema, arrays, self.slots[rows], self.bits)
         chosen = self.slots[rows]
-        ticket.begin(self.table.index.readers)
+        ticket.begin(self.engine.index.readers)
         return _Located(rows, chosen, arrays.generation[chosen], self._blocks(rows, chosen)), outside
 
     def _check(self, rows: Array) -> None:
         """Raise unless live trajectories can be filled; the caller holds the lock."""
-        arrays, chosen = self.table.index.arrays, self.slots[rows]
+        arrays, chosen = self.engine.index.arrays, self.slots[rows]
         _check_distinct(chosen)
         for each in self.values:
             if each.column.trajectory:
@@ -202,11 +183,11 @@ class _FillCall:
                     f"{arrays.extent[slot, 0]:,}, as the trajectory of index {slot} has. Nothing was changed."
                 )
         if not self.again:
-            _check_unfilled(self.table.schema, arrays, chosen, self.bits)
+            _check_unfilled(self.engine.schema, arrays, chosen, self.bits)
 
     def _blocks(self, rows: Array, slots: Array) -> dict[str, Array]:
         """Column -> block ids of the rows, int32 [k]; the caller holds the lock."""
-        arrays, found = self.table.index.arrays, {}
+        arrays, found = self.engine.index.arrays, {}
         for each in self.values:
             counts = self._counts(each, rows)
             places = np.cumsum(counts) - counts
@@ -218,7 +199,7 @@ class _FillCall:
         """Blocks of each row in a column, int64 [m]."""
         if values.column.trajectory:
             return np.ones(len(rows), dtype=np.int64)
-        counts: Array = -(-values.lengths[rows] // self.table.region.layout.block_steps)
+        counts: Array = -(-values.lengths[rows] // self.engine.region.layout.block_steps)
         return counts
 
     def _have(self, rows: Array, slots: Array) -> Array:
@@ -226,7 +207,7 @@ class _FillCall:
         same, blocks = np.ones(len(rows), dtype=bool), self._blocks(rows, slots)
         for each in self.values:
             ends, counts = np.cumsum(each.lengths), self._counts(each, rows)
-            column, block_ends = self.table.region.column(each.name), np.cumsum(counts)
+            column, block_ends = self.engine.region.column(each.name), np.cumsum(counts)
             for i, row in enumerate(rows.tolist()):
                 ids = blocks[each.name][block_ends[i] - counts[i] : block_ends[i]]
                 length = int(each.lengths[row])
@@ -237,12 +218,12 @@ class _FillCall:
 
     def _copy(self, located: _Located) -> None:
         """Copy the values into the blocks of the rows."""
-        layout, rows = self.table.region.layout, located.rows
+        layout, rows = self.engine.region.layout, located.rows
         for each in self.values:
             place = layout.columns[each.name]
             column = np.array(
                 [
-                    self.table.region.column(each.name).ctypes.data,
+                    self.engine.region.column(each.name).ctypes.data,
                     place.block_stride,
                     place.step_bytes,
                     place.step_stride,
@@ -265,7 +246,7 @@ class _FillCall:
         Returns:
             Rows that were moved meanwhile, int64 [m].
         """
-        arrays = self.table.index.arrays
+        arrays = self.engine.index.arrays
         strict = self.strict and not self.done
         live = arrays.live_rows(located.slots, located.generations, strict=strict, what="rows are of")
         inside = live & (arrays.extent[located.slots, 1] >= 0)

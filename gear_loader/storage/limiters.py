@@ -69,7 +69,7 @@ class RateLimiter:
             apart = Fraction(math.floor(_fraction(high) * unit) - math.ceil(_fraction(low) * unit) + 1, unit)
         settled: dict[str, Any] = {
             "samples_per_insert": ratio,
-            "min_size": _count("min_size", self.min_size),
+            "min_size": at_least("min_size", self.min_size),
             "min_diff": low,
             "max_diff": high,
             "_gain": gain,
@@ -161,7 +161,7 @@ class RateLimiter:
         Raises:
             SchemaError: the batch is not safe, or `count` or `added` is not an integer of at least 1.
         """
-        count, added = _count("The number of rows of a batch", count), _count("added", added)
+        count, added = at_least("The number of rows of a batch", count), at_least("added", added)
         safe = self._safe_batch(added)
         if safe is None or count <= safe:
             return
@@ -188,7 +188,7 @@ class RateLimiter:
         Raises:
             SchemaError: not safe, or `count` or `batch` is not an integer of at least 1.
         """
-        count, batch = _count("The number of trajectories to add", count), _count("batch", batch)
+        count, batch = at_least("The number of trajectories to add", count), at_least("batch", batch)
         safe = self._safe_insert(batch)
         if safe is None or count <= safe:
             return
@@ -321,7 +321,7 @@ class SampleToInsertRatio(RateLimiter):
 
     def __init__(self, ratio: float, min_size: int, error_buffer: float | tuple[float, float]) -> None:
         ratio = _ratio("ratio", ratio)
-        min_size = _count("min_size", min_size)
+        min_size = at_least("min_size", min_size)
         start = min_size * _fraction(ratio)
         apart = 2 * max(Fraction(1), _fraction(ratio))
         if isinstance(error_buffer, (tuple, list)):
@@ -395,7 +395,7 @@ class Queue(RateLimiter):
     _loosen = "give the queue a larger size"
 
     def __init__(self, size: int) -> None:
-        super().__init__(1.0, 1, 0.0, _count("size", size))
+        super().__init__(1.0, 1, 0.0, at_least("size", size))
 
     def __repr__(self) -> str:
         return f"Queue(size={int(self.max_diff)})"
@@ -437,10 +437,6 @@ def _bound(name: str, value: Any, *, never: float) -> float:
     if bound == never:
         raise SchemaError(f"{name} is {shown(value)}; expected {expected}.")
     return bound
-
-
-def _count(name: str, value: Any) -> int:
-    return at_least(name, value)
 
 
 def _fraction(value: float) -> Fraction:

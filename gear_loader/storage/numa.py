@@ -30,7 +30,6 @@ __all__ = [
     "nodes_of",
     "nodes_of_file",
     "nodes_with_memory",
-    "policy_of",
     "prefer",
 ]
 
@@ -42,7 +41,6 @@ _CALLS = {  # numbers of mbind, get_mempolicy and move_pages
     "aarch64": (235, 236, 239),
 }
 _PREFERRED = 1  # MPOL_PREFERRED: other nodes are used when this one is full
-_OF_ADDRESS = 2  # MPOL_F_ADDR
 _MAX_NODES = 1024
 _SAMPLES = 64  # pages of a file
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # vendor; class of GPUs
@@ -167,14 +165,6 @@ def prefer(node: int, start: int, count: int) -> bool:
             "lie on the node of the thread that allocates them. In a container, add the capability SYS_NICE.",
         )
     return not code
-
-
-def policy_of(address: int) -> tuple[int, list[int]] | None:
-    """Mode and nodes of the policy for memory at an address, or None if the system does not tell."""
-    mode, mask = ctypes.c_int(), (ctypes.c_ulong * (_MAX_NODES // 64))()
-    if _call(1, ctypes.byref(mode), mask, _MAX_NODES, address, _OF_ADDRESS):
-        return None
-    return mode.value, [node for node in range(_MAX_NODES) if mask[node // 64] >> node % 64 & 1]
 
 
 def nodes_of(addresses: Sequence[int]) -> dict[int, int]:

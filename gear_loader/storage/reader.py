@@ -27,7 +27,6 @@ from gear_loader.utils.waiting import Backoff
 __all__ = ["Changes", "Snapshot", "TableReader", "Ticket", "stale"]
 
 _T = TypeVar("_T")
-_NO_SLOTS = np.empty(0, dtype=np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +222,7 @@ class TableReader:
 
     def _changes(self, since: int) -> Changes:
         position = int(self.arrays.counters[NUM_TOUCHED])
-        slots = self.touched_since(since)
+        slots = self.arrays.touched_since(since)
         everything = slots is None
         if slots is None:
             slots = np.arange(self.arrays.num_slots)
@@ -255,25 +254,8 @@ class TableReader:
             The position, and what `read` returned.
         """
         return self._recovery.locked(
-            lambda: (int(self.arrays.counters[NUM_TOUCHED]), read(self.touched_since(since)))
+            lambda: (int(self.arrays.counters[NUM_TOUCHED]), read(self.arrays.touched_since(since)))
         )
-
-    def touched_since(self, since: int) -> Array | None:
-        """Distinct slots touched since a position, int64 [n]; None if the ring has overflowed since."""
-        position = int(self.arrays.counters[NUM_TOUCHED])
-        count = position - since
-        if since < 0 or not 0 <= count <= self.arrays.num_slots:
-            return None
-        if count == 0:
-            return _NO_SLOTS
-        slots = np.unique(self.arrays.touched[np.arange(since, position) % self.arrays.num_slots]).astype(
-            np.int64
-        )
-        if slots[0] < 0 or slots[-1] >= self.arrays.num_slots:
-            raise self.arrays.corrupt(
-                f"slots {slots[0]} to {slots[-1]} were touched, expected 0 to {self.arrays.num_slots - 1}"
-            )
-        return slots
 
     def begin_ends(
         self, count: int, *, newest: bool, samples: int = 0, ticket: Ticket | None = None
@@ -413,7 +395,7 @@ class TableReader:
         self._admission.when_samplable(count, lambda: True)
 
     def _snapshot(self) -> Snapshot:
-        return self._log.snapshot(self.arrays.view, self.touched_since)
+        return self._log.snapshot(self.arrays.view, self.arrays.touched_since)
 
     def set_priorities(self, slots: Array, generations: Array, priorities: Array) -> None:
         """Write new priorities; rows with stale generations are skipped.

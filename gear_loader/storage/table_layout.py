@@ -11,7 +11,6 @@ import numpy as np
 from gear_loader.errors import SchemaError
 from gear_loader.storage.block_sizes import (
     blocks_within,
-    check_memory,
     resolved_block_steps,
     resolved_packing,
 )
@@ -53,7 +52,11 @@ def table_layout(
         max_trajectories=max_trajectories,
         packed=packed,
     )
-    check_memory(memory, tier)
+    if tier is not None and memory.size is None and memory.max_blocks is None:
+        raise SchemaError(
+            "disk has a size, and memory was not given: then everything is in memory, and nothing is moved to disk. "
+            "Give memory, such as '20GiB'."
+        )
     sizes = {"max_steps": max_steps, "max_trajectories": max_trajectories, "block_steps": block_steps}
     if memory.max_blocks is not None:
         sizes["max_blocks"] = memory.max_blocks

@@ -9,18 +9,24 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.errors import GearError
+from gear_loader.errors import GearError, SchemaError
 from gear_loader.kernels.special_priorities import UNSET
 from gear_loader.native.lanes import LANE_STEPS
-from gear_loader.storage.appender import Appender, Sink, here
+from gear_loader.storage.appender import Appender, Bytes, Given, Sink, here
+from gear_loader.storage.final_rows import checked_finals, on_host
 from gear_loader.storage.incoming import checked_priorities
-from gear_loader.storage.vector_rows import VectorRows
-from gear_loader.utils.arrays import Array
+from gear_loader.storage.schema import Schema, as_mapping, settled
+from gear_loader.utils.arrays import Array, address_of, numbers, shown
+from gear_loader.utils.lazy_torch import is_tensor, torch
 
 __all__ = ["VectorWriter"]
 
+_BOOL = np.dtype(np.bool_)
+_OPTIONS = ("done", "active", "priority", "final")
+"""Options of `VectorWriter.append`."""
 
-class VectorWriter(VectorRows):
+
+class VectorWriter:
     """Adds the trajectories of n environments, which take their steps at the same time.
 
     Created by `Table.writers`, and by `writers` of a remote table. It behaves as n writers (`Writer`), but one call of
@@ -53,12 +59,18 @@ class VectorWriter(VectorRows):
 
     def __init__(self, sink: Sink, *, chunk_steps: int | None = None, overlap_steps: int = 0) -> None:
         self._sink = sink
-        self._appender = Appender(sink, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
-        super().__init__(sink.schema, len(sink.lanes))
-        self._lanes = sink.lanes
-        self._nobody = np.zeros(self.num_envs, dtype=bool)
+        self._appender = Appender(sink, "vector writer", chunk_steps=chunk_steps, overlap_steps=overlap_steps)
+        self._schema, self._lanes = sink.schema, sink.lanes
+        self.num_envs = n = len(sink.lanes)
+        self.trajectory: Mapping[str, Any] | None = None
+        self._what = f"the rows (T = {n}, one for each environment)"
+        once = {name: column.by_step() for name, column in sink.schema.per_trajectory.items()}
+        self._once_schema = Schema(once) if once else None
+        self._options = [name for name in _OPTIONS if name in sink.schema.steps]
+        self._nobody = np.zeros(n, dtype=bool)
         self._nobody.flags.writeable = False
-        self._no_priorities = np.full(self.num_envs, UNSET, dtype=np.float32)
+        self._no_priorities = np.full(n, UNSET, dtype=np.float32)
+        self._given = Given(n)
         self.appended: Array = self._nobody
 
     # ---------------------------------------------------------------- appending
@@ -107,47 +119,36 @@ class VectorWriter(VectorRows):
         ``commit_every_step`` a trajectory that is in `appended`, and of which the final step found no room, stays open:
         ``commit(mask, final=...)``. After any other exception (Ctrl-C) all open trajectories are discarded.
         """
-        self._check_usable()
+        sink, appender, given = self._sink, self._appender, self._given
+        appender.check_usable()
         ending = None if done is None else self._mask("done", done)
         acting = None if active is None else self._mask("active", active)
-        priorities = self._no_priorities if priority is None else checked_priorities(priority, self.num_envs)
-        last = None
+        self._describe(priority)
         if final is not None:
             ends = self._nobody if ending is None else ending
             ends = ends if acting is None else ends & acting
-            last = self._checked_final(final, ends)
-        once = self._checked_trajectory()
-        sink, appender = self._sink, self._appender
-        rows = self._located(rows, columns)
-        if last is not None:
+            given.last = checked_finals(self._schema, final, ends)
+        found = self._located(rows, columns)
+        if final is not None:
             steps = self._lanes[:, LANE_STEPS] + (1 if acting is None else acting)
             appender.check_lengths(steps, ends, final=True)
         self.appended = self._nobody
         before = self._lanes.copy() if sink.grows else None
-        indices = self._no_index.copy()
         try:
-            if sink.add_rows(rows, acting, ending, appender.cut_at, priorities, once):
-                self._end(ending, acting, priorities, last, once, indices)
+            if sink.add_rows(found, acting, ending, given):
+                self._end(ending, acting)
         except GearError:
             if before is not None:
                 changed = (self._lanes != before).any(axis=1) & (self._lanes[:, LANE_STEPS] > 0)
-                self.appended = changed | (indices != -1)
-                self._end_appended(ending, acting, priorities, last, once, indices)
+                self.appended = changed | (given.out != -1)
+                self._end_appended(ending, acting)
             raise
         except BaseException:
             self.close()  # how far the call has come is not known
             raise
-        return np.maximum(indices, -1)
+        return np.maximum(given.out, -1)
 
-    def _end_appended(
-        self,
-        ending: Array | None,
-        acting: Array | None,
-        priorities: Array,
-        last: Any,
-        once: Any,
-        indices: Array,
-    ) -> None:
+    def _end_appended(self, ending: Array | None, acting: Array | None) -> None:
         """After an error, end the growing trajectories of environments whose last row is in: it is not repeated."""
         if ending is None:
             return
@@ -156,36 +157,86 @@ class VectorWriter(VectorRows):
         try:
             for lane in np.flatnonzero(over):
                 with contextlib.suppress(GearError):  # no room for its final step: it stays open
-                    self._sink.end(np.array([lane]), ending, -1, 0, priorities, last, once, indices)
+                    self._sink.end(np.array([lane]), ending, self._given)
         except BaseException:
             self.close()
             raise
 
-    def _end(
-        self,
-        ending: Array | None,
-        acting: Array | None,
-        priorities: Array,
-        last: Any,
-        once: Any,
-        indices: Array,
-    ) -> None:
+    def _end(self, ending: Array | None, acting: Array | None) -> None:
         """Commit chunks and trajectories that have ended; after an error take back the rows of the others."""
         try:
-            self._appender.end(ending, acting, priorities, last, once, indices)
+            self._appender.end(ending, acting, self._given)
         except GearError:
             if not self._sink.grows:
-                self.appended = indices != -1
+                self.appended = self._given.out != -1
                 left = ~self.appended if acting is None else acting & ~self.appended
                 self._lanes[left, LANE_STEPS] -= 1
             raise
 
+    # ---------------------------------------------------------------- checking
+
+    def _describe(self, priority: Any) -> None:
+        """Check what trajectories get beside their steps, but for their final ones, and have it ready."""
+        given = self._given
+        given.priorities = (
+            self._no_priorities if priority is None else checked_priorities(priority, self.num_envs)
+        )
+        given.last = None
+        if self._once_schema is not None or self.trajectory is not None:
+            given.once = self._checked_trajectory()
+        given.out.fill(-1)
+
     def _located(self, rows: Any, columns: dict[str, Any]) -> Any:
-        """Check the rows."""
-        rows = self._given(rows, columns)
-        self._check_option_names(rows)
+        """Check the rows, which were given by position, by keywords, or both."""
+        if rows is None:
+            rows = columns
+        else:
+            rows = as_mapping(rows)
+            if columns and isinstance(rows, Mapping):
+                rows = {**settled(rows), **columns}
+        taken = [name for name in self._options if isinstance(rows, Mapping) and name not in rows]
+        if taken:
+            raise SchemaError(
+                f"The columns {taken} are missing: append() has options of that name. Give such columns in one "
+                f"mapping, append({{{taken[0]!r}: ..., ...}}, ...). Nothing was appended."
+            )
         found = self._sink.located(rows, self._what)
-        self._check_count(found.length)
+        if found.length != self.num_envs:
+            raise SchemaError(
+                f"The rows have {found.length} entries; expected arrays [n, ...] with one row for each of the "
+                f"{self.num_envs} environments. Nothing was appended."
+            )
+        return found
+
+    def _mask(self, name: str, value: Any) -> Array:
+        """A mask as a contiguous array, bool [n]."""
+        if is_tensor(value) and type(value) is torch.Tensor:
+            fits = value.dtype is torch.bool and value.is_cpu and not value.is_nested
+            if fits and address_of(value):
+                value = value.numpy()
+        if type(value) is not np.ndarray:
+            value = numbers(value, name, "b", f"a mask, bool [{self.num_envs}]. Nothing was changed")
+        if value.dtype != _BOOL or value.shape != (self.num_envs,):
+            raise SchemaError(
+                f"{name} has dtype {value.dtype} and shape {list(value.shape)}; expected a mask, bool "
+                f"[{self.num_envs}], one value for each environment. Nothing was changed."
+            )
+        return value if value.flags.c_contiguous else np.ascontiguousarray(value)
+
+    def _checked_trajectory(self) -> Bytes:
+        """The attribute `trajectory` as bytes, uint8 [n, step_bytes] a column; SchemaError if it does not fit."""
+        wanted = sorted(self._schema.per_trajectory)
+        if self._once_schema is None or not isinstance(self.trajectory, Mapping):
+            raise SchemaError(
+                f"The attribute trajectory is {shown(self.trajectory)}; expected arrays [{self.num_envs}, ...] of the "
+                f"columns with per='trajectory': {wanted}."
+            )
+        once = on_host(self.trajectory, "the attribute trajectory")
+        length, found = self._once_schema.validate(once, what="the attribute trajectory")
+        if length != self.num_envs:
+            raise SchemaError(
+                f"The attribute trajectory has {length} rows; expected one for each of {self.num_envs} environments."
+            )
         return found
 
     # ---------------------------------------------------------------- committing
@@ -206,23 +257,21 @@ class VectorWriter(VectorRows):
             SchemaError, RateLimitError, LockTimeoutError: as `Writer.commit`. The steps that are not committed are
                 kept: the call can be repeated.
         """
-        self._check_usable()
+        self._appender.check_usable()
         chosen = np.ones(self.num_envs, dtype=bool) if mask is None else self._mask("mask", mask)
-        priorities = self._no_priorities if priority is None else checked_priorities(priority, self.num_envs)
-        chosen = chosen & (self._lanes[:, LANE_STEPS] > 0)
-        last = None if final is None else self._checked_final(final, chosen)
-        if last is not None:
+        self._describe(priority)
+        chosen, given = chosen & (self._lanes[:, LANE_STEPS] > 0), self._given
+        if final is not None:
+            given.last = checked_finals(self._schema, final, chosen)
             self._appender.check_lengths(self._lanes[:, LANE_STEPS] * chosen, chosen, final=True)
-        once = self._checked_trajectory()
-        indices = self._no_index.copy()
         try:
-            self._appender.end(chosen, None, priorities, last, once, indices)
+            self._appender.end(chosen, None, given)
         except GearError:
             raise
         except BaseException:
             self.close()
             raise
-        return np.maximum(indices, -1)
+        return np.maximum(given.out, -1)
 
     def discard(self, mask: Any = None) -> None:
         """Discard open trajectories; chunks that are complete stay.
@@ -230,7 +279,7 @@ class VectorWriter(VectorRows):
         Args:
             mask: bool [n]: of which environments; all by default.
         """
-        self._appender.check_process("vector writer")
+        self._appender.check_process()
         chosen = np.ones(self.num_envs, dtype=bool) if mask is None else self._mask("mask", mask)
         self._appender.abort(np.flatnonzero(chosen))
 
@@ -238,11 +287,6 @@ class VectorWriter(VectorRows):
         """As `discard`; idempotent."""
         if here.pid == self._appender.pid:
             self.discard()
-
-    def _check_usable(self) -> None:
-        if here.pid != self._appender.pid:
-            self._appender.check_process("vector writer")
-        self._sink.check()
 
     def __repr__(self) -> str:
         if getattr(self, "appended", None) is None:

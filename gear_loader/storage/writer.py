@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import GearError, SchemaError
-from gear_loader.kernels.special_priorities import UNSET
 from gear_loader.native.lanes import LANE_COMMON, LANE_HELD, LANE_LAST, LANE_SLOT, LANE_STEPS
-from gear_loader.storage.appender import Appender, Bytes, Sink, here, no_final_step, too_long
+from gear_loader.storage.appender import Appender, Bytes, Given, Sink, here, no_final_step, too_long
 from gear_loader.storage.incoming import checked_final, single_priority
-from gear_loader.storage.step_appender import StepAppender, checked_once
-from gear_loader.utils.arrays import Array, shown
+from gear_loader.storage.schema import as_mapping, settled
+from gear_loader.storage.step_columns import StepColumn, checked_once
+from gear_loader.utils.arrays import PLAIN_TYPES, Array, known, shown
+from gear_loader.utils.lazy_torch import is_tensor
 
 __all__ = ["Writer"]
 
@@ -23,7 +24,7 @@ _ENDS: Array = np.ones(1, dtype=bool)
 _GOES_ON: Array = np.zeros(1, dtype=bool)
 
 
-class Writer(StepAppender):
+class Writer:
     """Adds trajectories step by step: `append` steps, then `commit`.
 
     Created by `Table.writer`, and by `writer` of a remote table. Steps are written directly into the table's blocks and
@@ -64,14 +65,15 @@ class Writer(StepAppender):
 
     def __init__(self, sink: Sink, *, chunk_steps: int | None = None, overlap_steps: int = 0) -> None:
         self._sink = sink
-        self._appender = Appender(sink, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
-        super().__init__(sink.schema.steps)
+        self._appender = Appender(sink, "writer", chunk_steps=chunk_steps, overlap_steps=overlap_steps)
+        self._schema = sink.schema.steps
+        self._columns = [StepColumn(name, column) for name, column in self._schema.items()]
+        self._puts = [(column.name, column.put) for column in self._columns]
         self._lane = sink.lanes.reshape(-1).data
-        self._cut_at = self._appender.cut_at
+        self._cut_at = sink.chunk
         self._first = self._end = 0  # steps that the columns' views show: the first one, and the end
         self._single = sink.plain({column.name: column.spare for column in self._columns})
-        self._priorities = np.full(1, UNSET, dtype=np.float32)
-        self._index = np.empty(1, dtype=np.int64)
+        self._given = Given(1)
         self.priority: float | None = None
         self.trajectory: Mapping[str, Any] | None = None
         self._committed = 0
@@ -116,7 +118,7 @@ class Writer(StepAppender):
             rows = self._schema.cast(rows, what="the step")
         if len(rows) != len(self._puts):
             self._schema.validate_names(rows, what="the step")
-        self._check_usable()
+        self._appender.check_usable()
         lane = self._lane
         step = lane[LANE_STEPS]
         if step < self._end and self._put(step - self._first, rows):
@@ -135,16 +137,15 @@ class Writer(StepAppender):
         sink, lane, length = self._sink, self._lane, rows.length
         if self._cut_at < 0 and lane[LANE_STEPS] + length > self._appender.chunk:
             raise too_long(lane[LANE_STEPS] + length, sink.longest)
-        once: Bytes = {}
         if sink.grows:  # also if the trajectory has a step: it may be gone
-            self._priorities[0], once = single_priority(self.priority), self._checked_once(None)
+            self._describe(self.priority, self.trajectory)
         self._end = done = 0
         indices: tuple[int, ...] = ()
         while done < length:
             if lane[LANE_STEPS] == self._cut_at:
                 indices += self._cut(0)  # left undone by an interrupted call
             count = min(length - done, self._appender.chunk - lane[LANE_STEPS])
-            count = sink.add(rows, done, count, self._priorities, once)
+            count = sink.add(rows, done, count, self._given)
             done += count
             if lane[LANE_STEPS] == self._cut_at:
                 indices += self._cut(count)
@@ -158,10 +159,8 @@ class Writer(StepAppender):
         """Commit a chunk, and begin the next one with their common steps; take back `count` steps if that fails."""
         self._end = 0
         try:
-            self._priorities[0] = single_priority(self.priority)
-            once = self._checked_once(None)
-            overlap = self._appender.overlap
-            self._sink.end(_LANE, _GOES_ON, self._cut_at, overlap, self._priorities, None, once, self._index)
+            self._describe(self.priority, self.trajectory)
+            self._sink.end(_LANE, _GOES_ON, self._given)
         except GearError:
             self._lane[LANE_STEPS] -= count
             raise
@@ -169,12 +168,61 @@ class Writer(StepAppender):
             self.discard()  # how far the call has come is not known
             raise
         self._committed += 1
-        index = int(self._index[0])
+        index = int(self._given.out[0])
         return (index,) if index >= 0 else ()
 
-    def _checked_once(self, given: Mapping[str, Any] | None) -> Bytes:
-        """The values of the columns per trajectory, uint8 [1, step_bytes] each."""
-        return checked_once(self._sink.schema, self.trajectory if given is None else given)
+    def _describe(
+        self, priority: float | None, trajectory: Mapping[str, Any] | None, last: Bytes | None = None
+    ) -> None:
+        """Check what a trajectory gets beside its steps, and have it ready."""
+        given = self._given
+        given.priorities[0], given.last = single_priority(priority), last
+        given.once = checked_once(self._sink.schema, trajectory)
+
+    # ---------------------------------------------------------------- checking steps
+
+    def _put(self, inside: int, rows: Mapping[str, Any]) -> bool:
+        """Write one step; return False if a value does not fit, or a column is missing."""
+        try:
+            for name, put in self._puts:
+                if not put(inside, rows[name]):
+                    return False
+        except KeyError:
+            return False
+        return True
+
+    def _joined(self, steps: Mapping[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
+        steps = as_mapping(steps)
+        if not isinstance(steps, Mapping):
+            raise SchemaError(
+                f"The step is a {type(steps).__name__}; expected a mapping of the columns {list(self._schema)}, "
+                "or the columns as keywords."
+            )
+        return {**settled(steps), **columns}
+
+    def _check_step(self, rows: Mapping[str, Any]) -> None:
+        """Raise SchemaError for a step that does not fit, before blocks are allocated for it."""
+        self._schema.validate_names(rows, what="the step")
+        for column in self._columns:
+            if not column.fits(rows[column.name]):
+                raise column.misfit(rows[column.name])
+
+    @staticmethod
+    def _known(rows: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The rows, with arrays of other libraries converted; see `known`."""
+        if all(type(value) in PLAIN_TYPES or is_tensor(value) for value in rows.values()):
+            return rows
+        return {name: known(value, f"Column {name!r} of the step") for name, value in rows.items()}
+
+    def _is_single(self, rows: Mapping[str, Any]) -> bool:
+        """Whether the rows are one step; several steps have an additional dimension in every column."""
+        for column in self._columns:
+            if column.name not in rows:
+                self._schema.validate_names(rows, what="the step")
+            value = rows[column.name]
+            if getattr(value, "ndim", 0) != len(column.shape) + 1:
+                return True
+        return False
 
     # ---------------------------------------------------------------- for callers that write into the blocks
 
@@ -188,7 +236,7 @@ class Writer(StepAppender):
             As `append`.
         """
         sink: Any = self._sink
-        self._check_usable()
+        self._appender.check_usable()
         sink.room(_LANE, count)
         return sink.blocks_of(0), self._lane[LANE_STEPS], min(self._lane[LANE_HELD], self._appender.chunk)
 
@@ -235,12 +283,13 @@ class Writer(StepAppender):
 
         After any other exception (Ctrl-C) it is committed, or is discarded.
         """
-        self._check_usable()
-        if self._sink.grows:
-            _check_grown(priority, trajectory)
-        self._priorities[0] = single_priority(priority)
+        self._appender.check_usable()
         last = None if final is None else checked_final(self._sink.schema, final)
-        once = {} if self._sink.grows else self._checked_once(trajectory)
+        if not self._sink.grows:
+            self._describe(priority, self.trajectory if trajectory is None else trajectory, last)
+        else:
+            _check_grown(priority, trajectory)
+            self._given.last = last
         lane, appender = self._lane, self._appender
         nothing = lane[LANE_STEPS] == lane[LANE_COMMON] and (last is None or not appender.overlap)
         if nothing or not lane[LANE_STEPS]:
@@ -249,14 +298,14 @@ class Writer(StepAppender):
             raise too_long(lane[LANE_STEPS] + 1, self._sink.longest)
         self._end = 0
         try:
-            self._sink.end(_LANE, _ENDS, -1, 0, self._priorities, last, once, self._index)
+            self._sink.end(_LANE, _ENDS, self._given)
         except GearError:
             raise
         except BaseException:
             self.discard()
             raise
         self._committed += not self._sink.grows
-        return max(int(self._index[0]), -1)
+        return max(int(self._given.out[0]), -1)
 
     def _end_stream(self, last: Bytes | None) -> int:
         """Commit without steps after the last chunk."""
@@ -270,7 +319,7 @@ class Writer(StepAppender):
 
     def discard(self) -> None:
         """Discard the steps appended since the last commit; completed chunks stay, and so do steps that are visible."""
-        self._appender.check_process("writer")
+        self._appender.check_process()
         self._end = 0
         self._sink.abort(_LANE)
 
@@ -278,11 +327,6 @@ class Writer(StepAppender):
         """As `discard`; idempotent."""
         if here.pid == self._appender.pid:
             self.discard()
-
-    def _check_usable(self) -> None:
-        if here.pid != self._appender.pid:
-            self._appender.check_process("writer")
-        self._sink.check()
 
     def __repr__(self) -> str:
         if getattr(self, "_committed", None) is None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from gear_loader.errors import GearError, SchemaError
 from gear_loader.native.lanes import EMPTY_LANE, LANE_COMMON, LANE_LAST, LANE_STEPS
-from gear_loader.storage.appender import KNOWN_LATER, Bytes, too_long
+from gear_loader.storage.appender import KNOWN_LATER, Bytes, Given, too_long
 from gear_loader.transport.spool import Account, Buffer, Episode, Piece, Spool
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.available_memory import available_bytes
@@ -18,7 +18,7 @@ from gear_loader.utils.checks import at_least
 from gear_loader.utils.waiting import Backoff
 
 if TYPE_CHECKING:
-    from gear_loader.storage.step_appender import StepColumn
+    from gear_loader.storage.step_columns import StepColumn
 
 __all__ = ["SpoolSink"]
 
@@ -68,6 +68,8 @@ class SpoolSink:
         count = at_least("n", n)
         self.schema, self.name = spool.schema, spool.name
         self.longest = self.most = spool.longest
+        self.chunk, self.overlap = -1, 0
+        self.check = spool.check
         self.lanes: Array = np.tile(EMPTY_LANE, (count, 1))
         self._spool = spool
         self._owner = owner
@@ -86,9 +88,6 @@ class SpoolSink:
         )  # columns uint8 [n, room, step_bytes]; of a single lane without the n
         self._following: Episode | None = None  # while a chunk is cut
         self._episodes = [Episode() for _ in range(count)]
-
-    def check(self) -> None:
-        self._spool.check()
 
     def check_chunks(self, chunk: int, overlap: int) -> None:
         pass
@@ -113,7 +112,7 @@ class SpoolSink:
         # The last step of a piece goes through `add`, which sends the piece.
         return before, before + min(self._room, self._spool.piece_steps - 1)
 
-    def add(self, rows: _Steps, first: int, count: int, priorities: Array, once: Bytes) -> int:
+    def add(self, rows: _Steps, first: int, count: int, given: Given) -> int:
         try:
             inside = int(self.lanes[0, LANE_STEPS] - self._before[0])
             if inside >= self._room:
@@ -131,15 +130,7 @@ class SpoolSink:
             raise
         return count
 
-    def add_rows(
-        self,
-        rows: _Steps,
-        acting: Array | None,
-        ending: Array | None,
-        chunk: int,
-        priorities: Array,
-        once: Bytes,
-    ) -> bool:
+    def add_rows(self, rows: _Steps, acting: Array | None, ending: Array | None, given: Given) -> bool:
         chosen = self._everyone if acting is None else np.flatnonzero(acting)
         steps = self.lanes[chosen, LANE_STEPS] + 1
         longest = int(steps.max(initial=0))
@@ -154,7 +145,7 @@ class SpoolSink:
             else:
                 values[chosen, at] = rows.columns[name][chosen]
         self.lanes[chosen, LANE_STEPS] = steps
-        due = steps == chunk
+        due = steps == self.chunk
         if ending is not None:
             due |= ending[chosen]
         for lane in chosen[~due & (at + 1 >= self._spool.piece_steps)].tolist():
@@ -213,20 +204,10 @@ class SpoolSink:
 
     # ---------------------------------------------------------------- trajectories
 
-    def end(
-        self,
-        chosen: Array,
-        ending: Array,
-        chunk: int,
-        overlap: int,
-        priorities: Array,
-        last: Bytes | None,
-        once: Bytes,
-        out: Array,
-    ) -> None:
-        began = Backoff(self._timeout)
+    def end(self, chosen: Array, ending: Array, given: Given) -> None:
+        began, overlap, last = Backoff(self._timeout), self.overlap, given.last
         inside = self.lanes[chosen, LANE_STEPS] - self._before[chosen]
-        whole = self.lanes[chosen, LANE_STEPS] == chunk
+        whole = self.lanes[chosen, LANE_STEPS] == self.chunk
         self._make_room(max(int(inside.max()) + (last is not None), 0 if self._alone else overlap + 1))
         if not self._alone:
             size = int((inside + 1).sum()) * self._step_bytes
@@ -243,9 +224,9 @@ class SpoolSink:
             goes_on = cut and not ending[lane]
             common = self._episodes[lane].last(overlap) if goes_on and overlap else {}
             episode = self._episodes[lane]
-            given = {name: _row(values, lane)[None] for name, values in once.items()}
-            episode.complete(float(priorities[lane]), given, final=final)
-            out[lane] = KNOWN_LATER
+            once = {name: _row(values, lane)[None] for name, values in given.once.items()}
+            episode.complete(float(given.priorities[lane]), once, final=final)
+            given.out[lane] = KNOWN_LATER
             if self._wait and not cut:
                 self._spool.store_now(episode)
             else:
@@ -256,7 +237,7 @@ class SpoolSink:
                 self._last = episode
             elif self._wait:
                 answer = self._answer(episode, began)
-                out[lane] = KNOWN_LATER if answer < 0 else answer
+                given.out[lane] = KNOWN_LATER if answer < 0 else answer
         if not self._alone:
             self._spool.hold(self._account, self._held)
 

@@ -14,6 +14,7 @@ from gear_loader.errors import SchemaError
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
 __all__ = [
+    "DATA",
     "PLAIN_TYPES",
     "Array",
     "address_of",
@@ -25,19 +26,20 @@ __all__ = [
     "outside_inference",
     "shown",
     "unreadable",
+    "word_at",
 ]
 
 Array = np.ndarray[Any, Any]
-_word_at = ctypes.c_size_t.from_address
+word_at = ctypes.c_size_t.from_address
 
 
-_DATA = object.__basicsize__
+DATA = object.__basicsize__
 """Bytes from an array's address to the pointer to its elements, the first field of numpy's `PyArrayObject`."""
 
 
 def data_address(array: Array) -> int:
     """The address of an array's elements, in a fifth of the time that `array.ctypes.data` takes."""
-    address: int = _word_at(id(array) + _DATA).value
+    address: int = word_at(id(array) + DATA).value
     return address
 
 

@@ -15,8 +15,8 @@ from gear_loader.storage import shared_memory
 
 IN_PROCESS = {"memcpy", "ours", "ours, prefetch 2", "ours, sample", "plain torch"}
 MAP_STYLE = {"DataLoader, map-style", "DataLoader, map-style, 2 workers"}
-COLLECTED = {"memcpy", "memcpy, rows", "collector, blocks 100", "collector, blocks 64", "index_select"}
-COLLECTED |= {"DataLoader, dataset"}
+COLLECTED = {f"{who}{way}" for who in ("ours", "ours, named", "plain torch") for way in ("", ", DataLoader")}
+COLLECTED = {"memcpy, rows", "cpprb"} | COLLECTED | {f"{name}, 2 threads" for name in COLLECTED}
 SELECTED = {"ours, tree", "ours, with extremes", "ours, dataset", "torch.multinomial", "cumsum, torch"}
 ADDED, READ = {"memcpy", "ours", "torch"}, {"0 writers", "2 writers"}
 FED = {"alone", "ours, prefetch 0", "ours, prefetch 2", "ours, prefetch 2, DataLoader", "plain torch"}
@@ -28,9 +28,12 @@ APPENDED = {"plain torch", "ours, every step", "ours, per episode"}
 
 RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
     "collect": (
-        "--threads 1 --trajectories 130",
-        {"W1": {*COLLECTED, "x[idx]"}, "W2": COLLECTED, "single steps": COLLECTED},
-        "Targets",
+        "--threads 1 --trajectories 130 --peers PEERS --before HEAD",
+        {
+            "W1": COLLECTED | {"before"},
+            **dict.fromkeys(("W2", "single steps"), COLLECTED - {"cpprb"} | {"before"}),
+        },
+        "| ÷ memcpy |",
     ),
     "single-server": (
         "--threads 1 --trajectories 256 --peers PEERS",
@@ -43,14 +46,13 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
         "cpprb",
     ),
     "overhead": (
-        "--threads 1 --busy 1 --batches 8",
+        "--threads 1 --busy 1",
         {
             "step": {"plain torch", "uniform", "prioritized, steps", "uniform, copy=False"},
-            "W1": {"index_select", "ours"},
             "add": {"memcpy", "plain torch", "ours", "ours, arrays", "ours, stacked", "ours, list"},
             "disk": {"ours", "ours, disk"},
         },
-        "at most 15 µs",
+        "at most 13 µs",
     ),
     "select": (
         "--device cpu --threads 1 --sizes 500,3e3 --batches 8,64 --peers PEERS",

@@ -138,6 +138,7 @@ def test_a_wrong_result_ends_the_program_with_status_one(
         ("run", "EXPERIMENT"),
         ("run collect speed", "speed; expected some of single-server"),
         ("collect --quick --trajectories 100", "100 is less than the largest batch, 128"),
+        ("collect --quick --before nowhere", "'nowhere' is no commit here"),
         ("checkpoint --folder nowhere", "'nowhere' does not exist"),
         ("single-server --parts W1,W3", "expected some of W1,W2,insert"),
         ("single-server --trajectories 200", "200 is less than a batch, 256"),

@@ -35,7 +35,7 @@ from table_common import COLUMNS, fresh_name, named, numbers_of, rows
 from waiting_common import wait_until
 
 import gear_loader as gear
-from gear_loader.checkpoint import behind, index, saving, spilling
+from gear_loader.checkpoint import behind, changes, index, saving, spilling
 from gear_loader.checkpoint import files as files_module
 from gear_loader.checkpoint.names import LOCK_NAME
 from gear_loader.checkpoint.trajectory_records import RECORD
@@ -219,6 +219,34 @@ def test_an_index_grows_by_what_has_changed_and_is_compacted(
         assert loaded(tmp_path) == contents(table)
         expected = contents(table)
     assert loaded(tmp_path) == expected
+
+
+def test_what_changes_while_a_write_compares_slots_is_compared_again(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    """Trajectories that the first pass has seen, or not, are gone, have grown, or have others in their slots."""
+    monkeypatch.setattr(saving, "SURE_BYTES", 0)  # what is lost is not looked for again
+    genuine = changes._differing
+
+    with make(disk=disk(tmp_path)) as table, table.writer(commit_every_step=True) as writer:
+        slots = [table.add(rows(number, 5)) for number in range(4)]
+        table.save(tmp_path)
+        grown = rows(9, 3)
+        writer.append({name: value[:1] for name, value in grown.items()})
+        slots.append(table.add(rows(4, 5)))
+
+        def meanwhile(index: Any, on_disk: Any, among: Any) -> Any:
+            found = genuine(index, on_disk, among)
+            if among is None and len(slots):
+                table.remove([slots.pop(4), slots.pop(1)])
+                slots.clear()
+                table.add(rows(5, 7))
+                writer.append({name: value[1:] for name, value in grown.items()})
+            return found
+
+        monkeypatch.setattr(changes, "_differing", meanwhile)
+        table.save(tmp_path)
+        assert loaded(tmp_path)["contents"] == contents(table)["contents"]
 
 
 def test_a_write_copies_what_others_evict_meanwhile_as_a_whole_or_not_at_all(

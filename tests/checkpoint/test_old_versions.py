@@ -18,11 +18,18 @@ from gear_loader.errors import CheckpointError
 RECORDED = Path(__file__).parent.parent / "data" / "disk"
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A copy of a disk table of version 3, with columns of every kind, whose owner was killed after two writes."""
+@pytest.fixture(params=[3, 4])
+def path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A copy of a disk table, with columns of every kind, whose owner was killed after two writes.
+
+    That of version 3, as it was recorded; or as version 4 wrote it on, which kept the segments.
+    """
     found = Path(shutil.copytree(RECORDED, tmp_path / "disk"))
     (found / "contents.json").unlink()
+    if request.param == 4:
+        for index in found.glob("index.*"):
+            index.unlink()
+        shutil.copytree(RECORDED.with_name("disk_version_4"), found, dirs_exist_ok=True)
     return found
 
 
@@ -32,13 +39,13 @@ def expected() -> dict[str, object]:
     return found
 
 
-def test_a_disk_table_of_version_3_loads(path: Path, expected: dict[str, object]) -> None:
+def test_a_disk_table_of_an_earlier_version_loads(path: Path, expected: dict[str, object]) -> None:
     with gear.Table.load(path, schema=SCHEMA) as table:
         assert contents_of(table) == expected
 
 
 @pytest.mark.parametrize("size", [None, "1GiB"])
-def test_a_disk_table_of_version_3_is_written_on(
+def test_a_disk_table_of_an_earlier_version_is_written_on(
     path: Path, expected: dict[str, object], size: str | None
 ) -> None:
     disk = gear.Disk(path, sync_seconds=1e6, size=size)
@@ -49,12 +56,14 @@ def test_a_disk_table_of_version_3_is_written_on(
                 table.remove(table.indices()[2])
                 table.save(path)
                 expected = contents_of(table)
+    assert json.loads((path / "manifest.json").read_text())["version"] == 5
     with gear.Table.load(path) as table:
         table.save(path)
     with gear.Table.load(path) as table:
         assert contents_of(table) == expected
 
 
+@pytest.mark.parametrize("path", [3], indirect=True)
 def test_the_previous_manifest_of_version_3_is_recovered(path: Path) -> None:
     newest = json.loads((path / "manifest.json").read_text())["index"]["path"]
     (path / newest).unlink()
@@ -62,6 +71,7 @@ def test_the_previous_manifest_of_version_3_is_recovered(path: Path) -> None:
         assert table.ids(table.indices()).tolist() == [3 + (number << 16) for number in range(6)]
 
 
+@pytest.mark.parametrize("path", [3], indirect=True)
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

@@ -21,7 +21,7 @@ from gear_loader.collection.packed import PackedBuffers
 from gear_loader.collection.packed_cuda import PackedCuda
 from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.collection.references import BatchReferences
-from gear_loader.selection import cuda_updates, prioritized_cuda
+from gear_loader.selection import cuda_leaves, prioritized_cuda
 from gear_loader.selection.budget_planner import PlannedBatch
 from gear_loader.utils import launch_graph
 
@@ -96,11 +96,11 @@ def _callers_memory(patch: pytest.MonkeyPatch) -> None:
     def keep(self: Any, parts: Any) -> None:
         self.parts = tuple(None if part is None else part.detach() for part in parts)
 
-    patch.setattr(cuda_updates.UpdateSlot, "copy", keep)
+    patch.setattr(cuda_leaves.UpdateSlot, "copy", keep)
 
 
 def _one_slot(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cuda_updates, "_SLOTS", 1)
+    patch.setattr(cuda_leaves, "_SLOTS", 1)
     _left_out(Stream, "wait_event", "fill")(patch)
 
 

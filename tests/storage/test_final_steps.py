@@ -1,4 +1,4 @@
-"""Final steps: the observation after the last action, which windows read and which is never an anchor."""
+"""Final steps, the observation after the last action, in a table. How windows read them: `tests/oracle.py`."""
 
 from __future__ import annotations
 
@@ -62,32 +62,6 @@ def test_a_final_step_is_stored_and_no_step(length: int, writer: bool) -> None:
             made.clear()
             made.check_valid()
             assert made.num_steps == 0, turn
-
-
-def test_windows_read_it_and_nothing_else_does() -> None:
-    with table() as made:
-        made.add(episode(4), final=final(9))
-        made.add(episode(3, 10))
-        windows = {
-            "obs": gear.Window(3, -1),
-            "next_obs": gear.Window(1, 1, column="obs", squeeze=True),
-            "action": gear.Window(3, -1),
-        }
-        dataset = gear.ReplayDataset(
-            made,
-            batch_size=7,
-            windows=windows,
-            selector=gear.Fifo(replacement=False, unit="step"),
-            device="cpu",
-        )
-        (batch,) = [dict(batch) for batch in dataset]
-        assert batch["anchor"].tolist() == [0, 1, 2, 3, 0, 1, 2]
-        assert batch["next_obs"][:, 0].tolist() == [1, 2, 3, 9, 11, 12, 0]
-        assert batch["mask"]["next_obs"].tolist() == [True] * 6 + [False]
-        assert batch["obs"][3, :, 0].tolist() == [2, 3, 9]
-        assert batch["mask"]["obs"][3].tolist() == [True, True, True]
-        assert batch["action"][3].tolist() == [2, 3, 0]
-        assert batch["mask"]["action"][3].tolist() == [True, True, False]
 
 
 def test_chunks_get_it_at_the_end_of_the_stream() -> None:

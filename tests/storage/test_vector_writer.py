@@ -309,9 +309,10 @@ def test_final_steps_as_gymnasium_gives_them() -> None:
     for name, values in by_column.items():
         values[0] = last[0][name]
     lists = {name: list(values) for name, values in by_column.items()}
+    full = {"x": [np.array([1, 2], np.float32)] * 3, "y": [torch.tensor(3)] * 3}
     with gear.Table.create(columns, max_steps=200, max_trajectories=20) as table:
         writer = table.writers(3)
-        for final in (last, by_column, lists):
+        for final in (last, by_column, lists, full):
             writer.append(rows, done=np.zeros(3, bool), final=dict.fromkeys(columns))
             index = writer.append(rows, done=done, active=active, final=final)[0]
             assert {name: value.tolist() for name, value in table.final(int(index)).items()} == {
@@ -425,3 +426,40 @@ def test_nothing_is_committed_without_a_step(final: Any) -> None:
             writer.commit(final=final)
         table.check_valid()
         writer.append(x=3)
+
+
+def test_arrays_that_are_not_what_they_seem_are_looked_at_again() -> None:
+    """Arrays of another dtype, shape, order or type, and other objects, are copied right or refused."""
+    columns = {"x": gear.Column(torch.float32, (2, 3)), "n": gear.Column(torch.int64)}
+    x, n = np.arange(24, dtype=np.float32).reshape(4, 2, 3), np.arange(4)
+    same = {
+        "in order": x,
+        "by columns": np.asfortranarray(x),
+        "every second": np.repeat(x, 2, axis=0)[::2],
+        "a view": x.reshape(-1)[:24].reshape(4, 2, 3),
+        "a tensor": torch.from_numpy(x),
+        "a subclass": x.view(np.recarray),
+        "its own dtype": x.view(np.dtype(np.float32, metadata={"unit": "m"})),
+    }
+    wrong = [
+        x[:3],
+        x[None],
+        x.reshape(4, 3, 2),
+        x.astype(np.float64),
+        x.view(np.int32),
+        x.astype(">f4"),
+        3,
+        None,
+    ]
+    with gear.Table.create(columns, max_steps=200, max_trajectories=20) as table:
+        writer = table.writers(4)
+        for value in same.values():
+            writer.append(x=value, n=n)
+        for value in wrong:
+            with pytest.raises(SchemaError):
+                writer.append(x=value, n=n)
+        with pytest.raises(SchemaError, match="missing"):
+            writer.append({"x": x, "m": n})
+        for i, slot in enumerate(writer.commit().tolist()):
+            assert table[slot]["x"].tolist() == [x[i].tolist()] * len(same)
+            assert table[slot]["n"].tolist() == [i] * len(same)

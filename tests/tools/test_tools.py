@@ -123,7 +123,7 @@ def test_the_stand_in_of_tensordict_is_like_it() -> None:
 def test_a_played_peer_answers_with_the_rows_and_what_is_gone() -> None:
     with filled(None, 0, [9]) as table:
         slots, anchors = np.array([2, 5, 7]), np.array([0, 3, 1])
-        generations = table.reader().slot_states()[1][slots]
+        generations = table._engine.reader().slot_states()[1][slots]
         spec = WindowSpec(
             "table", table.schema, windows_of(table.schema, {"act": _WINDOW, "task": None}, None)
         )

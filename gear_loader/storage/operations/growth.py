@@ -35,6 +35,7 @@ from gear_loader.storage.counters import (
 from gear_loader.storage.operations.lifecycle import abort, describe, let_go, publish, touch
 from gear_loader.storage.operations.room import begin, has_room, make_room, take_block, take_slot
 from gear_loader.storage.operations.view import (
+    ADVANCE_STEPS,
     ALL,
     DONE,
     FLIP,
@@ -329,7 +330,8 @@ def reserve_lanes(
         else:
             taken = ids[blocks_of(v, held) :]
             full = blocks_of(v, needed) * v.block_steps
-            generous = min(max(2 * held, needed), held + free // GENEROUS, most)
+            ahead = min(free // GENEROUS, ADVANCE_STEPS // len(chosen))
+            generous = min(max(2 * held, needed), held + ahead, most)
             answer = FULL
             for turn in range(3):
                 held = max(generous, full) if turn == 0 else (full if turn == 1 else needed)

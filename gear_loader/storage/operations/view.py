@@ -40,6 +40,9 @@ OUTSIDE = 10
 """Additional result of `lengthen`: the trajectory lies on disk only."""
 GENEROUS = 8
 """A writer allocates at most one eighth of the free steps in advance."""
+ADVANCE_STEPS = 1 << 16
+"""Steps that all lanes of a call allocate in advance together, besides the block that each needs. Without a limit 4,096
+lanes doubled their blocks in the same call: 150 ms for the first use of so much memory at once."""
 # Head of a request to `store`, int64; followed by lengths [n], slots [n] (output), priorities [n] (float64), numbers of
 # final steps [n], which lengths do not count, ids [n] (-1 for new ones) and addresses [n, C].
 REQUEST_COUNT, REQUEST_AT_ONCE, REQUEST_NOW, REQUEST_EVICT, REQUEST_PID, REQUEST_START, REQUEST_HEAD = range(

@@ -1,4 +1,4 @@
-"""Steps given one by one or several at once, checked and copied into memory: what all writers share."""
+"""Single steps of a column, checked and written into memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 from gear_loader.errors import SchemaError
 from gear_loader.storage.casting import can_cast
 from gear_loader.storage.dtypes import largest_float
-from gear_loader.storage.schema import Column, Schema, as_mapping, settled
-from gear_loader.utils.arrays import PLAIN_TYPES, Array, address_of, known, shown, unreadable
+from gear_loader.storage.schema import Column, Schema
+from gear_loader.utils.arrays import Array, address_of, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
-__all__ = ["StepAppender", "StepColumn", "checked_once"]
+__all__ = ["StepColumn", "checked_once"]
 
 
 def checked_once(schema: Schema, values: Mapping[str, Any] | None) -> dict[str, Array]:
@@ -31,62 +31,6 @@ def checked_once(schema: Schema, values: Mapping[str, Any] | None) -> dict[str, 
     if not schema.per_trajectory and values is None:
         return {}
     return schema.validate_once(values, what="trajectory")
-
-
-class StepAppender:
-    """Checks steps against a schema and writes single ones into one block of memory a column.
-
-    Args:
-        schema: columns that have steps.
-    """
-
-    def __init__(self, schema: Schema) -> None:
-        self._schema = schema
-        self._columns = [StepColumn(name, column) for name, column in schema.items()]
-        self._puts = [(column.name, column.put) for column in self._columns]
-
-    def _put(self, inside: int, rows: Mapping[str, Any]) -> bool:
-        """Write one step; return False if a value does not fit, or a column is missing."""
-        try:
-            for name, put in self._puts:
-                if not put(inside, rows[name]):
-                    return False
-        except KeyError:
-            return False
-        return True
-
-    def _joined(self, steps: Mapping[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
-        steps = as_mapping(steps)
-        if not isinstance(steps, Mapping):
-            raise SchemaError(
-                f"The step is a {type(steps).__name__}; expected a mapping of the columns {list(self._schema)}, "
-                "or the columns as keywords."
-            )
-        return {**settled(steps), **columns}
-
-    def _check_step(self, rows: Mapping[str, Any]) -> None:
-        """Raise SchemaError for a step that does not fit, before blocks are allocated for it."""
-        self._schema.validate_names(rows, what="the step")
-        for column in self._columns:
-            if not column.fits(rows[column.name]):
-                raise column.misfit(rows[column.name])
-
-    @staticmethod
-    def _known(rows: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The rows, with arrays of other libraries converted; see `known`."""
-        if all(type(value) in PLAIN_TYPES or is_tensor(value) for value in rows.values()):
-            return rows
-        return {name: known(value, f"Column {name!r} of the step") for name, value in rows.items()}
-
-    def _is_single(self, rows: Mapping[str, Any]) -> bool:
-        """Whether the rows are one step; several steps have an additional dimension in every column."""
-        for column in self._columns:
-            if column.name not in rows:
-                self._schema.validate_names(rows, what="the step")
-            value = rows[column.name]
-            if getattr(value, "ndim", 0) != len(column.shape) + 1:
-                return True
-        return False
 
 
 _BOOLS: frozenset[type] = frozenset({bool, np.bool_})
