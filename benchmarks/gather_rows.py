@@ -11,7 +11,7 @@ import gear_loader as gear
 from benchmarks.engine import Engine, Launch
 from benchmarks.harness import Incorrect
 from benchmarks.workloads import Data, expect
-from gear_loader.collection.collector import Collector
+from gear_loader.collection.collector import TableSource, collector_for
 from gear_loader.kernels import gather as kernel
 
 STEP_WORDS = {"step128": 32, "step64": 16, "step44": 11}
@@ -31,7 +31,7 @@ class QueueRows:
         self, engine: Engine, table: gear.Table, windows: Any, batch: int, row_bytes: int, launches: int
     ) -> None:
         self.table, self.windows, self.bytes = table, windows, batch * row_bytes
-        collector = Collector(table, windows, batch_size=batch, device=engine.device)
+        collector = collector_for(TableSource(table), windows, batch_size=batch, device=engine.device)
         if engine.device.type == "cuda" and not collector.zero_copy:
             raise Incorrect("the table could not be pinned (see the notice): there is no kernel to measure")
         self.buffers = [collector.buffers() for _ in range(2)]

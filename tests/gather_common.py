@@ -13,7 +13,7 @@ import oracle
 import torch
 
 import gear_loader as gear
-from gear_loader.collection.collector import resolve
+from gear_loader.collection.tier_rows import resolve
 from gear_loader.kernels.plan import LINE, PAD_EDGE, PAD_HEAD, PAD_KEEP, PAD_TAIL, GatherColumn, GatherPlan
 
 POISON = 77

@@ -18,7 +18,7 @@ import torch
 from table_common import bits, named, rows
 
 import gear_loader as gear
-from gear_loader.collection.collector import Collector
+from gear_loader.collection.collector import TableSource, collector_for
 from gear_loader.storage.schema import Window
 from gear_loader.storage.selected_rows import SelectedRows
 from gear_loader.transport import Limits, Peer, Server, WindowSpec
@@ -265,7 +265,7 @@ def expected(
     slots, anchors, generations = (np.asarray(each, dtype=np.int64) for each in (slots, anchors, generations))
     n = len(slots)
     windows = {name: windows[name] for name in table.schema if name in windows}
-    collector = Collector(table, windows, batch_size=max(n, 1), device=torch.device("cpu"))
+    collector = collector_for(TableSource(table), windows, batch_size=max(n, 1), device=torch.device("cpu"))
     buffers = collector.buffers()
     there = [i for i in range(n) if i not in set(gone)]
     safe, batch = slots.copy(), {}
