@@ -454,7 +454,6 @@ def test_what_is_refused() -> None:
         ):
             with pytest.raises(SchemaError, match=message):
                 dataset(source, **options)  # type: ignore[arg-type]
-    assert remote_module.PART_BYTES == 1 << 20
 
 
 # ---------------------------------------------------------------- disks of other nodes

@@ -18,8 +18,7 @@ from test_global_selection import COUNTS, WINDOWS, alone, kept
 from waiting_common import go_on, stop_process
 
 import gear_loader as gear
-from gear_loader.distributed import Placement, Shards
-from gear_loader.distributed import shards as shards_module
+from gear_loader.distributed import Placement, Shards, shard_tables
 from gear_loader.distributed.shard_source import ShardSource
 
 ROWS, BATCHES = 24, 5
@@ -190,7 +189,7 @@ def test_servers_read_their_disks(tmp_path: Path) -> None:
 
 
 def stopped_server_rank(rank: int, world: int) -> tuple[list[list[int]], int]:
-    shards_module._RETRY = 3.0  # seconds until a lost shard is tried again
+    shard_tables._RETRY = 3.0  # seconds until a lost shard is tried again
     with far_shards(rank, transport="socket", timeout=6, on_failure="redraw") as shards:
         data = dataset(shards, gear.Prioritized(), batches_per_epoch=10**6, prefetch=0)
         seen = []

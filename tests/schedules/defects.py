@@ -181,6 +181,7 @@ def _no_keeper(patch: pytest.MonkeyPatch) -> None:
     def give_up(self: Any, buffers: Any, rows: Any) -> None:
         finish(self, buffers, rows)
         buffers.gpu.parts.clear()
+        buffers.sources.clear()
 
     patch.setattr(PackedCuda, "finish", give_up)
 
