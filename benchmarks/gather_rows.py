@@ -11,7 +11,8 @@ import gear_loader as gear
 from benchmarks.engine import Engine, Launch
 from benchmarks.harness import Incorrect
 from benchmarks.workloads import Data, expect
-from gear_loader.collection.collector import Collector
+from gear_loader.collection.collector import TableSource, collector_for
+from gear_loader.collection.plans import plans_of
 from gear_loader.kernels import gather as kernel
 
 STEP_WORDS = {"step128": 32, "step64": 16, "step44": 11}
@@ -19,7 +20,7 @@ STEP_WORDS = {"step128": 32, "step64": 16, "step44": 11}
 
 
 class QueueRows:
-    """Rows for a queue of launches, which write to two batches by turns.
+    """Rows for a queue of launches, which write to two batches by turns, by two plans.
 
     index: the table's on the device. slots, anchors: int64 [launches, batch] on the device. bytes: of a batch. whole:
     whether each row of a column lies in one piece in the table, and all its steps exist.
@@ -31,10 +32,11 @@ class QueueRows:
         self, engine: Engine, table: gear.Table, windows: Any, batch: int, row_bytes: int, launches: int
     ) -> None:
         self.table, self.windows, self.bytes = table, windows, batch * row_bytes
-        collector = Collector(table, windows, batch_size=batch, device=engine.device)
+        collector = collector_for(TableSource(table), windows, batch_size=batch, device=engine.device)
         if engine.device.type == "cuda" and not collector.zero_copy:
             raise Incorrect("the table could not be pinned (see the notice): there is no kernel to measure")
         self.buffers = [collector.buffers() for _ in range(2)]
+        self.plans = [plans_of(table, each.outputs, {}).steps for each in self.buffers]
         extent, block_ids = (
             torch.from_numpy(array).to(engine.device) for array in table._engine.reader().index_arrays()
         )
@@ -152,5 +154,5 @@ class SweepRows(QueueRows):
 
 def launch(rows: QueueRows, i: int, programs: int | None) -> Launch:
     """The gather kernel on batch `i` of the queue; without `programs` with the launcher's choice of them."""
-    plan, slots, anchors = rows.buffers[i % 2].plan, rows.slots[i], rows.anchors[i]
+    plan, slots, anchors = rows.plans[i % 2], rows.slots[i], rows.anchors[i]
     return lambda: kernel.gather(plan, slots, anchors, *rows.index, programs=programs)

@@ -33,7 +33,7 @@ from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
 from gear_loader.storage.table_rules import Limits
-from gear_loader.transport import open_query
+from gear_loader.transport import queries
 
 __all__ = ["warm_up"]
 
@@ -190,7 +190,7 @@ def _sharding() -> None:
             _draw(shards, selector)
     gathering.place(np.empty((0, 3), dtype=np.int64), np.empty(0, dtype=np.int64))  # for rows of other nodes
     _caching()
-    open_query.warm_up()
+    queries.warm_up()
 
 
 def _caching() -> None:

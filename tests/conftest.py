@@ -88,7 +88,12 @@ def pytest_configure(config: pytest.Config) -> None:
 # What processes need that tests start with multiprocessing's fork server: loaded once, in the server. A test module
 # that is not collected is not found there, and then not needed.
 PRELOADED = [
-    *("pytest", "gear_loader.dataset", "gear_loader.distributed.collector", "gear_loader.transport.client"),
+    *(
+        "pytest",
+        "gear_loader.dataset",
+        "gear_loader.distributed.shard_source",
+        "gear_loader.transport.client",
+    ),
     *("distributed_common", "table_common", "test_processes"),
 ]
 multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)

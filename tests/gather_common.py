@@ -13,7 +13,7 @@ import oracle
 import torch
 
 import gear_loader as gear
-from gear_loader.collection.collector import resolve
+from gear_loader.collection.tier_rows import resolve
 from gear_loader.kernels.plan import LINE, PAD_EDGE, PAD_HEAD, PAD_KEEP, PAD_TAIL, GatherColumn, GatherPlan
 
 POISON = 77
@@ -145,12 +145,13 @@ class Store:
         def check(bad: int) -> None:
             assert bad == 0
 
-        stub: Any = types.SimpleNamespace(
+        engine = types.SimpleNamespace(
             region=types.SimpleNamespace(layout=layout),
             reader=lambda: types.SimpleNamespace(
                 index_arrays=lambda: (self.extent.numpy(), self.block_ids.numpy()), check_gathered=check
             ),
         )
+        stub: Any = types.SimpleNamespace(_engine=engine)
         extent = torch.full((len(slots), 3), -(2**40), dtype=torch.int64)
         ids = torch.full(
             (batch, (last - first) // self.block_steps + 2), int(self.block_ids[0]), dtype=torch.int32

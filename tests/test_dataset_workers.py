@@ -280,7 +280,7 @@ def test_an_error_in_a_worker_reaches_the_consumer(
         empty.add(episode(0, 3))
         assert len(list(loader(data, 2))) == 4
         assert open_tickets(empty) == 0
-    monkeypatch.setattr("gear_loader.dataset.table_options.MAX_WORKERS", 1)
+    monkeypatch.setattr("gear_loader.dataset.origin.MAX_WORKERS", 1)
     fails(dataset(table), SchemaError, "more than 1 DataLoader workers; use fewer")
 
 

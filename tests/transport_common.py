@@ -7,8 +7,10 @@ import contextlib
 import os
 import socket
 import struct
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,14 +18,14 @@ import torch
 from table_common import bits, named, rows
 
 import gear_loader as gear
-from gear_loader.collection.collector import Collector
+from gear_loader.collection.collector import TableSource, collector_for
 from gear_loader.storage.schema import Window
 from gear_loader.storage.selected_rows import SelectedRows
 from gear_loader.transport import Limits, Peer, Server, WindowSpec
 from gear_loader.transport.channel import Address
 from gear_loader.transport.handshake import introduce
 from gear_loader.transport.loop import event_loop
-from gear_loader.transport.packed_spec import PackedSpec
+from gear_loader.transport.spec import PackedSpec
 from gear_loader.transport.wire import HEADER, NONCE, Header, Kind, pack_text
 
 SECRET = b"the secret of the tests"
@@ -263,7 +265,7 @@ def expected(
     slots, anchors, generations = (np.asarray(each, dtype=np.int64) for each in (slots, anchors, generations))
     n = len(slots)
     windows = {name: windows[name] for name in table.schema if name in windows}
-    collector = Collector(table, windows, batch_size=max(n, 1), device=torch.device("cpu"))
+    collector = collector_for(TableSource(table), windows, batch_size=max(n, 1), device=torch.device("cpu"))
     buffers = collector.buffers()
     there = [i for i in range(n) if i not in set(gone)]
     safe, batch = slots.copy(), {}
@@ -308,17 +310,34 @@ def generations_of(table: gear.Table, slots: Any) -> np.ndarray[Any, Any]:
 
 
 def check_fetch(
-    peer: Peer, table: gear.Table, spec: WindowSpec, slots: Any, anchors: Any, gone: Any = ()
+    peer: Peer,
+    table: gear.Table,
+    spec: WindowSpec,
+    slots: Any,
+    anchors: Any,
+    gone: Any = (),
+    *,
+    here: bool = False,
 ) -> None:
     """Fetch and compare every byte."""
     slots, anchors = np.asarray(slots, dtype=np.int64), np.asarray(anchors, dtype=np.int64)
     inside = np.clip(slots, 0, len(table._engine.reader().slot_states()[1]) - 1)
     generations = generations_of(table, inside)
     out = poisoned(spec, len(slots))
-    status = peer.fetch(spec, slots, anchors, generations, out).result(PATIENCE)
+    status = peer.fetch(spec, slots, anchors, generations, out, here=here).result(PATIENCE)
     wanted, states = expected(table, spec.windows, slots, anchors, generations, gone)
     assert status.tolist() == states
     assert pieces_of(spec, out, len(slots)) == wanted
+
+
+def certificate(folder: Path, name: str, host: str) -> tuple[Path, Path]:
+    """A self-signed certificate for a host, and its key."""
+    cert, key = folder / f"{name}.crt", folder / f"{name}.key"
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc", "-days", "2"]
+    names = ["-subj", "/CN=tests", "-addext", f"subjectAltName={host}"]
+    command = ["openssl", "req", "-x509", *kind, *names, "-out", str(cert), "-keyout", str(key)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return cert, key
 
 
 def open_files() -> int:

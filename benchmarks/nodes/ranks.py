@@ -24,12 +24,13 @@ from benchmarks.harness import Incorrect
 from benchmarks.nodes import bare
 from benchmarks.peers.serve import answer_commands
 from benchmarks.workloads import W1, W2, Data, Rows, Workload, expect, poison
-from gear_loader.collection.collector import resolve
+from gear_loader.collection.collector import collector_for
+from gear_loader.collection.tier_rows import resolve
 from gear_loader.collection.windows import reach_of
-from gear_loader.distributed.collector import ShardCollector, ShardRows
 from gear_loader.distributed.records import record_dtype
 from gear_loader.distributed.remote import PART_BYTES
 from gear_loader.distributed.shard_sampler import records_of
+from gear_loader.distributed.shard_source import ShardRows, ShardSource
 from gear_loader.distributed.shards import Shards
 from gear_loader.transport.spec import WindowSpec
 
@@ -214,7 +215,7 @@ class Subject:
 
 
 class Collect(Subject):
-    """Rows that are chosen here, by `ShardCollector`: so many of them of this node.
+    """Rows that are chosen here, by a collector of shards: so many of them of this node.
 
     A selection over all shards gives every rank as many rows of its own node as that has of all mass: 1 / nodes on
     average over the ranks. Other shares on all ranks at once can only be had past the selection. batch: rows. local:
@@ -227,7 +228,9 @@ class Collect(Subject):
         others = [shard for shard in range(rank.world) if shard != rank.rank]
         self._shards = np.array([rank.rank] * local + [others[i % len(others)] for i in range(batch - local)])
         self._records = _all_records(rank)
-        self._collector = ShardCollector(rank.shards, rank.windows(), batch_size=batch, device=_CPU)
+        self._collector = collector_for(
+            ShardSource(rank.shards), rank.windows(), batch_size=batch, device=_CPU, zero_copy=False
+        )
         self._ring = [self._collector.buffers() for _ in range(4)]  # used in turn
 
     def draw(self) -> ShardRows:

@@ -11,26 +11,26 @@ import numpy as np
 import torch
 
 from gear_loader.collection.batches import Batch
-from gear_loader.collection.conversions import Conversion, converted_dtype
-from gear_loader.collection.n_step import NStep, Returns
-from gear_loader.collection.packed import PackedBuffers, PackedCollector
+from gear_loader.collection.buffers import TensorMemory
+from gear_loader.collection.conversions import converted_dtype
+from gear_loader.collection.n_step import NStep
+from gear_loader.collection.packed import PackedBuffers, PackedHost, PackedLayout
+from gear_loader.collection.padded import PaddedLayout
 from gear_loader.collection.plans import locate_columns, window_columns
 from gear_loader.collection.sources import StagedRows
 from gear_loader.collection.tier_rows import TierRows
 from gear_loader.collection.windows import (
+    ROW_KEYS,
     Whole,
     check_layout,
     expand,
     has_whole,
-    mask_of,
     reach_of,
     source_of,
-    steps_only,
     windows_of,
 )
 from gear_loader.errors import SchemaError
 from gear_loader.kernels.plan import LENGTH, MASK, OUT, STEP_BYTES
-from gear_loader.native import threads
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Schema, Window
@@ -70,14 +70,14 @@ class RowGather:
         self._plan = window_columns(source.schema, self.sources, windows.values())
         self.row_bytes = int((self._plan[:, LENGTH] * self._plan[:, STEP_BYTES]).sum())
         reach = reach_of(source.schema, windows)
-        self.tier: TierRows | None = None
-        self._staged: StagedRows | None = None
-        if not isinstance(source, Table):
-            self._staged = StagedRows(lambda: source, source.schema, reach, self.row_bytes)
-            return
-        locate_columns(self._plan, self.sources, source._engine.region)
-        if source._engine.has_tier:
-            self.tier = TierRows(source, reach, self.row_bytes)
+        self._reader: Any
+        if isinstance(source, Table):
+            locate_columns(self._plan, self.sources, source._engine.region)
+            self._reader = TierRows(source, reach, self.row_bytes)
+        else:
+            self._reader = StagedRows(lambda: source, source.schema, reach, self.row_bytes)
+        has_tier = isinstance(self._reader, TierRows) and self._reader.table._engine.has_tier
+        self.tier = self._reader if has_tier else None
 
     def gather(
         self,
@@ -102,27 +102,15 @@ class RowGather:
         Raises:
             LostRowsError: trajectories cannot be read. CorruptTableError: see `TableReader.check_gathered`.
         """
-        table = self.source
         plan = self._plan.copy()
         plan[:, OUT] = [out.data_ptr() for out in outs]
         for number, mask in (masks or {}).items():
             plan[number, MASK] = mask.data_ptr()
-        if self._staged is not None:
-            bad = self._staged.read(plan, self.sources, slots, anchors, generations(), into)
-            assert bad == 0
-            return len(slots)
-        assert isinstance(table, Table)
-        if self.tier is None or not table._engine.num_spilled:
-            extent, block_ids = table._engine.reader().index_arrays()
-            steps = table._engine.region.layout.block_steps
-            bad = threads.gather(plan, slots, anchors, extent, block_ids, steps, self.row_bytes, rows=into)
-            if not bad or self.tier is None:
-                table._engine.reader().check_gathered(bad)
-                return 0
-        return self.tier.gather(plan, self.sources, slots, anchors, generations(), into)
+        read: int = self._reader.gather(plan, self.sources, slots, anchors, generations, into)
+        return read
 
 
-_known: weakref.WeakKeyDictionary[Table, tuple[Any, RowGather]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Table, tuple[Any, PaddedLayout, RowGather]] = weakref.WeakKeyDictionary()
 """Of each table, the windows of the last call of `gather`, and what gathers them."""
 
 
@@ -218,19 +206,12 @@ def _given(windows: Windows, packed: bool, out: Any) -> dict[str, torch.Tensor]:
     return dict(out)
 
 
-def _memory(
-    given: Mapping[str, torch.Tensor], name: str, shape: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
-    """The caller's tensor of a window, or a new one."""
-    tensor = given.get(name)
-    if tensor is None:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+def _check_memory(name: str, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
     if tensor.shape != tuple(shape) or tensor.dtype != dtype:
         raise SchemaError(
             f"out[{name!r}] is {_described(tensor)}; expected {str(dtype).removeprefix('torch.')} {list(shape)}. "
             "Nothing was written."
         )
-    return tensor
 
 
 def _described(tensor: torch.Tensor) -> str:
@@ -243,76 +224,46 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def _padded(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[str, torch.Tensor]) -> Batch:
-    count, schema, key = len(rows), table.schema, tuple(windows.items())
-    plain, hidden = expand(schema, windows)
-    known = _known.get(table)
+    count, key, known = len(rows), tuple(windows.items()), _known.get(table)
     if known is None or known[0] != key:  # a proxy: the value must not keep its key
-        known = _known[table] = key, RowGather(weakref.proxy(table), plain)
-    gatherer = known[1]  # this call's; another thread may replace the entry
-    keys = {name: mask_of(schema, name, window) for name, window in steps_only(schema, plain).items()}
-    parts_of = {each for parts in hidden.values() for each in parts.values()}
-    kinds = {(keys[name], plain[name].squeeze) for name in keys if name not in parts_of}
+        layout = PaddedLayout(table.schema, windows, batch_size=0)
+        known = _known[table] = key, layout, RowGather(weakref.proxy(table), layout.windows)
+    layout, gatherer = known[1:]  # this call's; another thread may replace the entry
+    kinds = layout.mask_kinds
     if "mask" in given and len(kinds) != 1:
         raise SchemaError(
             "out has mask, and the windows have different ones; expected out without mask, or windows of one span."
         )
-    batch, outs, conversions = Batch(), [], []
-    masks: dict[Any, torch.Tensor] = {}
-    owners: dict[int, torch.Tensor] = {}
-    shown_masks: dict[str, torch.Tensor] = {}
-    for number, (name, window) in enumerate(plain.items()):
-        column = schema[source_of(name, window)]
-        dtype = converted_dtype(name, window, column)
-        inner = () if window.squeeze else (window.length,)
-        values = _memory(given, name, (count, *inner, *column.shape), dtype or column.dtype)
-        full = (count, window.length, *column.shape)
-        gathered = values if dtype is None else torch.empty(full, dtype=column.dtype, device="cpu")
-        outs.append(gathered)
-        if dtype is not None:
-            conversions.append(Conversion(gathered, values.view(full), window.scale))
-        batch[name] = values
-        if name in keys:
-            if keys[name] not in masks:
-                mask = _memory({} if name in parts_of else given, "mask", (count, *inner), torch.bool)
-                masks[keys[name]] = owners[number] = mask.view(count, window.length)
-            mask = masks[keys[name]]
-            shown_masks[name] = mask[:, 0] if window.squeeze else mask
-    returns = [
-        Returns.of(
-            windows[name],  # type: ignore[arg-type]
-            {part: batch.pop(each) for part, each in parts.items()},
-            {part: shown_masks.pop(each) for part, each in parts.items()},
-        )
-        for name, parts in hidden.items()
-    ]
-    gatherer.gather(rows.slots, rows.anchors, lambda: rows.generations, outs, owners)
-    for conversion in conversions:
-        conversion.convert(count)
-    batch.update((name, each.out) for name, each in zip(hidden, returns, strict=True))
-    batch["mask"] = given.get("mask", next(iter(shown_masks.values()))) if len(kinds) == 1 else shown_masks
-    _name(batch, rows)
-    for each in returns:
+
+    def new(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if name not in given:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        squeezes = next(iter(kinds))[1] if name == "mask" else layout.windows[name].squeeze
+        _check_memory(name, given[name], (shape[0], *shape[2:]) if squeezes else shape, dtype)
+        return given[name].view(shape)
+
+    batch, outputs, _, computed = layout.tensors(new, count, torch.device("cpu"))
+    masks = {number: each.mask for number, each in enumerate(outputs) if each.mask is not None}
+    gatherer.gather(rows.slots, rows.anchors, lambda: rows.generations, [each.out for each in outputs], masks)
+    batch.update(
+        {name: torch.from_numpy(part.copy()) for name, part in zip(ROW_KEYS, rows.names, strict=True)}
+    )
+    for each in computed:
         each.compute(batch["anchor"])
+    batch.update(given)
     return batch
 
 
 def _packed(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[str, torch.Tensor]) -> Batch:
-    collector = PackedCollector(table, windows)
-    rows.spans, total, _ = collector.measure(rows)
-    for name, window in collector.windows.items():
-        column = collector.column_of(name)
+    layout = PackedLayout(table.schema, windows)
+    rows.spans = layout.measure(table, rows)
+    total = int(rows.spans[1].sum())
+    for name, tensor in given.items():
+        column, window = layout.column_of(name), layout.windows[name]
         dtype = converted_dtype(name, window, column) or column.dtype
         first = len(rows) if column.trajectory else total
-        if name in given:
-            _memory(given, name, (first, *column.shape), dtype)
-    buffers = PackedBuffers(collector, shared=False, given=given)
-    collector.gather(buffers, rows)
+        _check_memory(name, tensor, (first, *column.shape), dtype)
+    mover = PackedHost(layout)
+    buffers = PackedBuffers(layout, TensorMemory(torch.device("cpu")), mover, given=given)
+    mover.fill(buffers, table, rows)
     return buffers.rows(len(rows))
-
-
-def _name(batch: Batch, rows: SelectedRows) -> None:
-    """Add the keys that identify the rows."""
-    for name, values in zip(
-        ("index", "anchor", "generation"), (rows.slots, rows.anchors, rows.generations), strict=True
-    ):
-        batch[name] = torch.from_numpy(values.copy())

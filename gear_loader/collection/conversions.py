@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +10,7 @@ from gear_loader.errors import SchemaError
 from gear_loader.kernels.cast_plan import CastColumn, CastPlan
 from gear_loader.storage.schema import Column, Window
 
-__all__ = ["Casts", "Conversion", "converted_dtype"]
+__all__ = ["Casts", "converted_dtype"]
 
 
 def converted_dtype(name: str, window: Window, column: Column) -> torch.dtype | None:
@@ -29,18 +28,17 @@ def converted_dtype(name: str, window: Window, column: Column) -> torch.dtype | 
     return None if window.scale is None and dtype == column.dtype else dtype
 
 
-@dataclasses.dataclass(frozen=True)
-class Conversion:
-    """One window of a batch whose values are converted.
+class Casts:
+    """The windows of a batch that are converted.
 
-    Attributes:
-        source: gathered values, ``[B, ...]``. out: of the same shape, in the dtype of the batch.
-        scale: factor of the values, or None.
+    Args:
+        columns: what is gathered, and what is delivered, all on one device.
+        device: of them; on a GPU there is one launch for each pair of dtypes.
     """
 
-    source: torch.Tensor
-    out: torch.Tensor
-    scale: float | None
+    def __init__(self, columns: Sequence[CastColumn], device: torch.device) -> None:
+        self._columns = columns
+        self._plan = CastPlan(columns) if device.type == "cuda" else None
 
     def compute(self, anchors: torch.Tensor) -> None:
         """Convert as many rows as there are anchors. Does not wait for a GPU."""
@@ -48,28 +46,13 @@ class Conversion:
 
     def convert(self, count: int) -> None:
         """Convert the first `count` values along the first dimension: ``(source * scale).to(dtype)``."""
-        if self.scale is None:
-            self.out[:count].copy_(self.source[:count])
-        else:
-            torch.mul(self.source[:count], self.scale, out=self.out[:count])
+        if self._plan is not None:
+            from gear_loader.kernels import cast
 
-
-class Casts:
-    """The windows of a batch on a GPU that are converted, by one launch for each pair of dtypes.
-
-    Args:
-        columns: what is gathered, and what is delivered.
-    """
-
-    def __init__(self, columns: Sequence[CastColumn]) -> None:
-        self._plan = CastPlan(columns)
-
-    def compute(self, anchors: torch.Tensor) -> None:
-        """Convert as many rows as there are anchors. Does not wait for the GPU."""
-        self.convert(len(anchors))
-
-    def convert(self, count: int) -> None:
-        """Convert the first `count` values along the first dimension, as `Conversion` does."""
-        from gear_loader.kernels import cast
-
-        cast.cast(self._plan, count)
+            cast.cast(self._plan, count)
+            return
+        for each in self._columns:
+            if each.scale is None:
+                each.out[:count].copy_(each.source[:count])
+            else:
+                torch.mul(each.source[:count], each.scale, out=each.out[:count])

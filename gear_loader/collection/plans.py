@@ -1,4 +1,4 @@
-"""The plans that fill a batch's tensors from one table: gathers, and on a GPU the split of records into columns."""
+"""How windows are gathered from one table: the columns of the CPU's loop, and the plans of a GPU."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from gear_loader.storage.schema import Schema, Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["PADS", "Output", "Plans", "Staging", "locate_columns", "plans_of", "window_columns"]
+__all__ = ["PADS", "Output", "Plans", "Records", "locate_columns", "plans_of", "window_columns"]
 
 PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL, "edge": PAD_EDGE}
 
-Staging = dict[tuple[int, int, str, bool, int], torch.Tensor]
+Records = dict[tuple[int, int, str, bool, int], torch.Tensor]
 """Length, offset, padding, final step and bytes of gathered records -> their memory, uint8 [B, length, bytes]. It
 belongs to a set of buffers: the plans of all tables use the same."""
 
@@ -62,10 +62,8 @@ class Plans:
     """The plans by which the windows of one table are gathered.
 
     Attributes:
-        steps: of all windows; on a GPU that reads the region, of those of steps, where the columns of a record are
-            gathered as one column.
-        once: on such a GPU, of the columns per trajectory.
-        split: on such a GPU, of the columns in gathered records.
+        steps: of the windows of steps, where the columns of a record are gathered as one column.
+        once: of the columns per trajectory. split: of the columns in gathered records.
     """
 
     steps: GatherPlan
@@ -99,15 +97,14 @@ def locate_columns(columns: Array, sources: Sequence[str], region: Region) -> Ar
 def plans_of(
     table: Table,
     outputs: Sequence[Output],
-    staging: Staging | None = None,
+    records: Records,
 ) -> Plans:
-    """The plans that fill `outputs` from a table.
+    """The plans by which a GPU fills `outputs` from a table.
 
     Args:
         table: whose region the device that gathers can read.
         outputs: of the windows, at least one with steps.
-        staging: memory of gathered records; what is missing is allocated on the current stream. None for the CPU, which
-            reads single columns of records.
+        records: memory of gathered records; what is missing is allocated on the current stream.
     """
     region, schema = table._engine.region, table.schema
     layout = region.layout
@@ -126,8 +123,6 @@ def plans_of(
             step_stride=place.step_stride,
         )
 
-    if staging is None:
-        return Plans(GatherPlan([column_of(output) for output in outputs], layout.block_steps))
     # A batch brings the blocks of its windows, and the first one of its trajectory in a place apart.
     once = [column_of(output) for output in outputs if schema[output.column].trajectory]
     packed = [output for output in outputs if layout.columns[output.column].is_packed]
@@ -143,13 +138,13 @@ def plans_of(
         length, offset, pad, final = span
         out = group[0].out
         key = (*span, layout.record.bytes)
-        if key not in staging:
-            staging[key] = out.new_empty(len(out), length, layout.record.bytes)
+        if key not in records:
+            records[key] = out.new_empty(len(out), length, layout.record.bytes)
         source = torch.from_numpy(region.blocks(group[0].column))
-        columns.append(GatherColumn(source, staging[key], offset, PADS[pad], final=final))
+        columns.append(GatherColumn(source, records[key], offset, PADS[pad], final=final))
         for output in group:
             inside, first = layout.columns[output.column].inside, output.window.offset - offset
-            split.append(SplitColumn(staging[key], output.out, first, inside))
+            split.append(SplitColumn(records[key], output.out, first, inside))
             if output.mask is not None:
                 own = output.window.offset, PADS[output.window.pad], schema[output.column].final
                 masks.append(GatherMask(output.mask, *own))

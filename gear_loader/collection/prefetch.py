@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from gear_loader.collection.batches import Batch
-from gear_loader.collection.collector import Buffers, Collector, clone_batch
+from gear_loader.collection.buffers import Buffers, clone_batch
+from gear_loader.collection.collector import Collector
 from gear_loader.collection.references import can_count
 from gear_loader.collection.ticket_releaser import TicketReleaser, failure_of, keep_reserved
 from gear_loader.errors import GearError, LockTimeoutError
@@ -73,7 +74,6 @@ class Pool:
         if collector.device.type == "cuda":
             with beside_captures(collector.device):
                 self.stream = own_stream(collector.device, collector.stream_priority, self)
-            collector.use_on(self.stream)
         if collector.zero_copy or collector.awaits_pinning:
             self.releaser = TicketReleaser(collector)
             weakref.finalize(self, self.releaser.stop)
@@ -357,7 +357,8 @@ class Prefetcher:
             # Allocated on the stream that fills them: the allocator then reuses freed memory only after the work
             # queued there.
             with outside_inference(), self._on_stream():
-                return self.collector.buffers(shared=self._pool.shared)
+                made: Buffers = self.collector.buffers(shared=self._pool.shared)
+                return made
 
     def _deliver(self, buffers: Buffers, count: int) -> Batch:
         gpu = buffers.gpu

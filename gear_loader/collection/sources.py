@@ -92,6 +92,20 @@ class StagedRows:
         # Memory of gathers that have ended, column -> uint8 [bytes]; several threads may gather at once.
         self._spare: list[dict[str, Array]] = []
 
+    def gather(
+        self,
+        columns: Array,
+        sources: Sequence[str],
+        slots: Array,
+        anchors: Array,
+        generations: Callable[[], Array],
+        rows: Array | None,
+    ) -> int:
+        """`read`, from a source whose sizes do not change; return the number of rows."""
+        bad = self.read(columns, sources, slots, anchors, generations(), rows)
+        assert bad == 0
+        return len(slots)
+
     def read(
         self,
         columns: Array,

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from gear_loader.collection.collector import Buffers, Collector
+from gear_loader.collection.buffers import Buffers
+from gear_loader.collection.collector import Collector
 from gear_loader.errors import GpuError
 from gear_loader.utils.background import background_thread
 from gear_loader.utils.captures import allow_captures

@@ -20,6 +20,7 @@ __all__ = [
     "FINAL_KEY",
     "LAYOUTS",
     "PACKED_KEYS",
+    "ROW_KEYS",
     "Whole",
     "check_layout",
     "check_windows",
@@ -43,6 +44,9 @@ LAYOUTS = ("padded", "packed", "jagged")
 
 PACKED_KEYS = ("cu_seqlens", "max_seqlen", "position")
 """Keys of packed batches, which no window of one may have as its name."""
+
+ROW_KEYS = ("index", "anchor", "generation")
+"""Keys of a batch that identify its rows."""
 
 FINAL_KEY = "final"
 """Key of batches of whole trajectories with their final steps."""

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from gear_loader.collection.collector import Buffers
+from gear_loader.collection.buffers import Buffers
 from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.selection.base import Selection
 from gear_loader.selection.budget_planner import PlannedBatch

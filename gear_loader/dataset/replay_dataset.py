@@ -5,13 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import inspect
-import logging
 import math
 import os
 import queue
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NoReturn, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from gear_loader.collection.batches import Batch, loader_error, refuse
 from gear_loader.collection.buffer_pools import BufferPools
-from gear_loader.collection.collector import Collector
+from gear_loader.collection.collector import Collector, collector_for
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.output import as_jagged, as_padded, as_tensordict, check_nesting
 from gear_loader.collection.prefetch import Prefetcher
@@ -27,7 +26,6 @@ from gear_loader.collection.windows import (
     Whole,
     expand,
     has_whole,
-    packed_span,
     single_steps,
     source_of,
     steps_only,
@@ -36,38 +34,17 @@ from gear_loader.collection.windows import (
 from gear_loader.dataset.batch_filler import Filler
 from gear_loader.dataset.epoch_draws import EpochDraws, planned_batches
 from gear_loader.dataset.options import Draws, Gpu, Prefetch, Ranks, check_options
+from gear_loader.dataset.origin import HasOrigin, Origin, origin_of
 from gear_loader.dataset.position import Position
 from gear_loader.dataset.prepared import dealer, prepared_error
-from gear_loader.dataset.table_options import (
-    check_dealing,
-    check_freshness,
-    check_groups,
-    check_packed,
-    check_worker,
-    step_budget_of,
-)
-from gear_loader.distributed.budget_planner import ShardBudgetPlanner
-from gear_loader.distributed.collector import ShardCollector
-from gear_loader.distributed.collector_for import collector_for
-from gear_loader.distributed.dealing import RowDealer, deal_all
-from gear_loader.distributed.global_selection import GlobalSelection
-from gear_loader.distributed.local_selection import (
-    begin_epoch,
-    gather_states,
-    own_state,
-)
-from gear_loader.distributed.packed_collector import ShardPackedCollector
-from gear_loader.distributed.rank_exchange import SingleProcess
-from gear_loader.distributed.selection_for import selection_for
-from gear_loader.distributed.shards import Shards
-from gear_loader.errors import GearError, RankError, SchemaError
+from gear_loader.dataset.table_options import check_final, check_groups, step_budget_of
+from gear_loader.errors import SchemaError
 from gear_loader.selection.base import Selection, SelectionContext
 from gear_loader.selection.budget_planner import BudgetPlanner, PlannedBatch
 from gear_loader.selection.complete import CompleteAnchors
 from gear_loader.selection.epochs import notice_short_epoch, notice_uneven_lengths
 from gear_loader.selection.grouping import Groups
 from gear_loader.selection.prioritized import PrioritizedSelection
-from gear_loader.selection.random import key
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector, Uniform
 from gear_loader.selection.step_budget import BudgetProgress, StepBudget, Steps, checked_positions
 from gear_loader.storage.priority_updates import is_strict
@@ -81,9 +58,6 @@ from gear_loader.utils.forks import keep_for_ever
 
 __all__ = ["ReplayDataset"]
 
-_logger = logging.getLogger("gear_loader")
-
-_LOCAL = 0x6C6F6361  # random number stream of the seeds of local draws
 _DRAWS, _RANKS = Draws(), Ranks()
 _ALL_DRAWS = 1 << 30  # history of a selection that is told which draws to forget
 
@@ -205,7 +179,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def __init__(
         self,
-        table: Table | Shards,
+        table: Table | HasOrigin,
         *,
         batch_size: int | Steps,
         windows: Window | Whole | Mapping[str, Any],
@@ -222,12 +196,6 @@ class ReplayDataset(IterableDataset[Batch]):
         output: Literal["dict", "tensordict"] = "dict",
         layout: Literal["padded", "packed", "jagged"] = "padded",
     ) -> None:
-        if not isinstance(table, (Table, Shards)):
-            remedy = f" Attach to it by its name: gear_loader.Table.attach({shown(table)})."
-            raise SchemaError(
-                f"table is {shown(table)}; expected a gear_loader.Table or gear_loader.distributed.Shards."
-                f"{remedy if isinstance(table, str) else ''}"
-            )
         self.check_options(
             batch_size=batch_size,
             windows=windows,
@@ -244,8 +212,8 @@ class ReplayDataset(IterableDataset[Batch]):
             output=output,
             layout=layout,
         )
-        self.shards = table if isinstance(table, Shards) else None
-        self.table: Table = table.table if isinstance(table, Shards) else table
+        self._origin: Origin = origin_of(table, ranks)
+        self.table: Table = self._origin.table
         table = self.table
         budget = batch_size if isinstance(batch_size, Steps) else None
         self.batch_size = 0 if isinstance(batch_size, Steps) else int(batch_size)
@@ -277,20 +245,20 @@ class ReplayDataset(IterableDataset[Batch]):
         self.layout: Literal["padded", "packed", "jagged"] = layout
         self._packs = whole or layout != "padded"  # rows are gathered one after another
         self._late = table.schema.late_bits(self._sources())
-        self.scope: Literal["global", "local"] = ranks.scope
-        self._shard = (
-            None if ranks.rank is None or ranks.world_size is None else (ranks.rank, ranks.world_size)
+        self._origin.check(
+            selector=self.selector,
+            packed=self._packs,
+            layout=layout,
+            steps=budget,
+            sample_info=draws.sample_info,
         )
-        self.balance, self.micro_batches = ranks.balance, int(ranks.micro_batches)
-        check_freshness(self.selector, table, is_global=self._is_global)
         check_groups(groups, table, is_global=self._is_global, batch_size=self.batch_size)
         self.groups = groups
         if groups is not None and groups.varies is not None:
             self._late |= table.schema.late_bits([groups.varies])
-        check_dealing(ranks, budget, deals=self._packs and self._is_global)
         self._budget: StepBudget | None = None
         if self._packs:
-            check_packed(self.windows, layout, shards=self.shards, scope=self.scope, device=self.device)
+            check_final(self.windows, shards=self.shards, device=self.device)
             self._budget = step_budget_of(table, self.windows, budget, draws.drop_last)
         self._progress, self._sample_progress = BudgetProgress(self.keep), BudgetProgress(0)
         self._sample_progress.counts = self._progress.counts
@@ -300,7 +268,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self.drop_last, self.subset = draws.drop_last, draws.subset
         self.sample_info, self.rate_limited = draws.sample_info, draws.rate_limited
         self._check_rate(self._num_drawn)
-        self._exchange = self._new_exchange()
+        self._origin.open(self, self._options())
         self._position = Position()
         self._buffers = BufferPools()
         self._sample_epoch = SAMPLE_EPOCH  # number of the epoch of `sample`
@@ -308,7 +276,6 @@ class ReplayDataset(IterableDataset[Batch]):
         self._dispatched = False  # whether accelerate deals this rank's batches to all ranks
         self._selection: Selection | None = None
         self._selected_for: tuple[Any, ...] = ()  # options of `_selection`
-        self._forked_from = 0  # in a forked child with Shards: id of the process that made the connections
         _datasets.add(self)
 
     @classmethod
@@ -347,28 +314,12 @@ class ReplayDataset(IterableDataset[Batch]):
         size = 1 if self.groups is None else self.groups.size
         return size * BudgetPlanner.draw_size(self.selector, self.groups)
 
-    # ---------------------------------------------------------------- shards
+    @property
+    def shards(self) -> Any:
+        """The `Shards` that it draws from; None for a table."""
+        return self._origin.shards
 
-    def _new_exchange(self) -> SingleProcess | None:
-        """The process-group exchange, with options compared between ranks; None for a plain table."""
-        if self.shards is None:
-            return None
-        if self._shard is not None or self.sample_info:
-            raise SchemaError(
-                "rank, world_size or sample_info was given with Shards, which know their ranks and do not support "
-                "sample_info. Leave them out."
-            )
-        exchange = self.shards.new_exchange()
-        try:
-            exchange.compare("ReplayDatasets", self._options(self.shards))
-        except BaseException:
-            exchange.close()
-            raise
-        weakref.finalize(self, exchange.close).atexit = False
-        self.shards.datasets.add(self)
-        return exchange
-
-    def _options(self, shards: Shards) -> dict[str, Any]:
+    def _options(self) -> dict[str, Any]:
         """Options that must be equal on all ranks; windows within a pipeline stage."""
         subset = self.subset
         return {
@@ -377,17 +328,14 @@ class ReplayDataset(IterableDataset[Batch]):
             "batches_per_epoch": self.batches_per_epoch,
             "prefetch": self.prefetch,
             "keep": self.keep,
-            "scope": self.scope,
+            "scope": self._origin.ranks.scope,
             "subset": None if subset is None else getattr(subset, "__qualname__", type(subset).__qualname__),
-            f"windows of pipeline stage {shards.place.stage}": {
-                name: repr(window) for name, window in self.windows.items()
-            },
+            "windows": {name: repr(window) for name, window in self.windows.items()},
         }
 
     def __repr__(self) -> str:
         if not hasattr(self, "_buffers"):
             return "<ReplayDataset, not opened>"
-        source = self.table if self.shards is None else self.shards
         epoch, before, step = self._position.current
         length = "" if self.batches_per_epoch is None else f" of {self.batches_per_epoch:,}"
         windows = ", ".join(f"{name}: {window!r}" for name, window in self.windows.items())
@@ -395,7 +343,7 @@ class ReplayDataset(IterableDataset[Batch]):
         if self._budget is not None:
             size = f"at most {self._budget.max_steps:,} steps"
         return (
-            f"<{type(self).__name__} of {source!r}\n"
+            f"<{type(self).__name__} of {self._origin.given!r}\n"
             f"  batches of {size} on {self.device}, drawn by {self.selector!r}, seed {self.seed}\n"
             f"  windows {windows}\n"
             f"  epoch {epoch}, {before + step:,}{length} batches delivered>"
@@ -404,11 +352,11 @@ class ReplayDataset(IterableDataset[Batch]):
     @property
     def _is_global(self) -> bool:
         """Whether batches are drawn over all shards."""
-        return self.shards is not None and self.scope == "global"
+        return self._origin.is_global
 
     def _global_size(self, size: int) -> int:
         """Rows of all slices of a batch with `size` rows on this rank."""
-        return size * self.shards.num_slices if self.shards is not None and self._is_global else size
+        return size * self._origin.slices
 
     # ---------------------------------------------------------------- iteration
 
@@ -527,7 +475,7 @@ class ReplayDataset(IterableDataset[Batch]):
             view = self._selected().await_items()
             return view, draws.num_batches(view)
 
-        view, count = self._begin_epoch(look, fresh=number == 0)
+        view, count = self._origin.begin_epoch(self._selected(), look, fresh=number == 0)
         if draws.rank == number == 0 and (epoch == 0 or get_worker_info() is None):
             self.table._engine.notice_waste()
             self._noticed_epoch = self._noticed_epoch or self._notice_epoch(view)
@@ -535,8 +483,7 @@ class ReplayDataset(IterableDataset[Batch]):
         yield from draws.draws(
             view, epoch=epoch, past=self._position.past, number=number, every=every, count=count
         )
-        if self._exchange is not None and self._is_global:
-            self._end_together(self._exchange)
+        self._origin.end_epoch()
 
     def _plans(
         self,
@@ -551,36 +498,28 @@ class ReplayDataset(IterableDataset[Batch]):
         Batches of others are planned too, because the rows of each depend on those before it.
         """
         rank, world = self._rank()
-        self._check_sharing(every, world)
+        self._check_sharing(every)
         if self.rate_limited and self.table.rules.rate_limiter is not None:
             self.table._engine.reader().await_samplable(self._num_drawn)
         selection = self._selected()
         most = math.inf if self.batches_per_epoch is None else self.batches_per_epoch
-        view, most = self._begin_epoch(lambda: (selection.await_items(), most), fresh=number == 0)
-        options: dict[str, Any] = {
-            "seed": self._draw_seed(),
-            "epoch": epoch,
-            "past": self._position.past,
-            "endless": self.batches_per_epoch is not None,
-            "view": view,
-            "state": self._progress.start(epoch, number * world + rank),
-        }
-        if isinstance(selection, GlobalSelection):
-            options |= {"micro_batches": self.micro_batches, "kind": self.balance or "steps"}
-            planner: BudgetPlanner = ShardBudgetPlanner(selection, budget, **options)
-        else:
-            planner = BudgetPlanner(selection, budget, **options)
+        view, most = self._origin.begin_epoch(
+            selection, lambda: (selection.await_items(), most), fresh=number == 0
+        )
+        planner = self._origin.planner(
+            selection,
+            budget,
+            seed=self._draw_seed(),
+            epoch=epoch,
+            past=self._position.past,
+            endless=self.batches_per_epoch is not None,
+            view=view,
+            state=self._progress.start(epoch, number * world + rank),
+        )
         yield from planned_batches(
             planner, planned, number=number, every=every, count=most, rank=rank, world=world
         )
-        if self._exchange is not None and self._is_global:
-            self._end_together(self._exchange)
-
-    def _begin_epoch(self, look: Callable[[], tuple[Any, float]], *, fresh: bool) -> tuple[Any, float]:
-        """The items to draw from, and the number of batches; with local scope that of the rank with the most."""
-        if self._exchange is None or self._is_global:
-            return look()
-        return begin_epoch(self._exchange, self._selected(), look, fresh=fresh)
+        self._origin.end_epoch()
 
     def _epoch_draws(self) -> EpochDraws:
         rank, world = self._rank()
@@ -599,40 +538,20 @@ class ReplayDataset(IterableDataset[Batch]):
     def _filler(self, prefetcher: Prefetcher) -> Filler:
         return Filler(self.table, self._selected, prefetcher)
 
-    def _check_sharing(self, workers: int, world: int) -> None:
+    def _check_sharing(self, workers: int) -> None:
         """Raise SchemaError if workers or ranks cannot share the batches of one stream of draws."""
         if workers > 1 and self.rate_limited and self.table.rules.rate_limiter is not None:
             raise SchemaError(
                 f"batch_size=Steps(...) was given with {workers} DataLoader workers and a table with a rate limiter, "
-                "for which the "
-                "draws of all workers would count. Use num_workers=0, or Draws(rate_limited=False)."
+                "for which the draws of all workers would count. Use num_workers=0, or Draws(rate_limited=False)."
             )
-        if self.shards is not None and not self._is_global and self.batches_per_epoch is None:
-            raise SchemaError(
-                "batch_size=Steps(...) was given with Shards and scope='local'; expected batches_per_epoch too, so "
-                "that all "
-                "ranks have as many batches."
-            )
-        if world > 1 and (self.batches_per_epoch is None or self.selector.by_priority):
-            raise SchemaError(
-                f"batch_size=Steps(...) was given on {world} ranks; expected batches_per_epoch, so that all ranks "
-                "have as many "
-                "batches, and a selector that does not draw by priority."
-            )
-
-    @staticmethod
-    def _end_together(exchange: SingleProcess) -> None:
-        """Wait until all ranks have collected their last batch, which may read rows of this rank's shard."""
-        exchange.doing = "ends its epoch"
-        try:
-            exchange.barrier()
-        except RankError as error:  # all batches of this rank are complete
-            _logger.warning("The epoch has ended here, but not on all ranks: %s", error)
+        self._origin.check_sharing(
+            fixed=self.batches_per_epoch is not None, by_priority=self.selector.by_priority
+        )
 
     def _draw_seed(self) -> int:
         """The seed of the draws; differs between shards with local scope."""
-        shard = 0 if self.shards is None or self._is_global else self.shards.place.data
-        return self.seed if shard == 0 else key(seed=self.seed, stream=_LOCAL, epoch=shard)
+        return self._origin.seed(self.seed)
 
     def sample(self, batch_size: int | None = None) -> Batch:
         """Draw one batch, without prefetching. Does not wait for the GPU.
@@ -786,12 +705,7 @@ class ReplayDataset(IterableDataset[Batch]):
         Raises:
             GearError: the dataset draws over shards, and the process was forked.
         """
-        if self._forked_from:
-            raise GearError(
-                f"A dataset over Shards of process {self._forked_from} was used in process {os.getpid()}, a forked "
-                "child: its connections to other ranks are the parent's. Make Shards and dataset in the child, or "
-                "start it with spawn."
-            )
+        self._origin.check_process()
         options = (
             self.table,
             self.selector,
@@ -805,42 +719,20 @@ class ReplayDataset(IterableDataset[Batch]):
         )
         if self._selection is None or options != self._selected_for:
             self._selected_for = options
-            for table in self.shards.own.values() if self.shards is not None else (self.table,):
+            for table in self._origin.tables:
                 if table._engine.has_tier:
                     table._engine.prefer_in_memory(self.selector.keeps)
-            self._selection = selection_for(
+            self._selection = self._origin.selection(
                 SelectionContext(*options),
                 # A state may precede the prefetched batches and one that a trainer fetched ahead.
                 history=_ALL_DRAWS if self._budget is not None else self.prefetch + self.keep + 2,
                 # A packed batch is drawn on the host, which lists its rows' blocks.
                 device=torch.device("cpu") if self._packs else self.device,
                 windows=expand(self.table.schema, self.windows)[0],
-                shards=self.shards,
-                exchange=self._exchange if self._is_global else None,
+                steps=self._budget,
                 packed=self._packs,
-                deal=self._deal(),
-                shared=self._is_shared,
             )
         return self._selection
-
-    @property
-    def _is_shared(self) -> bool:
-        """Whether other ranks, each with a selection of its own, may draw from the table."""
-        ranks = 1 if self._shard is None else self._shard[1]
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            ranks = max(ranks, torch.distributed.get_world_size())
-        return ranks > 1 and self.shards is None and self.table.name is not None
-
-    def _deal(self) -> Callable[[Array], Array] | None:
-        """What deals the rows of packed batches over Shards to ranks; None for slices."""
-        if self.shards is None or not self._is_global or not self._packs:
-            return None
-        if self._budget is not None:
-            return deal_all
-        if self.balance is None:
-            return None
-        span = packed_span(self.table.schema, self.windows)
-        return RowDealer(self.shards.num_slices, self.shards.place.data, self.balance, *span)
 
     # ---------------------------------------------------------------- priorities
 
@@ -888,13 +780,13 @@ class ReplayDataset(IterableDataset[Batch]):
         """
         selection = self._by_priority("update_priority")
         is_strict(stale)
-        if self._is_shared and isinstance(selection, PrioritizedSelection):
+        if self._origin.is_shared and isinstance(selection, PrioritizedSelection):
             self._share(selection)
         index = as_mapping(index)
         if isinstance(index, Mapping):
             index, generation, anchor, shard = self._names(index, generation, anchor, shard)
         names: dict[str, Any] = {"generation": generation, "anchor": anchor}
-        if isinstance(selection, GlobalSelection):
+        if self._is_global:
             names["shard"] = shard
         elif shard is not None:
             raise SchemaError(
@@ -979,8 +871,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 "rebalance was called, but this dataset has a subset, or does not draw over all Shards; make one with "
                 "Shards, scope='global' and without a subset."
             )
-        selection = self._selected()
-        assert isinstance(selection, GlobalSelection)
+        selection: Any = self._selected()
         answers: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()
 
         def call() -> None:
@@ -1017,30 +908,26 @@ class ReplayDataset(IterableDataset[Batch]):
     @property
     def num_stale(self) -> int:
         """Number of stale rows that `update_priority` has skipped so far. Waits for the GPU, if used."""
-        return self._by_priority("num_stale").num_stale
+        return int(self._by_priority("num_stale").num_stale)
 
     @property
     def num_lost(self) -> int:
         """Rows of `Shards` redrawn so far because their node did not answer (``on_failure="redraw"``)."""
-        return sum(c.num_lost for c in self._shard_collectors())
+        return sum(getattr(each.source, "num_lost", 0) for each in self._buffers.collectors)
 
     @property
     def num_gone(self) -> int:
         """Rows of `Shards` redrawn so far because they were evicted between draw and read."""
-        return sum(c.num_gone for c in self._shard_collectors())
+        return sum(getattr(each.source, "num_gone", 0) for each in self._buffers.collectors)
 
-    def _shard_collectors(self) -> list[ShardCollector | ShardPackedCollector]:
-        kinds = ShardCollector, ShardPackedCollector
-        return [collector for collector in self._buffers.collectors if isinstance(collector, kinds)]
-
-    def _by_priority(self, method: str) -> PrioritizedSelection | GlobalSelection:
+    def _by_priority(self, method: str) -> Any:
         selection = self._selected()
         if not self.selector.by_priority:
             raise SchemaError(
                 f"{method} was called, but {self.selector!r} does not draw by priority; use gear_loader.Prioritized "
                 "or gear_loader.TopK."
             )
-        return cast(PrioritizedSelection | GlobalSelection, selection)
+        return selection
 
     # ---------------------------------------------------------------- sizes
 
@@ -1072,10 +959,9 @@ class ReplayDataset(IterableDataset[Batch]):
             trajectories that this process has removed by `group_max_age`.
         """
         context = self._selected().context
-        own = self.shards.own.values() if self.shards is not None and self._is_global else ()
         counts = []
         unfilled = 0
-        for table in own or (self.table,):
+        for table in (self._origin.tables if self._is_global else ()) or (self.table,):
             each = dataclasses.replace(context, table=table)
             slots = table._engine.reader().snapshot().slots
             if each.subset is not None:
@@ -1105,7 +991,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _notice_epoch(self, view: Any) -> bool:
         """Log a notice if an epoch by default length reads a small part of the table; return whether it did."""
-        if self.batches_per_epoch is not None or (self.shards is not None and self.shards.place.data):
+        if self.batches_per_epoch is not None or self._origin.number:
             return False
         return notice_short_epoch(
             self.selector,
@@ -1123,13 +1009,7 @@ class ReplayDataset(IterableDataset[Batch]):
             self._by_default = not notice_uneven_lengths(self.selector, view.lengths)
 
     def _rank(self) -> tuple[int, int]:
-        if self.shards is not None:  # all ranks draw each batch together, or each draws from its own shard
-            return 0, 1
-        if self._shard is not None:
-            return self._shard
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        return 0, 1
+        return self._origin.rank()
 
     # ---------------------------------------------------------------- workers
 
@@ -1141,30 +1021,26 @@ class ReplayDataset(IterableDataset[Batch]):
     def _collector(self, size: int) -> Collector:
         with beside_captures(self.device):
             return collector_for(
-                self.table,
+                self._origin.source(),
                 self.windows,
                 batch_size=size,
                 device=self.device,
-                selector=self.selector,
-                shards=self.shards if self._is_global else None,
                 packed=self._packs,
+                weighs=self.selector.weighs,
                 informs=self.sample_info,
                 programs=self.programs,
                 stream_priority=self.stream_priority,
+                zero_copy=self._origin.pin(self.device, draws=self.selector.by_priority and not self._packs),
             )
 
     def check_worker(self, number: int, in_worker: bool) -> None:
         """Raise an error if a `DataLoader` worker of this number cannot iterate."""
         if in_worker:
-            check_worker(
-                number, table=self.table, shards=self.shards, selector=self.selector, device=self.device
-            )
+            self._origin.check_worker(number, selector=self.selector, device=self.device)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         state.update(_buffers=BufferPools(), _selection=None, _sampler=None)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            state["_shard"] = self._rank()  # a spawned worker has no process group
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -1173,8 +1049,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _after_fork(self) -> None:
         """Replace the parent's buffers and locks in a forked child, which cannot continue its iterators."""
-        if self.shards is not None:
-            self._forked_from = self._forked_from or os.getppid()
+        self._origin.after_fork()
         if self._selection is not None:
             self._selection.after_fork()
         if self.device.type == "cuda":
@@ -1196,8 +1071,7 @@ class ReplayDataset(IterableDataset[Batch]):
         active = self._buffers.active
         if active is not None:
             self._buffers.close(active)
-        if self._exchange is not None:
-            self._exchange.close()
+        self._origin.close()
 
     def settle(self) -> None:
         """Wait until the running iteration has finished all requests, such as prefetches and priority updates."""
@@ -1242,10 +1116,7 @@ class ReplayDataset(IterableDataset[Batch]):
             state["budget"] = self._progress.state_dict() + self._sample_progress.state_dict()
         if get_worker_info() is None and self.selector.by_priority:
             self._buffers.settle()
-            priorities = self._by_priority("state_dict").state_dict()
-            if self._exchange is not None and not self._is_global:
-                priorities = gather_states(self._exchange, priorities)
-            state["priorities"] = priorities
+            state["priorities"] = self._origin.save(self._by_priority("state_dict").state_dict())
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -1287,10 +1158,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 raise SchemaError(
                     "The state holds no priorities; expected the state_dict() of the main process."
                 )
-            priorities = state["priorities"]
-            if self._exchange is not None and not self._is_global:
-                priorities = own_state(self._exchange, priorities)
-            self._by_priority("load_state_dict").load_state_dict(priorities)
+            self._by_priority("load_state_dict").load_state_dict(self._origin.own(state["priorities"]))
         self._position.load_state_dict(values)
         self._progress.load([part for part in budget if part[0] != SAMPLE_EPOCH])
         self._sample_progress.load([part for part in budget if part[0] == SAMPLE_EPOCH])
@@ -1306,15 +1174,10 @@ class ReplayDataset(IterableDataset[Batch]):
             **({} if self.complete is None else {"complete": True}),
             **({} if self.groups is None else {"group": dataclasses.asdict(self.groups)}),
             **({} if self._budget is None else dataclasses.asdict(self._budget)),
-            **(self._dealing() if self._packs and self._is_global else {}),
+            **dict(self._origin.config(self._budget, packed=self._packs)),
         }
 
     _STEP_OPTIONS = ("ranks", "micro_batches")  # a state between two steps goes on with others
-
-    def _dealing(self) -> dict[str, Any]:
-        """The options that decide which rank of Shards gets which rows of packed batches."""
-        ranks = {} if self._budget is None else {"ranks": self._global_size(1)}
-        return {"balance": self.balance, "micro_batches": self.micro_batches, **ranks}
 
 
 _datasets: weakref.WeakSet[ReplayDataset] = weakref.WeakSet()

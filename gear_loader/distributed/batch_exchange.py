@@ -11,7 +11,7 @@ from gear_loader.distributed.failures import attempt
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.records import SUMMARY, UPDATE, Message, as_bytes, slice_rows
 from gear_loader.distributed.samplers import Samplers
-from gear_loader.distributed.shards import Shards
+from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.distributed.update_routing import UpdateRouter
 from gear_loader.utils.arrays import Array
 
@@ -35,7 +35,7 @@ class BatchExchange:
         unreachable: bool [S]: shards that some rank cannot reach.
     """
 
-    shards: Shards
+    shards: ShardTables
     exchange: SingleProcess
     samplers: Samplers
     updates: UpdateRouter

@@ -9,7 +9,7 @@ import numpy as np
 
 from gear_loader.distributed.dealing import Balance, costs_of
 from gear_loader.distributed.global_selection import GlobalSelection
-from gear_loader.distributed.packed_collector import PackedShardRows, spans_of
+from gear_loader.distributed.shard_source import ShardRows
 from gear_loader.native.packed import (
     KEPT,
     LONG,
@@ -63,41 +63,40 @@ class ShardBudgetPlanner(BudgetPlanner):
     def _look_again(self, tickets: list[Any]) -> None:
         """Rows that wait are looked at when they are read."""
 
-    def _deal(self, parts: list[PackedShardRows]) -> list[PackedShardRows]:
+    def _deal(self, parts: list[ShardRows]) -> list[ShardRows]:
         if not parts:
             return parts
         parts = as_many(parts, self._ranks)
-        costs = [costs_of(part.spans[1], self._kind).sum() for part in parts]
+        costs = [costs_of(_steps(part), self._kind).sum() for part in parts]
         return [parts[number] for number in balance(costs, self._ranks)[self._rank].tolist()]
 
     def _planned(
-        self, rows: PackedShardRows, state: BudgetState, tickets: list[Any], counts: BudgetCounts
+        self, rows: ShardRows, state: BudgetState, tickets: list[Any], counts: BudgetCounts
     ) -> PlannedBatch:
         return PlannedBatch(rows, state, [rows.tickets], counts)
 
-    def _rows_at(self, places: Array) -> PackedShardRows:
+    def _rows_at(self, places: Array) -> ShardRows:
         weights, shards, records = self._more_of(places)
         assert shards is not None
         assert records is not None
         spans, most = np.ascontiguousarray(self._queue[QUEUE_FIRST:, places]), self._budget.max_steps
-        return PackedShardRows(
-            shards, records, None, self._spare, spans=spans, weights=weights, max_steps=most
-        )
+        return ShardRows(shards, records, None, self._spare, spans=spans, known=weights, max_steps=most)
 
-    def _rows(self, drawn: DrawnPart, ticket: Any) -> PackedShardRows:
-        rows = super()._rows(drawn, ticket)
+    def _rows(self, drawn: DrawnPart, ticket: Any) -> ShardRows:
+        rows: ShardRows = super()._rows(drawn, ticket)
         self._spare = rows.spare
-        weights = None if rows.weigh is None else rows.weigh(rows.records["leaf"])
-        spans = spans_of(rows.records, self._budget.offset, self._budget.length)
-        return PackedShardRows(rows.shards, rows.records, None, rows.spare, spans=spans, weights=weights)
+        rows.known = rows.weights
+        rows.measure(self._budget.offset, self._budget.length)
+        return rows
 
-    def _add(self, rows: PackedShardRows, draw: int, numbers: Array) -> None:
+    def _add(self, rows: ShardRows, draw: int, numbers: Array) -> None:
         names = np.empty((QUEUE_WIDTH, len(rows)), dtype=np.int64)
         records = rows.records
         names[QUEUE_SLOT], names[QUEUE_ANCHOR] = records["slot"], records["step"]
         names[QUEUE_GENERATION], names[QUEUE_DRAW], names[QUEUE_ROW] = records["generation"], draw, numbers
+        assert rows.spans is not None
         names[QUEUE_FIRST:] = rows.spans
-        self._enqueue(names, [rows.weights, rows.shards, records])
+        self._enqueue(names, [rows.known, rows.shards, records])
 
     def _names(self) -> tuple[Array | None, Array | None]:
         return None, None
@@ -124,7 +123,13 @@ class ShardBudgetPlanner(BudgetPlanner):
         return results
 
 
-def as_many(parts: list[PackedShardRows], ranks: int) -> list[PackedShardRows]:
+def _steps(part: ShardRows) -> Array:
+    assert part.spans is not None
+    steps: Array = part.spans[1]
+    return steps
+
+
+def as_many(parts: list[ShardRows], ranks: int) -> list[ShardRows]:
     """Batches whose number is a multiple of `ranks`: those of most rows are split, about in the middle of their steps.
 
     Where none can be split, because each has one row, the shortest are repeated: fewer than `ranks`.
@@ -134,10 +139,10 @@ def as_many(parts: list[PackedShardRows], ranks: int) -> list[PackedShardRows]:
         largest = max(range(len(parts)), key=lambda i: len(parts[i]))
         whole = parts[largest]
         if len(whole) < 2:
-            shortest = sorted(parts, key=lambda part: int(part.spans[1].sum()))
+            shortest = sorted(parts, key=lambda part: int(_steps(part).sum()))
             missing = itertools.islice(itertools.cycle(shortest), ranks - len(parts) % ranks)
-            return parts + [part.copy() for part in missing]
-        ends = np.cumsum(whole.spans[1])
+            return parts + [part.take(np.ones(len(part), dtype=bool)) for part in missing]
+        ends = np.cumsum(_steps(whole))
         middle = int(np.clip(np.searchsorted(ends, ends[-1] / 2), 1, len(whole) - 1))
         first = np.arange(len(whole)) < middle
         parts[largest : largest + 1] = [whole.take(first), whole.take(~first)]

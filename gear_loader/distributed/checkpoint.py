@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gear_loader.checkpoint.loading import LoadOptions
 from gear_loader.distributed import checkpoint_loading, checkpoint_saving
 from gear_loader.distributed.rank_exchange import Exchange, SingleProcess
-from gear_loader.distributed.shards import Shards
+from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.distributed.topology import MeshCoordinates, places_of
 from gear_loader.errors import SchemaError
 from gear_loader.storage.schema import Column
@@ -53,7 +53,7 @@ class _Stage:
         return None if self.stages == 1 else f"stage-{self.place.stage}"
 
 
-def save(shards: Shards, path: str | os.PathLike[str], *, progress: bool = False) -> None:
+def save(shards: ShardTables, path: str | os.PathLike[str], *, progress: bool = False) -> None:
     """Save the tables of all ranks; all ranks call it at the same time, between batches.
 
     Each rank writes its own table, as `Table.save` does: data of the previous save is not written again. Rank 0 writes

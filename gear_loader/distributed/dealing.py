@@ -7,8 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from gear_loader.distributed.packed_collector import spans_of
 from gear_loader.distributed.records import slice_rows
+from gear_loader.distributed.shard_source import spans_of
 from gear_loader.selection.balance import balance
 from gear_loader.utils.arrays import Array
 

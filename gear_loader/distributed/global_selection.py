@@ -13,7 +13,6 @@ import numpy as np
 
 from gear_loader.distributed import shards_state
 from gear_loader.distributed.batch_exchange import BatchExchange
-from gear_loader.distributed.collector import ReadTickets, ShardRows
 from gear_loader.distributed.duplicates import migrated_ids
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.rebalance import Rebalance
@@ -27,7 +26,8 @@ from gear_loader.distributed.row_drawing import (
 )
 from gear_loader.distributed.samplers import Samplers
 from gear_loader.distributed.shard_sampler import records_of
-from gear_loader.distributed.shards import Shards
+from gear_loader.distributed.shard_source import ReadTickets, ShardRows
+from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.distributed.stage_rows import StageRows
 from gear_loader.distributed.update_routing import UpdateRouter
 from gear_loader.errors import PriorityError, SchemaError, TableEmptyError
@@ -78,7 +78,7 @@ class GlobalSelection(Selection):
     def __init__(
         self,
         context: SelectionContext,
-        shards: Shards,
+        shards: ShardTables,
         exchange: SingleProcess,
         *,
         history: int,
@@ -188,7 +188,7 @@ class GlobalSelection(Selection):
         ticket.end()
 
     def draw(self, draw: Draw, ticket: ReadTickets, frozen: Any = None) -> ShardRows:
-        """See `Selection.draw`. The collector takes the read tickets of the shards that it reads."""
+        """See `Selection.draw`. What reads the rows takes the read tickets of their shards."""
         self.exchange.doing = "draws a batch"
         self._begin()
         summaries = self._batches.known_summaries()

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gear_loader.distributed.failures import run_on_all
-from gear_loader.distributed.shards import Shards
+from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.distributed.stage_tables import Storing
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.kernels.sum_tree import UNSET
@@ -53,13 +53,13 @@ class Placement:
 
     def __init__(
         self,
-        shards: Shards,
+        shards: ShardTables,
         policy: Policy = "round_robin",
         *,
         stages: Mapping[str, int | Sequence[int]] | None = None,
         dataset: Any = None,
     ) -> None:
-        if not isinstance(shards, Shards):
+        if not isinstance(shards, ShardTables):
             raise SchemaError(
                 f"A {type(shards).__name__} was received; expected gear_loader.distributed.Shards."
             )

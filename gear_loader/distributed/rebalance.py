@@ -15,7 +15,7 @@ from gear_loader.distributed.duplicates import remove_duplicates, remove_ids
 from gear_loader.distributed.failures import collect
 from gear_loader.distributed.migration import Budget, MigrationSet, Mover, choose_migration
 from gear_loader.distributed.records import MOVE
-from gear_loader.distributed.shards import Shards
+from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.distributed.shards_state import share_state
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.table import Table
@@ -88,7 +88,7 @@ class Rebalance:
         self._selection = selection
         self._samplers = selection.samplers.own
         self._slots_of = selection.samplers.slots_of
-        shards: Shards = selection.shards
+        shards: ShardTables = selection.shards
         self._shards = shards
         self._by = by
         self._max_bytes = max_bytes

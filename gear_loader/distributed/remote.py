@@ -1,22 +1,22 @@
-"""Rows of a shard on another node: fetched in parts, into reused staging memory."""
+"""Rows of a shard on another node: requested in parts, into reused staging memory."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
+from gear_loader.collection.buffers import Part, SpanPart, Staging
+from gear_loader.errors import HandshakeError, PeerTimeoutError, TransportError
 from gear_loader.storage.schema import Schema, Window
-from gear_loader.transport.message_schema import ALIGNMENT
-from gear_loader.transport.spec import WindowSpec
+from gear_loader.transport.request import Answer
+from gear_loader.transport.spec import PackedSpec, WindowSpec
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Part", "RemoteShard", "Staging"]
+__all__ = ["RemoteShard", "RowRequest"]
 
 PART_BYTES = 1 << 20
 """Bytes of a request: while the server sends one part it gathers the next one, and the client places the last."""
@@ -24,53 +24,41 @@ _HERE = 1 << 24
 """Most bytes that are asked for at a time and received by the thread that waits for them. It gathers the rows of this
 node first; meanwhile the buffers of the sockets fill (by default up to 6 MiB on Linux). More is received by the thread
 of the event loop as it arrives."""
-
-
-class Staging:
-    """A pool of staging buffers: uint8 tensors.
-
-    Args:
-        pinned: whether the buffers are in pinned memory, which a GPU can read.
-    """
-
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
-        self._free: list[torch.Tensor] = []
-        self._lock = threading.Lock()
-
-    def take(self, size: int) -> torch.Tensor:
-        """Take a buffer of at least `size` bytes out of the pool."""
-        with self._lock:
-            for i, tensor in enumerate(self._free):
-                if len(tensor) >= size:
-                    return self._free.pop(i)
-            if self._free:  # the buffers are too small by now
-                self._free.pop()
-        memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
-        first = -memory.data_ptr() % ALIGNMENT
-        return memory[first : first + size]
-
-    def give(self, tensor: torch.Tensor) -> None:
-        """Return a buffer that is no longer read or written to the pool."""
-        with self._lock:
-            self._free.append(tensor)
+_PAUSE = 0.05  # seconds before a lost request is repeated
 
 
 @dataclasses.dataclass
-class Part:
+class RowRequest:
     """A requested part of a batch.
 
     Attributes:
-        rows: rows of the batch, int64 [n].
-        memory: staging memory of the reply.
-        future: status of each row, uint8 [n]: 0 where the row was served.
+        part: its rows, `SpanPart` for a packed batch; its memory is written until the future is done.
+        future: status of each row, or piece of a row, uint8 [n]: 0 where it was served.
         again: repeats the request, into other memory.
     """
 
-    rows: Array
-    memory: torch.Tensor
-    future: concurrent.futures.Future[Array]
-    again: Callable[[], Part]
+    part: Any
+    future: Answer[Array]
+    again: Callable[[], RowRequest]
+
+    def wait(self, end: float) -> tuple[Any, Array]:
+        """Wait for the rows; return the part, and the future's result. Repeat the request after a lost connection: the
+        server may have been restarted.
+
+        Args:
+            end: deadline of repeated requests, by `time.monotonic`.
+        """
+        request = self
+        while True:
+            try:
+                return request.part, request.future.result()
+            except (PeerTimeoutError, HandshakeError):
+                raise
+            except TransportError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(_PAUSE)
+                request = request.again()
 
 
 class RemoteShard:
@@ -90,19 +78,22 @@ class RemoteShard:
         self.name = name
         self.schema = schema
         self.one_sided = one_sided
-        self._specs: dict[tuple[Any, ...], WindowSpec] = {}
+        self._specs: dict[tuple[Any, ...], Any] = {}
+
+    # ---------------------------------------------------------------- windows of one length
 
     def spec(self, windows: Mapping[str, Window]) -> WindowSpec:
         """Return the request's windows, the same object for the same windows."""
         key = tuple(windows.items())
         if key not in self._specs:
             self._specs[key] = WindowSpec(self.name, self.schema, windows)
-        return self._specs[key]
+        found: WindowSpec = self._specs[key]
+        return found
 
     def start(
         self, windows: Mapping[str, Window], rows: Array, records: Array, staging: Staging
-    ) -> list[Part]:
-        """Request rows; return the parts.
+    ) -> list[RowRequest]:
+        """Request windows of rows.
 
         Args:
             windows: window of each column.
@@ -112,20 +103,16 @@ class RemoteShard:
         """
         spec = self.spec(windows)
         size = max(1, PART_BYTES // spec.row_bytes)
+        here = not self.one_sided and spec.row_bytes * len(rows) <= _HERE
         ends = range(0, len(rows), size)
-        here = self.receives_here(spec.row_bytes * len(rows))
         return [self._ask(spec, rows[i : i + size], records[i : i + size], staging, here) for i in ends]
 
-    def receives_here(self, size: int) -> bool:
-        """Whether so many bytes are received by the thread that waits for them; see `Peer.fetch`."""
-        return not self.one_sided and size <= _HERE
-
-    def _ask(self, spec: WindowSpec, rows: Array, records: Array, staging: Staging, here: bool) -> Part:
+    def _ask(self, spec: WindowSpec, rows: Array, records: Array, staging: Staging, here: bool) -> RowRequest:
         memory = staging.take(spec.reply_bytes(len(rows)))
         keys = (np.ascontiguousarray(records[field]) for field in ("slot", "step", "generation"))
         options: dict[str, Any] = self._places(records) if self.one_sided else {"here": here}
         future = self.peer.fetch(spec, *keys, memory.numpy(), **options)
-        return Part(rows, memory, future, lambda: self._ask(spec, rows, records, staging, here))
+        return RowRequest(Part(rows, memory), future, lambda: self._ask(spec, rows, records, staging, here))
 
     @staticmethod
     def _places(records: Array) -> dict[str, Array]:
@@ -135,3 +122,44 @@ class RemoteShard:
         extent[:, 0], extent[:, 2] = records["steps"], records["final"]
         extent[:, 1] = np.arange(len(records)) * ids.shape[1] - records["low"]
         return {"extent": extent, "block_ids": ids}
+
+    # ---------------------------------------------------------------- spans of steps
+
+    def start_spans(
+        self, columns: Sequence[str], rows: Array, records: Array, spans: Array, staging: Staging
+    ) -> list[RowRequest]:
+        """Request spans of steps of rows; those of more than `PART_BYTES` are cut into pieces.
+
+        Args:
+            columns: to read. rows, records, staging: as for `start`.
+            spans: first step and number of steps of each row, int64 [2, n].
+        """
+        key = tuple(columns)
+        if key not in self._specs:
+            self._specs[key] = PackedSpec(self.name, self.schema, dict(zip(columns, columns, strict=True)))
+        spec: PackedSpec = self._specs[key]
+        most = max(1, PART_BYTES // spec.step_bytes)
+        pieces = np.maximum(1, -(-spans[1] // most))
+        which = np.repeat(np.arange(len(rows)), pieces)
+        inside = (np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
+        counts = np.minimum(spans[1, which] - inside, most)
+        asked = rows[which], records[which], spans[0, which] + inside, counts, inside
+        ends = np.cumsum(counts * spec.step_bytes + spec.row_bytes)
+        requests, begin = [], 0
+        while begin < len(which):
+            before = int(ends[begin - 1]) if begin else 0
+            end = max(begin + 1, int(np.searchsorted(ends, before + PART_BYTES, side="right")))
+            requests.append(self._ask_spans(spec, staging, *(values[begin:end] for values in asked)))
+            begin = end
+        return requests
+
+    def _ask_spans(self, spec: PackedSpec, staging: Staging, *asked: Array) -> RowRequest:
+        rows, records, firsts, counts, inside = asked
+        total = int(counts.sum())
+        memory = staging.take(spec.reply_bytes(len(rows), total))
+        slots, generations = (np.ascontiguousarray(records[field]) for field in ("slot", "generation"))
+        spans = np.ascontiguousarray(firsts), generations, np.ascontiguousarray(counts)
+        future = self.peer.fetch_spans(spec, slots, *spans, memory.numpy())
+        offsets = {span.name: span.offset for span in spec.spans(len(rows), total)}
+        part = SpanPart(rows, memory, firsts, counts, inside, offsets)
+        return RowRequest(part, future, lambda: self._ask_spans(spec, staging, *asked))

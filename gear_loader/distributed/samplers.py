@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.collection.collector import resolve
+from gear_loader.collection.tier_rows import resolve
 from gear_loader.distributed.records import SUMMARY, max_window_blocks, record_dtype
 from gear_loader.distributed.shard_sampler import PrioritizedShardSampler, SnapshotShardSampler
-from gear_loader.distributed.shards import Shards
+from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.errors import PriorityError, TableEmptyError
 from gear_loader.selection.base import SelectionContext
 from gear_loader.selection.selectors import Draw
@@ -76,7 +76,7 @@ class Samplers:
     """
 
     def __init__(
-        self, context: SelectionContext, shards: Shards, reach: Reach | None, *, extents: bool = False
+        self, context: SelectionContext, shards: ShardTables, reach: Reach | None, *, extents: bool = False
     ) -> None:
         self._context = context
         self._shards = shards

@@ -132,11 +132,12 @@ class NodeServers:
         return self._peers[node]
 
     def _new_peer(self, node: str) -> Any:
-        if self.transport != "nixl":
-            return self._message_peer(node)
-        from gear_loader.transport.nixl_reader import NixlPeer
+        from gear_loader.transport.channel import TRANSPORTS, load
 
-        return NixlPeer(
+        reader = TRANSPORTS[self.transport].reader
+        if not reader:
+            return self._message_peer(node)
+        return load(reader)(
             self.writer(node),
             timeout=self.timeout,
             name=self._description(node),

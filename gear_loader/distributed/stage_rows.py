@@ -12,7 +12,7 @@ from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.records import SLOT_KEY, as_bytes
 from gear_loader.distributed.row_drawing import Rows
 from gear_loader.distributed.samplers import Samplers
-from gear_loader.distributed.shards import Shards
+from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.errors import StaleIndexError
 from gear_loader.utils.arrays import Array
 
@@ -33,7 +33,7 @@ class StageRows:
         keys: slots and generations in stage 0 of this rank's rows of the last batch, `SLOT_KEY` [m]; None in stage 0.
     """
 
-    shards: Shards
+    shards: ShardTables
     exchange: SingleProcess
     batches: BatchExchange
     samplers: Samplers

@@ -9,7 +9,7 @@ import numpy as np
 
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.records import UPDATE, Outbox
-from gear_loader.distributed.shards import Shards
+from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.errors import SchemaError
 from gear_loader.selection.selectors import Selector
 from gear_loader.selection.updates import request
@@ -62,7 +62,7 @@ class UpdateRouter:
         draws: number of draws so far.
     """
 
-    def __init__(self, shards: Shards, samplers: Mapping[int, Any], exchange: SingleProcess) -> None:
+    def __init__(self, shards: ShardTables, samplers: Mapping[int, Any], exchange: SingleProcess) -> None:
         self._shards, self._samplers, self._exchange = shards, samplers, exchange
         self._history = MoveHistory()
         self.reset([])

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader.distributed.collector import awaited
+from gear_loader.collection.buffers import Staging
 from gear_loader.distributed.failures import run_on_all
 from gear_loader.distributed.records import max_window_blocks, record_dtype
-from gear_loader.distributed.remote import Part, RemoteShard, Staging
+from gear_loader.distributed.remote import RemoteShard, RowRequest
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError
 from gear_loader.graph.csr import checked_nodes
@@ -37,9 +37,9 @@ class Homes:
 
 @dataclasses.dataclass
 class Pending:
-    """Requested rows: the parts, with positions in the request as their rows, and what an error needs."""
+    """Requested rows, with positions in the request as their rows, and what an error needs."""
 
-    parts: list[Part]
+    requests: list[RowRequest]
     nodes: Array
     into: Array
 
@@ -85,8 +85,8 @@ class RemoteRows:
             records["steps"], records["final"] = steps, finals
             records["low"] = records["step"] // self._steps_of_block
             records["blocks"][:, 0] = self._block_ids[self._first_block[at] + records["low"]]
-        parts = self._source.start(self._windows, np.arange(len(numbers)), records, self._staging)
-        return Pending(parts, nodes, into)
+        requests = self._source.start(self._windows, np.arange(len(numbers)), records, self._staging)
+        return Pending(requests, nodes, into)
 
     def finish(self, pending: Pending, outs: Sequence[torch.Tensor]) -> None:
         """Wait for requested rows, and copy them into tensors on the CPU.
@@ -98,8 +98,8 @@ class RemoteRows:
         end = time.monotonic() + self._shards.rows_timeout
         by_name = dict(zip(self._columns, outs, strict=True))
         gone: list[Array] = []
-        for each in pending.parts:
-            part, status = awaited(each, end)
+        for request in pending.requests:
+            part, status = request.wait(end)
             count = len(part.rows)
             for piece in spec.pieces(count):
                 if piece.kind == "column":

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from gear_loader.collection.chosen import RowGather
-from gear_loader.collection.collector import resolve
 from gear_loader.collection.plans import Output, Plans, plans_of
+from gear_loader.collection.tier_rows import resolve
 from gear_loader.errors import SchemaError, UnknownNodeError
 from gear_loader.graph.csr import named
 from gear_loader.native import neighbor_loops

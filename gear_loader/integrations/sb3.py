@@ -17,8 +17,9 @@ import torch
 
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.buffer_pools import BufferPools
+from gear_loader.collection.buffers import Buffers
 from gear_loader.collection.chosen import RowGather
-from gear_loader.collection.collector import Buffers, Collector
+from gear_loader.collection.collector import Collector, TableSource, collector_for
 from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.errors import SchemaError, TableEmptyError, TableFullError
 from gear_loader.native import copying
@@ -548,7 +549,7 @@ class ReplayBuffer(_ReplayBuffer):
 
     def _collector(self, size: int) -> Collector:
         device = torch.device(self.device)
-        return Collector(self.table, self._windows(), batch_size=size, device=device)
+        return collector_for(TableSource(self.table), self._windows(), batch_size=size, device=device)
 
     @staticmethod
     def _fill(prefetcher: Prefetcher, buffers: Buffers, rows: SelectedRows) -> int:
@@ -556,7 +557,7 @@ class ReplayBuffer(_ReplayBuffer):
         collector = prefetcher.collector
         try:
             if collector.zero_copy:  # the GPU reads the table after this returns
-                collector.table._engine.reader().begin_read(ticket)
+                collector.source.tables[0]._engine.reader().begin_read(ticket)
             collector.gather(buffers, rows)
             prefetcher.release(buffers, ticket)
         except BaseException:

@@ -160,6 +160,12 @@ class ReplayDataModule(LightningDataModule):
             raise SchemaError(
                 "subset was given; ReplayDataModule sets it. Use val_fraction, or ReplayDataset."
             )
+        if val_fraction and options.get("groups") is not None:
+            raise SchemaError(
+                f"{options['groups']!r} was given with val_fraction={val_fraction}, which would split groups: it sets "
+                "trajectories aside one by one, and a group without one of its trajectories is never drawn. Pass "
+                "val_fraction=0, and a validation dataset of groups of another table."
+            )
         if not isinstance(table, (Table, Shards, str, os.PathLike)) and not callable(table):
             raise SchemaError(
                 f"table is {shown(table)}; expected a Table, Shards, a table's name, the path of an HDF5 file, or a "

@@ -140,7 +140,7 @@ class SnapshotSelection(Selection):
             steps = anchors(context.anchor, lengths, dataclasses.replace(draw, count=count))
         drawn = slots, steps + context.first, generations
         times = self.count_samples(slots, generations, lambda *which: self._redraw(draw, drawn, *which))
-        return self.rows(*drawn, times, 1.0 if selector.ordered and self.former is None else 1 / size)
+        return self.rows(*drawn, times, 1.0 if selector.ordered else 1 / size)
 
     def _draw_uniform(self, view: Snapshot, draw: Draw) -> SelectedRows:
         """`Uniform.items` and `anchors` in one compiled call."""

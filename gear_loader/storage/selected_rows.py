@@ -50,17 +50,20 @@ class SelectedRows:
     def __len__(self) -> int:
         return len(self.slots)
 
+    @property
+    def names(self) -> tuple[Array, Array, Array]:
+        """What identifies the rows in a batch: slots, anchors, generations."""
+        return self.slots, self.anchors, self.generations
+
     def take(self, which: Array) -> SelectedRows:
         """The rows of a mask, bool [n]; every part is contiguous."""
         places = np.flatnonzero(which)
-        names = (part.take(places) for part in (self.slots, self.anchors, self.generations))
+        names = (part.take(places) for part in self.names)
         return SelectedRows(*names, *(None if part is None else part.take(places, -1) for part in self._more))
 
     def joined(self, others: SelectedRows) -> SelectedRows:
         """These rows, then `others`, which have the same parts."""
-        mine = (self.slots, self.anchors, self.generations)
-        theirs = (others.slots, others.anchors, others.generations)
-        names = (np.concatenate(pair) for pair in zip(mine, theirs, strict=True))
+        names = (np.concatenate(pair) for pair in zip(self.names, others.names, strict=True))
         more = (
             None if one is None or other is None else np.concatenate((one, other), -1)
             for one, other in zip(self._more, others._more, strict=True)

@@ -109,9 +109,8 @@ class Writer:
             PeerTimeoutError: the spool of a remote table is full, and the server took nothing before the deadline.
             GearError: the server refused an earlier trajectory.
 
-        After an error nothing was appended, except for the steps of completed chunks, and of several steps to a remote
-        table those that were taken before a time-out: `num_steps` tells. After a time-out the call can be repeated with
-        the same step. Any other exception (Ctrl-C) may discard the steps appended since the last commit.
+        After an error nothing was appended, except for the steps of completed chunks. After a time-out the call can be
+        repeated with the same step. Any other exception (Ctrl-C) may discard the steps appended since the last commit.
         """
         rows: Mapping[str, Any] = columns if steps is None else self._joined(steps, columns)
         if self._schema.casts:

@@ -17,10 +17,9 @@ from gear_loader.utils.lazy import loader
 if TYPE_CHECKING:
     from gear_loader.transport.channel import Address, Carrier, Channel, Listener, carrier
     from gear_loader.transport.client import Peer
-    from gear_loader.transport.packed_spec import PackedSpec
     from gear_loader.transport.process import ServerProcess, start_server
     from gear_loader.transport.server import Server
-    from gear_loader.transport.spec import Piece, WindowSpec
+    from gear_loader.transport.spec import PackedSpec, Piece, WindowSpec
     from gear_loader.transport.table_server import TableServer
     from gear_loader.transport.wire import Limits
 
@@ -48,7 +47,7 @@ _MODULES = {
     "Channel": "channel",
     "Limits": "wire",
     "Listener": "channel",
-    "PackedSpec": "packed_spec",
+    "PackedSpec": "spec",
     "Peer": "client",
     "Piece": "spec",
     "Server": "server",

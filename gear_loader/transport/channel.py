@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import importlib
 import ipaddress
 import re
 import ssl
 import urllib.parse
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -19,16 +18,19 @@ from gear_loader.errors import TransportError
 
 __all__ = [
     "CARRIERS",
+    "TRANSPORTS",
     "Address",
     "Bytes",
     "Carrier",
     "Channel",
     "Listener",
+    "TransportEntry",
     "always",
     "as_bytes",
     "carrier",
     "family",
     "is_loopback",
+    "load",
 ]
 
 Bytes = memoryview | np.ndarray[Any, Any]
@@ -49,15 +51,41 @@ def drop_sent(views: list[memoryview], count: int) -> None:
         views[0] = views[0][count:]
 
 
-CARRIERS: dict[str, tuple[str, str, str]] = {
-    "socket": ("gear_loader.transport.socket", "SocketCarrier", ""),
-    "ucx": (
-        "gear_loader.transport.ucx",
-        "UcxCarrier",
-        "pip install '.[ucx]' (in a clone of Gear Loader)",
+@dataclasses.dataclass(frozen=True)
+class TransportEntry:
+    """A transport by the places of its classes, ``<module>:<class>``. No other module imports these: they are loaded
+    when the transport is used.
+
+    Attributes:
+        carrier: a `Carrier`. encrypted: that with TLS, made of a context. reader, owner: of one-sided reads, which need
+            no carrier of their own: what fetches rows as a `Peer` does, and what lets others read its process's tables.
+        remedy: command that installs what it needs.
+    """
+
+    carrier: str = ""
+    encrypted: str = ""
+    reader: str = ""
+    owner: str = ""
+    remedy: str = ""
+
+
+TRANSPORTS = {
+    "socket": TransportEntry(carrier="socket:SocketCarrier", encrypted="tls:TlsCarrier"),
+    "ucx": TransportEntry(
+        carrier="ucx:UcxCarrier", remedy="pip install '.[ucx]' (in a clone of Gear Loader)"
     ),
+    "nixl": TransportEntry(reader="nixl_reader:NixlPeer", owner="nixl_server:NixlOwner"),
 }
-"""Carriers by name: module, class, and install command."""
+"""All transports by name; each has one entry here, and is known nowhere else."""
+CARRIERS = tuple(name for name, entry in TRANSPORTS.items() if entry.carrier)
+"""Names of those that are carriers."""
+
+
+def load(place: str) -> Any:
+    """The class at a place of an `TransportEntry`."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"gear_loader.transport.{module}"), name)
+
 
 _ADDRESS = "expected <carrier>://<host>:<port>, such as socket://127.0.0.1:5555"
 _LIBRARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
@@ -111,27 +139,12 @@ class Channel(abc.ABC):
         """Wait until there are bytes in `ahead`, where a carrier reads ahead at all.
 
         Args:
-            at_once: called by the event loop when bytes have come, if the carrier can, which takes less time than to
-                go on with the waiting task; returns whether to wait for more bytes.
+            at_once: called when bytes have come, by the event loop itself if the carrier can, which takes less time
+                than to go on with the waiting task; returns whether to wait for more.
 
         Raises:
             ConnectionError: the connection is closed. Any error of `at_once`.
         """
-
-    def arrived(self, size: int, memory: memoryview) -> memoryview | None:
-        """The next `size` bytes, if they have arrived, without a wait.
-
-        Args:
-            memory: where they are moved to, if they are more than `ahead` has.
-
-        Returns:
-            A part of `ahead`, which `skip` takes; or of `memory`, then they are taken; or None.
-
-        Raises:
-            ConnectionError: the connection is closed.
-        """
-        ahead = self.ahead()
-        return ahead[:size] if size <= len(ahead) else None
 
     def ahead(self) -> memoryview:
         """Bytes that were received ahead, and not taken yet; empty where a carrier reads nothing ahead."""
@@ -140,36 +153,6 @@ class Channel(abc.ABC):
     def skip(self, count: int) -> None:  # noqa: B027 - as `fill`
         """Take the first bytes of `ahead`."""
 
-    @property
-    def can_lend(self) -> bool:
-        """Whether `lend` can be used."""
-        return False
-
-    @contextlib.asynccontextmanager
-    async def lend(self) -> AsyncIterator[None]:
-        """Let another thread alone use `receive_more`, `ahead`, `skip`, `send_some` and `wait_to_send` meanwhile.
-
-        `close` makes its calls fail, and waits until the channel is back.
-        """
-        raise NotImplementedError
-        yield
-
-    def receive_more(self) -> bool:
-        """Wait for more bytes behind those of `ahead`; False if there is no room for them.
-
-        Raises:
-            ConnectionError: the connection is closed.
-        """
-        raise NotImplementedError
-
-    def wait_to_send(self) -> None:
-        """Wait until `send_some` can send something."""
-        raise NotImplementedError
-
-    def interrupt(self) -> None:
-        """Make the calls of the other thread fail."""
-        raise NotImplementedError
-
     def send_some(self, *parts: Bytes) -> list[memoryview]:
         """Send what can be sent without waiting; returns what is left, for `send`.
 
@@ -177,6 +160,14 @@ class Channel(abc.ABC):
             ConnectionError: the connection is closed.
         """
         return [as_bytes(part) for part in parts]
+
+    def sender(self, *parts: Bytes) -> Callable[[], list[memoryview]]:
+        """A function by which another thread sends as much as goes without a long wait; no other may send meanwhile.
+
+        Returns:
+            What is left, for `send`. Errors are for that, too. The channel may be closed meanwhile.
+        """
+        return lambda: [as_bytes(part) for part in parts]
 
     async def linger(  # noqa: B027 - for carriers whose `close` can lose the last messages
         self, seconds: float, most: float = float("inf")
@@ -309,23 +300,17 @@ def carrier(name: str, tls: ssl.SSLContext | None = None) -> Carrier:
     Raises:
         TransportError: unknown name, or a package that the carrier needs is not installed.
     """
-    if tls is not None:
-        if name != "socket":
-            raise TransportError(
-                f"TLS was asked for with the carrier {name!r}; expected the carrier 'socket'."
-            )
-        from gear_loader.transport.tls import TlsCarrier  # which imports this module
-
-        return TlsCarrier(tls)
+    if tls is not None and name != "socket":
+        raise TransportError(f"TLS was asked for with the carrier {name!r}; expected the carrier 'socket'.")
     if name not in CARRIERS:
         raise TransportError(f"Carrier {name!r} was received; expected one of {', '.join(sorted(CARRIERS))}.")
-    module, kind, remedy = CARRIERS[name]
+    entry = TRANSPORTS[name]
     try:
-        made: Carrier = getattr(importlib.import_module(module), kind)()
+        made: Carrier = load(entry.carrier)() if tls is None else load(entry.encrypted)(tls)
     except ImportError as error:
         raise TransportError(
-            f"The carrier {name!r} cannot be used here ({error}). Install what it needs: {remedy or 'see the error'}; "
-            "or choose another: `gear-loader doctor` shows which there are."
+            f"The carrier {name!r} cannot be used here ({error}). Install what it needs: "
+            f"{entry.remedy or 'see the error'}; or choose another: `gear-loader doctor` shows which there are."
         ) from error
     return made
 

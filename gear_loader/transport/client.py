@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import functools
 import os
 import ssl
 from collections.abc import Callable, Mapping, Sequence
@@ -13,28 +12,30 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from gear_loader.errors import SchemaError, TransportError
-from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.schema import Schema
-from gear_loader.transport.advance_message import Advance, Advanced
-from gear_loader.transport.blocking_link import Asked, BlockingLink
-from gear_loader.transport.channel import Address
-from gear_loader.transport.fill_message import Fill, Unfilled
+from gear_loader.transport.change_messages import Metadata, Part, Question
+from gear_loader.transport.channel import Address, Bytes
+from gear_loader.transport.direct_link import DirectLink
 from gear_loader.transport.handshake import check_secret
-from gear_loader.transport.link import Link
 from gear_loader.transport.loop import EventLoop, event_loop
-from gear_loader.transport.part_message import Part
-from gear_loader.transport.read_link import ReadLink
-from gear_loader.transport.request import Request
-from gear_loader.transport.store_message import One, OneStore, Store, step_places
-from gear_loader.transport.trajectory_rows import Rows, Stacked, bulk_parts, contiguous
-from gear_loader.transport.update_message import Update
-from gear_loader.transport.wire import Fields, Kind, Limits, ProtocolError, pack_text
+from gear_loader.transport.loop_link import LoopLink
+from gear_loader.transport.request import Answer, Request
+from gear_loader.transport.store_message import (
+    One,
+    OneStore,
+    Rows,
+    Stacked,
+    Store,
+    bulk_parts,
+    contiguous,
+    step_places,
+)
+from gear_loader.transport.wire import Fields, Kind, ProtocolError
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import Future, new_mutex
 
 if TYPE_CHECKING:
-    from gear_loader.transport.packed_spec import PackedSpec
-    from gear_loader.transport.spec import WindowSpec
+    from gear_loader.transport.spec import PackedSpec, WindowSpec
 
 __all__ = ["Peer"]
 
@@ -50,7 +51,8 @@ class Peer:
     failure; a callable `address` is called each time, so a server restarted at another address is found. It cannot be
     used after a fork: create another one in the child.
 
-    Every future ends within `timeout` seconds, with a result or with one of
+    A request returns an `Answer`, a future or what has the same methods to get a result. It ends within `timeout`
+    seconds, with a result or with one of
 
     - HandshakeError: a server of another version, library, schema or secret; both sides are named.
     - PeerTimeoutError: no answer before the deadline. The connection is closed; its other requests fail, too.
@@ -59,6 +61,12 @@ class Peer:
 
     Messages name the peer, its address, the request and the remedy. A store that failed without an answer may still
     have been executed.
+
+    With ``here=True`` a request is sent by the calling thread over a connection of its own, which is faster: no other
+    thread takes part. All but rows are answered when the call returns. An answer with rows is received by the thread
+    that asks for its result. Until then it waits in the buffers of the sockets, so all that is asked for before should
+    fit there; it must be asked for, and its deadline begins then. Where it is not possible, as over UCX, the event loop
+    makes the request.
 
     Args:
         address: such as "socket://10.0.0.2:5555"; or a function that returns it, called in a thread at each connect.
@@ -90,12 +98,11 @@ class Peer:
         self._pid = os.getpid()
         self._guard = new_mutex()
         self._loop: EventLoop | None = None
-        self._link: Link | None = None
+        self._link: LoopLink | None = None
         self._closed = False
-        self._reading = None if tls is not None else ReadLink(name, address, self._secret, self._timeout)
-        self._blocking: BlockingLink | None = None
-        if isinstance(address, str) and Address.parse(address).carrier == "socket":
-            self._blocking = BlockingLink(name, address, secret, tls)
+        if isinstance(address, str):
+            Address.parse(address)
+        self._direct = DirectLink(name, address, self._secret, tls)
 
     @property
     def timeout(self) -> float:
@@ -113,7 +120,7 @@ class Peer:
         out: Array,
         *,
         here: bool = False,
-    ) -> Future[Array]:
+    ) -> Answer[Array]:
         """Fetch windows of rows.
 
         Args:
@@ -122,9 +129,7 @@ class Peer:
             out: buffer of the reply, uint8 [reply_bytes(n) or more], contiguous; may be pinned memory. Do not use it
                 before the future has its result. After an error the carrier may still write into it, so it must not be
                 reused; the peer keeps a reference until the connection is closed.
-            here: whether the thread that asks the future for its result may receive the answer itself, which is faster;
-                until then the answer waits in the buffers of the sockets, so all that is asked for before should fit
-                there. Such a future must be asked, and its deadline begins then.
+            here: whether the threads that ask may use a connection themselves; see the class.
 
         Returns:
             A future of the status, uint8 [n], a view of `out`; see `WindowSpec`.
@@ -139,7 +144,7 @@ class Peer:
 
     def fetch_spans(
         self, spec: PackedSpec, slots: Array, firsts: Array, generations: Array, counts: Array, out: Array
-    ) -> Future[Array]:
+    ) -> Answer[Array]:
         """Fetch steps of trajectories, one after another.
 
         Args:
@@ -163,7 +168,7 @@ class Peer:
         out: Array,
         *,
         here: bool = False,
-    ) -> Future[Array]:
+    ) -> Answer[Array]:
         """Fetch a reply of `size` bytes, whose status begins at byte `status`; `here` as of `fetch`."""
         n = len(rows["slots"])
         for name, values in rows.items():
@@ -186,33 +191,19 @@ class Peer:
         small[:8].view(np.uint32)[:] = 0, n
         small[8:].view(np.int64).reshape(len(rows), n)[:] = list(rows.values())
 
-        what = f"{n:,} rows ({size:,} bytes) of table {spec.table!r}"
-        if here and self._reading is not None:
-            with self._guard:
-                self._check()
-            future = self._reading.fetch(spec, small, data, data[status : status + n], what)
-            if future is not None:
-                return future
-
-        def check(limits: Limits) -> str | None:
-            if n > limits.rows or size > limits.reply_bytes:
-                return (
-                    f"the server sends at most {limits.rows:,} rows and {limits.reply_bytes:,} bytes at a time: ask "
-                    "for fewer rows at once"
-                )
-            return None
-
         return self._submit(
             Request(
                 kind=Kind.FETCH,
                 small=small,
                 answer=Kind.REPLY,
                 finish=lambda _: data[status : status + n],
-                what=what,
+                what=lambda: f"{n:,} rows ({size:,} bytes) of table {spec.table!r}",
+                seconds=self._timeout,
                 spec=spec,
                 out=data,
-                check=check,
-            )
+                rows=n,
+            ),
+            here=here,
         )
 
     def store(
@@ -228,7 +219,7 @@ class Peer:
         seconds: float | None = None,
         wait: float | None = None,
         here: bool = False,
-    ) -> Future[Array]:
+    ) -> Answer[Array]:
         """Add trajectories to a table of the server, all or none.
 
         Args:
@@ -241,8 +232,7 @@ class Peer:
             seconds: until the deadline; by default the peer's timeout.
             wait: seconds that the server may wait for free space or the rate limiter; by default until shortly before
                 the deadline. A server has a limit of its own.
-            here: whether the calling thread may send it and wait for the answer itself, over a connection of its own,
-                which is faster; the future then has its result already.
+            here: as for `fetch`.
 
         Returns:
             A future of their slots, int64 [n].
@@ -274,7 +264,7 @@ class Peer:
         seconds: float | None = None,
         wait: float | None = None,
         here: bool = False,
-    ) -> Future[Array]:
+    ) -> Answer[Array]:
         """As `store`, for trajectories that have been checked.
 
         Args:
@@ -307,32 +297,7 @@ class Peer:
             fields.end()
             return slots.astype(np.int64)
 
-        small, size = request.pack(), request.bulk_bytes
-        check, what = _store_check(n, size), functools.partial(_store_what, n, size, table)
-        if here and (link := self._link_here()) is not None:
-            asked = Asked(Kind.STORE, small, parts, size, Kind.STORED, 8 * n, what, check)
-            done: Future[Array] = Future()
-            try:
-                stored = link.ask(asked, deadline)
-            except TransportError as error:
-                done.set_exception(error)
-                return done
-            if stored is not None:
-                done.set_result(finish(memoryview(stored)))
-                return done
-        return self._submit(
-            Request(
-                kind=Kind.STORE,
-                small=small,
-                answer=Kind.STORED,
-                finish=finish,
-                what=what(),
-                bulk=contiguous(parts, size),
-                small_bytes=8 * n,
-                check=check,
-                seconds=seconds,
-            )
-        )
+        return self._store(request.pack(), parts, n, request.bulk_bytes, table, finish, deadline, here=here)
 
     def store_one(
         self,
@@ -344,35 +309,54 @@ class Peer:
         *,
         seconds: float,
         wait: float,
-    ) -> int | None:
-        """Add one checked trajectory, and wait for it: sent by the calling thread, over a connection of its own.
+    ) -> Answer[int]:
+        """Add one checked trajectory; as `store_rows` with `here`.
 
         Args:
             kind: table and schema. priority: -1 for none. final: 1 if the last row is the final step, else 0.
             identity: global id. seconds: until the deadline. wait: as for `store`.
 
         Returns:
-            Its slot; None, having sent nothing, if it has to be stored by `store_rows`.
-
-        Raises:
-            As a future of `store_rows`.
+            A future of its slot.
         """
-        link = self._link_here()
-        if link is None:
-            return None
         one = One(rows.length, final, priority, identity, min(int(wait * 1e3), _LONGEST_WAIT))
-        small, bulk, size = kind.pack(one, rows.pieces, rows.once)
-        what, check = functools.partial(_store_what, 1, size, kind.table), _store_check(1, size)
-        stored = link.ask(Asked(Kind.STORE, small, bulk, size, Kind.STORED, 8, what, check), seconds)
-        if stored is None:
-            return None
-        if len(stored) != 8:
-            raise TransportError(f"A message STORED has {len(stored)} bytes; expected 8.")
-        return int.from_bytes(stored, "little", signed=True)
+        small, parts, size = kind.pack(one, rows.pieces, rows.once)
+        return self._store(small, parts, 1, size, kind.table, _stored_slot, seconds, here=True)
+
+    def _store(
+        self,
+        small: bytes,
+        parts: Sequence[Bytes | bytes],
+        n: int,
+        size: int,
+        table: str,
+        finish: Callable[[memoryview], _T],
+        seconds: float,
+        *,
+        here: bool,
+    ) -> Answer[_T]:
+        """Send a STORE of `n` trajectories, whose bulk part has `size` bytes."""
+
+        return self._submit(
+            Request(
+                kind=Kind.STORE,
+                small=small,
+                answer=Kind.STORED,
+                finish=finish,
+                what=lambda: f"{n:,} trajectories ({size:,} bytes) to be stored into table {table!r}",
+                seconds=seconds,
+                bulk=parts,
+                bulk_bytes=size,
+                small_bytes=8 * n,
+                rows=n,
+            ),
+            here=here,
+            at_once=here,
+        )
 
     def send_part(
         self, schema: Schema, identity: int, number: int, piece: Mapping[str, Array], *, seconds: float
-    ) -> Future[None]:
+    ) -> Answer[None]:
         """Send steps of a trajectory that is stored later, by `store_rows` with `ahead`.
 
         Args:
@@ -393,146 +377,67 @@ class Peer:
                 small=Part(identity, number, rows).pack(),
                 answer=None,
                 finish=lambda _: None,
-                what=f"a part of a trajectory ({size:,} bytes)",
-                bulk=data,
+                what=lambda: f"a part of a trajectory ({size:,} bytes)",
                 seconds=seconds,
+                bulk=[data],
+                bulk_bytes=size,
             )
         )
 
-    def update(self, update: Update, *, seconds: float | None = None) -> Future[int]:
-        """Set priorities of trajectories.
+    def ask(
+        self,
+        question: Question[_T],
+        *,
+        bulk: Sequence[Bytes] = (),
+        seconds: float | None = None,
+        here: bool = False,
+    ) -> Answer[_T]:
+        """Ask for something else.
 
         Args:
-            update: the table and its rows. seconds: until the deadline; by default the peer's timeout.
-
-        Returns:
-            A future of the number of rows of removed trajectories, which were skipped.
+            question: what. bulk: its bulk part. seconds: until the deadline; by default the peer's timeout.
+            here: as for `fetch`; it is then answered when this returns, unless the event loop makes the request.
         """
-        n = len(update.updates.slots)
-
-        def check(limits: Limits) -> str | None:
-            return f"the server takes at most {limits.rows:,} at a time" if n > limits.rows else None
-
+        answer = question.answer
         return self._submit(
             Request(
-                kind=Kind.UPDATE,
-                small=update.pack(),
-                answer=Kind.UPDATED,
-                finish=lambda small: _stale(small, Kind.UPDATED),
-                what=f"{n:,} priorities to be set in table {update.table!r}",
-                small_bytes=8,
-                check=check,
-                seconds=seconds,
-            )
+                kind=question.message.kind,
+                small=question.pack(),
+                answer=Kind.DESCRIBED if answer is None else answer.kind,
+                finish=question.finish,
+                what=question.what,
+                seconds=self._timeout if seconds is None else seconds,
+                bulk=bulk,
+                bulk_bytes=sum(each.nbytes for each in bulk),
+                small_bytes=0 if answer is None else answer.most(),
+                rows=question.rows,
+            ),
+            here=here,
+            at_once=here,
         )
 
-    def fill(self, fill: Fill, values: Sequence[LateValues], *, seconds: float | None = None) -> Future[int]:
-        """Write late columns of trajectories, all or none.
-
-        Args:
-            fill: the table, its rows and columns. values: of these columns. seconds: until the deadline; by default
-                the peer's timeout.
-
-        Returns:
-            A future of the number of rows of removed trajectories, which were skipped.
-        """
-        n, data = len(fill.slots), fill.bulk(values)
-
-        def check(limits: Limits) -> str | None:
-            if n > limits.rows or len(data) > limits.store_bytes:
-                return (
-                    f"the server takes at most {limits.rows:,} rows and {limits.store_bytes:,} bytes at a time: fill "
-                    "fewer at once"
-                )
-            return None
-
-        return self._submit(
-            Request(
-                kind=Kind.FILL,
-                small=fill.pack(),
-                answer=Kind.FILLED,
-                finish=lambda small: _stale(small, Kind.FILLED),
-                what=f"{n:,} rows ({len(data):,} bytes) to be filled in table {fill.table!r}",
-                bulk=data,
-                small_bytes=8,
-                check=check,
-                seconds=seconds,
-            )
-        )
-
-    def advance(self, request: Advance, *, seconds: float | None = None) -> Future[Advanced]:
-        """Raise the version of the policy in a table by one, if it is the expected one.
-
-        Args:
-            request: table and version. seconds: until the deadline; by default the peer's timeout.
-
-        Returns:
-            A future of the answer.
-        """
-        return self._submit(
-            Request(
-                kind=Kind.ADVANCE,
-                small=request.pack(),
-                answer=Kind.ADVANCED,
-                finish=Advanced.parse,
-                what=f"the next version of the policy in table {request.table!r}",
-                small_bytes=20,
-                seconds=seconds,
-            )
-        )
-
-    def unfilled(self, request: Unfilled, *, seconds: float | None = None) -> Future[Array]:
-        """Request which trajectories wait for late columns.
-
-        Returns:
-            A future of their slots and generations, int64 [2, m].
-        """
-
-        def finish(data: memoryview) -> Array:
-            if len(data) % 16:
-                raise ProtocolError(f"The answer to UNFILLED has {len(data):,} bytes; expected int64 [2, m].")
-            return np.frombuffer(data, dtype="<i8").astype(np.int64).reshape(2, -1)
-
-        return self._submit(
-            Request(
-                kind=Kind.UNFILLED,
-                small=request.pack(),
-                answer=Kind.DESCRIBED,
-                finish=finish,
-                what=f"unfilled trajectories of table {request.table!r}",
-                seconds=seconds,
-            )
-        )
-
-    def metadata(self, name: str, table: str, *, seconds: float | None = None) -> Future[bytes]:
-        """Request metadata of a table.
-
-        Args:
-            name: of the metadata; see `Server.metadata`. table: name of the table.
-            seconds: until the deadline; by default the peer's timeout.
-        """
-        return self._submit(
-            Request(
-                kind=Kind.METADATA,
-                small=pack_text(name) + pack_text(table),
-                answer=Kind.DESCRIBED,
-                finish=bytes,
-                what=f"{name!r} of table {table!r}",
-                seconds=seconds,
-            )
-        )
+    def metadata(self, name: str, table: str) -> Answer[bytes]:
+        """Ask for `Metadata`."""
+        return self.ask(Metadata(name, table))
 
     # ---------------------------------------------------------------- the link
 
-    def _submit(self, request: Request[_T]) -> Future[_T]:
+    def _submit(self, request: Request[_T], *, here: bool = False, at_once: bool = False) -> Answer[_T]:
+        with self._guard:
+            self._check()
+        if here and self._direct.submit(request, at_once=at_once):
+            return request
+        if request.kind is Kind.STORE:  # the caller may change its memory before it is sent
+            request.bulk = [contiguous(request.bulk, request.bulk_bytes)]
         with self._guard:
             self._check()
             if self._link is None or self._loop is None:
                 self._loop = event_loop()
                 known = self.name, self._address, self._secret, self._timeout
-                made = Link(*known, self._loop.loop, self._tls)
+                made = LoopLink(*known, self._loop.loop, self._tls)
                 self._link = self._link or made  # a signal handler may have been faster
             link, loop = self._link, self._loop
+        request.future = Future()
         request.future.set_running_or_notify_cancel()  # the request cannot be cancelled any more
         try:
             loop.soon(link.submit, request)
@@ -541,12 +446,6 @@ class Peer:
                 f"A request to {self.name} was made while this process was ending."
             ) from None
         return request.future
-
-    def _link_here(self) -> BlockingLink | None:
-        """The connection for requests that the calling thread sends itself; None without one."""
-        with self._guard:
-            self._check()
-        return self._blocking
 
     def _check(self) -> None:
         if self._pid != os.getpid():
@@ -564,40 +463,17 @@ class Peer:
         with self._guard:
             self._closed = True
             link, loop = self._link, self._loop
-        if self._blocking is not None:
-            self._blocking.close()
-        if self._reading is not None:
-            self._reading.close()
+        self._direct.close()
         if link is not None and loop is not None:
             with contextlib.suppress(concurrent.futures.TimeoutError):
                 loop.run(link.close(), _CLOSE)
             self._link = None
 
 
-def _store_what(count: int, size: int, table: str) -> str:
-    return f"{count:,} trajectories ({size:,} bytes) to be stored into table {table!r}"
-
-
-def _store_check(count: int, size: int) -> Callable[[Limits], str | None]:
-    """Returns why a server would refuse so many trajectories and bytes."""
-
-    def check(limits: Limits) -> str | None:
-        if count > limits.rows or size > limits.store_bytes:
-            return (
-                f"the server takes at most {limits.rows:,} trajectories and {limits.store_bytes:,} bytes at a "
-                "time: store fewer at once"
-            )
-        return None
-
-    return check
-
-
-def _stale(small: memoryview, kind: Kind) -> int:
-    """The number of rows of removed trajectories in an answer."""
-    fields = Fields(small, kind.name)
-    stale = fields.number(8, "stale")
-    fields.end()
-    return stale
+def _stored_slot(small: memoryview) -> int:
+    if len(small) != 8:
+        raise ProtocolError(f"A message STORED has {len(small)} bytes; expected 8.")
+    return int.from_bytes(small, "little", signed=True)
 
 
 def _shape(values: object) -> str:

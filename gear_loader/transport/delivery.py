@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import os
@@ -24,12 +23,9 @@ from gear_loader.storage.ids import CLIENT_ORIGIN, joined, joined_one
 from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
-from gear_loader.transport.advance_message import Advance, Advanced
+from gear_loader.transport.change_messages import Advance, Advanced, Fill, Question, Unfilled, Update
 from gear_loader.transport.client import Peer
-from gear_loader.transport.fill_message import Fill, Unfilled
-from gear_loader.transport.store_message import OneStore
-from gear_loader.transport.trajectory_rows import Rows, Stacked
-from gear_loader.transport.update_message import Update
+from gear_loader.transport.store_message import OneStore, Rows, Stacked
 from gear_loader.transport.wire import PartsMissingError
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import new_mutex
@@ -126,9 +122,7 @@ class Delivery:
 
         def attempt(again: bool, seconds: float) -> int:
             if not again:
-                slot = self._store_one(rows, priority, final, identity, seconds)
-                if slot is not None:
-                    return slot
+                return self._store_one(rows, priority, final, identity, seconds)
             stored = self._peer.store_rows(
                 *(self._table, self._schema, [rows]),
                 *(np.array([priority], np.float32), np.array([identity]), np.array([final])),
@@ -140,11 +134,9 @@ class Delivery:
 
         return until_done(attempt, _STORED_OR_NOT, timeout=self.timeout, waits=waits)
 
-    def _store_one(
-        self, rows: Rows, priority: float, final: int, identity: int, seconds: float
-    ) -> int | None:
-        wait = self._wait(seconds)
-        return self._peer.store_one(self._one, rows, priority, final, identity, seconds=seconds, wait=wait)
+    def _store_one(self, rows: Rows, priority: float, final: int, identity: int, seconds: float) -> int:
+        given = self._one, rows, priority, final, identity
+        return self._peer.store_one(*given, seconds=seconds, wait=self._wait(seconds)).result()
 
     def store(
         self,
@@ -227,22 +219,20 @@ class Delivery:
         """Seconds that a server may wait in an attempt of so many: its refusal comes before any deadline of ours."""
         return min(seconds - min(1.0, seconds / 4), self.timeout / 2)
 
-    def store_here(self, rows: Rows, priority: float, final: int, identity: int) -> int | GearError | None:
+    def store_here(self, rows: Rows, priority: float, final: int, identity: int) -> int | GearError:
         """One attempt to store a checked trajectory from the calling thread.
 
         Args:
             rows: the trajectory. priority, final: as for `store_one`. identity: its id, from `new_id`.
 
         Returns:
-            Its index in the server's table; None if nothing was sent; or an error: it may be stored or not. In both
-            cases `store_rows` is to go on.
+            Its index in the server's table; or an error: it may be stored or not, and `store_rows` is to go on.
         """
         seconds = min(self.timeout, _longest_attempt(self.timeout))
         try:
-            slot = self._store_one(rows, priority, final, identity, seconds)
+            return self._store_one(rows, priority, final, identity, seconds)
         except TransportError as error:
             return error.__cause__ if isinstance(error.__cause__, GearError) else error
-        return slot
 
     def send_part(self, identity: int, number: int, piece: Mapping[str, Array]) -> bool:
         """Send steps of a trajectory that is stored later; returns whether they were sent.
@@ -271,12 +261,7 @@ class Delivery:
             StaleIndexError: with `strict`. PeerTimeoutError: no answer before the deadline; they may be set or not.
             HandshakeError, TransportError: as `store`.
         """
-        request = Update(self._table, updates, strict)
-
-        def attempt(_: bool, seconds: float) -> int:
-            return self._peer.update(request, seconds=seconds).result()
-
-        return until_done(attempt, "the priorities may be set or not", timeout=self.timeout)
+        return self._ask(Update(self._table, updates, strict), "the priorities may be set or not")
 
     def fill(self, slots: Array, generations: Array, values: list[LateValues], *, strict: bool) -> int:
         """Write late columns, and wait for it; a request whose answer is lost is sent again, and executed once.
@@ -298,12 +283,7 @@ class Delivery:
         identity = int.from_bytes(os.urandom(8), "little")
         request = Fill(self._table, self._schema, names, slots, generations, lengths, identity, strict)
 
-        def attempt(again: bool, seconds: float) -> int:
-            return self._peer.fill(
-                dataclasses.replace(request, again=again), values, seconds=seconds
-            ).result()
-
-        return until_done(attempt, "the columns may be filled or not", timeout=self.timeout)
+        return self._ask(request, "the columns may be filled or not", bulk=[request.bulk(values)])
 
     def advance(self) -> int:
         """Raise the version of the policy by one, and wait for it; a request whose answer is lost is sent again.
@@ -322,24 +302,24 @@ class Delivery:
         ):  # asks first; then again if another client was faster, or the server has changed
             identity = int.from_bytes(os.urandom(8), "little")
             request = Advance(self._table, found.version, found.memory, identity)
-
-            def attempt(again: bool, seconds: float, request: Advance = request) -> Advanced:
-                asked = dataclasses.replace(request, again=again and request.memory > 0)
-                return self._peer.advance(asked, seconds=seconds).result()
-
-            what = "the version may be raised or not"
-            found = until_done(attempt, what, timeout=self.timeout, total=backoff.left)
+            found = self._ask(request, "the version may be raised or not", total=backoff.left)
         return found.version
 
     def unfilled(self, names: tuple[str, ...]) -> tuple[Array, Array]:
         """Slots and generations of trajectories that wait for late columns, int64 [n] each; see `Table.unfilled`."""
-        request = Unfilled(self._table, names)
-
-        def attempt(_: bool, seconds: float) -> Array:
-            return self._peer.unfilled(request, seconds=seconds).result()
-
-        slots, generations = until_done(attempt, "nothing was changed", timeout=self.timeout)
+        slots, generations = self._ask(Unfilled(self._table, names), "nothing was changed")
         return slots, generations
+
+    def _ask(
+        self, question: Question[_T], what: str, *, bulk: Sequence[Array] = (), total: float | None = None
+    ) -> _T:
+        """Ask until there is an answer; `what` and `total` as of `until_done`."""
+
+        def attempt(again: bool, seconds: float) -> _T:
+            asked = question.repeated() if again else question
+            return self._peer.ask(asked, bulk=bulk, seconds=seconds, here=True).result()
+
+        return until_done(attempt, what, timeout=self.timeout, total=total)
 
 
 def fill_parts(

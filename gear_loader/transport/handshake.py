@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable
 
 from gear_loader.errors import HandshakeError
+from gear_loader.transport import wire_messages as messages
 from gear_loader.transport.channel import Address, Channel, family
 from gear_loader.transport.wire import (
     MAX_TEXT,
@@ -39,10 +40,6 @@ MIN_SECRET = 16
 """Fewest bytes of a secret."""
 _MOST_SECRET = 1 << 16
 
-_MOST_NAME = 64  # bytes of a library's or a carrier's name
-_INTRODUCTION = (2 + _MOST_NAME) * 2 + NONCE
-_PROOF = 32
-_WELCOME = _PROOF + 32
 _WHEN = "during the handshake"
 
 
@@ -111,15 +108,7 @@ def check_library(ours: str, theirs: str, *, peer: str) -> None:
 
 
 def _introduction(channel: Channel, carrier: str, nonce: bytes) -> bytes:
-    return pack_text(channel.library, _MOST_NAME) + pack_text(carrier, _MOST_NAME) + nonce
-
-
-def _read_introduction(small: memoryview, kind: Kind) -> tuple[str, str, bytes]:
-    fields = Fields(small, kind.name)
-    library, carrier = fields.text("library", _MOST_NAME), fields.text("carrier", _MOST_NAME)
-    nonce = bytes(fields.raw(NONCE, "nonce"))
-    fields.end()
-    return library, carrier, nonce
+    return messages.HELLO.pack(library=channel.library, carrier=carrier, nonce=nonce)
 
 
 def _prove(secret: bytes, role: bytes, requester: bytes, server: bytes) -> bytes:
@@ -152,21 +141,19 @@ async def introduce(channel: Channel, secret: bytes, address: Address, *, peer: 
     ours = _introduction(channel, address.carrier, nonce)
     try:
         await send(channel, Kind.HELLO, 0, ours)
-        _, small = await _expect(channel, Kind.CHALLENGE, _INTRODUCTION, peer)
+        _, small = await _expect(channel, Kind.CHALLENGE, messages.HELLO.most(), peer)
         theirs = bytes(small)
-        library, carrier, other = _read_introduction(small, Kind.CHALLENGE)
-        check_library(channel.library, library, peer=peer)
-        if carrier != address.carrier or other == nonce:
+        found = messages.CHALLENGE.parse(small)
+        check_library(channel.library, found.library, peer=peer)
+        if found.carrier != address.carrier or found.nonce == nonce:
             raise HandshakeError(
-                f"{peer} answers for the carrier {printable(carrier)!r}; expected {address.carrier!r} and a nonce of "
-                "its own."
+                f"{peer} answers for the carrier {printable(found.carrier)!r}; expected {address.carrier!r} and a "
+                "nonce of its own."
             )
         await send(channel, Kind.PROOF, 0, _prove(secret, b"requester", ours, theirs))
-        _, small = await _expect(channel, Kind.WELCOME, _WELCOME, peer)
-        fields = Fields(small, Kind.WELCOME.name)
-        proof = fields.raw(_PROOF, "proof")
-        rows, reply, store, specs = struct.unpack("<4Q", fields.raw(32, "limits"))
-        fields.end()
+        _, small = await _expect(channel, Kind.WELCOME, messages.WELCOME.most(), peer)
+        sent = vars(messages.WELCOME.parse(small))
+        proof = sent.pop("proof")
     except VersionError as error:
         raise HandshakeError(
             f"{peer} speaks {error}. Use the same version of Gear Loader on both sides."
@@ -178,7 +165,7 @@ async def introduce(channel: Channel, secret: bytes, address: Address, *, peer: 
             f"{peer} does not know the secret. Give the same one to both sides; nothing was sent to it."
         )
     try:
-        limits = Limits(rows, reply, store, specs)
+        limits = Limits(**sent)
     except ValueError as error:
         raise HandshakeError(f"{peer} sent invalid limits: {error}") from None
     await channel.secured()
@@ -211,18 +198,18 @@ async def answer(
         ConnectionError: the connection is closed, or `admit` returned a reason, which was sent.
     """
     try:
-        _, small = await receive_small(channel, {Kind.HELLO: (_INTRODUCTION, 0)}, _WHEN)
+        _, small = await receive_small(channel, {Kind.HELLO: (messages.HELLO.most(), 0)}, _WHEN)
         theirs = bytes(small)
-        library, wanted, other = _read_introduction(small, Kind.HELLO)
-        check_library(channel.library, library, peer="The requester")
-        if wanted != carrier:
+        found = messages.HELLO.parse(small)
+        check_library(channel.library, found.library, peer="The requester")
+        if found.carrier != carrier:
             raise HandshakeError(
-                f"The requester asked for the carrier {printable(wanted)!r}; this is {carrier!r}."
+                f"The requester asked for the carrier {printable(found.carrier)!r}; this is {carrier!r}."
             )
         ours = _introduction(channel, carrier, secrets.token_bytes(NONCE))
-        assert ours[-NONCE:] != other
+        assert ours[-NONCE:] != found.nonce
         await send(channel, Kind.CHALLENGE, 0, ours)
-        _, small = await receive_small(channel, {Kind.PROOF: (_PROOF, 0)}, _WHEN)
+        _, small = await receive_small(channel, {Kind.PROOF: (messages.PROOF.most(), 0)}, _WHEN)
         if not hmac.compare_digest(small, _prove(secret, b"requester", theirs, ours)):
             raise HandshakeError("The secrets differ. Give the same one to both sides.")
     except VersionError as error:
@@ -238,7 +225,9 @@ async def answer(
         if busy:
             await send(channel, Kind.BUSY, 0, pack_text(busy))
             raise ConnectionRefusedError(busy)
-        await send(channel, Kind.WELCOME, 0, _prove(secret, b"server", theirs, ours) + limits.pack())
+        told = {name: getattr(limits, name) for name in messages.WELCOME.fields if name != "proof"}
+        welcome = messages.WELCOME.pack(proof=_prove(secret, b"server", theirs, ours), **told)
+        await send(channel, Kind.WELCOME, 0, welcome)
         await channel.secured()
         return
     await refuse(channel, str(why))

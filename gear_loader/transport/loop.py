@@ -100,9 +100,6 @@ def event_loop() -> EventLoop:
     with _guard:
         if _current is None or _current.pid != os.getpid():
             _current = EventLoop()
-            # The newest finalizer runs first: those of connections, made later, still have the loop. An atexit handler
-            # would run before all of them.
-            weakref.finalize(_current, _current.stop)
         _current.begin()
         return _current
 
@@ -131,6 +128,16 @@ async def within(seconds: float, work: Awaitable[_T]) -> _T:
     if task.cancelled():
         raise asyncio.TimeoutError
     return task.result()
+
+
+def _at_end() -> None:
+    if _current is not None:
+        _current.stop()
+
+
+# The newest finalizer runs first: those of connections, made later, still have the loop. An atexit handler would run
+# before all of them.
+weakref.finalize(EventLoop, _at_end)
 
 
 def _after_fork() -> None:

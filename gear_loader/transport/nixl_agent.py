@@ -1,17 +1,8 @@
 """NIXL agents, and the description of a table's memory that its owner sends to readers.
 
-Layout of a description, little endian; texts and bytes are preceded by their length:
-
-    magic        8 B     b"GEARNIXL"
-    version      u16
-    agent        u16, name of the owner's agent, unique for each process start
-    connection   u32, NIXL's metadata of the agent
-    schema       u32, JSON as `Schema.to_json`
-    numbers      14 x u64, see `_NUMBERS`
-    columns      u64 x 5 a column: offset in the region, bytes from block to block, of a step, and from step to step;
-                 offset inside the record, if it lies in one
-
-NIXL's own serialization of descriptors is pickle and is not used; NIXL validates `connection`.
+A description is ``b"GEARNIXL"``, its version (u16, little endian), and JSON: the attributes of `Description`, of each
+column the fields of its `ColumnLayout`, and `connection` in hexadecimal. NIXL's own serialization of descriptors is
+pickle and is not used; NIXL validates `connection`.
 """
 
 from __future__ import annotations
@@ -22,7 +13,6 @@ import importlib.util
 import json
 import logging
 import os
-import struct
 from typing import Any
 
 import numpy as np
@@ -35,7 +25,7 @@ from gear_loader.transport.ucx_library import before_another_ucx, quiet_environm
 
 __all__ = ["Description", "installed", "new_agent", "register", "version"]
 
-_MAGIC, _VERSION = b"GEARNIXL", 3
+_MAGIC, _VERSION = b"GEARNIXL", 4
 _NUMBERS = (
     "base",  # address of the region in the owner
     "region_bytes",
@@ -52,8 +42,7 @@ _NUMBERS = (
     "word",  # address of 8 bytes that hold `value` while this is the table of that name
     "value",
 )
-_MAX_CONNECTION, _MAX_SCHEMA, _MAX_NAME = 1 << 20, 1 << 20, 256
-_LARGEST = 1 << 56
+_MAX_BYTES, _MAX_NAME = 4 << 20, 256
 _PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 
 
@@ -148,20 +137,14 @@ class Description:
 
     def to_bytes(self) -> bytes:
         """Serialize."""
-        agent, schema = self.agent.encode(), json.dumps(self.schema.to_json(), separators=(",", ":")).encode()
-        return b"".join(
-            (
-                _MAGIC,
-                struct.pack("<HH", _VERSION, len(agent)),
-                agent,
-                struct.pack("<I", len(self.connection)),
-                self.connection,
-                struct.pack("<I", len(schema)),
-                schema,
-                struct.pack(f"<{len(_NUMBERS)}Q", *(self.numbers[name] for name in _NUMBERS)),
-                *(struct.pack("<5Q", *_fields(column)) for column in self.columns),
-            )
-        )
+        fields = {
+            "agent": self.agent,
+            "connection": self.connection.hex(),
+            "schema": self.schema.to_json(),
+            "columns": [dataclasses.astuple(column) for column in self.columns],
+            "numbers": self.numbers,
+        }
+        return _MAGIC + _VERSION.to_bytes(2, "little") + json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Description:
@@ -170,41 +153,28 @@ class Description:
         Raises:
             TransportError: invalid, inconsistent, or of another version.
         """
-        try:
-            return cls._read(bytes(data))
-        except (struct.error, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise _damaged(str(error)) from None
-
-    @classmethod
-    def _read(cls, data: bytes) -> Description:
-        place = 0
-
-        def take(count: int, most: int = _LARGEST) -> bytes:
-            nonlocal place
-            if count > most or place + count > len(data):
-                raise _damaged(f"a field of {count:,} bytes at byte {place:,}")
-            place += count
-            return data[place - count : place]
-
-        def number(form: str) -> int:
-            return int(struct.unpack(form, take(struct.calcsize(form)))[0])
-
-        if take(8) != _MAGIC:
-            raise _damaged(f"it begins with {data[:8]!r}")
-        found = number("<H")
+        begin = len(_MAGIC) + 2
+        if data[: len(_MAGIC)] != _MAGIC or not begin < len(data) <= _MAX_BYTES:
+            raise _damaged(f"it has {len(data):,} bytes and begins with {data[:8]!r}")
+        found = int.from_bytes(data[len(_MAGIC) : begin], "little")
         if found != _VERSION:
             raise TransportError(
                 f"The owner describes its memory in version {found}; expected {_VERSION}. Use the same version of "
                 "Gear Loader on both sides."
             )
-        agent = take(number("<H"), _MAX_NAME).decode()
-        connection = take(number("<I"), _MAX_CONNECTION)
-        schema = read_schema(json.loads(take(number("<I"), _MAX_SCHEMA)))
-        numbers = {name: number("<Q") for name in _NUMBERS}
-        columns = tuple(_column(*struct.unpack("<5Q", take(40))) for _ in schema)
-        if place != len(data):
-            raise _damaged(f"{len(data) - place:,} bytes too many")
-        described = cls(agent, connection, schema, columns, numbers)
+        try:
+            fields = json.loads(data[begin:])
+            agent, schema = str(fields["agent"]), read_schema(fields["schema"])
+            numbers = {name: fields["numbers"][name] for name in _NUMBERS}
+            columns = tuple(ColumnLayout(*column) for column in fields["columns"])
+            described = cls(agent, bytes.fromhex(fields["connection"]), schema, columns, numbers)
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
+            raise _damaged(f"{type(error).__name__}: {error}") from None
+        values = [*numbers.values(), *(each for column in columns for each in dataclasses.astuple(column))]
+        if any(type(each) is not int or not 0 <= each < 1 << 64 for each in values):
+            raise _damaged("a size or an address is not a number of 64 bits")
+        if len(columns) != len(schema) or len(agent) > _MAX_NAME:
+            raise _damaged(f"{len(columns)} columns of {len(schema)}, and a name of {len(agent)} characters")
         described._check()
         return described
 
@@ -232,14 +202,6 @@ class Description:
         sizes += [numbers[name] for name in ("max_steps", "half", "base", "word")]
         if max(ends) > limit or numbers["base"] + limit > 1 << 63 or min(sizes) < 1 or max(sizes) > 1 << 62:
             raise _damaged(f"a region of {limit:,} bytes that holds {max(ends):,}")
-
-
-def _fields(column: ColumnLayout) -> tuple[int, ...]:
-    return column.offset, column.block_stride, column.step_bytes, column.step_stride, column.inside
-
-
-def _column(offset: int, block_stride: int, step_bytes: int, step_stride: int, inside: int) -> ColumnLayout:
-    return ColumnLayout(offset, step_bytes, block_stride, step_stride, inside)
 
 
 def _damaged(what: str) -> TransportError:

@@ -33,6 +33,7 @@ memory is kept until the read has ended, and the next fetch uses a new agent.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -46,12 +47,9 @@ import numpy as np
 from gear_loader.errors import PeerTimeoutError, SchemaError, TransportError
 from gear_loader.storage.states import READY, RETIRED
 from gear_loader.transport.nixl_agent import Description
-from gear_loader.transport.nixl_intervals import Intervals
-from gear_loader.transport.nixl_plan import Rows, pieces_of, reads_of
+from gear_loader.transport.nixl_plan import Intervals, Rows, SpanReads, WindowReads
 from gear_loader.transport.nixl_session import NixlRead, NixlSession
-from gear_loader.transport.nixl_spans import SpanReads, SpanRows
-from gear_loader.transport.packed_spec import PackedSpec
-from gear_loader.transport.spec import WindowSpec
+from gear_loader.transport.spec import PackedSpec, WindowSpec
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.background import background_thread
 from gear_loader.utils.forks import keep_for_ever
@@ -74,31 +72,24 @@ class _Owners(Protocol):
     def metadata(self, name: str, table: str) -> Future[bytes]: ...
 
 
+@dataclasses.dataclass(eq=False)
 class _Fetch:
     """One fetch: its arguments, future, session, current read and remaining steps.
 
-    Args:
+    Attributes:
         spec, rows, out: what is read, and where to.
-        data_bytes, reply_bytes: offset of the status in `out`; least bytes of `out`.
-        work: the reads; returns which rows are gone, bool [n].
+        data_bytes: offset of the status in `out`.
     """
 
-    def __init__(
-        self,
-        spec: WindowSpec | PackedSpec,
-        rows: Rows | SpanRows,
-        out: Array,
-        data_bytes: int,
-        reply_bytes: int,
-        work: Callable[[_Fetch, NixlSession, Description], Generator[None, None, Array]],
-    ) -> None:
-        self.spec, self.rows, self.out = spec, rows, out
-        self.data_bytes, self.reply_bytes, self.work = data_bytes, reply_bytes, work
-        self.deadline = 0.0
-        self.future: Future[Array] = Future()
-        self.session: NixlSession | None = None
-        self.read: NixlRead | None = None
-        self.steps: Iterator[None] = iter(())
+    spec: WindowSpec | PackedSpec
+    rows: Rows
+    out: Array
+    data_bytes: int
+    deadline: float
+    future: Future[Array] = dataclasses.field(default_factory=Future)
+    session: NixlSession | None = None
+    read: NixlRead | None = None
+    steps: Iterator[None] = dataclasses.field(init=False)
 
 
 class NixlPeer:
@@ -160,9 +151,8 @@ class NixlPeer:
         Raises:
             SchemaError: arrays of other dtypes or sizes. TransportError: closed, or used after a fork.
         """
-        rows = Rows(slots, anchors, generations, extent, block_ids)
-        job = _Fetch(spec, rows, out, spec.data_bytes(len(rows)), spec.reply_bytes(len(rows)), self._windows)
-        return self._start(job)
+        rows = Rows(slots, generations, {"anchors": anchors}, extent, block_ids)
+        return self._start(spec, rows, out, spec.data_bytes(len(rows)), spec.reply_bytes(len(rows)))
 
     def fetch_spans(
         self, spec: PackedSpec, slots: Array, firsts: Array, generations: Array, counts: Array, out: Array
@@ -178,29 +168,24 @@ class NixlPeer:
         Returns, raises:
             As `fetch`. A trajectory that has fewer steps is GONE, too.
         """
-        rows = SpanRows(slots, firsts, generations, counts)
-        sizes = len(rows), rows.total
-        job = _Fetch(spec, rows, out, spec.data_bytes(*sizes), spec.reply_bytes(*sizes), self._spans)
-        return self._start(job)
+        rows = Rows(slots, generations, {"firsts": firsts, "counts": counts})
+        sizes = len(rows), int(counts.sum())
+        return self._start(spec, rows, out, spec.data_bytes(*sizes), spec.reply_bytes(*sizes))
 
-    def _start(self, job: _Fetch) -> Future[Array]:
-        out = job.out
-        if (
-            out.dtype != np.uint8
-            or out.ndim != 1
-            or not out.flags.c_contiguous
-            or out.nbytes < job.reply_bytes
-        ):
+    def _start(
+        self, spec: WindowSpec | PackedSpec, rows: Rows, out: Array, data_bytes: int, reply_bytes: int
+    ) -> Future[Array]:
+        fits = out.dtype == np.uint8 and out.ndim == 1 and out.flags.c_contiguous
+        if not fits or out.nbytes < reply_bytes:
             raise SchemaError(
-                f"out is {out.dtype} {list(out.shape)}; expected contiguous uint8 of at least {job.reply_bytes:,} "
-                "bytes."
+                f"out is {out.dtype} {list(out.shape)}; expected contiguous uint8 of at least {reply_bytes:,} bytes."
             )
         if os.getpid() != self._pid:
             raise TransportError(
                 f"NIXL runs in process {self._pid}, of which this one, {os.getpid()}, is a fork; it cannot be used "
                 "here. Start processes by spawning: multiprocessing.get_context('spawn')."
             )
-        job.deadline = time.monotonic() + self._timeout
+        job = _Fetch(spec, rows, out, data_bytes, time.monotonic() + self._timeout)
         with self._wake:
             if self._closed:
                 raise TransportError(f"The connection to {self._name} has been closed.")
@@ -304,51 +289,40 @@ class NixlPeer:
 
     def _fetch(self, job: _Fetch) -> Iterator[None]:
         """The steps of a fetch, none of which waits for a read."""
-        count = len(job.rows)
-        status = job.out[job.data_bytes : job.data_bytes + count]
-        if count:
+        rows, out = job.rows, job.out
+        status = out[job.data_bytes : job.data_bytes + len(rows)]
+        if len(rows):
             session, described = self._connect(job)
-            gone = yield from job.work(job, session, described)
+            kind = WindowReads if isinstance(job.spec, WindowSpec) else SpanReads
+            reads = kind(job.spec, described, rows)  # type: ignore[arg-type]
+            session.hold(out)
+            # Columns of a record are read together, with one transfer a block, and split here.
+            records = session.borrow(reads.record_bytes) if reads.record_bytes else out[:0]
+            if isinstance(reads, WindowReads):
+                yield from self._read(job, *reads.pieces(out, records), out, records)
+                gone, _ = yield from self._gone(job, session, described)
+            else:
+                gone = yield from self._spans(job, session, described, reads, records)
+            if reads.record_bytes:
+                reads.split(records, out)
+                session.give_back(records)
+            if gone.any():
+                reads.clear(gone, out)
             status[:] = np.where(gone, WindowSpec.GONE, WindowSpec.SERVED)
             session.users -= 1
         if not job.future.done():
             job.future.set_result(status)
 
-    def _windows(
-        self, job: _Fetch, session: NixlSession, described: Description
-    ) -> Generator[None, None, Array]:
-        """Read windows; returns which rows are gone, bool [n]."""
-        spec, rows, out, count = job.spec, job.rows, job.out, len(job.rows)
-        assert isinstance(spec, WindowSpec)
-        assert isinstance(rows, Rows)
-        reads = reads_of(spec, described, count)
-        sides = [pieces_of(spec, described, rows, reads.columns, out)]
-        session.hold(out)
-        # Columns of a record are read together, with one transfer a block, and split here.
-        records = session.borrow(reads.record_bytes) if reads.splits else out[:0]
-        if reads.splits:
-            sides.append(pieces_of(spec, described, rows, reads.records, records))
-        remote, local = (np.concatenate(parts) for parts in zip(*sides, strict=True))
-        yield from self._read(job, remote, local, out, records)
-        if reads.splits:
-            reads.split(records, out, count)
-            session.give_back(records)
-        gone, _ = yield from self._gone(job, session, described)
-        for piece in spec.pieces(count) if gone.any() else ():
-            end = piece.offset + count * piece.row_bytes
-            out[piece.offset : end].reshape(count, -1)[gone] = 0
-        return gone
-
     def _spans(
-        self, job: _Fetch, session: NixlSession, described: Description
+        self,
+        job: _Fetch,
+        session: NixlSession,
+        described: Description,
+        reads: SpanReads,
+        records: Array,
     ) -> Generator[None, None, Array]:
         """Read spans; returns which rows are gone, bool [n]. See the docstring of the module."""
-        spec, rows, out = job.spec, job.rows, job.out
-        assert isinstance(spec, PackedSpec)
-        assert isinstance(rows, SpanRows)
-        reads = SpanReads(spec, described, rows)
-        session.hold(out)
-        records = session.borrow(reads.record_bytes) if reads.record_bytes else out[:0]
+        table, rows, out = job.spec.table, job.rows, job.out
         gone, valid, read = np.zeros(len(rows), dtype=np.bool_), None, None
         while not gone.all():
             runs, extents = yield from self._extents(job, session, described, reads)
@@ -366,18 +340,13 @@ class NixlPeer:
             gone |= replaced
             if latest == runs:
                 break
-            session.runs[spec.table] = latest
+            session.runs[table] = latest
         if valid is not None and (broken := ~gone & ~valid).any():
             row = int(np.argmax(broken))
             raise _TableError(
                 f"row {row}, slot {rows.slots[row]}, has no valid block table in the memory of its owner; the table is "
                 "corrupt, or has a disk tier, which one-sided reads do not see"
             )
-        if reads.record_bytes:
-            reads.split(records, out)
-            session.give_back(records)
-        if gone.any():
-            reads.clear(gone, out)
         return gone
 
     def _extents(

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from gear_loader.errors import HandshakeError, TransportError
 from gear_loader.transport.access import Allow, check_allow
-from gear_loader.transport.channel import CARRIERS, is_loopback
+from gear_loader.transport.channel import CARRIERS, TRANSPORTS, is_loopback, load
 from gear_loader.transport.child_process import child_command
 from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.loop import within
@@ -141,10 +141,10 @@ async def _serve(
         loop.add_reader(parent, _parent_is_gone, parent, over)
     if one_sided:
         loopback = all(is_loopback(host) for _, host, _ in listens)
-        from gear_loader.transport.nixl_server import NixlOwner  # which loads torch
-
-        owner = NixlOwner(tables, loopback=loopback)
-        server.metadata["nixl"] = owner.metadata
+        owners = {name: load(entry.owner) for name, entry in TRANSPORTS.items() if entry.owner}
+        server.resources.metadata |= {
+            name: kind(tables, loopback=loopback).metadata for name, kind in owners.items()
+        }
     addresses = {name: await server.listen(name, host, port) for name, host, port in listens}
     attaching = [asyncio.ensure_future(_attach(server, name)) for name in dict.fromkeys(tables)]
     await asyncio.wait(attaching, timeout=_ATTACH)
@@ -164,7 +164,8 @@ async def _serve(
 async def _attach(server: Server, name: str) -> None:
     """Attach a table before the first request for it."""
     try:
-        await server.waiters(name).run(lambda: server.tables.get(name))
+        resources = server.resources
+        await resources.threads(name, changes=False).run(lambda: resources.tables.open(name))
     except OSError as error:
         server.log.info("table %r will be attached by the first request: %s", name, error)
 

@@ -30,14 +30,15 @@ from gear_loader.storage.table_rules import check_seconds
 from gear_loader.storage.vector_writer import VectorWriter
 from gear_loader.storage.writer import Writer
 from gear_loader.transport.access import refusal
+from gear_loader.transport.change_messages import Metadata
 from gear_loader.transport.client import Peer
 from gear_loader.transport.delivery import Delivery, fill_parts, until_done
 from gear_loader.transport.handshake import check_secret, read_secret
 from gear_loader.transport.spool import Spool
 from gear_loader.transport.spool_sink import SpoolSink
+from gear_loader.transport.store_message import Rows, Stacked
 from gear_loader.transport.table_report import TableReport
 from gear_loader.transport.tls import client_context
-from gear_loader.transport.trajectory_rows import Rows, Stacked
 from gear_loader.transport.urls import Place, split_url
 from gear_loader.transport.wire import Kind
 from gear_loader.utils.arrays import Array, shown
@@ -393,7 +394,7 @@ class RemoteTable:
         """Describe the server's table, now: see `TableReport`."""
 
         def attempt(_: bool, seconds: float) -> bytes:
-            return self._peer.metadata("table", self.name, seconds=seconds).result()
+            return self._peer.ask(Metadata("table", self.name), seconds=seconds, here=True).result()
 
         return TableReport.parse(until_done(attempt, "nothing was changed", timeout=self._timeout))
 

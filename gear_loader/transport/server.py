@@ -5,59 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import ssl
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Sequence
 
 from gear_loader.errors import HandshakeError
-from gear_loader.transport import open_packed, open_query
-from gear_loader.transport.access import Allow, ByteBudget, check_allow
-from gear_loader.transport.capacity import capacity_report
+from gear_loader.transport.access import Allow
 from gear_loader.transport.channel import Channel, Listener, carrier
-from gear_loader.transport.connection import SCRATCH, Connection
+from gear_loader.transport.connection import Connection
 from gear_loader.transport.handshake import answer, check_secret, refuse
 from gear_loader.transport.loop import within
-from gear_loader.transport.part_message import HeldBytes
-from gear_loader.transport.spare_memory import SpareMemory
-from gear_loader.transport.table_cache import TableCache
-from gear_loader.transport.table_report import table_report
+from gear_loader.transport.queries import warm_up
+from gear_loader.transport.resources import Resources
 from gear_loader.transport.unauthenticated import Unauthenticated
 from gear_loader.transport.wire import Limits, ProtocolError, printable
 
-__all__ = ["Server", "Threads"]
+__all__ = ["Server"]
 
-_T = TypeVar("_T")
 _SWEEP = 1.0  # seconds between checks for stalled connections and removed tables
 _LINGER = 1.0  # seconds for a refused requester to receive the reason
 _LINGER_BYTES = 1 << 20  # bytes that an unauthenticated requester may send during that time
 _LINES = 20  # log lines about failed connections between two sweeps; further ones are only counted
-_WRITERS = 4  # threads for each table that store trajectories
-_SPARE = 1 << 25  # bytes of memory of requests that are kept for later ones
-_WAITERS = 4  # threads for each table that may wait for its lock
-
-
-class Threads:
-    """A thread pool for the event loop, not joined at the end."""
-
-    def __init__(self, count: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
-
-    async def run(self, work: Callable[[], _T]) -> _T:
-        """Run `work` in a thread. A cancelled call waits for its end, because it may write into the caller's memory."""
-        future = asyncio.get_running_loop().run_in_executor(self._pool, work)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await asyncio.wait([future])
-            if not future.cancelled():
-                future.exception()
-            raise
-
-    def close(self) -> None:
-        """Reject further work and cancel queued work."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Server:
@@ -76,13 +43,7 @@ class Server:
         tls: context of a server, to encrypt all connections; with the carrier "socket" only.
 
     Attributes:
-        reading_threads: number of connections that threads serve.
-        tables: the attached tables. allow: as given. budget: for the memory of requests. open_parts: that of
-            PART messages. spare_memory: of requests that have ended.
-        scratch: memory for a message while the event loop handles it.
-        metadata: functions by name, called in a thread with a table's name, that return bytes for authenticated
-            requesters. "capacity" is the capacity report, "table" the schema and statistics; one-sided carriers add
-            their own.
+        resources: what all connections share.
 
     Raises:
         HandshakeError: invalid secret. RegionError: invalid table name. TransportError: invalid `allow`.
@@ -101,25 +62,13 @@ class Server:
         allow: Allow = "all",
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self.limits = limits or Limits()
-        self.allow = check_allow(allow)
-        self.budget = ByteBudget(self.limits.total_bytes)
-        self.spare_memory = SpareMemory(min(_SPARE, self.limits.total_bytes // 4))
-        self.open_parts = HeldBytes(self.limits.all_open_bytes)
-        self.metadata: dict[str, Callable[[str], bytes]] = {}
         self._secret = check_secret(secret)
+        self._limits = limits or Limits()
+        self.resources = Resources(tables, self._limits, allow, store_timeout, threads)
         self._tls = tls
-        self.tables = TableCache(tables, store_timeout)
-        self.metadata["capacity"] = lambda name: capacity_report(self.tables.get(name).table)
-        self.metadata["table"] = lambda name: table_report(self.tables.get(name).table, self.allow)
-        self.scratch = memoryview(bytearray(SCRATCH))
-        self.gatherers = Threads(threads or min(8, os.cpu_count() or 1), "gear-loader-gather")
-        self._waiters = {name: Threads(_WAITERS, "gear-loader-wait") for name in tables}
-        self._writers = {name: Threads(_WRITERS, "gear-loader-store") for name in tables}
-        self.reading_threads = 0
         self._listeners: list[Listener] = []
         self._tasks: dict[Channel, asyncio.Task[None] | None] = {}  # of all connections
-        self._unproven = Unauthenticated(self.limits.unproven, self.limits.handshake)
+        self._unproven = Unauthenticated(self._limits.unproven, self._limits.handshake)
         self._proven: dict[Channel, Connection | None] = {}  # None until the handshake is over
         self._lines = 0  # since the last sweep
         self._sweeper: asyncio.Task[None] | None = None
@@ -128,24 +77,6 @@ class Server:
     def num_connections(self) -> int:
         """Number of open connections, authenticated or not."""
         return len(self._tasks)
-
-    def waiters(self, table: str) -> Threads:
-        """Threads for calls that may wait for this table's lock.
-
-        Raises:
-            RegionError: the table is not served.
-        """
-        self.tables.check(table)
-        return self._waiters[table]
-
-    def writers(self, table: str) -> Threads:
-        """Threads for stores into this table, which may wait for free space.
-
-        Raises:
-            RegionError: the table is not served.
-        """
-        self.tables.check(table)
-        return self._writers[table]
 
     async def listen(self, name: str, host: str = "127.0.0.1", port: int = 0) -> str:
         """Accept connections.
@@ -160,8 +91,7 @@ class Server:
             TransportError: the carrier cannot be used here. OSError: it cannot listen at this address.
         """
         if self._sweeper is None:
-            await self.gatherers.run(open_query.warm_up)
-            await self.gatherers.run(open_packed.warm_up)
+            await self.resources.gatherers.run(warm_up)
             self._sweeper = asyncio.ensure_future(self._sweep())
         listener = await carrier(name, self._tls).listen(
             host, port, lambda channel: self.serve(channel, name), self._unproven.room
@@ -175,9 +105,9 @@ class Server:
         self._tasks[channel] = asyncio.current_task()
         self._unproven.add(channel)
         try:
-            proof = answer(channel, self._secret, name, self.limits, lambda: self._admit(channel))
-            await within(self.limits.handshake, proof)
-            connection = self._proven[channel] = Connection(channel, self)
+            proof = answer(channel, self._secret, name, self._limits, lambda: self._admit(channel))
+            await within(self._limits.handshake, proof)
+            connection = self._proven[channel] = Connection(channel, self.resources)
             await connection.run()
         except (HandshakeError, ConnectionRefusedError) as error:
             self._log("refused", channel, str(error))
@@ -188,7 +118,7 @@ class Server:
                 await self._refuse(channel, str(error))
         except asyncio.TimeoutError:
             self._log(
-                "closed", channel, f"it did not complete the handshake within {self.limits.handshake:g} s"
+                "closed", channel, f"it did not complete the handshake within {self._limits.handshake:g} s"
             )
         except ConnectionError as error:
             self.log.debug("%s: %s", channel.peer, error)
@@ -205,8 +135,8 @@ class Server:
 
     def _admit(self, channel: Channel) -> str:
         """Count a connection as authenticated and return "", or return why the server is busy."""
-        if len(self._proven) >= self.limits.connections:
-            return f"it serves {self.limits.connections} connections, the most it accepts at a time."
+        if len(self._proven) >= self._limits.connections:
+            return f"it serves {self._limits.connections} connections, the most it accepts at a time."
         self._unproven.authenticated(channel)
         self._proven[channel] = None
         return ""
@@ -231,10 +161,13 @@ class Server:
                 if connection is None:
                     continue
                 if connection.is_stalled(loop.time()):
-                    self._log("closed", channel, f"a message made no progress for {self.limits.patience:g} s")
+                    self._log(
+                        "closed", channel, f"a message made no progress for {self._limits.patience:g} s"
+                    )
                     await channel.close()
                 connection.release()
-            for name in await self.gatherers.run(self.tables.sweep):  # unmapping a large table takes time
+            gone = await self.resources.gatherers.run(self.resources.tables.sweep)  # unmapping takes time
+            for name in gone:
                 self.log.info("detached table %r: it has been removed", name)
 
     def _sum_up(self) -> None:
@@ -244,7 +177,7 @@ class Server:
             self.log.warning(
                 "closed %d connections: more than %d at a time were not authenticated",
                 displaced,
-                self.limits.unproven,
+                self._limits.unproven,
             )
         if self._lines > _LINES:
             self.log.warning("refused or closed %d more connections", self._lines - _LINES)
@@ -267,6 +200,4 @@ class Server:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for threads in (self.gatherers, *self._waiters.values(), *self._writers.values()):
-            threads.close()
-        self.tables.close()
+        self.resources.close()

@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import select
 import socket
-import sys
-import termios
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 from gear_loader.errors import TransportError
 from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, always, as_bytes, drop_sent
 from gear_loader.transport.loop import within
 from gear_loader.transport.tcp_listener import TcpListener, listening_sockets
 
-__all__ = ["AHEAD", "AHEAD_LENT", "GONE", "MOST_PARTS", "SocketCarrier", "SocketChannel", "set_options"]
+__all__ = ["AHEAD", "GONE", "MOST_PARTS", "SocketCarrier", "SocketChannel", "set_options"]
 
-AHEAD = 1 << 12
-"""Bytes of the read-ahead buffer for small messages."""
-AHEAD_LENT = 1 << 16
-"""Bytes of that buffer once the channel has been lent: larger requests for rows do not fit."""
+AHEAD = 1 << 16
+"""Bytes of the read-ahead buffer: larger messages are not received ahead."""
+_PIECE = 1 << 12  # bytes of a piece that is received directly to its place; and of that buffer at first
+_LITTLE = 2  # milliseconds that a thread which sends waits for room
 _CALLS_IN_A_ROW = 64  # calls without waiting, after which the channel yields to the event loop
 MOST_PARTS = 64
 """Most parts of one `sendmsg`."""
@@ -43,6 +40,7 @@ class SocketChannel(Channel):
     """A connected socket."""
 
     library = "socket"
+    _calls_back = True  # whether the event loop knows when there are bytes
 
     def __init__(self, connection: socket.socket) -> None:
         self._loop = asyncio.get_running_loop()
@@ -50,11 +48,9 @@ class SocketChannel(Channel):
         self._fd = connection.fileno()
         self._reading: asyncio.Future[None] | None = None
         self._writing: asyncio.Future[None] | None = None
-        self._lent: asyncio.Future[None] | None = None
         self._watched = False  # whether the loop watches the socket for data
-        self._ahead = memoryview(bytearray(AHEAD))  # read-ahead buffer
+        self._ahead = memoryview(bytearray(_PIECE))  # grows to AHEAD for a larger message
         self._begin = self._end = 0
-        self._waiting = bytearray(4)  # number of bytes in the socket, as an int
         self._at_once: Callable[[], bool] | None = None  # see `fill`
         self._ended = False  # whether it has returned False
         self._calls = 0
@@ -88,11 +84,11 @@ class SocketChannel(Channel):
         return views
 
     async def fill(self, at_once: Callable[[], bool] | None = None) -> None:
-        while self._begin == self._end:
+        while self._begin == self._end or (at_once is not None and at_once()):
             try:
                 self._receive_ahead()
             except (BlockingIOError, InterruptedError):
-                self._at_once, self._ended = at_once if self.can_lend else None, False
+                self._at_once, self._ended = at_once if self._calls_back else None, False
                 try:
                     await self._wait_to_read()
                 finally:
@@ -103,30 +99,18 @@ class SocketChannel(Channel):
                 await self._yield()
 
     def _receive_ahead(self) -> None:
-        """Fill the empty read-ahead buffer. Raises BlockingIOError if it would have to wait."""
-        count = self._receive_some(self._ahead)
+        """Receive behind the bytes of the read-ahead buffer. Raises BlockingIOError if it would have to wait."""
+        if self._begin:
+            rest = self._end - self._begin
+            self._ahead[:rest] = bytes(self.ahead()) if rest else b""
+            self._begin, self._end = 0, rest
+        if self._end == len(self._ahead):
+            larger = memoryview(bytearray(AHEAD))
+            larger[: self._end], self._ahead = self._ahead, larger
+        count = self._receive_some(self._ahead[self._end :])
         if count == 0:
             raise ConnectionResetError(errno.ECONNRESET, GONE)
-        self._begin, self._end = 0, count
-
-    def arrived(self, size: int, memory: memoryview) -> memoryview | None:
-        ahead = self.ahead()
-        if size <= len(ahead):
-            return ahead[:size]
-        if size > len(memory) or not self.can_lend:
-            return None
-        fcntl.ioctl(self._live(), termios.FIONREAD, self._waiting)
-        if len(ahead) + int.from_bytes(self._waiting, sys.byteorder) < size:
-            return None
-        memory[: len(ahead)] = ahead
-        at = len(ahead)
-        self._begin = self._end = 0
-        while at < size:
-            count = self._receive_some(memory[at:size])
-            if count == 0:
-                raise ConnectionResetError(errno.ECONNRESET, GONE)
-            at += count
-        return memory[:size]
+        self._end += count
 
     def ahead(self) -> memoryview:
         return self._ahead[self._begin : self._end]
@@ -134,59 +118,22 @@ class SocketChannel(Channel):
     def skip(self, count: int) -> None:
         self._begin += count
 
-    @property
-    def can_lend(self) -> bool:
-        return True
+    def sender(self, *parts: Bytes) -> Callable[[], list[memoryview]]:
+        views, connection = [as_bytes(part) for part in parts], self._live().dup()
 
-    @contextlib.asynccontextmanager
-    async def lend(self) -> AsyncIterator[None]:
-        self._live()
-        if self._watched:
-            self._watched = False
-            self._loop.remove_reader(self._fd)
-        if len(self._ahead) < AHEAD_LENT:
-            rest, self._ahead = self.ahead(), memoryview(bytearray(AHEAD_LENT))
-            self._ahead[: len(rest)] = rest
-            self._begin, self._end = 0, len(rest)
-        self._lent = self._loop.create_future()
-        try:
-            yield
-        finally:
-            self._lent.set_result(None)
-            self._lent = None
+        def send() -> list[memoryview]:
+            waiter = select.poll()
+            with connection, contextlib.suppress(OSError):  # `send` meets it, too
+                waiter.register(connection, select.POLLOUT)
+                while views:
+                    try:
+                        drop_sent(views, connection.sendmsg(views[:MOST_PARTS]))
+                    except (BlockingIOError, InterruptedError):
+                        if not waiter.poll(_LITTLE):
+                            break
+            return views
 
-    def receive_more(self) -> bool:
-        if self._begin == self._end:
-            self._begin = self._end = 0
-        elif self._end == len(self._ahead):
-            rest = bytes(self.ahead())
-            self._ahead[: len(rest)] = rest
-            self._begin, self._end = 0, len(rest)
-        if self._end == len(self._ahead):
-            return False
-        while True:
-            try:
-                count = self._receive_some(self._ahead[self._end :])
-            except (BlockingIOError, InterruptedError):
-                self._poll(select.POLLIN)
-                continue
-            if count == 0:
-                raise ConnectionResetError(errno.ECONNRESET, GONE)
-            self._end += count
-            return True
-
-    def wait_to_send(self) -> None:
-        self._poll(select.POLLOUT)
-
-    def interrupt(self) -> None:
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-
-    def _poll(self, event: int) -> None:
-        waiter = select.poll()
-        waiter.register(self._live(), event)
-        waiter.poll()
+        return send
 
     def _send_some(self, views: list[memoryview]) -> int:
         """Send at least one byte; returns the number. Raises BlockingIOError if it would have to wait."""
@@ -206,7 +153,7 @@ class SocketChannel(Channel):
                 if count == len(view):
                     return
                 view = view[count:]
-            if len(view) < AHEAD:
+            if len(view) < _PIECE:
                 self._begin, self._end = 0, await self._receive(self._ahead)
             else:
                 count = await self._receive(view)
@@ -241,21 +188,12 @@ class SocketChannel(Channel):
         connection, self._socket = self._socket, None
         if connection is None:
             return
-        if self._lent is not None:
-            with contextlib.suppress(OSError):
-                connection.shutdown(
-                    socket.SHUT_RDWR
-                )  # a thread that waits goes on, and finds the connection closed
-        try:
-            if self._lent is not None:
-                await asyncio.wait([self._lent])
-        finally:
-            self._loop.remove_reader(self._fd)
-            self._loop.remove_writer(self._fd)
-            for waiter in (self._reading, self._writing):
-                if waiter is not None and not waiter.done():
-                    waiter.set_exception(_closed())
-            connection.close()
+        self._loop.remove_reader(self._fd)
+        self._loop.remove_writer(self._fd)
+        for waiter in (self._reading, self._writing):
+            if waiter is not None and not waiter.done():
+                waiter.set_exception(_closed())
+        connection.close()
 
     def _live(self) -> socket.socket:
         if self._socket is None:
@@ -295,11 +233,10 @@ class SocketChannel(Channel):
 
     def _goes_on(self, at_once: Callable[[], bool]) -> bool:
         """Receive, and call `at_once`; whether the waiting task is to wait for more."""
-        if self._begin == self._end:
-            try:
-                self._receive_ahead()
-            except (BlockingIOError, InterruptedError):
-                return True
+        try:
+            self._receive_ahead()
+        except (BlockingIOError, InterruptedError):
+            return True
         self._ended = not at_once()
         return not self._ended
 

@@ -1,11 +1,14 @@
-"""The windows that a reader requests from a table on another node, and the byte layout of a reply."""
+"""What a reader requests from a table on another node, windows or spans of steps, and the byte layout of a reply."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
 
 from gear_loader.collection.windows import in_schema_order, mask_of, source_of
 from gear_loader.errors import SchemaError, TransportError
@@ -19,11 +22,13 @@ from gear_loader.transport.message_schema import (
     round_up,
     shown,
 )
+from gear_loader.utils.arrays import Array
 
-__all__ = ["MOST_TABLE_NAME", "Piece", "WindowSpec", "read_json"]
+__all__ = ["MOST_TABLE_NAME", "PackedSpec", "Piece", "Span", "Spec", "WindowSpec", "read_spec"]
 
 MOST_TABLE_NAME = 128
 """Most characters of a table's name, as `gear_loader.storage.shared_memory` has it."""
+_MOST_STEP = 1 << 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +46,55 @@ class Piece:
     row_bytes: int
 
 
-class WindowSpec:
+class Span(NamedTuple):
+    """One column of a packed reply: the bytes of its values, contiguous.
+
+    Attributes:
+        name: of the values in the batch. offset: bytes from the start of the reply, a multiple of 128.
+        step_bytes: bytes of a value. once: whether it has one value for each row; else one for each step.
+    """
+
+    name: str
+    offset: int
+    step_bytes: int
+    once: bool
+
+
+class Spec(abc.ABC):
+    """A request for rows of a table. A reply has data, then `status`, uint8 [n]: SERVED or GONE.
+
+    A row is GONE if its slot had no live trajectory of its generation when the read began; its bytes are zeros.
+
+    Attributes:
+        table: name of the table on its node. schema: the columns that the reader expects.
+    """
+
+    SERVED, GONE = 0, 1
+    FIELDS: ClassVar[int]
+    """Numbers by which a FETCH names a row."""
+    KEY: ClassVar[str]
+    """Of the entries in the JSON of a spec."""
+    FORMS: ClassVar[str]
+    """Of an entry, for errors."""
+    table: str
+    schema: Schema
+
+    @abc.abstractmethod
+    def _entries(self) -> list[list[Any]]:
+        """The names and what is read for them, as JSON."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def _entry(values: list[Any]) -> Any:
+        """What is read for a name, of the values after it. Raises SchemaError, TypeError or IndexError."""
+
+    def to_bytes(self) -> bytes:
+        """Serialize as JSON."""
+        fields = {"table": self.table, "columns": self.schema.to_json(), self.KEY: self._entries()}
+        return json.dumps(fields, separators=(",", ":")).encode()
+
+
+class WindowSpec(Spec):
     """Windows of a table's columns.
 
     The data of a reply that serves n rows::
@@ -51,8 +104,7 @@ class WindowSpec:
 
     Columns are in the order of the schema; there is one mask for each distinct `mask_of`, in the order of the columns.
     Columns per trajectory have no mask, and the window that `gear_loader.collection.windows` gives them.
-    Padding is placed and filled as `Window.pad` says; masks are bool [n, length]. A row is GONE if its slot had no live
-    trajectory of its generation when the read began; its bytes are zeros.
+    Padding is placed and filled as `Window.pad` says; masks are bool [n, length].
 
     Args:
         table: name of the table on its node.
@@ -67,9 +119,8 @@ class WindowSpec:
         SchemaError: no windows, a window of an unknown column, or rows of 2**40 or more bytes.
     """
 
-    SERVED, GONE = 0, 1
-    FIELDS = 3
-    """Numbers by which a FETCH names a row: slot, anchor, generation."""
+    FIELDS = 3  # slot, anchor, generation
+    KEY, FORMS = "windows", "[name, length, offset, pad] or [name, length, offset, pad, column]"
 
     def __init__(self, table: str, schema: Schema, windows: Mapping[str, Window]) -> None:
         sources = {name: source_of(name, window) for name, window in windows.items()}
@@ -121,66 +172,142 @@ class WindowSpec:
         """Bytes of a reply with n rows: data and status, rounded up to a multiple of 128."""
         return self.data_bytes(n) + round_up(n)
 
-    # ---------------------------------------------------------------- on the wire
+    def _entries(self) -> list[list[Any]]:
+        return [
+            [name, *each.span, *([] if each.column is None else [each.column])]
+            for name, each in self.windows.items()
+        ]
 
-    def to_bytes(self) -> bytes:
-        """Serialize as JSON."""
-        fields = {
-            "table": self.table,
-            "columns": self.schema.to_json(),
-            "windows": [
-                [name, *each.span, *([] if each.column is None else [each.column])]
-                for name, each in self.windows.items()
-            ],
-        }
-        return json.dumps(fields, separators=(",", ":")).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> WindowSpec:
-        """Parse and validate a spec from an untrusted source.
-
-        Raises:
-            TransportError: invalid spec; the message names the field.
-        """
-        fields = read_json(data)
-        if not isinstance(fields, dict) or set(fields) != {"table", "columns", "windows"}:
-            raise TransportError(f"A spec has {kind_of(fields)}; expected table, columns and windows.")
-        table = fields["table"]
-        if not isinstance(table, str) or not 1 <= len(table) <= MOST_TABLE_NAME:
-            raise TransportError(f"A spec has {shown(table)} as table; expected the name of one.")
-        schema = read_schema(fields["columns"])
-        rows = fields["windows"]
-        if not isinstance(rows, list) or not 1 <= len(rows) <= MAX_COLUMNS:
-            raise TransportError(
-                f"A spec has {kind_of(rows)} as windows; expected a list of 1 to {MAX_COLUMNS:,}."
-            )
-        windows: dict[str, Window] = {}
-        for i, row in enumerate(rows):
-            named = isinstance(row, list) and len(row) in (4, 5) and isinstance(row[0], str)
-            if not named or row[0] in windows:
-                raise TransportError(
-                    f"A spec has {shown(row)} as windows[{i}]; expected [name, length, offset, pad] or "
-                    "[name, length, offset, pad, column], each name once."
-                )
-            try:
-                windows[row[0]] = Window(*row[1:])
-            except (SchemaError, TypeError) as error:
-                raise TransportError(f"windows[{i}] of a spec: {shown(str(error))}") from None
-        try:
-            return cls(table, schema, windows)
-        except SchemaError as error:
-            raise TransportError(f"A spec's windows: {shown(str(error))}") from None
+    @staticmethod
+    def _entry(values: list[Any]) -> Window:
+        if len(values) not in (3, 4):
+            raise IndexError
+        return Window(*values)
 
 
-def read_json(data: bytes) -> Any:
-    """Parse the JSON of a spec from an untrusted source.
+class PackedSpec(Spec):
+    """Columns of spans of steps.
+
+    The data of a reply that serves n rows of `total` steps together::
+
+        column, column, ...,  each uint8 [total, step_bytes], of a column per trajectory uint8 [n, step_bytes], from a
+                              multiple of 128 bytes on
+        status                uint8 [n]: SERVED or GONE, from `data_bytes` on
+
+    A row is GONE, too, if its trajectory has not all of its steps.
+
+    Args:
+        table: name of the table on its node.
+        schema: the columns that the reader expects.
+        columns: name in the batch -> column, at least one of them with steps.
+
+    Attributes:
+        table, schema, columns: as given.
+        step_bytes: bytes of one step in all columns. row_bytes: bytes of one row in columns per trajectory.
 
     Raises:
-        TransportError: it is too long, or no JSON.
+        SchemaError: an unknown column, or none with steps.
+    """
+
+    FIELDS = 4  # slot, first step, generation, number of steps
+    KEY, FORMS = "packed", "[name, column]"
+
+    def __init__(self, table: str, schema: Schema, columns: Mapping[str, str]) -> None:
+        known = [schema[column] for column in columns.values() if column in schema]
+        if len(known) < len(columns) or all(column.trajectory for column in known):
+            raise SchemaError(
+                f"Spans of the columns {list(columns.values())} were asked for; expected some of {list(schema)}, at "
+                "least one of them with steps."
+            )
+        self.table, self.schema, self.columns = table, schema, dict(columns)
+        self._sizes = [
+            (name, schema[column].step_bytes, schema[column].trajectory) for name, column in columns.items()
+        ]
+        self.step_bytes = sum(size for _, size, once in self._sizes if not once)
+        self.row_bytes = sum(size for _, size, once in self._sizes if once)
+
+    def __repr__(self) -> str:
+        return f"PackedSpec({self.table!r}, {self.columns!r})"
+
+    def spans(self, n: int, total: int) -> list[Span]:
+        """Where the columns of a reply of n rows and `total` steps lie."""
+        found, offset = [], 0
+        for name, size, once in self._sizes:
+            found.append(Span(name, offset, size, once))
+            offset += round_up((n if once else total) * size)
+        return found
+
+    def data_bytes(self, n: int, total: int) -> int:
+        """Bytes of the columns of n rows and `total` steps, a multiple of 128; offset of the status."""
+        return sum(round_up((n if once else total) * size) for _, size, once in self._sizes)
+
+    def reply_bytes(self, n: int, total: int) -> int:
+        """Bytes of a reply: data and status, rounded up to a multiple of 128."""
+        return self.data_bytes(n, total) + round_up(n)
+
+    def check_rows(self, firsts: Array, counts: Array) -> int:
+        """Check the spans of a FETCH from an untrusted source, int64 [n] each; return their steps together.
+
+        Raises:
+            TransportError: a number out of bounds.
+        """
+        for name, values in (("first steps", firsts), ("numbers of steps", counts)):
+            if len(values) and (values.min() < 0 or values.max() > _MOST_STEP):
+                bad = int(np.flatnonzero((values < 0) | (values > _MOST_STEP))[0])
+                raise TransportError(
+                    f"The {name} have {values[bad]} at place {bad}; expected a number from 0 to 2**40."
+                )
+        return int(counts.sum())
+
+    def _entries(self) -> list[list[Any]]:
+        return [[name, column] for name, column in self.columns.items()]
+
+    @staticmethod
+    def _entry(values: list[Any]) -> str:
+        if len(values) != 1 or not isinstance(values[0], str):
+            raise IndexError
+        return values[0]
+
+
+def read_spec(data: bytes) -> WindowSpec | PackedSpec:
+    """Parse and validate a spec from an untrusted source.
+
+    Raises:
+        TransportError: invalid spec; the message names the field.
     """
     if len(data) > MAX_SPEC_BYTES:
         raise TransportError(f"A spec has {len(data):,} bytes; expected at most {MAX_SPEC_BYTES:,}.")
     try:
-        return json.loads(bytes(data).decode("utf-8"))
+        fields = json.loads(bytes(data).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise TransportError(f"A spec is not JSON ({shown(str(error))}); expected an object.") from None
+    names = set(fields) if isinstance(fields, dict) else set()
+    kinds = [kind for kind in (WindowSpec, PackedSpec) if names == {"table", "columns", kind.KEY}]
+    if not kinds:
+        raise TransportError(
+            f"A spec has {kind_of(fields)}; expected table, columns and windows, or packed in place of windows."
+        )
+    (kind,), table = kinds, fields["table"]
+    if not isinstance(table, str) or not 1 <= len(table) <= MOST_TABLE_NAME:
+        raise TransportError(f"A spec has {shown(table)} as table; expected the name of one.")
+    schema, rows = read_schema(fields["columns"]), fields[kind.KEY]
+    if not isinstance(rows, list) or not 1 <= len(rows) <= MAX_COLUMNS:
+        raise TransportError(
+            f"A spec has {kind_of(rows)} as {kind.KEY}; expected a list of 1 to {MAX_COLUMNS:,}."
+        )
+    entries: dict[str, Any] = {}
+    for i, row in enumerate(rows):
+        try:
+            if not isinstance(row, list) or not isinstance(row[0], str) or row[0] in entries:
+                raise IndexError
+            entries[row[0]] = kind._entry(row[1:])
+        except IndexError:
+            raise TransportError(
+                f"A spec has {shown(row)} as {kind.KEY}[{i}]; expected {kind.FORMS}, each name once."
+            ) from None
+        except (SchemaError, TypeError) as error:
+            raise TransportError(f"{kind.KEY}[{i}] of a spec: {shown(str(error))}") from None
+    try:
+        return kind(table, schema, entries)
+    except SchemaError as error:
+        raise TransportError(f"A spec's {kind.KEY}: {shown(str(error))}") from None

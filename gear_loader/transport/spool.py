@@ -16,9 +16,9 @@ import numpy as np
 
 from gear_loader.errors import GearError, PeerTimeoutError, TransportError
 from gear_loader.storage.schema import Schema
+from gear_loader.transport.change_messages import MOST_PART
 from gear_loader.transport.delivery import Delivery
-from gear_loader.transport.part_message import MOST_PART
-from gear_loader.transport.trajectory_rows import Rows
+from gear_loader.transport.store_message import Rows
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import Condition, uninterrupted
 from gear_loader.utils.waiting import Backoff

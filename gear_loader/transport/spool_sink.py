@@ -87,6 +87,7 @@ class SpoolSink:
             0, {}, []
         )  # columns uint8 [n, room, step_bytes]; of a single lane without the n
         self._following: Episode | None = None  # while a chunk is cut
+        self._waited = 0  # steps of the only lane's trajectory for which the spool has had room
         self._episodes = [Episode() for _ in range(count)]
 
     def check_chunks(self, chunk: int, overlap: int) -> None:
@@ -115,8 +116,11 @@ class SpoolSink:
     def add(self, rows: _Steps, first: int, count: int, given: Given) -> int:
         try:
             inside = int(self.lanes[0, LANE_STEPS] - self._before[0])
+            first_part = inside + min(count, max(1, self._spool.piece_steps - inside))
+            if inside + count > self._room:
+                self._wait_for(count, max(inside + count, self._grown(first_part)) - self._room)
             if inside >= self._room:
-                self._make_room(inside + min(count, max(1, self._spool.piece_steps - inside)))
+                self._make_room(first_part, waits=False)
             count = min(count, self._room - inside)
             for name, values in self._buffer.piece.items():
                 values[inside : inside + count] = rows.columns[name][first : first + count]
@@ -129,6 +133,25 @@ class SpoolSink:
             self.abort(self._everyone)  # how far the call has come is not known
             raise
         return count
+
+    def _wait_for(self, count: int, room: int) -> None:
+        """Before `count` steps are added, wait until the spool has room for so many, and for the chunk after them.
+
+        So a call that appends several steps times out before it has taken the first one.
+        """
+        steps = int(self.lanes[0, LANE_STEPS]) + count
+        if steps <= self._waited:
+            return
+        cut = steps == self.chunk and self.overlap
+        following = self._common_room(self.overlap) if cut else 0
+        self._following = episode = Episode()
+        try:
+            self._spool.reserve(episode, (room + following) * self._step_bytes)
+            self._spool.hold(episode, following * self._step_bytes)
+        finally:
+            if not episode.size:
+                self._following = None
+        self._waited = steps
 
     def add_rows(self, rows: _Steps, acting: Array | None, ending: Array | None, given: Given) -> bool:
         chosen = self._everyone if acting is None else np.flatnonzero(acting)
@@ -158,31 +181,37 @@ class SpoolSink:
             return self._buffer.piece
         return {name: values[None] for name, values in self._buffer.piece.items()}
 
-    def _make_room(self, steps: int) -> None:
-        """Make the buffer large enough for so many steps of each lane.
+    def _make_room(self, steps: int, *, waits: bool = True) -> None:
+        """Make the buffer large enough for so many steps of each lane, and wait until the spool has room for it.
 
         Raises:
             PeerTimeoutError: the spool is full. Any error of `Spool.check`.
         """
         if steps <= self._room:
             return
-        most = max(steps, min(self._spool.piece_steps, self.most))
-        room = min(max(2 * self._room, steps, _FIRST), most)
+        room = self._grown(steps)
         taken = self._spool.take_buffer(steps, room) if self._alone else None
         room = room if taken is None else taken.steps
         holder: Account = self._episodes[0] if self._alone else self._account
         size = (room - self._room) * self._step_bytes * len(self.lanes)
-        self._spool.reserve(holder, holder.size + size)
+        (self._spool.reserve if waits else self._spool.hold)(holder, holder.size + size)
         self._held += 0 if self._alone else size
-        buffer = taken
-        if buffer is None:
-            lead = (room,) if self._alone else (len(self.lanes), room)
-            columns = self._steps.items()
-            piece = {name: np.empty((*lead, column.step_bytes), np.uint8) for name, column in columns}
-            buffer = Buffer(room, piece, [])
+        buffer = self._new_buffer(room) if taken is None else taken
         for name, values in self._buffer.piece.items() if self._room else ():
             buffer.piece[name][..., : self._room, :] = values
         self._buffer, self._room = buffer, room
+
+    def _new_buffer(self, room: int) -> Buffer:
+        lead = (room,) if self._alone else (len(self.lanes), room)
+        columns = self._steps.items()
+        return Buffer(
+            room, {name: np.empty((*lead, each.step_bytes), np.uint8) for name, each in columns}, []
+        )
+
+    def _grown(self, steps: int) -> int:
+        """Steps of each lane that a buffer for so many is made for."""
+        most = max(steps, min(self._spool.piece_steps, self.most))
+        return min(max(2 * self._room, steps, _FIRST), most)
 
     def _end_piece(self, lane: int, count: int) -> None:
         """Move `count` rows in the buffer to the trajectory of a lane."""
@@ -211,8 +240,10 @@ class SpoolSink:
         self._make_room(max(int(inside.max()) + (last is not None), 0 if self._alone else overlap + 1))
         if not self._alone:
             size = int((inside + 1).sum()) * self._step_bytes
-            self._spool.reserve(self._account, self._held + size)
-        elif overlap and whole[0] and not ending[0]:
+            # A final step after a chunk that the same call has cut is not waited for: the call could not be repeated.
+            waits = (self.lanes[chosen, LANE_STEPS] > self.lanes[chosen, LANE_COMMON]).any()
+            (self._spool.reserve if waits else self._spool.hold)(self._account, self._held + size)
+        elif overlap and whole[0] and not ending[0] and self._following is None:
             self._following = Episode()
             self._spool.reserve(self._following, self._common_room(overlap) * self._step_bytes)
         for lane, count, cut in zip(chosen.tolist(), inside.tolist(), whole.tolist(), strict=True):
@@ -250,18 +281,14 @@ class SpoolSink:
     def _begin(self, lane: int, common: Piece, count: int) -> None:
         """Begin another trajectory, with the last `count` steps of the one before."""
         self._episodes[lane], self._following = self._following or Episode(), None
-        self._before[lane] = 0
+        self._before[lane] = self._waited = 0
         self.lanes[lane] = EMPTY_LANE
         if not count:
             return
         if self._alone:
             room = self._common_room(count)
-            buffer = self._spool.take_buffer(room, room)
-            if buffer is None:
-                columns = self._steps.items()
-                piece = {name: np.empty((room, column.step_bytes), np.uint8) for name, column in columns}
-                buffer = Buffer(room, piece, [])
-            self._buffer, self._room = buffer, room
+            self._buffer = self._spool.take_buffer(room, room) or self._new_buffer(room)
+            self._room = room
         for name, values in self._matrix().items():
             values[lane, :count] = common[name]
         self.lanes[lane, LANE_STEPS] = self.lanes[lane, LANE_COMMON] = count
@@ -279,7 +306,7 @@ class SpoolSink:
     def abort(self, chosen: Array) -> None:
         for lane in chosen.tolist():
             self._release(lane)
-            self._before[lane] = 0
+            self._before[lane] = self._waited = 0
             self.lanes[lane] = EMPTY_LANE
             self._episodes[lane], self._following = Episode(), None
         if self._alone or len(chosen) == len(self.lanes):

@@ -1,4 +1,4 @@
-"""The message STORE: trajectories to be added to a table."""
+"""The message STORE: trajectories to be added to a table, as checked bytes."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import functools
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gear_loader.errors import TransportError
 from gear_loader.storage.schema import Schema
-from gear_loader.transport.channel import Bytes
-from gear_loader.transport.message_schema import ALIGNMENT, MAX_SPEC_BYTES, padding, read_schema, round_up
-from gear_loader.transport.wire import MAX_TEXT, Fields, Limits, PartsMissingError, ProtocolError, pack_text
+from gear_loader.transport import wire_messages as messages
+from gear_loader.transport.channel import Bytes, as_bytes
+from gear_loader.transport.message_schema import ALIGNMENT, padding, read_schema, round_up
+from gear_loader.transport.wire import Fields, Limits, PartsMissingError, ProtocolError, pack_text
 from gear_loader.utils.arrays import Array
 
-__all__ = ["One", "OneStore", "Store", "step_places"]
+__all__ = ["One", "OneStore", "Rows", "Stacked", "Store", "bulk_parts", "contiguous", "step_places"]
 
-_FINALS, _AGAIN, _PARTS = 1, 2, 4  # flags
+_FINALS = 1  # flag
 _REMEMBERED_BYTES = 1 << 13  # of a schema that is remembered
 # Of one trajectory: n, flags, its length, id and priority, its final steps if bit 0 of the flags is set, and wait.
 _ONE, _ONE_FINAL = struct.Struct("<IIqqfI"), struct.Struct("<IIqqfqI")
@@ -32,6 +33,48 @@ def _schema_of(text: bytes) -> Schema:
 
 
 _known_schema = functools.lru_cache(maxsize=64)(_schema_of)
+
+
+class Rows(NamedTuple):
+    """A checked trajectory.
+
+    Attributes:
+        length: number of rows. pieces: its steps, column name -> uint8 [rows, step_bytes] for consecutive ones.
+        once: column per trajectory -> uint8 [1, step_bytes].
+    """
+
+    length: int
+    pieces: Sequence[Mapping[str, Array]]
+    once: Mapping[str, Array]
+
+    @classmethod
+    def of(cls, schema: Schema, trajectory: Mapping[str, Any], what: str) -> Rows:
+        """A trajectory as bytes, after its checks; `what` names it in errors."""
+        length, arrays = schema.validate(trajectory, what=what)
+        return cls(length, [arrays], arrays)
+
+
+class Stacked(NamedTuple):
+    """Checked trajectories of stacked arrays; trajectory i is the first ``lengths[i]`` steps of row i.
+
+    Attributes:
+        lengths: int64 [n]. columns: column name -> uint8 [n, T, step_bytes], or [n, 1, step_bytes] of columns per
+            trajectory; contiguous.
+    """
+
+    lengths: Array
+    columns: Mapping[str, Array]
+
+    def part(self, low: int, high: int) -> Stacked:
+        """Trajectories `low` to `high`."""
+        return Stacked(self.lengths[low:high], {name: each[low:high] for name, each in self.columns.items()})
+
+    def steps(self, name: str) -> Array:
+        """The steps of a column, one trajectory after another, uint8 [steps, step_bytes]: a view if all are as long."""
+        values = self.columns[name]
+        if (self.lengths == values.shape[1]).all():
+            return values.reshape(-1, values.shape[2])
+        return values[np.arange(values.shape[1]) < self.lengths[:, None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,31 +124,23 @@ class Store:
         at, size = self.columns[-1]
         return at + round_up(size)
 
-    @property
-    def _flags(self) -> int:
-        finals = self.has_finals * _FINALS
-        return finals | self.again * _AGAIN | (_PARTS if self.parts else 0)
-
     def pack(self) -> bytes:
         """Serialize."""
-        return b"".join(
-            (
-                struct.pack("<II", len(self.lengths), self._flags),
-                self.lengths.astype("<i8").tobytes(),
-                self.ids.astype("<i8").tobytes(),
-                self.priorities.astype("<f4").tobytes(),
-                self.finals.astype("<i8").tobytes() if self.has_finals else b"",
-                struct.pack("<I", self.wait),
-                struct.pack("<IQ", self.parts, self.before) if self.parts else b"",
-                pack_text(self.table),
-                self.schema.json_bytes,
-            )
+        return messages.STORE.pack(
+            n=len(self.lengths),
+            lengths=self.lengths,
+            ids=self.ids,
+            priorities=self.priorities,
+            finals=self.finals,
+            has_finals=self.has_finals,
+            again=self.again,
+            has_parts=self.parts > 0,
+            parts=self.parts,
+            before=self.before,
+            wait=self.wait,
+            table=self.table,
+            schema=self.schema.json_bytes,
         )
-
-    @classmethod
-    def most(cls, limits: Limits) -> int:
-        """Largest size of the small part."""
-        return 12 + 28 * limits.rows + 12 + 2 + MAX_TEXT + MAX_SPEC_BYTES
 
     @classmethod
     def parse(cls, small: Bytes, bulk: int, limits: Limits) -> Store:
@@ -117,24 +152,13 @@ class Store:
         Raises:
             ProtocolError: invalid field; the message names it.
         """
-        fields = Fields(small, "STORE")
-        n = fields.number(4, "n")
-        if n > limits.rows:
-            raise ProtocolError(
-                f"n of a message STORE is {n:,}; at most {limits.rows:,} trajectories are taken."
-            )
-        flags = fields.number(4, "flags")
-        if flags > _FINALS | _AGAIN | _PARTS or (flags & _PARTS and n != 1):
-            raise ProtocolError(
-                f"flags of a message STORE of {n:,} trajectories is {flags}; expected at most "
-                f"{_FINALS | _AGAIN | _PARTS}, and {_PARTS} of one trajectory only."
-            )
-        lengths, ids = fields.array(n, "<i8", "lengths"), fields.array(n, "<i8", "ids")
-        priorities = fields.array(n, "<f4", "priorities")
-        finals = fields.array(n, "<i8", "finals") if flags & _FINALS else np.zeros(n, dtype=np.int64)
-        wait = fields.number(4, "wait")
-        parts, before = (fields.number(4, "parts"), fields.number(8, "rows")) if flags & _PARTS else (0, 0)
-        if bool(parts) != bool(before) or bool(parts) != bool(flags & _PARTS) or before > limits.store_bytes:
+        found = messages.STORE.parse(small, limits)
+        n, lengths = found.n, found.lengths
+        if found.has_parts and n != 1:
+            raise ProtocolError(f"A message STORE of {n:,} trajectories has parts; expected one trajectory.")
+        finals = np.zeros(n, dtype=np.int64) if found.finals is None else found.finals
+        parts, before = found.parts or 0, found.before or 0
+        if bool(parts) != bool(before) or bool(parts) != found.has_parts or before > limits.store_bytes:
             raise ProtocolError(
                 f"A message STORE has {before:,} rows in {parts:,} parts; expected rows in each part."
             )
@@ -148,19 +172,17 @@ class Store:
                 f"lengths of a message STORE has a number outside of {max(before, 1):,} to {before + bulk:,}, the "
                 "bytes of the bulk part and the rows before it."
             )
-        if flags & _FINALS and n and (finals.min() < 0 or (finals >= np.minimum(lengths, 2)).any()):
+        if n and (finals.min() < 0 or (finals >= np.minimum(lengths, 2)).any()):
             raise ProtocolError(
                 "finals of a message STORE has a number other than 0 and 1, or a trajectory has no other row."
             )
-        table = fields.text("table", 128)
         try:
-            text = bytes(fields.rest())
+            text = bytes(found.schema)
             schema = (_known_schema if len(text) <= _REMEMBERED_BYTES else _schema_of)(text)
         except (ValueError, RecursionError):
             raise ProtocolError("schema of a message STORE is not JSON.") from None
-        store = cls(
-            table, schema, lengths, ids, priorities, finals, bool(flags & _AGAIN), parts, before, wait
-        )
+        rows = lengths, found.ids, found.priorities, finals
+        store = cls(found.table, schema, *rows, found.again, parts, before, found.wait)
         if float(before) * schema.step_bytes > limits.store_bytes - bulk:
             raise ProtocolError(
                 f"The trajectory of a message STORE has {before:,} rows in parts and {bulk:,} bytes; at most "
@@ -322,3 +344,32 @@ def step_places(schema: Schema, rows: int) -> tuple[dict[str, tuple[int, int]], 
         places[name] = at, size
         at += round_up(size)
     return places, at
+
+
+def bulk_parts(request: Store, rows: Sequence[Rows] | Stacked) -> list[Bytes | bytes]:
+    """The bulk part of a STORE in pieces: the memory of the trajectories where possible, and zeros behind the columns.
+
+    Args:
+        request: the small part. rows: its trajectories; of one with `Store.parts`, all pieces.
+    """
+    parts: list[Bytes | bytes] = []
+    for (name, column), (_, size) in zip(request.schema.items(), request.columns, strict=True):
+        if isinstance(rows, Stacked):
+            parts.append(rows.columns[name] if column.trajectory else rows.steps(name))
+        elif column.trajectory:
+            parts += [each.once[name] for each in rows]
+        else:
+            parts += [piece[name] for each in rows for piece in each.pieces[request.parts :]]
+        if zeros := padding(size):
+            parts.append(zeros)
+    return parts
+
+
+def contiguous(parts: Sequence[Bytes | bytes], size: int) -> Array:
+    """The bytes of all pieces, one after another in new memory, uint8 [size]."""
+    data, at = np.empty(size, dtype=np.uint8), 0
+    for part in parts:
+        view = as_bytes(part)
+        data.data[at : at + len(view)] = view
+        at += len(view)
+    return data

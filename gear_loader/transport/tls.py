@@ -9,9 +9,10 @@ import errno
 import os
 import socket
 import ssl
+from collections.abc import Callable
 
 from gear_loader.errors import HandshakeError, TransportError
-from gear_loader.transport.channel import Bytes
+from gear_loader.transport.channel import Bytes, as_bytes
 from gear_loader.transport.socket import SocketCarrier, SocketChannel
 from gear_loader.transport.wire import MAGIC, Header, Kind, pack_text
 from gear_loader.utils.paths import local_path
@@ -82,6 +83,8 @@ class TlsChannel(SocketChannel):
         connection: the socket. context: of this side.
         host: of a client: the name or address of the server, which its certificate must have; None for a server.
     """
+
+    _calls_back = False  # the library may hold bytes of which the event loop knows nothing
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, host: str | None) -> None:
         super().__init__(connection)
@@ -156,9 +159,8 @@ class TlsChannel(SocketChannel):
             self._live().send(Header(Kind.REFUSE, 0, len(text), 0).pack() + text)  # into an empty buffer
             raise HandshakeError("The requester does not use TLS.")
 
-    @property
-    def can_lend(self) -> bool:
-        return False
+    def sender(self, *parts: Bytes) -> Callable[[], list[memoryview]]:
+        return lambda: [as_bytes(part) for part in parts]  # TLS is not sent and received by two threads
 
     async def send(self, *parts: Bytes) -> None:
         await self.begin()

@@ -14,50 +14,8 @@ separate message of the channel. All integers are little-endian::
              zero               20
              crc32          u32  4    of the 60 bytes before
 
-    text     u16 bytes, UTF-8
-
-    HELLO, CHALLENGE   small: library text, carrier text, nonce 32      requester, server
-    PROOF              small: HMAC 32                                   requester
-    WELCOME            small: HMAC 32, limits u64 x 4                   server
-    REFUSE             small: text; the sender closes                   either
-    OPEN               small: number u32, a `WindowSpec` or `PackedSpec` as JSON; replaces a spec of the same number
-    OPENED             small: number u32                                server
-    FETCH              small: number u32, n u32, slots, anchors, generations, each int64 [n]; of a `PackedSpec`: slots,
-                       first steps, generations, numbers of steps
-    REPLY              bulk: pieces and status, as `WindowSpec` or `PackedSpec` lays them out
-    STORE              small: n u32, flags u32, lengths int64 [n], ids int64 [n], priorities float32 [n],
-                       finals int64 [n] if bit 0 of the flags is set, wait u32, table text, schema as JSON; bit 1: the
-                       request is sent again, with the ids of the first time, because its answer did not arrive
-                       bit 2: parts u32 and rows u64 before the table; of the only trajectory, PART messages of this
-                       connection have brought the first rows
-                       wait: milliseconds that the server may wait for free space or the rate limiter
-                       bulk: column after column, each from a multiple of 128 bytes on: the steps of one trajectory
-                       after another
-    STORED             small: slots int64 [n]
-    PART               small: id i64, number u64, rows u64; the next steps of a trajectory that is stored later; it has
-                       no answer
-                       bulk: as that of STORE, of the columns that have steps
-    METADATA           small: name text, table text
-    DESCRIBED          bulk: bytes
-    ERROR              small: `CODES` u16, text; the connection stays open
-    BYE                the requester closes
-    BUSY               small: text; the server has no free connection, and closes    server
-    UPDATE             small: n u32, flags u32, slots int64 [n], generations int64 [n] if bit 0 of the flags is set,
-                       priorities float32 [n], table text; bit 1: a row of a removed trajectory is an error
-    UPDATED            small: number u64 of rows of removed trajectories, which were skipped
-    FILL               small: n u32, flags u32, id u64, slots int64 [n], generations int64 [n] (-1: any), lengths int64
-                       [n], table text, schema as JSON and names of the filled columns, as a list of both; bit 0: a row
-                       of a removed trajectory is an error; bit 1: the request is sent again, with the id of the first
-                       time
-                       bulk: column after column, each from a multiple of 128 bytes on: the steps of one trajectory
-                       after another, or a value of each
-    FILLED             small: as UPDATED
-    UNFILLED           small: n u32, table text, n names of late columns as texts; DESCRIBED answers it, with slots and
-                       generations, int64 [2, m]
-    ADVANCE            small: version u64, memory u64, id u64, flags u32, table text: raise the version of the policy by
-                       one, if it is this; bit 0 of the flags: the request is sent again, with the id of the first time
-    ADVANCED           small: version u64 of the policy, memory u64 of the server, done u32: 1 if the request has made
-                       it, else 0; a request from another memory changes nothing, unless it is sent again
+The module `wire_messages` declares their small parts. ERROR has `CODES` u16 and a text, and leaves the connection open;
+REFUSE, whose sender closes, and BUSY, of a server that has no free connection, have a text. BYE: the requester closes.
 
 HELLO, CHALLENGE, PROOF and WELCOME come first, in this order. Then the requester may send any number of requests
 without waiting; answers may arrive in any order, but those to FETCH and OPEN come in the order of these requests. There
@@ -207,10 +165,6 @@ class Limits:
                     f"{field.name} is {value!r}; expected a positive number within reasonable bounds."
                 )
 
-    def pack(self) -> bytes:
-        """The fields in WELCOME."""
-        return struct.pack("<4Q", self.rows, self.reply_bytes, self.store_bytes, self.specs)
-
 
 class Header(NamedTuple):
     """The header of a message."""
@@ -309,14 +263,14 @@ class Fields:
     def __init__(self, data: Bytes, what: str) -> None:
         self._data = as_bytes(data)
         self._at = 0
-        self._what = what
+        self.what = what
 
     def raw(self, count: int, name: str) -> memoryview:
         """Read `count` bytes."""
         left = len(self._data) - self._at
         if count > left:
             raise ProtocolError(
-                f"{name} of a message {self._what} takes {count:,} bytes; {left:,} are left of it."
+                f"{name} of a message {self.what} takes {count:,} bytes; {left:,} are left of it."
             )
         self._at += count
         return self._data[self._at - count : self._at]
@@ -330,12 +284,12 @@ class Fields:
         size = self.number(2, f"The length of {name}")
         if size > most:
             raise ProtocolError(
-                f"{name} of a message {self._what} has {size:,} bytes; expected at most {most:,}."
+                f"{name} of a message {self.what} has {size:,} bytes; expected at most {most:,}."
             )
         try:
             return str(self.raw(size, name), "utf-8")
         except UnicodeDecodeError as error:
-            raise ProtocolError(f"{name} of a message {self._what} is not UTF-8 ({error.reason}).") from None
+            raise ProtocolError(f"{name} of a message {self.what} is not UTF-8 ({error.reason}).") from None
 
     def array(self, count: int, dtype: str, name: str) -> Array:
         """Read `count` numbers, as a view."""
@@ -350,7 +304,7 @@ class Fields:
         """Check that no bytes remain."""
         left = len(self._data) - self._at
         if left:
-            raise ProtocolError(f"A message {self._what} has {left:,} bytes too many.")
+            raise ProtocolError(f"A message {self.what} has {left:,} bytes too many.")
 
 
 def pack_text(text: str, most: int = MAX_TEXT) -> bytes:

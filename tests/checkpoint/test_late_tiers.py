@@ -233,13 +233,13 @@ def test_what_is_filled_between_the_choice_and_the_lock_stays_in_memory(
         table.save(tmp_path)
         spiller = Spiller(table._engine.index, table._engine.region.layout, "newest", 3)
         monkeypatch.setattr(spiller, "missing", lambda: 40)
-        move = spiller._spill
+        move = table._engine.index.spill
 
         def late_spill(*given: Any) -> Any:
             table.fill(index, reward=np.float32(2.5))
             return move(*given)
 
-        monkeypatch.setattr(spiller, "_spill", late_spill)
+        monkeypatch.setattr(table._engine.index, "spill", late_spill)
         spiller.spill()
         assert float(table[index]["reward"]) == 2.5
         assert table._engine.num_spilled == 0

@@ -19,8 +19,8 @@ from tier_common import fitting, rows, spill, tiered
 import gear_loader as gear
 from gear_loader.errors import LockTimeoutError
 from gear_loader.storage.disk_copies import copies_of
-from gear_loader.transport.open_packed import OpenPacked
-from gear_loader.transport.packed_spec import PackedSpec
+from gear_loader.transport.queries import SpanQuery
+from gear_loader.transport.spec import PackedSpec
 from gear_loader.transport.table_cache import TableCache
 
 ONCE = gear.Uniform(replacement=False)
@@ -70,7 +70,7 @@ def test_damage_leaves_trajectories_out_of_their_batch(tmp_path: Path) -> None:
 
 def reply(spec: PackedSpec, tables: TableCache, asked: Any, *, on_disk: bool) -> Any:
     """The bytes with which a server answers a request, int64 [4, n]."""
-    opened = OpenPacked(spec, tables)
+    opened = SpanQuery(spec, tables)
     size = opened.reply_bytes(asked)
     out = np.full(size + 128, 7, dtype=np.uint8)
     out = out[-out.ctypes.data % 128 :][:size]

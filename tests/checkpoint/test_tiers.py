@@ -45,7 +45,7 @@ from gear_loader.storage import tier_counts, tier_state
 from gear_loader.storage.disk import Tier
 from gear_loader.storage.disk_copies import copies_of
 from gear_loader.storage.shared_memory import region_path
-from gear_loader.transport.open_query import OpenQuery
+from gear_loader.transport.queries import WindowQuery
 from gear_loader.transport.spec import WindowSpec
 from gear_loader.transport.table_cache import TableCache
 
@@ -484,7 +484,7 @@ def test_a_server_sends_rows_of_it(tmp_path: Path) -> None:
             generations[3] += 1
             replies = []
             for name in names:
-                opened = OpenQuery(
+                opened = WindowQuery(
                     WindowSpec(name, table.schema, {**WINDOWS, "task": task_window(table)}), tables
                 )
                 attached = opened.table()
@@ -499,7 +499,7 @@ def test_a_server_sends_rows_of_it(tmp_path: Path) -> None:
             assert replies[0] == replies[1]
             for file in tmp_path.glob("segments/*/wide.npy"):
                 os.truncate(file, 100)
-            again = OpenQuery(
+            again = WindowQuery(
                 WindowSpec(names[0], table.schema, {"wide": gear.Window(2)}), TableCache(names, 1.0)
             )
             out = np.full(again.spec.reply_bytes(30) + 128, 7, dtype=np.uint8)

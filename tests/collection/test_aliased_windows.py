@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import gear_loader as gear
-from gear_loader import distributed
 from gear_loader.collection.windows import windows_of
 from gear_loader.errors import SchemaError
-from gear_loader.transport.spec import WindowSpec
+from gear_loader.transport.spec import WindowSpec, read_spec
 
 SCHEMA = {"obs": gear.Column(torch.float32, (3,)), "reward": gear.Column(torch.float32)}
 TRANSITION = {
@@ -30,36 +29,6 @@ def filled(first: int) -> gear.Table:
     return table
 
 
-@pytest.mark.parametrize("shards", [False, True])
-def test_transitions(shards: bool) -> None:
-    tables = [filled(1000), filled(5000)]
-    source = distributed.Shards(tables) if shards else tables[0]
-    dataset = gear.ReplayDataset(source, windows=TRANSITION, batch_size=16, prefetch=0, seed=3)
-    batch = dataset.sample()
-    assert {name: tuple(batch[name].shape) for name in TRANSITION} == {
-        "reward": (16,),
-        "next_obs": (16, 3),
-        "obs": (16, 3),
-        "recent": (16, 4, 3),
-    }
-    mask = batch["mask"]
-    assert {name: tuple(mask[name].shape) for name in TRANSITION} == {
-        "reward": (16,),
-        "next_obs": (16,),
-        "obs": (16,),
-        "recent": (16, 4),
-    }
-    rewards = batch["reward"]
-    assert (batch["obs"] == torch.stack([rewards, -rewards, rewards], 1)).all()
-    following = torch.where(mask["next_obs"], rewards + 1, 0)
-    assert (batch["next_obs"] == torch.stack([following, -following, following], 1)).all()
-    assert mask["next_obs"].any()
-    assert not mask["next_obs"].all()
-    steps = rewards[:, None] + torch.arange(-3, 1)
-    assert (batch["recent"][..., 0] == torch.where(mask["recent"], steps, 0)).all()
-    assert (mask["recent"].sum(1) == torch.clamp(batch["anchor"] + 1, max=4)).all()
-
-
 def test_masks_by_name_where_all_windows_are_alike() -> None:
     windows = {"obs": gear.Window(1, squeeze=True), "again": gear.Window(1, column="obs", squeeze=True)}
     batch = gear.ReplayDataset(filled(0), windows=windows, batch_size=4, prefetch=0).sample()
@@ -71,7 +40,7 @@ def test_what_is_sent_to_servers() -> None:
     schema = filled(0).schema
     spec = WindowSpec("replay", schema, windows_of(schema, TRANSITION, None))
     assert list(spec.windows) == ["next_obs", "obs", "recent", "reward"]
-    read = WindowSpec.from_bytes(spec.to_bytes())
+    read = read_spec(spec.to_bytes())
     assert read.sources == spec.sources
     assert read.pieces(7) == spec.pieces(7)
     assert [piece.row_bytes for piece in spec.pieces(1)] == [12, 12, 48, 4, 1, 1, 4]

@@ -15,7 +15,9 @@ from table_common import forked, forks
 from waiting_common import wait_until
 
 from gear_loader import Column, Table, Window
-from gear_loader.collection.collector import Batch, Buffers, Collector
+from gear_loader.collection.batches import Batch
+from gear_loader.collection.buffers import Buffers
+from gear_loader.collection.collector import Collector, TableSource, collector_for
 from gear_loader.native import sharing, threads
 from gear_loader.storage.dtypes import torch_dtypes
 from gear_loader.storage.selected_rows import SelectedRows
@@ -63,7 +65,7 @@ def draw(table: Table, count: int, seed: int = 0) -> tuple[Array, Array, Array]:
 
 
 def collector(table: Table, windows: dict[str, Window], batch_size: int) -> Collector:
-    return Collector(table, windows, batch_size=batch_size, device=CPU)
+    return collector_for(TableSource(table), windows, batch_size=batch_size, device=CPU)
 
 
 def tensors(batch: Batch) -> Iterator[torch.Tensor]:
@@ -129,26 +131,6 @@ def test_one_window_for_every_dtype(table: Table, window: Window) -> None:
     check(table, windows, batch, rows)
 
 
-def test_a_window_for_each_column(table: Table) -> None:
-    windows = {
-        "float32": Window(20, -19),
-        "bool": Window(1),
-        "bfloat16": Window(8, -3, "head"),
-        "int64": Window(8, -3, "tail"),
-        "uint8": Window(20, -19),
-        "float64": Window(3, 40, "edge"),
-    }
-    gatherer = collector(table, windows, 33)
-    buffers = gatherer.buffers()
-    rows = draw(table, 33)
-    batch = collect(gatherer, rows, buffers)
-    check(table, windows, batch, rows)
-    # Columns with the same window share a mask, which is written once.
-    assert batch["mask"]["float32"] is batch["mask"]["uint8"]
-    assert batch["mask"]["bfloat16"] is not batch["mask"]["int64"]
-    assert sum(column.mask is not None for column in buffers.plan.columns) == 5
-
-
 @pytest.mark.parametrize("count", [0, 7])
 def test_fewer_rows_than_the_batch_has(table: Table, count: int) -> None:
     windows = {"float32": Window(5, -2), "int16": Window(3)}
@@ -192,8 +174,8 @@ def test_a_larger_batch_right_after_a_smaller_one() -> None:
     # The threads are still looking for work of the first batch while the second is being prepared. Straight to the
     # threads, and a look at the last byte of each row alone: what came late would have arrived in the meantime.
     rows = Rows(1 << 13, 64, 9)
-    columns = rows.buffers.plan.table.numpy()
-    index = (*rows.table._engine.reader().index_arrays(), 64, rows.collector._row_bytes)
+    columns = rows.buffers.columns_of(rows.table)
+    index = (*rows.table._engine.reader().index_arrays(), 64, rows.buffers.layout.row_bytes)
     ends, expected = rows.view[:, -1], np.arange(9, dtype=np.uint8)
     for number in range(200):
         ends[:] = 255
@@ -205,7 +187,7 @@ def test_a_larger_batch_right_after_a_smaller_one() -> None:
 def test_a_job_that_has_not_been_posted_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     # What a member would do that looks for work just then, between the writing of a job and its posting.
     rows = Rows(1 << 10, 8, 9)
-    columns, (extent, ids) = rows.buffers.plan.table.numpy(), rows.table._engine.reader().index_arrays()
+    columns, (extent, ids) = rows.buffers.columns_of(rows.table), rows.table._engine.reader().index_arrays()
     alone = threads._ThreadPool(0)
     post, seen = sharing.post, []
 

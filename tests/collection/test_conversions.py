@@ -68,18 +68,6 @@ def test_values_are_those_of_torch(table: gear.Table, layout: Any, size: int) ->
         assert torch.equal(batch["scaled"], batch["goal"] * (1 / 255))
 
 
-def test_whole_trajectories_are_converted(table: gear.Table) -> None:
-    data = gear.ReplayDataset(
-        table, batch_size=5, layout="packed", device="cpu", selector=gear.Fifo(False),
-        windows={"int32": gear.Whole(dtype=torch.int64), "x": gear.Whole("uint8", torch.bfloat16, 1 / 255)},
-    )  # fmt: skip
-    (batch,) = map(snapshot_of, data)
-    stored = [table[int(index)] for index in table.indices()]
-    assert torch.equal(batch["int32"], torch.cat([rows["int32"] for rows in stored]).long())
-    pixels = torch.cat([rows["uint8"] for rows in stored])
-    assert torch.equal(batch["x"], (pixels * (1 / 255)).bfloat16())
-
-
 def snapshot_of(batch: Any) -> dict[str, Any]:
     return snapshot({key: value for key, value in batch.items() if key != "max_seqlen"})
 

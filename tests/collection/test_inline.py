@@ -13,7 +13,7 @@ from dataset_common import copies, episode, make_table, named_table
 from options_common import nested
 
 import gear_loader as gear
-from gear_loader.collection.collector import Collector
+from gear_loader.collection import padded
 from gear_loader.errors import CorruptTableError, GearError
 from gear_loader.storage.counters import NUM_SAMPLED
 from gear_loader.storage.operations.view import READING
@@ -66,7 +66,7 @@ def test_it_is_the_batch_that_a_read_ticket_gives(name: str, monkeypatch: pytest
         inline = run(table, **SELECTORS[name])
     assert sum(calls) > 12
     calls.clear()
-    monkeypatch.setattr(Collector, "_gathers_inline", False)
+    monkeypatch.setattr(padded, "INLINE_BATCH_BYTES", -1)
     with make_table(**sizes) as table:
         plain = run(table, **SELECTORS[name])
     assert not calls

@@ -20,7 +20,7 @@ from options_common import nested, nested_table
 from tier_common import NEVER, spill
 
 import gear_loader as gear
-from gear_loader.collection.packed_sources import TableSources
+from gear_loader.collection.packed_cuda import PackedCuda
 
 played = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 SCHEMA = {
@@ -152,27 +152,6 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
 }
 
 
-@played
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("staged", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_batches_are_those_of_the_cpu(
-    on_cpu: OnCpu, name: str, other: bool, staged: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With and without records, and where the GPU cannot read the table."""
-    packed, options = CASES[name]
-    packed ^= other
-    with made_table(packed=packed) as table:
-        expected = batches(table, "cpu", **options)
-        if staged:
-            monkeypatch.setattr(type(table._engine.region), "pin", lambda *_, **__: False)
-            options = {**options, "prefetch": 0}  # the stand-in is not in other threads
-        found = batches(table, DEVICE, **options)
-        assert len(found) == len(expected) == 4
-        for one, two in zip(found, expected, strict=True):
-            same(one, two)
-
-
 TIERED: dict[str, dict[str, Any]] = {
     "priorities": {"sample_info": True, "selector": gear.Prioritized()},
     "budget": {"batch_size": None, "max_steps": 300, "lookahead": 2, "too_long": "truncate"},
@@ -243,7 +222,7 @@ def test_rows_that_are_moved_to_disk_while_they_are_listed(
     moved = 0
     with made_tiered(tmp_path, packed=packed) as table:
         expected = batches(table, "cpu", batch_size=40, batches_per_epoch=2)
-        list_, sources = TableSources._list, list[int]()
+        list_, sources = PackedCuda._listed, list[int]()
 
         def list_later(self: Any, *args: Any) -> Any:
             nonlocal moved
@@ -251,7 +230,7 @@ def test_rows_that_are_moved_to_disk_while_they_are_listed(
             sources.append(len(args[-1]))
             return list_(self, *args)
 
-        monkeypatch.setattr(TableSources, "_list", list_later)
+        monkeypatch.setattr(PackedCuda, "_listed", list_later)
         for one, two in zip(
             batches(table, DEVICE, batch_size=40, batches_per_epoch=2), expected, strict=True
         ):

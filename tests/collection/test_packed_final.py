@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from options_common import nested, nested_table
 
 import gear_loader as gear
-from gear_loader.dataset.table_options import check_packed
+from gear_loader.dataset.table_options import check_final
 from gear_loader.distributed import Shards
 from gear_loader.errors import SchemaError
 
@@ -121,7 +121,7 @@ def test_sources_that_do_not_fit() -> None:
         with Shards([table]) as shards, pytest.raises(SchemaError, match=expected.format("Shards")):
             dataset(shards)
         with pytest.raises(SchemaError, match=expected.format("device='cuda:1'")):
-            check_packed(WINDOWS, "packed", shards=None, scope="global", device=torch.device("cuda:1"))
+            check_final(WINDOWS, shards=None, device=torch.device("cuda:1"))
 
 
 def test_an_invalid_final() -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import gear_loader as gear
-from gear_loader.collection.plans import Output, Staging, plans_of
+from gear_loader.collection.plans import Output, Records, locate_columns, plans_of, window_columns
 from gear_loader.kernels import reference
+from gear_loader.kernels.plan import MASK, OUT
 from gear_loader.native import gathering
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -52,14 +53,18 @@ def outputs_of(table: gear.Table, windows: list[tuple[str, gear.Window]]) -> lis
     return made
 
 
-def gathered(table: gear.Table, windows: list[tuple[str, gear.Window]], seed: int) -> Staging:
+def gathered(table: gear.Table, windows: list[tuple[str, gear.Window]], seed: int) -> Records:
     """Gather these windows both ways, and compare all bytes; return the memory of the records."""
     random = np.random.default_rng(seed)
     slots = random.choice(table.indices(), BATCH)
     anchors = random.integers(0, table._engine.reader().index_arrays()[0][slots, 0])
     extent, block_ids = table._engine.reader().index_arrays()
-    expected, found, staging = outputs_of(table, windows), outputs_of(table, windows), Staging()
-    columns = plans_of(table, expected).steps.table.numpy()
+    expected, found, staging = outputs_of(table, windows), outputs_of(table, windows), Records()
+    sources = [output.column for output in expected]
+    columns = window_columns(table.schema, sources, (output.window for output in expected))
+    columns[:, OUT] = [output.out.data_ptr() for output in expected]
+    columns[:, MASK] = [0 if output.mask is None else output.mask.data_ptr() for output in expected]
+    locate_columns(columns, sources, table._engine.region)
     steps = table._engine.region.layout.block_steps
     assert gathering.gather(columns, slots, anchors, extent, block_ids, steps, 0, BATCH, None) == 0
     plans = plans_of(table, found, staging)

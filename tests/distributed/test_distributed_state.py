@@ -112,7 +112,7 @@ def plain_batches(table: gear.Table) -> dict[str, Any]:
     found: dict[str, Any] = {"epochs": [copies(data), copies(data)], "length": len(data)}
     found["sample"] = copies([data.sample()])
     # A spawned worker gets the dataset as a pickle and has no process group of its own.
-    found["pickled"] = pickle.loads(pickle.dumps(data))._shard
+    found["pickled"] = pickle.loads(pickle.dumps(data))._origin.rank()
     resumed.load_state_dict({**data.state_dict(), "epoch": 0, "step": 1})
     found["resumed"] = copies(resumed)
     found["worker"] = copies(DataLoader(plain(table), batch_size=None, num_workers=1))

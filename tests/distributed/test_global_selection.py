@@ -15,7 +15,7 @@ from options_common import nested
 
 import gear_loader as gear
 from gear_loader.distributed import Shards
-from gear_loader.distributed.collector import ShardCollector
+from gear_loader.distributed.shard_source import ShardSource
 
 WINDOWS = gear.Window(5, offset=-2)
 COUNTS = [40, 10, 25, 3]
@@ -333,17 +333,17 @@ def test_shards_that_are_empty_or_cannot_be_reached(name: str, monkeypatch: Any)
 
 def test_rows_that_vanish_before_they_are_read_come_from_a_shard_that_has_some(monkeypatch: Any) -> None:
     """This process's first shard is emptied between the draw and the read."""
-    gather = ShardCollector.gather
+    read = ShardSource.read
     for name in SELECTORS:
         shards = alone([20, 20])
         data = dataset(shards, name)
 
-        def remove_first(collector: Any, buffers: Any, rows: Any, shards: Shards = shards) -> None:
+        def remove_first(source: Any, *args: Any, shards: Shards = shards) -> None:
             shards.own[0].remove(shards.own[0].indices())
-            gather(collector, buffers, rows)
+            read(source, *args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(ShardCollector, "gather", remove_first)
+            patch.setattr(ShardSource, "read", remove_first)
             batch = data.sample()
         check_batch(batch, WINDOWS)
         assert set(batch["shard"].tolist()) == {1}, name

@@ -18,9 +18,9 @@ from played_peer import PlayedPeer
 from tier_common import NEVER, spill
 
 import gear_loader as gear
-from gear_loader.distributed import Shards, remote_spans
+from gear_loader.distributed import Shards
+from gear_loader.distributed import remote as remote_module
 from gear_loader.distributed.remote import RemoteShard
-from gear_loader.storage.region import Region
 
 played = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 COUNTS = (10, 6, 8)
@@ -124,27 +124,12 @@ def check_rows(batch: dict[str, Any]) -> list[int]:
     return numbers
 
 
-@played
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("staged", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_batches_are_those_of_the_cpu(
-    on_cpu: OnCpu, name: str, staged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of tables with and without records, of blocks of different sizes, in memory, on disk and on other nodes; also
-    where the GPU cannot read the tables."""
-    monkeypatch.setattr(remote_spans, "PART_BYTES", 700)  # rows in several parts, and cut
-    if staged:
-        monkeypatch.setattr(Region, "pin", lambda *_, **__: False)
-    prefetch = 0 if staged else 2  # the stand-in is not in other threads
-    check_places(name, torch.device("cuda", 1), tmp_path, prefetch)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_batches_on_a_gpu_are_those_of_the_cpu(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_spans, "PART_BYTES", 700)
+    monkeypatch.setattr(remote_module, "PART_BYTES", 700)
     check_places(name, torch.device("cuda", 0), tmp_path, 2)
 
 

@@ -24,8 +24,7 @@ from test_global_selection import COUNTS, shards_of
 from waiting_common import wait_until
 
 import gear_loader as gear
-from gear_loader.distributed import Shards, liveness
-from gear_loader.distributed import shards as shards_module
+from gear_loader.distributed import Shards, liveness, shard_tables
 from gear_loader.distributed.failures import attempt, collect, describe, run_on_all
 from gear_loader.distributed.rank_exchange import Exchange
 from gear_loader.distributed.rendezvous import StoreBarrier
@@ -45,13 +44,13 @@ def error_of(act: Any) -> str:
 
 
 INSIDE = {  # moments inside Shards(): where it is killed, instead of this call
-    "options": (shards_module, "_check_table"),
-    "places": (shards_module, "places_of"),
+    "options": (shard_tables, "_check_table"),
+    "places": (shard_tables, "places_of"),
     "listed": (liveness.Liveness, "_beat"),
     "joined": (StoreBarrier, "arrive"),
     "group": (torch.distributed, "new_group"),
-    "introduced": (shards_module, "member"),
-    "connected": (shards_module.Shards, "_connect"),
+    "introduced": (shard_tables, "member"),
+    "connected": (shard_tables.ShardTables, "_connect"),
 }
 STAGES = ("shards", *INSIDE, "dataset", "batch", "save", "rebalance")
 
@@ -68,6 +67,7 @@ def killed_rank(rank: int, world: int, stage: str, folder: str, parent: int) -> 
     def work() -> None:
         reached("shards")
         if stage in INSIDE and rank == world - 1:
+            assert hasattr(*INSIDE[stage])
             setattr(*INSIDE[stage], lambda *_, **__: reached(stage))
         shards = Shards(table, timeout=8.0)
         table.unlink()
@@ -374,7 +374,7 @@ def sockets(rank: int) -> list[bool]:
         )
         kept = used()
         # gloo gives up soon after the exchange does: until then the process cannot end.
-        seconds = kept[0]._exchange._gloo.group._get_backend(torch.device("cpu")).options._timeout
+        seconds = kept[0]._origin._exchange._gloo.group._get_backend(torch.device("cpu")).options._timeout
         found.append(seconds.total_seconds() < 25)
     return [*found, num_sockets() == first]
 

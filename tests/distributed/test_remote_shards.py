@@ -18,9 +18,8 @@ from test_global_selection import COUNTS, WINDOWS, alone, kept
 from waiting_common import go_on, stop_process
 
 import gear_loader as gear
-from gear_loader.distributed import Placement, Shards
-from gear_loader.distributed import shards as shards_module
-from gear_loader.distributed.collector import ShardCollector
+from gear_loader.distributed import Placement, Shards, shard_tables
+from gear_loader.distributed.shard_source import ShardSource
 
 ROWS, BATCHES = 24, 5
 SELECTORS = (gear.Prioritized(), gear.Uniform(unit="step"), gear.TopK())
@@ -130,13 +129,13 @@ def killed_server(shards: Shards, rank: int) -> list[str]:
 def leaving(shards: Shards, rank: int) -> tuple[int, int]:
     """Rank 0 is through first, and leaves; for rank 1, which reads rows of its node, the last batch comes late."""
     data = dataset(shards, gear.Uniform(), batches_per_epoch=4, prefetch=0)
-    gather = ShardCollector.gather
+    read = ShardSource.read
 
     def late(self: Any, *args: Any) -> Any:
         time.sleep(0.2 * rank)
-        return gather(self, *args)
+        return read(self, *args)
 
-    ShardCollector.gather = late  # type: ignore[method-assign]
+    ShardSource.read = late  # type: ignore[method-assign]
     rows = sum(len(batch["index"]) for batch in data)
     time.sleep(0.5 * rank)
     return rows, data.num_lost
@@ -190,7 +189,7 @@ def test_servers_read_their_disks(tmp_path: Path) -> None:
 
 
 def stopped_server_rank(rank: int, world: int) -> tuple[list[list[int]], int]:
-    shards_module._RETRY = 3.0  # seconds until a lost shard is tried again
+    shard_tables._RETRY = 3.0  # seconds until a lost shard is tried again
     with far_shards(rank, transport="socket", timeout=6, on_failure="redraw") as shards:
         data = dataset(shards, gear.Prioritized(), batches_per_epoch=10**6, prefetch=0)
         seen = []

@@ -289,7 +289,7 @@ def test_a_drawn_row_of_the_cache_is_there_though_it_has_gone(
     for name, values in batches[0].items():
         assert torch.equal(batches[1][name], values), name
     assert [peer.asked for peer in played.peers] == [0, 0]
-    assert collector.num_gone == 0
+    assert collector.source.num_gone == 0
     assert shards.cache_stats().num_hits == int((rows.shards > 0).sum())
 
 

@@ -12,12 +12,12 @@ from distributed_common import check_batch, filled, new_priorities
 from played_peer import PlayedPeer
 
 import gear_loader as gear
-from gear_loader.collection.collector import GpuSide
+from gear_loader.collection import buffers as buffers_module
+from gear_loader.collection.collector import collector_for
 from gear_loader.collection.windows import windows_of
-from gear_loader.distributed.collector import ShardCollector, ShardRows
-from gear_loader.distributed.collector_cuda import CudaShardCollector, DeviceRows
 from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.shard_sampler import records_of
+from gear_loader.distributed.shard_source import ShardRows, ShardSource
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import PeerTimeoutError, StaleIndexError
 from gear_loader.storage.operations.view import READING
@@ -28,14 +28,12 @@ COUNTS = [20, 15, 10]
 
 
 def made(device: bool, shards: Shards, batch_size: int) -> tuple[Any, Any]:
-    kind = CudaShardCollector if device else ShardCollector
     windows, cpu = windows_of(shards.table.schema, WINDOWS, None), torch.device("cpu")
-    collector = kind(shards, windows, batch_size=batch_size, device=cpu, weighs=True)
-    if not device:
+    options: dict[str, Any] = {"batch_size": batch_size, "device": cpu, "weighs": True, "zero_copy": device}
+    collector = collector_for(ShardSource(shards), windows, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffers_module.torch.cuda, "Event", lambda **_: FakeEvent())
         return collector, collector.buffers()
-    sides = [DeviceRows.make(batch_size, 5, device=cpu) for _ in range(2)]
-    gpu: Any = GpuSide(None, None, None, None, FakeEvent(), FakeEvent())
-    return collector, collector.with_rows(collector._buffers(cpu), *sides, gpu)
 
 
 def some_rows(shards: Shards, count: int, seed: int) -> ShardRows:
@@ -89,27 +87,11 @@ def test_rows_go_to_their_places(device: bool, remote: tuple[int, ...], fake_str
         np.testing.assert_array_equal(batch["priority_weight"].numpy(), weights)
         assert sorted(rows.tickets) == sorted(set(rows.shards) - set(remote))
         rows.tickets.end()
-    assert (collector.num_gone > 0) == bool(remote)
+    assert (collector.source.num_gone > 0) == bool(remote)
     assert all(peer.asked for peer in peers.values())
     if device:
         assert buffers.gpu.filled.calls == ["synchronize", "record"] * 3
         assert fake_stream == [buffers.gpu.released] * 3
-
-
-@pytest.mark.parametrize("cache", [None, 1 << 20])
-def test_rows_of_other_nodes_are_converted_when_they_are_placed(cache: int | None) -> None:
-    shards = Shards([filled(None, shard, COUNTS) for shard in range(3)], cache=cache)
-    shards.remote = True
-    for shard in (1, 2):
-        peer: Any = PlayedPeer(shards.own[shard], set())
-        shards._sources[shard] = RemoteShard(peer, "played", shards.table.schema)
-    half = gear.Window(5, -2, column="obs", dtype=torch.bfloat16, scale=1 / 3)
-    windows = {**dict.fromkeys(("obs", "act", "flag"), WINDOWS), "task": None, "half": half}
-    data = gear.ReplayDataset(shards, windows=windows, batch_size=24, device="cpu", batches_per_epoch=6)
-    for batch in data:
-        check_batch(batch, WINDOWS)
-        assert len(batch["shard"].unique()) == 3
-        assert torch.equal(batch["half"], (batch["obs"] * (1 / 3)).bfloat16())
 
 
 @INTERPRETED
@@ -118,7 +100,7 @@ def test_a_node_that_does_not_answer(
     device: bool, fake_stream: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "gear_loader.distributed.shards._RETRY", 3600.0
+        "gear_loader.distributed.shard_tables._RETRY", 3600.0
     )  # on a busy machine a gather takes seconds
     shards = Shards([filled(None, shard, COUNTS) for shard in range(3)])
     error = PeerTimeoutError("node b did not answer")
@@ -135,11 +117,11 @@ def test_a_node_that_does_not_answer(
     shards.on_failure = "redraw"
     rows = some_rows(shards, 24, 1)
     lost = int((rows.shards == 2).sum())
-    collector.num_lost = 0
+    collector.source.num_lost = 0
     collector.gather(buffers, rows)
     rows.tickets.end()
     check_batch(buffers.rows(24), WINDOWS)
-    assert collector.num_lost == lost > 0
+    assert collector.source.num_lost == lost > 0
     assert set(buffers.batch["shard"].tolist()) == {0, 1}
     assert shards.lost() == [2]
 

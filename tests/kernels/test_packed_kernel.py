@@ -12,7 +12,7 @@ from cases import kernel_and_twin
 from gather_common import POISON, STEP_BYTES, Guarded, Store, host_memory, pinned_memory
 from packed_common import WHOLE, PackedBatch
 
-from gear_loader.collection.packed_sources import staged_pieces
+from gear_loader.collection.packed_cuda import staged_pieces
 from gear_loader.kernels import packed_reference
 from gear_loader.kernels.packed import gather_packed
 from gear_loader.kernels.packed_plan import PackedColumn, PackedPlan, PackedWork

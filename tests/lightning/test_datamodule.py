@@ -357,6 +357,7 @@ def test_what_is_not_there(table: gear.Table, tmp_path: Path) -> None:
         ({"val_fraction": math.nan}, r"val_fraction is nan; expected a share from 0 to below 1"),
         ({"val_fraction": "0.1"}, r"val_fraction is '0\.1'; expected a share from 0 to below 1"),
         ({"subset": len}, "subset was given; ReplayDataModule sets it. Use val_fraction, or ReplayDataset"),
+        ({"groups": gear.Groups("reward", 2)}, "val_fraction=0.2, which would split groups"),
         ({"split_seed": 0.5}, r"split_seed is 0\.5; expected an integer"),
         ({"num_workers": -1}, "num_workers is -1; expected an integer of at least 0"),
         ({"load_options": 3}, "load_options is 3; expected a mapping of options"),

@@ -17,11 +17,10 @@ from streams.machine import Event, Stream
 from streams.tensors import DeviceTensor
 
 from gear_loader.collection import prefetch, ticket_releaser
-from gear_loader.collection.collector import Collector
-from gear_loader.collection.packed_cuda import CudaPackedBuffers, CudaPackedCollector
+from gear_loader.collection.packed import PackedBuffers
+from gear_loader.collection.packed_cuda import PackedCuda
+from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.collection.references import BatchReferences
-from gear_loader.distributed.collector_cuda import CudaShardCollector
-from gear_loader.distributed.packed_cuda import CudaShardPackedCollector
 from gear_loader.selection import cuda_leaves, prioritized_cuda
 from gear_loader.selection.budget_planner import PlannedBatch
 from gear_loader.utils import launch_graph
@@ -135,71 +134,56 @@ def _scratch_of_the_call(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(launch_graph, "_allocations", lambda stream: None)
 
 
-def _staging_early(patch: pytest.MonkeyPatch) -> None:
-    place = CudaShardCollector._place_part
+def _early_parts(kind: type, name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Staging memory is given back when the work that reads it is queued."""
 
-    def early(self: Any, buffers: Any, memory: Any, rows: Any) -> None:
-        place(self, buffers, memory, rows)
-        self._staging.give(buffers.parts.pop())
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        queue = getattr(kind, name)
 
-    patch.setattr(CudaShardCollector, "_place_part", early)
+        def early(self: Any, buffers: Any, *args: Any) -> None:
+            queue(self, buffers, *args)
+            while buffers.gpu.parts:
+                self.staging.give(buffers.gpu.parts.pop())
+
+        patch.setattr(kind, name, early)
+
+    return apply
 
 
 def _early_plan(patch: pytest.MonkeyPatch) -> None:
-    gather = CudaPackedCollector.gather
+    run = PackedCuda.run
 
-    def end_too(self: Any, buffers: Any, rows: Any) -> None:
-        gather(self, buffers, rows)
+    def end_too(self: Any, buffers: Any, rows: Any, read: Any) -> None:
+        run(self, buffers, rows, read)
         for plan in gc.get_objects():
             if type(plan) is PlannedBatch and plan.rows is rows:
                 for ticket in plan.tickets:
                     ticket.end()
 
-    patch.setattr(CudaPackedCollector, "gather", end_too)
+    patch.setattr(PackedCuda, "run", end_too)
 
 
 def _unknown_memory(patch: pytest.MonkeyPatch) -> None:
-    reserve = CudaPackedBuffers.reserve
+    reserve = PackedBuffers.reserve
 
     def grow(self: Any, *args: Any) -> None:
         consumers = set(self.gpu.consumers)
         reserve(self, *args)
         self.gpu.consumers |= consumers
 
-    patch.setattr(CudaPackedBuffers, "reserve", grow)
-
-
-def _one_room(patch: pytest.MonkeyPatch) -> None:
-    """Rows on disk are read into memory that all buffers share."""
-    room, rooms = CudaPackedBuffers.room, list[torch.Tensor]()
-
-    def shared(self: Any, size: int) -> torch.Tensor:
-        self._rooms = rooms
-        return room(self, size)
-
-    patch.setattr(CudaPackedBuffers, "room", shared)
+    patch.setattr(PackedBuffers, "reserve", grow)
 
 
 def _no_keeper(patch: pytest.MonkeyPatch) -> None:
-    """Staging memory is given up when the gather is queued."""
-    gather = CudaPackedBuffers.gather
+    """Staging memory is freed when the gather is queued."""
+    finish = PackedCuda.finish
 
-    def give_up(self: Any, rows: Any, programs: Any) -> None:
-        gather(self, rows, programs)
-        self._rooms = []
+    def give_up(self: Any, buffers: Any, rows: Any) -> None:
+        finish(self, buffers, rows)
+        buffers.gpu.parts.clear()
+        buffers.sources.clear()
 
-    patch.setattr(CudaPackedBuffers, "gather", give_up)
-
-
-def _parts_early(patch: pytest.MonkeyPatch) -> None:
-    finish = CudaShardPackedCollector._finish
-
-    def early(self: Any, buffers: Any, *parts: Any) -> None:
-        finish(self, buffers, *parts)
-        while buffers.parts:
-            self._remote.staging.give(buffers.parts.pop())
-
-    patch.setattr(CudaShardPackedCollector, "_finish", early)
+    patch.setattr(PackedCuda, "finish", give_up)
 
 
 DEFECTS: dict[str, Defect] = {
@@ -208,7 +192,7 @@ DEFECTS: dict[str, Defect] = {
         _left_out(Stream, "wait_event", "_deliver")
     ),
     "buffers are filled again without waiting for the consumer": Defect(
-        _left_out(Stream, "wait_event", "gather", "_gather_drawn", "_gather_zero_copy")
+        _left_out(Stream, "wait_event", "begin", "run")
     ),
     "the end of the consumer's work is not recorded": Defect(_left_out(Event, "record", "_recycle")),
     "the allocator is not told that the consumer uses a batch": Defect(
@@ -225,9 +209,7 @@ DEFECTS: dict[str, Defect] = {
         _left_out(Event, "synchronize", "look")
     ),
     "pinned buffers end with their batch": Defect(_no_lifetime, first=16),
-    "the host writes pinned buffers that a copy still reads": Defect(
-        _left_out(Event, "synchronize", "gather")
-    ),
+    "the host writes pinned buffers that a copy still reads": Defect(_left_out(Event, "synchronize", "run")),
     "an update runs beside a draw": Defect(_beside),
     "streams that use the tree do not wait for each other": Defect(_left_out(Stream, "wait_event", "enter")),
     "an update reads priorities before they are computed": Defect(
@@ -238,17 +220,14 @@ DEFECTS: dict[str, Defect] = {
     "the tree is freed under the stream that draws": Defect(
         _left_out(DeviceTensor, "record_stream", "enter"), first=15
     ),
-    "row numbers are freed under the stream that gathers": Defect(
-        lambda patch: patch.setattr(Collector, "use_on", lambda *_: None), first=19
-    ),
     "staging memory is used again while rows are placed out of it": Defect(
-        _staging_early, ShardScenario.of, 10
+        _early_parts(PaddedCuda, "_put"), ShardScenario.of, 10
     ),
     "the host writes a batch's arguments while kernels still read them": Defect(
-        _left_out(Event, "synchronize", "_filling"), ShardScenario.of
+        _left_out(Event, "synchronize", "run"), ShardScenario.of
     ),
     "buffers over shards are filled again without waiting for the consumer": Defect(
-        _left_out(Stream, "wait_event", "_filling"), ShardScenario.of
+        _left_out(Stream, "wait_event", "begin", "run"), ShardScenario.of
     ),
     "tickets of several shards are given back when the gather is queued": Defect(
         _early_ticket, ShardScenario.of
@@ -257,7 +236,7 @@ DEFECTS: dict[str, Defect] = {
         _left_out(Stream, "wait_event", "_deliver"), Scenario.flat
     ),
     "packed buffers are filled again without waiting for the consumer": Defect(
-        _left_out(Stream, "wait_event", "_copy_over", "copy_staged"), Scenario.flat
+        _left_out(Stream, "wait_event", "copy_over", "run"), Scenario.flat
     ),
     "the tickets of a planned batch are given back when the gather is queued": Defect(
         _early_plan, Scenario.flat, 26
@@ -266,28 +245,28 @@ DEFECTS: dict[str, Defect] = {
         _unknown_memory, Scenario.flat, 6
     ),
     "the host writes the lists of a packed batch that a copy still reads": Defect(
-        _left_out(Event, "synchronize", "gather"), Scenario.flat
+        _left_out(Event, "synchronize", "run"), Scenario.flat
     ),
     "rows on disk are read into memory that a packed gather still reads": Defect(
-        _one_room, Scenario.flat_tier
+        _early_parts(PackedCuda, "finish"), Scenario.flat_tier
     ),
     "memory of rows on disk is freed when the packed gather is queued": Defect(
         _no_keeper, Scenario.flat_tier
     ),
     "the host reads rows on disk while the last batch is still gathered": Defect(
-        _left_out(Event, "synchronize", "gather"), Scenario.flat_tier
+        _left_out(Event, "synchronize", "run"), Scenario.flat_tier
     ),
     "the tickets of packed rows are given back when the gather is queued": Defect(
         _early_ticket, Scenario.flat_tier, 15
     ),
     "answers of other nodes arrive in memory that a packed gather still reads": Defect(
-        _parts_early, ShardScenario.flat, 8
+        _early_parts(PackedCuda, "finish"), ShardScenario.flat, 8
     ),
     "the host writes the lists of a packed batch over shards that a copy still reads": Defect(
-        _left_out(Event, "synchronize", "gather"), ShardScenario.flat
+        _left_out(Event, "synchronize", "run"), ShardScenario.flat
     ),
     "packed buffers over shards are filled again without waiting for the consumer": Defect(
-        _left_out(Stream, "wait_event", "_copy_over", "copy_staged"), ShardScenario.flat
+        _left_out(Stream, "wait_event", "copy_over", "run"), ShardScenario.flat
     ),
     "tickets of packed rows of several shards are given back when the gather is queued": Defect(
         _early_ticket, ShardScenario.flat

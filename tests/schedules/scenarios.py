@@ -19,11 +19,10 @@ from streams.cuda import GLOBAL, RELAXED, Cuda
 from streams.machine import Policy
 
 import gear_loader as gear
-from gear_loader.collection.collector import Collector
-from gear_loader.collection.packed import PackedCollector
-from gear_loader.collection.packed_sources import TableSources
+from gear_loader.collection.collector import TableSource, collector_for
+from gear_loader.collection.packed_cuda import PackedCuda
 from gear_loader.collection.windows import expand
-from gear_loader.distributed.selection_for import selection_for
+from gear_loader.dataset.origin import Origin
 from gear_loader.errors import StaleIndexError
 from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
@@ -308,7 +307,7 @@ class Run:
         with contextlib.ExitStack() as stack, collected_on_request():
             tier = stack.enter_context(tempfile.TemporaryDirectory()) if self.scenario.tier else None
             with self.cuda.installed(), self._mode(), pytest.MonkeyPatch.context() as patch:
-                patch.setattr(TableSources, "_stage", self._counted(TableSources._stage))
+                patch.setattr(PackedCuda, "_read", self._counted(PackedCuda._read))
                 table = made_table(packed=self.scenario.packed, tier=tier, late=self.scenario.late)
                 self.tier = tier
                 try:
@@ -517,7 +516,13 @@ class Run:
 
     def _watch_plans(self, data: gear.ReplayDataset) -> None:
         """At each gather of a batch of so many steps, gather the same rows on the CPU."""
-        collector = PackedCollector(data.table, data.windows, weighs=data.selector.weighs)
+        collector = collector_for(
+            TableSource(data.table),
+            data.windows,
+            device=torch.device("cpu"),
+            packed=True,
+            weighs=data.selector.weighs,
+        )
         plans_here, filler_here, epochs = data._plans, data._filler, [0]
 
         def plans(budget: Any, epoch: int, *args: Any) -> Any:
@@ -545,15 +550,17 @@ class Run:
             self._watch_plans(data)
             return
         selection = data._selected()
-        twin = selection_for(
-            selection.context, history=9, device=torch.device("cpu"), windows={}, shards=None, exchange=None
+        twin = Origin(data.table, gear.Ranks()).selection(
+            selection.context, history=9, device=torch.device("cpu"), windows={}
         )
-        windows = expand(data.table.schema, data.windows)[0]
-        weighs: dict[str, Any] = {"weighs": data.selector.weighs}
-        collector = (
-            Collector(data.table, windows, batch_size=BATCH, device=torch.device("cpu"), **weighs)
-            if self.scenario.layout == "padded"
-            else PackedCollector(data.table, data.windows, **weighs)
+        packed = self.scenario.layout != "padded"
+        collector = collector_for(
+            TableSource(data.table),
+            data.windows if packed else expand(data.table.schema, data.windows)[0],
+            batch_size=BATCH,
+            device=torch.device("cpu"),
+            packed=packed,
+            weighs=data.selector.weighs,
         )
         draw_here = selection.draw
 

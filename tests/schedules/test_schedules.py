@@ -24,7 +24,7 @@ from streams.machine import Policy
 
 import gear_loader as gear
 from gear_loader.collection import prefetch, ticket_releaser
-from gear_loader.collection.collector import Collector
+from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.dataset import replay_dataset
 from gear_loader.errors import GpuError, TableClosedError
 from gear_loader.selection import prioritized_cuda
@@ -252,7 +252,7 @@ def test_a_call_into_the_capture_of_its_own_stream_is_refused(selector: Any) -> 
 @pytest.mark.parametrize(
     ("selector", "kind", "name"),
     [
-        (gear.Uniform(), Collector, "_launch"),
+        (gear.Uniform(), PaddedCuda, "_launch"),
         (gear.Prioritized(), CudaPrioritizedSelection, "_launch_draw"),
         (gear.Prioritized(), CudaPrioritizedSelection, "_launch_update"),
     ],
@@ -286,11 +286,11 @@ def test_a_table_closed_between_a_draw_and_its_launch_stays_until_it_is_read(
 
 def test_an_interrupted_recording_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while a batch is recorded: the next batches are gathered."""
-    cuda, launch = Cuda(0, "latest"), Collector._launch
+    cuda, launch = Cuda(0, "latest"), PaddedCuda._launch
 
-    def interrupted(self: Collector, *args: Any) -> None:
+    def interrupted(self: PaddedCuda, *args: Any) -> None:
         if any(stream.captured is not None for stream in cuda.machine.streams):
-            monkeypatch.setattr(Collector, "_launch", launch)
+            monkeypatch.setattr(PaddedCuda, "_launch", launch)
             raise KeyboardInterrupt
         launch(self, *args)
 
@@ -299,7 +299,7 @@ def test_an_interrupted_recording_leaves_the_stream_as_it_was(monkeypatch: pytes
         options["selector"] = gear.Lifo()
         data = gear.ReplayDataset(table, **nested({"device": "cuda:1", **options}))
         expected = gear.ReplayDataset(table, **nested({"device": "cpu", **options})).sample()
-        monkeypatch.setattr(Collector, "_launch", interrupted)
+        monkeypatch.setattr(PaddedCuda, "_launch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             collections.deque((data.sample() for _ in range(10)), maxlen=0)
         for number in range(10):

@@ -133,6 +133,14 @@ def fill_table(table: gear.Table, prompts: int = 12) -> None:
         add(table, prompt, number, 1 + (number * 7) % 5, priority=1.0 + prompt + member)
 
 
+@pytest.mark.parametrize(("selector", "likely"), [(gear.Fifo(), 1.0), (gear.Uniform(), 1 / 12)])
+def test_the_probability_of_a_group(selector: Any, likely: float) -> None:
+    with make(max_trajectories=40) as table:
+        fill_table(table)
+        info = dataset(table, selector=selector, sample_info=True).sample()["sample_info"]
+        assert torch.allclose(info["probability"], torch.tensor(likely))
+
+
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("options", [{}, {"prefetch": 2}], ids=["", "prefetch"])
 def test_groups_resume(selector: Any, options: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from cases import mostly_long
 from cuda_common import WAIT, FakeCuda, OnCpu
 
 import gear_loader as gear
+from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.errors import GpuError
 from gear_loader.storage import pinning, shared_memory
 
@@ -125,7 +126,9 @@ def test_batches_change_to_zero_copy_between_two_requests(
         cuda.let_all_pass()
         assert table.pin()
         launched: list[int] = []
-        monkeypatch.setattr(collector, "_launch", lambda buffers, mirror, count: launched.append(count))
+        monkeypatch.setattr(
+            PaddedCuda, "_launch", lambda self, buffers, claim: launched.append(claim.part.stop)
+        )
         next(batches)
         assert launched == [4]
         assert collector.zero_copy

@@ -427,7 +427,7 @@ def test_room_that_a_stopped_process_holds_is_waited_for(reads: bool, end: str) 
 
 
 def _evict_until_killed(table: gear.Table, journal: Journal, on_full: Any, seed: int, first: int) -> None:
-    table.on_full = on_full
+    table = gear.Table.attach(str(table.name), on_full=on_full)
     author = Author(table, seed, first)
     count = 400
     ones = np.ones(count, dtype=np.int64)

@@ -190,7 +190,7 @@ def test_checkpoints_have_a_row_for_each_trajectory(tmp_path: Path) -> None:
         table.add(episode(6, 9))
         table.save(tmp_path)  # the first segment is used on, with two trajectories fewer
         segment = tmp_path / "segments" / "000001"
-        shapes = sorted(np.load(file).shape for file in segment.iterdir())
+        shapes = sorted(np.load(file).shape for file in segment.glob("*.npy"))
         assert shapes == [(6,), (6, 3), (41,), (41, 2)]
         with gear.Table.load(tmp_path, block_steps=8) as loaded:
             check(loaded, [1, 3, 4, 5, 6])

@@ -37,7 +37,7 @@ from tier_common import NEVER, spill
 import gear_loader as gear
 from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.tier_reader import THREADS, _File
-from gear_loader.collection.collector import Buffers
+from gear_loader.collection.buffers import Buffers
 from gear_loader.storage.operations.view import PID, READING
 from gear_loader.storage.states import WRITING
 from gear_loader.utils.mutex import holds_any

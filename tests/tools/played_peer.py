@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 import gear_loader as gear
-from gear_loader.distributed.collector import ShardCollector, ShardRows
+from gear_loader.collection.collector import collector_for
 from gear_loader.distributed.shard_sampler import records_of
+from gear_loader.distributed.shard_source import ShardRows, ShardSource
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import TransportError
 from gear_loader.storage.states import READY
-from gear_loader.transport.packed_spec import PackedSpec
+from gear_loader.transport.spec import PackedSpec
 
 
 class PlayedPeer:
@@ -38,7 +39,7 @@ class PlayedPeer:
         stored = {
             name: dataclasses.replace(each, dtype=None, scale=None) for name, each in spec.windows.items()
         }
-        data = ShardCollector(Shards(self.table), stored, batch_size=len(slots), device=cpu)
+        data = collector_for(ShardSource(Shards(self.table)), stored, batch_size=len(slots), device=cpu)
         buffers = data.buffers()
         records = records_of(self.table, slots, anchors)
         rows = ShardRows(np.zeros(len(slots), dtype=np.int64), records, None, None)

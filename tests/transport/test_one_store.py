@@ -28,8 +28,7 @@ from gear_loader.storage.schema import Schema
 from gear_loader.transport import Limits
 from gear_loader.transport.connection import _IN_A_ROW, Connection
 from gear_loader.transport.delivery import Delivery
-from gear_loader.transport.store_message import One, OneStore, Store
-from gear_loader.transport.trajectory_rows import Rows
+from gear_loader.transport.store_message import One, OneStore, Rows, Store
 from gear_loader.transport.wire import HEADER, Header, Kind
 
 KINDS = {
@@ -157,7 +156,7 @@ SIZES = [
     1,
     3,
     40,
-    1500,
+    3000,
     2,
     6000,
     1,
@@ -176,7 +175,7 @@ def test_messages_in_pieces_of_any_size(shelf: tuple[gear.Table, Serving], cut: 
         slots = slots_in(raw, len(SIZES))
     assert [number_of(table[slot]) for slot in slots] == list(range(len(SIZES)))
     wait_until(lambda: server.server.num_connections <= 1)
-    wait_until(lambda: server.server.budget.held == 0)  # after the answer
+    wait_until(lambda: server.server.resources.budget.held == 0)  # after the answer
     table.check_valid()
 
 
@@ -230,16 +229,16 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("steps", [3, 1500])
+@pytest.mark.parametrize("steps", [3, 3000])
 @pytest.mark.parametrize("rules", RULES)
 def test_rules_and_unfinished_trajectories_of_others(
     rules: str, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They take more than one lock, but no thread."""
     threads: list[object] = []
-    monkeypatch.setattr(Connection, "_store_in_thread", lambda *given: threads.append(given))
-    with named(max_steps=9000, **RULES[rules]) as table, serving(str(table.name)) as server:
+    with named(max_steps=12000, **RULES[rules]) as table, serving(str(table.name)) as server:
         server.peer().metadata("table", str(table.name)).result(PATIENCE)
+        monkeypatch.setattr(Connection, "_start", lambda *given, **_: threads.append(given))
         with table.writer() as other, server.proven() as raw:
             if rules == "others":
                 other.append(**{name: values[0] for name, values in rows(9, 1).items()})
@@ -248,11 +247,11 @@ def test_rules_and_unfinished_trajectories_of_others(
                 assert number_of(table[slots_in(raw, 1)[0]]) == number
             other.discard()
         assert not threads
-        wait_until(lambda: server.server.budget.held == 0)  # after the answer
+        wait_until(lambda: server.server.resources.budget.held == 0)  # after the answer
         table.check_valid()
 
 
-@pytest.mark.parametrize("steps", [20, 1500])
+@pytest.mark.parametrize("steps", [20, 3000])
 def test_one_that_has_to_wait_is_stored_when_there_is_room(steps: int) -> None:
     with (
         named(max_steps=steps, max_trajectories=4, on_full="wait") as table,
@@ -262,7 +261,7 @@ def test_one_that_has_to_wait_is_stored_when_there_is_room(steps: int) -> None:
         server.peer().metadata("table", str(table.name)).result(PATIENCE)
         with server.proven() as raw:
             raw.socket.sendall(stored(table, 2, steps))
-            wait_until(lambda: server.server.budget.held > 0)
+            wait_until(lambda: server.server.resources.budget.held > 0)
             raw.socket.settimeout(0.2)
             with pytest.raises(TimeoutError):
                 raw.socket.recv(1)
@@ -270,27 +269,27 @@ def test_one_that_has_to_wait_is_stored_when_there_is_room(steps: int) -> None:
             table.remove(first)
             slots_in(raw, 1)
         assert numbers_of(table) == [2]
-        wait_until(lambda: server.server.budget.held == 0)  # after the answer
+        wait_until(lambda: server.server.resources.budget.held == 0)  # after the answer
 
 
 def test_a_connection_that_ends_while_one_waits_gives_its_bytes_back() -> None:
-    with named(max_steps=1500, max_trajectories=4, on_full="wait") as table:
-        table.add(rows(1, 1500))
+    with named(max_steps=3000, max_trajectories=4, on_full="wait") as table:
+        table.add(rows(1, 3000))
         with serving(str(table.name), store_timeout=1.0) as server:
             server.peer().metadata("table", str(table.name)).result(PATIENCE)
             with server.proven() as raw:
-                raw.socket.sendall(stored(table, 2, 1500))
-                wait_until(lambda: server.server.budget.held > 0)
-            wait_until(lambda: server.server.budget.held == 0)
+                raw.socket.sendall(stored(table, 2, 3000))
+                wait_until(lambda: server.server.resources.budget.held > 0)
+            wait_until(lambda: server.server.resources.budget.held == 0)
         assert numbers_of(table) == [1]
 
 
 def test_the_budget_holds_back_what_does_not_fit(shelf: tuple[gear.Table, Serving]) -> None:
     table, server = shelf
-    budget = server.server.budget
+    budget = server.server.resources.budget
     server.loop.run(budget.take(1 << 30))
     with server.proven() as raw:
-        raw.socket.sendall(stored(table, 1, 1500))
+        raw.socket.sendall(stored(table, 1, 3000))
         raw.socket.settimeout(0.2)
         with pytest.raises(TimeoutError):
             raw.socket.recv(1)
@@ -306,9 +305,9 @@ def test_one_that_does_not_go_on_is_closed(part: int) -> None:
     with named(max_steps=4000) as table, serving(str(table.name), limits=limits) as server:
         server.peer().metadata("table", str(table.name)).result(PATIENCE)
         with server.proven() as raw:
-            raw.socket.sendall(stored(table, 1, 1500)[:part])
+            raw.socket.sendall(stored(table, 1, 3000)[:part])
             assert raw.is_closed()
-            wait_until(lambda: server.server.budget.held == 0)
+            wait_until(lambda: server.server.resources.budget.held == 0)
 
 
 def test_what_it_may_not_do_is_an_error_as_of_any_other(shelf: tuple[gear.Table, Serving]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -21,34 +20,18 @@ from transport_common import (
 )
 
 import gear_loader as gear
-from gear_loader.transport import Limits, Peer, blocking_link, read_link
+from gear_loader.transport import Limits, Peer, direct_link
 from gear_loader.transport import socket as carrier
+from gear_loader.transport.request import Answer
 from gear_loader.transport.wire import HEADER, Header, Kind
 
 LONG = {"value": gear.Window(3000)}
 
 
-def fetch(peer: Peer, table: gear.Table, spec: Any, n: int, *, here: bool = True) -> Future[Any]:
+def fetch(peer: Peer, table: gear.Table, spec: Any, n: int, *, here: bool = True) -> Answer[Any]:
     zeros = np.zeros(n, dtype=np.int64)
     generations = np.repeat(generations_of(table, [0]), n)
     return peer.fetch(spec, zeros, zeros, generations, poisoned(spec, n), here=here)
-
-
-def test_rows_are_sent_while_trajectories_are_stored() -> None:
-    """Answers to both never mix, though each may be sent in parts."""
-    with named(max_steps=1 << 17, max_trajectories=64) as table:
-        table.add(rows(0, 5))
-        with serving(str(table.name)) as server:
-            peer, spec = server.peer(), spec_of(table, LONG)
-            added = np.array([-1], dtype=np.float32), np.array([-1])
-            for _ in range(3):
-                answers = [fetch(peer, table, spec, 50, here=False) for _ in range(20)]
-                answers += [
-                    peer.store(str(table.name), table.schema, [rows(1, 8000)], *added) for _ in range(2)
-                ]
-                answers += [fetch(peer, table, spec, 50, here=False) for _ in range(20)]
-                for answer in answers:
-                    answer.result(PATIENCE)
 
 
 def test_half_a_request_for_rows_is_given_up() -> None:
@@ -71,7 +54,7 @@ def test_closing_while_a_thread_connects_leaves_no_connection(monkeypatch: pytes
         table.add(rows(0, 5))
         with serving(str(table.name)) as server:
             peer, spec = server.peer(), spec_of(table)
-            connect, inside, closed = read_link.connected, threading.Event(), threading.Event()
+            connect, inside, closed = direct_link.connected, threading.Event(), threading.Event()
 
             def slowly(*arguments: Any, **options: Any) -> Any:
                 made = connect(*arguments, **options)
@@ -79,7 +62,7 @@ def test_closing_while_a_thread_connects_leaves_no_connection(monkeypatch: pytes
                 closed.wait(PATIENCE)
                 return made
 
-            monkeypatch.setattr(read_link, "connected", slowly)
+            monkeypatch.setattr(direct_link, "connected", slowly)
             errors: list[BaseException] = []
 
             def work() -> None:
@@ -95,8 +78,7 @@ def test_closing_while_a_thread_connects_leaves_no_connection(monkeypatch: pytes
             closed.set()
             thread.join(PATIENCE)
             assert errors
-            assert peer._reading is not None
-            assert peer._reading._socket is None
+            assert peer._direct._socket is None
 
 
 def test_a_large_request_waits_for_answers_that_fill_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +91,7 @@ def test_a_large_request_waits_for_answers_that_fill_the_buffers(monkeypatch: py
             connection.setsockopt(socket.SOL_SOCKET, name, 1 << 16)
 
     monkeypatch.setattr(carrier, "set_options", small)
-    monkeypatch.setattr(blocking_link, "set_options", small)
+    monkeypatch.setattr(direct_link, "set_options", small)
     with named() as table:
         table.add(rows(0, 5))
         with serving(str(table.name)) as server:
@@ -123,18 +105,6 @@ def test_a_large_request_waits_for_answers_that_fill_the_buffers(monkeypatch: py
             answers = fetch(peer, table, wide, 280), fetch(peer, table, narrow, 60_000)
             for answer in answers:
                 answer.result(PATIENCE)
-
-
-def test_a_request_cannot_be_cancelled_under_others() -> None:
-    with named() as table:
-        table.add(rows(0, 5))
-        with serving(str(table.name)) as server:
-            peer, spec = server.peer(), spec_of(table)
-            fetch(peer, table, spec, 2).result(PATIENCE)
-            first, second = fetch(peer, table, spec, 2), fetch(peer, table, spec, 2)
-            assert not first.cancel()
-            assert not second.result(PATIENCE).any()
-            assert not first.result(PATIENCE).any()
 
 
 def test_answers_come_in_the_order_of_the_requests_also_to_one_that_fails() -> None:

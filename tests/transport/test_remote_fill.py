@@ -136,10 +136,10 @@ def test_a_request_that_was_executed_by_a_server_that_died_is_recognised(
         given["reward"] = np.array([part["reward"] for part in each])
         if other and any(done):
             with pytest.raises(FilledError):
-                fill_columns(table, slots, None, given, strict=True, again=True)
+                fill_columns(table._engine, slots, None, given, strict=True, again=True)
             assert len(table.unfilled()[0]) == done.count(False)
             return
-        assert fill_columns(table, slots, None, given, strict=True, again=True) == 0
+        assert fill_columns(table._engine, slots, None, given, strict=True, again=True) == 0
         for number, slot in enumerate(slots):
             check(table, slot, number, 5 + number)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 
+import numpy as np
 import pytest
 import torch
 from test_remote_table import connected, named, url_of
@@ -12,8 +13,10 @@ from transport_common import PATIENCE, SECRET, Proxy, serving
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError, TransportError
-from gear_loader.transport.advance_message import Advance
-from gear_loader.transport.table_cache import AttachedTable
+from gear_loader.transport.change_messages import Advance, Advanced
+from gear_loader.transport.handlers import HANDLERS
+from gear_loader.transport.table_cache import TableCache
+from gear_loader.transport.wire import Kind
 
 COLUMNS = {"number": gear.Column(torch.int64), "policy": gear.Column(torch.int64, per="trajectory")}
 SIZES = {"max_steps": 40, "max_trajectories": 8}
@@ -77,31 +80,35 @@ def test_lost_answers_of_several_trainers() -> None:
         assert table.policy_version == 75
 
 
+def _answer(server: TableCache, request: Advance) -> Advanced:
+    return Advanced.parse(HANDLERS[Kind.ADVANCE].answer(server, request, np.empty(0, np.uint8), False).small)
+
+
 @pytest.mark.parametrize("executed", [True, False])
 def test_a_server_that_is_started_again_recognises_a_request(executed: bool) -> None:
     with named(COLUMNS, **SIZES, version="policy") as table:
         for _ in range(4):
             table.advance_version()
-        first, second = (AttachedTable(str(table.name), PATIENCE) for _ in range(2))
-        told = first.advance(Advance(str(table.name), 0, 0, 76))
+        first, second = (TableCache([str(table.name)], PATIENCE) for _ in range(2))
+        told = _answer(first, Advance(str(table.name), 0, 0, 76))
         assert (told.version, told.done) == (4, False)
         request = Advance(str(table.name), 4, told.memory, 77)
         again = dataclasses.replace(request, again=True)
         if executed:
-            assert first.advance(request) == (5, told.memory, True)
-            assert first.advance(again) == (5, told.memory, True), "from memory"
-        assert second.advance(again)[::2] == (5, True)
+            assert _answer(first, request) == (5, told.memory, True)
+            assert _answer(first, again) == (5, told.memory, True), "from memory"
+        assert _answer(second, again)[::2] == (5, True)
         assert table.policy_version == 5
 
 
 def test_a_request_that_never_arrived_is_not_taken_for_that_of_another_client() -> None:
     with named(COLUMNS, **SIZES, version="policy") as table:
-        server = AttachedTable(str(table.name), PATIENCE)
-        memory = server.advance(Advance(str(table.name), 0, 0, 1)).memory
-        assert server.advance(Advance(str(table.name), 0, memory, 2)).done
+        server = TableCache([str(table.name)], PATIENCE)
+        memory = _answer(server, Advance(str(table.name), 0, 0, 1)).memory
+        assert _answer(server, Advance(str(table.name), 0, memory, 2)).done
         # Of another client, which was told of version 0 too, and whose first message was lost.
         late = Advance(str(table.name), 0, memory, 3, again=True)
-        assert server.advance(late) == (1, memory, False)
+        assert _answer(server, late) == (1, memory, False)
         # What was not done is done by no repetition, even if the version is what it expected then.
-        assert server.advance(late) == (1, memory, False)
+        assert _answer(server, late) == (1, memory, False)
         assert table.policy_version == 1

@@ -540,7 +540,7 @@ def test_writers_go_on_without_the_server_until_the_spool_is_full(limit: str) ->
             write(number)
         with pytest.raises(
             PeerTimeoutError,
-            match=rf"spool is full: 100 trajectories wait for table '.*not answered.*larger {limit}\.",
+            match=rf"spool is full: 100 trajectories wait for table '.*(not answered|was lost).*larger {limit}\.",
         ):
             write(100)
         with pytest.raises(PeerTimeoutError, match="not stored by table"):
@@ -628,43 +628,78 @@ def test_a_closed_connection_says_so() -> None:
                 call()
 
 
-def test_environments_whose_trajectories_were_committed_before_a_time_out_are_appended() -> None:
-    """Their indices are not known, and their rows are not taken back: repeating the call stores each row once."""
-    columns = {"x": gear.Column(torch.int64), "obs": gear.Column(torch.float32, (2,), final=True)}
-    table = gear.Table.create(columns, name=fresh_name(), max_steps=1000, max_trajectories=50, block_steps=4)
+@contextlib.contextmanager
+def full_after(spool: Any, commits: int) -> Iterator[None]:
+    """Let a spool be full after so many more commits."""
+    before, reserve = spool._committed, spool.reserve
+
+    def limited(*given: Any) -> Any:
+        if spool._committed >= before + commits:
+            raise PeerTimeoutError("The spool is full.")
+        return reserve(*given)
+
+    spool.reserve = limited
     try:
-        with serving(str(table.name)) as server:
-            url = f"{server.address.replace('socket', 'gear')}/{table.name}"
-            with gear.connect(url, secret=SECRET) as remote:
-                writers: Any = remote.writers(3, chunk_steps=3, overlap_steps=1)
-                spool = writers._sink._spool
-
-                def step(number: int) -> dict[str, Any]:
-                    return {"x": np.arange(3) * 100 + number, "obs": np.zeros((3, 2), np.float32)}
-
-                writers.append(step(0))
-                writers.append(step(1), active=[False, True, True])
-                before, reserve = spool._committed, spool.reserve
-
-                def full(*given: Any) -> Any:
-                    if spool._committed > before:
-                        raise PeerTimeoutError("The spool is full.")
-                    return reserve(*given)
-
-                spool.reserve = full
-                done, final = [True, True, False], {"obs": np.ones((3, 2), np.float32)}
-                with pytest.raises(PeerTimeoutError):
-                    writers.append(step(2), done=done, final=final)
-                spool.reserve = reserve
-                assert writers.appended.tolist() == [True, True, False]
-                assert (writers.num_steps >= 0).all()
-                writers.append(step(2), done=done, final=final, active=~writers.appended)
-                remote.flush()
-                assert sorted(table[int(i)]["x"].tolist() for i in table.indices()) == [
-                    [0, 2],
-                    [100, 101, 102],
-                    [200, 201, 202],
-                ]
+        yield
     finally:
-        table.unlink()
-        table.close()
+        spool.reserve = reserve
+
+
+def test_environments_whose_trajectories_were_committed_before_a_time_out_are_appended() -> None:
+    """Their indices are not known, and their rows are not taken back: repeating the call stores each row once.
+
+    Nor is the final step lost of an environment whose chunk was complete before the time-out.
+    """
+    columns = {"x": gear.Column(torch.int64), "obs": gear.Column(torch.float32, (2,), final=True)}
+    with (
+        named(columns, max_steps=1000, max_trajectories=50, block_steps=4) as table,
+        connected(table) as remote,
+    ):
+        writers: Any = remote.writers(3, chunk_steps=3, overlap_steps=1)
+
+        def step(number: int) -> dict[str, Any]:
+            return {"x": np.arange(3) * 100 + number, "obs": np.zeros((3, 2), np.float32)}
+
+        writers.append(step(0))
+        writers.append(step(1), active=[False, True, True])
+        done, final = [True, True, False], {"obs": np.ones((3, 2), np.float32)}
+        with full_after(writers._sink._spool, 1), pytest.raises(PeerTimeoutError):
+            writers.append(step(2), done=done, final=final)
+        assert writers.appended.tolist() == [True, True, False]
+        assert writers.num_steps.tolist() == [0, 0, 2]
+        writers.append(step(2), done=done, final=final, active=~writers.appended)
+        remote.flush()
+        assert sorted(table[int(i)]["x"].tolist() for i in table.indices()) == [
+            [0, 2],
+            [100, 101, 102],
+            [102],
+            [200, 201, 202],
+        ]
+
+
+@pytest.mark.parametrize("overlap", [None, 0, 2])
+def test_several_steps_are_appended_or_none_before_a_time_out(overlap: int | None) -> None:
+    """Also where they are several pieces of memory, and where a chunk ends with them."""
+    with named(NUMBERS, max_steps=400_000, max_trajectories=9) as table, connected(table) as remote:
+        chunks = {} if overlap is None else {"chunk_steps": 90_000, "overlap_steps": overlap}
+        writer = remote.writer(**chunks)
+        spool, steps = writer._sink._spool, {"number": torch.arange(90_000)}
+        assert spool.piece_steps < 40_000
+        writer.append({"number": steps["number"][:10]})
+        for end in (50_000, 90_000):
+            with full_after(spool, 0), pytest.raises(PeerTimeoutError):
+                writer.append({"number": steps["number"][10:end]})
+            assert writer.num_steps == 10
+        reserve, asked = spool.reserve, []
+        spool.reserve = lambda account, size: (asked.append(size), reserve(account, size))
+        writer.append({"number": steps["number"][10:]})
+        assert len(asked) == 1, "it waits once, before the first step"
+        assert writer.num_steps == (90_000 if overlap is None else overlap)
+        writer.append(number=7)
+        writer.commit()
+        remote.flush()
+        lengths = [[90_001], [90_000, 1], [90_000, 3]][[None, 0, 2].index(overlap)]
+        stored = [table[int(i)]["number"] for i in table.indices()]
+        assert [len(each) for each in stored] == lengths
+        assert torch.equal(stored[0][:90_000], steps["number"])
+        assert spool._held == 0

@@ -14,7 +14,7 @@ from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.transport.message_schema import ALIGNMENT
-from gear_loader.transport.spare_memory import SpareMemory
+from gear_loader.transport.resources import SpareMemory
 from gear_loader.utils.arrays import Array, data_address
 
 MOST = 4096
@@ -79,8 +79,8 @@ def test_stores_of_all_sizes_in_turn_and_at_once() -> None:
         for thread in threads:
             thread.join(60)
         assert not errors, errors
-        assert server.server.spare_memory.held > 0
-        assert server.server.budget.held == 0
+        assert server.server.resources.spare_memory.held > 0
+        assert server.server.resources.budget.held == 0
 
 
 def test_parts_of_an_open_trajectory_are_not_memory_of_later_requests() -> None:
@@ -92,7 +92,7 @@ def test_parts_of_an_open_trajectory_are_not_memory_of_later_requests() -> None:
     ):
         rows, writer = torch.arange(40_000), remote.writer(wait=True)
         writer.append({"x": rows})
-        wait_until(lambda: server.server.open_parts.size > 0)
+        wait_until(lambda: server.server.resources.open_parts.size > 0)
         for _ in range(3):
             other.extend([{"x": torch.full((32_768,), -1)}] * 2)
         assert stored(table, writer.commit()) == rows.tolist()

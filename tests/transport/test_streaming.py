@@ -19,7 +19,8 @@ from waiting_common import wait_until
 import gear_loader as gear
 from gear_loader.errors import SchemaError
 from gear_loader.transport import Limits, spool, start_server
-from gear_loader.transport.part_message import HeldBytes, OpenParts, Part
+from gear_loader.transport.change_messages import Part
+from gear_loader.transport.resources import OpenParts
 
 STEP_BYTES = 3 * 4 + 8 + 2  # of COLUMNS
 PART_BYTES = 3 * 128  # of a piece on the wire
@@ -98,7 +99,7 @@ def test_remote_writers_store_what_writers_store(options: dict[str, int], seed: 
         with gear.connect(url_of(server.address, table), secret=SECRET) as remote:
             write_at_random(remote, random.Random(seed), **options)
         assert contents(table) == contents(local)
-        assert server.server.open_parts.size == 0
+        assert server.server.resources.open_parts.size == 0
         table.check_valid()
 
 
@@ -166,7 +167,7 @@ def begin(remote: gear.RemoteTable, server: Serving, number: int = 7, steps: int
     writer = remote.writer(wait=True)
     for step in range(steps):
         writer.append({name: values[0] for name, values in steps_of(number, step, step + 1).items()})
-    wait_until(lambda: server.server.open_parts.size >= steps // 4 * PART_BYTES)
+    wait_until(lambda: server.server.resources.open_parts.size >= steps // 4 * PART_BYTES)
     return writer
 
 
@@ -188,7 +189,7 @@ def test_the_server_has_the_full_pieces_of_an_open_trajectory(table: gear.Table)
         final = table.final(slot)
         assert final is not None
         assert torch.equal(final["obs"], last["obs"])
-        assert server.server.open_parts.size == 0
+        assert server.server.resources.open_parts.size == 0
 
 
 @pytest.mark.parametrize("how", ["cut", "bytes", "trajectories", "expired"])
@@ -205,12 +206,12 @@ def test_a_trajectory_whose_parts_are_lost_is_sent_as_a_whole(table: gear.Table,
             if how == "cut":
                 proxy.cut()
             if how in ("cut", "expired"):
-                wait_until(lambda: server.server.open_parts.size == 0)
+                wait_until(lambda: server.server.resources.open_parts.size == 0)
             writer.append(steps_of(7, 8, 22))
             assert is_stored(table, writer.commit(trajectory=goal(7)))
             for other in others:
                 other.close()
-        wait_until(lambda: server.server.open_parts.size == 0)
+        wait_until(lambda: server.server.resources.open_parts.size == 0)
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
@@ -218,11 +219,11 @@ def test_a_client_that_dies_leaves_nothing_open(table: gear.Table) -> None:
     with serving(str(table.name)) as server:
         process = FORK.Process(target=_write_and_wait, args=(server, table))
         process.start()
-        wait_until(lambda: server.server.open_parts.size > 0)
+        wait_until(lambda: server.server.resources.open_parts.size > 0)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join(30)
-        wait_until(lambda: server.server.open_parts.size == 0)
+        wait_until(lambda: server.server.resources.open_parts.size == 0)
         assert len(table) == 0
 
 
@@ -265,8 +266,9 @@ def test_a_server_that_is_killed_loses_no_part_of_long_trajectories(table: gear.
 
 
 def test_parts_that_do_not_follow_are_forgotten_with_their_trajectory() -> None:
-    held = HeldBytes(1000)
-    parts = OpenParts(Limits(), held)
+    limits = Limits(all_open_bytes=1000)
+    held = OpenParts(limits)
+    parts = OpenParts(limits, held)
     data = np.zeros(100, dtype=np.uint8)
     for number in range(2):
         assert parts.fits(Part(1, number, 10), 100)

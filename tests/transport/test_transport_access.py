@@ -17,12 +17,12 @@ import gear_loader as gear
 from gear_loader.errors import TransportError
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.transport import Limits, WindowSpec, start_server
-from gear_loader.transport.access import ByteBudget
+from gear_loader.transport.resources import ByteBudget
 from gear_loader.transport.store_message import Store
 from gear_loader.transport.wire import Header, Kind
 
 COLUMNS = {"number": gear.Column(torch.int64)}
-STEPS = 4096  # 32 KiB
+STEPS = 1 << 14  # 128 KiB, more than is received ahead
 
 
 def table_of(steps: int = 20 * STEPS) -> gear.Table:
@@ -93,7 +93,7 @@ def test_a_trajectory_that_is_too_large_for_the_server_is_an_error_at_once() -> 
     limits = Limits(store_bytes=1 << 12)
     with table_of() as table, serving(str(table.name), limits=limits) as server:
         with gear.connect(url_of(server, table), secret=SECRET, timeout=60.0) as remote:
-            with pytest.raises(TransportError, match="at most 65,536 trajectories and 4,096 bytes"):
+            with pytest.raises(TransportError, match="at most 65,536 rows and 4,096 bytes"):
                 remote.add(numbers(STEPS))
             remote.add(numbers(5))
         assert len(table) == 1
@@ -103,7 +103,7 @@ def test_a_trajectory_that_is_too_large_for_the_server_is_an_error_at_once() -> 
 def test_requests_wait_for_their_turn_when_their_memory_is_taken() -> None:
     limits = Limits(total_bytes=2 * STEPS * 8)
     with table_of() as table, serving(str(table.name), limits=limits) as server:
-        store, budget = store_of(table), server.server.budget
+        store, budget = store_of(table), server.server.resources.budget
         small, bulk = store.pack(), bytes(store.bulk_bytes)
         raws = [server.proven() for _ in range(6)]
         for raw in raws:

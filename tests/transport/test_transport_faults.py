@@ -33,8 +33,8 @@ from gear_loader.transport import process as process_module
 from gear_loader.transport.channel import is_loopback
 from gear_loader.transport.connection import Connection
 from gear_loader.transport.handshake import read_secret
-from gear_loader.transport.link import Link
 from gear_loader.transport.loop import event_loop, within
+from gear_loader.transport.loop_link import LoopLink
 from gear_loader.transport.request import Request
 from gear_loader.transport.wire import Kind, pack_text
 
@@ -163,17 +163,22 @@ def test_a_cancellation_is_not_lost_when_the_result_comes_at_the_same_time(turns
 def test_a_connection_is_closed_at_each_turn_of_the_loop_while_it_is_made(table: gear.Table) -> None:
     async def connect(address: str, turns: int) -> bool:
         """Ask for something, and close after so many turns of the loop; whether there was a connection then."""
-        link = Link("node b", address, SECRET, PATIENCE, asyncio.get_running_loop())
+        link = LoopLink("node b", address, SECRET, PATIENCE, asyncio.get_running_loop())
         request: Request[bytes] = Request(
-            Kind.METADATA, pack_text("table") + pack_text(str(table.name)), Kind.DESCRIBED, bytes, "a report"
+            kind=Kind.METADATA,
+            small=pack_text("table") + pack_text(str(table.name)),
+            answer=Kind.DESCRIBED,
+            finish=bytes,
+            what=lambda: "a report",
+            seconds=PATIENCE,
         )
         link.submit(request)
         for _ in range(turns):
             await asyncio.sleep(0)
-        connected = link._session is not None
+        connected = link._conversation is not None
         await link.close()
         assert link._task is None or link._task.done(), f"closed after {turns} turns, it goes on"
-        assert request.future.done()
+        assert request.has_ended
         return connected
 
     with serving(str(table.name)) as server:
@@ -196,7 +201,7 @@ def test_a_slow_server(table: gear.Table, monkeypatch: pytest.MonkeyPatch) -> No
         return await real(self, opened, row)
 
     monkeypatch.setattr(Connection, "_gather", gather)
-    monkeypatch.setattr(Connection, "_answer_ahead", lambda _, **__: None)
+    monkeypatch.setattr(Connection, "_gather_now", lambda *_: None)
     with serving(str(table.name)) as server:
         peer, spec = server.peer(timeout=2.0), spec_of(table)
         check_fetch(peer, table, spec, [3, 1], [1, 2])

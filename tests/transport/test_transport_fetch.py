@@ -233,7 +233,7 @@ def test_what_the_server_does_not_take_is_an_error_of_that_request_alone() -> No
         peer, spec = server.peer(), spec_of(table)
         for n in (101, 30):
             refused(peer, spec, f"{n} rows .*: the server sends at most 100 rows and 4,096 bytes", n)
-        with pytest.raises(TransportError, match="takes at most 100 trajectories and 1,024 bytes"):
+        with pytest.raises(TransportError, match="takes at most 100 rows and 1,024 bytes"):
             peer.store(*storing(table, rows(1, 50))).result(PATIENCE)
         wild = np.array([0]), np.array([2**41]), generations_of(table, [0])
         with pytest.raises(TransportError, match=r"anchors\[0\] is 2199023255552; expected a step"):
@@ -275,7 +275,9 @@ def test_a_table_that_was_removed_and_made_again(shelf: Shelf) -> None:
         check_fetch(peer, again, spec, [3, 5], [1, 2])
         again.unlink()
     # It is not asked for any more, and still its memory is given back.
-    wait_until(lambda: not server.server.tables.sweep() and not server.server.tables._attached)
+    wait_until(
+        lambda: not server.server.resources.tables.sweep() and not server.server.resources.tables._attached
+    )
 
 
 # ---------------------------------------------------------------- storing
@@ -356,7 +358,7 @@ def test_fetches_go_on_while_a_store_waits_for_room() -> None:
 
 def test_metadata(shelf: Shelf) -> None:
     table, server, peer = shelf
-    name, answers = str(table.name), server.server.metadata
+    name, answers = str(table.name), server.server.resources.metadata
     answers |= {"test": lambda name: name.encode() * 1000, "empty": lambda name: b""}
     answers["broken"] = lambda name: [][1]
     assert peer.metadata("test", name).result(PATIENCE) == name.encode() * 1000

@@ -38,12 +38,9 @@ from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import Limits, Peer, WindowSpec, start_server
-from gear_loader.transport.advance_message import Advance, Advanced
-from gear_loader.transport.fill_message import Fill, Unfilled
-from gear_loader.transport.packed_spec import PackedSpec
-from gear_loader.transport.part_message import Part
+from gear_loader.transport.change_messages import Advance, Advanced, Fill, Part, Unfilled, Update
+from gear_loader.transport.spec import PackedSpec
 from gear_loader.transport.store_message import Store, step_places
-from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import Header, Kind, pack_error, pack_text
 
 FUZZ = Path(__file__).parents[1] / "fuzz" / "fuzz_wire.py"

@@ -29,10 +29,11 @@ from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.errors import HandshakeError, PeerTimeoutError, RegionError, SchemaError, TransportError
-from gear_loader.transport import Address, Limits, Peer, Server
-from gear_loader.transport import link as links
+from gear_loader.transport import Address, Limits, Peer, Server, connection
+from gear_loader.transport import loop_link as links
 from gear_loader.transport import socket as socket_channel
-from gear_loader.transport.connection import Connection
+from gear_loader.transport import wire_messages as messages
+from gear_loader.transport.handlers import Reply
 from gear_loader.transport.handshake import check_library, check_secret
 from gear_loader.transport.wire import NONCE, VERSION, Header, Kind, pack_text
 
@@ -108,7 +109,9 @@ def test_a_server_without_the_secret_is_not_asked_for_anything(shelf: Shelf) -> 
         small = pack_text("socket") + pack_text("socket") + bytes(range(NONCE))
         connection.sendall(Header(Kind.CHALLENGE, 0, len(small), 0).pack() + small)
         proof = connection.recv(64 + 32, socket.MSG_WAITALL)
-        welcome = proof[64:] + Limits().pack()  # its own proof, sent back
+        limits = Limits()
+        sizes = {name: getattr(limits, name) for name in ("rows", "reply_bytes", "store_bytes", "specs")}
+        welcome = messages.WELCOME.pack(proof=proof[64:], **sizes)  # its own proof, sent back
         connection.sendall(Header(Kind.WELCOME, 0, len(welcome), 0).pack() + welcome)
         heard.append(connection.recv(1000))
 
@@ -317,7 +320,7 @@ def test_a_server_that_sends_nonsense_after_the_handshake(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table, server = shelf
-    real = Connection._send
+    real = connection._parts
     for kind, more, small, message in (
         (Kind.REPLY, 10**6, b"", "answers a request 1000000 that was not made"),
         (Kind.STORED, 0, b"", "A message STORED came; expected REPLY or ERROR"),
@@ -325,21 +328,13 @@ def test_a_server_that_sends_nonsense_after_the_handshake(
         (Kind.WELCOME, 0, b"", "A message WELCOME came; expected REPLY or ERROR"),
     ):
 
-        async def lie(
-            self: Any,
-            what: Kind,
-            request: int,
-            part: bytes,
-            bulk: Any = None,
-            lies: Any = (kind, more, small),
-        ) -> None:
-            if what is Kind.REPLY:
-                what, request, part = lies[0], lies[1] or request, lies[2]
-            await real(self, what, request, part, bulk)
+        def lie(request: int, reply: Reply, lies: Any = (kind, more, small)) -> Any:
+            if reply.kind is Kind.REPLY:
+                request, reply = lies[1] or request, Reply(lies[0], lies[2], reply.bulk)
+            return real(request, reply)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Connection, "_send", lie)
-            patch.setattr(Connection, "_answer_ahead", lambda _, **__: None)
+            patch.setattr(connection, "_parts", lie)
             refused(server.peer(), table, message)
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import ctypes
+import gc
 import importlib
+import itertools
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,23 +25,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nixl_common import COLUMNS, SCHEMA, WINDOWS, Owner, World, make, steps, windows_on
 from ucx_common import LOOPBACK, listening
-from waiting_common import go_on, stop_process, wait_until
+from waiting_common import PATIENCE, SLOWER, go_on, stop_process, wait_until
 
-from gear_loader.errors import PeerTimeoutError, TransportError
+from gear_loader.errors import PeerTimeoutError, SchemaError, TransportError
+from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.schema import Column, Schema, Window
 from gear_loader.storage.table import Table
 from gear_loader.transport import nixl_agent
 from gear_loader.transport.nixl_agent import Description
+from gear_loader.transport.nixl_plan import Intervals, Rows, SpanReads
 from gear_loader.transport.nixl_reader import NixlPeer
 from gear_loader.transport.nixl_server import NixlOwner
-from gear_loader.transport.spec import WindowSpec
+from gear_loader.transport.spec import PackedSpec, WindowSpec
 
-pytestmark = pytest.mark.skipif(nixl_agent.installed() is None, reason="NIXL is not installed")
+needs_nixl = pytest.mark.skipif(nixl_agent.installed() is None, reason="NIXL is not installed")
+Array = np.ndarray[Any, Any]
+NAME = "nixl-spans"
 
 
 @pytest.fixture(scope="module")
 def owner() -> Iterator[Owner]:
-    made = Owner("nixl-shared", "nixl-own")
+    made = Owner("nixl-shared", "nixl-own", NAME)
     yield made
     made.end()
 
@@ -56,6 +64,7 @@ def world(owner: Owner) -> Iterator[World]:
     world.close()
 
 
+@needs_nixl
 @pytest.mark.parametrize(("pad", "only"), [("keep", None), ("head", None), ("tail", "big"), ("edge", None)])
 def test_windows_are_those_of_the_table(shared: World, pad: Any, only: str | None) -> None:
     random = np.random.default_rng(len(pad))
@@ -68,6 +77,7 @@ def test_windows_are_those_of_the_table(shared: World, pad: Any, only: str | Non
     assert shared.fetch([], [])[0].shape == (0,)
 
 
+@needs_nixl
 def test_one_agent_and_one_question_serve_many_fetches_and_threads(shared: World) -> None:
     shared.spec = WindowSpec("nixl-shared", SCHEMA, WINDOWS)
     before = shared.owner.asked
@@ -87,6 +97,7 @@ def test_one_agent_and_one_question_serve_many_fetches_and_threads(shared: World
     assert set(found) <= LOOPBACK
 
 
+@needs_nixl
 def test_rows_that_are_gone(world: World) -> None:
     slots = list(world.held)[:6]
     rows, index = world.rows(slots, [0] * 6)
@@ -104,6 +115,7 @@ def test_rows_that_are_gone(world: World) -> None:
     world.compare(out, slots, [0] * 6, gone=(1, 2, 3))
 
 
+@needs_nixl
 def test_a_table_that_was_replaced_is_noticed(world: World) -> None:
     slots = list(world.held)[:4]
     world.check(slots, [0] * 4)
@@ -131,6 +143,7 @@ WRONG = [("slots", -1), ("slots", 40), ("anchors", 2**41), ("block_ids", -1), ("
 WRONG += [("length", 0), ("length", 601), ("place", 10**6), ("place", -(10**6))]
 
 
+@needs_nixl
 def test_rows_that_no_table_has_are_refused(shared: World) -> None:
     shared.spec = WindowSpec("nixl-shared", SCHEMA, WINDOWS)
     slots = [slot for slot, rows in shared.held.items() if len(rows["x"]) > 10][:5]
@@ -151,6 +164,7 @@ def test_rows_that_no_table_has_are_refused(shared: World) -> None:
     shared.check(slots, [5] * 5)
 
 
+@needs_nixl
 def test_other_tables_and_schemas_are_refused(shared: World) -> None:
     rows, index = shared.rows(list(shared.held)[:2], [0, 0])
     other = Schema({"x": Column(torch.float64, (5,))})
@@ -159,13 +173,17 @@ def test_other_tables_and_schemas_are_refused(shared: World) -> None:
             WindowSpec("nixl-shared", other, {"x": Window(2)}),
             r"has the columns .*float32.* at its owner; expected .*float64",
         ),
-        (WindowSpec("other", SCHEMA, WINDOWS), r"'other' is not served; tables here: nixl-own, nixl-shared"),
+        (
+            WindowSpec("other", SCHEMA, WINDOWS),
+            r"'other' is not served; tables here: nixl-own, nixl-",
+        ),
     ):
         future = shared.peer.fetch(spec, *rows, np.zeros(spec.reply_bytes(2), np.uint8), **index)
         with pytest.raises(TransportError, match=message):
             future.result(30)
 
 
+@needs_nixl
 def test_arrays_that_do_not_fit_are_refused(shared: World) -> None:
     shared.spec = WindowSpec("nixl-shared", SCHEMA, WINDOWS)
     rows, index = shared.rows(list(shared.held)[:2], [0, 0])
@@ -179,6 +197,7 @@ def test_arrays_that_do_not_fit_are_refused(shared: World) -> None:
         shared.peer.fetch(shared.spec, *rows, out, **index)
 
 
+@needs_nixl
 def test_after_a_fork_and_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
     class Unreachable:
         def metadata(self, name: str, table: str) -> Future[bytes]:
@@ -205,6 +224,7 @@ def test_after_a_fork_and_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
         NixlOwner(["t"])
 
 
+@needs_nixl
 @pytest.mark.long
 def test_an_owner_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")  # shared memory can be read without it
@@ -300,17 +320,398 @@ def test_a_description_that_contradicts_itself_or_is_invalid() -> None:
     for data in (b"", b"GEARNIXL", json.dumps({}).encode(), b"\x80\x04\x95"):
         with pytest.raises(TransportError, match="description of its memory is invalid"):
             Description.from_bytes(data)
-    with pytest.raises(TransportError, match="describes its memory in version 1; expected 3"):
+    with pytest.raises(TransportError, match="describes its memory in version 1; expected 4"):
         Description.from_bytes(GOOD[:8] + b"\1\0" + GOOD[10:])
 
 
-def test_an_owner_that_is_killed_and_comes_again(world: World) -> None:
-    slots = list(world.held)[:4]
-    world.check(slots, [0] * 4)
-    world.owner.signal(signal.SIGKILL)
-    world.owner.process.join()
-    for message in (r"node b: .*; 4 rows of table 'nixl-own' \([\d,]+ bytes\) were to", "node b: "):
-        with pytest.raises(TransportError, match=message):
-            world.fetch(slots, [0] * 4)
-    world.owner.start()
-    world.check(slots, [0] * 4)
+# ---------------------------------------------------------------- spans
+
+
+ALL = {"x": "x", "again": "x", "flag": "flag", "big": "big", "task": "task"}
+
+
+def expected(spec: PackedSpec, held: dict[int, Any], slots: Any, firsts: Any, counts: Any, gone: Any) -> Any:
+    """Bytes of every column of a reply; rows that are gone are zeros."""
+    found = {}
+    for name, column in spec.columns.items():
+        once, parts = spec.schema[column].trajectory, []
+        for slot, first, count, lost in zip(slots, firsts, counts, gone, strict=True):
+            stored = held[slot][column][None] if once else held[slot][column][first : first + count]
+            values = np.zeros((1 if once else count) * spec.schema[column].step_bytes, dtype=np.uint8)
+            if not lost:
+                values[:] = np.frombuffer(stored.tobytes(), np.uint8)
+            parts.append(values)
+        found[name] = np.concatenate([np.empty(0, np.uint8), *parts])
+    return found
+
+
+class Interrupted(NixlPeer):
+    """Calls a function before one of its reads."""
+
+    before: Callable[[], None] = staticmethod(lambda: None)
+    at = -1
+    reads = 0
+
+    def _read(self, *args: Any) -> Any:
+        if self.reads == self.at:
+            self.before()
+        self.reads += 1
+        return super()._read(*args)
+
+
+class SpanWorld(World):
+    """A table, packed or not, its owner in another process, and a reader of spans."""
+
+    peer: Interrupted
+
+    def __init__(self, owner: Owner, *, packed: bool = True, name: str = NAME) -> None:
+        self.name = name
+        self.table = Table.create(
+            COLUMNS,
+            max_steps=600,
+            max_trajectories=40,
+            block_steps=4,
+            name=name,
+            memory=Memory(packed=packed),
+        )
+        self.held: dict[int, dict[str, Array]] = {}
+        for i in range(20):
+            self.add(1 + (7 * i) % 25, i)
+        self.owner = owner
+        self.peer = Interrupted(owner, timeout=20.0 * SLOWER, name="node b")
+
+    def add(self, length: int, seed: int) -> int:
+        rows = steps(length, seed)
+        slot = self.table.add(rows)
+        self.held[slot] = rows
+        return slot
+
+    def begin(
+        self, slots: Any, firsts: Any, counts: Any, columns: dict[str, str] = ALL, generations: Any = None
+    ) -> tuple[Future[Array], Array, PackedSpec]:
+        spec = PackedSpec(self.name, SCHEMA, columns)
+        slots, firsts, counts = (np.asarray(part, dtype=np.int64) for part in (slots, firsts, counts))
+        if generations is None:
+            generations = self.table._engine.region.array("generation")[slots]
+        out = np.full(spec.reply_bytes(len(slots), int(counts.sum())), 205, dtype=np.uint8)
+        return self.peer.fetch_spans(spec, slots, firsts, generations, counts, out), out, spec
+
+    def served(self, slots: Any, firsts: Any, counts: Any, held: Any = None, **options: Any) -> list[bool]:
+        """Fetch spans and check their bytes; return which were served."""
+        future, out, spec = self.begin(slots, firsts, counts, **options)
+        gone = future.result(PATIENCE).astype(bool)
+        wanted = expected(spec, self.held if held is None else held, slots, firsts, counts, gone)
+        for span in spec.spans(len(slots), int(np.sum(counts))):
+            values = wanted[span.name]
+            assert (out[span.offset : span.offset + len(values)] == values).all(), span
+        return (~gone).tolist()
+
+    def whole(self, slots: Any) -> tuple[Any, list[int], list[int]]:
+        return slots, [0] * len(slots), [len(self.held[slot]["x"]) for slot in slots]
+
+    def flip(self) -> None:
+        """Compact the block tables."""
+        index = self.table._engine.index
+        assert index.recovery.locked(lambda: index.allocator.flip(-1))
+
+
+@pytest.fixture(params=[True, False], ids=["packed", "apart"])
+def spans(owner: Owner, request: pytest.FixtureRequest) -> Iterator[SpanWorld]:
+    world = SpanWorld(owner, packed=request.param)
+    yield world
+    world.close()
+
+
+# ---------------------------------------------------------------- what arrives
+
+
+@needs_nixl
+@pytest.mark.parametrize("columns", [ALL, {"big": "big"}, {"flag": "flag", "task": "task"}], ids=len)
+def test_spans_are_those_of_the_table(spans: SpanWorld, columns: dict[str, str]) -> None:
+    random = np.random.default_rng(len(columns))
+    for number in (1, 7, 40):
+        slots = random.choice(list(spans.held), number).tolist()
+        lengths = np.array([len(spans.held[slot]["x"]) for slot in slots])
+        firsts = random.integers(0, lengths + 1)
+        counts = random.integers(0, lengths - firsts + 1)
+        assert all(spans.served(slots, firsts.tolist(), counts.tolist(), columns=columns))
+    assert spans.served(*spans.whole(list(spans.held)), columns=columns) == [True] * 20
+    assert spans.served([], [], [], columns=columns) == []
+
+
+@needs_nixl
+def test_a_fetch_takes_five_reads_and_one_more_after_a_compaction(spans: SpanWorld) -> None:
+    slots = list(spans.held)[:5]
+    for reads in (6, 5, 5):  # at first the number of compactions is not known
+        spans.peer.reads = 0
+        assert all(spans.served(*spans.whole(slots)))
+        assert spans.peer.reads == reads
+    spans.flip()
+    spans.peer.reads = 0
+    assert all(spans.served(*spans.whole(slots)))
+    assert spans.peer.reads == 6
+
+
+@needs_nixl
+def test_spans_that_are_gone(spans: SpanWorld) -> None:
+    slots = list(spans.held)[:6]
+    rows_of, generations = spans.whole(slots), spans.table._engine.region.array("generation")[slots]
+    held = dict(spans.held)
+    ticket = spans.table._engine.index.reader.begin_read()  # what is retired now stays
+    spans.table.remove([slots[1]])
+    assert spans.served(*rows_of, generations=generations) == [True] * 6
+    ticket.end()
+    spans.table.remove([slots[2], slots[3]])
+    again = [spans.add(3, 99) for _ in range(12)]  # takes what has been freed
+    assert {slots[2], slots[3]} <= set(again)
+    found = spans.served(*rows_of, generations=generations, held=held)
+    assert found == [True, False, False, False, True, True]
+    counts = [*rows_of[2][:5], rows_of[2][5] + 1]  # a step more than there are
+    assert spans.served(*rows_of[:2], counts, generations=generations, held=held)[4:] == [True, False]
+
+
+# ---------------------------------------------------------------- between two reads
+
+
+def change_nothing(spans: SpanWorld, slots: list[int]) -> None:
+    pass
+
+
+def compact(spans: SpanWorld, slots: list[int]) -> None:
+    spans.flip()
+
+
+def compact_twice(spans: SpanWorld, slots: list[int]) -> None:
+    """Both halves are written: the places that the reader knows have ids of others."""
+    for _ in range(2):
+        spans.table.remove([slot for slot in spans.held if slot not in slots][:3])
+        spans.flip()
+        for i in range(3):
+            spans.table.add(steps(9 + i, 700 + i))
+
+
+def evict_some(spans: SpanWorld, slots: list[int]) -> None:
+    """The slots and blocks of the first half of the rows get other trajectories."""
+    spans.table.remove(slots[: len(slots) // 2])
+    for i in range(12):
+        spans.table.add(steps(1 + 2 * i, 800 + i))
+
+
+def evict_all(spans: SpanWorld, slots: list[int]) -> None:
+    """Everything is replaced, also what lies in both halves of the block tables."""
+    for turn in range(3):
+        spans.table.clear()
+        spans.flip()
+        for i in range(20):
+            spans.table.add(steps(1 + i, 900 + 20 * turn + i))
+
+
+def recover(spans: SpanWorld, slots: list[int]) -> None:
+    """As after a process that was killed in the middle of a change."""
+    index = spans.table._engine.index
+    spans.table.remove([slot for slot in spans.held if slot not in slots][:4])
+    index.recovery.locked(index.recovery.rebuild)
+    for i in range(6):
+        spans.table.add(steps(20, 600 + i))
+
+
+CHANGES = (change_nothing, compact, compact_twice, evict_some, evict_all, recover)
+
+
+@needs_nixl
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("at", range(6))
+def test_rows_are_whole_whatever_happens_before_a_read(
+    spans: SpanWorld, change: Callable[[SpanWorld, list[int]], None], at: int
+) -> None:
+    """Rows are those that were asked for, or GONE; and they are served where their trajectories stay."""
+    slots = [slot for slot, rows in spans.held.items() if len(rows["x"]) > 4][::2]
+    held = dict(spans.held)
+    assert all(spans.served(*spans.whole(slots)))
+    spans.peer.reads, spans.peer.at = 0, at
+    spans.peer.before = lambda: change(spans, slots)
+    found = spans.served(*spans.whole(slots), held=held)
+    assert spans.peer.reads > at or at == 5
+    evicted = {"evict_some": len(slots) // 2, "evict_all": len(slots)}.get(change.__name__, 0)
+    assert all(found[evicted:])
+    if at < 4:  # before the read of the states
+        assert not any(found[:evicted])
+    spans.table._engine.index.recovery.check_valid()
+
+
+@needs_nixl
+@pytest.mark.parametrize("at", range(5))
+def test_a_trajectory_that_grows_has_its_old_steps(spans: SpanWorld, at: int) -> None:
+    rows = steps(70, 5)
+    with spans.table.writer(commit_every_step=True) as writer:
+        writer.trajectory = {"task": rows["task"]}
+        append = lambda i: writer.append(x=rows["x"][i], flag=rows["flag"][i], big=rows["big"][i])  # noqa: E731
+        for i in range(6):
+            append(i)
+        slot = int(spans.table.indices()[-1])
+        spans.add(5, 6)  # behind it in the block tables
+        spans.held[slot] = rows
+        assert spans.served([slot], [0], [6]) == [True]
+        spans.peer.reads, spans.peer.at = 0, at
+        spans.peer.before = lambda: [append(i) for i in range(6, 70)]  # type: ignore[assignment, return-value]
+        assert spans.served([slot, slot], [0, 5], [6, 1]) == [True, True]
+        assert spans.served([slot], [3], [60]) == [True]
+
+
+@needs_nixl
+def test_compactions_that_do_not_end_leave_the_deadline(spans: SpanWorld) -> None:
+    """A table whose block tables move during every fetch: rows come as soon as they stand still for three reads."""
+    slots = list(spans.held)[:6]
+    assert all(spans.served(*spans.whole(slots)))
+    read, flips = Interrupted._read, itertools.count()
+
+    def flipping(self: Any, *args: Any) -> Any:
+        if next(flips) < 40:
+            spans.flip()
+        return read(self, *args)
+
+    spans.peer._read = flipping.__get__(spans.peer)  # type: ignore[method-assign]
+    assert all(spans.served(*spans.whole(slots)))
+    assert 40 < next(flips) < 50
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@needs_nixl
+def test_spans_that_no_table_has_are_refused(spans: SpanWorld) -> None:
+    slots = list(spans.held)[:4]
+
+    def refused(slots: Array, firsts: Array, counts: Array) -> None:
+        spec, out = PackedSpec(NAME, SCHEMA, ALL), np.zeros(1 << 20, np.uint8)
+        spans.peer.fetch_spans(spec, slots, firsts, np.zeros_like(slots), counts, out).result(PATIENCE)
+
+    for place, value in ((0, -1), (0, 40), (1, -1), (1, 601), (2, -1), (2, 601)):
+        rows_of: list[Any] = [list(part) for part in spans.whole(slots)]
+        rows_of[place][2] = value
+        with pytest.raises(
+            TransportError, match=r"node b: Row 2 of 4 of table 'nixl-spans' has slot .*Nothing was read"
+        ):
+            refused(*(np.array(part, dtype=np.int64) for part in rows_of))
+    other = PackedSpec(NAME, Schema({"x": Column(torch.float64, (5,))}), {"x": "x"})
+    one = np.zeros(1, np.int64)
+    with pytest.raises(TransportError, match=r"has the columns .*float32.* at its owner; expected .*float64"):
+        spans.peer.fetch_spans(other, one, one, one, one, np.zeros(1024, np.uint8)).result(PATIENCE)
+    with pytest.raises(SchemaError, match=r"counts is int32 \[1\]; expected int64 \[1\]"):
+        spans.peer.fetch_spans(other, one, one, one, one.astype(np.int32), np.zeros(1024, np.uint8))
+    with pytest.raises(SchemaError, match=r"out is uint8 \[8\]; expected contiguous uint8 of at least 1,152"):
+        spans.peer.fetch_spans(other, one, one, one, one + 25, np.zeros(8, np.uint8))
+    assert all(spans.served(*spans.whole(slots)))
+
+
+@needs_nixl
+@pytest.mark.parametrize("value", [-1, 2**31 - 1])
+def test_a_corrupt_block_table_is_an_error(spans: SpanWorld, value: int) -> None:
+    slots = list(spans.held)[:4]
+    assert all(spans.served(*spans.whole(slots)))
+    extent, ids = (spans.table._engine.region.array(name) for name in ("extent", "block_ids"))
+    place = int(extent[slots[2], 1])
+    before, ids.reshape(-1)[place] = int(ids.reshape(-1)[place]), value
+    with pytest.raises(TransportError, match=r"row 2, slot \d+, has no valid block table .*; 4 rows"):
+        spans.served(*spans.whole(slots))
+    ids.reshape(-1)[place] = before
+    for wrong in (-(1 << 62), ids.size, 1 << 62):
+        extent[slots[2], 1] = wrong
+        with pytest.raises(TransportError, match=r"row 2, slot \d+, has no valid block table"):
+            spans.served(*spans.whole(slots))
+    extent[slots[2], 1] = place
+    assert all(spans.served(*spans.whole(slots)))
+
+
+# ---------------------------------------------------------------- owners that end or stand still
+
+
+@needs_nixl
+def test_an_owner_that_is_killed_and_comes_again(owner: Owner) -> None:
+    world = SpanWorld(owner)
+    try:
+        slots = list(world.held)[:4]
+        assert all(world.served(*world.whole(slots)))
+        session = weakref.ref(world.peer._session)
+        world.owner.signal(signal.SIGKILL)
+        world.owner.process.join()
+        for message in (r"node b: .*; 4 rows of table 'nixl-spans' \([\d,]+ bytes\) were to", "node b: "):
+            with pytest.raises(TransportError, match=message):
+                world.served(*world.whole(slots))
+        world.owner.start()
+        assert all(world.served(*world.whole(slots)))
+        gc.collect()
+        kept = session()
+        assert kept is not None, "UCX may end the process when the agent is destroyed"
+        assert kept is not world.peer._session
+    finally:
+        world.close()
+
+
+# ---------------------------------------------------------------- the lists
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_intervals_read_every_value(data: st.DataObject) -> None:
+    """Any intervals of a memory, overlapping or empty, near each other or far apart."""
+    memory = np.random.default_rng(0).integers(0, 1 << 31, 4096, dtype=np.int32)
+    pairs = data.draw(st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 90)), max_size=20))
+    starts, counts = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    wanted = Intervals(memory.ctypes.data, 4 * starts, 4 * counts, np.int32)
+    here = np.full(wanted.nbytes + 8, 205, dtype=np.uint8)
+    remote, local = wanted.transfers(here)
+    assert (remote[:, 1:] == local[:, 1:]).all()
+    copy(remote, local)
+    found = np.concatenate([np.empty(0, np.int32), *(memory[a : a + n] for a, n in pairs)])
+    assert wanted.values(here).tolist() == found.tolist()
+    assert (here[wanted.nbytes :] == 205).all()
+    gaps = remote[1:, 0] - remote[:-1, 0] - remote[:-1, 1]
+    assert (gaps > 256).all()
+    assert (remote[:, 1] > 0).all()
+
+
+def copy(remote: Array, local: Array) -> None:
+    """Carry out transfers within this process."""
+
+    for (source, size, *_), (target, *_) in zip(remote.tolist(), local.tolist(), strict=True):
+        ctypes.memmove(target, source, size)
+
+
+def described(table: Table) -> Description:
+    layout, view = table._engine.region.layout, table._engine.region.bytes
+    assert view is not None
+    numbers = {"base": view.ctypes.data, "region_bytes": layout.region_bytes, "half": layout.half}
+    numbers |= {"num_blocks": layout.num_blocks, "num_slots": layout.max_trajectories}
+    numbers |= {"block_steps": layout.block_steps, "max_steps": layout.max_steps}
+    numbers |= {name: layout.arrays[name][0] for name in ("generation", "state", "extent", "block_ids")}
+    return Description("agent", b"", layout.schema, tuple(layout.columns.values()), numbers)
+
+
+@pytest.mark.parametrize("block_steps", [32, 24])
+def test_blocks_side_by_side_are_one_transfer(block_steps: int) -> None:
+    schema = {"token": Column(torch.int32), "wide": Column(torch.uint8, (8,))}
+    with Table.create(
+        schema, max_steps=4000, max_trajectories=8, block_steps=block_steps, memory=Memory(packed=False)
+    ) as table:
+        for length in (1000, 500):
+            table.add({"token": np.arange(length, dtype=np.int32), "wide": np.zeros((length, 8), np.uint8)})
+        slots, none, firsts, counts = np.array([[1, 0], [0, 0], [40, 100], [300, 800]])
+        rows = Rows(slots, none, {"firsts": firsts, "counts": counts})
+        spec = PackedSpec("t", table.schema, {"token": "token"})
+        reads = SpanReads(spec, described(table), rows)
+        extents = table._engine.region.array("extent")[rows.slots]
+        wanted, there = reads.block_ids(extents, np.ones(2, dtype=bool))
+        assert there.all()
+        here = np.zeros(wanted.nbytes, np.uint8)
+        copy(*wanted.transfers(here))
+        ids = reads.listed(wanted.values(here), there)
+        assert reads.valid(ids).all()
+        out = np.zeros(spec.reply_bytes(2, 1100), np.uint8)
+        remote, local = reads.pieces(ids, there, out, out[:0])
+        copy(remote, local)
+        tokens = out[:4400].view(np.int32).tolist()
+        assert tokens == [*range(40, 340), *range(100, 900)]
+        # Blocks of 32 steps of 4 bytes follow each other without a gap, those of 24 do not.
+        blocks = sum(-(-(a % 24 + n) // 24) for a, n in ((40, 300), (100, 800)))
+        assert len(remote) == (2 if block_steps == 32 else blocks)

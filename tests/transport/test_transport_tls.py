@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,26 +12,16 @@ import numpy as np
 import pytest
 import torch
 from table_common import fresh_name, named, rows
-from transport_common import SECRET, Proxy, Raw, check_fetch, serving, six, spec_of
+from transport_common import SECRET, Proxy, Raw, certificate, serving
 
 import gear_loader as gear
 from gear_loader.errors import HandshakeError, TransportError
 from gear_loader.transport import start_server
-from gear_loader.transport.tls import client_context, server_context
+from gear_loader.transport.tls import server_context
 
 COLUMNS = {"text": gear.Column(torch.uint8, (1000,))}
 MARK = b"not to be read by others"
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="the command openssl is needed")
-
-
-def certificate(folder: Path, name: str, host: str) -> tuple[Path, Path]:
-    """A self-signed certificate for a host, and its key."""
-    cert, key = folder / f"{name}.crt", folder / f"{name}.key"
-    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc", "-days", "2"]
-    names = ["-subj", "/CN=tests", "-addext", f"subjectAltName={host}"]
-    command = ["openssl", "req", "-x509", *kind, *names, "-out", str(cert), "-keyout", str(key)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    return cert, key
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +80,6 @@ def test_without_a_certificate_it_is_not(files: tuple[Path, Path]) -> None:
         )
         remote.add(marked(1))
         assert MARK in wire.heard
-
-
-def test_rows_come_encrypted(files: tuple[Path, Path]) -> None:
-    with six() as table, serving(str(table.name), tls=server_context(*files)) as server:
-        peer = server.peer(tls=client_context(files[0]))
-        spec = spec_of(table)
-        for _ in range(3):
-            check_fetch(peer, table, spec, [3, 1, 5], [1, 2, 9])
-        many = np.arange(30_000) % 6
-        check_fetch(peer, table, spec, many, many % 5)  # megabytes
 
 
 def test_a_wrong_certificate_is_refused(files: tuple[Path, Path], tmp_path: Path) -> None:

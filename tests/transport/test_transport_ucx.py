@@ -30,7 +30,7 @@ from gear_loader.transport.ucx import UcxCarrier
 UCXX = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed")
 CONTEXT = multiprocessing.get_context("forkserver")
 BIG = 3 << 20
-ECHO, MUCH, BYE, KILL, STOP, SILENCE, LONG, SHORT, FORK = range(9)  # requests to the other process
+ECHO, MUCH, KILL, STOP, LONG, SHORT, FORK = range(7)  # requests to the other process
 
 
 def payload(size: int, seed: int) -> np.ndarray[Any, Any]:
@@ -50,9 +50,6 @@ async def _answer(channel: Channel) -> None:
                 part = payload(BIG, seed)
                 part.setflags(write=False)
                 await channel.send(np.empty(0, dtype=np.uint8), part, memoryview(request), part[:100])
-            elif what == BYE:
-                await channel.send(payload(BIG, seed), request)
-                return
             elif what in (LONG, SHORT):
                 await channel.send(payload(200 if what == LONG else 50, seed))
             elif what == FORK:
@@ -196,24 +193,6 @@ def test_messages_of_every_kind_and_two_channels_at_once(server: Server) -> None
     verbs = os.environ.get("UCX_TLS", "").startswith("rc")  # as tests/rdma has it
     assert len(found) == (1 if verbs else 2)  # the carrier's; and UCX's, over TCP
     assert set(found) <= LOOPBACK
-
-
-@UCXX
-def test_what_was_sent_before_a_farewell_arrives(server: Server) -> None:
-    async def work() -> None:
-        channel = await connected(server)
-        await channel.send(asking(BYE, 5))
-        await asyncio.sleep(0.05)
-        big, last = np.zeros(BIG, np.uint8), np.zeros(16, np.uint8)
-        await channel.recv_into(big)
-        await channel.recv_into(last)
-        assert (big == payload(BIG, 5)).all()
-        assert last[0] == BYE
-        with pytest.raises(ConnectionError, match=r"side \(127\.0\.0\.1:\d+\) closed the connection\."):
-            await channel.recv_into(last)
-        await channel.close()
-
-    run(work)
 
 
 @UCXX

@@ -18,6 +18,7 @@ from gear_loader.errors import HandshakeError, SchemaError, TableFullError, Tran
 from gear_loader.storage.schema import Schema, Window
 from gear_loader.transport import Address, Limits, WindowSpec, carrier
 from gear_loader.transport.channel import family
+from gear_loader.transport.spec import PackedSpec, read_spec
 from gear_loader.transport.store_message import Store, step_places
 from gear_loader.transport.wire import (
     HEADER,
@@ -34,6 +35,7 @@ from gear_loader.transport.wire import (
 )
 
 SPEC = WindowSpec("replay", Schema(COLUMNS), WINDOWS)
+PACKED = PackedSpec("replay", Schema(COLUMNS), {"a": "step", "b": "value"})
 
 
 def test_a_spec_lays_out_columns_then_masks() -> None:
@@ -48,7 +50,8 @@ def test_a_spec_lays_out_columns_then_masks() -> None:
     turned = WindowSpec("t", Schema(COLUMNS), dict(reversed(WINDOWS.items())))
     assert list(turned.windows) == list(COLUMNS)
     assert turned.pieces(5) == SPEC.pieces(5)
-    again = WindowSpec.from_bytes(SPEC.to_bytes())
+    again = read_spec(SPEC.to_bytes())
+    assert isinstance(again, WindowSpec)
     assert (again.table, again.windows) == (SPEC.table, SPEC.windows)
     assert again.schema.to_json() == SPEC.schema.to_json()
     assert again.pieces(7) == SPEC.pieces(7)
@@ -60,7 +63,8 @@ def test_a_spec_lays_out_columns_then_masks() -> None:
 
 
 def changed(**fields: Any) -> bytes:
-    return json.dumps({**json.loads(SPEC.to_bytes()), **fields}).encode()
+    spec = PACKED if "packed" in fields else SPEC
+    return json.dumps({**json.loads(spec.to_bytes()), **fields}).encode()
 
 
 def window(*values: Any) -> bytes:
@@ -97,13 +101,19 @@ SPECS: list[tuple[bytes, str]] = [
     (window(1, 0, "left"), "expected 'keep'"),
     (window(1, 0, {}), "expected 'keep'"),
     (changed(windows=[["nothing", 1, 0, "keep"]]), "at least one of the columns"),
+    (changed(packed=[]), "list of 0 as packed"),
+    (changed(packed=[["a", "step"]] * 2), r"as packed\[1\]; expected \[name, column\], each name once"),
+    (changed(packed=[["a"]]), r"as packed\[0\]"),
+    (changed(packed=[["a", 5]]), r"as packed\[0\]"),
+    (changed(packed=[["a", "nothing"]]), "at least one of them with steps"),
+    (changed(packed=[["a", "step"]], windows=[]), "a dict of 4"),
 ]
 
 
 def test_a_spec_is_checked_field_by_field() -> None:
     for data, message in SPECS:
         with pytest.raises(TransportError, match=message) as caught:
-            WindowSpec.from_bytes(data)
+            read_spec(data)
         assert len(str(caught.value)) < 2000
 
 
@@ -235,11 +245,12 @@ def test_a_store_with_parts_survives_the_wire_and_is_joined() -> None:
 
 
 LENGTHS = "lengths of a message STORE"
+MANY = ("lengths", "ids", "priorities", "finals")
 STORES: list[tuple[bytes, int, str]] = [
     (b"", 0, "n of a message STORE takes 4 bytes"),
-    (b"\xff" * 8, 0, "n of a message STORE is 4,294,967,295; at most 65,536"),
-    (b"\x01\x00\x00\x00\x08\x00\x00\x00", 0, "flags of a message STORE of 1 .* is 8; expected at most 7"),
-    (b"\x02\x00\x00\x00\x04\x00\x00\x00", 0, "flags of a message STORE of 2 .* is 4; .* 4 of one trajectory"),
+    (b"\xff" * 8, 0, "n of a message STORE is 4,294,967,295; expected at most 65,536"),
+    (b"\x01\x00\x00\x00\x08\x00\x00\x00", 0, "flags of a message STORE is 8; expected at most 7"),
+    (b"\x02\x00\x00\x00\x04\x00\x00\x00", 0, "lengths of a message STORE takes 16 bytes"),
     (b"\x01\x00\x00\x00\x00\x00\x00\x00", 0, "lengths of a message STORE takes 8 bytes"),
     (store_of(lengths=np.array([3, 0])).pack(), 640, LENGTHS),
     (store_of(finals=np.array([0, 1])).pack(), 640, "finals of a message STORE"),
@@ -254,7 +265,16 @@ STORES: list[tuple[bytes, int, str]] = [
     (with_parts(before=2**27, lengths=np.array([2**27])).pack(), 640, "at most 268,435,456 bytes are taken"),
     (store_of().pack(), 641, "which is not what 2 trajectories"),
     (store_of().pack(), 512, "which is not what 2 trajectories"),
-    (store_of(table="x" * 200).pack(), 640, "table of a message STORE has 200 bytes"),
+    (
+        store_of().pack().replace(pack_text("t"), pack_text("x" * 200)),
+        640,
+        "table of a message STORE has 200 bytes",
+    ),
+    (
+        with_parts(**{n: getattr(store_of(), n) for n in MANY}).pack(),
+        640,
+        "STORE of 2 trajectories has parts",
+    ),
     (store_of().pack()[:-1], 640, "schema of a message STORE is not JSON"),
     (store_of().pack() + b"]", 640, "schema of a message STORE is not JSON"),
 ]

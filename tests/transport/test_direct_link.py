@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from table_common import named, rows
 from transport_common import (
     PATIENCE,
-    WINDOWS,
     Serving,
     check_fetch,
     expected,
@@ -34,7 +33,7 @@ import gear_loader as gear
 from gear_loader.errors import PeerTimeoutError, SchemaError, TransportError
 from gear_loader.storage.schema import Window
 from gear_loader.transport import Limits, Peer
-from gear_loader.transport.connection import Connection
+from gear_loader.transport.session import Session
 from gear_loader.transport.wire import HEADER, Header, Kind, pack_error
 
 LENGTHS = (1, 7, 4, 13, 2, 8, 30, 5)
@@ -85,41 +84,15 @@ def test_answers_of_any_sizes_are_asked_for_in_any_order(shelf: Shelf, seed: int
             check(table, under_way.pop(int(random.integers(len(under_way)))))
     for request in under_way:
         check(table, request)
-    assert peer._reading._number >= 30, "they did not come this way"
-    assert server.server.reading_threads > 0
+    assert peer._direct._session._number >= 30, "they did not come this way"
     peer.close()
-
-
-def test_several_threads_ask_one_peer(shelf: Shelf) -> None:
-    table, server = shelf
-    peer, spec = server.peer(), spec_of(table)
-    failures: list[BaseException] = []
-
-    def work(seed: int) -> None:
-        random = np.random.default_rng(seed)
-        try:
-            for _ in range(40):
-                requests = [
-                    asked(peer, table, spec, random.integers(8, size=5), np.zeros(5)) for _ in range(3)
-                ]
-                for request in requests:
-                    check(table, request)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert not failures
 
 
 def test_an_error_between_answers(shelf: Shelf) -> None:
     table, server = shelf
     peer, spec = server.peer(), spec_of(table)
     check(table, asked(peer, table, spec, [1], [0]))
-    link = peer._reading._socket
+    link = peer._direct._socket
     requests = [asked(peer, table, spec, [1, 2], [0, 1]) for _ in range(3)]
     wrong = asked(peer, table, spec, [1] * 50, [0] * 49 + [1 << 41])
     requests += [asked(peer, table, spec, [3, 4, 5], [0, 1, 2]) for _ in range(3)]
@@ -127,7 +100,7 @@ def test_an_error_between_answers(shelf: Shelf) -> None:
         wrong[0].result(PATIENCE)
     for request in requests:
         check(table, request)
-    assert peer._reading._socket is link, "the connection goes on"
+    assert peer._direct._socket is link, "the connection goes on"
 
 
 def test_what_the_server_refuses_is_the_same_error(shelf: Shelf) -> None:
@@ -176,37 +149,20 @@ def test_a_server_that_is_replaced(shelf: Shelf) -> None:
     second.close()
 
 
-def test_a_server_that_does_not_answer(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer(shelf: Shelf) -> None:
     table, server = shelf
     spec, go = spec_of(table), threading.Event()
-    real = Connection._answer_ahead
-
-    def slow(self: Any, **options: Any) -> Any:
-        go.wait(PATIENCE)
-        return real(self, **options)
-
     peer = server.peer(timeout=2.0)
     check(table, asked(peer, table, spec, [1], [0]))
-    monkeypatch.setattr(Connection, "_answer_ahead", slow)
-    check_threads = server.server.reading_threads
-    assert check_threads > 0
-    # The thread waits in a call of the real one for the next request; the one after that is not answered.
-    requests = [asked(peer, table, spec, [1], [0]) for _ in range(3)]
-    answered = 0
-    for request in requests:
-        error = request[0].exception()
-        answered += error is None
-        if error is not None:
-            assert isinstance(error, PeerTimeoutError)
-            assert "did not answer within 2 s" in str(error)
+    server.loop.soon(go.wait, PATIENCE)
+    with pytest.raises(PeerTimeoutError, match="did not answer within 2 s"):
+        asked(peer, table, spec, [1], [0])[0].result()
     go.set()
-    assert answered < 3
-    monkeypatch.undo()
     check(table, asked(server.peer(), table, spec, [2], [1]))
 
 
 def test_requests_in_pieces_and_of_strangers(shelf: Shelf) -> None:
-    """In the thread: a request that comes byte by byte, several at once, and one that breaks the rules."""
+    """A request that comes byte by byte, several at once, and one that breaks the rules."""
     table, server = shelf
     spec = spec_of(table)
     message = fetch_message([[1, 2], [0, 0], generations_of(table, [1, 2])])
@@ -227,21 +183,6 @@ def test_requests_in_pieces_and_of_strangers(shelf: Shelf) -> None:
         assert "A message FETCH of 48 bytes has n 2" in raw.text()
 
 
-def test_closing_while_threads_wait() -> None:
-    with named() as table:
-        table.add(rows(0, 5))
-        with serving(str(table.name)) as server:
-            raws = [server.proven() for _ in range(40)]
-            for raw in raws:
-                raw.send(Kind.OPEN, open_message(spec_of(table, WINDOWS)))
-                assert raw.receive()[0].kind is Kind.OPENED
-            assert server.server.reading_threads == 32
-        assert all(raw.is_closed() for raw in raws)
-        assert server.server.reading_threads == 0
-        for raw in raws:
-            raw.close()
-
-
 def test_a_limit_of_receiving(shelf: Shelf) -> None:
     """A limit ends the wait and nothing else: what came of an answer is kept, byte by byte, also of an error."""
     table, _ = shelf
@@ -251,15 +192,15 @@ def test_a_limit_of_receiving(shelf: Shelf) -> None:
     wanted = bytes(range(256)) * (size // 256 + 1)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         peer = Peer("socket://127.0.0.1:1", secret=b"s" * 16, timeout=PATIENCE, name="the server")
-        link = peer._reading
-        assert link is not None
+        link = peer._direct
         near = socket.create_connection(listening.getsockname())
         far, _ = listening.accept()
         near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(PATIENCE), 0))
-        link._socket, link._specs[spec] = near, 0
+        link._socket, link._session = near, Session("the server", Limits())
+        link._session._specs[spec] = 0
         outs = [poisoned(spec, 1) for _ in range(4)]
         futures = [peer.fetch(spec, one, one, one, out, here=True) for out in outs]
-        numbers = [future.number for future in futures]  # type: ignore[attr-defined]
+        numbers = list(link._session.pending)
         messages = [Header(Kind.REPLY, number, 0, size).pack() + wanted[:size] for number in numbers]
         messages[1] = Header(Kind.ERROR, numbers[1], len(text), 0).pack() + text
         for data, future in zip(messages, futures, strict=True):

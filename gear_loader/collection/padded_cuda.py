@@ -1,0 +1,288 @@
+"""Padded batches on a GPU that reads host memory: one upload, and one gather for each table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from gear_loader.collection.buffers import (
+    GpuSide,
+    Part,
+    RowValues,
+    TensorMemory,
+    named_views,
+    shown_values,
+)
+from gear_loader.collection.movers import CudaMover
+from gear_loader.collection.padded import PaddedBuffers, PaddedLayout, names_of
+from gear_loader.collection.plans import Plans, Records, plans_of
+from gear_loader.collection.tier_rows import TierRows
+from gear_loader.kernels.plan import MASK, OUT
+from gear_loader.storage.selected_rows import CudaRows, DrawPlaces
+from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import Array, outside_inference
+from gear_loader.utils.packing import Layout, packed_bytes
+from gear_loader.utils.streams import current_stream
+
+__all__ = ["PaddedCuda"]
+
+
+class _Claimed(NamedTuple):
+    """Rows of one table whose index entries the host has written.
+
+    Attributes:
+        table: the table. part: where the entries are. whole: whether they are those of the batch, row by row.
+    """
+
+    table: Table
+    part: slice
+    whole: bool
+
+
+class PaddedDeviceBuffers(PaddedBuffers):
+    """The tensors of a padded batch on a GPU, with the arguments of its kernels, in pinned memory and on the device::
+
+        rows    int64 [6, B]: index, anchor, generation, and int64 [B, 3], the extents of `resolve`
+        blocks  int32 [B, K], of `resolve`
+        local   int64 [2, B]: step, and row of the batch, of each extent, where they are not those of the batch
+        weights, counts, numbers and other keys: what batches carry, see `RowValues`
+        places  int64 [2 B]: row of the batch, of rows in staging memory; a row may be there twice
+
+    Attributes:
+        host, mirror: views of both. memory: both. random: pinned int64 [3], key, counter and anchor key of a draw on
+            the GPU; beta: pinned float32 [1], the exponent of its weights.
+        records: memory of gathered records. claims: what the host has prepared, and not launched. used, placed: entries
+            of the extents and of `places` that the running batch has used.
+    """
+
+    gpu: GpuSide
+
+    def __init__(
+        self, layout: PaddedLayout, memory: TensorMemory, mover: PaddedCuda, blocks: int, *, splits: bool
+    ) -> None:
+        super().__init__(layout, memory, mover)
+        size, pinned = layout.batch_size, memory.device.type == "cuda"
+        entries: dict[str, Layout] = {
+            "rows": ((6, size), torch.int64),
+            "blocks": ((size, blocks), torch.int32),
+            **({"local": ((2, size), torch.int64)} if splits else {}),
+        }
+        more = dict.fromkeys(layout.keys[3:], ((size,), torch.int64))
+        uploaded: dict[str, Layout] = {**entries, **layout.row_layouts(), **more}
+        parts: dict[str, Layout] = {**uploaded, **({"places": ((2 * size,), torch.int64)} if splits else {})}
+        self._ends = packed_bytes(list(entries.values())), packed_bytes(list(uploaded.values()))
+        self.memory = memory.mirrored(packed_bytes(list(parts.values())))
+        self.memory[1].copy_(self.memory[0])  # which waits
+        self.host, self.mirror = (named_views(each, parts) for each in self.memory)
+        names, shown = (
+            [*side["rows"][:3], *(side[key] for key in more)] for side in (self.host, self.mirror)
+        )
+        self.values = RowValues.of(names, self.host)
+        self.batch.update(shown_values(layout.keys, shown, self.mirror))
+        self.random = torch.empty(3, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self.beta = torch.empty(1, dtype=torch.float32, device="cpu", pin_memory=pinned)
+        self.gpu = GpuSide()
+        self.records: Records = {}
+        self._plans: dict[int, Plans] = {}
+        self.claims: list[_Claimed] = []
+        self.used = self.placed = 0
+
+    def begin(self) -> None:
+        """Forget the last batch."""
+        self.claims, self.used, self.placed = [], 0, 0
+
+    def plans_of(self, table: Table) -> Plans:
+        """The plans that gather the windows of a table; packing and blocks of tables may differ."""
+        if id(table) not in self._plans:
+            self._plans[id(table)] = plans_of(table, self.outputs, self.records)
+            self.references = None  # the plan refers to the batch's memory
+        return self._plans[id(table)]
+
+    def upload(self, *, entries: bool = False) -> None:
+        """Queue a copy of what the host has written; `entries`: of the index entries alone."""
+        first, end = (3 * 8 * self.layout.batch_size, self._ends[0]) if entries else (0, self._ends[1])
+        host, mirror = self.memory
+        mirror[first:end].copy_(host[first:end], non_blocking=True)
+
+
+class PaddedCuda(CudaMover):
+    """Fills padded batches by a GPU that reads the tables itself.
+
+    Args:
+        layout, device, programs: as for `CudaMover`.
+        tables: that it reads. splits: whether rows of a batch may lie in several tables, or elsewhere.
+    """
+
+    layout: PaddedLayout
+
+    def __init__(
+        self, layout: PaddedLayout, *, tables: Sequence[Table], splits: bool, **options: Any
+    ) -> None:
+        super().__init__(layout, **options)
+        self._splits = splits
+        first, last, once = layout.reach
+        steps = [table._engine.region.layout.block_steps for table in tables]
+        self._blocks = max((last - first) // each + 2 + once for each in steps)
+        self._own = tables[0] if len(tables) == 1 else None
+        self._tables: dict[int, TierRows] = {}
+        self._once_extents: dict[int, torch.Tensor] = {}
+        # Copied, which waits: if computed on the device, another stream could read it too early.
+        with outside_inference():
+            self._numbers = torch.arange(layout.batch_size, device="cpu").to(self._device)
+
+    def buffers(self, *, shared: bool = False) -> PaddedBuffers:
+        made = PaddedDeviceBuffers(
+            self.layout, TensorMemory(self._device), self, self._blocks, splits=self._splits
+        )
+        if self._own is not None:  # others are made when they are needed
+            made.plans_of(self._own)
+        return made
+
+    def fill(self, buffers: PaddedDeviceBuffers, table: Table, rows: Any) -> None:
+        if isinstance(rows, CudaRows):
+            self.begin(buffers, rows)
+            self._draw(buffers, table, rows)
+        else:
+            super().fill(buffers, table, rows)
+
+    def begin(self, buffers: PaddedDeviceBuffers, rows: Any) -> None:
+        buffers.begin()
+        current_stream(self._device).wait_event(buffers.gpu.released)
+
+    def _draw(self, buffers: PaddedDeviceBuffers, table: Table, rows: CudaRows) -> None:
+        """Let the GPU draw the rows, then gather them."""
+        count, whole, mirror = len(rows), len(rows) == self.layout.batch_size, buffers.mirror
+
+        def queue() -> None:
+            self._launch(buffers, _Claimed(table, slice(count), whole=True))
+            if buffers.only_launches:
+                buffers.compute(count)
+
+        out = mirror["rows"], mirror["blocks"], *([mirror["weights"]] if self.layout.weighs else [])
+        work, reach = buffers.gpu.work, self.layout.reach
+        places = DrawPlaces(buffers.random, buffers.beta, out, buffers.memory[1], reach, work, whole, queue)
+        rows.write(places, current_stream(self._device))
+        if not buffers.only_launches:
+            buffers.compute(count)
+
+    def copy(self, buffers: PaddedDeviceBuffers, table: Table, rows: Any, which: Array | None = None) -> None:
+        # Host memory is slow for the kernel, so the index entries of the rows are copied; only the steps are read
+        # across the bus. Rows on disk are placed.
+        tier, (slots, anchors, generations) = self._tier(table), names_of(rows, which)
+        first, count = buffers.used, len(slots)
+        extent = buffers.host["rows"][3:].view(-1, 3).numpy()[first : first + count]
+        ids = buffers.host["blocks"].numpy()[first : first + count]
+        inside, outside = tier.resolve(slots, anchors, extent, ids)
+        if len(outside):
+            memory = self.staging.take(buffers.place.size(len(outside)))
+            try:
+                columns = self._columns_in(buffers, memory, len(outside))
+                names = slots[outside], anchors[outside], generations[outside]
+                tier.read(columns, self.layout.sources, *names, None)
+            except BaseException:
+                self.staging.give(memory)
+                raise
+            self._put(buffers, memory, outside if which is None else which[outside])
+        part = slice(first, first + count - len(outside))
+        if part.start == part.stop:
+            return
+        buffers.used = part.stop
+        whole = which is None and inside is None
+        if not whole:
+            numbers = np.arange(count) if which is None else which
+            local = buffers.host["local"].numpy()
+            local[0, part], local[1, part] = (
+                values if inside is None else values[inside] for values in (anchors, numbers)
+            )
+        buffers.claims.append(_Claimed(table, part, whole))
+
+    def _tier(self, table: Table) -> TierRows:
+        if id(table) not in self._tables:
+            self._tables[id(table)] = TierRows(table, self.layout.reach, self.layout.row_bytes)
+        return self._tables[id(table)]
+
+    def _columns_in(self, buffers: PaddedDeviceBuffers, memory: torch.Tensor, count: int) -> Array:
+        """How the CPU's loop gathers windows of `count` rows into staging memory, int64 [C, WIDTH]."""
+        columns, outputs = self.layout.columns(), buffers.outputs
+        places = [memory.data_ptr() + offset for offset in buffers.place.offsets(count)]
+        columns[:, OUT] = places[: len(outputs)]
+        masks = {id(mask): place for mask, place in zip(buffers.masks, places[len(outputs) :], strict=True)}
+        columns[:, MASK] = [masks.get(id(output.mask), 0) for output in outputs]
+        return columns
+
+    def flush(self, buffers: PaddedDeviceBuffers) -> None:
+        claims, buffers.claims = buffers.claims, []
+        if claims:
+            buffers.upload(entries=True)
+        for claim in claims:
+            self._launch(buffers, claim)
+
+    def place(self, buffers: PaddedDeviceBuffers, part: Part, numbers: Array) -> None:
+        self._put(buffers, part.memory, part.rows)
+
+    def _put(self, buffers: PaddedDeviceBuffers, memory: torch.Tensor, numbers: Array) -> None:
+        """Place staging memory into rows of the batch."""
+        from gear_loader.kernels import place
+
+        part = slice(buffers.placed, buffers.placed + len(numbers))
+        buffers.placed = part.stop
+        buffers.gpu.parts.append(memory)
+        host, mirror = buffers.host["places"][part], buffers.mirror["places"][part]
+        host.numpy()[:] = numbers
+        mirror.copy_(host, non_blocking=True)
+        place.place(buffers.place, memory, mirror, programs=self._programs)
+
+    def load(self, buffers: PaddedDeviceBuffers, copy: Callable[[Array, Array], None], which: Array) -> None:
+        # Through staging memory: what is kept need not be pinned, and may change while the GPU still reads.
+        memory = self.staging.take(buffers.place.size(len(which)))
+        outs = memory.data_ptr() + np.array(buffers.place.offsets(len(which)), dtype=np.int64)
+        copy(outs, np.arange(len(which)))
+        self._put(buffers, memory, which)
+
+    def finish(self, buffers: PaddedDeviceBuffers, rows: Any) -> None:
+        count, claims = len(rows), buffers.claims
+        buffers.values.write(rows)
+
+        def queue() -> None:
+            buffers.upload()
+            for claim in claims:
+                self._launch(buffers, claim)
+            if buffers.only_launches:
+                buffers.compute(count)
+
+        repeats = count == self.layout.batch_size and [claim.whole for claim in claims] == [True]
+        buffers.gpu.work.run("rows" if repeats else None, queue, current_stream(self._device))
+        if not buffers.only_launches:
+            buffers.compute(count)
+
+    def _launch(self, buffers: PaddedDeviceBuffers, claim: _Claimed) -> None:
+        """Gather rows of one table, with the index entries on the device."""
+        from gear_loader.kernels import gather, split
+
+        plans, mirror, part = buffers.plans_of(claim.table), buffers.mirror, claim.part
+        count, programs, ids = part.stop - (part.start or 0), self._programs, mirror["blocks"][part]
+        anchors, rows = (mirror["rows"][1], None) if claim.whole else mirror["local"][:, part]
+        numbers, extent = self._numbers[:count], mirror["rows"][3:].view(-1, 3)[part]
+        gather.gather(
+            plans.steps, numbers, anchors[:count], extent, ids.view(-1), rows=rows, programs=programs
+        )
+        if plans.split is not None:
+            split.split(plans.split, count, rows=rows, programs=programs)
+        if plans.once is not None:
+            # Every trajectory has one step here, whose block is the last of its row in `ids`.
+            once = self._once_extent(ids.shape[1])
+            gather.gather(plans.once, numbers, numbers, once, ids.view(-1), rows=rows, programs=programs)
+
+    def _once_extent(self, width: int) -> torch.Tensor:
+        """Extents, int64 [B, 3], of trajectories of one step in the last of `width` blocks a row."""
+        if width not in self._once_extents:
+            size = self.layout.batch_size
+            extent = torch.zeros(size, 3, dtype=torch.int64, device="cpu")
+            extent[:, 0] = 1
+            extent[:, 1] = torch.arange(size, device="cpu") * width + width - 1
+            with outside_inference():
+                self._once_extents[width] = extent.to(self._device)  # which waits, see `_numbers`
+        return self._once_extents[width]
