@@ -118,9 +118,13 @@ class SpoolSink:
             inside = int(self.lanes[0, LANE_STEPS] - self._before[0])
             first_part = inside + min(count, max(1, self._spool.piece_steps - inside))
             if inside + count > self._room:
-                self._wait_for(count, max(inside + count, self._grown(first_part)) - self._room)
-            if inside >= self._room:
-                self._make_room(first_part, waits=False)
+                grown, waits = self._grown(first_part), False
+                if self._room <= inside <= grown - count and self.chunk < 0 and not self._waited:
+                    waits = True  # for one buffer, when it is made
+                else:
+                    self._wait_for(count, max(inside + count, grown) - self._room)
+                if inside >= self._room:
+                    self._make_room(first_part, waits=waits)
             count = min(count, self._room - inside)
             for name, values in self._buffer.piece.items():
                 values[inside : inside + count] = rows.columns[name][first : first + count]
