@@ -72,14 +72,10 @@ class Connection:
         self._tasks: set[asyncio.Task[None]] = set()  # requests that are executed in threads
         self._parts = OpenParts(limits, resources.open_parts)
         self._rest: list[memoryview] | None = None  # of an answer that `_answer_some` has sent a part of
-        self._kept: tuple[Header, Array, Array] | None = (
-            None  # a message that was taken, and not answered at once
-        )
-        self._waits_for_rest = False  # whether a part of a message was seen, at which to look again
-        self._looks = 0  # at such a message, until now
         self.receiving_since: float | None = None
         self.sending_since: float | None = None
         quick: dict[Kind, Callable[[Header, memoryview], memoryview | bytes | None]] = {
+            **{kind: self._handle_ahead for kind, handler in HANDLERS.items() if handler.at_once},
             Kind.FETCH: self._fetch_ahead,
             Kind.STORE: self._store_ahead,
         }
@@ -239,17 +235,16 @@ class Connection:
             got = len(ahead)
             if not got:
                 return True
-            size = HEADER
-            if got >= HEADER:
-                header = Header.parse(ahead[:HEADER])
-                size += header.small + header.bulk
-                quick = self._quick.get(header.kind)
-                if quick is None or size > AHEAD or self._is_busy:
-                    return False
+            if got < HEADER:
+                return self._waits_for_rest()
+            header = Header.parse(ahead[:HEADER])
+            size = HEADER + header.small + header.bulk
+            quick = self._quick.get(header.kind)
+            small, bulk = self._allowed[header.kind] if quick else (0, 0)
+            if not quick or size > AHEAD or header.small > small or header.bulk > bulk or self._is_busy:
+                return False
             if size > got:
-                if self.receiving_since is None:
-                    self.receiving_since = self._loop.time()
-                return True
+                return self._waits_for_rest()
             self.receiving_since = None
             answer = quick(header, ahead[HEADER:size])
             if answer is None:
@@ -262,6 +257,11 @@ class Connection:
         self._rest = []
         return False
 
+    def _waits_for_rest(self) -> bool:
+        if self.receiving_since is None:
+            self.receiving_since = self._loop.time()
+        return True
+
     @property
     def _is_busy(self) -> bool:
         """Whether a request is being answered, so that no other may be answered before."""
@@ -269,8 +269,6 @@ class Connection:
 
     def _fetch_ahead(self, header: Header, message: memoryview) -> memoryview | None:
         """The answer to a FETCH; None if it has to be waited for, or is an error."""
-        if header.bulk:
-            return None
         small = self._small_buffer(header.small)
         small.data[:] = message
         try:
@@ -285,16 +283,34 @@ class Connection:
         return answer
 
     def _store_ahead(self, header: Header, message: memoryview) -> bytes | None:
-        """The answer to a STORE of one trajectory; None for others, or if it has to be waited for, or is an error."""
+        """The answer to a STORE; None if it has to be waited for, or is an error."""
         found = OneStore.parse(message[: header.small], header.bulk)
         if found is None:
-            return None
+            return self._handle_ahead(header, message)
         data: Array = np.frombuffer(message, np.uint8, header.bulk, header.small)
         try:
             stored = store_one(self._resources.tables, *found[:2], data, found[2])
         except Exception:  # it has to wait, or the thread meets the error too, and answers
             return None
         return pack_header(Kind.STORED, header.request, len(stored), 0) + stored
+
+    def _handle_ahead(self, header: Header, message: memoryview) -> bytes | None:
+        """The answer to another request; None if it has to be waited for, or is an error."""
+        handler = HANDLERS[header.kind]
+        if len(message) > handler.at_once:
+            return None
+        data = np.frombuffer(message, np.uint8, header.bulk, header.small) if header.bulk else _NOTHING
+        try:
+            asked = handler.parse(message[: header.small], header.bulk, self._limits)
+        except ProtocolError:  # the connection's task meets it, too
+            return None
+        if isinstance(asked, Store) and asked.parts:
+            return None
+        reply = self._at_once(handler, asked, data)
+        if reply is None:
+            return None
+        kind, answer, _ = reply  # these have no bulk part
+        return pack_header(kind, header.request, len(answer), 0) + answer
 
     # ---------------------------------------------------------------- sending and receiving
 

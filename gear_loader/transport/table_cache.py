@@ -99,9 +99,9 @@ class AttachedTable:
         """
         given = columns, rows, most, *self._index, out, status, gaps
         if len(out) <= _UNDER_LOCK:
-            return self._readers[at_once].under_lock(lambda: serve(*given))
+            return self._readers[at_once].under_lock(lambda: int(serve(*given)))
         with self.reading(at_once=at_once):
-            return serve(*given)
+            return int(serve(*given))
 
     @contextlib.contextmanager
     def reading(self, *, at_once: bool) -> Iterator[None]:
