@@ -171,13 +171,15 @@ class Connection:
     async def _execute(self, header: Header, handler: Handler, small: Array) -> None:
         """Receive the bulk part of a request, execute it, and answer."""
         message = handler.parse(small, header.bulk, self._limits)
-        while len(self._tasks) >= _AT_A_TIME:
+        while handler.overlaps and len(self._tasks) >= _AT_A_TIME:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         data = await self._receive_bulk(header.bulk) if header.bulk else _NOTHING
         is_alone = header.bulk > 0 and self._resources.budget.held == header.bulk
         if isinstance(message, Store) and message.parts:
             parts = self._parts.take(int(message.ids[0]))
-        elif header.small + header.bulk <= (_STORED_ALONE if is_alone else handler.at_once):
+        elif handler.at_once and header.small + header.bulk <= (
+            _STORED_ALONE if is_alone else handler.at_once
+        ):
             reply = self._at_once(handler, message, data[: header.bulk])
             if reply is not None:
                 self._give_bulk(header.bulk, data)

@@ -181,6 +181,8 @@ class Store:
             schema = (_known_schema if len(text) <= _REMEMBERED_BYTES else _schema_of)(text)
         except (ValueError, RecursionError):
             raise ProtocolError("schema of a message STORE is not JSON.") from None
+        except TransportError as error:
+            raise ProtocolError(f"schema of a message STORE: {error}") from None
         rows = lengths, found.ids, found.priorities, finals
         store = cls(found.table, schema, *rows, found.again, parts, before, found.wait)
         if float(before) * schema.step_bytes > limits.store_bytes - bulk:
