@@ -284,6 +284,8 @@ class WriteBehind:
                     if self._has_changed() and self._error is None:
                         return self._stop.is_set()  # what is missing has to be written first
                     tick = _SLOW_TICK  # open writers hold the memory, or the disk fails
+            elif not spiller.missing():
+                self._tier_error = None
             if time.monotonic() >= end:
                 return False
         return True
@@ -328,6 +330,8 @@ class WriteBehind:
                     place.look()
                 save = self._save(table)
             assert save.manifest is not None
+            self._following = save.manifest.next_sequence  # these are safe, whatever happens to older ones
+            self._writes, self._bytes = self._writes + 1, self._bytes + save.bytes_written
             if self._spiller is not None:
                 self._spiller.set_full(False)
                 lost = self._spiller.lost([segment.number for segment in save.manifest.segments])
@@ -341,8 +345,7 @@ class WriteBehind:
             if self._spiller is not None:
                 self._spiller.set_full(is_full(error) or isinstance(error, DiskFullError))
             raise
-        self._version, self._following = version, save.manifest.next_sequence
-        self._writes, self._bytes = self._writes + 1, self._bytes + save.bytes_written
+        self._version = version
         self._seconds = time.monotonic() - began
         self._longest = max(self._longest, self._seconds)
         self._error = None
@@ -359,7 +362,7 @@ class WriteBehind:
                 save.run_behind(place.previous, self._arena, self._note)
             except BaseException as error:
                 place.on_disk = None if save.has_changed else known
-                place.is_uncertain = save.has_changed and save.manifest is not None
+                place.is_uncertain = save.has_changed  # its files may be there still
                 if not isinstance(error, DiskFullError):
                     raise
                 evict, _ = table._engine.policy

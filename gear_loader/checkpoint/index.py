@@ -17,7 +17,7 @@ import xxhash
 
 from gear_loader.checkpoint import old_versions
 from gear_loader.checkpoint.directory import REMEDY, Directory, named
-from gear_loader.checkpoint.files import write_all, write_small
+from gear_loader.checkpoint.files import write_all
 from gear_loader.checkpoint.json_file import FileRecord, read_limited
 from gear_loader.checkpoint.manifest import LARGEST_COUNT, Manifest
 from gear_loader.checkpoint.names import MANIFEST_NAME, PART, index_file
@@ -52,20 +52,23 @@ class IndexFile:
     def write(cls, directory: Directory, number: int, records: Array) -> IndexFile:
         """Write a new file with the records of all trajectories, and sync it."""
         file, name = cls(number), index_file(number)
-        write_small(directory, name + PART, file._take(records))
+        with directory.create(name + PART) as part, named(directory.at(name + PART)):
+            file._put(part.fileno(), records)
         directory.rename(name + PART, name)
         return file
 
-    def _take(self, records: Array) -> bytes:
-        """Count records in; return their bytes and those of records up to the next block."""
-        data = records.tobytes()
+    def _put(self, fd: int, records: Array) -> None:
+        """Write and sync records, and others up to the next block."""
+        data = np.ascontiguousarray(records).view(np.uint8).data
         self._size += len(data)
         self._checksum.update(data)
         self.record = FileRecord(self._size, self._checksum.hexdigest())
         rest = no_records(-(-(-self._size % _BLOCK) // RECORD.itemsize)).tobytes()
         self._size += len(rest)
         self._checksum.update(rest)
-        return data + rest
+        for part in (data, memoryview(rest)):
+            write_all(fd, part)
+        os.fsync(fd)
 
     def has_room(self, more: int, live: int) -> bool:
         """Whether `more` records can be appended; else half of the file would be out of date.
@@ -90,8 +93,7 @@ class IndexFile:
                     f"{directory.at(name)} has {found:,} bytes; expected {self._size:,}: it was cut or changed. "
                     "The next write replaces it."
                 )
-            write_all(file.fileno(), memoryview(after._take(records)))
-            os.fsync(file.fileno())
+            after._put(file.fileno(), records)
         return after
 
 

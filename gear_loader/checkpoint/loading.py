@@ -131,21 +131,25 @@ def load_version(kind: type[Table], directory: Directory, manifest: Manifest, op
                 f"{directory.at(MANIFEST_NAME)} is of a table with the schema {manifest.schema}; expected {expected}. "
                 "Give the schema that was saved (or none), or load another checkpoint."
             )
-    return load_share(kind, directory, whole_share(directory, manifest), options)
+    # Rows that stay on disk are checked when they are read: one damaged file does not lose the others.
+    stays = options.disk is not None and options.disk.tier() is not None
+    return load_share(kind, directory, whole_share(directory, manifest, checksums=not stays), options)
 
 
-def whole_share(directory: Directory, manifest: Manifest, folder: str = "") -> Share:
+def whole_share(
+    directory: Directory, manifest: Manifest, folder: str = "", *, checksums: bool = True
+) -> Share:
     """All that the checkpoint in a directory holds; see `Share`.
 
     Args:
-        folder: its path, relative to the loaded directory.
+        folder: its path, relative to the loaded directory. checksums: whether their files are checked.
 
     Raises:
         CheckpointError: a file is missing, or the index is damaged.
     """
     records = read_records(directory, manifest)
     for segment in manifest.segments:
-        check_files(directory, segment, manifest.schema)
+        check_files(directory, segment, manifest.schema, checksums=checksums)
     # Trajectories that shared blocks in the saved table get separate blocks.
     blocks = max(manifest.num_blocks, Table.required_blocks(rows_of(records), manifest.block_steps))
     sizes = {name: getattr(manifest, name) for name in ("max_steps", "max_trajectories", "block_steps")}

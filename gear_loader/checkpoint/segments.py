@@ -121,11 +121,11 @@ def write_checksums(folder: Directory, checksums: Mapping[str, bytes]) -> str:
     return write_small(folder, CHECKSUMS_NAME, b"".join(checksums.values())).xxh128
 
 
-def check_files(directory: Directory, segment: Segment, schema: Schema) -> None:
+def check_files(directory: Directory, segment: Segment, schema: Schema, *, checksums: bool = True) -> None:
     """Check that the files of a segment, or links to them, exist, and their sizes and checksums' file.
 
     Args:
-        directory: of the checkpoint.
+        directory: of the checkpoint. checksums: whether their file is read.
 
     Raises:
         CheckpointError: a file is missing or has another size, or the file of checksums is damaged.
@@ -140,5 +140,6 @@ def check_files(directory: Directory, segment: Segment, schema: Schema) -> None:
                     f"{path} has {info.st_size:,} bytes; expected a file of {expected:,}: it was cut or changed. "
                     f"{REMEDY}"
                 )
-        with readable(folder.at(CHECKSUMS_NAME)):
-            read_checksums(folder, segment, schema)
+        if checksums:
+            with readable(folder.at(CHECKSUMS_NAME)):
+                read_checksums(folder, segment, schema)

@@ -459,8 +459,7 @@ class FileReader:
 
 def _check_damage(error: Exception) -> None:
     """Raise CheckpointError unless an error says that data are lost: others, such as missing rights, may pass."""
-    if isinstance(error, CheckpointError) and not isinstance(error.__cause__, OSError):
-        return
-    if isinstance(error, OSError) and error.errno in _DAMAGE:
+    cause = error.__cause__ if isinstance(error, CheckpointError) else error
+    if not isinstance(cause, OSError) or cause.errno in _DAMAGE:
         return
     raise CheckpointError(f"{error}. Trajectories of the table lie there only, and stay in it.") from error

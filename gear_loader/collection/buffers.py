@@ -93,10 +93,10 @@ class Staging:
                     return self._free.pop(i)
             if self._free:  # they are too small by now
                 self._free.pop()
-        size = grown(size)
-        memory = torch.empty(size + LINE, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+        total = grown(size + LINE)
+        memory = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
         first = -memory.data_ptr() % LINE
-        return memory[first : first + size]
+        return memory[first : first + total - LINE]
 
     def give(self, tensor: torch.Tensor) -> None:
         """Return a tensor that is no longer read or written."""

@@ -167,6 +167,7 @@ class PackedDeviceBuffers(PackedBuffers):
             return PackedPlan(columns, self.position), False
         if id(source.table) not in self.plans:
             self.plans[id(source.table)] = self._table_plan(source.table)
+            self.references = None  # the plan refers to the batch's memory
         found: tuple[PackedPlan, bool] = self.plans[id(source.table)]
         return found
 
@@ -256,7 +257,8 @@ class PackedCuda(CudaMover):
         if len(outside):
             part = self._read(buffers, table, rows, which[outside])
             self.place(buffers, part, np.arange(len(rows)))
-        buffers.sources += found
+        if len(outside) < len(which):  # else `found` is of an earlier look, or empty
+            buffers.sources += found
 
     def _listed(
         self, buffers: PackedDeviceBuffers, table: Table, slots: Array, which: Array

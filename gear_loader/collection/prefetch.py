@@ -348,7 +348,9 @@ class Prefetcher:
     # ---------------------------------------------------------------- buffers
 
     def _take(self) -> Buffers:
-        self.collector.look()
+        if self.collector.awaits_pinning:
+            with beside_captures(self.collector.device):
+                self.collector.look()
         try:
             while self.collector.is_outdated(buffers := self._pool.free.pop()):
                 pass  # freed: the allocators wait for the streams that use them

@@ -105,7 +105,6 @@ class BlockSink:
             [(n, *column.shape) for column in columns],
         )
         self._headers = ArrayHeaders(list(self._steps), dtypes, shapes, self._sources)
-        self._arrays = StepSources(n, self._sources, None)
         self._thread = 0  # the thread that has allocated last
         self._pid = here.pid
         self.index.allocator.writers.add(self)
@@ -150,7 +149,7 @@ class BlockSink:
 
     def located(self, rows: Any, what: str) -> StepSources:
         if self._headers.read(rows):
-            return self._arrays
+            return StepSources(len(self.lanes), self._sources, rows)
         length, addresses, hold = self._steps.locate(rows, what=what)
         return _sources(length, addresses, self._step_bytes, hold)
 
@@ -233,7 +232,7 @@ class BlockSink:
         request = self._request
         active = 0 if acting is None else data_address(acting)
         done = 0 if ending is None else data_address(ending)
-        if rows is not self._arrays:
+        if rows.sources is not self._sources:
             self._sources[:] = rows.sources
         while True:
             blocks = self._blocks

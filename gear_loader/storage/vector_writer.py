@@ -116,8 +116,9 @@ class VectorWriter:
 
         After an error nothing was appended, except for environments whose trajectory or chunk this call had committed
         before: `appended`. To try again, repeat the call with ``active=active & ~writer.appended``. With
-        ``commit_every_step`` a trajectory that is in `appended`, and of which the final step found no room, stays open:
-        ``commit(mask, final=...)``. After any other exception (Ctrl-C) all open trajectories are discarded.
+        ``commit_every_step``, or chunks with an overlap, a trajectory that is in `appended`, and of which the final
+        step found no room, stays open: ``commit(mask, final=...)``. After any other exception (Ctrl-C) all open
+        trajectories are discarded.
         """
         sink, appender, given = self._sink, self._appender, self._given
         appender.check_usable()

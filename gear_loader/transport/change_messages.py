@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from gear_loader.errors import TransportError
 from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
@@ -246,6 +247,8 @@ class Fill(_RowChange):
             schema = read_schema(rows)
         except (ValueError, TypeError, RecursionError):
             raise ProtocolError("schema and names of a message FILL are not JSON.") from None
+        except TransportError as error:
+            raise ProtocolError(f"schema of a message FILL: {error}") from None
         known = isinstance(names, list) and all(isinstance(name, str) for name in names)
         if not known or not names or len(set(names)) != len(names) or not set(names) <= set(schema.late):
             raise ProtocolError(

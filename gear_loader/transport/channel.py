@@ -153,7 +153,7 @@ class Channel(abc.ABC):
     def skip(self, count: int) -> None:  # noqa: B027 - as `fill`
         """Take the first bytes of `ahead`."""
 
-    def send_some(self, *parts: Bytes) -> list[memoryview]:
+    def send_some(self, *parts: Bytes | bytes) -> list[memoryview]:
         """Send what can be sent without waiting; returns what is left, for `send`.
 
         Raises:

@@ -102,7 +102,8 @@ class Peer:
         self._closed = False
         if isinstance(address, str):
             Address.parse(address)
-        self._direct = DirectLink(name, address, self._secret, tls)
+        # Rows; and what is answered before the call returns, for which the rows of other threads do not wait.
+        self._direct, self._asking = (DirectLink(name, address, self._secret, tls) for _ in range(2))
 
     @property
     def timeout(self) -> float:
@@ -425,7 +426,7 @@ class Peer:
     def _submit(self, request: Request[_T], *, here: bool = False, at_once: bool = False) -> Answer[_T]:
         with self._guard:
             self._check()
-        if here and self._direct.submit(request, at_once=at_once):
+        if here and (self._asking if at_once else self._direct).submit(request, at_once=at_once):
             return request
         if request.kind is Kind.STORE:  # the caller may change its memory before it is sent
             request.bulk = [contiguous(request.bulk, request.bulk_bytes)]
@@ -464,6 +465,7 @@ class Peer:
             self._closed = True
             link, loop = self._link, self._loop
         self._direct.close()
+        self._asking.close()
         if link is not None and loop is not None:
             with contextlib.suppress(concurrent.futures.TimeoutError):
                 loop.run(link.close(), _CLOSE)

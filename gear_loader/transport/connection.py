@@ -19,15 +19,16 @@ from gear_loader.errors import GearError, LockTimeoutError, TransportError
 from gear_loader.transport import wire_messages as messages
 from gear_loader.transport.access import refusal
 from gear_loader.transport.change_messages import MOST_PART, Part
-from gear_loader.transport.channel import Channel, as_bytes
+from gear_loader.transport.channel import Channel
 from gear_loader.transport.handlers import HANDLERS, Handler, Reply, store_one
+from gear_loader.transport.message_schema import ALIGNMENT
 from gear_loader.transport.queries import Query, open_query
 from gear_loader.transport.resources import OpenParts, Resources, Threads, aligned
 from gear_loader.transport.socket import AHEAD
 from gear_loader.transport.spec import PackedSpec, WindowSpec, read_spec
 from gear_loader.transport.store_message import OneStore, Store
 from gear_loader.transport.table_cache import AttachedTable
-from gear_loader.transport.wire import HEADER, Header, Kind, ProtocolError, check, pack_error
+from gear_loader.transport.wire import HEADER, Header, Kind, ProtocolError, check, pack_error, pack_header
 from gear_loader.utils.arrays import Array
 
 __all__ = ["Connection"]
@@ -39,6 +40,7 @@ _STORED_ALONE = (
 )  # largest bulk part that is stored in the event loop while no other is received or stored
 _IN_A_ROW = 8  # requests that are answered until other connections take their turn
 _AT_A_TIME = 2  # requests of one connection that are executed in threads
+_LEAD = ALIGNMENT  # bytes before a reply in its buffer; the last ones are for its header
 _FETCH = struct.Struct("<II")
 _NOTHING: Array = np.empty(0, dtype=np.uint8)
 _log = logging.getLogger("gear_loader.transport")
@@ -62,7 +64,7 @@ class Connection:
         self._queries: dict[int, Query | GearError] = {}
         self._head = memoryview(bytearray(HEADER))
         self._small: Array = np.empty(1 << 12, dtype=np.uint8)
-        self._staging = [aligned(0), aligned(0)]
+        self._staging = [aligned(0), aligned(0)]  # a header before each reply
         self._turn = 0
         self._sending = asyncio.Lock()
         self._reply: asyncio.Task[None] | None = None  # a large reply that is being sent
@@ -70,13 +72,14 @@ class Connection:
         self._tasks: set[asyncio.Task[None]] = set()  # requests that are executed in threads
         self._parts = OpenParts(limits, resources.open_parts)
         self._rest: list[memoryview] | None = None  # of an answer that `_answer_some` has sent a part of
-        self._kept: tuple[Header, Array, Array] | None = (
-            None  # a message that was taken, and not answered at once
-        )
-        self._waits_for_rest = False  # whether a part of a message was seen, at which to look again
-        self._looks = 0  # at such a message, until now
         self.receiving_since: float | None = None
         self.sending_since: float | None = None
+        quick: dict[Kind, Callable[[Header, memoryview], memoryview | bytes | None]] = {
+            **{kind: self._handle_ahead for kind, handler in HANDLERS.items() if handler.at_once},
+            Kind.FETCH: self._fetch_ahead,
+            Kind.STORE: self._store_ahead,
+        }
+        self._quick = {kind: call for kind, call in quick.items() if refusal(resources.allow, kind) is None}
         self._own: dict[Kind, Callable[[Header, Array], Any]] = {
             Kind.OPEN: self._open,
             Kind.FETCH: self._fetch,
@@ -168,13 +171,15 @@ class Connection:
     async def _execute(self, header: Header, handler: Handler, small: Array) -> None:
         """Receive the bulk part of a request, execute it, and answer."""
         message = handler.parse(small, header.bulk, self._limits)
-        while len(self._tasks) >= _AT_A_TIME:
+        while handler.overlaps and len(self._tasks) >= _AT_A_TIME:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         data = await self._receive_bulk(header.bulk) if header.bulk else _NOTHING
         is_alone = header.bulk > 0 and self._resources.budget.held == header.bulk
         if isinstance(message, Store) and message.parts:
             parts = self._parts.take(int(message.ids[0]))
-        elif header.small + header.bulk <= (_STORED_ALONE if is_alone else handler.at_once):
+        elif handler.at_once and header.small + header.bulk <= (
+            _STORED_ALONE if is_alone else handler.at_once
+        ):
             reply = self._at_once(handler, message, data[: header.bulk])
             if reply is not None:
                 self._give_bulk(header.bulk, data)
@@ -226,62 +231,88 @@ class Connection:
 
     def _answer_some(self) -> bool:
         """Answer what was received ahead, in the event loop's call that has received it; whether to wait for more."""
+        channel = self._channel
         for _ in range(_IN_A_ROW):
-            ahead = self._channel.ahead()
-            if not len(ahead):
+            ahead = channel.ahead()
+            got = len(ahead)
+            if not got:
                 return True
-            header = Header.parse(ahead[:HEADER]) if len(ahead) >= HEADER else None
-            size = HEADER if header is None else HEADER + header.small + header.bulk
-            if header is not None and not (size <= AHEAD and self._may_be_quick(header)):
+            if got < HEADER:
+                return self._waits_for_rest()
+            header = Header.parse(ahead[:HEADER])
+            size = HEADER + header.small + header.bulk
+            quick = self._quick.get(header.kind)
+            small, bulk = self._allowed[header.kind] if quick else (0, 0)
+            if not quick or size > AHEAD or header.small > small or header.bulk > bulk or self._is_busy:
                 return False
-            if size > len(ahead):
-                if self.receiving_since is None:
-                    self.receiving_since = self._loop.time()
-                return True
+            if size > got:
+                return self._waits_for_rest()
             self.receiving_since = None
-            if header is None:
-                continue
-            quick = self._fetch_ahead if header.kind is Kind.FETCH else self._store_ahead
-            parts = quick(header, ahead[HEADER:size])
-            if parts is None:
+            answer = quick(header, ahead[HEADER:size])
+            if answer is None:
                 return False
-            self._channel.skip(size)
-            rest = self._channel.send_some(*parts)
+            channel.skip(size)
+            rest = channel.send_some(answer)
             if rest:
                 self._rest = rest
                 return False
         self._rest = []
         return False
 
-    def _may_be_quick(self, header: Header) -> bool:
-        """Whether a message may be answered before all others that are served: none is answered, or being answered."""
-        is_busy = self._tasks or not (self._reply is None or self._reply.done())
-        is_allowed = refusal(self._resources.allow, header.kind) is None
-        return not is_busy and is_allowed and header.kind in (Kind.FETCH, Kind.STORE)
+    def _waits_for_rest(self) -> bool:
+        if self.receiving_since is None:
+            self.receiving_since = self._loop.time()
+        return True
 
-    def _fetch_ahead(self, header: Header, message: memoryview) -> list[memoryview | Array] | None:
+    @property
+    def _is_busy(self) -> bool:
+        """Whether a request is being answered, so that no other may be answered before."""
+        return bool(self._tasks) or not (self._reply is None or self._reply.done())
+
+    def _fetch_ahead(self, header: Header, message: memoryview) -> memoryview | None:
         """The answer to a FETCH; None if it has to be waited for, or is an error."""
-        if header.bulk:
-            return None
         small = self._small_buffer(header.small)
         small.data[:] = message
         try:
             out = self._gather_now(*self._asked(small))
         except GearError:
             return None
-        return None if out is None else _parts(header.request, Reply(Kind.REPLY, bulk=out))
+        if out is None:
+            return None
+        size = len(out)
+        answer = self._staging[self._turn].data[_LEAD - HEADER : _LEAD + size]
+        answer[:HEADER] = pack_header(Kind.REPLY, header.request, 0, size)
+        return answer
 
-    def _store_ahead(self, header: Header, message: memoryview) -> list[memoryview | Array] | None:
-        """The answer to a STORE of one trajectory; None for others, or if it has to be waited for, or is an error."""
+    def _store_ahead(self, header: Header, message: memoryview) -> bytes | None:
+        """The answer to a STORE; None if it has to be waited for, or is an error."""
         found = OneStore.parse(message[: header.small], header.bulk)
         if found is None:
-            return None
+            return self._handle_ahead(header, message)
         data: Array = np.frombuffer(message, np.uint8, header.bulk, header.small)
         try:
             stored = store_one(self._resources.tables, *found[:2], data, found[2])
         except Exception:  # it has to wait, or the thread meets the error too, and answers
             return None
-        return _parts(header.request, Reply(Kind.STORED, stored))
+        return pack_header(Kind.STORED, header.request, len(stored), 0) + stored
+
+    def _handle_ahead(self, header: Header, message: memoryview) -> bytes | None:
+        """The answer to another request; None if it has to be waited for, or is an error."""
+        handler = HANDLERS[header.kind]
+        if len(message) > handler.at_once:
+            return None
+        data = np.frombuffer(message, np.uint8, header.bulk, header.small) if header.bulk else _NOTHING
+        try:
+            asked = handler.parse(message[: header.small], header.bulk, self._limits)
+        except ProtocolError:  # the connection's task meets it, too
+            return None
+        if isinstance(asked, Store) and asked.parts:
+            return None
+        reply = self._at_once(handler, asked, data)
+        if reply is None:
+            return None
+        kind, answer, _ = reply  # these have no bulk part
+        return pack_header(kind, header.request, len(answer), 0) + answer
 
     # ---------------------------------------------------------------- sending and receiving
 
@@ -409,8 +440,12 @@ class Connection:
         """
         if len(small) < _FETCH.size:
             raise ProtocolError(f"A message FETCH has {len(small)} bytes; expected at least {_FETCH.size}.")
-        number, n = _FETCH.unpack_from(as_bytes(small))
+        number, n = _FETCH.unpack_from(small.data)
         opened = self._queries.get(number)
+        if isinstance(opened, Query) and n <= self._limits.rows:
+            fields = opened.spec.FIELDS
+            if len(small) == _FETCH.size + 8 * fields * n:
+                return opened, np.ndarray((fields, n), np.int64, small.data, _FETCH.size)
         # A spec that was refused may have been of either kind.
         widths = [opened.spec.FIELDS] if isinstance(opened, Query) else [WindowSpec.FIELDS, PackedSpec.FIELDS]
         if n > self._limits.rows or len(small) not in [_FETCH.size + 8 * width * n for width in widths]:
@@ -420,9 +455,8 @@ class Connection:
             )
         if opened is None:
             raise ProtocolError(f"A message FETCH asks for the spec {number}, which was not opened.")
-        if isinstance(opened, GearError):
-            raise opened
-        return opened, small[_FETCH.size :].view(np.int64).reshape(opened.spec.FIELDS, n)
+        assert isinstance(opened, GearError)
+        raise opened
 
     async def _earlier_reply(self) -> None:
         """Wait until the reply before has been sent: requesters receive them in the order of their requests."""
@@ -475,18 +509,18 @@ class Connection:
         """The next buffer for a reply."""
         self._turn = 1 - self._turn
         buffer = self._staging[self._turn]
-        if size > len(buffer):
+        if _LEAD + size > len(buffer):
             buffer = self._staging[self._turn] = aligned(
-                min(1 << (size - 1).bit_length(), self._limits.reply_bytes)
+                _LEAD + min(1 << (size - 1).bit_length(), self._limits.reply_bytes)
             )
-        return buffer[:size]
+        return buffer[_LEAD : _LEAD + size]
 
 
 def _parts(request: int, reply: Reply) -> list[memoryview | Array]:
     """The parts of a message that are not empty."""
     kind, small, bulk = reply
     size = 0 if bulk is None else bulk.nbytes
-    parts: list[memoryview | Array] = [memoryview(Header(kind, request, len(small), size).pack())]
+    parts: list[memoryview | Array] = [memoryview(pack_header(kind, request, len(small), size))]
     if small:
         parts.append(memoryview(small))
     if bulk is not None and size:

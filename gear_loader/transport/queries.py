@@ -19,7 +19,7 @@ from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.states import READY
 from gear_loader.transport.spec import PackedSpec, Span, WindowSpec
 from gear_loader.transport.table_cache import AttachedTable, TableCache
-from gear_loader.utils.arrays import Array
+from gear_loader.utils.arrays import Array, data_address
 
 __all__ = ["Query", "open_query", "warm_up"]
 
@@ -199,7 +199,7 @@ class WindowQuery(Query):
 
     def _layout(self, n: int, out: Array) -> _Layout:
         """Layout of a reply with n rows in `out`, cached."""
-        base = out.ctypes.data
+        base = data_address(out)
         layout = self._layouts.get((n, base))
         if layout is None:
             if len(self._layouts) >= _MOST_LAYOUTS:

@@ -24,6 +24,7 @@ from gear_loader.transport.wire import (
     Limits,
     ProtocolError,
     failure,
+    pack_header,
     printable,
     read_error,
 )
@@ -98,7 +99,7 @@ class Session:
         if request.answer is not None:
             self.pending[self._number] = request
             self.unanswered += len(request.small)
-        head = Header(request.kind, self._number, len(request.small), request.bulk_bytes).pack()
+        head = pack_header(request.kind, self._number, len(request.small), request.bulk_bytes)
         return head, request.small, *request.bulk
 
     def _opening(self, spec: WindowSpec | PackedSpec, seconds: float) -> Request[None]:

@@ -73,7 +73,7 @@ class SocketChannel(Channel):
             drop_sent(views, sent)
             await self._yield()
 
-    def send_some(self, *parts: Bytes) -> list[memoryview]:
+    def send_some(self, *parts: Bytes | bytes) -> list[memoryview]:
         views = [as_bytes(part) for part in parts]
         while views:
             try:
@@ -100,14 +100,18 @@ class SocketChannel(Channel):
 
     def _receive_ahead(self) -> None:
         """Receive behind the bytes of the read-ahead buffer. Raises BlockingIOError if it would have to wait."""
-        if self._begin:
-            rest = self._end - self._begin
-            self._ahead[:rest] = bytes(self.ahead()) if rest else b""
-            self._begin, self._end = 0, rest
-        if self._end == len(self._ahead):
-            larger = memoryview(bytearray(AHEAD))
-            larger[: self._end], self._ahead = self._ahead, larger
-        count = self._receive_some(self._ahead[self._end :])
+        memory, rest = self._ahead, self._end - self._begin
+        if not rest:
+            self._begin = self._end = 0
+        else:
+            if self._begin:
+                memory[:rest] = bytes(self.ahead())
+                self._begin, self._end = 0, rest
+            if rest == len(memory):
+                memory = memoryview(bytearray(AHEAD))
+                memory[:rest], self._ahead = self._ahead, memory
+            memory = memory[rest:]
+        count = self._receive_some(memory)
         if count == 0:
             raise ConnectionResetError(errno.ECONNRESET, GONE)
         self._end += count
@@ -137,7 +141,8 @@ class SocketChannel(Channel):
 
     def _send_some(self, views: list[memoryview]) -> int:
         """Send at least one byte; returns the number. Raises BlockingIOError if it would have to wait."""
-        return self._live().sendmsg(views[:MOST_PARTS])
+        connection = self._live()
+        return connection.send(views[0]) if len(views) == 1 else connection.sendmsg(views[:MOST_PARTS])
 
     def _receive_some(self, view: memoryview) -> int:
         """Receive at least one byte, and 0 at the end. Raises BlockingIOError if it would have to wait."""

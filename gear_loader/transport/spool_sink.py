@@ -118,9 +118,13 @@ class SpoolSink:
             inside = int(self.lanes[0, LANE_STEPS] - self._before[0])
             first_part = inside + min(count, max(1, self._spool.piece_steps - inside))
             if inside + count > self._room:
-                self._wait_for(count, max(inside + count, self._grown(first_part)) - self._room)
-            if inside >= self._room:
-                self._make_room(first_part, waits=False)
+                grown, waits = self._grown(first_part), False
+                if self._room <= inside <= grown - count and self.chunk < 0 and not self._waited:
+                    waits = True  # for one buffer, when it is made
+                else:
+                    self._wait_for(count, max(inside + count, grown) - self._room)
+                if inside >= self._room:
+                    self._make_room(first_part, grown, waits=waits)
             count = min(count, self._room - inside)
             for name, values in self._buffer.piece.items():
                 values[inside : inside + count] = rows.columns[name][first : first + count]
@@ -181,15 +185,18 @@ class SpoolSink:
             return self._buffer.piece
         return {name: values[None] for name, values in self._buffer.piece.items()}
 
-    def _make_room(self, steps: int, *, waits: bool = True) -> None:
+    def _make_room(self, steps: int, grown: int = 0, *, waits: bool = True) -> None:
         """Make the buffer large enough for so many steps of each lane, and wait until the spool has room for it.
+
+        Args:
+            grown: the result of `_grown`, if it is known.
 
         Raises:
             PeerTimeoutError: the spool is full. Any error of `Spool.check`.
         """
         if steps <= self._room:
             return
-        room = self._grown(steps)
+        room = grown or self._grown(steps)
         taken = self._spool.take_buffer(steps, room) if self._alone else None
         room = room if taken is None else taken.steps
         holder: Account = self._episodes[0] if self._alone else self._account

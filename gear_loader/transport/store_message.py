@@ -181,6 +181,8 @@ class Store:
             schema = (_known_schema if len(text) <= _REMEMBERED_BYTES else _schema_of)(text)
         except (ValueError, RecursionError):
             raise ProtocolError("schema of a message STORE is not JSON.") from None
+        except TransportError as error:
+            raise ProtocolError(f"schema of a message STORE: {error}") from None
         rows = lengths, found.ids, found.priorities, finals
         store = cls(found.table, schema, *rows, found.again, parts, before, found.wait)
         if float(before) * schema.step_bytes > limits.store_bytes - bulk:
@@ -252,6 +254,7 @@ class OneStore:
         self.schema = schema
         self._tail = pack_text(table) + schema.json_bytes
         self._columns = [(name, column.step_bytes, column.trajectory) for name, column in schema.items()]
+        self._places: tuple[int, tuple[list[int], int]] = 0, ([], 0)  # of the latest number of rows
 
     def pack(
         self, one: One, pieces: Sequence[Mapping[str, Array]], once: Mapping[str, Array]
@@ -292,12 +295,17 @@ class OneStore:
 
     def places(self, rows: int) -> tuple[list[int], int]:
         """Offset of each column in the bulk part of a trajectory of so many rows, and its bytes."""
+        known, found = self._places  # read once: other threads may replace it
+        if known == rows:
+            return found
         offsets, total = [], 0
         for _, step_bytes, trajectory in self._columns:
             offsets.append(total)
             size = step_bytes if trajectory else step_bytes * rows
             total += size + -size % ALIGNMENT
-        return offsets, total
+        found = offsets, total
+        self._places = rows, found
+        return found
 
     @classmethod
     def parse(cls, small: memoryview, bulk: int) -> tuple[OneStore, One, list[int]] | None:

@@ -33,7 +33,7 @@ class StoredOnce:
         self._find = find
         self._guard = threading.Lock()
         self._running: dict[int, Future[Array]] = {}
-        self._done: collections.OrderedDict[int, Array] = collections.OrderedDict()
+        self._done: collections.OrderedDict[int, Array | int] = collections.OrderedDict()
 
     def may_wait(self, ids: Array, *, again: bool) -> bool:
         """Whether `run` may wait for the lock, or for another execution."""
@@ -57,10 +57,10 @@ class StoredOnce:
                 return None
             slot = store()
             if slot is not None:
-                self._remember(identity, np.array([slot]))
+                self._remember(identity, slot)
             return slot
 
-    def _remember(self, key: int, slots: Array) -> None:
+    def _remember(self, key: int, slots: Array | int) -> None:
         self._done[key] = slots
         while len(self._done) > _REMEMBERED:
             self._done.popitem(last=False)
@@ -83,7 +83,7 @@ class StoredOnce:
         future: Future[Array] = Future()
         with self._guard:
             if again and key in self._done:
-                return self._done[key]
+                return np.atleast_1d(self._done[key])
             first = self._running.get(key)
             if first is None:
                 self._running[key] = future

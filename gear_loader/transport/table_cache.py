@@ -58,6 +58,7 @@ class AttachedTable:
         self.block_steps = region.layout.block_steps
         self.extent, self.block_ids = self.engine.reader().index_arrays()
         self._state, self._generation, _ = self.engine.reader().slot_states()
+        self._index = self._state, READY, self._generation, self.extent, self.block_ids, self.block_steps
         self.stored_once = StoredOnce(self.engine.index.slots_of)
         # Values are compared where an earlier process may have written them.
         self.filled_once = StoredOnce(lambda ids: ids[:0])
@@ -96,13 +97,11 @@ class AttachedTable:
         Raises:
             LockTimeoutError: the lock is held.
         """
-        index = self._state, READY, self._generation, self.extent, self.block_ids, self.block_steps
+        given = columns, rows, most, *self._index, out, status, gaps
         if len(out) <= _UNDER_LOCK:
-            return self.reader(at_once).under_lock(
-                lambda: int(serve(columns, rows, most, *index, out, status, gaps))
-            )
+            return self._readers[at_once].under_lock(lambda: int(serve(*given)))
         with self.reading(at_once=at_once):
-            return int(serve(columns, rows, most, *index, out, status, gaps))
+            return int(serve(*given))
 
     @contextlib.contextmanager
     def reading(self, *, at_once: bool) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import types
 from typing import Any
 
 import numpy as np
@@ -463,3 +464,29 @@ def test_arrays_that_are_not_what_they_seem_are_looked_at_again() -> None:
         for i, slot in enumerate(writer.commit().tolist()):
             assert table[slot]["x"].tolist() == [x[i].tolist()] * len(same)
             assert table[slot]["n"].tolist() == [i] * len(same)
+
+
+@pytest.mark.parametrize("commit_every_step", [False, True])
+def test_values_of_a_mapping_that_makes_them_stay_until_they_are_copied(commit_every_step: bool) -> None:
+    """A mapping that is no dict, beside keywords: both are put into a dict that nobody else holds."""
+    columns = {"obs": gear.Column(torch.float32, (1 << 14,)), "reward": gear.Column(torch.float32)}
+    with gear.Table.create(columns, max_steps=256, max_trajectories=64) as table:
+        writer = table.writers(64, commit_every_step=commit_every_step)
+        for step in range(1, 4):
+            made = types.MappingProxyType({"obs": np.full((64, 1 << 14), step, np.float32)})
+            writer.append(made, reward=np.full(64, step, np.float32))
+        writer.commit()
+        for index in table.indices():
+            row = table[int(index)]
+            assert row["reward"].tolist() == [1, 2, 3]
+            assert (row["obs"] == row["reward"][:, None]).all()
+
+
+def test_no_lane_takes_what_others_need() -> None:
+    """Half of the steps that the table holds, of 64 environments; a block has four times the share of each."""
+    with gear.Table.create({"x": gear.Column(torch.int64)}, max_steps=1024, max_trajectories=64) as table:
+        writer = table.writers(64)
+        for step in range(8):
+            writer.append(x=np.full(64, step))
+        writer.commit()
+        assert table.num_steps == 512

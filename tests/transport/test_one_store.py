@@ -18,11 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_common import COLUMNS, named, number_of, numbers_of, rows
-from transport_common import PATIENCE, Serving, message, serving
+from transport_common import PATIENCE, SECRET, Serving, message, serving
 from waiting_common import wait_until
 
 import gear_loader as gear
-from gear_loader.errors import GearError, TransportError
+from gear_loader.errors import GearError, StaleIndexError, TransportError
 from gear_loader.storage.ids import CLIENT_ORIGIN, joined
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import Limits
@@ -220,6 +220,39 @@ def test_one_connection_does_not_take_the_turns_of_others(
         slots_in(busy, 300)
     theirs = order.index(next(each for each in order if order.count(each) == 1))
     assert theirs <= 4 * _IN_A_ROW
+
+
+def test_other_small_requests_are_answered_by_that_call_too(
+    shelf: tuple[gear.Table, Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, server = shelf
+    received: list[Header] = []
+    real = Connection._execute
+
+    async def noted(self: Connection, header: Header, *given: Any) -> None:
+        received.append(header)
+        await real(self, header, *given)
+
+    monkeypatch.setattr(Connection, "_execute", noted)
+    address = f"gear://{server.address.partition('://')[2]}/{table.name}"
+    with gear.connect(address, secret=SECRET, timeout=PATIENCE) as remote:
+        remote.extend([rows(1, 2), rows(2, 3)])
+        assert remote.update_priority([0, 1], [2.0, 3.0]) == 0
+        assert not received
+        with pytest.raises(StaleIndexError, match="index 9"):
+            remote.update_priority([9], [1.0], stale="error")
+    assert [each.kind for each in received] == [Kind.UPDATE]
+    assert numbers_of(table) == [1, 2]
+    assert table._engine.reader().arrays.priority[:2].tolist() == [2.0, 3.0]
+
+
+def test_one_beyond_the_servers_limits_is_refused() -> None:
+    with named() as table, serving(str(table.name), limits=Limits(store_bytes=1 << 10)) as server:
+        server.peer().metadata("table", str(table.name)).result(PATIENCE)
+        with server.proven() as raw:
+            raw.socket.sendall(stored(table, 1, 200))
+            assert "at most 1,024 are taken" in raw.text()
+        assert not numbers_of(table)
 
 
 RULES: dict[str, dict[str, Any]] = {

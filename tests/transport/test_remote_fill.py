@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_remote_table import connected, named, url_of
-from transport_common import SECRET, Proxy, serving
+from transport_common import PATIENCE, SECRET, Proxy, serving
 
 import gear_loader as gear
 from gear_loader.errors import FilledError, SchemaError, StaleIndexError, TransportError
@@ -178,3 +178,35 @@ def test_servers_that_are_killed_fill_once() -> None:
         for number in range(300):
             check(table, slots[number], number)
         table.check_valid()
+
+
+def test_a_fill_that_waits_leaves_the_server_to_others() -> None:
+    """It waits for whoever fills in another process, even if its bulk part is the only one of the server."""
+    held, done = threading.Event(), threading.Event()
+    with (
+        named(COLUMNS, **SIZES) as table,
+        named(COLUMNS, **SIZES) as other,
+        serving(table.name, other.name) as server,
+    ):
+        number = add(table, 1)
+        with (
+            gear.connect(url_of(server.address, table), secret=SECRET) as remote,
+            gear.connect(url_of(server.address, other), secret=SECRET) as free,
+        ):
+            free.unfilled()
+            remote.fill(add(table, 2), reward=np.float32(1))
+            holder = threading.Thread(
+                target=table._engine.region.fill_lock.run, args=(lambda: (held.set(), done.wait(10.0)),)
+            )
+            holder.start()
+            assert held.wait(PATIENCE)
+            filler = threading.Thread(target=lambda: remote.fill(number, reward=np.float32(1)))
+            filler.start()
+            try:
+                filler.join(0.2)
+                assert free.unfilled()[0].tolist() == []
+                assert holder.is_alive(), "the lock was let go before the answer came"
+            finally:
+                done.set()
+                holder.join()
+                filler.join()

@@ -334,6 +334,7 @@ def test_a_server_that_sends_nonsense_after_the_handshake(
             return real(request, reply)
 
         with monkeypatch.context() as patch:
+            patch.setattr(connection.Connection, "_fetch_ahead", lambda *_: None)  # the task answers
             patch.setattr(connection, "_parts", lie)
             refused(server.peer(), table, message)
 

@@ -321,7 +321,9 @@ def reserve_lanes(
         free = free_steps(v)
         if lane[LANE_SLOT] < 0:
             held = min(max(needed, v.block_steps), most)
-            held = held if held <= free // (len(chosen) - j) else needed
+            # No lane gets more than all could have, else the last ones would take what the first were refused.
+            fair = held * len(chosen) <= v.max_steps and held <= free // (len(chosen) - j)
+            held = held if fair else needed
             lengths[0] = held
             answer = begin(v, lengths, lengths[:0], evict, pid, process_start, slots, ids)
             if answer != DONE:
@@ -330,6 +332,7 @@ def reserve_lanes(
         else:
             taken = ids[blocks_of(v, held) :]
             full = blocks_of(v, needed) * v.block_steps
+            full = full if full * len(chosen) <= v.max_steps else needed  # as above
             ahead = min(free // GENEROUS, ADVANCE_STEPS // len(chosen))
             generous = min(max(2 * held, needed), held + ahead, most)
             answer = FULL
