@@ -62,8 +62,8 @@ class Peer:
     Messages name the peer, its address, the request and the remedy. A store that failed without an answer may still
     have been executed.
 
-    With ``here=True`` a request is sent by the calling thread over a connection of its own, which is faster: no other
-    thread takes part. All but rows are answered when the call returns. An answer with rows is received by the thread
+    With ``here=True`` a request is sent by the calling thread, which is faster: no other thread takes part. Rows have
+    a connection of their own, and so have the other requests, which are answered when the call returns. An answer with rows is received by the thread
     that asks for its result. Until then it waits in the buffers of the sockets, so all that is asked for before should
     fit there; it must be asked for, and its deadline begins then. Where it is not possible, as over UCX, the event loop
     makes the request.
