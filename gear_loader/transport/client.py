@@ -63,10 +63,10 @@ class Peer:
     have been executed.
 
     With ``here=True`` a request is sent by the calling thread, which is faster: no other thread takes part. Rows have
-    a connection of their own, and so have the other requests, which are answered when the call returns. An answer with rows is received by the thread
-    that asks for its result. Until then it waits in the buffers of the sockets, so all that is asked for before should
-    fit there; it must be asked for, and its deadline begins then. Where it is not possible, as over UCX, the event loop
-    makes the request.
+    a connection of their own, and so have the other requests, which are answered when the call returns. An answer with
+    rows is received by the thread that asks for its result. Until then it waits in the buffers of the sockets, so all
+    that is asked for before should fit there; it must be asked for, and its deadline begins then. Where it is not
+    possible, as over UCX, the event loop makes the request.
 
     Args:
         address: such as "socket://10.0.0.2:5555"; or a function that returns it, called in a thread at each connect.
