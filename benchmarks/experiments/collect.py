@@ -209,7 +209,9 @@ def _compare(
         variants.append(_peer(name, process, batch, batches, count))
     parameters = {"batch": batch, "trajectories": workload.trajectories}
     label = f"{workload.name}, batch {batch}"
-    found = session.run(Comparison("collect", workload.name, label, variants, MEMCPY, (PLAIN,), parameters))
+    compared = {PLAIN, *itertools.chain(*(each.targets for each in variants))} - {MEMCPY}
+    comparison = Comparison("collect", workload.name, label, variants, MEMCPY, sorted(compared), parameters)
+    found = session.run(comparison)
     session.show(found)
     return found
 

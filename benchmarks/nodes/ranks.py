@@ -28,7 +28,7 @@ from gear_loader.collection.collector import collector_for
 from gear_loader.collection.tier_rows import resolve
 from gear_loader.collection.windows import reach_of
 from gear_loader.distributed.records import record_dtype
-from gear_loader.distributed.remote import PART_BYTES
+from gear_loader.distributed.remote import MOST_RECEIVED_HERE, PART_BYTES
 from gear_loader.distributed.shard_sampler import records_of
 from gear_loader.distributed.shard_source import ShardRows, ShardSource
 from gear_loader.distributed.shards import Shards
@@ -414,7 +414,7 @@ class Fetch(Subject):
         self._staging = [np.zeros(self._spec.reply_bytes(rows), dtype=np.uint8) for _ in range(in_flight)]
         self._rows = rows
         under_way = in_flight * self._spec.reply_bytes(rows)
-        self._options = {"here": self._source.receives_here(under_way)}
+        self._options = {"here": not self._source.one_sided and under_way <= MOST_RECEIVED_HERE}
         self.figures = {"wire_bytes": requests * self._spec.reply_bytes(rows)}
 
     def draw(self) -> list[Any]:

@@ -20,7 +20,7 @@ __all__ = ["RemoteShard", "RowRequest"]
 
 PART_BYTES = 1 << 20
 """Bytes of a request: while the server sends one part it gathers the next one, and the client places the last."""
-_HERE = 1 << 24
+MOST_RECEIVED_HERE = 1 << 24
 """Most bytes that are asked for at a time and received by the thread that waits for them. It gathers the rows of this
 node first; meanwhile the buffers of the sockets fill (by default up to 6 MiB on Linux). More is received by the thread
 of the event loop as it arrives."""
@@ -103,7 +103,7 @@ class RemoteShard:
         """
         spec = self.spec(windows)
         size = max(1, PART_BYTES // spec.row_bytes)
-        here = not self.one_sided and spec.row_bytes * len(rows) <= _HERE
+        here = not self.one_sided and spec.row_bytes * len(rows) <= MOST_RECEIVED_HERE
         ends = range(0, len(rows), size)
         return [self._ask(spec, rows[i : i + size], records[i : i + size], staging, here) for i in ends]
 

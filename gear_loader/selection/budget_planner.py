@@ -175,15 +175,17 @@ class BudgetPlanner:
             SchemaError: a trajectory is longer than the budget, and `too_long` is ``"error"``.
             TableEmptyError: there is nothing to draw from.
         """
-        if not self._ready:
-            tickets: list[Any] = []
-            try:
-                self._plan(tickets)
-            except BaseException:
-                for ticket in tickets:
-                    self._selection.undo(ticket)
-                raise
-        return self._ready.popleft() if self._ready else None
+        if self._ready:
+            return self._ready.popleft()
+        tickets: list[Any] = []
+        try:
+            self._plan(tickets)
+            return self._ready.popleft() if self._ready else None
+        except BaseException:
+            self._ready.clear()
+            for ticket in tickets:
+                self._selection.undo(ticket)
+            raise
 
     def _plan(self, tickets: list[Any]) -> None:
         """Plan the batches of one training step, and make those of this rank ready."""
