@@ -27,9 +27,9 @@ from gear_loader.native.row_cache import KEY
 from gear_loader.selection.selectors import Fifo, Lifo, Prioritized, Selector, TopK, Uniform
 from gear_loader.selection.step_budget import Steps
 from gear_loader.storage.disk import Disk
-from gear_loader.storage.index import EVICT_OLDEST
 from gear_loader.storage.limiters import MinSize
 from gear_loader.storage.memory_options import Memory
+from gear_loader.storage.operations.view import EVICT_OLDEST
 from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
 from gear_loader.storage.table_rules import Limits

@@ -26,7 +26,7 @@ import gear_loader as gear
 from gear_loader.errors import GearError
 from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.layout import Layout
-from gear_loader.storage.region import region_path
+from gear_loader.storage.shared_memory import region_path
 
 PATIENCE = 60.0
 """Seconds for one table: it takes a small part of a second on a quiet machine."""

@@ -27,7 +27,7 @@ from benchmarks import machine
 from benchmarks.harness import Incorrect, Variant
 from benchmarks.options import described, option
 from benchmarks.peers.process import PeerFailed, PeerProcess, Undo, receive_all, together
-from gear_loader.storage.region import region_path
+from gear_loader.storage.shared_memory import region_path
 
 _NETWORK = "10.199.73"
 _MOST_BATCHES = 400

@@ -38,8 +38,6 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import Event, holds_any, new_mutex, run_alone
 from gear_loader.utils.notices import notice
 
-__all__ = ["WriteBehind", "create", "finish_dropped", "start"]
-
 _LONGEST_PAUSE = 10.0
 """Most seconds between two attempts after an error, unless `sync_seconds` is longer."""
 _RETRY = 0.5

@@ -19,9 +19,6 @@ from gear_loader.storage.readers import Ticket
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 
-__all__ = ["OnDisk", "SavedChanges", "take_changes"]
-
-
 _NO_SLOTS: Array = np.empty(0, dtype=np.int64)
 
 

@@ -22,8 +22,6 @@ from typing import Any
 from gear_loader.errors import CheckpointError
 from gear_loader.utils.descriptors import Descriptor, open_descriptor
 
-__all__ = ["REMEDY", "Directory", "named", "open_to_load", "readable"]
-
 REMEDY = "Restore it from a copy, or load another checkpoint."
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 

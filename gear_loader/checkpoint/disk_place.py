@@ -23,8 +23,6 @@ from gear_loader.errors import CheckpointError
 from gear_loader.storage.disk import Disk
 from gear_loader.utils.descriptors import Descriptor
 
-__all__ = ["Place", "holder_of", "occupied", "open_new", "open_place"]
-
 
 class Place:
     """A locked directory that one table is written into.

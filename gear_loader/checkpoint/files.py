@@ -25,13 +25,6 @@ from gear_loader.checkpoint.json_file import FileRecord
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.descriptors import Descriptor
 
-__all__ = [
-    "Arena",
-    "ColumnWriter",
-    "write_all",
-    "write_small",
-]
-
 PIECE_BYTES = 8 << 20
 BUFFERS = 4
 """Pieces in flight. With two, thread and caller wait for each other to wake up on a busy machine."""

@@ -31,25 +31,6 @@ from gear_loader.storage.lock import process_start
 from gear_loader.storage.table import Table
 from gear_loader.utils.descriptors import Descriptor
 
-__all__ = [
-    "LockedError",
-    "check_owned",
-    "convert_errors",
-    "identity",
-    "is_full",
-    "is_unfinished_save",
-    "keep_previous",
-    "lock",
-    "manifests_of",
-    "refuse_links",
-    "remove_checkpoint",
-    "restore_previous",
-    "set_parent",
-    "sweep",
-    "under_lock",
-    "unlock",
-]
-
 _MANIFESTS = (MANIFEST_NAME, PREVIOUS_NAME)
 
 

@@ -27,8 +27,6 @@ from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.ids import LARGEST_ID, following
 from gear_loader.utils.arrays import Array
 
-__all__ = ["IndexFile", "read_records"]
-
 _LARGEST_TIMES = 2**31 - 1
 _SPARE = 1 << 12
 """Records that a file may have in any case before it is written anew."""

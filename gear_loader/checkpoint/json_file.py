@@ -19,8 +19,6 @@ from gear_loader.errors import CheckpointError, SchemaError
 from gear_loader.storage.ids import LARGEST_ORIGIN
 from gear_loader.storage.schema import Schema
 
-__all__ = ["Fields", "FileRecord", "manifest_bytes", "read_fields", "read_limited", "schema_of", "shortened"]
-
 # A manifest takes 1 MiB for the largest schema and about 150 bytes for each segment. Those of versions 3 and 4 have 16
 # bytes for each chunk of a file too, and some values for each file.
 LARGEST_BYTES = 1 << 28

@@ -28,20 +28,6 @@ from gear_loader.storage.table import Table
 from gear_loader.storage.table_rules import OnFull
 from gear_loader.utils.arrays import Array, data_address
 
-__all__ = [
-    "LoadOptions",
-    "Part",
-    "Share",
-    "UnfitError",
-    "discard",
-    "load",
-    "load_share",
-    "load_version",
-    "retry_if_replaced",
-    "was_replaced",
-    "whole_share",
-]
-
 _ATTEMPTS = 10
 
 

@@ -30,8 +30,6 @@ from gear_loader.errors import CheckpointError, SchemaError
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.table_rules import Rules
 
-__all__ = ["LARGEST_COUNT", "Manifest", "no_manifest", "previous_of", "read_manifest"]
-
 VERSION = 5
 FORMAT = "gear-loader checkpoint"
 LARGEST_COUNT = 2**62

@@ -9,23 +9,6 @@ import urllib.parse
 import numpy as np
 import xxhash
 
-__all__ = [
-    "CHECKSUMS_NAME",
-    "INDEX_NAME",
-    "LOCK_NAME",
-    "MANIFEST_NAME",
-    "PART",
-    "PREVIOUS_NAME",
-    "SEGMENTS_NAME",
-    "SEGMENT_NAME",
-    "SHARDS_NAME",
-    "column_file",
-    "index_file",
-    "is_segment_file",
-    "npy_header",
-    "segment_folder",
-]
-
 MANIFEST_NAME = "manifest.json"
 PREVIOUS_NAME = "manifest.previous.json"
 SHARDS_NAME = "shards.json"

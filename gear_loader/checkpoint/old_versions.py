@@ -14,8 +14,6 @@ from gear_loader.errors import CheckpointError
 from gear_loader.storage.schema import Schema
 from gear_loader.utils.arrays import Array
 
-__all__ = ["VERSION", "index_file", "largest_index", "records_of"]
-
 VERSION = 3
 _HEADER_BYTES = 1 << 16  # limit of the safetensors header, which has less than 1,000 bytes for these arrays
 _NAMES = [*RECORD.names, "age"]  # type: ignore[misc]

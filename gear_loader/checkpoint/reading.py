@@ -27,8 +27,6 @@ from gear_loader.utils.arrays import Array, data_address
 from gear_loader.utils.mutex import Event
 from gear_loader.utils.progress import progress_bar
 
-__all__ = ["ColumnFile", "ColumnRead", "read_columns"]
-
 PIECE_BYTES = 1 << 20
 TASK_BYTES = 16 << 20
 """Bytes that a thread takes at a time."""

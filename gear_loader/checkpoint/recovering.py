@@ -14,8 +14,6 @@ from gear_loader.errors import CheckpointError
 from gear_loader.storage.disk import Disk, DiskWriter
 from gear_loader.storage.table import Table
 
-__all__ = ["recover"]
-
 _logger = logging.getLogger("gear_loader")
 
 

@@ -17,8 +17,6 @@ from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Schema
 from gear_loader.utils.arrays import Array
 
-__all__ = ["TrajectoryRows", "column_places"]
-
 
 def column_places(region: Region, name: str) -> Array:
     """A column's place in the region, int64 [5], as `copy_rows` takes it. The caller keeps it mapped."""

@@ -46,8 +46,6 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.notices import notice
 from gear_loader.utils.progress import progress_bar
 
-__all__ = ["DiskFullError", "Save", "save", "save_into"]
-
 # A read ticket keeps blocks of evicted trajectories from being reused, so a writer of a full table waits for it. A save
 # therefore works in rounds. Each round copies the unsaved trajectories piece by piece, with one ticket for each piece,
 # and skips trajectories evicted in the meantime. The next round saves the trajectories added since. When few bytes are

@@ -22,8 +22,6 @@ from gear_loader.checkpoint.names import CHECKSUMS_NAME, column_file, npy_header
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.schema import Column, Schema
 
-__all__ = ["Segment", "check_files", "parse_segment", "read_checksums", "write_checksums"]
-
 _LEAST_CHUNK = 1 << 12
 
 

@@ -46,23 +46,6 @@ from gear_loader.errors import CheckpointError
 from gear_loader.storage.ids import LARGEST_ORIGIN, following
 from gear_loader.storage.schema import Schema
 
-__all__ = [
-    "Shard",
-    "ShardsManifest",
-    "check_shard_links",
-    "check_shards_directory",
-    "link_shard",
-    "next_number",
-    "open_shard",
-    "open_shards",
-    "read_shards",
-    "remove_shard",
-    "shard_folder",
-    "shard_of",
-    "sweep_saves",
-    "write_shards",
-]
-
 SAVES_NAME = "saves"
 FORMAT = "gear-loader distributed checkpoint"
 VERSION = 1

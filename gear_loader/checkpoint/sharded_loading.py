@@ -18,8 +18,6 @@ from gear_loader.errors import CheckpointError
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["assign_ranks", "own_share", "resharded_share", "split_counts"]
-
 _PARTS = 8
 
 

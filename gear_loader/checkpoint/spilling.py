@@ -44,8 +44,6 @@ from gear_loader.storage.tier_counts import KEEP, KEEPS, PROMOTED_BYTES, unpack_
 from gear_loader.storage.tier_swaps import exchange
 from gear_loader.utils.arrays import Array, data_address
 
-__all__ = ["LARGEST_BYTES", "Spiller", "coldness", "hottest", "kept_free", "note_places", "promote"]
-
 FREE_BYTES = 256 << 20
 """Bytes of blocks that are kept free, but at least a sixteenth of all blocks and at most a quarter."""
 LARGEST_BYTES = 8 << 20

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from gear_loader.storage.engine import Engine
     from gear_loader.storage.schema import Column, Schema
 
-__all__ = ["FileReader"]
-
 THREADS = 8
 """Reads under way at once."""
 CACHED_BYTES = 4 << 20

@@ -9,8 +9,6 @@ import numpy as np
 from gear_loader.storage.ids import joined
 from gear_loader.utils.arrays import Array
 
-__all__ = ["RECORD", "WORDS", "Counters", "ids_of", "newest_of", "no_records", "rows_of"]
-
 RECORD = np.dtype(
     [
         ("sequence", "<i8"),  # number in order of commitment

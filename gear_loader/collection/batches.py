@@ -17,8 +17,6 @@ from torch.utils.data._utils.collate import default_collate, default_collate_fn_
 from gear_loader.errors import SchemaError
 from gear_loader.utils.formatting import described
 
-__all__ = ["Batch", "loader_error", "refuse"]
-
 _STACKED = (
     "A DataLoader was made without batch_size=None, so it would stack whole batches into one. The dataset makes "
     "the batches itself, of its own batch_size; use DataLoader(dataset, batch_size=None)."

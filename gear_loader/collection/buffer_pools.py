@@ -9,8 +9,6 @@ from gear_loader.collection.collector import Collector
 from gear_loader.collection.prefetch import Pool, Prefetcher
 from gear_loader.utils.mutex import holds_any
 
-__all__ = ["BufferPools"]
-
 
 class BufferPools:
     """Buffers and prefetchers of one dataset in one process.

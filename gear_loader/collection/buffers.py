@@ -18,21 +18,6 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.launch_graph import RepeatedWork
 from gear_loader.utils.packing import Layout, packed_views
 
-__all__ = [
-    "Buffers",
-    "GpuSide",
-    "Part",
-    "RowValues",
-    "SpanPart",
-    "Staging",
-    "TensorMemory",
-    "clone_batch",
-    "copy_batch",
-    "grown",
-    "named_views",
-    "shown_values",
-]
-
 COUNTS, NUMBERS = ("times_sampled", "age"), ("probability", "age_seconds")  # keys of ``sample_info``
 
 

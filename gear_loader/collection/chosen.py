@@ -39,8 +39,6 @@ from gear_loader.storage.source import Source
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, numbers, shown, unreadable
 
-__all__ = ["RowGather", "SchemaSource", "gather"]
-
 Windows = Mapping[str, Window | NStep | Whole]
 
 

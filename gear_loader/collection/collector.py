@@ -25,8 +25,6 @@ from gear_loader.storage.region import Region
 from gear_loader.storage.table import Table
 from gear_loader.utils.streams import current_stream
 
-__all__ = ["Collector", "RowSource", "TableSource", "collector_for"]
-
 
 class RowSource(Protocol):
     """What holds the rows that a selection draws."""

@@ -10,8 +10,6 @@ from gear_loader.errors import SchemaError
 from gear_loader.kernels.cast_plan import CastColumn, CastPlan
 from gear_loader.storage.schema import Column, Window
 
-__all__ = ["Casts", "converted_dtype"]
-
 
 def converted_dtype(name: str, window: Window, column: Column) -> torch.dtype | None:
     """The dtype of a window in a batch if its values are converted; None if they are as they are stored.

@@ -12,8 +12,6 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.streams import current_stream
 
-__all__ = ["CudaMover", "HostMover", "RowMover"]
-
 
 class RowMover:
     """Moves rows into the buffers of one layout.

@@ -13,8 +13,6 @@ from gear_loader.storage.schema import Schema, Window
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import at_least, finite
 
-__all__ = ["NStep", "Returns", "n_step"]
-
 
 @dataclasses.dataclass(frozen=True)
 class NStep:

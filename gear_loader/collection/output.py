@@ -16,8 +16,6 @@ from gear_loader.storage.schema import BATCH_KEYS
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import one_of
 
-__all__ = ["as_jagged", "as_padded", "as_tensordict", "check_nesting", "check_output"]
-
 
 def check_output(output: Any) -> None:
     """Raise SchemaError for an invalid `output`, ImportError if the package that it needs is not installed."""

@@ -45,8 +45,6 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.packing import Layout, packed_bytes
 
-__all__ = ["PackedBuffers", "PackedHost", "PackedLayout", "PackedValues"]
-
 
 class PackedLayout:
     """What packed batches are made of.

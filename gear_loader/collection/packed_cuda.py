@@ -39,8 +39,6 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.packing import Layout, packed_bytes, packed_views
 from gear_loader.utils.streams import current_stream
 
-__all__ = ["PackedCuda", "staged_pieces"]
-
 _LIST_BYTES = 1 << 12
 """Least memory for a batch's lists of pieces and lines."""
 

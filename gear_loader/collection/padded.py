@@ -36,8 +36,6 @@ from gear_loader.storage.selected_rows import Reach, SelectedRows
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["PaddedBuffers", "PaddedHost", "PaddedLayout"]
-
 
 class PaddedBuffers(Buffers):
     """The tensors of one padded batch.

@@ -27,8 +27,6 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.packing import Layout, packed_bytes
 from gear_loader.utils.streams import current_stream
 
-__all__ = ["PaddedCuda"]
-
 
 class _Claimed(NamedTuple):
     """Rows of one table whose index entries the host has written.

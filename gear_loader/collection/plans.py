@@ -33,8 +33,6 @@ from gear_loader.storage.schema import Schema, Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["PADS", "Output", "Plans", "Records", "locate_columns", "plans_of", "window_columns"]
-
 PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL, "edge": PAD_EDGE}
 
 Records = dict[tuple[int, int, str, bool, int], torch.Tensor]

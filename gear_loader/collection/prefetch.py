@@ -30,8 +30,6 @@ from gear_loader.utils.mutex import holds_any
 from gear_loader.utils.streams import current_stream, on_stream, own_stream
 from gear_loader.utils.waiting import Interrupted, interruptible
 
-__all__ = ["Pool", "Prefetcher"]
-
 Item = TypeVar("Item")
 _BATCH, _STOP, _END = object(), object(), object()
 _LOOK = 1.0  # seconds between the looks of an idle thread at whether its consumer is still there

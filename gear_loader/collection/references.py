@@ -13,8 +13,6 @@ import torch
 from gear_loader.collection.batches import Batch
 from gear_loader.utils.notices import notice
 
-__all__ = ["Arena", "BatchReferences", "aliased", "can_count"]
-
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 _data = operator.attrgetter("data")
 _address = torch.UntypedStorage.data_ptr

@@ -19,8 +19,6 @@ from gear_loader.storage.selected_rows import Reach
 from gear_loader.storage.source import Source
 from gear_loader.utils.arrays import Array, data_address
 
-__all__ = ["Place", "StagedRows", "read_packed"]
-
 
 class Place(NamedTuple):
     """Where the values of one name go in packed memory.

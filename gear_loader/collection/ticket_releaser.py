@@ -18,8 +18,6 @@ from gear_loader.utils.background import background_thread
 from gear_loader.utils.captures import allow_captures
 from gear_loader.utils.notices import notice
 
-__all__ = ["TicketReleaser", "failure_of", "keep_reserved"]
-
 _PATIENCE = 0.001
 """Seconds after which a thread releases the read ticket of a batch that was queued on a GPU."""
 _unfinished: list[tuple[Buffers, Any]] = []

@@ -12,8 +12,6 @@ from gear_loader.storage.selected_rows import Reach
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["TierRows", "resolve", "split_rows"]
-
 _LONGEST_BLOCK = 64
 """Most steps of a block in staging memory: fewer steps beside a window are read."""
 

@@ -16,27 +16,6 @@ from gear_loader.storage.selected_rows import Reach
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import one_of
 
-__all__ = [
-    "FINAL_KEY",
-    "LAYOUTS",
-    "PACKED_KEYS",
-    "ROW_KEYS",
-    "Whole",
-    "check_layout",
-    "check_windows",
-    "expand",
-    "has_whole",
-    "in_schema_order",
-    "mask_of",
-    "packed_span",
-    "reach_of",
-    "reads_final",
-    "single_steps",
-    "source_of",
-    "steps_only",
-    "windows_of",
-]
-
 _W = TypeVar("_W", bound="Window | NStep | Whole")
 
 LAYOUTS = ("padded", "packed", "jagged")

@@ -14,8 +14,6 @@ from gear_loader.selection.selectors import Draw
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.table import Table
 
-__all__ = ["Filler"]
-
 
 class Filler:
     """Fills buffers with the batches of one dataset.

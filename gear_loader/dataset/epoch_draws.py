@@ -13,8 +13,6 @@ from gear_loader.selection.base import Selection
 from gear_loader.selection.budget_planner import BudgetPlanner, PlannedBatch
 from gear_loader.selection.selectors import Draw, Selector
 
-__all__ = ["EpochDraws", "planned_batches"]
-
 
 @dataclasses.dataclass(frozen=True)
 class EpochDraws:

@@ -19,8 +19,6 @@ from gear_loader.selection.random import uniforms
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import at_least, integer, one_of
 
-__all__ = ["Mixture"]
-
 _ROWS = 0x6D697874  # random number stream of the sources of rows
 Schedule = Callable[[int], Mapping[str, float]]
 

@@ -19,8 +19,6 @@ from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import at_least, flag, integer, one_of
 from gear_loader.utils.device_option import check_device
 
-__all__ = ["Draws", "Gpu", "Prefetch", "Ranks", "check_options"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Prefetch:

@@ -25,8 +25,6 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.notices import notice
 
-__all__ = ["HasOrigin", "Origin", "origin_of"]
-
 
 class Origin:
     """Hands a dataset its selection and its source of rows: those of one table.

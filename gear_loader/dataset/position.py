@@ -12,8 +12,6 @@ from gear_loader.errors import SchemaError
 from gear_loader.utils.arrays import outside_inference
 from gear_loader.utils.checks import at_least
 
-__all__ = ["MAX_WORKERS", "Position"]
-
 MAX_WORKERS = 1024
 _EPOCH, _BEFORE, _ROUND, _KEY, _ROUND_EPOCH, _ROUND_BEFORE, _JOINED = range(7)  # places in `_shared`
 _ANY = -1

@@ -7,8 +7,6 @@ from typing import Literal
 
 import torch
 
-__all__ = ["dealer", "prepared_error"]
-
 _PREPARED = "accelerate.data_loader"
 
 

@@ -56,8 +56,6 @@ from gear_loader.utils.checks import at_least, one_of
 from gear_loader.utils.device_option import device_of
 from gear_loader.utils.forks import keep_for_ever
 
-__all__ = ["ReplayDataset"]
-
 _DRAWS, _RANKS = Draws(), Ranks()
 _ALL_DRAWS = 1 << 30  # history of a selection that is told which draws to forget
 

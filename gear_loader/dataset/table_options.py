@@ -13,8 +13,6 @@ from gear_loader.selection.grouping import Groups
 from gear_loader.selection.step_budget import StepBudget, Steps
 from gear_loader.storage.table import Table
 
-__all__ = ["check_final", "check_groups", "step_budget_of"]
-
 
 def check_groups(groups: Groups | None, table: Table, *, is_global: bool, batch_size: int) -> None:
     """Raise SchemaError for groups that do not go with the table or the batch; is_global: drawn over all shards."""

@@ -35,8 +35,8 @@ from gear_loader.selection.base import Selection, SelectionContext
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw
 from gear_loader.selection.state import BatchHistory, BatchRows
 from gear_loader.selection.weights import importance_weights
-from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.selected_rows import Reach
+from gear_loader.storage.snapshot import Snapshot
 from gear_loader.utils.arrays import Array
 
 __all__ = ["GlobalSelection"]

@@ -20,7 +20,7 @@ from gear_loader.errors import PriorityError, TableEmptyError
 from gear_loader.selection.priorities import draw_key
 from gear_loader.selection.selectors import Draw, Selector, SnapshotSelector
 from gear_loader.selection.tree import uniforms
-from gear_loader.storage.reader import Snapshot
+from gear_loader.storage.snapshot import Snapshot
 from gear_loader.utils.arrays import Array
 
 __all__ = ["CandidateDrawing", "PassView", "RowAssignment", "RowDrawing", "Rows", "empty_error"]

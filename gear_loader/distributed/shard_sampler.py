@@ -19,7 +19,7 @@ from gear_loader.selection.state import PriorityState
 from gear_loader.selection.tree import uniforms
 from gear_loader.selection.weights import checked_leaves
 from gear_loader.storage.priority_updates import PriorityUpdates
-from gear_loader.storage.reader import Snapshot
+from gear_loader.storage.snapshot import Snapshot
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array

@@ -15,9 +15,10 @@ from gear_loader.collection.tier_rows import resolve
 from gear_loader.errors import SchemaError, UnknownNodeError
 from gear_loader.graph.csr import named
 from gear_loader.native import neighbor_loops
-from gear_loader.storage.reader import Snapshot, Ticket
+from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Window
 from gear_loader.storage.selected_rows import Reach
+from gear_loader.storage.snapshot import Snapshot
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import new_mutex

@@ -20,9 +20,9 @@ from gear_loader.selection.selectors import (
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.ids import sequences_of
 from gear_loader.storage.inline import InlineBatch
-from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import SelectedRows
+from gear_loader.storage.snapshot import Snapshot
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.waiting import Backoff

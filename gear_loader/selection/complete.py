@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.schema import Schema, Window
+from gear_loader.storage.snapshot import Snapshot
 from gear_loader.utils.arrays import Array
 
 __all__ = ["CompleteAnchors"]

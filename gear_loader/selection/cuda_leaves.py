@@ -23,7 +23,7 @@ from gear_loader.kernels.sum_tree import (
 from gear_loader.selection.base import SelectionContext
 from gear_loader.selection.item_map import ItemMap, Leaves
 from gear_loader.selection.weights import SHARE, may_leave_range, out_of_range
-from gear_loader.storage.reader import Snapshot
+from gear_loader.storage.snapshot import Snapshot
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.launch_graph import RepeatedWork
 from gear_loader.utils.packing import upload

@@ -12,9 +12,9 @@ import torch
 
 from gear_loader.errors import SchemaError, StaleIndexError
 from gear_loader.storage.disk import LostRowsError
-from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Schema
+from gear_loader.storage.snapshot import Snapshot
 from gear_loader.storage.table import Table
 from gear_loader.storage.table_rules import check_seconds
 from gear_loader.utils.arrays import Array, shown

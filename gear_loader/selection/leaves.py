@@ -21,7 +21,7 @@ from gear_loader.selection.weights import (
     out_of_range,
     scaled,
 )
-from gear_loader.storage.reader import Snapshot
+from gear_loader.storage.snapshot import Snapshot
 from gear_loader.utils.arrays import Array
 
 __all__ = ["GroupLeaves", "HostLeaves"]

@@ -26,8 +26,9 @@ from gear_loader.selection.weights import LARGEST_LEAF, first_leaves, scaled
 from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.layout import Layout, most_blocks
 from gear_loader.storage.priority_updates import PriorityUpdates
-from gear_loader.storage.reader import Changes, Snapshot
+from gear_loader.storage.reader import Changes
 from gear_loader.storage.readers import Ticket
+from gear_loader.storage.snapshot import Snapshot
 from gear_loader.storage.states import READY
 from gear_loader.storage.tier_counts import pack_priorities
 from gear_loader.utils.arrays import Array

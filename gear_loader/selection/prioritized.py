@@ -20,9 +20,9 @@ from gear_loader.selection.state import BatchHistory, BatchRows, parse_state
 from gear_loader.selection.updates import request
 from gear_loader.selection.weights import checked_leaves, importance_weights
 from gear_loader.storage.inline import InlineBatch, Places, prioritized_batch
-from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import CudaRows, SelectedRows
+from gear_loader.storage.snapshot import Snapshot
 from gear_loader.utils.arrays import Array
 
 __all__ = ["DrawnItems", "PrioritizedSelection"]

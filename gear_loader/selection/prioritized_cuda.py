@@ -22,9 +22,9 @@ from gear_loader.selection.updates import request
 from gear_loader.selection.weights import checked_leaves
 from gear_loader.storage.inline import InlineBatch
 from gear_loader.storage.priority_updates import check_names
-from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import CudaRows, DrawPlaces, Reach, SelectedRows
+from gear_loader.storage.snapshot import Snapshot
 from gear_loader.utils.arrays import outside_inference
 from gear_loader.utils.captures import beside_captures, refuse_capture
 from gear_loader.utils.streams import current_stream, on_stream

@@ -11,7 +11,7 @@ import numpy as np
 
 from gear_loader.errors import PriorityError, SchemaError
 from gear_loader.selection.random import integers, permutation
-from gear_loader.storage.reader import Snapshot
+from gear_loader.storage.snapshot import Snapshot
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import finite, flag, one_of
 

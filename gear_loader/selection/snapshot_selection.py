@@ -12,9 +12,10 @@ from gear_loader.selection.base import ANCHOR_KINDS, REDRAWN, Selection, Selecti
 from gear_loader.selection.random import signed
 from gear_loader.selection.selectors import REPLACED, Draw, SnapshotSelector, Uniform, anchors
 from gear_loader.storage.inline import InlineBatch, Places, uniform_batch
-from gear_loader.storage.reader import Snapshot, TableReader
+from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import SelectedRows
+from gear_loader.storage.snapshot import Snapshot
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 

@@ -14,8 +14,6 @@ from gear_loader.sources.vector_environment import collect_vector, make_vector
 from gear_loader.utils.checks import at_least, flag
 from gear_loader.utils.progress import progress_bar
 
-__all__ = ["collect", "collect_iter"]
-
 Policy = Callable[[Any], Any]
 """Observation, as the environment gives it -> action, as the environment takes it."""
 

@@ -35,26 +35,6 @@ from gear_loader.storage.schema import Column, as_mapping
 from gear_loader.utils.arrays import shown, unreadable
 from gear_loader.utils.checks import LARGEST
 
-__all__ = [
-    "FINITE_REMEDY",
-    "STANDARD",
-    "Columns",
-    "Episode",
-    "EpisodeReader",
-    "MisfitError",
-    "check_count",
-    "column_of",
-    "convert",
-    "describe",
-    "infer_schema",
-    "is_finite_role",
-    "listing",
-    "plan_dtype",
-    "refuse_objects",
-    "requested",
-    "select",
-]
-
 
 class Episode(dict[str, np.ndarray]):
     """One episode: column name -> array ``[T, *shape]``, or ``[*shape]`` of what it has once (a column per trajectory).

@@ -50,8 +50,6 @@ from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import flag
 from gear_loader.utils.paths import local_path
 
-__all__ = ["HDF5Episodes", "read_hdf5"]
-
 _NAMES = {
     "observations": "observation",
     "actions": "action",

@@ -12,8 +12,6 @@ import numpy as np
 from gear_loader.errors import SourceError
 from gear_loader.sources._optional import require
 
-__all__ = ["FileArray", "ReadError", "array_path", "find_arrays", "open_file", "read_rows", "readable"]
-
 _DEPTH = 16  # most nested groups; a deeper file is assumed to contain a cycle
 
 

@@ -30,8 +30,6 @@ from gear_loader.sources.recording import check_leaves, leaf_column, leaves
 from gear_loader.storage.schema import Column
 from gear_loader.utils.paths import local_path
 
-__all__ = ["MinariEpisodes", "read_minari"]
-
 _FLAT = {"reward": "rewards", "terminated": "terminations", "truncated": "truncations"}
 
 

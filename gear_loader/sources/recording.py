@@ -27,18 +27,6 @@ from gear_loader.sources.episodes import (
 )
 from gear_loader.storage.schema import Column
 
-__all__ = [
-    "FINAL",
-    "CollectionLimits",
-    "Recorder",
-    "Values",
-    "action_seed",
-    "check_leaves",
-    "first_too_long",
-    "leaf_column",
-    "leaves",
-]
-
 Values = dict[str, list[Any]]
 """Values of one episode: standard column -> one value a step; under `FINAL` the observation after the last step."""
 

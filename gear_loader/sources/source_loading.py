@@ -42,8 +42,6 @@ from gear_loader.utils.checks import flag
 from gear_loader.utils.paths import local_path
 from gear_loader.utils.progress import progress_bar
 
-__all__ = ["load"]
-
 LOAD_BYTES = 256 * 2**20
 """Bytes added to the table at once, but at least one trajectory."""
 

@@ -12,8 +12,6 @@ from gear_loader.errors import SourceError
 from gear_loader.sources.episodes import listing
 from gear_loader.utils.arrays import unreadable
 
-__all__ = ["how_to_cut", "is_frame", "is_hugging_face", "refuse_steps"]
-
 
 def is_frame(source: Any) -> bool:
     """Whether it is a DataFrame or an Arrow table, or a Hugging Face data set."""

@@ -24,8 +24,6 @@ from gear_loader.sources.recording import (
 )
 from gear_loader.utils.progress import progress_bar
 
-__all__ = ["collect_vector", "make_vector"]
-
 Array = np.ndarray[Any, Any]
 NEXT_STEP, SAME_STEP, DISABLED = "NextStep", "SameStep", "Disabled"
 """Values of `gymnasium.vector.AutoresetMode`."""

@@ -27,8 +27,6 @@ from gear_loader.storage.recovery import Recovery
 from gear_loader.storage.states import READY
 from gear_loader.utils.waiting import Backoff
 
-__all__ = ["Admission"]
-
 _T = TypeVar("_T")
 
 

@@ -35,8 +35,6 @@ from gear_loader.storage.states import WRITING
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.waiting import Backoff
 
-__all__ = ["Allocator", "Claim"]
-
 _LIMITED = -1  # in addition to the results of `make_room`: the rate limiter refused
 
 

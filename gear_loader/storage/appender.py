@@ -15,8 +15,6 @@ from gear_loader.storage.schema import Schema
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least
 
-__all__ = ["KNOWN_LATER", "Appender", "Bytes", "Given", "Sink", "here", "no_final_step", "too_long"]
-
 Bytes = Mapping[str, Array]
 """Checked values: column name -> uint8 [n, step_bytes], or [1, step_bytes] where all lanes have the same."""
 

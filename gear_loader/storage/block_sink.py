@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from gear_loader.storage.index import Index
     from gear_loader.storage.step_columns import StepColumn
 
-__all__ = ["BlockSink", "GrowingSink"]
-
 _AT_ONCE = 10
 """Attempts to add steps to a trajectory that was brought back into memory before it is waited in between."""
 _ONE_LANE: Array = np.zeros(1, dtype=np.int64)

@@ -16,16 +16,6 @@ from gear_loader.storage.stats import BLOCK_ENTRY_BYTES, TableStats
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import byte_count
 
-__all__ = [
-    "best_block_steps",
-    "blocks_within",
-    "expected_bytes",
-    "measured_bytes",
-    "resolved_block_steps",
-    "resolved_packing",
-    "waste_remedy",
-]
-
 _MOST = 1 << 16  # steps of the largest blocks that are considered
 _TOLERANCE = (
     1.01  # blocks this much worse than the best are as good; of those the largest are read in longer pieces

@@ -18,8 +18,6 @@ from gear_loader.storage.index_checks import bad_marks, bad_slots, require_whole
 from gear_loader.storage.states import FREE, WRITING
 from gear_loader.utils.arrays import Array
 
-__all__ = ["BlockTables"]
-
 
 class BlockTables:
     """The block tables of an index. The caller holds the lock.

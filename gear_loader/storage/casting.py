@@ -12,8 +12,6 @@ from gear_loader.storage.dtypes import NUMPY_DTYPES, largest_float, torch_dtypes
 from gear_loader.utils.arrays import Array, as_array, shown
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
-__all__ = ["can_cast", "cast_to"]
-
 _FLOAT = np.dtype(np.float32)
 _PLAIN = (list, tuple, numbers.Real, np.generic)
 

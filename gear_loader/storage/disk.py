@@ -13,8 +13,6 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import byte_count, one_of
 from gear_loader.utils.paths import local_path
 
-__all__ = ["Disk", "DiskStats", "DiskWriter", "Keep", "LostRowsError", "Tier", "TierReader"]
-
 _MANIFEST_NAME = "manifest.json"
 Keep = Literal["auto", "newest", "oldest", "priority"]
 _KEEPS = ("auto", "newest", "oldest", "priority")

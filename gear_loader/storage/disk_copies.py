@@ -24,8 +24,6 @@ from gear_loader.utils.arrays import Array
 if TYPE_CHECKING:
     from gear_loader.storage.index_arrays import IndexArrays
 
-__all__ = ["COPY", "are_current", "copies_of", "note_copies"]
-
 _MARK, _COPIES = 0, 1
 _FIELDS = 5
 assert _COPIES + 2 * _FIELDS == COPIES_WIDTH

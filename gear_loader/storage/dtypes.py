@@ -9,8 +9,6 @@ import numpy as np
 
 from gear_loader.utils.lazy_torch import torch
 
-__all__ = ["ITEM_BYTES", "NUMPY_DTYPES", "DtypeName", "dtype_names", "largest_float", "torch_dtypes"]
-
 ITEM_BYTES: dict[str, int] = {
     "bool": 1,
     "uint8": 1,

@@ -14,6 +14,7 @@ import torch
 
 from gear_loader.errors import LockTimeoutError, SchemaError
 from gear_loader.native import copying
+from gear_loader.storage.allocation import Claim
 from gear_loader.storage.block_sizes import waste_remedy
 from gear_loader.storage.counters import (
     NUM_FREE_BLOCKS,
@@ -25,7 +26,8 @@ from gear_loader.storage.counters import (
 )
 from gear_loader.storage.disk import DiskWriter, LostRowsError, TierReader
 from gear_loader.storage.incoming import Steps, listed
-from gear_loader.storage.index import EVICT_LOWEST, EVICT_OLDEST, INLINE_BYTES, REFUSE, Claim, Index
+from gear_loader.storage.index import INLINE_BYTES, Index
+from gear_loader.storage.operations.view import EVICT_LOWEST, EVICT_OLDEST, REFUSE
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
@@ -38,8 +40,6 @@ from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.formatting import size
 from gear_loader.utils.notices import notice, notices
 from gear_loader.utils.provided import provided
-
-__all__ = ["Engine"]
 
 _logger = logging.getLogger("gear_loader")
 _POLICIES: dict[str, tuple[int, bool]] = {  # `evict` and `wait` of `Index.begin`

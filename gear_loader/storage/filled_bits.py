@@ -12,8 +12,6 @@ import numpy as np
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.utils.arrays import Array
 
-__all__ = ["filled_bits", "set_filled"]
-
 
 def filled_bits(arrays: IndexArrays, slots: Array) -> Array:
     """Bits of the late columns that are filled, int64 [n], of the trajectories in `slots`, int64 [n].

@@ -12,8 +12,6 @@ from gear_loader.storage.schema import Column, Schema, as_mapping, settled
 from gear_loader.utils.arrays import Array, known
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
-__all__ = ["checked_finals", "on_host"]
-
 
 def on_host(values: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Values of which rows are read one by one: tensors of a GPU are copied in one piece, for which the host waits.

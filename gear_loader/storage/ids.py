@@ -19,24 +19,6 @@ from gear_loader.utils.arrays import Array, numbers, shown
 if TYPE_CHECKING:
     from gear_loader.storage.operations.view import View
 
-__all__ = [
-    "CLIENT_ORIGIN",
-    "LARGEST_ID",
-    "LARGEST_ORIGIN",
-    "check_ids",
-    "check_origin",
-    "check_origin_free",
-    "check_unused",
-    "first_free",
-    "following",
-    "ids_of",
-    "joined",
-    "joined_one",
-    "origin_of",
-    "sequences_of",
-    "slots_of",
-]
-
 _BITS = 16
 LARGEST_ORIGIN = (1 << _BITS) - 1
 CLIENT_ORIGIN = LARGEST_ORIGIN

@@ -17,19 +17,6 @@ from gear_loader.storage.schema import Column, Schema, as_mapping, keeps, settle
 from gear_loader.utils.arrays import Array, known, narrowed, numbers, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor
 
-__all__ = [
-    "Steps",
-    "checked_final",
-    "checked_priorities",
-    "checked_priority",
-    "listed",
-    "rectangular",
-    "single_priority",
-    "stacked",
-    "stacked_bytes",
-    "with_final",
-]
-
 _TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 

@@ -44,8 +44,6 @@ from gear_loader.storage.ids import (
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.view import (
     DONE,
-    EVICT_LOWEST,
-    EVICT_OLDEST,
     FLIP,
     PID,
     REFUSE,
@@ -60,8 +58,6 @@ from gear_loader.storage.recovery import Recovery
 from gear_loader.storage.region import Region
 from gear_loader.storage.states import READY, WRITING
 from gear_loader.utils.arrays import Array
-
-__all__ = ["EVICT_LOWEST", "EVICT_OLDEST", "REFUSE", "Claim", "Index"]
 
 INLINE_BYTES = 512 * 1024
 """Largest data that is copied under the lock, in bytes: a copy of this size is cheaper than locking twice."""

@@ -16,8 +16,6 @@ from gear_loader.storage.region import Region
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 
-__all__ = ["IndexArrays", "ranges"]
-
 
 class IndexArrays:
     """Views of a region's index arrays, and the operations on them. Takes no lock.

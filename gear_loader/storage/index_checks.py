@@ -43,8 +43,6 @@ from gear_loader.utils.arrays import Array
 
 _REASONS = (NUM_EVICTED, NUM_REMOVED, NUM_EXPIRED, NUM_OUTDATED)  # counters of trajectories that left
 
-__all__ = ["bad_marks", "bad_slots", "damage", "require_whole"]
-
 
 def damage(index: IndexArrays) -> str | None:
     """Description of the first out-of-range value in the index, or None."""

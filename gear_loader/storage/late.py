@@ -24,9 +24,6 @@ from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Schema
 from gear_loader.utils.arrays import Array
 
-__all__ = ["fill_columns", "unfilled"]
-
-
 _SMALL = 1 << 17
 """Bytes up to which values are copied under the lock: it takes less time than a read ticket."""
 _AT_ONCE = 10

@@ -15,8 +15,6 @@ from gear_loader.storage.schema import Column, Schema, as_mapping
 from gear_loader.utils.arrays import Array, numbers, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor
 
-__all__ = ["LateValues", "check_late", "checked_fill"]
-
 
 @dataclasses.dataclass(frozen=True)
 class LateValues:

@@ -81,22 +81,6 @@ from gear_loader.storage.shared_memory import MAGIC
 from gear_loader.storage.table_rules import Rules
 from gear_loader.storage.tier_counts import COPIES_WIDTH, COUNTS
 
-__all__ = [
-    "FORMAT_VERSION",
-    "HEADER_LIMIT",
-    "LARGEST_COUNT",
-    "LARGEST_SIZE",
-    "LINE",
-    "MAX_READERS",
-    "ColumnLayout",
-    "Layout",
-    "Record",
-    "most_blocks",
-    "read_counters",
-    "read_tier",
-    "round_up",
-]
-
 LINE = 128
 """Bytes of one line: the unit in which a GPU reads host memory, and the alignment of all arrays."""
 

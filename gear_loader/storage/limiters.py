@@ -27,8 +27,6 @@ from gear_loader.errors import SchemaError
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import at_least
 
-__all__ = ["MinSize", "Queue", "RateLimiter", "SampleToInsertRatio"]
-
 _FIELDS = ("samples_per_insert", "min_size", "min_diff", "max_diff")
 
 

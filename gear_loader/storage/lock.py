@@ -21,8 +21,6 @@ from typing import Any, TypeVar
 from gear_loader.errors import LockTimeoutError
 from gear_loader.utils.mutex import new_mutex
 
-__all__ = ["LOCK_TIMEOUT", "IndexLock", "process_start"]
-
 _T = TypeVar("_T")
 
 _PAUSE = 1e-3  # longest sleep of a waiter between two attempts, in seconds

@@ -11,8 +11,6 @@ from gear_loader.storage.pages import HugePages, check_huge_pages
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import byte_count
 
-__all__ = ["Memory"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Memory:

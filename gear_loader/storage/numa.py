@@ -22,17 +22,6 @@ from gear_loader.errors import SchemaError
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.notices import notice
 
-__all__ = [
-    "Numa",
-    "check_numa",
-    "gpu_nodes",
-    "node_of_gpu",
-    "nodes_of",
-    "nodes_of_file",
-    "nodes_with_memory",
-    "prefer",
-]
-
 Numa = int | Literal["auto"] | None
 
 SYS = Path("/sys")

@@ -25,23 +25,6 @@ from gear_loader.storage.layout import round_up
 from gear_loader.utils.checks import one_of
 from gear_loader.utils.formatting import size
 
-__all__ = [
-    "HUGE_PAGE",
-    "HugePages",
-    "address_of",
-    "check_huge_pages",
-    "collapse",
-    "file_bytes",
-    "huge_pages_of_files",
-    "huge_pages_of_memory",
-    "map_file",
-    "map_private",
-    "populate",
-    "prepare_file",
-    "prepare_private",
-    "space_of_files",
-]
-
 HugePages = bool | Literal["auto"]
 HUGE_PAGE = 1 << 21
 """Bytes of a huge page, and the alignment of every region in memory."""

@@ -19,8 +19,6 @@ from gear_loader.utils.formatting import size
 from gear_loader.utils.notices import notice
 from gear_loader.utils.progress import progress_bar
 
-__all__ = ["Pinning", "unregister"]
-
 _logger = logging.getLogger("gear_loader")
 _CHUNK = 1 << 30
 """Bytes of one cudaHostRegister call, after which progress is shown and `stop` is obeyed. One of 512 GiB fails."""

@@ -10,8 +10,6 @@ from gear_loader.errors import PriorityError, SchemaError
 from gear_loader.utils.arrays import Array, narrowed, numbers
 from gear_loader.utils.checks import one_of
 
-__all__ = ["PriorityUpdates", "check_names", "checked_rows", "invalid", "is_strict", "request"]
-
 
 class PriorityUpdates(NamedTuple):
     """A validated priority update.

@@ -18,8 +18,6 @@ import numpy as np
 from gear_loader.utils.arrays import DATA, Array, data_address, word_at
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
-__all__ = ["Expected", "located", "located_list"]
-
 
 class Expected(NamedTuple):
     """What a column's values have to be.

@@ -24,8 +24,6 @@ from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.waiting import Backoff
 
-__all__ = ["Changes", "Snapshot", "TableReader", "Ticket", "stale"]
-
 _T = TypeVar("_T")
 
 

@@ -15,8 +15,6 @@ from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.lock import process_start
 from gear_loader.storage.operations.view import READING, TICKET
 
-__all__ = ["Readers", "Ticket"]
-
 _T = TypeVar("_T")
 _numbers = itertools.count(1)
 

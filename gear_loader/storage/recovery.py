@@ -68,8 +68,6 @@ from gear_loader.storage.operations.view import ALL, LIVE, MARKED, PID, READING
 from gear_loader.storage.states import FREE, READY, RETIRED, WRITING
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Recovery"]
-
 _T = TypeVar("_T")
 
 

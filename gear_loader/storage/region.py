@@ -28,8 +28,6 @@ from gear_loader.utils.descriptors import Descriptor, open_descriptor
 from gear_loader.utils.mutex import uninterrupted
 from gear_loader.utils.notices import notice
 
-__all__ = ["Region", "region_path"]
-
 _WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # MADV_WIPEONFORK and MADV_KEEPONFORK, missing in `mmap`
 _MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 _ATTACH_TIMEOUT = 10.0  # seconds; removing or inspecting a region takes milliseconds

@@ -23,8 +23,6 @@ from gear_loader.utils.arrays import PLAIN_TYPES, address_of, data_address, know
 from gear_loader.utils.checks import finite, flag, one_of
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
-__all__ = ["BATCH_KEYS", "Column", "Schema", "Window", "as_mapping", "copied", "keeps", "settled"]
-
 _UNPRINTABLE = frozenset({"Cc", "Zl", "Zp"})
 """Unicode categories of control characters and line breaks, which column names must not contain."""
 _MOST_DIMENSIONS = 64

@@ -11,8 +11,6 @@ import torch
 
 from gear_loader.utils.arrays import Array
 
-__all__ = ["CudaRows", "DrawPlaces", "Reach", "SelectedRows"]
-
 
 class Reach(NamedTuple):
     """What the windows of a batch read of a trajectory.

@@ -24,29 +24,6 @@ from typing import NamedTuple
 from gear_loader.errors import RegionError
 from gear_loader.utils.descriptors import open_descriptor
 
-__all__ = [
-    "DIRECTORY",
-    "MAGIC",
-    "PREFIX",
-    "Key",
-    "OpenFile",
-    "afterwards",
-    "check_directory",
-    "check_own",
-    "descriptors",
-    "filesystem",
-    "guarded",
-    "hold",
-    "in_use",
-    "mount_options",
-    "opened",
-    "processes",
-    "region_names",
-    "region_path",
-    "remove",
-    "users",
-]
-
 _SHARED_MEMORY = "/dev/shm"
 DIRECTORY = os.environ.get("GEAR_LOADER_DIR") or _SHARED_MEMORY
 """Directory of named tables: $GEAR_LOADER_DIR at the import of this module, else /dev/shm."""

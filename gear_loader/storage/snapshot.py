@@ -13,8 +13,6 @@ from gear_loader.storage.operations.view import View
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Log", "Snapshot"]
-
 _SLOT, _LENGTH, _GENERATION, _SEQUENCE, _END = range(5)
 
 

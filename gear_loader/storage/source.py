@@ -7,8 +7,6 @@ from typing import Protocol
 
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Source"]
-
 
 class Source(Protocol):
     """Trajectories that are read in spans; the disk below a table is one (`TierReader`)."""

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from gear_loader.storage.index import Index
     from gear_loader.storage.layout import Layout
 
-__all__ = ["BLOCK_ENTRY_BYTES", "TableStats", "stats_of"]
-
 BLOCK_ENTRY_BYTES = 4 * 4
 """Bytes of the index for one block: entries in a block table and in the free stack, and use counts."""
 

@@ -16,8 +16,6 @@ from gear_loader.storage.schema import Column, Schema
 from gear_loader.utils.arrays import Array, address_of, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
-__all__ = ["StepColumn", "checked_once"]
-
 
 def checked_once(schema: Schema, values: Mapping[str, Any] | None) -> dict[str, Array]:
     """The values of the columns per trajectory for a commit, uint8 [1, step_bytes] each.

@@ -40,7 +40,6 @@ from gear_loader.storage.limiters import RateLimiter
 from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.numa import check_numa
 from gear_loader.storage.priority_updates import is_strict, request
-from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import region_path
@@ -54,8 +53,6 @@ from gear_loader.utils.checks import at_least, flag, one_of
 from gear_loader.utils.device_option import check_device
 from gear_loader.utils.paths import local_path
 from gear_loader.utils.provided import provided
-
-__all__ = ["Table", "Ticket"]
 
 Trajectory = Mapping[str, Any]
 

@@ -22,8 +22,6 @@ from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.table_rules import Limits, OnFull, Rules
 from gear_loader.utils.arrays import shown
 
-__all__ = ["table_layout"]
-
 
 def table_layout(
     schema: Mapping[str, Column],

@@ -13,8 +13,6 @@ from gear_loader.storage.schema import Schema
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import at_least, one_of
 
-__all__ = ["Limits", "OnFull", "Rules", "check_on_full", "check_seconds"]
-
 OnFull = Literal["error", "evict_oldest", "evict_lowest_priority", "wait"]
 _LONGEST = 9e9  # seconds, whose nanoseconds fit into 64 bits
 _POLICIES = ("error", "evict_oldest", "evict_lowest_priority", "wait")

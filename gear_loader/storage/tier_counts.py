@@ -15,17 +15,6 @@ import numpy as np
 
 from gear_loader.utils.arrays import Array
 
-__all__ = [
-    "COPIES_WIDTH",
-    "COUNTS",
-    "KEEPS",
-    "SLOW_SHARE",
-    "TierCounts",
-    "note_wait",
-    "pack_priorities",
-    "unpack_priorities",
-]
-
 (
     KEEP,  # 1 + position in `KEEPS`, of the last dataset that was made; 0: none was
     HITS,  # rows that were in memory, of batches while some trajectories were on disk only

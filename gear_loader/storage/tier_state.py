@@ -9,8 +9,6 @@ from gear_loader.storage.counters import DISK_FULL, NUM_LOST, NUM_SPILLED, SPILL
 from gear_loader.storage.layout import Layout, read_tier
 from gear_loader.storage.tier_counts import SLOW_SHARE, TierCounts
 
-__all__ = ["TierState"]
-
 
 @dataclasses.dataclass(frozen=True)
 class TierState(TierCounts):

@@ -6,8 +6,6 @@ import numpy as np
 
 from gear_loader.utils.arrays import Array
 
-__all__ = ["BAND", "exchange"]
-
 BAND = 16
 """Hysteresis: an item comes in when it belongs to the hottest that fill 15/16 of what the memory keeps, and leaves when
 it does not belong to the hottest that fill all of it."""

@@ -19,8 +19,6 @@ from gear_loader.storage.schema import Schema, as_mapping, settled
 from gear_loader.utils.arrays import Array, address_of, numbers, shown
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
-__all__ = ["VectorWriter"]
-
 _BOOL = np.dtype(np.bool_)
 _OPTIONS = ("done", "active", "priority", "final")
 """Options of `VectorWriter.append`."""

@@ -17,8 +17,6 @@ from gear_loader.storage.step_columns import StepColumn, checked_once
 from gear_loader.utils.arrays import PLAIN_TYPES, Array, known, shown
 from gear_loader.utils.lazy_torch import is_tensor
 
-__all__ = ["Writer"]
-
 _LANE: Array = np.zeros(1, dtype=np.int64)
 _ENDS: Array = np.ones(1, dtype=bool)
 _GOES_ON: Array = np.zeros(1, dtype=bool)

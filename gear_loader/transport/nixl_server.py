@@ -13,7 +13,8 @@ import numpy as np
 
 from gear_loader.errors import TransportError
 from gear_loader.storage.counters import RUNS
-from gear_loader.storage.region import Region, region_path
+from gear_loader.storage.region import Region
+from gear_loader.storage.shared_memory import region_path
 from gear_loader.transport.nixl_agent import Description, new_agent, register
 from gear_loader.utils.background import background_thread
 from gear_loader.utils.mutex import Event

@@ -13,22 +13,6 @@ import numpy as np
 from gear_loader.errors import SchemaError
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
-__all__ = [
-    "DATA",
-    "PLAIN_TYPES",
-    "Array",
-    "address_of",
-    "as_array",
-    "data_address",
-    "known",
-    "narrowed",
-    "numbers",
-    "outside_inference",
-    "shown",
-    "unreadable",
-    "word_at",
-]
-
 Array = np.ndarray[Any, Any]
 word_at = ctypes.c_size_t.from_address
 

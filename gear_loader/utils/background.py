@@ -22,8 +22,6 @@ from typing import Any
 
 from gear_loader.utils.mutex import uninterrupted
 
-__all__ = ["background_thread", "is_ending", "must_end", "stop_at_end"]
-
 _EXIT_TIMEOUT = 5.0  # seconds that the end of the interpreter waits for all threads
 
 _Stop = Callable[[], object]

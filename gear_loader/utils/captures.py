@@ -13,8 +13,6 @@ from gear_loader.utils import driver
 from gear_loader.utils.notices import notice
 from gear_loader.utils.streams import current_stream
 
-__all__ = ["RELAXED", "allow_captures", "beside_captures", "refuse_capture"]
-
 RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED: no call of any thread ends a capture."""
 

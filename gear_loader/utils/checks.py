@@ -11,8 +11,6 @@ import numpy as np
 from gear_loader.errors import GearError, SchemaError
 from gear_loader.utils.arrays import shown
 
-__all__ = ["at_least", "byte_count", "finite", "flag", "integer", "one_of"]
-
 _UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 
 

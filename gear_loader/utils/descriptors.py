@@ -6,8 +6,6 @@ import functools
 import os
 import select
 
-__all__ = ["Descriptor", "open_descriptor"]
-
 Descriptor = select.epoll
 """Owns a descriptor of any file, closes it at the end of a ``with`` block or of the object, and does so in C.
 

@@ -9,8 +9,6 @@ import torch
 from gear_loader.errors import SchemaError
 from gear_loader.utils.arrays import shown
 
-__all__ = ["check_device", "device_of"]
-
 
 def check_device(device: str | torch.device | int) -> None:
     """Raise SchemaError if this is not a device name. Does not initialize CUDA."""

@@ -6,8 +6,6 @@ import ctypes
 import functools
 from typing import Any
 
-__all__ = ["library"]
-
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int
 _FUNCTIONS: dict[str, list[Any]] = {
     "cuThreadExchangeStreamCaptureMode": [_POINTER],

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["keep_for_ever"]
-
 
 def keep_for_ever(*objects: object) -> None:
     """Never destroy `objects` in this process, not even at exit.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["described", "printable", "size"]
-
 
 def size(count: int) -> str:
     """A number of bytes with its unit, such as ``1.5 MiB``."""

@@ -19,8 +19,6 @@ from gear_loader.utils import driver
 from gear_loader.utils.captures import RELAXED
 from gear_loader.utils.notices import notice
 
-__all__ = ["LaunchGraph", "RepeatedWork", "record"]
-
 _MOST_FAILURES = 3
 """Recordings in which something was allocated, perhaps by another thread, after which no more are tried."""
 

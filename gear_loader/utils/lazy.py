@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["loader"]
-
 
 def loader(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """The function ``__getattr__`` of a package's ``__init__``.

@@ -9,8 +9,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-__all__ = ["is_tensor", "torch"]
-
 
 class _LazyTorch:
     """Has the attributes of torch, which is imported when one is first used."""

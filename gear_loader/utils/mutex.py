@@ -12,8 +12,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["Condition", "Event", "Future", "holds_any", "new_mutex", "run_alone", "uninterrupted"]
-
 _T = TypeVar("_T")
 
 _RLock: Any = _thread.RLock

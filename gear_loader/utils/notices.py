@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["notice", "notices"]
-
 _logger = logging.getLogger("gear_loader")
 _seen: dict[
     str, list[str]

@@ -11,8 +11,6 @@ import torch
 
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Layout", "packed_bytes", "packed_views", "upload"]
-
 Layout = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
 

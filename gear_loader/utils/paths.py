@@ -8,8 +8,6 @@ import re
 from gear_loader.errors import CheckpointError, GearError
 from gear_loader.utils.arrays import shown
 
-__all__ = ["local_path"]
-
 # Path("s3://bucket/x") is "s3:/bucket/x", and fsspec chains schemes: "simplecache::s3://bucket/x".
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.:\-]*:/")
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["provide", "provided"]
-
 _finders: list[Callable[[str], Any]] = []
 
 

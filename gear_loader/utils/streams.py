@@ -14,8 +14,6 @@ import torch
 
 from gear_loader.utils import driver
 
-__all__ = ["current_stream", "on_stream", "own_stream"]
-
 _NON_BLOCKING = 1
 """CU_STREAM_NON_BLOCKING: no implicit order with the legacy default stream."""
 

@@ -7,8 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-__all__ = ["Backoff", "Interrupted", "interruptible", "limited"]
-
 _local = threading.local()
 
 

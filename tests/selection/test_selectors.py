@@ -15,7 +15,7 @@ from gear_loader.selection.base import ANCHOR_KINDS, SelectionContext
 from gear_loader.selection.selectors import Draw, anchors
 from gear_loader.selection.snapshot_selection import rows_of
 from gear_loader.selection.weights import importance_weights
-from gear_loader.storage.reader import Snapshot
+from gear_loader.storage.snapshot import Snapshot
 
 LENGTHS = (1, 9, 4, 2, 7, 3, 1, 5)  # 32 steps
 

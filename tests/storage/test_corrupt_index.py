@@ -20,7 +20,7 @@ from gear_loader.native import gathering
 from gear_loader.storage import counters as at
 from gear_loader.storage import index_checks
 from gear_loader.storage.operations.view import READING
-from gear_loader.storage.region import region_path
+from gear_loader.storage.shared_memory import region_path
 
 SIZES: dict[str, Any] = {"max_steps": 100, "max_trajectories": 8, "block_steps": 4}
 Write = Callable[[gear.Table], None]

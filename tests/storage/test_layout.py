@@ -19,8 +19,8 @@ from table_common import COLUMNS, DTYPES, fresh_name, named
 import gear_loader as gear
 from gear_loader.errors import RegionError, SchemaError
 from gear_loader.storage.layout import FORMAT_VERSION, HEADER_LIMIT, LINE, Layout, round_up
-from gear_loader.storage.region import region_path
 from gear_loader.storage.schema import Schema
+from gear_loader.storage.shared_memory import region_path
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")

@@ -34,7 +34,7 @@ from gear_loader.errors import LockTimeoutError, RegionError, TableFullError
 from gear_loader.storage import shared_memory
 from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.lock import process_start
-from gear_loader.storage.region import region_path
+from gear_loader.storage.shared_memory import region_path
 from gear_loader.storage.states import FREE
 
 

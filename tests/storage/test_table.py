@@ -33,7 +33,8 @@ from table_common import (
 import gear_loader as gear
 from gear_loader.errors import TableFullError
 from gear_loader.storage.engine import Engine
-from gear_loader.storage.region import _Mapping, region_path
+from gear_loader.storage.region import _Mapping
+from gear_loader.storage.shared_memory import region_path
 
 SCALAR = {"x": gear.Column(torch.int64)}
 

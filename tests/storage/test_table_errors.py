@@ -37,7 +37,8 @@ from gear_loader.errors import (
 )
 from gear_loader.storage import shared_memory
 from gear_loader.storage.readers import Ticket
-from gear_loader.storage.region import _Mapping, region_path
+from gear_loader.storage.region import _Mapping
+from gear_loader.storage.shared_memory import region_path
 from gear_loader.storage.states import WRITING
 
 SIZES: dict[str, Any] = {"max_steps": 40, "max_trajectories": 4, "block_steps": 4}
