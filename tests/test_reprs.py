@@ -94,5 +94,5 @@ def test_completion_offers_what_is_public() -> None:
     with make_table([3]) as table:
         offered = set(dir(table))
         assert {"add", "writer", "stats", "schema", "name"} <= offered
-        assert not {"index", "region", "reader", "store", "column_addresses"} & offered
+        assert not {"index", "region", "reader", "store", "columns"} & offered
         assert all(hasattr(table, name) for name in offered)

@@ -204,11 +204,6 @@ class Directory:
         with named(self.at(new)):
             os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
-    def replace(self, old: str, new: str) -> None:
-        """As `rename`, for the step that makes a new checkpoint valid."""
-        with named(self.at(new)):
-            os.replace(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-
     def link(self, old: str, new: str, target: Directory | None = None) -> None:
         """Give a file a second name, in another directory if given; copy it where there are no hard links."""
         target = target or self

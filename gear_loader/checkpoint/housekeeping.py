@@ -208,7 +208,7 @@ def restore_previous(directory: Directory) -> None:
     with contextlib.suppress(FileNotFoundError):
         directory.remove_file(MANIFEST_NAME + PART)
     directory.link(PREVIOUS_NAME, MANIFEST_NAME + PART)
-    directory.replace(MANIFEST_NAME + PART, MANIFEST_NAME)
+    directory.rename(MANIFEST_NAME + PART, MANIFEST_NAME)
     directory.sync()
 
 

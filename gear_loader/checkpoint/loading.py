@@ -15,7 +15,6 @@ from gear_loader.checkpoint.index import read_records
 from gear_loader.checkpoint.manifest import Manifest, no_manifest, read_manifest
 from gear_loader.checkpoint.names import CHECKSUMS_NAME, MANIFEST_NAME, segment_folder
 from gear_loader.checkpoint.reading import ColumnRead, read_columns
-from gear_loader.checkpoint.rows import column_places
 from gear_loader.checkpoint.segments import Segment, check_files, read_checksums
 from gear_loader.checkpoint.spilling import hottest, note_places
 from gear_loader.checkpoint.trajectory_records import Counters, rows_of
@@ -319,7 +318,7 @@ def _reads(
             first=place if column.trajectory else first,
             ends=place + 1 if column.trajectory else first + rows,
             places=places,
-            place=column_places(table._engine.region, name),
+            place=table._engine.region.column_place(name),
         )
         for name, column in table.schema.items()
     ]

@@ -1,4 +1,4 @@
-"""Where rows of columns lie in a table, and copies of them, one after another, as the files of a segment hold them."""
+"""Copies of rows of a table, one after another, as the files of a segment hold them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,16 @@ from gear_loader.native.saving_loops import CORRUPT, LOST, ON_DISK, copy_out
 from gear_loader.storage.disk import LostRowsError, TierReader
 from gear_loader.storage.index import Index
 from gear_loader.storage.readers import Ticket
-from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Schema
 from gear_loader.utils.arrays import Array
-
-
-def column_places(region: Region, name: str) -> Array:
-    """A column's place in the region, int64 [5], as `copy_rows` takes it. The caller keeps it mapped."""
-    layout, column = region.layout, region.layout.columns[name]
-    base = region.column(name).ctypes.data
-    return np.array(
-        [base, column.block_stride, column.step_bytes, column.step_stride, layout.block_steps], dtype=np.int64
-    )
 
 
 class TrajectoryRows:
     """Copies rows of trajectories out of a table.
 
     Args:
-        index: of the table. schema: its columns. places: their places, see `column_places`.
+        index: of the table. schema: its columns. places: their places, see `Region.column_place`; the caller
+            keeps the region mapped.
         slots, records: int64 [n] and [n], the trajectories whose rows are wanted, oldest first.
         under_ticket: whether the caller holds the ticket of the trajectories. Otherwise they may be evicted before they
             are copied; zeros come in their place.

@@ -36,7 +36,7 @@ from gear_loader.checkpoint.names import (
     index_file,
     segment_folder,
 )
-from gear_loader.checkpoint.rows import TrajectoryRows, column_places
+from gear_loader.checkpoint.rows import TrajectoryRows
 from gear_loader.checkpoint.segments import Segment, check_files, write_checksums
 from gear_loader.checkpoint.trajectory_records import rows_of
 from gear_loader.errors import CheckpointError
@@ -140,7 +140,7 @@ class Save:
         self.rules = table.rules
         # These references keep the memory mapped if the table is closed during the save.
         self._columns = {name: table._engine.region.column(name) for name in table.schema}
-        self._places = {name: column_places(table._engine.region, name) for name in table.schema}
+        self._places = {name: table._engine.region.column_place(name) for name in table.schema}
         self.name, parent = identity(table, table._engine.index)
         self.manifest: Manifest | None = None
         self.written: Array = np.empty(0, dtype=np.int64)
@@ -439,6 +439,6 @@ class Save:
         self.directory.sync()
         self.manifest = manifest
         self.bytes_written += len(data)
-        self.directory.replace(MANIFEST_NAME + PART, MANIFEST_NAME)
+        self.directory.rename(MANIFEST_NAME + PART, MANIFEST_NAME)
         self.directory.sync()
         self.directory.sync_parent()  # the directory itself may be new

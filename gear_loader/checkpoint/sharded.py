@@ -325,7 +325,7 @@ def write_shards(directory: Directory, shards: ShardsManifest) -> None:
             save.sync()
         saves.sync()
     directory.sync()
-    directory.replace(SHARDS_NAME + PART, SHARDS_NAME)
+    directory.rename(SHARDS_NAME + PART, SHARDS_NAME)
     directory.sync()
     directory.sync_parent()  # the directory itself may be new
 

@@ -17,20 +17,11 @@ from collections.abc import Collection
 
 import numpy as np
 
-from gear_loader.checkpoint.rows import column_places
 from gear_loader.checkpoint.trajectory_records import rows_of
 from gear_loader.errors import StaleIndexError
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.native.copying import copy_rows
-from gear_loader.storage.counters import (
-    DISK_FULL,
-    NUM_FREE_BLOCKS,
-    NUM_SPILLED,
-    RETIRED_BLOCKS,
-    SPILLER,
-    SPILLER_START,
-    WANTED_BLOCKS,
-)
+from gear_loader.storage import counters as at
 from gear_loader.storage.disk import Keep, LostRowsError
 from gear_loader.storage.disk_copies import COPY, are_current, copies_of, note_copies
 from gear_loader.storage.engine import Engine
@@ -120,21 +111,21 @@ class Spiller:
         pid = os.getpid() if present else 0
 
         def write() -> None:
-            self._arrays.counters[SPILLER] = pid
-            self._arrays.counters[SPILLER_START] = process_start(pid) if present else 0
-            self._arrays.counters[DISK_FULL] = 0
+            self._arrays.counters[at.SPILLER] = pid
+            self._arrays.counters[at.SPILLER_START] = process_start(pid) if present else 0
+            self._arrays.counters[at.DISK_FULL] = 0
 
         self._index.recovery.locked(write)
 
     def set_full(self, full: bool) -> None:
         """Tell writers whether the disk is full."""
-        self._arrays.counters[DISK_FULL] = int(full)
+        self._arrays.counters[at.DISK_FULL] = int(full)
 
     def missing(self) -> int:
         """Number of blocks to take from trajectories; 0 while enough are free. Takes no lock."""
         counters, blocks = self._arrays.counters, self._arrays.num_blocks
-        free = int(counters[NUM_FREE_BLOCKS] + counters[RETIRED_BLOCKS])
-        wanted = int(counters[WANTED_BLOCKS])
+        free = int(counters[at.NUM_FREE_BLOCKS] + counters[at.RETIRED_BLOCKS])
+        wanted = int(counters[at.WANTED_BLOCKS])
         if free >= max(self._free // 2, wanted):
             return 0
         return max(self._free, min(blocks, wanted + self._free // 2)) - free
@@ -176,7 +167,7 @@ class Spiller:
 
     def _exchange_is_due(self) -> bool:
         # The newest stay the newest: what is added makes the others colder.
-        spilled = self._arrays.counters[NUM_SPILLED] > 0
+        spilled = self._arrays.counters[at.NUM_SPILLED] > 0
         return self._keep in ("oldest", "priority") and bool(spilled) and time.monotonic() >= self._next
 
     def move(self, table: Table) -> int:
@@ -219,7 +210,7 @@ class Spiller:
         """
         missing = self.missing()
         if not missing:
-            self._arrays.counters[WANTED_BLOCKS] = 0
+            self._arrays.counters[at.WANTED_BLOCKS] = 0
             return 0
         arrays = self._arrays
         generations = (
@@ -240,7 +231,7 @@ class Spiller:
             return -1
         missing = self.missing()
         if not missing:
-            arrays.counters[WANTED_BLOCKS] = 0
+            arrays.counters[at.WANTED_BLOCKS] = 0
         return missing
 
 
@@ -276,7 +267,7 @@ def promote(engine: Engine, slots: Array, *, most_bytes: int | None = LARGEST_BY
         return 0
     except StaleIndexError:
         return 0
-    places = {name: column_places(engine.region, name) for name in schema}
+    places = {name: engine.region.column_place(name) for name in schema}
 
     def write(i: int, ids: Array) -> None:
         zero = np.zeros(1, dtype=np.int64)

@@ -370,7 +370,7 @@ class PackedHost(HostMover):
             streams,
         )
 
-        def inside(part: Array) -> int:
+        def inside(part: slice | Array) -> int:
             return int(gather_packed(*buffers.tables(table), slots, *place, which[part]))
 
         _, outside = split_rows(table, slots[which], inside)

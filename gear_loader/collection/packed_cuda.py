@@ -240,13 +240,10 @@ class PackedCuda(CudaMover):
         np.cumsum(rows.spans[1], out=buffers.row_starts[1:])
 
     def copy(self, buffers: PackedDeviceBuffers, table: Table, rows: Any, which: Array | None = None) -> None:
-        which, slots, found = (
-            np.arange(len(rows)) if which is None else which,
-            rows.slots,
-            list[_PackedRows](),
-        )
+        which = np.arange(len(rows)) if which is None else which
+        slots, found = rows.slots, list[_PackedRows]()
 
-        def inside(part: Array) -> int:
+        def inside(part: slice | Array) -> int:
             listed, bad = self._listed(buffers, table, slots, which[part])
             found[:] = [listed]
             return bad

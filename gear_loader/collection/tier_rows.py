@@ -60,29 +60,13 @@ class TierRows:
         """
         extent, block_ids = self.table._engine.reader().index_arrays()
         steps = self.table._engine.region.layout.block_steps
-        if not self.table._engine.has_tier or not self.table._engine.num_spilled:
-            bad = threads.gather(
-                columns, slots, anchors, extent, block_ids, steps, self._row_bytes, rows=rows
-            )
-            if not self.table._engine.has_tier:
-                self.table._engine.reader().check_gathered(bad)
-            if not bad:  # else one may have been on disk meanwhile
-                return 0
 
-        def inside(which: Array) -> int:
-            return threads.gather(
-                columns,
-                slots[which],
-                anchors[which],
-                extent,
-                block_ids,
-                steps,
-                self._row_bytes,
-                rows=which if rows is None else rows[which],
-            )
+        def inside(which: slice | Array) -> int:
+            into = rows[which] if rows is not None else None if isinstance(which, slice) else which
+            names = slots[which], anchors[which]
+            return threads.gather(columns, *names, extent, block_ids, steps, self._row_bytes, rows=into)
 
-        hits, which = split_rows(self.table, slots, inside)
-        self.table._engine.tier_reader().count_hits(len(hits))
+        _, which = self._split(slots, inside)
         if len(which):
             known = generations() if callable(generations) else generations
             names = slots[which], anchors[which], known[which]
@@ -102,18 +86,17 @@ class TierRows:
         Raises:
             CorruptTableError: see `TableReader.check_gathered`.
         """
-        if not self.table._engine.has_tier or not self.table._engine.num_spilled:
-            bad = resolved(self.table, slots, anchors, self._reach, extent, ids)
-            if not self.table._engine.has_tier:
-                self.table._engine.reader().check_gathered(bad)
-            if not bad:  # else one may have been on disk meanwhile
-                return None, slots[:0]
 
-        def inside(which: Array) -> int:
+        def inside(which: slice | Array) -> int:
             return resolved(self.table, slots[which], anchors[which], self._reach, extent, ids)
 
+        return self._split(slots, inside)
+
+    def _split(self, slots: Array, inside: Callable[[slice | Array], int]) -> tuple[Array | None, Array]:
+        """`split_rows`, and count the entries in memory."""
         hits, outside = split_rows(self.table, slots, inside)
-        self.table._engine.tier_reader().count_hits(len(hits))
+        if hits is not None:
+            self.table._engine.tier_reader().count_hits(len(hits))
         return hits, outside
 
     def read(
@@ -157,22 +140,28 @@ def resolve(
     table._engine.reader().check_gathered(resolved(table, slots, anchors, Reach(*reach), extent, ids))
 
 
-def split_rows(table: Table, slots: Array, inside: Callable[[Array], int]) -> tuple[Array, Array]:
+def split_rows(
+    table: Table, slots: Array, inside: Callable[[slice | Array], int]
+) -> tuple[Array | None, Array]:
     """Call a function with the entries in memory, again if some of them were moved to disk meanwhile.
 
     Args:
-        slots: int64 [n]. inside: takes int64 [m] and returns the number of invalid entries.
+        slots: int64 [n]. inside: takes entries, a slice of all or int64 [m], and returns the number of invalid ones.
 
     Returns:
-        Entries in memory and on disk only, int64 each.
+        Entries in memory, int64 [m], or None for all; and those on disk only, int64.
 
     Raises:
         CorruptTableError: see `TableReader.check_gathered`.
     """
-    extent, which = table._engine.reader().index_arrays()[0], np.arange(len(slots))
-    if not table._engine.has_tier:
-        table._engine.reader().check_gathered(inside(which))
-        return which, which[:0]
+    engine = table._engine
+    if not engine.has_tier or not engine.num_spilled:
+        bad = inside(slice(None))
+        if not engine.has_tier:
+            engine.reader().check_gathered(bad)
+        if not bad:  # else one may have been on disk meanwhile
+            return None, slots[:0]
+    extent = engine.reader().index_arrays()[0]
     while True:
         places = extent[slots, 1]
         which, outside = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
@@ -180,4 +169,4 @@ def split_rows(table: Table, slots: Array, inside: Callable[[Array], int]) -> tu
         if not bad:
             return which, outside
         if (extent[slots, 1] == places).all():  # else some were moved to disk meanwhile, and may be back
-            table._engine.reader().check_gathered(bad)
+            engine.reader().check_gathered(bad)

@@ -183,7 +183,7 @@ class ReplayBuffer(_ReplayBuffer):
             block_steps=_BLOCK_STEPS,
             name=name,
         )
-        self._columns = self.table._engine.step_addresses()
+        self._columns = self.table._engine.step_columns
         # Where `add` puts what it is given, converted: [n_envs, ...] of each column.
         self._given = {
             key: np.zeros((self.n_envs, *column.shape), dtype=column.numpy_dtype)

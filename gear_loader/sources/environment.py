@@ -10,7 +10,7 @@ from gear_loader.errors import SourceError
 from gear_loader.sources._optional import require
 from gear_loader.sources.episodes import Columns, Episode, check_count, describe
 from gear_loader.sources.recording import CollectionLimits, Recorder, Values, action_seed, first_too_long
-from gear_loader.sources.vector_environment import collect_vector, make_vector
+from gear_loader.sources.vector_environment import collect_vector, make_environment
 from gear_loader.utils.checks import at_least, flag
 from gear_loader.utils.progress import progress_bar
 
@@ -152,12 +152,10 @@ def collect_iter(
         Recorder, columns=columns, keep_float64=keep_float64, allow_nonfinite=allow_nonfinite
     )
     limits = CollectionLimits(episodes, max_steps, max_episode_steps)
-    if num_envs is not None or isinstance(env, vector):
-        return _run_vector(gymnasium, env, num_envs, policy, recorder, limits, seed, progress)
-    return _run(gymnasium, env, policy, recorder, limits, seed, progress)
+    return _run(gymnasium, env, num_envs, policy, recorder, limits, seed, progress)
 
 
-def _run_vector(
+def _run(
     gymnasium: Any,
     env: Any,
     num_envs: int | None,
@@ -167,17 +165,18 @@ def _run_vector(
     seed: int | None,
     progress: bool,
 ) -> Iterator[Episode]:
-    owned = not isinstance(env, gymnasium.vector.VectorEnv)
+    owned = not isinstance(env, (gymnasium.Env, gymnasium.vector.VectorEnv))
     if owned:
-        env = make_vector(gymnasium, env, num_envs)
+        env = make_environment(gymnasium, env, num_envs)
+    collect_from = collect_vector if isinstance(env, gymnasium.vector.VectorEnv) else _collect_single
     try:
-        yield from collect_vector(gymnasium, env, policy, make_recorder, limits, seed, progress)
+        yield from collect_from(gymnasium, env, policy, make_recorder, limits, seed, progress)
     finally:
         if owned:
             env.close()
 
 
-def _run(
+def _collect_single(
     gymnasium: Any,
     env: Any,
     policy: Policy | None,
@@ -186,51 +185,31 @@ def _run(
     seed: int | None,
     progress: bool,
 ) -> Iterator[Episode]:
-    owned = not isinstance(env, gymnasium.Env)
-    if owned:
-        env = _make(gymnasium, env)
-    try:
-        name = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
-        recorder = make_recorder(name, env.observation_space, env.action_space)
-        if policy is None:
-            if seed is not None:
-                env.action_space.seed(action_seed(seed))
-            policy = _random_policy(env.action_space)
-        total, unit = (limits.steps, "steps") if limits.episodes is None else (limits.episodes, "episodes")
-        steps = number = 0
-        with progress_bar(f"Collecting {recorder.name}", total, unit=unit, enabled=progress) as (advance, _):
-            while limits.episodes is None or number < limits.episodes:
-                longest = None if limits.steps is None else limits.steps - steps
-                values = recorder.new()
-                length = _run_episode(
-                    env, policy, recorder, values, number, seed if number == 0 else None, limits, longest
-                )
-                if length is None:  # the episode exceeds max_steps
-                    if number == 0:
-                        raise first_too_long(recorder, limits)
-                    return
-                yield recorder.episode(values, number)
-                number += 1
-                steps += length
-                advance(1 if unit == "episodes" else length)
-                if steps == limits.steps:
-                    return
-    finally:
-        if owned:
-            env.close()
-
-
-def _make(gymnasium: Any, env: Any) -> Any:
-    by_id = isinstance(env, (str, gymnasium.envs.registration.EnvSpec))
-    try:
-        made = gymnasium.make(env) if by_id else env()
-    except Exception as error:
-        raise SourceError(
-            f"The environment {env!r} cannot be made: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(made, gymnasium.Env):
-        raise SourceError(f"The function {env!r} returned {describe(made)}; expected a gymnasium.Env.")
-    return made
+    """Run a policy in one environment and yield the episodes."""
+    name = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
+    recorder = make_recorder(name, env.observation_space, env.action_space)
+    if policy is None:
+        if seed is not None:
+            env.action_space.seed(action_seed(seed))
+        policy = _random_policy(env.action_space)
+    total, unit = (limits.steps, "steps") if limits.episodes is None else (limits.episodes, "episodes")
+    steps = number = 0
+    with progress_bar(f"Collecting {recorder.name}", total, unit=unit, enabled=progress) as (advance, _):
+        while limits.episodes is None or number < limits.episodes:
+            longest = None if limits.steps is None else limits.steps - steps
+            values = recorder.new()
+            first = seed if number == 0 else None
+            length = _run_episode(env, policy, recorder, values, number, first, limits, longest)
+            if length is None:  # the episode exceeds max_steps
+                if number == 0:
+                    raise first_too_long(recorder, limits)
+                return
+            yield recorder.episode(values, number)
+            number += 1
+            steps += length
+            advance(1 if unit == "episodes" else length)
+            if steps == limits.steps:
+                return
 
 
 def _random_policy(space: Any) -> Policy:

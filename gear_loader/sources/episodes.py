@@ -23,7 +23,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from gear_loader.errors import SchemaError, SourceError
 from gear_loader.storage.dtypes import ITEM_BYTES, NUMPY_DTYPES, dtype_names, torch_dtypes
 from gear_loader.storage.schema import Column, as_mapping
 from gear_loader.utils.arrays import shown, unreadable
-from gear_loader.utils.checks import LARGEST
+from gear_loader.utils.checks import at_least
 
 
 class Episode(dict[str, np.ndarray]):
@@ -297,6 +297,17 @@ def _refuse(bad: np.ndarray, values: np.ndarray, why: str) -> None:
         raise MisfitError(f"holds {values[first].item()!r}, {why}", first[0])
 
 
+def converted(
+    values: np.ndarray, dtype: torch.dtype, place: Callable[[int | None], str], *, finite: bool = False
+) -> np.ndarray:
+    """`convert`, but raise SourceError; `place`: the beginning of its text, for the affected step."""
+    try:
+        return convert(values, dtype, finite=finite)
+    except MisfitError as misfit:
+        remedy = f" {FINITE_REMEDY}" if finite else ""
+        raise SourceError(f"{place(misfit.step)} {misfit.problem}.{remedy}") from None
+
+
 def is_finite_role(role: str, allow_nonfinite: bool) -> bool:
     """Whether NaN and infinity are refused in this column, as in rewards by default."""
     return role == "reward" and not allow_nonfinite
@@ -313,11 +324,8 @@ def check_count(option: str, value: Any) -> None:
     Raises:
         SourceError: it is something else.
     """
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if value is not None and not (whole and 1 <= value <= LARGEST):
-        raise SourceError(
-            f"{option}={shown(value)}; expected a whole number of at least 1 (and at most 2**62), or None."
-        )
+    if value is not None:
+        at_least(option, value, otherwise=", or None", error=SourceError)
 
 
 def requested(columns: Columns, default: Sequence[str]) -> dict[str, str]:

@@ -21,15 +21,13 @@ import torch
 from gear_loader.errors import SourceError
 from gear_loader.sources._optional import require
 from gear_loader.sources.episodes import (
-    FINITE_REMEDY,
     STANDARD,
     Columns,
     Episode,
     EpisodeReader,
-    MisfitError,
     check_count,
     column_of,
-    convert,
+    converted,
     is_finite_role,
     listing,
     plan_dtype,
@@ -165,7 +163,11 @@ class HDF5Episodes(EpisodeReader):
                     )
             chosen = _select(columns, found, source, has_timeouts=timeouts is not None)
             self._flags = [readable(found[role], source) for role in flags]
-            self._columns = {name: self._resolve(found, role, source) for name, role in chosen.items()}
+            # None in a file without timeouts: only trajectories cut by `_split` are truncated.
+            self._columns = {
+                name: readable(found[role], source) if role in found else None
+                for name, role in chosen.items()
+            }
             rows = self._check_rows(file, source)
             self._following = _following(chosen, found)
             self._ends, self._cut = _split(
@@ -186,11 +188,6 @@ class HDF5Episodes(EpisodeReader):
             dtype = plan_dtype(array.role, array.dtype, what, keep_float64=keep_float64)
             schema[name] = column_of(dtype, array.step_shape, what)
         super().__init__(source, self._ends - starts, schema, self._following)
-
-    @staticmethod
-    def _resolve(found: dict[str, FileArray | Exception], role: str, source: str) -> FileArray | None:
-        # None for a file without timeouts: only trajectories cut by `_split` are truncated.
-        return readable(found[role], source) if role in found else None
 
     def _check_rows(self, file: Any, source: str) -> int:
         for array in self._flags:
@@ -229,13 +226,12 @@ class HDF5Episodes(EpisodeReader):
             stop = min(rows, start + _FLAG_ROWS)
             either = np.zeros(stop - start, dtype=bool)
             for array in self._flags:
+
+                def place(step: int | None, start: int = start, path: str = array.path) -> str:
+                    return f"{source}, step {start + (step or 0)}: column {path!r}"
+
                 try:
-                    either |= convert(read_rows(file, array, start, stop), torch.bool)
-                except MisfitError as misfit:
-                    step = start + (misfit.step or 0)
-                    raise SourceError(
-                        f"{source}, step {step}: column {array.path!r} {misfit.problem}."
-                    ) from None
+                    either |= converted(read_rows(file, array, start, stop), torch.bool, place)
                 except ReadError as error:
                     raise SourceError(
                         f"{source}: column {array.path!r} cannot be read at steps {start} to {stop - 1}, so that the "
@@ -277,15 +273,12 @@ class HDF5Episodes(EpisodeReader):
                 values = read_rows(file, array, start, stop)
             except ReadError as error:
                 raise self._locate(file, array, first, last, error) from error
-            finite = is_finite_role(array.role, self._allow_nonfinite)
-            try:
-                values = convert(values, self.schema[name].dtype, finite=finite)
-            except MisfitError as misfit:
-                remedy = f" {FINITE_REMEDY}" if finite else ""
-                place = self._place(start + (misfit.step or 0))
-                raise SourceError(
-                    f"{self.source}, {place}: column {array.path!r} {misfit.problem}.{remedy}"
-                ) from None
+            path, finite = array.path, is_finite_role(array.role, self._allow_nonfinite)
+
+            def place(step: int | None) -> str:
+                return f"{self._place(start + (step or 0))}: column {path!r}"
+
+            values = converted(values, self.schema[name].dtype, place, finite=finite)
         if array is None or array.role == "truncated":
             values[self._ends[first:last][self._cut[first:last]] - 1 - start] = True
         return values
@@ -301,11 +294,11 @@ class HDF5Episodes(EpisodeReader):
                 values = np.concatenate([read_rows(file, array, end - 1, end) for end in ends.tolist()])
         except ReadError as error:
             raise self._locate(file, array, first, last, error) from error
-        try:
-            return convert(values, self.schema[name].dtype)
-        except MisfitError as misfit:
-            place = self._place(int(ends[misfit.step or 0]) - 1)
-            raise SourceError(f"{self.source}, {place}: column {array.path!r} {misfit.problem}.") from None
+
+        def place(step: int | None) -> str:
+            return f"{self._place(int(ends[step or 0]) - 1)}: column {array.path!r}"
+
+        return converted(values, self.schema[name].dtype, place)
 
     def _locate(self, file: Any, array: FileArray, first: int, last: int, error: ReadError) -> SourceError:
         """The error of a failed read, with the first trajectory that cannot be read."""
@@ -328,7 +321,7 @@ class HDF5Episodes(EpisodeReader):
     def _place(self, step: int) -> str:
         number = int(np.searchsorted(self._ends, step, side="right"))
         start = int(self._ends[number - 1]) if number else 0
-        return f"trajectory {number}, step {step - start} (step {step} of the file)"
+        return f"{self.source}, trajectory {number}, step {step - start} (step {step} of the file)"
 
 
 def _select(

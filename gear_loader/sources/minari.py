@@ -12,14 +12,12 @@ import numpy as np
 from gear_loader.errors import SourceError
 from gear_loader.sources._optional import require
 from gear_loader.sources.episodes import (
-    FINITE_REMEDY,
     STANDARD,
     Columns,
     Episode,
     EpisodeReader,
-    MisfitError,
     column_of,
-    convert,
+    converted,
     describe,
     is_finite_role,
     plan_dtype,
@@ -228,14 +226,12 @@ class MinariEpisodes(EpisodeReader):
         values = values[1:] if kind == "next_observation" else values
         values = values[:steps] if kind == "info" else values
         finite = is_finite_role(role, self._allow_nonfinite)
-        try:
-            return convert(values, self.schema[name].dtype, finite=finite)
-        except MisfitError as misfit:
-            place = "" if misfit.step is None else f", step {misfit.step}"
-            remedy = f". {FINITE_REMEDY}" if finite else ""
-            raise SourceError(
-                f"{self.source}, episode {index}{place}: column {role!r} {misfit.problem}{remedy}"
-            ) from None
+
+        def place(step: int | None) -> str:
+            at = "" if step is None else f", step {step}"
+            return f"{self.source}, episode {index}{at}: column {role!r}"
+
+        return converted(values, self.schema[name].dtype, place, finite=finite)
 
 
 def _walk_infos(infos: Any, name: str = "info") -> Iterator[tuple[str, np.ndarray]]:

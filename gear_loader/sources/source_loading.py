@@ -13,14 +13,12 @@ import torch
 
 from gear_loader.errors import SourceError
 from gear_loader.sources.episodes import (
-    FINITE_REMEDY,
     Columns,
     Episode,
     EpisodeReader,
-    MisfitError,
     check_count,
     column_of,
-    convert,
+    converted,
     describe,
     is_finite_role,
     listing,
@@ -481,12 +479,11 @@ def _fitted(values: _Values, column: Column, where: str, *, finite: bool) -> _Va
         if values.dtype == column.dtype and not finite:
             return values
         values = values.float().numpy()
-    try:
-        array = convert(values, column.dtype, finite=finite)
-    except MisfitError as misfit:
-        step = "" if misfit.step is None else f", step {misfit.step}"
-        remedy = f" {FINITE_REMEDY}" if finite else ""
-        raise SourceError(f"{where.replace('{}', step)} {misfit.problem}.{remedy}") from None
+
+    def place(step: int | None) -> str:
+        return where.replace("{}", "" if step is None else f", step {step}")
+
+    array = converted(values, column.dtype, place, finite=finite)
     return (
         torch.from_numpy(np.ascontiguousarray(array)).to(column.dtype)
         if column.dtype == torch.bfloat16

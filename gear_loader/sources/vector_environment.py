@@ -29,14 +29,14 @@ NEXT_STEP, SAME_STEP, DISABLED = "NextStep", "SameStep", "Disabled"
 """Values of `gymnasium.vector.AutoresetMode`."""
 
 
-def make_vector(gymnasium: Any, env: Any, num_envs: int | None) -> Any:
-    """Make a SyncVectorEnv.
+def make_environment(gymnasium: Any, env: Any, num_envs: int | None) -> Any:
+    """Make an environment, or with `num_envs` a SyncVectorEnv of so many.
 
     Args:
-        env: an id, an EnvSpec, or a function that makes one environment. num_envs: number of environments.
+        env: an id, an EnvSpec, or a function that makes one environment.
 
     Raises:
-        SourceError: they cannot be made.
+        SourceError: it cannot be made.
     """
     spec = gymnasium.envs.registration.EnvSpec
 
@@ -47,7 +47,7 @@ def make_vector(gymnasium: Any, env: Any, num_envs: int | None) -> Any:
         return made
 
     try:
-        return gymnasium.vector.SyncVectorEnv([make] * (num_envs or 1))
+        return make() if num_envs is None else gymnasium.vector.SyncVectorEnv([make] * num_envs)
     except SourceError:
         raise
     except Exception as error:

@@ -10,17 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from gear_loader.errors import RateLimitError, SchemaError, TableEmptyError
-from gear_loader.storage.counters import (
-    FIRST_SEQUENCE,
-    INSERT_WAIT,
-    LAG_CHECKED,
-    NEXT_SEQUENCE,
-    NUM_READY,
-    NUM_SAMPLED,
-    NUM_TOUCHED,
-    POLICY,
-    SAMPLE_WAIT,
-)
+from gear_loader.storage import counters as at
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.recovery import Recovery
@@ -67,16 +57,16 @@ class Admission:
 
     def _expire_versions(self, max_lag: int) -> None:
         arrays, counters = self.arrays, self.arrays.counters
-        checked = int(counters[LAG_CHECKED])
-        if checked == counters[NUM_TOUCHED]:
+        checked = int(counters[at.LAG_CHECKED])
+        if checked == counters[at.NUM_TOUCHED]:
             return
         slots = arrays.touched_since(checked)
         slots = np.arange(arrays.num_slots) if slots is None else slots
         slots = slots[arrays.state[slots] == READY]
-        old = slots[arrays.versions(slots) < counters[POLICY] - max_lag]
+        old = slots[arrays.versions(slots) < counters[at.POLICY] - max_lag]
         if len(old):
             arrays.ops.outdate(arrays.where, old)
-        counters[LAG_CHECKED] = counters[NUM_TOUCHED]
+        counters[at.LAG_CHECKED] = counters[at.NUM_TOUCHED]
 
     def advance_version(self, expected: int | None = None) -> int | None:
         """Raise the version of the policy by one, and retire what is too old then.
@@ -95,21 +85,21 @@ class Admission:
 
         def advance() -> int | None:
             counters = self.arrays.counters
-            if expected is not None and counters[POLICY] != expected:
+            if expected is not None and counters[at.POLICY] != expected:
                 return None
-            counters[LAG_CHECKED] = -1  # first: after a death in here the next call compares all
-            counters[POLICY] += 1
+            counters[at.LAG_CHECKED] = -1  # first: after a death in here the next call compares all
+            counters[at.POLICY] += 1
             self.expire()
-            return int(counters[POLICY])
+            return int(counters[at.POLICY])
 
         return self._recovery.locked(advance)
 
     def _counts(self) -> dict[str, int]:
         counters = self.arrays.counters
         return {
-            "size": int(counters[NUM_READY]),
-            "inserted": int(counters[NEXT_SEQUENCE] - counters[FIRST_SEQUENCE]),
-            "sampled": int(counters[NUM_SAMPLED]),
+            "size": int(counters[at.NUM_READY]),
+            "inserted": int(counters[at.NEXT_SEQUENCE] - counters[at.FIRST_SEQUENCE]),
+            "sampled": int(counters[at.NUM_SAMPLED]),
         }
 
     def when_samplable(
@@ -131,12 +121,12 @@ class Admission:
 
         def attempt() -> tuple[_T | None, dict[str, int]]:
             self.expire()
-            used_up = count and self.arrays.rules.max_times_sampled is not None and not counters[NUM_READY]
+            used_up = count and self.arrays.rules.max_times_sampled is not None and not counters[at.NUM_READY]
             if not used_up and (limiter is None or limiter.may_sample(count, **self._counts())):
                 found = look()
                 if found is not None:
                     if ticket is not None:
-                        counters[NUM_SAMPLED] += count
+                        counters[at.NUM_SAMPLED] += count
                         ticket.counted = count
                     self._note_sample_wait(backoff)
                     return found, {}
@@ -172,8 +162,8 @@ class Admission:
     def note_insert_wait(self, backoff: Backoff | None) -> None:
         if backoff is not None:
             self.waited += backoff.waited
-            self.arrays.counters[INSERT_WAIT] += backoff.waited
+            self.arrays.counters[at.INSERT_WAIT] += backoff.waited
 
     def _note_sample_wait(self, backoff: Backoff | None) -> None:
         if backoff is not None:
-            self.arrays.counters[SAMPLE_WAIT] += backoff.waited
+            self.arrays.counters[at.SAMPLE_WAIT] += backoff.waited

@@ -13,20 +13,9 @@ from typing import Protocol
 import numpy as np
 
 from gear_loader.errors import LockTimeoutError, TableFullError
+from gear_loader.storage import counters as at
 from gear_loader.storage.admission import Admission
 from gear_loader.storage.block_tables import BlockTables
-from gear_loader.storage.counters import (
-    DISK_FULL,
-    FLIP_EPOCH,
-    NUM_FREE_BLOCKS,
-    NUM_READY,
-    NUM_SPILLED,
-    NUM_STEPS,
-    NUM_WRITING,
-    SPILLER,
-    SPILLER_START,
-    WRITING_STEPS,
-)
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.view import BUSY, DONE, FLIP, FULL, PID, READ, SHORT, SPILL
 from gear_loader.storage.readers import Readers
@@ -163,9 +152,9 @@ class Allocator:
     def flip(self, last: int) -> bool:
         """Compact the live block tables into the other half; return False while a reader may still use that half."""
         counters = self.arrays.counters
-        if self._readers.oldest() <= counters[FLIP_EPOCH]:
+        if self._readers.oldest() <= counters[at.FLIP_EPOCH]:
             self._readers.drop_dead()
-            if self._readers.oldest() <= counters[FLIP_EPOCH]:
+            if self._readers.oldest() <= counters[at.FLIP_EPOCH]:
                 return False
         self._block_tables.move(last)
         return True
@@ -178,7 +167,7 @@ class Allocator:
             if evict or wait
             else "Create the table larger, remove trajectories, or create it with on_full='evict_oldest'."
         )
-        writing = int(counters[NUM_WRITING])
+        writing = int(counters[at.NUM_WRITING])
         unfinished = f" ({writing:,} more are being written)" if writing else ""
         if writing:
             remedy = f"{self._writing_message()} {remedy}"
@@ -188,9 +177,9 @@ class Allocator:
         what = what if slots else f"{steps:,} steps of a trajectory that is being written"
         return (
             f"The table is full: {what} ({blocks:,} {'block' if blocks == 1 else 'blocks'} of {index.block_steps}) "
-            f"to be added to {int(counters[NUM_READY]):,} of at most {index.num_slots:,} trajectories"
-            f"{unfinished}, {int(counters[NUM_STEPS] + counters[WRITING_STEPS]):,} of {index.max_steps:,} steps and "
-            f"{index.num_blocks - int(counters[NUM_FREE_BLOCKS]):,} of {index.num_blocks:,} blocks. {remedy}"
+            f"to be added to {int(counters[at.NUM_READY]):,} of at most {index.num_slots:,} trajectories"
+            f"{unfinished}, {int(counters[at.NUM_STEPS] + counters[at.WRITING_STEPS]):,} of {index.max_steps:,} steps "
+            f"and {index.num_blocks - int(counters[at.NUM_FREE_BLOCKS]):,} of {index.num_blocks:,} blocks. {remedy}"
         )
 
     def _tier_path(self) -> str:
@@ -201,9 +190,9 @@ class Allocator:
         counters, tier = self.arrays.counters, self.arrays.tier
         if tier is None:
             return ""
-        pid, start = int(counters[SPILLER]), int(counters[SPILLER_START])
-        spilled = f"{int(counters[NUM_SPILLED]):,} of its trajectories are on the disk {tier.path} only"
-        if counters[DISK_FULL] and not wait:
+        pid, start = int(counters[at.SPILLER]), int(counters[at.SPILLER_START])
+        spilled = f"{int(counters[at.NUM_SPILLED]):,} of its trajectories are on the disk {tier.path} only"
+        if counters[at.DISK_FULL] and not wait:
             return (
                 f"Its memory is full, and so is the disk: {spilled}, which takes at most {tier.size:,} bytes "
                 "(Disk.size) and must have room for them. Raise memory or size, free space there, remove trajectories, "
@@ -246,7 +235,7 @@ class Allocator:
 
     def _is_own_doing(self, answer: int) -> bool:
         """Whether open writers of the calling thread hold all the space, so that a wait would deadlock."""
-        if answer not in (SHORT, BUSY) or (answer == SHORT and self.arrays.counters[NUM_READY]):
+        if answer not in (SHORT, BUSY) or (answer == SHORT and self.arrays.counters[at.NUM_READY]):
             return False
         try:
             writers = list(self.writers)
@@ -261,13 +250,13 @@ class Allocator:
 
     def look_for_dead_writers(self) -> None:
         """`reclaim_writers` at most once a second, in a lock of its own."""
-        if self.arrays.counters[NUM_WRITING] and time.monotonic() >= self._writers_checked + 1.0:
+        if self.arrays.counters[at.NUM_WRITING] and time.monotonic() >= self._writers_checked + 1.0:
             self._recovery.locked(functools.partial(self.reclaim_writers, every=1.0))
 
     def reclaim_writers(self, *, every: float) -> bool:
         """Abort the slots of dead writers, checking at most once in `every` seconds; return whether any were found."""
         index = self.arrays
-        if index.counters[NUM_WRITING] == 0:
+        if index.counters[at.NUM_WRITING] == 0:
             return False
         now = time.monotonic()
         if now < self._writers_checked + every:

@@ -88,10 +88,10 @@ class BlockSink:
         self.remedy = f"make one with table.{'writer' if n == 1 else 'writers'}()"
         self._steps = self.schema.steps
         self._block_steps = layout.block_steps
-        self._columns = table.step_addresses()
+        self._columns = table.step_columns
         self._data = [table.region.column(name) for name in self._steps]
         once = list(self.schema.per_trajectory)
-        named = dict(zip(table.schema, table.column_addresses(), strict=True))
+        named = dict(zip(table.schema, table.columns, strict=True))
         self._once_columns = np.array([named[name] for name in once], dtype=np.int64).reshape(-1, 4)
         self._once_columns[:, 3] = self._once_columns[:, 2]
         self._step_bytes = self._columns[:, 2].tolist()

@@ -77,18 +77,14 @@ class Engine:
         self.rules: Rules = layout.rules
         self.on_full: OnFull = on_full or layout.rules.on_full
         self.policy = _POLICIES[self.on_full]
-        start = self._index.arrays.counters.ctypes.data - layout.arrays["counters"][0]
-        self._columns: Array = np.array(
-            [
-                (start + c.offset, c.block_stride, c.step_bytes, c.step_stride)
-                for c in layout.columns.values()
-            ],
-            dtype=np.int64,
-        )
+        self.columns: Array = np.array([region.column_place(name)[:4] for name in layout.schema])
+        """int64 [C, 4]: address of each column's first step, bytes from block to block, of a step, and from step to
+        step in a block."""
         once = np.array([column.trajectory for column in layout.schema.values()])
         added = np.array([not column.late for column in layout.schema.values()])
-        self._step_columns = np.ascontiguousarray(self._columns[~once & added])
-        targets = self._columns.copy()
+        self.step_columns: Array = np.ascontiguousarray(self.columns[~once & added])
+        """As `columns`, of those in ``schema.added.steps``."""
+        targets = self.columns.copy()
         targets[once, 1] *= -1
         self.targets: Array = np.ascontiguousarray(targets[added])
         """The columns that are added, for `copying.scatter`."""
@@ -261,15 +257,6 @@ class Engine:
         if not self.has_tier:  # which makes room in memory
             steps = min(steps, int(counters[NUM_FREE_BLOCKS]) * layout.block_steps)
         return max(0, steps)
-
-    def column_addresses(self) -> Array:
-        """int64 [C, 4]: address of each column's first step, bytes from block to block, of a step, and from step to
-        step in a block."""
-        return self._columns
-
-    def step_addresses(self) -> Array:
-        """As `column_addresses`, of the columns in ``schema.added.steps``."""
-        return self._step_columns
 
     # ---------------------------------------------------------------- reading
 

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import SchemaError
-from gear_loader.storage.schema import Column, Schema, as_mapping, settled
+from gear_loader.storage.schema import Column, Schema, exactly, settled
 from gear_loader.utils.arrays import Array, known
 from gear_loader.utils.lazy_torch import is_tensor, torch
+
+_KIND = "Column(final=True)"
 
 
 def on_host(values: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -43,16 +45,11 @@ def checked_finals(schema: Schema, final: Any, ends: Array) -> dict[str, Array]:
     Raises:
         SchemaError: a value does not fit.
     """
-    final, finals = as_mapping(final), schema.finals
+    finals = schema.finals
     wanted: Mapping[str, Column] = {} if finals is None else finals
     if isinstance(final, np.ndarray) and final.dtype == object and final.shape == ends.shape:
         final = _by_column(final, wanted, ends)
-    if not isinstance(final, Mapping) or set(final) != set(wanted):
-        given = sorted(map(str, final)) if isinstance(final, Mapping) else type(final).__name__
-        raise SchemaError(
-            f"final has {given}; expected the columns {sorted(wanted)}: all with Column(final=True) and no other."
-        )
-    rows = on_host(settled(final), "final")
+    rows = on_host(settled(exactly(final, wanted, _KIND, "final")), "final")
     if finals is None:
         return dict(schema.zero_step)
     for name, value in rows.items():
@@ -75,15 +72,7 @@ def _by_column(final: Array, wanted: Mapping[str, Column], ends: Array) -> dict[
     """Mappings of environments, an array [n] of objects, as an array [n] of objects for each column."""
     columns = {name: np.full(len(final), None, dtype=object) for name in wanted}
     for i in np.flatnonzero(ends).tolist():
-        row = as_mapping(final[i])
-        if not isinstance(row, Mapping) or set(row) != set(wanted):
-            given = (
-                f"has {sorted(map(str, row))}" if isinstance(row, Mapping) else f"is a {type(row).__name__}"
-            )
-            raise SchemaError(
-                f"final of environment {i}, whose trajectory ends, {given}; expected a mapping of the columns "
-                f"{sorted(wanted)}: all with Column(final=True) and no other."
-            )
+        row = exactly(final[i], wanted, _KIND, f"final of environment {i}, whose trajectory ends,")
         for name, value in row.items():
             columns[name][i] = value
     return columns

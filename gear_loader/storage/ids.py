@@ -73,11 +73,13 @@ def check_origin(shard: Any) -> int:
     Raises:
         SchemaError: not an integer from 0 to `LARGEST_ORIGIN`.
     """
-    if isinstance(shard, bool) or not isinstance(shard, (int, np.integer)):
-        raise SchemaError(f"shard is {shown(shard)}; expected an integer from 0 to {LARGEST_ORIGIN}.")
-    if not 0 <= shard <= LARGEST_ORIGIN:
+    if (
+        isinstance(shard, bool)
+        or not isinstance(shard, (int, np.integer))
+        or not 0 <= shard <= LARGEST_ORIGIN
+    ):
         raise SchemaError(
-            f"shard is {shard}; expected an integer from 0 to {LARGEST_ORIGIN}: an id has {_BITS} bits for it."
+            f"shard is {shown(shard)}; expected an integer from 0 to {LARGEST_ORIGIN}: an id has {_BITS} bits for it."
         )
     return int(shard)
 

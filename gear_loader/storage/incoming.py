@@ -12,9 +12,8 @@ import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.kernels.special_priorities import UNSET
-from gear_loader.storage.casting import cast_to
 from gear_loader.storage.schema import Column, Schema, as_mapping, keeps, settled
-from gear_loader.utils.arrays import Array, known, narrowed, numbers, shown, unreadable
+from gear_loader.utils.arrays import Array, narrowed, numbers, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor
 
 _TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -88,45 +87,7 @@ def checked_final(schema: Schema, final: Any) -> dict[str, Array]:
     Raises:
         SchemaError: a column is missing, or has no final values, or a value does not fit.
     """
-    finals = schema.finals
-    wanted: Mapping[str, Column] = {} if finals is None else finals
-    final = as_mapping(final)
-    if not isinstance(final, Mapping) or set(final) != set(wanted):
-        given = sorted(map(str, final)) if isinstance(final, Mapping) else type(final).__name__
-        known = f"the columns {sorted(wanted)}" if wanted else "no column"
-        raise SchemaError(
-            f"final has {given}; expected {known}: all columns with Column(final=True) and no other."
-        )
-    rows = dict(schema.zero_step)
-    if finals is None:
-        return rows
-    for name, column in finals.items():
-        value = final[name]
-        fits = type(value) is np.ndarray and value.dtype == column.numpy_dtype
-        if not fits or value.shape != column.shape or not value.flags.c_contiguous:
-            break
-        rows[name] = value.reshape(1, -1).view(np.uint8)
-    else:
-        return rows
-    steps = {name: _one_step(name, final[name], column) for name, column in finals.items()}
-    rows.update(finals.validate(steps, what="final")[1])
-    return rows
-
-
-def _one_step(name: str, value: Any, column: Column) -> Any:
-    """A step ``[*shape]`` as ``[1, *shape]``; a number as the column's dtype."""
-    if isinstance(value, (bool, int, float, np.generic)) and not column.shape:
-        number = value.item() if isinstance(value, np.generic) else value
-        return cast_to([number], column.dtype_name, f"Column {name!r} of final")
-    value = known(value, f"Column {name!r} of final")
-    kind = unreadable(value) if is_tensor(value) else None
-    if kind is not None:
-        raise SchemaError(f"Column {name!r} of final is a {kind}; expected shape {list(column.shape)}.")
-    has_shape = isinstance(value, np.ndarray) or is_tensor(value)
-    if has_shape and tuple(value.shape) == column.shape:
-        return value[None]
-    shape = list(value.shape) if has_shape else shown(value)
-    raise SchemaError(f"Column {name!r} of final is {shape}; expected shape {list(column.shape)}.")
+    return {**schema.zero_step, **schema.validate_final(final, what="final")}
 
 
 def with_final(schema: Schema, trajectory: Any, final: Any) -> dict[str, Any]:
@@ -296,24 +257,11 @@ def checked_priority(priority: Any) -> float:
 
 
 def single_priority(priority: Any) -> float:
-    """As `checked_priority`, for a scalar only: an array [1] is refused.
-
-    Raises:
-        SchemaError: `priority` is not a finite number of at least 0.
-    """
-    if priority is None:
-        return float(UNSET)
-    if type(priority) is float and _TINY <= priority <= _LARGEST:
-        return float(np.float32(priority))
-    values = numbers(priority, "priority", "biuf", "a number")
-    if values.shape != ():
+    """As `checked_priority`, for a scalar only: an array [1] is refused."""
+    scalar = priority is None or type(priority) is float
+    if not scalar and numbers(priority, "priority", "biuf", "a number").shape != ():
         raise SchemaError(f"priority is {shown(priority)}; expected a number.")
-    narrow, bad = narrowed(values.astype(np.float64).reshape(1))
-    if bad >= 0:
-        raise SchemaError(
-            f"priority is {shown(priority)}; expected a finite number (as float32) that is not negative."
-        )
-    return float(narrow[0])
+    return checked_priority(priority)
 
 
 def checked_priorities(priority: Any, count: int) -> Array:
@@ -335,7 +283,8 @@ def checked_priorities(priority: Any, count: int) -> Array:
     values = np.broadcast_to(values, (count,))
     narrow, bad = narrowed(values)
     if bad >= 0:
+        which = f" of trajectory {bad}" if count > 1 else ""
         raise SchemaError(
-            f"priority {values[bad]} of trajectory {bad}; expected a finite number (as float32) that is not negative."
+            f"priority{which} is {values[bad]}; expected a finite number (as float32) that is not negative."
         )
     return narrow

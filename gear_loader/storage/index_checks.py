@@ -5,49 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from gear_loader.kernels.sum_tree import UNSET
-from gear_loader.storage.counters import (
-    COMMITTING,
-    DIRTY,
-    DRAWING,
-    HALF,
-    HEAD,
-    LEAVING,
-    LEAVING_COUNT,
-    MOVING,
-    NEWEST,
-    NUM_EVICTED,
-    NUM_EXPIRED,
-    NUM_FREE_BLOCKS,
-    NUM_FREE_SLOTS,
-    NUM_OUTDATED,
-    NUM_PARKED,
-    NUM_READY,
-    NUM_REMOVED,
-    NUM_RETIRED,
-    NUM_SPILLED,
-    NUM_STEPS,
-    NUM_WRITING,
-    OLDEST,
-    ORIGIN,
-    RAISING,
-    REMOVING,
-    RETIRED_BLOCKS,
-    RETIRED_FIRST,
-    WRITING_STEPS,
-)
+from gear_loader.storage import counters as at
 from gear_loader.storage.ids import LARGEST_ORIGIN
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.view import ON_DISK
 from gear_loader.storage.states import FREE, READY, RETIRED
 from gear_loader.utils.arrays import Array
 
-_REASONS = (NUM_EVICTED, NUM_REMOVED, NUM_EXPIRED, NUM_OUTDATED)  # counters of trajectories that left
+_REASONS = at.NUM_EVICTED, at.NUM_REMOVED, at.NUM_EXPIRED, at.NUM_OUTDATED
+"""Counters of trajectories that left."""
 
 
 def damage(index: IndexArrays) -> str | None:
     """Description of the first out-of-range value in the index, or None."""
-    marks = (COMMITTING, REMOVING, DRAWING, LEAVING, RAISING, MOVING)
-    if not index.counters[DIRTY] and any(index.counters[mark] for mark in marks):
+    marks = (at.COMMITTING, at.REMOVING, at.DRAWING, at.LEAVING, at.RAISING, at.MOVING)
+    if not index.counters[at.DIRTY] and any(index.counters[mark] for mark in marks):
         return "a change is marked as unfinished and as finished"
     return bad_marks(index) or bad_slots(index) or _bad_derived(index)
 
@@ -55,14 +27,14 @@ def damage(index: IndexArrays) -> str | None:
 def bad_marks(index: IndexArrays) -> str | None:
     """Description of the first invalid intent record, or None."""
     counters, slots = index.counters, index.num_slots
-    if not 0 <= counters[MOVING] <= 2 or not 0 <= counters[HALF] <= 1:
-        return f"the half in use is {counters[HALF]}, being moved to {counters[MOVING]}"
-    if not (0 <= counters[DRAWING] <= slots and 0 <= counters[LEAVING] <= slots):
-        return f"slots {counters[DRAWING]} and {counters[LEAVING]} are being counted"
-    if counters[LEAVING] and counters[LEAVING_COUNT] not in _REASONS:
-        return f"a slot is being counted at {counters[LEAVING_COUNT]}"
-    if not 0 <= counters[NUM_PARKED] <= len(index.parked):
-        return f"{counters[NUM_PARKED]} blocks are parked"
+    if not 0 <= counters[at.MOVING] <= 2 or not 0 <= counters[at.HALF] <= 1:
+        return f"the half in use is {counters[at.HALF]}, being moved to {counters[at.MOVING]}"
+    if not (0 <= counters[at.DRAWING] <= slots and 0 <= counters[at.LEAVING] <= slots):
+        return f"slots {counters[at.DRAWING]} and {counters[at.LEAVING]} are being counted"
+    if counters[at.LEAVING] and counters[at.LEAVING_COUNT] not in _REASONS:
+        return f"a slot is being counted at {counters[at.LEAVING_COUNT]}"
+    if not 0 <= counters[at.NUM_PARKED] <= len(index.parked):
+        return f"{counters[at.NUM_PARKED]} blocks are parked"
     return _outside("parked", index.parked, 0, index.num_blocks - 1)
 
 
@@ -99,12 +71,23 @@ def _bad_derived(index: IndexArrays) -> str | None:
     """Description of the first invalid value in the derived state, or None."""
     slots, blocks = index.num_slots, index.num_blocks
     for counts, most in (
-        ((NUM_READY, NUM_WRITING, NUM_RETIRED, NUM_SPILLED, NUM_FREE_SLOTS, OLDEST, NEWEST), slots),
-        ((NUM_FREE_BLOCKS, RETIRED_BLOCKS), blocks),
-        ((HEAD, HEAD + 1), index.half_size),
-        ((NUM_STEPS, WRITING_STEPS), index.max_steps),
-        ((RETIRED_FIRST,), slots - 1),
-        ((ORIGIN,), LARGEST_ORIGIN + 1),
+        (
+            (
+                at.NUM_READY,
+                at.NUM_WRITING,
+                at.NUM_RETIRED,
+                at.NUM_SPILLED,
+                at.NUM_FREE_SLOTS,
+                at.OLDEST,
+                at.NEWEST,
+            ),
+            slots,
+        ),
+        ((at.NUM_FREE_BLOCKS, at.RETIRED_BLOCKS), blocks),
+        ((at.HEAD, at.HEAD + 1), index.half_size),
+        ((at.NUM_STEPS, at.WRITING_STEPS), index.max_steps),
+        ((at.RETIRED_FIRST,), slots - 1),
+        ((at.ORIGIN,), LARGEST_ORIGIN + 1),
     ):
         for place in counts:
             if not 0 <= index.counters[place] <= most:

@@ -215,19 +215,9 @@ class _FillCall:
 
     def _copy(self, located: _Located) -> None:
         """Copy the values into the blocks of the rows."""
-        layout, rows = self.engine.region.layout, located.rows
+        rows = located.rows
         for each in self.values:
-            place = layout.columns[each.name]
-            column = np.array(
-                [
-                    self.engine.region.column(each.name).ctypes.data,
-                    place.block_stride,
-                    place.step_bytes,
-                    place.step_stride,
-                    layout.block_steps,
-                ],
-                dtype=np.int64,
-            )
+            column = self.engine.region.column_place(each.name)
             ends = np.cumsum(each.lengths)
             first, counts = (ends - each.lengths)[rows], self._counts(each, rows)
             data = np.ascontiguousarray(each.data)

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.numa import Numa
-from gear_loader.storage.pages import HugePages, check_huge_pages
+from gear_loader.storage.pages import HugePages
 from gear_loader.utils.arrays import shown
-from gear_loader.utils.checks import byte_count
+from gear_loader.utils.checks import byte_count, one_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Memory:
                 raise SchemaError(
                     f"size is {shown(self.size)} and max_blocks {shown(self.max_blocks)}; expected one of them."
                 )
-        if not isinstance(self.packed, bool) and not (isinstance(self.packed, str) and self.packed == "auto"):
-            raise SchemaError(f"packed is {shown(self.packed)}; expected True, False or 'auto'.")
-        check_huge_pages(self.huge_pages)
+        for name in ("packed", "huge_pages"):
+            if not isinstance(getattr(self, name), bool):
+                one_of(name, getattr(self, name), ("auto",), ", True or False")
 
     @classmethod
     def of(cls, memory: Any) -> Memory:

@@ -22,7 +22,6 @@ from typing import Literal
 from gear_loader.errors import RegionError
 from gear_loader.storage import shared_memory
 from gear_loader.storage.layout import round_up
-from gear_loader.utils.checks import one_of
 from gear_loader.utils.formatting import size
 
 HugePages = bool | Literal["auto"]
@@ -45,14 +44,6 @@ _libc.mmap.argtypes = (
     *(ctypes.c_int, ctypes.c_int, ctypes.c_long),
 )
 _libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-
-
-def check_huge_pages(value: object) -> HugePages:
-    """Return `value` if it is an option of huge pages; raises SchemaError."""
-    chosen: HugePages = (
-        value if isinstance(value, bool) else one_of("huge_pages", value, ("auto",), ", True or False")
-    )
-    return chosen
 
 
 # ---------------------------------------------------------------- mapping

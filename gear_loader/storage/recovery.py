@@ -18,48 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gear_loader.kernels.sum_tree import UNSET
+from gear_loader.storage import counters as at
 from gear_loader.storage.block_tables import BlockTables
-from gear_loader.storage.counters import (
-    COMMITTING,
-    DIRTY,
-    DRAWING,
-    DRAWING_TIMES,
-    DRAWING_TOTAL,
-    EPOCH,
-    FIRST_SEQUENCE,
-    HALF,
-    HEAD,
-    INITIALIZED,
-    LEAVING,
-    LEAVING_COUNT,
-    LEAVING_TOTAL,
-    MOVING,
-    NEWEST,
-    NEXT_SEQUENCE,
-    NUM_EXPIRED,
-    NUM_FREE_BLOCKS,
-    NUM_FREE_SLOTS,
-    NUM_PARKED,
-    NUM_READY,
-    NUM_REMOVED,
-    NUM_RETIRED,
-    NUM_SAMPLED,
-    NUM_SPILLED,
-    NUM_STEPS,
-    NUM_TOUCHED,
-    NUM_WRITING,
-    OLDEST,
-    RAISING,
-    RAISING_FIRST,
-    REMOVING,
-    RETIRED_BLOCKS,
-    RETIRED_FIRST,
-    RUNS,
-    TIERED,
-    VERSION,
-    WRITING_BLOCKS,
-    WRITING_STEPS,
-)
 from gear_loader.storage.ids import first_free, ids_of, origin_of
 from gear_loader.storage.index_arrays import IndexArrays, ranges
 from gear_loader.storage.index_checks import bad_marks, bad_slots, damage, require_whole
@@ -88,7 +48,7 @@ class Recovery:
 
         def recovered() -> _T:
             counters = self.arrays.counters
-            if counters[DIRTY] or not counters[INITIALIZED]:
+            if counters[at.DIRTY] or not counters[at.INITIALIZED]:
                 self.rebuild()
             return section()
 
@@ -120,7 +80,7 @@ class Recovery:
         for column, slots in ((ALL, used), (LIVE, used[index.state[used] != RETIRED])):
             taken = index.block_ids[ranges(starts[slots], blocks[slots])]
             uses[:, column] = np.bincount(taken, minlength=index.num_blocks)
-        parked = index.parked[: index.counters[NUM_PARKED]]
+        parked = index.parked[: index.counters[at.NUM_PARKED]]
         parked = parked[uses[parked, ALL] == 0]  # the others are those of trajectories that were not spilled
         uses[parked, ALL] = 1
         ready = np.flatnonzero(index.state == READY)
@@ -140,17 +100,17 @@ class Recovery:
             "free_blocks": np.flatnonzero(free),
             "ends": [int(ends[half == side].max(initial=0)) for side in (0, 1)],
             "counts": {
-                NUM_READY: len(ready),
-                NUM_STEPS: int(lengths[ready].sum()),
-                NUM_SPILLED: int((starts[ready] < 0).sum()),
-                NUM_PARKED: len(parked),
-                NUM_WRITING: len(writing),
-                WRITING_STEPS: int(lengths[writing].sum()),
-                WRITING_BLOCKS: int(blocks[writing].sum()),
-                NUM_RETIRED: len(retired),
-                RETIRED_BLOCKS: int((~free & (uses[:, LIVE] == 0)).sum()),
-                NUM_FREE_SLOTS: int((index.state == FREE).sum()),
-                NUM_FREE_BLOCKS: int(free.sum()),
+                at.NUM_READY: len(ready),
+                at.NUM_STEPS: int(lengths[ready].sum()),
+                at.NUM_SPILLED: int((starts[ready] < 0).sum()),
+                at.NUM_PARKED: len(parked),
+                at.NUM_WRITING: len(writing),
+                at.WRITING_STEPS: int(lengths[writing].sum()),
+                at.WRITING_BLOCKS: int(blocks[writing].sum()),
+                at.NUM_RETIRED: len(retired),
+                at.RETIRED_BLOCKS: int((~free & (uses[:, LIVE] == 0)).sum()),
+                at.NUM_FREE_SLOTS: int((index.state == FREE).sum()),
+                at.NUM_FREE_BLOCKS: int(free.sum()),
             },
         }
 
@@ -158,42 +118,42 @@ class Recovery:
         """Replay the intent records: finish or undo operations on several slots."""
         index = self.arrays
         counters = index.counters
-        if counters[MOVING]:
+        if counters[at.MOVING]:
             self._block_tables.finish_move()
         writing = np.flatnonzero(index.state == WRITING)
-        if counters[COMMITTING]:
-            done = writing[index.sequence[writing] >= counters[COMMITTING] - 1]
+        if counters[at.COMMITTING]:
+            done = writing[index.sequence[writing] >= counters[at.COMMITTING] - 1]
             index.state[done] = READY
-            counters[COMMITTING] = 0
+            counters[at.COMMITTING] = 0
         index.sequence[np.flatnonzero(index.state == WRITING)] = -1
-        if counters[RAISING]:
-            counters[FIRST_SEQUENCE] = counters[RAISING_FIRST]
-            counters[NEXT_SEQUENCE] = counters[RAISING]
-            counters[RAISING] = 0
-        if counters[DRAWING]:
-            if index.sampled[counters[DRAWING] - 1] == counters[DRAWING_TIMES]:
-                counters[NUM_SAMPLED] = counters[DRAWING_TOTAL]
-            counters[DRAWING] = 0
-        if counters[LEAVING]:
-            if index.state[counters[LEAVING] - 1] == RETIRED:
-                counters[counters[LEAVING_COUNT]] = counters[LEAVING_TOTAL]
-            counters[LEAVING] = 0
+        if counters[at.RAISING]:
+            counters[at.FIRST_SEQUENCE] = counters[at.RAISING_FIRST]
+            counters[at.NEXT_SEQUENCE] = counters[at.RAISING]
+            counters[at.RAISING] = 0
+        if counters[at.DRAWING]:
+            if index.sampled[counters[at.DRAWING] - 1] == counters[at.DRAWING_TIMES]:
+                counters[at.NUM_SAMPLED] = counters[at.DRAWING_TOTAL]
+            counters[at.DRAWING] = 0
+        if counters[at.LEAVING]:
+            if index.state[counters[at.LEAVING] - 1] == RETIRED:
+                counters[counters[at.LEAVING_COUNT]] = counters[at.LEAVING_TOTAL]
+            counters[at.LEAVING] = 0
         marked = np.flatnonzero(index.owner[:, PID] == MARKED)
-        leaving = marked[index.state[marked] == READY] if counters[REMOVING] else marked[:0]
-        counters[NUM_REMOVED] += len(leaving)
+        leaving = marked[index.state[marked] == READY] if counters[at.REMOVING] else marked[:0]
+        counters[at.NUM_REMOVED] += len(leaving)
         times = index.rules.max_times_sampled
         if times is not None:
             used_up = np.flatnonzero((index.state == READY) & (index.sampled >= times))
             used_up = np.setdiff1d(used_up, leaving)
-            counters[NUM_EXPIRED] += len(used_up)
+            counters[at.NUM_EXPIRED] += len(used_up)
             leaving = np.concatenate((leaving, used_up))
         if len(leaving):
             retired = index.epoch[np.flatnonzero(index.state == RETIRED)].max(initial=0)
-            counters[EPOCH] = max(int(counters[EPOCH]), int(retired) + 1)
-            index.epoch[leaving] = counters[EPOCH] + np.arange(len(leaving))
+            counters[at.EPOCH] = max(int(counters[at.EPOCH]), int(retired) + 1)
+            index.epoch[leaving] = counters[at.EPOCH] + np.arange(len(leaving))
             index.state[leaving] = RETIRED
         index.owner[marked, PID] = 0
-        counters[REMOVING] = 0
+        counters[at.REMOVING] = 0
 
     def rebuild(self) -> None:
         """Finish or undo interrupted operations, and rebuild all derived state. The caller holds the lock.
@@ -203,7 +163,7 @@ class Recovery:
         """
         index = self.arrays
         counters = index.counters
-        counters[DIRTY] = 1
+        counters[at.DIRTY] = 1
         require_whole(index, bad_marks(index))
         self._complete()
         require_whole(index, bad_slots(index))
@@ -218,26 +178,26 @@ class Recovery:
         index.free_blocks[: len(derived["free_blocks"])] = derived["free_blocks"][::-1]
         index.retired[: len(derived["retired"])] = derived["retired"]
         index.parked[: len(derived["parked"])] = derived["parked"]
-        counters[TIERED] = index.tier is not None
+        counters[at.TIERED] = index.tier is not None
         index.uses[:] = derived["uses"]
         index.lowest[:] = -np.inf  # no bound yet: computed at the next search
-        counters[RETIRED_FIRST] = 0
+        counters[at.RETIRED_FIRST] = 0
         ready = derived["ready"]
-        counters[OLDEST] = ready[0] + 1 if len(ready) else 0
-        counters[NEWEST] = ready[-1] + 1 if len(ready) else 0
+        counters[at.OLDEST] = ready[0] + 1 if len(ready) else 0
+        counters[at.NEWEST] = ready[-1] + 1 if len(ready) else 0
         if len(ready):
             index.links[ready, 0] = np.append(-1, ready[:-1])
             index.links[ready, 1] = np.append(ready[1:], -1)
-            counters[NEXT_SEQUENCE] = max(counters[NEXT_SEQUENCE], index.sequence[ready[-1]] + 1)
-        counters[HEAD : HEAD + 2] = derived["ends"]
+            counters[at.NEXT_SEQUENCE] = max(counters[at.NEXT_SEQUENCE], index.sequence[ready[-1]] + 1)
+        counters[at.HEAD : at.HEAD + 2] = derived["ends"]
         used = np.flatnonzero(index.state == RETIRED)
         last = int(index.epoch[used].max()) if len(used) else 0
-        counters[EPOCH] = max(counters[EPOCH], last, 0) + 1
-        counters[VERSION] += 1
-        counters[RUNS] += 1
-        counters[NUM_TOUCHED] += index.num_slots + 1  # readers that follow the ring reread every slot
-        counters[INITIALIZED] = 1
-        counters[DIRTY] = 0
+        counters[at.EPOCH] = max(counters[at.EPOCH], last, 0) + 1
+        counters[at.VERSION] += 1
+        counters[at.RUNS] += 1
+        counters[at.NUM_TOUCHED] += index.num_slots + 1  # readers that follow the ring reread every slot
+        counters[at.INITIALIZED] = 1
+        counters[at.DIRTY] = 0
 
     def check_valid(self) -> None:
         """Compare the derived state with the slots. Takes the lock.
@@ -263,24 +223,24 @@ class Recovery:
             found = np.sort(getattr(index, name)[:count])
             assert (found == derived[name]).all(), f"{name} does not hold exactly what is free"
         assert (index.uses == derived["uses"]).all(), "the uses of a block are counted wrong"
-        ring = (counters[RETIRED_FIRST] + np.arange(counters[NUM_RETIRED])) % index.num_slots
+        ring = (counters[at.RETIRED_FIRST] + np.arange(counters[at.NUM_RETIRED])) % index.num_slots
         assert (index.retired[ring] == derived["retired"]).all(), "the ring of retired slots is out of order"
         self._check_order(derived["ready"])
-        half = int(counters[HALF])
+        half = int(counters[at.HALF])
         assert derived["ends"][1 - half] == 0, "a block table lies in the half that was left"
-        assert derived["ends"][half] <= counters[HEAD + half] <= index.half_size, (
+        assert derived["ends"][half] <= counters[at.HEAD + half] <= index.half_size, (
             "a block table lies beyond the head"
         )
         assert (lengths >= 1).all(), "a trajectory has no steps"
         assert lengths.max(initial=0) <= index.max_steps, "a trajectory has more than max_steps steps"
-        steps = counters[NUM_STEPS] + counters[WRITING_STEPS]
+        steps = counters[at.NUM_STEPS] + counters[at.WRITING_STEPS]
         assert steps <= index.max_steps, f"{steps} steps are more than max_steps"
-        assert not counters[COMMITTING], "a commit was left half done"
-        assert not counters[REMOVING], "a removal was left half done"
-        assert not counters[DRAWING], "a draw was left half counted"
-        assert not counters[LEAVING], "a trajectory was left half retired"
-        assert not counters[RAISING], "the numbering was left half raised"
-        assert (index.readers[:, READING] <= counters[EPOCH]).all(), "a reader has a future epoch"
+        assert not counters[at.COMMITTING], "a commit was left half done"
+        assert not counters[at.REMOVING], "a removal was left half done"
+        assert not counters[at.DRAWING], "a draw was left half counted"
+        assert not counters[at.LEAVING], "a trajectory was left half retired"
+        assert not counters[at.RAISING], "the numbering was left half raised"
+        assert (index.readers[:, READING] <= counters[at.EPOCH]).all(), "a reader has a future epoch"
 
     def _check_sharing(self, blocks: Array, streams: Array) -> None:
         """Check that only trajectories of one stream share blocks.
@@ -303,21 +263,21 @@ class Recovery:
         index = self.arrays
         counters = index.counters
         order: list[int] = []
-        slot = int(counters[OLDEST]) - 1
+        slot = int(counters[at.OLDEST]) - 1
         while slot >= 0 and len(order) <= index.num_slots:
             order.append(slot)
             slot = int(index.links[slot, 1])
         assert order == ready.tolist(), "the links do not lead through the trajectories in order"
         older = [-1, *order[:-1]]
         assert index.links[order, 0].tolist() == older[: len(order)], "the links back are wrong"
-        assert int(counters[NEWEST]) - 1 == (order[-1] if order else -1), "the newest trajectory is wrong"
+        assert int(counters[at.NEWEST]) - 1 == (order[-1] if order else -1), "the newest trajectory is wrong"
         sequences = index.sequence[ready]
         assert len(np.unique(sequences)) == len(order), "a sequence number is used twice"
-        assert counters[NEXT_SEQUENCE] > sequences.max(initial=-1), "a sequence number is reused"
+        assert counters[at.NEXT_SEQUENCE] > sequences.max(initial=-1), "a sequence number is reused"
         ids = ids_of(index.view, ready)
         assert (index.ident[ready] >= -1).all(), "an id is negative"
         assert len(np.unique(ids)) == len(ids), "an id is used twice"
-        assert counters[NEXT_SEQUENCE] >= first_free(index.view, origin_of(index.view) or 0), (
+        assert counters[at.NEXT_SEQUENCE] >= first_free(index.view, origin_of(index.view) or 0), (
             "an id is reused"
         )
         priorities = index.priority[ready]

@@ -435,6 +435,13 @@ class Region:
         steps = self.blocks(name)[:, : count * column.step_stride].reshape(-1, count, column.step_stride)
         return steps[:, :, column.inside : column.inside + column.step_bytes]
 
+    def column_place(self, name: str) -> np.ndarray[Any, Any]:
+        """Where column `name` lies, int64 [5], as `gear_loader.native.copying.copy_rows` takes it: address of its first
+        step, bytes from block to block, of a step, and from step to step in a block, and steps of a block."""
+        place = self.layout.columns[name]
+        sizes = place.block_stride, place.step_bytes, place.step_stride, self.layout.block_steps
+        return np.array([self.column(name).ctypes.data, *sizes], dtype=np.int64)
+
     def _view(self) -> np.ndarray[Any, Any]:
         view = self.bytes  # read once: another thread may close the region
         if view is None or self._mapping.is_lost:

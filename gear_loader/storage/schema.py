@@ -10,7 +10,7 @@ import operator
 import reprlib
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ from gear_loader.storage.casting import can_cast, cast_to
 from gear_loader.storage.dtypes import ITEM_BYTES, NUMPY_DTYPES, DtypeName, dtype_names, torch_dtypes
 from gear_loader.storage.quick_check import Expected, located, located_list
 from gear_loader.utils.arrays import PLAIN_TYPES, address_of, data_address, known, shown, unreadable
-from gear_loader.utils.checks import finite, flag, one_of
+from gear_loader.utils.checks import at_least, finite, flag, integer, one_of
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
 _UNPRINTABLE = frozenset({"Cc", "Zl", "Zp"})
@@ -194,13 +194,8 @@ class Window:
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        for field in ("length", "offset"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-                raise SchemaError(f"Window {field} is {shown(value)}; expected an integer number of steps.")
-            object.__setattr__(self, field, int(value))
-        if self.length < 1:
-            raise SchemaError(f"Window length is {self.length}; expected at least 1 step.")
+        object.__setattr__(self, "length", at_least("Window length", self.length))
+        object.__setattr__(self, "offset", integer("Window offset", self.offset))
         one_of("Window pad", self.pad, ("keep", "head", "tail", "edge"))
         flag("Window squeeze", self.squeeze)
         if self.length >= 2**31 or abs(self.offset) >= 2**31:
@@ -570,20 +565,32 @@ class Schema(Mapping[str, Column]):
             values: column name -> ``[*shape]``, of all columns per trajectory. what: name of the values in errors.
 
         Returns:
-            For each a uint8 array ``[1, step_bytes]``.
+            For each a uint8 array ``[1, step_bytes]``, which may be the memory of the value.
 
         Raises:
             SchemaError: a missing or unknown column, a wrong type, dtype or shape.
         """
-        wanted, values = self.per_trajectory, as_mapping(values)
-        if not isinstance(values, Mapping) or set(values) != set(wanted):
-            given = (
-                f"has {sorted(map(str, values))}" if isinstance(values, Mapping) else f"is {shown(values)}"
-            )
-            raise SchemaError(
-                f"{what} {given}; expected all columns with per='trajectory' and no other: {sorted(wanted)}."
-            )
-        values = self.cast(settled(values), what=what)
+        return self._validate_each(values, self.per_trajectory, "per='trajectory'", what)
+
+    def validate_final(self, values: Any, *, what: str) -> dict[str, np.ndarray]:
+        """As `validate_once`, of the values after the last step, of all columns with final steps."""
+        wanted = {} if self.finals is None else self.finals._columns
+        return self._validate_each(values, wanted, "Column(final=True)", what)
+
+    def _validate_each(
+        self, values: Any, wanted: Mapping[str, Column], kind: str, what: str
+    ) -> dict[str, np.ndarray]:
+        values, found = settled(exactly(values, wanted, kind, what)), {}
+        for name, column in wanted.items():
+            value, dtype = values[name], column.numpy_dtype
+            if type(value) is not np.ndarray or dtype is None or value.dtype != dtype:
+                break
+            if value.shape != column.shape or not value.flags.c_contiguous:
+                break
+            found[name] = value.reshape(1, -1).view(np.uint8)
+        else:  # the commonest
+            return found
+        values = self.cast(values, what=what)
         return {name: self._once_as_bytes(name, values[name], what) for name in wanted}
 
     def _once_as_bytes(self, name: str, value: Any, what: str) -> np.ndarray:
@@ -597,7 +604,7 @@ class Schema(Mapping[str, Column]):
                 found = f"a {kind}" if kind is not None else f"of shape {list(value.shape)}"
                 raise SchemaError(
                     f"Column {name!r} of {what} is {found}; expected one value of shape {list(column.shape)} and "
-                    f"torch.{column.dtype_name}, as the column is per trajectory."
+                    f"torch.{column.dtype_name}."
                 )
             given = value[None]
         return self._as_bytes(name, given, what)
@@ -669,6 +676,22 @@ def as_mapping(rows: Any) -> Any:
             )
         columns.update(leaves)
     return columns
+
+
+def exactly(values: Any, wanted: Collection[str], kind: str, what: str) -> Mapping[str, Any]:
+    """A mapping, or a TensorDict as one, if it has exactly the columns `wanted`.
+
+    Args:
+        kind: what those columns have, in errors. what: name of the values there.
+
+    Raises:
+        SchemaError: anything else.
+    """
+    values = as_mapping(values)
+    if isinstance(values, Mapping) and set(values) == set(wanted):
+        return values
+    given = f"has {sorted(map(str, values))}" if isinstance(values, Mapping) else f"is {shown(values)}"
+    raise SchemaError(f"{what} {given}; expected the columns {sorted(wanted)}: all with {kind} and no other.")
 
 
 def _not_nested(name: Any) -> str:

@@ -6,21 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from gear_loader.storage.counters import (
-    FIRST_SEQUENCE,
-    INSERT_WAIT,
-    NEXT_SEQUENCE,
-    NUM_EVICTED,
-    NUM_EXPIRED,
-    NUM_FREE_BLOCKS,
-    NUM_FREE_SLOTS,
-    NUM_LOST,
-    NUM_OUTDATED,
-    NUM_SAMPLED,
-    NUM_SPILLED,
-    NUM_WRITING,
-    SAMPLE_WAIT,
-)
+from gear_loader.storage import counters as at
 from gear_loader.storage.disk import DiskStats
 from gear_loader.storage.states import READY
 from gear_loader.storage.tier_counts import SLOW_SHARE, TierCounts
@@ -162,8 +148,8 @@ def stats_of(index: Index, layout: Layout) -> TableStats:
     """The statistics of a table."""
     snapshot = index.reader.snapshot()
     counters = index.arrays.counters
-    slots_in_use = layout.max_trajectories - int(counters[NUM_FREE_SLOTS])
-    blocks = layout.num_blocks - int(counters[NUM_FREE_BLOCKS])
+    slots_in_use = layout.max_trajectories - int(counters[at.NUM_FREE_SLOTS])
+    blocks = layout.num_blocks - int(counters[at.NUM_FREE_BLOCKS])
     longest = int(snapshot.lengths.max()) if len(snapshot) else 0
     per_block = layout.block_bytes + BLOCK_ENTRY_BYTES
     first = layout.arrays["extent"][0]
@@ -178,16 +164,16 @@ def stats_of(index: Index, layout: Layout) -> TableStats:
         blocks_in_use=blocks,
         num_blocks=layout.num_blocks,
         block_steps=layout.block_steps,
-        num_evicted=int(counters[NUM_EVICTED]),
-        num_expired=int(counters[NUM_EXPIRED]),
-        num_inserted=int(counters[NEXT_SEQUENCE]) - int(counters[FIRST_SEQUENCE]),
-        num_sampled=int(counters[NUM_SAMPLED]),
-        num_writing=int(counters[NUM_WRITING]),
-        insert_wait=int(counters[INSERT_WAIT]) / 1e9,
-        sample_wait=int(counters[SAMPLE_WAIT]) / 1e9,
-        num_spilled=int(counters[NUM_SPILLED]),
-        num_lost=int(counters[NUM_LOST]),
-        num_outdated=int(counters[NUM_OUTDATED]),
+        num_evicted=int(counters[at.NUM_EVICTED]),
+        num_expired=int(counters[at.NUM_EXPIRED]),
+        num_inserted=int(counters[at.NEXT_SEQUENCE]) - int(counters[at.FIRST_SEQUENCE]),
+        num_sampled=int(counters[at.NUM_SAMPLED]),
+        num_writing=int(counters[at.NUM_WRITING]),
+        insert_wait=int(counters[at.INSERT_WAIT]) / 1e9,
+        sample_wait=int(counters[at.SAMPLE_WAIT]) / 1e9,
+        num_spilled=int(counters[at.NUM_SPILLED]),
+        num_lost=int(counters[at.NUM_LOST]),
+        num_outdated=int(counters[at.NUM_OUTDATED]),
         **({} if layout.tier is None else _tier(index, layout)),
     )
 

@@ -253,8 +253,7 @@ class Table:
         values = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths))
         if len(values) and (values.ndim != 1 or values.dtype.kind not in "iu" or values.min() < 1):
             raise SchemaError(f"lengths is {shown(lengths)}; expected integers of at least 1.")
-        if isinstance(block_steps, bool) or not isinstance(block_steps, (int, np.integer)) or block_steps < 1:
-            raise SchemaError(f"block_steps is {shown(block_steps)}; expected a positive integer.")
+        block_steps = at_least("block_steps", block_steps)
         return int((-(-values.astype(np.int64) // block_steps)).sum())
 
     # ---------------------------------------------------------------- checkpoints
@@ -638,12 +637,7 @@ class Table:
         Raises:
             As `add`; the message names the first trajectory that does not fit. Nothing was changed.
         """
-        index = self._engine.index
-        steps = self._checked(trajectories, lengths)
-        priorities = checked_priorities(priority, len(steps.lengths))
-        if not len(steps.lengths):
-            return np.empty(0, dtype=np.int64)
-        return self._engine.store_steps(steps, priorities, index=index)
+        return self._extend(trajectories, lengths, priority)
 
     def extend_as(
         self,
@@ -669,22 +663,19 @@ class Table:
 
         Raises the other errors of `extend` too. After an error nothing was changed.
         """
-        index = self._engine.index
-        steps = self._checked(trajectories, lengths)
-        priorities = checked_priorities(priority, len(steps.lengths))
-        given = check_ids(ids, len(steps.lengths))
-        if not len(given):
-            return np.empty(0, dtype=np.int64)
-        return self._engine.store_steps(steps, priorities, given if (given >= 0).any() else None, index=index)
+        return self._extend(trajectories, lengths, priority, ids)
 
-    def _checked(self, trajectories: Any, lengths: Any) -> Steps:
-        if lengths is None:
-            lengths = rectangular(trajectories)
-        return (
-            listed(self.schema.added, trajectories)
-            if lengths is None
-            else stacked(self.schema.added, trajectories, lengths)
-        )
+    def _extend(self, trajectories: Any, lengths: Any, priority: Any, *ids: Any) -> Array:
+        index, schema = self._engine.index, self.schema.added
+        lengths = rectangular(trajectories) if lengths is None else lengths
+        steps = listed(schema, trajectories) if lengths is None else stacked(schema, trajectories, lengths)
+        count = len(steps.lengths)
+        priorities = checked_priorities(priority, count)
+        given = check_ids(ids[0], count) if ids else None
+        if not count:
+            return np.empty(0, dtype=np.int64)
+        given = given if given is not None and (given >= 0).any() else None
+        return self._engine.store_steps(steps, priorities, given, index=index)
 
     @property
     def seconds_waited(self) -> float:

@@ -42,14 +42,10 @@ class Limits:
 
     def __post_init__(self) -> None:
         times = self.max_times_sampled
-        if times is not None and (
-            isinstance(times, bool) or not isinstance(times, (int, np.integer)) or not 1 <= times < 2**31
-        ):
-            raise SchemaError(
-                f"max_times_sampled is {shown(times)}; expected None or an integer of at least 1."
-            )
-        else:
-            object.__setattr__(self, "max_times_sampled", None if times is None else int(times))
+        if times is not None:
+            object.__setattr__(self, "max_times_sampled", at_least("max_times_sampled", times))
+            if times >= 2**31:
+                raise SchemaError(f"max_times_sampled is {times:,}; expected None or less than 2**31.")
         if self.max_age is not None:
             object.__setattr__(self, "max_age", check_seconds("max_age", self.max_age))
         if self.version is not None and not isinstance(self.version, str):

@@ -14,8 +14,7 @@ from gear_loader.storage.appender import Appender, Bytes, Given, Sink, here, no_
 from gear_loader.storage.incoming import checked_final, single_priority
 from gear_loader.storage.schema import as_mapping, settled
 from gear_loader.storage.step_columns import StepColumn, checked_once
-from gear_loader.utils.arrays import PLAIN_TYPES, Array, known, shown
-from gear_loader.utils.lazy_torch import is_tensor
+from gear_loader.utils.arrays import Array, shown
 
 _LANE: Array = np.zeros(1, dtype=np.int64)
 _ENDS: Array = np.ones(1, dtype=bool)
@@ -123,7 +122,7 @@ class Writer:
             return () if step + 1 != self._cut_at else self._cut(1)
         if self._sink.grows and self._put(0, rows):  # into the spares
             return self._append(self._single)
-        rows = self._known(rows)
+        rows = self._schema.cast(rows, what="the step")
         if self._is_single(rows):
             self._check_step(rows)
             return self._append(self._single)
@@ -203,13 +202,6 @@ class Writer:
         for column in self._columns:
             if not column.fits(rows[column.name]):
                 raise column.misfit(rows[column.name])
-
-    @staticmethod
-    def _known(rows: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The rows, with arrays of other libraries converted; see `known`."""
-        if all(type(value) in PLAIN_TYPES or is_tensor(value) for value in rows.values()):
-            return rows
-        return {name: known(value, f"Column {name!r} of the step") for name, value in rows.items()}
 
     def _is_single(self, rows: Mapping[str, Any]) -> bool:
         """Whether the rows are one step; several steps have an additional dimension in every column."""

@@ -56,17 +56,17 @@ def integer(name: str, value: Any) -> int:
     return int(value)
 
 
-def at_least(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
-    """Return `value` as an int; SchemaError if it is not an integer of at least `least`, or too large.
+def at_least(
+    name: str, value: Any, least: int = 1, otherwise: str = "", error: type[GearError] = SchemaError
+) -> int:
+    """Return `value` as an int; raise `error` if it is not an integer of at least `least`, or too large.
 
     Args:
         otherwise: other accepted values, for the error.
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= LARGEST:
         most = " and at most 2**62" if isinstance(value, int) and value > LARGEST else ""
-        raise SchemaError(
-            f"{name} is {shown(value)}; expected an integer of at least {least}{most}{otherwise}."
-        )
+        raise error(f"{name} is {shown(value)}; expected an integer of at least {least}{most}{otherwise}.")
     return int(value)
 
 

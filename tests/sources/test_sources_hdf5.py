@@ -221,7 +221,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # changes of the arra
     ({"terminals": np.zeros((142, 2), bool), "rewards": REWARDS[:9]}, {},
      r"'terminals' has shape \[142, 2\]; expected one flag a step"),
     ({}, {"unfinished": "maybe"}, "unfinished='maybe'; expected 'keep' or 'drop'"),
-    ({}, {"max_episode_steps": 0}, "max_episode_steps=0; expected a whole number"),
+    ({}, {"max_episode_steps": 0}, "max_episode_steps is 0; expected an integer"),
     ({}, {"columns": []}, "columns= is empty"),
     ({}, {"terminals": "dones"}, r"has no 'dones'.*it has 'actions', 'observations'"),
 ]

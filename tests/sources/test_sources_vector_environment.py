@@ -171,7 +171,7 @@ class Custom(gymnasium.vector.VectorEnv):
 CALLS: list[tuple[Any, dict[str, Any], str]] = [
     (SeededEnv(), {"num_envs": 2}, "num_envs=2 was given with a single environment; expected its id or a function"),
     (SyncVectorEnv([SeededEnv] * 2), {"num_envs": 3}, "num_envs=3 was given with a vector of 2 environments"),
-    (SeededEnv, {"num_envs": 0}, "num_envs=0; expected a whole number of at least 1"),
+    (SeededEnv, {"num_envs": 0}, "num_envs is 0; expected an integer of at least 1"),
     (lambda: 3, {"num_envs": 2}, r"returned an object of type int; expected a gymnasium\.Env"),
     ("Nowhere-v0", {"num_envs": 2}, "environment 'Nowhere-v0' cannot be made: NameNotFound"),
     (without_mode(), {}, r"has metadata\['autoreset_mode'\] None; expected a gymnasium.vector.AutoresetMode"),

@@ -59,8 +59,8 @@ def test_setting_an_origin() -> None:
     wrong: list[tuple[Any, str]] = [
         (-1, "shard is -1; expected an integer from 0 to 65535: an id has 16 bits for it."),
         (65536, "shard is 65536; expected an integer from 0 to 65535: an id has 16 bits for it."),
-        (True, "shard is True; expected an integer from 0 to 65535."),
-        (1.0, "shard is 1.0; expected an integer from 0 to 65535."),
+        (True, "shard is True; expected an integer from 0 to 65535:"),
+        (1.0, "shard is 1.0; expected an integer from 0 to 65535:"),
         (3, "cannot become shard 3: one of"),
         (3, "would get the id 3, which"),
     ]

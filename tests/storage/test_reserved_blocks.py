@@ -38,7 +38,7 @@ def test_steps_of_several_open_trajectories_at_once(ahead: bool) -> None:
             sources = np.array([state.ctypes.data, flags[step].ctypes.data], dtype=np.int64)
             following = states[step + 1].ctypes.data if ahead else 0
             found: int = copying.put_steps(
-                table._engine.column_addresses(),
+                table._engine.columns,
                 BLOCK_STEPS,
                 blocks,
                 open_steps,

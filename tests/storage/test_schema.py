@@ -29,11 +29,11 @@ from gear_loader.storage.schema import BATCH_KEYS, Schema
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"length": 0}, "Window length is 0; expected at least 1 step."),
-        ({"length": 2.0}, "Window length is 2.0; expected an integer number of steps."),
-        ({"length": True}, "Window length is True; expected an integer number of steps."),
-        ({"length": 4, "offset": 0.5}, "Window offset is 0.5; expected an integer number of steps."),
-        ({"length": 4, "offset": False}, "Window offset is False; expected an integer number of steps."),
+        ({"length": 0}, "Window length is 0; expected an integer of at least 1."),
+        ({"length": 2.0}, "Window length is 2.0; expected an integer of at least 1."),
+        ({"length": True}, "Window length is True; expected an integer of at least 1."),
+        ({"length": 4, "offset": 0.5}, "Window offset is 0.5; expected an integer."),
+        ({"length": 4, "offset": False}, "Window offset is False; expected an integer."),
         ({"length": 4, "pad": "left"}, "Window pad is 'left'; expected 'keep', 'head', 'tail' or 'edge'."),
         (
             {"length": 4, "pad": ["keep"]},

@@ -101,38 +101,38 @@ def test_a_refused_trajectory_evicts_nothing(on_full: Any) -> None:
         table.extend([rows(number, 10) for number in range(4)])
         for bad in (rows(9, 0), rows(9, 41), {}, None):
             refused(table, SchemaError, "", table.add, bad)
-        refused(table, SchemaError, "priority -1.0 of trajectory 0", table.add, rows(9, 3), priority=-1.0)
+        refused(table, SchemaError, "priority is -1.0", table.add, rows(9, 3), priority=-1.0)
 
 
 def test_priorities_that_are_refused(table: gear.Table) -> None:
     single: list[tuple[Any, str]] = [
-        (-1e-30, "priority -1e-30 of trajectory 0; expected a finite number"),
-        (-math.inf, "priority -inf of trajectory 0; expected a finite number"),
-        (1e39, "priority 1e+39 of trajectory 0; expected a finite number (as float32) that is not negative."),
+        (-1e-30, "priority is -1e-30; expected a finite number"),
+        (-math.inf, "priority is -inf; expected a finite number"),
+        (1e39, "priority is 1e+39; expected a finite number (as float32) that is not negative."),
         (10**400, "priority is 1000"),
         ([None], "priority is [None]; expected a number"),
         ("1.0", "priority is '1.0'; expected a number"),
         (1 + 0j, "priority is (1+0j); expected a number"),
         ([[1.0, 2.0]], "priority has shape [1, 2]; expected one number or ["),
         ([1.0, [2.0]], "priority is [1.0, [2.0]]; expected a number"),
-        (np.array(math.nan), "priority nan of trajectory 0; expected a finite number"),
-        (torch.tensor(-2.0), "priority -2.0 of trajectory 0; expected a finite number"),
-        (torch.tensor(math.nan).bfloat16(), "priority nan of trajectory 0; expected a finite number"),
+        (np.array(math.nan), "priority is nan; expected a finite number"),
+        (torch.tensor(-2.0), "priority is -2.0; expected a finite number"),
+        (torch.tensor(math.nan).bfloat16(), "priority is nan; expected a finite number"),
         (np.complex64(1), "; expected a number"),
-        (-1e-300, "priority -1e-300 of trajectory 0; expected a finite number"),
+        (-1e-300, "priority is -1e-300; expected a finite number"),
     ]
     for priority, message in single:
         refused(table, SchemaError, message, table.add, rows(9, 6), priority=priority)
     many: list[tuple[Any, str]] = [
-        ([1.0, math.nan, 1.0], "priority nan of trajectory 1; expected"),
-        (torch.tensor([1.0, math.inf, -3.0]), "priority inf of trajectory 1; expected"),
+        ([1.0, math.nan, 1.0], "priority of trajectory 1 is nan; expected"),
+        (torch.tensor([1.0, math.inf, -3.0]), "priority of trajectory 1 is inf; expected"),
         ([1.0, 1.0], "priority has shape [2]; expected one number or [3]."),
         ([], "priority has shape [0]; expected one number or [3]."),
     ]
     for priority, message in many:
         refused(table, SchemaError, message, table.extend, [rows(9, 2)] * 3, priority=priority)
     stack = {name: value[None] for name, value in rows(9, 6).items()}
-    refused(table, SchemaError, "priority nan", table.extend, stack, lengths=[6], priority=math.nan)
+    refused(table, SchemaError, "priority is nan", table.extend, stack, lengths=[6], priority=math.nan)
     assert float(table._engine.region.array("priority")[table.add(rows(9, 2), priority=-0.0)]) == 0
 
 
@@ -549,7 +549,9 @@ def test_required_blocks_refuses() -> None:
         assert str(caught.value) == f"lengths is {lengths!r}; expected integers of at least 1."
     steps: Any
     for steps in (0, -1, 2.0, None, True):
-        with pytest.raises(SchemaError, match=f"block_steps is {steps!r}; expected a positive integer."):
+        with pytest.raises(
+            SchemaError, match=f"block_steps is {steps!r}; expected an integer of at least 1."
+        ):
             gear.Table.required_blocks([3], steps)
 
 

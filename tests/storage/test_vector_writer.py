@@ -139,7 +139,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"done": [[True], [False, True]]}, r"done is \[\[True\], \[False, True\]\]; expected a mask, bool \[4\]"),
     ({"active": torch.ones(4)}, r"active is float32 \[4\]: 1\.0, .*; expected a mask, bool \[4\]"),
     ({"priority": np.ones(3)}, r"priority has shape \[3\]; expected one number or \[4\]"),
-    ({"priority": [1, 1, -1, 1]}, r"priority -1.0 of trajectory 2"),
+    ({"priority": [1, 1, -1, 1]}, r"priority of trajectory 2 is -1.0"),
 ]  # fmt: skip
 
 
@@ -324,10 +324,7 @@ def test_final_steps_as_gymnasium_gives_them() -> None:
         short = by_column | {"x": [np.zeros(1, np.float32), None, None]}
         for wrong, message in (
             (by_column, "Column 'x' of final is None for environment 2, whose trajectory ends"),
-            (
-                last,
-                "final of environment 2, whose trajectory ends, is a NoneType; expected a mapping of the columns",
-            ),
+            (last, "final of environment 2, whose trajectory ends, is None; expected the columns"),
             (short, r"Column 'x' of final is of shape \[1\] for environment 0"),
             ({"x": [None], "y": [None]}, "Column 'x' of final has 1 rows; expected one for each of 3"),
         ):

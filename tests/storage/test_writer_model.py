@@ -620,7 +620,7 @@ def test_rules_are_stored_with_the_table() -> None:
             {"on_full": "evict"},
             "on_full is 'evict'; expected 'error', 'evict_oldest', 'evict_lowest_priority'",
         ),
-        ({"max_times_sampled": 0}, "max_times_sampled is 0; expected None or an integer of at least 1"),
+        ({"max_times_sampled": 0}, "max_times_sampled is 0; expected an integer of at least 1"),
         ({"max_times_sampled": 2.0}, "max_times_sampled is 2.0; expected"),
         ({"max_times_sampled": True}, "max_times_sampled is True; expected"),
         ({"max_age": 0}, "max_age is 0; expected a positive number of seconds"),

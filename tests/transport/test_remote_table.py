@@ -249,7 +249,7 @@ def test_bad_input_is_an_error_of_a_table_and_stores_nothing() -> None:
             remote.extend([{"number": torch.ones(2, dtype=torch.int64)}, {"other": torch.ones(2)}])
         with pytest.raises(SchemaError, match="without lengths"):
             remote.extend({"number": torch.ones(2, dtype=torch.int64)})
-        with pytest.raises(SchemaError, match=r"priority -1\.0"):
+        with pytest.raises(SchemaError, match=r"priority is -1\.0"):
             remote.add({"number": torch.ones(2, dtype=torch.int64)}, priority=-1.0)
         with pytest.raises(SchemaError, match="holds at most 40"):
             remote.add({"number": torch.ones(41, dtype=torch.int64)})
