@@ -395,6 +395,7 @@ class PackedHost(HostMover):
             spans,
             starts,
             which,
+            drawn=len(which),
         )
         _number(buffers, starts, *spans)
 

@@ -295,7 +295,8 @@ class PackedCuda(CudaMover):
         memory = self.staging.take(end)
         outs = {name: (memory.numpy(), offsets[name] + places[name]) for name in offsets}
         try:
-            table._engine.tier_reader().read(rows.slots[which], rows.generations[which], firsts, counts, outs)
+            names = rows.slots[which], rows.generations[which]
+            table._engine.tier_reader().read(*names, firsts, counts, outs, drawn=len(which))
         except BaseException:
             self.staging.give(memory)
             raise

@@ -66,7 +66,7 @@ class TierRows:
             names = slots[which], anchors[which]
             return threads.gather(columns, *names, extent, block_ids, steps, self._row_bytes, rows=into)
 
-        _, which = self._split(slots, inside)
+        _, which = split_rows(self.table, slots, inside)
         if len(which):
             known = generations() if callable(generations) else generations
             names = slots[which], anchors[which], known[which]
@@ -90,14 +90,7 @@ class TierRows:
         def inside(which: slice | Array) -> int:
             return resolved(self.table, slots[which], anchors[which], self._reach, extent, ids)
 
-        return self._split(slots, inside)
-
-    def _split(self, slots: Array, inside: Callable[[slice | Array], int]) -> tuple[Array | None, Array]:
-        """`split_rows`, and count the entries in memory."""
-        hits, outside = split_rows(self.table, slots, inside)
-        if hits is not None:
-            self.table._engine.tier_reader().count_hits(len(hits))
-        return hits, outside
+        return split_rows(self.table, slots, inside)
 
     def read(
         self,
@@ -143,7 +136,7 @@ def resolve(
 def split_rows(
     table: Table, slots: Array, inside: Callable[[slice | Array], int]
 ) -> tuple[Array | None, Array]:
-    """Call a function with the entries in memory, again if some of them were moved to disk meanwhile.
+    """Call a function with the entries in memory, again if some of them were moved to disk meanwhile; count them.
 
     Args:
         slots: int64 [n]. inside: takes entries, a slice of all or int64 [m], and returns the number of invalid ones.
@@ -167,6 +160,7 @@ def split_rows(
         which, outside = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
         bad = inside(which) if len(which) else 0
         if not bad:
+            engine.tier_reader().count_hits(len(which))
             return which, outside
         if (extent[slots, 1] == places).all():  # else some were moved to disk meanwhile, and may be back
             engine.reader().check_gathered(bad)

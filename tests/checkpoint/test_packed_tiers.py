@@ -47,6 +47,22 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     return gear.ReplayDataset(table, **nested({**given, **options}))
 
 
+def test_rows_are_counted_as_those_of_padded_batches_are(tmp_path: Path) -> None:
+    with tiered(tmp_path, blocks=200) as table:
+        for number in range(20):
+            table.add(rows(number, 12))
+        table.save(tmp_path)
+        spill(table, range(8))
+        before = table.stats()
+        for _ in range(4):
+            dataset(table).sample()
+        after = table.stats()
+        hits, misses = after.num_hits - before.num_hits, after.num_misses - before.num_misses
+        assert hits + misses == 4 * 5
+        assert misses > 0
+        assert after.miss_bytes > before.miss_bytes
+
+
 def test_damage_leaves_trajectories_out_of_their_batch(tmp_path: Path) -> None:
     with tiered(tmp_path, blocks=200) as table:
         for number in range(20):
