@@ -628,56 +628,6 @@ def test_a_queue_gives_each_trajectory_out_once(readers: int, prefetch: int) -> 
         nothing_is_left(table)
 
 
-def _consume_until_killed(table: gear.Table, journal: Journal, seed: int) -> None:
-    dataset = gear.ReplayDataset(
-        table, batch_size=4, windows=_WHOLE, anchor="first", seed=seed, prefetch=seed % 4, device="cpu",
-        selector=gear.Fifo() if seed % 2 else gear.Uniform(), batches_per_epoch=math.inf,
-    )  # fmt: skip
-    for batch in dataset:
-        numbers, _ = check_batch(batch, dataset.windows)
-        for number in numbers.tolist():
-            journal.committed(number, 0)
-        journal.head[6] += 1
-
-
-def _kill_consumers(voice: Voice, name: str, lives: int) -> tuple[int, int]:
-    """Readers that use up what they draw are killed; what they have drawn is drawn by no other.
-
-    Returns:
-        How many trajectories were drawn; how many had been added.
-    """
-    generator = random.Random(4)
-    journal = Journal()
-    drawn: set[int] = set()
-    added = 0
-    with attach(name) as table:
-        for life in range(lives):
-            while len(table) < 250:
-                table.extend([rows(added + i, generator.randint(1, 12)) for i in range(50)])
-                added += 50
-            work = functools.partial(_consume_until_killed, table, journal, life)
-            _kill_at_work(journal, work, generator.random() * 0.004)
-            table.check_valid()
-            numbers = journal.done[: journal.head[0], 0].tolist()
-            left = set(look(table).numbers.tolist())
-            assert len(set(numbers)) == len(numbers)
-            assert not drawn & set(numbers), "drawn twice"
-            assert not left & set(numbers), "drawn, and still there"
-            drawn |= set(numbers)
-            lost = added - len(drawn) - len(left)
-            assert 0 <= lost <= 4 * 6 * (life + 1), "more has gone than was drawn ahead"
-    return len(drawn), added
-
-
-@pytest.mark.parametrize("lives", mostly_long([12, 60], 12))
-def test_consumers_are_killed(lives: int) -> None:
-    with named(max_times_sampled=1, max_steps=10_000, max_trajectories=1000) as table:
-        drawn, added = Child(_kill_consumers, table.name, lives).result(2 * PATIENCE)
-        assert drawn >= lives * 4  # each is killed after its first batch
-        assert table.stats().num_expired == added - len(table)
-        nothing_is_left(table)
-
-
 def test_a_rate_limiter_that_is_not_served() -> None:
     """The error names it, and nothing has changed; when it is served, those who wait go on."""
     limiter = gear.SampleToInsertRatio(ratio=2, min_size=2, error_buffer=4)
