@@ -11,7 +11,6 @@ import mmap
 import multiprocessing
 import os
 import pwd
-import random
 import shutil
 import signal
 import socket
@@ -679,59 +678,6 @@ def test_a_file_that_takes_the_place_of_the_one_opened(
             assert run("rm", "name")[0] == 1
             assert path.exists()
     assert replaced == [(shelf / "aside").stat().st_ino]
-
-
-@pytest.mark.long
-def test_attach_races_with_rm(shelf: Path) -> None:
-    """One of the two wins: a table that works and keeps its name, or an error and no table."""
-    rounds = 120
-
-    def attach(pipe: Any) -> None:
-        rng = random.Random(0)
-        while (name := pipe.recv()) is not None:
-            time.sleep(rng.uniform(0, 1.5e-3))
-            try:
-                table = gear.Table.attach(name)
-            except RegionError as error:
-                pipe.send(
-                    "no table" if str(error).startswith(f"There is no table named '{name}'; ") else error
-                )
-                continue
-            pipe.send(True)
-            pipe.recv()  # rm has ended
-            here = os.stat(region_path(name))
-            assert (here.st_dev, here.st_ino) == table._engine.region._mapping.key, "removed under it"
-            table.add(rows(2, 4))
-            assert set(numbers_of(table)) == {1, 2}
-            table.close()
-            pipe.send(True)
-
-    def remove(pipe: Any) -> None:
-        rng = random.Random(1)
-        while (name := pipe.recv()) is not None:
-            time.sleep(rng.uniform(0, 1e-3))
-            try:
-                shared_memory.remove(name, anything=True)
-                pipe.send(True)
-            except RegionError as error:
-                pipe.send("in use" if str(error).startswith(f"Table {name!r} is in use by ") else error)
-
-    won = 0
-    with Child(attach) as user, Child(attach) as another, Child(remove) as remover:
-        for i in range(rounds):
-            path = leave(f"race.{i}", 1)
-            for each in (user, another, remover):
-                each.pipe.send(path.name[len(shared_memory.PREFIX) :])
-            removed = remover.hear() is True
-            attached = [each for each in (user, another) if each.hear() is True]
-            for each in attached:
-                each.pipe.send("go on")
-                assert each.hear()
-            assert removed == (not attached)
-            assert path.exists() == (not removed)
-            path.unlink(missing_ok=True)
-            won += removed
-    assert 0 < won < rounds, "the race has always ended in the same way"
 
 
 def test_rm_loads_neither_torch_nor_numpy() -> None:

@@ -41,17 +41,6 @@ def table() -> Iterator[gear.Table]:
         nothing_left(table)
 
 
-@pytest.fixture(scope="module", params=["table", "shards"])
-def source(request: pytest.FixtureRequest, table: gear.Table) -> Iterator[Any]:
-    if request.param == "table":
-        yield table
-        return
-    with make_table(LENGTHS[:7]) as one, make_table(LENGTHS[7:]) as two:
-        yield gear.distributed.Shards([one, two])
-        nothing_left(one)
-        nothing_left(two)
-
-
 def dataset(table: Any, selector: gear.Selector, **options: Any) -> gear.ReplayDataset:
     settings = {"batch_size": 5, "windows": gear.Window(2, -1), "device": "cpu", "seed": 7, "prefetch": 0}
     return gear.ReplayDataset(
@@ -107,31 +96,6 @@ def standing(state: Mapping[str, Any]) -> Any:
     """A state without the rows of batches that are not asked for again."""
     priorities = {key: value for key, value in state["priorities"].items() if key != "recent"}
     return {**state, "priorities": priorities}
-
-
-@pytest.mark.parametrize(("name", "prefetch"), EVERY)
-def test_resuming_at_every_batch(source: Any, name: str, prefetch: int) -> None:
-    selector = SELECTORS[name]
-    data = dataset(source, selector, prefetch=prefetch)
-    whole, states = [], [through_file(data.state_dict())]
-    for _ in range(3):
-        for batch in data:
-            whole += train(data, [batch])
-            states.append(through_file(data.state_dict()))
-    assert len(whole) == 3 * EPOCH
-    if not isinstance(selector, gear.TopK):
-        assert len({tuple(batch["index"].tolist()) for batch in whole}) > EPOCH
-    for taken in range(2 * EPOCH + 1):
-        if taken in (EPOCH, 2 * EPOCH) and "LinearSchedule" in repr(selector):
-            continue  # the schedule does not go on there, see test_prioritized; the end of an epoch is below
-        resumed = dataset(source, selector, prefetch=prefetch)
-        resumed.load_state_dict(states[taken])
-        if taken:  # shards are looked at by the first draw
-            assert same(standing(resumed.state_dict()), standing(states[taken]))
-        found = []
-        while len(found) < len(whole) - taken:
-            found += train(resumed, resumed)
-        same_batches(whole[taken:], found)
 
 
 @pytest.mark.parametrize(("name", "prefetch"), EVERY[1::3])

@@ -569,33 +569,6 @@ def _counts(table: gear.Table) -> tuple[int, int]:
     return table._engine.index.recovery.locked(look)
 
 
-def test_a_ratio_of_samples_to_inserts_is_kept() -> None:
-    """At every moment, and no process waits for ever."""
-    limiter = gear.SampleToInsertRatio(ratio=4, min_size=10, error_buffer=16)
-    with named(on_full="evict_oldest", max_trajectories=40, rate_limiter=limiter) as table:
-        options = {"batch_size": 8, "prefetch": 2, "seed": 3}
-        reader = Child(_draw, table.name, 55, options)  # 120 * 4 rows less 40, to within the buffer
-        reader.hear()
-        time.sleep(0.2)  # it waits
-        writers = [Child(_feed, table.name, seed, 60, ("add", "extend", "writer")) for seed in (1, 2)]
-
-        def done() -> bool:
-            added, drawn = _counts(table)
-            assert 4 * added - drawn <= 56
-            assert drawn == 0 or 4 * added - drawn >= 24
-            return all(child.has_spoken for child in (reader, *writers))
-
-        wait_until(done, pause=1e-3)
-        assert len(reader.result()) == 55 * 8
-        for writer in writers:
-            writer.result()
-        stats = table.stats()
-        assert stats.num_inserted == 120
-        assert 55 * 8 <= stats.num_sampled <= (55 + 2) * 8
-        assert stats.sample_wait > 0
-        nothing_is_left(table)
-
-
 @pytest.mark.parametrize(("readers", "prefetch"), [(1, 0), (2, 2)])
 def test_a_queue_gives_each_trajectory_out_once(readers: int, prefetch: int) -> None:
     with named(rate_limiter=gear.Queue(8), max_times_sampled=1, max_trajectories=20) as table:
@@ -625,34 +598,6 @@ def test_a_queue_gives_each_trajectory_out_once(readers: int, prefetch: int) -> 
         assert (stats.num_inserted, stats.num_sampled, stats.num_expired) == (160, 160, 160)
         assert stats.insert_wait > 0
         assert len(table) == 0
-        nothing_is_left(table)
-
-
-def test_a_rate_limiter_that_is_not_served() -> None:
-    """The error names it, and nothing has changed; when it is served, those who wait go on."""
-    limiter = gear.SampleToInsertRatio(ratio=2, min_size=2, error_buffer=4)
-    with named(rate_limiter=limiter) as table:
-        for number in range(4):
-            table.add(rows(number, 5))
-        writer = table.writer()
-        writer.append(rows(50, 6))
-        before = look(table).names()
-        pattern = r"Waited 0\.1 s, then timed out\. SampleToInsertRatio\(.* did not let 1 trajectory be added"
-        for call in (lambda: table.add(rows(60, 3)), lambda: table.extend([rows(60, 3)]), writer.commit):
-            with waiting(table, 0.1), pytest.raises(RateLimitError, match=pattern):
-                call()
-        assert look(table).names() == before
-        waits = Child(_add_that_waits, table.name, 70, 4)
-        waits.hear()
-        dataset = gear.ReplayDataset(table, batch_size=1, windows=_WHOLE, device="cpu", prefetch=0)
-        for _ in range(2):
-            assert not waits.has_spoken
-            dataset.sample()
-        assert waits.result() > 0
-        with waiting(table, 0.1), pytest.raises(RateLimitError, match="did not let 1 row be sampled"):
-            collections.deque((dataset.sample() for _ in range(20)), maxlen=0)
-        writer.commit()
-        assert (50, 0) in look(table).names()
         nothing_is_left(table)
 
 
