@@ -122,14 +122,6 @@ class Child:
     __exit__ = kill
 
 
-HOLDER = """
-import sys, torch, gear_loader as gear
-table = gear.Table.create({"x": gear.Column(torch.float32, (3,))}, max_steps=50, max_trajectories=5, name="held")
-print("ready", flush=True)
-sys.stdin.read()
-"""
-
-
 def program(*words: str) -> subprocess.CompletedProcess[str]:
     """Another Python program, in the repository's root."""
     told = {"capture_output": True, "text": True, "timeout": PATIENCE, "cwd": ROOT}
@@ -443,19 +435,19 @@ def test_without_permission(shelf: Path) -> None:
 
 
 def test_a_table_is_left_over_when_its_process_is_killed(shelf: Path) -> None:
-    command, pipe = [sys.executable, "-c", HOLDER], subprocess.PIPE
-    told: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "GEAR_LOADER_DIR": str(shelf)}}
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, **told) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            text = said("rm", "held", code=1)
-            assert text.startswith(f"Table 'held' is in use by process {process.pid} ({sys.executable} -c")
-            assert "Table.unlink()" in text
-            entry = listed()["held"]
-            assert (entry["in_use"], entry["processes"]) == (True, [process.pid])
-        finally:
-            process.kill()
+    def hold(pipe: Any) -> None:
+        table = small("held")
+        pipe.send(os.getpid())
+        pipe.recv()  # nothing comes
+        table.close()
+
+    with Child(hold) as other:
+        pid = other.hear()
+        text = said("rm", "held", code=1)
+        assert text.startswith(f"Table 'held' is in use by process {pid} (")
+        assert "Table.unlink()" in text
+        entry = listed()["held"]
+        assert (entry["in_use"], entry["processes"]) == (True, [pid])
     text = said("rm", "held")
     assert text.startswith("Removed held (")
     assert not os.path.exists(region_path("held"))

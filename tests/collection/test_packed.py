@@ -20,6 +20,7 @@ from options_common import nested, nested_table
 import gear_loader as gear
 from gear_loader.collection import output as outputs
 from gear_loader.collection.batches import Batch
+from gear_loader.dataset.table_options import check_final
 from gear_loader.errors import CorruptTableError, SchemaError
 
 SCHEMA = {
@@ -264,6 +265,8 @@ def test_a_corrupt_block_is_an_error(table: gear.Table) -> None:
         ({"complete": True}, r"Draws\(complete=True\) was given with whole trajectories"),
         ({"output": "tensordict"}, "output='tensordict' was given with layout='packed'"),
         ({"batch_size": None}, "batch_size is None; expected an integer"),
+        ({"windows": {"end": gear.Whole("token", final=True), "wide": gear.Whole()}}, "differ in final"),
+        ({"windows": {"final": gear.Whole("token", final=True)}}, "'final', which is a key"),
     ],
 )
 def test_options_that_do_not_fit(table: gear.Table, options: dict[str, Any], message: str) -> None:
@@ -274,6 +277,35 @@ def test_options_that_do_not_fit(table: gear.Table, options: dict[str, Any], mes
                 {"batch_size": 4, "windows": gear.Whole(), "layout": "packed", "device": "cpu", **options}
             ),
         )
+
+
+def test_final_steps_where_they_do_not_fit() -> None:
+    with pytest.raises(SchemaError, match="Whole final is 1; expected True or False"):
+        gear.Whole(final=1)  # type: ignore[arg-type]
+    windows = {"token": gear.Whole(final=True)}
+    message = r"^Whole\(final=True\) was given with device='cuda:1'; expected a Table and device='cpu'"
+    with pytest.raises(SchemaError, match=message):
+        check_final(windows, shards=None, device=torch.device("cuda:1"))
+
+
+@pytest.mark.parametrize("most", [3, 5, 6, 30])
+def test_final_steps_of_trajectories_that_are_cut(most: int) -> None:
+    schema = {"x": gear.Column(torch.int64, final=True), "y": gear.Column(torch.float32)}
+    with gear.Table.create(schema, max_steps=100, max_trajectories=9) as table:
+        for length in (5, 2, 6):
+            table.add({"x": torch.arange(length), "y": torch.ones(length)}, final={"x": length})
+        windows = dict.fromkeys(schema, gear.Whole(final=True))
+        cut = {"batch_size": None, "max_steps": most, "too_long": "truncate", "selector": gear.Fifo(False)}
+        found = []
+        for batch in dataset(table, windows=windows, **cut):
+            assert len(batch["x"]) <= most
+            for begin, end in itertools.pairwise(batch["cu_seqlens"].tolist()):
+                assert batch["x"][begin:end].tolist() == list(range(end - begin))
+                found.append(end - begin)
+            assert batch["final"].tolist() == [bool(most > (5, 2, 6)[i]) for i in batch["index"].tolist()]
+            last = batch["cu_seqlens"][1:][batch["final"]].long() - 1
+            assert not batch["y"][last].any()  # no final step of this column
+        assert sorted(found) == sorted(min(length + 1, most) for length in (5, 2, 6))
 
 
 def test_padding_by_torch_is_that_of_the_compiled_loop(table: gear.Table) -> None:

@@ -335,48 +335,6 @@ def test_what_killed_writers_had_committed_is_there(lives: int) -> None:
         nothing_is_left(table)
 
 
-def _kill_where_it_evicts(voice: Voice, name: str, seed: int, lives: int) -> int:
-    """Writers where everything goes sooner or later, and readers; returns how many readers died with tickets."""
-    generator = random.Random(seed)
-    journal = Journal()
-    reading = 0
-
-    with attach(name) as table:
-        for life in range(lives):
-            low = (seed * 1000 + life) * _NUMBERS
-            policy = generator.choice(("evict_oldest", "evict_lowest_priority"))
-            work = functools.partial(_evict_until_killed, table, journal, policy, life, low)
-            _kill_at_work(journal, work, generator.random() * 0.004)
-            table.check_valid()
-            look(table)
-            if seed == 1:
-                work = functools.partial(_read_until_killed, table, journal, life)
-                pid = _kill_at_work(journal, work, generator.random() * 0.01)
-                tickets = table._engine.region.array("readers")
-                reading += bool(((tickets[:, 0] == pid) & (tickets[:, READING] > 0)).any())
-                table.add(rows(low + _NUMBERS - 1, table._engine.longest))
-    return reading
-
-
-@pytest.mark.parametrize("lives", mostly_long([6, 100], 6))
-def test_writers_and_readers_are_killed_while_others_go_on(lives: int) -> None:
-    """With eviction every kind of change is left half done; those who are left must not notice."""
-    with named(on_full="evict_lowest_priority", max_steps=1500, max_trajectories=600) as table:
-        Author(table, 98, 98 * 10**9).add()
-        reader = Child(_read_batches, table.name, 3)
-        writer = Child(_write, table.name, 97, "evict_oldest")
-        killers = [Child(_kill_where_it_evicts, table.name, seed, lives) for seed in (1, 2)]
-        assert killers[0].result(4 * PATIENCE) >= lives // 4
-        killers[1].result(4 * PATIENCE)
-        for child in (reader, writer):
-            child.say()
-            child.result()
-        nothing_is_left(table)
-        table.add(rows(1, 1500))
-        look(table)
-        nothing_is_left(table)
-
-
 def _hold_room(voice: Voice, name: str, reads: bool) -> None:
     """Read, or write a stream, and go on when told."""
     cut = (24, 20)
@@ -424,55 +382,6 @@ def test_room_that_a_stopped_process_holds_is_waited_for(reads: bool, end: str) 
         assert waits.result() > 0
         assert look(table).names() >= {(4, 0)}
         nothing_is_left(table)
-
-
-def _evict_until_killed(table: gear.Table, journal: Journal, on_full: Any, seed: int, first: int) -> None:
-    table = gear.Table.attach(str(table.name), on_full=on_full)
-    author = Author(table, seed, first)
-    count = 400
-    ones = np.ones(count, dtype=np.int64)
-    index = table._engine.index
-    evict, _ = table._engine.policy
-    while True:
-        if seed % 4 == 0:
-            author.act()
-        elif seed % 4 == 1:
-            numbers = author.take(count) + np.arange(count)[:, None]
-            table.extend(columns_of(numbers, np.zeros((1, 1)), 1, 0, 0), lengths=ones)
-            table.add(rows(author.take(), 1200))
-        else:
-            slots, _ = index.begin(ones, evict=evict)
-            index.abort(slots)
-            if author.random.random() < 0.2:
-                author.add()
-        journal.head[6] += 1
-
-
-def _read_until_killed(table: gear.Table, journal: Journal, seed: int) -> None:
-    if seed % 3 == 2:
-        while True:
-            for _ in range(40):
-                Look(table)  # and never over
-                journal.head[6] += 1
-            readers = table._engine.region.array("readers")
-            readers[readers[:, 0] == os.getpid(), READING] = 0
-    options: dict[str, Any] = {
-        "batch_size": 64,
-        "windows": _WIDE,
-        "batches_per_epoch": math.inf,
-        "device": "cpu",
-    }
-    selector: Any = gear.Prioritized() if seed % 2 else gear.Uniform()
-    dataset = gear.ReplayDataset(
-        table, **nested({"selector": selector, "seed": seed, "prefetch": 2 * (seed % 3), **options})
-    )
-    while True:
-        with contextlib.suppress(TableEmptyError, PriorityError):  # everything may go at once
-            for batch in dataset:
-                check_batch(batch, dataset.windows)
-                if seed % 2:
-                    dataset.update_priority(batch, torch.rand(64) + 0.01)
-                journal.head[6] += 1
 
 
 def _add_that_waits(voice: Voice, name: str, number: int, length: int) -> float:

@@ -387,11 +387,11 @@ def test_arrays_that_are_not_what_they_seem_are_looked_at_again() -> None:
 @pytest.mark.parametrize("commit_every_step", [False, True])
 def test_values_of_a_mapping_that_makes_them_stay_until_they_are_copied(commit_every_step: bool) -> None:
     """A mapping that is no dict, beside keywords: both are put into a dict that nobody else holds."""
-    columns = {"obs": gear.Column(torch.float32, (1 << 14,)), "reward": gear.Column(torch.float32)}
+    columns = {"obs": gear.Column(torch.float32, (1 << 10,)), "reward": gear.Column(torch.float32)}
     with gear.Table.create(columns, max_steps=256, max_trajectories=64) as table:
         writer = table.writers(64, commit_every_step=commit_every_step)
         for step in range(1, 4):
-            made = types.MappingProxyType({"obs": np.full((64, 1 << 14), step, np.float32)})
+            made = types.MappingProxyType({"obs": np.full((64, 1 << 10), step, np.float32)})
             writer.append(made, reward=np.full(64, step, np.float32))
         writer.commit()
         for index in table.indices():
