@@ -256,13 +256,10 @@ def test_a_corrupt_block_is_an_error(table: gear.Table) -> None:
     ("options", "message"),
     [
         ({"layout": "flat"}, "layout is 'flat'; expected 'padded', 'packed' or 'jagged'"),
-        ({"windows": gear.Window(3, pad="edge")}, r"layout='packed' was given with Window\(length=3"),
         ({"windows": {"token": gear.Whole(), "wide": gear.Window(3)}}, "of a packed batch differ"),
         ({"windows": {"position": gear.Whole(column="token")}}, "name 'position', which is a key of packed"),
         ({"windows": {"prompt": gear.Whole(), "token": gear.Whole()}}, "has one value per trajectory"),
         ({"anchor": "last"}, "anchor='last' and selector=None were given with whole trajectories"),
-        ({"selector": gear.Uniform(unit="step")}, "were given with whole trajectories"),
-        ({"complete": True}, r"Draws\(complete=True\) was given with whole trajectories"),
         ({"output": "tensordict"}, "output='tensordict' was given with layout='packed'"),
         ({"batch_size": None}, "batch_size is None; expected an integer"),
         ({"windows": {"end": gear.Whole("token", final=True), "wide": gear.Whole()}}, "differ in final"),

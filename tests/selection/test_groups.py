@@ -182,7 +182,6 @@ def test_a_value_that_more_trajectories_have_is_an_error() -> None:
         ({"group_priority": "sum"}, "priority is 'sum'"),
         ({"group_max_age": 0}, "max_age is 0"),
         ({"batch_size": 7}, "multiple"),
-        ({"selector": gear.Uniform(unit="step")}, "unit='trajectory'"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:

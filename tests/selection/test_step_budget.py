@@ -223,8 +223,6 @@ def test_writers_between_batches(
         ({"max_steps": 5, "lookahead": -1}, "lookahead is -1"),
         ({"max_steps": 5, "too_long": "cut"}, "too_long is 'cut'; expected 'error', 'truncate' or 'skip'"),
         ({"max_steps": 5, "drop_last": True}, "drop_last was given with Steps"),
-        ({"max_steps": 5, "selector": gear.TopK()}, "of which every batch has the same trajectories"),
-        ({"max_steps": 5, "selector": gear.Fifo()}, "of which every batch has the same trajectories"),
         ({"max_steps": 5, "selector": gear.Prioritized()}, "expected Prioritized"),
     ],
 )

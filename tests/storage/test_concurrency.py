@@ -352,8 +352,7 @@ def _hold_room(voice: Voice, name: str, reads: bool) -> None:
             writer.append(rows(7, 60, first=30, cut=cut))
 
 
-@pytest.mark.parametrize("reads", [True, False])
-@pytest.mark.parametrize("end", ["goes on", "is killed"])
+@pytest.mark.parametrize(("reads", "end"), [(True, "goes on"), (False, "is killed")])
 def test_room_that_a_stopped_process_holds_is_waited_for(reads: bool, end: str) -> None:
     """It is not dead: what it has is not taken, and what needs it is given up in time."""
     with named(on_full="evict_oldest", max_steps=300, max_blocks=80) as table:
