@@ -26,12 +26,9 @@ SCHEDULE = gear.LinearSchedule(0.4, 1.0, batches=12)
 SELECTORS: dict[str, gear.Selector] = {
     "prioritized": gear.Prioritized(0.6, SCHEDULE, eps=1e-3),
     "prioritized steps": gear.Prioritized(0.6, SCHEDULE, eps=1e-3, unit="step"),
-    "distinct": gear.Prioritized(1, SCHEDULE, eps=1e-3, replacement=False, normalize="batch"),
     "distinct steps": gear.Prioritized(1, 0.5, eps=1e-3, replacement=False, unit="step"),
     "largest": gear.TopK(),
-    "smallest steps": gear.TopK(False, unit="step"),
 }
-EVERY = [(name, (1, 0, 3)[i % 3]) for i, name in enumerate(SELECTORS)]
 
 
 @pytest.fixture(scope="module")
@@ -98,19 +95,19 @@ def standing(state: Mapping[str, Any]) -> Any:
     return {**state, "priorities": priorities}
 
 
-@pytest.mark.parametrize(("name", "prefetch"), EVERY[1::3])
-def test_resuming_at_the_end_of_an_epoch(table: gear.Table, name: str, prefetch: int) -> None:
-    data = dataset(table, SELECTORS[name], prefetch=prefetch)
+@pytest.mark.parametrize("name", ["prioritized steps", "largest"])
+def test_resuming_at_the_end_of_an_epoch(table: gear.Table, name: str) -> None:
+    data = dataset(table, SELECTORS[name])
     for _ in range(2):
         train(data, data)
         state = through_file(data.state_dict())
-        resumed = dataset(table, SELECTORS[name], prefetch=prefetch)
+        resumed = dataset(table, SELECTORS[name])
         resumed.load_state_dict(state)
         assert same(standing(resumed.state_dict()), standing(state))
-        data = dataset(table, SELECTORS[name], prefetch=prefetch)
+        data = dataset(table, SELECTORS[name])
         data.load_state_dict(state)
         same_batches(train(data, data), train(resumed, resumed))
-    unbroken = dataset(table, SELECTORS[name], prefetch=prefetch)
+    unbroken = dataset(table, SELECTORS[name])
     epochs = [train(unbroken, unbroken) for _ in range(5)]
     same_batches(epochs[4], train(data, data))
 
