@@ -173,6 +173,15 @@ def test_a_chunk_that_may_not_be_committed_is_kept_without_its_last_step() -> No
         assert scalars(table) == [[0, 10, 20, 30, 40, 50], [1, 11, 21, 31, 41, 51]]
 
 
+def test_a_commit_tells_the_index_of_each_environment() -> None:
+    with gear.Table.create(SCALAR, max_steps=40, max_trajectories=8, block_steps=4) as table:
+        writer = table.writers(3)
+        writer.append(x=np.arange(3), active=[True, True, False])
+        assert writer.commit([False, True, True], priority=2.0).tolist() == [-1, 1, -1]
+        assert shown(table) == [(2.0, {"x": [1]})]
+        assert writer.commit().tolist() == [0, -1, -1]
+
+
 def test_an_interruption_discards_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     append_rows = copying.append_rows
 
