@@ -329,14 +329,28 @@ def check_rows(point: Point, batch: Mapping[str, Any], numbers: list[int]) -> No
         assert batch["cu_seqlens"][-1] <= BUDGET
 
 
+def learn(data: gear.ReplayDataset, batch: Mapping[str, Any], number: int) -> None:
+    """Priorities that follow from what batch `number` holds."""
+    if isinstance(data.selector, BY_PRIORITY):
+        data.update_priority(batch, (batch["index"] * 7 + batch["anchor"] * 3 + number) % 11 + 0.25)
+
+
+def rows_of(batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    names = ("index", "anchor", "generation", "shard", "priority_weight")
+    return {name: batch[name].numpy().copy() for name in names if name in batch}
+
+
 def draw(point: Point, source: Any, shards: Sequence[Contents], own: int = 0) -> list[dict[str, np.ndarray]]:
     """The rows of all batches of a table or of Shards, each of which is checked; new priorities come after each.
+
+    A dataset that is made of the state after the first batch draws the others.
 
     Args:
         own: the shard that a local draw is from.
     """
     data = dataset_of(point, source)
-    found = []
+    found: list[dict[str, np.ndarray]] = []
+    state: Any = None
     for _ in range(EPOCHS):
         seen: list[tuple[int, ...]] = []
         for batch in data:
@@ -350,17 +364,30 @@ def draw(point: Point, source: Any, shards: Sequence[Contents], own: int = 0) ->
             seen += [
                 (number, anchor) for number, anchor in zip(numbers, batch["anchor"].tolist(), strict=True)
             ]
-            names = ("index", "anchor", "generation", "shard", "priority_weight")
-            found.append({name: batch[name].numpy().copy() for name in names if name in batch})
-            if isinstance(data.selector, BY_PRIORITY):
-                data.update_priority(
-                    batch, (batch["index"] * 7 + batch["anchor"] * 3 + len(found)) % 11 + 0.25
-                )
+            found.append(rows_of(batch))
+            learn(data, batch, len(found))
+            state = data.state_dict() if state is None else state
         few = point["complete"] and point["group"]  # a pass ends within the epoch
         if not data.selector.replacement and not isinstance(data.selector, BY_PRIORITY) and not few:
             items = seen if data.selector.unit == "step" else [number for number, _ in seen]
             assert len(set(items)) == len(items), f"{name_of(point)}: drawn twice: {sorted(items)}"
+    check_resumed(point, source, state, found)
     return found
+
+
+def check_resumed(point: Point, source: Any, state: Any, rows: list[dict[str, np.ndarray]]) -> None:
+    """A dataset that goes on after the first batch draws the same rows, to the bit."""
+    data = dataset_of(point, source)
+    data.load_state_dict(state)
+    again = rows[:1]
+    while len(again) < len(rows):
+        for batch in data:
+            again.append(rows_of(batch))
+            learn(data, batch, len(again))
+    for number, (one, other) in enumerate(zip(again, rows, strict=True)):
+        assert one.keys() == other.keys()
+        for name, values in one.items():
+            assert np.array_equal(values, other[name]), f"resumed batch {number}: {name}"
 
 
 def check(point: Point, folder: Path) -> list[dict[str, np.ndarray]]:

@@ -215,15 +215,6 @@ def in_three_steps(table: gear.Table) -> None:
     table._engine.index.arrays.stores_at_once = False
 
 
-def store(table: gear.Table, index: Index, numbers: list[int], lengths: list[int], *, evict: bool) -> None:
-    """`Table.extend` through another index."""
-    slots, ids = index.begin(np.array(lengths), evict=evict)
-    blocks = np.cumsum([0, *index.arrays.blocks_of(np.array(lengths))])
-    for i, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
-        write(table, ids[blocks[i] : blocks[i + 1]], number, length)
-    index.commit(np.array(slots), np.ones(len(slots), dtype=np.float32))
-
-
 @dataclasses.dataclass
 class Reading:
     """What a reader without the lock may have seen of a trajectory: its length and where its block table was."""

@@ -124,7 +124,7 @@ ADDING: dict[str, Case] = {
 EACH_STEP, WAITS = {"writer_each_step": each_step}, {"writer_waits": lambda *given: write(*given, wait=True)}
 CASES: list[tuple[str, str, Case]] = [
     (kind, name, case)
-    for kind, more in {"local": EACH_STEP, "disk": EACH_STEP, "remote": WAITS}.items()
+    for kind, more in {"local": EACH_STEP, "remote": WAITS}.items()
     for name, case in {**ADDING, **more}.items()
 ]
 

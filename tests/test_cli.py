@@ -11,7 +11,6 @@ import mmap
 import multiprocessing
 import os
 import pwd
-import random
 import shutil
 import signal
 import socket
@@ -121,14 +120,6 @@ class Child:
         return self
 
     __exit__ = kill
-
-
-HOLDER = """
-import sys, torch, gear_loader as gear
-table = gear.Table.create({"x": gear.Column(torch.float32, (3,))}, max_steps=50, max_trajectories=5, name="held")
-print("ready", flush=True)
-sys.stdin.read()
-"""
 
 
 def program(*words: str) -> subprocess.CompletedProcess[str]:
@@ -444,19 +435,19 @@ def test_without_permission(shelf: Path) -> None:
 
 
 def test_a_table_is_left_over_when_its_process_is_killed(shelf: Path) -> None:
-    command, pipe = [sys.executable, "-c", HOLDER], subprocess.PIPE
-    told: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "GEAR_LOADER_DIR": str(shelf)}}
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, **told) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            text = said("rm", "held", code=1)
-            assert text.startswith(f"Table 'held' is in use by process {process.pid} ({sys.executable} -c")
-            assert "Table.unlink()" in text
-            entry = listed()["held"]
-            assert (entry["in_use"], entry["processes"]) == (True, [process.pid])
-        finally:
-            process.kill()
+    def hold(pipe: Any) -> None:
+        table = small("held")
+        pipe.send(os.getpid())
+        pipe.recv()  # nothing comes
+        table.close()
+
+    with Child(hold) as other:
+        pid = other.hear()
+        text = said("rm", "held", code=1)
+        assert text.startswith(f"Table 'held' is in use by process {pid} (")
+        assert "Table.unlink()" in text
+        entry = listed()["held"]
+        assert (entry["in_use"], entry["processes"]) == (True, [pid])
     text = said("rm", "held")
     assert text.startswith("Removed held (")
     assert not os.path.exists(region_path("held"))
@@ -679,59 +670,6 @@ def test_a_file_that_takes_the_place_of_the_one_opened(
             assert run("rm", "name")[0] == 1
             assert path.exists()
     assert replaced == [(shelf / "aside").stat().st_ino]
-
-
-@pytest.mark.long
-def test_attach_races_with_rm(shelf: Path) -> None:
-    """One of the two wins: a table that works and keeps its name, or an error and no table."""
-    rounds = 120
-
-    def attach(pipe: Any) -> None:
-        rng = random.Random(0)
-        while (name := pipe.recv()) is not None:
-            time.sleep(rng.uniform(0, 1.5e-3))
-            try:
-                table = gear.Table.attach(name)
-            except RegionError as error:
-                pipe.send(
-                    "no table" if str(error).startswith(f"There is no table named '{name}'; ") else error
-                )
-                continue
-            pipe.send(True)
-            pipe.recv()  # rm has ended
-            here = os.stat(region_path(name))
-            assert (here.st_dev, here.st_ino) == table._engine.region._mapping.key, "removed under it"
-            table.add(rows(2, 4))
-            assert set(numbers_of(table)) == {1, 2}
-            table.close()
-            pipe.send(True)
-
-    def remove(pipe: Any) -> None:
-        rng = random.Random(1)
-        while (name := pipe.recv()) is not None:
-            time.sleep(rng.uniform(0, 1e-3))
-            try:
-                shared_memory.remove(name, anything=True)
-                pipe.send(True)
-            except RegionError as error:
-                pipe.send("in use" if str(error).startswith(f"Table {name!r} is in use by ") else error)
-
-    won = 0
-    with Child(attach) as user, Child(attach) as another, Child(remove) as remover:
-        for i in range(rounds):
-            path = leave(f"race.{i}", 1)
-            for each in (user, another, remover):
-                each.pipe.send(path.name[len(shared_memory.PREFIX) :])
-            removed = remover.hear() is True
-            attached = [each for each in (user, another) if each.hear() is True]
-            for each in attached:
-                each.pipe.send("go on")
-                assert each.hear()
-            assert removed == (not attached)
-            assert path.exists() == (not removed)
-            path.unlink(missing_ok=True)
-            won += removed
-    assert 0 < won < rounds, "the race has always ended in the same way"
 
 
 def test_rm_loads_neither_torch_nor_numpy() -> None:

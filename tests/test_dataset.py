@@ -74,56 +74,6 @@ def keys_of(rows: Any, unit: str) -> list[Any]:
     return [row[0] if unit == "trajectory" else row for row in rows]
 
 
-@pytest.mark.parametrize(
-    ("window", "anchor"),
-    [
-        (gear.Window(1, 40), "uniform"),
-        (gear.Window(6, -3), "last"),
-        (gear.Window(20, 0, "head"), "uniform"),
-        (gear.Window(25, -12, "tail"), "first"),
-        (gear.Window(3, -40, "tail"), "uniform"),
-        (gear.Window(4, -3, "edge"), "uniform"),
-        (gear.Window(30, -5, "edge"), "first"),
-        (gear.Window(4, 2, "head"), "first"),
-    ],
-)
-def test_windows_are_what_the_trajectories_say(table: gear.Table, window: gear.Window, anchor: Any) -> None:
-    everything = contents(table)
-    for batch in itertools.islice(dataset(table, windows=window, anchor=anchor, batch_size=7), 2):
-        check_batch(batch, everything, dict.fromkeys(SCHEMA, window))
-        last = [len(everything[index]["reward"]) - 1 for index in batch["index"].tolist()]
-        if anchor == "uniform":
-            assert all(0 <= a <= most for a, most in zip(batch["anchor"].tolist(), last, strict=True))
-        else:
-            assert batch["anchor"].tolist() == (last if anchor == "last" else [0] * 7)
-
-
-def test_windows_of_columns_and_subsets_of_columns(table: gear.Table) -> None:
-    windows = {"reward": gear.Window(9, -2, "head"), "observation": gear.Window(1, 1)}
-    windows["action"] = gear.Window(5, -4, "tail")
-    full = copies(dataset(table))
-    assert isinstance(full[0]["mask"], torch.Tensor)
-    named = copies(dataset(table, windows=WINDOWS))
-    for batch, expected in zip(
-        named, full, strict=True
-    ):  # a mapping has masks by name, also of equal windows
-        assert list(batch["mask"]) == list(SCHEMA)
-        assert all(torch.equal(mask, expected["mask"]) for mask in batch["mask"].values())
-    same_batches([{**batch, "mask": {}} for batch in named], [{**batch, "mask": {}} for batch in full])
-    two = {"action": WINDOW, "reward": gear.Window(2)}
-    for told, options in (
-        (windows, {"windows": windows}),
-        (dict.fromkeys(("reward", "observation"), WINDOW), {"columns": ["reward", "observation"]}),
-        (two, {"windows": two, "columns": ["reward", "action"]}),
-    ):
-        for batch, expected in zip(copies(dataset(table, **options)), full, strict=True):
-            check_batch(batch, contents(table), told)
-            assert all(torch.equal(batch[key], expected[key]) for key in ("index", "anchor", "generation"))
-            assert isinstance(batch["mask"], dict) == ("windows" in options)
-            if isinstance(batch["mask"], dict):
-                assert list(batch["mask"]) == [name for name in SCHEMA if name in told]  # the schema's order
-
-
 # Order and coverage ----------------------------------------------------------------------------------
 
 

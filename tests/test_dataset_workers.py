@@ -287,35 +287,6 @@ def test_an_error_in_a_worker_reaches_the_consumer(
 # States -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SELECTORS)
-def test_resuming_at_every_batch(table: gear.Table, name: str) -> None:
-    selector, prefetch = SELECTORS[name], 3 if "once" in name else 0
-    whole = dataset(table, selector=selector, prefetch=prefetch)
-    epochs = [copies(whole) for _ in range(4)]
-    assert [len(epoch) for epoch in epochs] == [EPOCH] * 4
-    for epoch, taken in itertools.product(range(2), range(EPOCH + 2)):
-        data = dataset(table, selector=selector, prefetch=prefetch)
-        for _ in range(epoch):
-            copies(data)
-        iterator = iter(data)
-        for _ in range(min(taken, EPOCH)):
-            next(iterator)
-        ended = taken > EPOCH
-        if ended:
-            assert next(iterator, None) is None
-        state = through_json(data.state_dict())
-        assert (state["epoch"], state["step"]) == ((epoch + 1, 0) if ended else (epoch, taken))
-        del iterator
-
-        resumed = dataset(table, selector=selector, prefetch=prefetch)
-        resumed.load_state_dict(state)
-        assert through_json(resumed.state_dict()) == state
-        rest = epochs[epoch + 1] if ended else epochs[epoch][taken:]
-        same_batches(rest, copies(resumed))
-        for later in epochs[epoch + 1 + ended :]:
-            same_batches(later, copies(resumed))
-
-
 def test_loading_twice_while_iterating_and_set_epoch_after_loading(table: gear.Table) -> None:
     data = dataset(table, prefetch=3)
     epochs = [copies(data) for _ in range(4)]

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from cases import mostly_long
 from digests_common import CONFIGURATIONS, digest_of, epochs, loaded, resumed, table
 from distributed_common import run_ranks
 from products_common import digest
@@ -62,6 +63,6 @@ def test_a_recorded_checkpoint_of_two_ranks_loads(data: Path, world: int) -> Non
     assert sorted(digest for rank in held for digest in rank) == sorted(saved)
 
 
-@pytest.mark.parametrize("point", PRODUCTS)
+@pytest.mark.parametrize("point", mostly_long(PRODUCTS, *list(PRODUCTS)[::2]))
 def test_a_point_of_the_product_of_options_gives_the_batches_that_were_recorded(point: str) -> None:
     assert digest(json.loads(point)) == PRODUCTS[point]

@@ -44,7 +44,13 @@ PACKED: list[dict[str, Any]] = [
         "task": gear.Window(1, dtype=torch.float32, scale=0.5),
     },
 ]
-CASES = [("padded", case) for case in PADDED] + [("packed", case) for case in PACKED]
+LAYOUTS = [("padded", case) for case in PADDED] + [("packed", case) for case in PACKED]
+CASES = [
+    # Each with tables of one kind, and in `make test-all` with those of the other.
+    pytest.param(layout, case, records, marks=pytest.mark.long if (number + records) % 2 else ())
+    for number, (layout, case) in enumerate(LAYOUTS)
+    for records in (False, True)
+]
 
 
 @dataclasses.dataclass
@@ -89,8 +95,7 @@ class BatchConformance:
             for _ in played_on_cpu(monkeypatch):
                 yield request.param
 
-    @pytest.mark.parametrize(("layout", "windows"), CASES)
-    @pytest.mark.parametrize("records", [False, True])
+    @pytest.mark.parametrize(("layout", "windows", "records"), CASES)
     def test_batches(self, stack: Any, mover: str, layout: str, windows: Any, records: bool) -> None:
         made, plain = self.make(stack, packed=records), windows_of(Schema(SCHEMA), windows, None)
         collector = collector_for(

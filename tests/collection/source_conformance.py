@@ -48,7 +48,7 @@ class SourceConformance:
     """Tests of a source. A subclass makes it, of the trajectories given, by `make`."""
 
     def make(self, trajectories: list[dict[str, Any]], stack: contextlib.ExitStack) -> tuple[Any, np.ndarray]:
-        """The source, or a table; and the slot of each trajectory, int64 [n]. `stack` ends what it needs."""
+        """The source; and the slot of each trajectory, int64 [n]. `stack` ends what it needs."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -65,16 +65,15 @@ class SourceConformance:
 
     def test_sizes(self, made: tuple[Any, np.ndarray]) -> None:
         source, slots = made
-        if not isinstance(source, gear.Table):
-            order = [4, 0, 3]
-            assert source.sizes(slots[order]).tolist() == [[LENGTHS[number], 0] for number in order]
+        order = [4, 0, 3]
+        assert source.sizes(slots[order]).tolist() == [[LENGTHS[number], 0] for number in order]
 
     @pytest.mark.parametrize("windows", WINDOWS)
     @pytest.mark.parametrize("count", [1, 40])
     def test_windows(self, made: tuple[Any, np.ndarray], windows: dict[str, Any], count: int) -> None:
         source, slots = made
         rows, plain = self.drawn(count), windows_of(Schema(SCHEMA), windows, None)
-        gather = RowGather(source, plain)  # type: ignore[arg-type]
+        gather = RowGather(source, plain)
         names = list(plain)
         outs = []
         for name, window in plain.items():
@@ -82,7 +81,7 @@ class SourceConformance:
             outs.append(torch.full((count, window.length, *column.shape), 7, dtype=column.dtype))
         masks = {i: torch.empty(count, plain[name].length, dtype=torch.bool) for i, name in enumerate(names)}
         places = slots[[row.trajectory for row in rows]], np.array([row.anchor for row in rows])
-        gather.gather(*places, lambda: self.generations(source, places[0]), outs, masks)
+        gather.gather(*places, lambda: np.zeros_like(places[0]), outs, masks)
         expected = oracle.batch(SCHEMA, TRAJECTORIES, rows, {name: windows[name] for name in names})
         for i, name in enumerate(names):
             found = outs[i][:, 0] if plain[name].squeeze else outs[i]
@@ -97,8 +96,6 @@ class SourceConformance:
         rows = self.drawn(12)
         expected = oracle.batch(SCHEMA, TRAJECTORIES, rows, windows, layout="packed")
         places = slots[[row.trajectory for row in rows]], np.array([row.anchor for row in rows])
-        if isinstance(source, gear.Table):
-            return  # packed batches of tables have tests of their own
         lengths = source.sizes(places[0])[:, 0]
         first = np.maximum(places[1] - 10, 0)
         spans = np.stack((first, np.minimum(places[1] + 20, lengths) - first))
@@ -110,11 +107,6 @@ class SourceConformance:
             size = Schema(SCHEMA)[column].step_bytes
             where.append(Place(column, out.reshape(-1).view(np.uint8), 0, size, column == "task"))
         which = np.arange(len(rows))
-        read_packed(source, where, places[0], self.generations(source, places[0]), spans, starts, which)
+        read_packed(source, where, places[0], np.zeros_like(places[0]), spans, starts, which)
         for name, out in outs.items():
             assert np.array_equal(out, expected[name]), name
-
-    def generations(self, source: Any, slots: np.ndarray) -> np.ndarray:
-        """Generations of slots, int64 [n]; a source that has none ignores them."""
-        table = source if isinstance(source, gear.Table) else getattr(source, "table", None)
-        return np.zeros_like(slots) if table is None else table._engine.reader().arrays.generation[slots]

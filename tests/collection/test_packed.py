@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,11 +16,11 @@ from dataset_common import nothing_left, same_batches, snapshot
 from hypothesis import given
 from hypothesis import strategies as st
 from options_common import nested, nested_table
-from torch.utils.data import DataLoader
 
 import gear_loader as gear
 from gear_loader.collection import output as outputs
 from gear_loader.collection.batches import Batch
+from gear_loader.dataset.table_options import check_final
 from gear_loader.errors import CorruptTableError, SchemaError
 
 SCHEMA = {
@@ -32,7 +31,6 @@ SCHEMA = {
     "flag": gear.Column(torch.bool),
 }
 LENGTHS = (5, 1, 12, 8, 3, 20, 2, 7, 9, 4, 16, 6)
-KEYS = ("cu_seqlens", "max_seqlen", "position", "index", "anchor", "generation")
 
 
 def episode(number: int, length: int) -> dict[str, torch.Tensor]:
@@ -95,42 +93,6 @@ def check_packed(batch: Mapping[str, Any], offset: int | None = None, length: in
     return numbers
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize(
-    "selector",
-    [
-        gear.Uniform(),
-        gear.Uniform(replacement=False),
-        gear.Fifo(replacement=False),
-        gear.Lifo(),
-        gear.Prioritized(),
-        gear.TopK(),
-    ],
-    ids=repr,
-)
-def test_whole_trajectories(packed: bool, selector: Any) -> None:
-    with make_table(packed=packed) as table:
-        data = dataset(table, selector=selector, sample_info=True)
-        padded = gear.ReplayDataset(
-            table,
-            batch_size=4,
-            windows=gear.Window(20),
-            anchor="first",
-            device="cpu",
-            seed=3,
-            selector=selector,
-        )
-        for batch, other in itertools.islice(zip(data, padded, strict=True), 3):
-            check_packed(batch)
-            assert set(batch) - {"priority_weight"} == {*SCHEMA, *KEYS, "sample_info"}
-            assert batch["index"].tolist() == other["index"].tolist()
-            assert batch["token"].tolist() == other["token"][other["mask"]].tolist()
-            if selector.weighs:
-                assert batch["priority_weight"].tolist() == other["priority_weight"].tolist()
-            assert batch["sample_info"]["times_sampled"].shape == batch["index"].shape
-        check_packed(data.sample(7))
-
-
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     block_steps=st.integers(1, 9),
@@ -158,28 +120,6 @@ def test_any_lengths_blocks_and_windows(
         for batch in itertools.islice(data, 2):
             numbers = check_packed(batch, *(() if whole else (window[1], window[0])))
             assert len(numbers) == min(batch_size, len(batch["index"]))
-
-
-def test_a_full_table_evicts_beside_the_reader() -> None:
-    """Every row is one trajectory as it was added, though a thread replaces all of them again and again."""
-    with make_table([9] * 8, max_steps=80, on_full="evict_oldest") as table:
-        stop = threading.Event()
-
-        def write() -> None:
-            number = 8
-            while not stop.is_set():
-                table.add(episode(number, 1 + number * 7 % 20))
-                number += 1
-                time.sleep(0.0005)  # else its lock is hardly ever free
-
-        writer = threading.Thread(target=write)
-        writer.start()
-        try:
-            seen = {n for batch in dataset(table, batches_per_epoch=300) for n in check_packed(batch)}
-        finally:
-            stop.set()
-            writer.join()
-        assert len(seen) > 8
 
 
 def test_a_batch_that_is_kept_stays_as_it_is(table: gear.Table) -> None:
@@ -242,57 +182,6 @@ def test_memory_is_reused(table: gear.Table) -> None:
     data = dataset(table, batches_per_epoch=40, prefetch=1)
     places = [batch["token"].data_ptr() for batch in data]
     assert len(set(places[10:])) <= 5
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_data_loader_delivers_the_same(workers: int) -> None:
-    with make_table(name=f"packed-{workers}") as table:
-        try:
-            data = dataset(table, selector=gear.Uniform(replacement=False), batch_size=5)
-            expected = [snapshot_of(batch) for batch in data]
-            data.set_epoch(0)
-            loader = DataLoader(data, batch_size=None, num_workers=workers)
-            found = []
-            for batch in loader:
-                check_packed(batch)
-                found.append(snapshot_of(batch))
-            same_batches(expected, found)
-            jagged = dataset(table, selector=gear.Uniform(replacement=False), batch_size=5, layout="jagged")
-            loader = DataLoader(jagged, batch_size=None, num_workers=workers)
-            for batch, flat in zip(loader, expected, strict=True):
-                assert torch.equal(batch["wide"].values(), flat["wide"])
-                assert torch.equal(batch["wide"].offsets(), flat["cu_seqlens"])
-        finally:
-            table.unlink()
-
-
-@pytest.mark.parametrize("stop", [0, 1, 3])
-def test_it_resumes_where_it_was(table: gear.Table, stop: int) -> None:
-    data = dataset(table, batches_per_epoch=6)
-    iterator = iter(data)
-    for _ in range(stop):
-        next(iterator)
-    state = data.state_dict()
-    expected = [snapshot_of(batch) for batch in iterator]
-    again = dataset(table, batches_per_epoch=6)
-    again.load_state_dict(state)
-    same_batches(expected, [snapshot_of(batch) for batch in again])
-
-
-def test_jagged_batches_are_views_of_the_same_memory(table: gear.Table) -> None:
-    options = {"selector": gear.Uniform(replacement=False), "batch_size": 5}
-    flat = copies_of(dataset(table, **options))
-    for batch, expected in zip(dataset(table, layout="jagged", **options), flat, strict=True):
-        starts = batch["cu_seqlens"].tolist()
-        for name in ("token", "hidden", "wide", "flag", "position"):
-            assert batch[name].layout == torch.jagged
-            assert torch.equal(batch[name].values(), expected[name])
-            parts = batch[name].unbind()
-            assert [len(part) for part in parts] == np.diff(starts).tolist()
-        assert batch["token"].unbind()[0].data_ptr() == batch["token"].values().data_ptr()
-        assert torch.equal(batch["prompt"], expected["prompt"])
-        doubled = batch["hidden"] * 2 + batch["hidden"]
-        assert torch.equal(doubled.values(), expected["hidden"] * 2 + expected["hidden"])
 
 
 @pytest.mark.parametrize("output", ["dict", "tensordict"])
@@ -367,15 +256,14 @@ def test_a_corrupt_block_is_an_error(table: gear.Table) -> None:
     ("options", "message"),
     [
         ({"layout": "flat"}, "layout is 'flat'; expected 'padded', 'packed' or 'jagged'"),
-        ({"windows": gear.Window(3, pad="edge")}, r"layout='packed' was given with Window\(length=3"),
         ({"windows": {"token": gear.Whole(), "wide": gear.Window(3)}}, "of a packed batch differ"),
         ({"windows": {"position": gear.Whole(column="token")}}, "name 'position', which is a key of packed"),
         ({"windows": {"prompt": gear.Whole(), "token": gear.Whole()}}, "has one value per trajectory"),
         ({"anchor": "last"}, "anchor='last' and selector=None were given with whole trajectories"),
-        ({"selector": gear.Uniform(unit="step")}, "were given with whole trajectories"),
-        ({"complete": True}, r"Draws\(complete=True\) was given with whole trajectories"),
         ({"output": "tensordict"}, "output='tensordict' was given with layout='packed'"),
         ({"batch_size": None}, "batch_size is None; expected an integer"),
+        ({"windows": {"end": gear.Whole("token", final=True), "wide": gear.Whole()}}, "differ in final"),
+        ({"windows": {"final": gear.Whole("token", final=True)}}, "'final', which is a key"),
     ],
 )
 def test_options_that_do_not_fit(table: gear.Table, options: dict[str, Any], message: str) -> None:
@@ -386,6 +274,35 @@ def test_options_that_do_not_fit(table: gear.Table, options: dict[str, Any], mes
                 {"batch_size": 4, "windows": gear.Whole(), "layout": "packed", "device": "cpu", **options}
             ),
         )
+
+
+def test_final_steps_where_they_do_not_fit() -> None:
+    with pytest.raises(SchemaError, match="Whole final is 1; expected True or False"):
+        gear.Whole(final=1)  # type: ignore[arg-type]
+    windows = {"token": gear.Whole(final=True)}
+    message = r"^Whole\(final=True\) was given with device='cuda:1'; expected a Table and device='cpu'"
+    with pytest.raises(SchemaError, match=message):
+        check_final(windows, shards=None, device=torch.device("cuda:1"))
+
+
+@pytest.mark.parametrize("most", [3, 5, 6, 30])
+def test_final_steps_of_trajectories_that_are_cut(most: int) -> None:
+    schema = {"x": gear.Column(torch.int64, final=True), "y": gear.Column(torch.float32)}
+    with gear.Table.create(schema, max_steps=100, max_trajectories=9) as table:
+        for length in (5, 2, 6):
+            table.add({"x": torch.arange(length), "y": torch.ones(length)}, final={"x": length})
+        windows = dict.fromkeys(schema, gear.Whole(final=True))
+        cut = {"batch_size": None, "max_steps": most, "too_long": "truncate", "selector": gear.Fifo(False)}
+        found = []
+        for batch in dataset(table, windows=windows, **cut):
+            assert len(batch["x"]) <= most
+            for begin, end in itertools.pairwise(batch["cu_seqlens"].tolist()):
+                assert batch["x"][begin:end].tolist() == list(range(end - begin))
+                found.append(end - begin)
+            assert batch["final"].tolist() == [bool(most > (5, 2, 6)[i]) for i in batch["index"].tolist()]
+            last = batch["cu_seqlens"][1:][batch["final"]].long() - 1
+            assert not batch["y"][last].any()  # no final step of this column
+        assert sorted(found) == sorted(min(length + 1, most) for length in (5, 2, 6))
 
 
 def test_padding_by_torch_is_that_of_the_compiled_loop(table: gear.Table) -> None:

@@ -172,30 +172,6 @@ TIERED: dict[str, dict[str, Any]] = {
 
 
 @played
-@pytest.mark.parametrize("name", TIERED)
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("staged", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_batches_of_a_disk_tier_are_those_of_the_cpu(
-    on_cpu: OnCpu, name: str, packed: bool, staged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows in memory, on disk, and in memory again; late columns, and those per trajectory."""
-    with made_tiered(tmp_path, packed=packed) as table:
-        expected = batches(table, "cpu", **TIERED[name])
-        options = dict(TIERED[name])
-        if staged:
-            monkeypatch.setattr(type(table._engine.region), "pin", lambda *_, **__: False)
-            options["prefetch"] = 0  # the stand-in is not in other threads
-        found = batches(table, DEVICE, **options)
-        assert len(found) == len(expected) == 4
-        for one, two in zip(found, expected, strict=True):
-            same(one, two)
-        indices = torch.cat([batch["index"] for batch in found]).tolist()
-        assert not {9, 10} & set(indices)  # no late column is filled
-        assert {0, 3, 5, 7} & set(indices)
-        assert {1, 2, 4, 6, 8, 11} & set(indices)
-
-
-@played
 def test_rows_that_cannot_be_read_leave_the_batch(on_cpu: OnCpu, tmp_path: Path) -> None:
     """They are removed, and the batch is drawn again, or made without them."""
     for name, more in (("rows", {}), ("steps", {"batch_size": None, "max_steps": 300})):
@@ -238,23 +214,6 @@ def test_rows_that_are_moved_to_disk_while_they_are_listed(
         assert moved
         assert len(sources) == 3  # the first batch was listed once more
         assert sources[1] < sources[0]
-
-
-@played
-def test_a_held_batch_stays_as_it_is_while_others_grow(on_cpu: OnCpu) -> None:
-    with made_table(packed=False) as table:
-        data = gear.ReplayDataset(
-            table,
-            batch_size=gear.Steps(220),
-            windows=gear.Whole(),
-            layout="packed",
-            device=DEVICE,
-            prefetch=1,
-        )
-        held = [(batch, plain(batch)) for batch in itertools.islice(data, 8)]
-        assert len({len(batch["token"]) for batch, _ in held}) > 2
-        for batch, before in held:
-            same(plain(batch), before)
 
 
 @played

@@ -133,47 +133,6 @@ def fill_table(table: gear.Table, prompts: int = 12) -> None:
         add(table, prompt, number, 1 + (number * 7) % 5, priority=1.0 + prompt + member)
 
 
-@pytest.mark.parametrize(("selector", "likely"), [(gear.Fifo(), 1.0), (gear.Uniform(), 1 / 12)])
-def test_the_probability_of_a_group(selector: Any, likely: float) -> None:
-    with make(max_trajectories=40) as table:
-        fill_table(table)
-        info = dataset(table, selector=selector, sample_info=True).sample()["sample_info"]
-        assert torch.allclose(info["probability"], torch.tensor(likely))
-
-
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("options", [{}, {"prefetch": 2}], ids=["", "prefetch"])
-def test_groups_resume(selector: Any, options: dict[str, Any]) -> None:
-    with make() as table:
-        fill_table(table)
-        made = {"selector": selector, "batches_per_epoch": 30, **options}
-        for stop in (0, 1, 7):
-            data = dataset(table, **made)
-            batches = iter(data)
-            for _ in range(stop):
-                batch = next(batches)
-                if data.draws_by_priority:
-                    data.update_priority(batch, batch["number"] % 5 + 0.5)
-            again = dataset(table, **made)
-            again.load_state_dict(data.state_dict())
-            assert groups_of(itertools.islice(again, 6)) == groups_of(itertools.islice(batches, 6))
-
-
-def test_budgets_deliver_every_group_once_and_in_a_row() -> None:
-    with make() as table:
-        fill_table(table)
-        data = dataset(
-            table, batch_size=None, max_steps=25, selector=ONCE, layout="packed",
-            windows={"token": gear.Whole(), "prompt": None, "number": None}, prefetch=1,
-        )  # fmt: skip
-        batches = list(data)
-        assert max(int(batch["cu_seqlens"][-1]) for batch in batches) <= 25
-        joined = {name: torch.cat([batch[name] for batch in batches]) for name in ("prompt", "number")}
-        assert sorted(prompt for prompt, _ in groups_of([joined])) == list(range(12))
-        state = dataset(table, selector=ONCE).state_dict()
-        assert state["config"]["group"]["size"] == SIZE
-
-
 def test_an_incomplete_group_expires_as_a_whole() -> None:
     with make() as table:
         fill_table(table, 2)
@@ -223,7 +182,6 @@ def test_a_value_that_more_trajectories_have_is_an_error() -> None:
         ({"group_priority": "sum"}, "priority is 'sum'"),
         ({"group_max_age": 0}, "max_age is 0"),
         ({"batch_size": 7}, "multiple"),
-        ({"selector": gear.Uniform(unit="step")}, "unit='trajectory'"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:

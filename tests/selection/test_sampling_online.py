@@ -298,36 +298,6 @@ def test_a_shared_step_outlives_the_trajectory_that_it_belonged_to() -> None:
         assert table.stats().blocks_in_use == 0
 
 
-def test_chunks_that_come_and_go_while_steps_are_drawn() -> None:
-    random = np.random.default_rng(3)
-    with table_of(on_full="evict_oldest", max_steps=200) as table:
-        data = dataset_of(
-            table, selector=gear.Prioritized(unit="step"), batch_size=32, windows=gear.Window(3, offset=-1)
-        )
-        writers = [table.writer(chunk_steps=12, overlap_steps=8) for _ in range(3)]
-        streams = [rows(number + 1, 4000) for number in range(3)]
-        places = [0, 0, 0]
-        writers[0].append({name: values[:12] for name, values in streams[0].items()})
-        places[0] = 12
-        for _ in range(120):
-            which = int(random.integers(3))
-            count = int(random.integers(1, 9))
-            part = {
-                name: values[places[which] : places[which] + count] for name, values in streams[which].items()
-            }
-            writers[which].append(part)
-            places[which] += count
-            if random.random() < 0.1 and len(table) > 2:
-                table.remove(int(random.choice(table.indices())))
-            batch = data.sample()
-            number, step = batch["number"][:, 1], batch["step"][:, 1]
-            first = [int(table[int(i)]["step"][0]) for i in batch["index"]]
-            assert (step == torch.tensor(first) + batch["anchor"]).all()
-            assert ((number >= 1) & (number <= 3)).all()
-            data.update_priority(batch, torch.rand(32))
-            table.check_valid()
-
-
 def test_quantiles_of_priorities() -> None:
     with table_of(9) as table:
         data = dataset_of(table, selector=gear.Prioritized(alpha=0.5))

@@ -157,31 +157,3 @@ def test_groups_beside_writers_evictions_and_kills(options: dict[str, Any], batc
         if complete:
             sizes = {"max_steps": 60} if "max_steps" in options else {"batch_size": SIZE}
             assert sorted(check_groups(dataset(table, selector=ONCE, **sizes, **grouped))) == complete
-
-
-@LENGTHS
-def test_mixtures_beside_writers_evictions_and_kills(batches: int) -> None:
-    with storm(0) as (one, processes), storm(1) as (other, more):
-        mixed = gear.Mixture(
-            {
-                "even": (dataset(one, batch_size=1, selector=ONCE), 0.75),
-                "odd": (dataset(other, batch_size=1, selector=gear.Prioritized()), 0.25),
-            },
-            batch_size=10,
-            batches_per_epoch=batches,
-        )
-        total = torch.zeros(2)
-        for number, batch in enumerate(mixed):
-            check_rows(batch)
-            assert torch.equal(batch["prompt"] // KEYS % 2, batch["source"])  # the writers' keys
-            total += torch.bincount(batch["source"], minlength=2)
-            shares = torch.tensor([7.5, 2.5]) * (number + 1)
-            assert ((total - shares).abs() < 1).all()
-            mixed.update_priority(batch, batch["member"] + 0.5)
-            if number % max(batches // 3, 20) == 10:
-                processes.replace()
-                more.replace()
-        for table, each in ((one, processes), (other, more)):
-            each.kill()
-            bury(table)
-            table.check_valid()

@@ -124,40 +124,6 @@ def test_batches_are_those_of_the_plain_loop(
         assert (stats["fill"], stats["gone"], stats["skipped"]) == (data.batch_fill, 0, 0)
 
 
-@pytest.mark.parametrize("selector", [ONCE, gear.Uniform(), WEIGHED], ids=repr)
-@pytest.mark.parametrize("prefetch", [0, 3])
-@pytest.mark.parametrize("batches", [None, 40])
-def test_it_resumes_after_every_batch(selector: Any, prefetch: int, batches: int | None) -> None:
-    random = np.random.default_rng(1)
-    lengths = random.integers(1, 40, 150).tolist()
-    options = {
-        "selector": selector, "max_steps": 100, "lookahead": 3, "prefetch": prefetch, "batches_per_epoch": batches,
-    }  # fmt: skip
-    with make_table(lengths) as table:
-        data = dataset(table, **options)
-        whole, states = [], [data.state_dict()]
-        for epoch in range(2):
-            for batch in data:
-                whole.append((epoch, *numbers([batch])))
-                if selector is WEIGHED:
-                    data.update_priority(batch, batch["number"] % 7 + 1.0)
-                states.append(data.state_dict())
-        for stop in (0, 1, 7, 20, len(whole) // 2 + 3):
-            again = dataset(table, **options)
-            again.load_state_dict(
-                json.loads(json.dumps(states[stop])) if selector is not WEIGHED else states[stop]
-            )
-            found = []
-            for batch in itertools.islice(again, 12):
-                found += numbers([batch])
-                if selector is WEIGHED:
-                    again.update_priority(batch, batch["number"] % 7 + 1.0)
-            expected = [rows for epoch, rows in whole[stop:] if epoch == whole[min(stop, len(whole) - 1)][0]][
-                :12
-            ]
-            assert found == expected, stop
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("selector", [ONCE, gear.Uniform()], ids=repr)
 def test_workers_deliver_the_same_batches(workers: int, selector: Any) -> None:
@@ -257,8 +223,6 @@ def test_writers_between_batches(
         ({"max_steps": 5, "lookahead": -1}, "lookahead is -1"),
         ({"max_steps": 5, "too_long": "cut"}, "too_long is 'cut'; expected 'error', 'truncate' or 'skip'"),
         ({"max_steps": 5, "drop_last": True}, "drop_last was given with Steps"),
-        ({"max_steps": 5, "selector": gear.TopK()}, "of which every batch has the same trajectories"),
-        ({"max_steps": 5, "selector": gear.Fifo()}, "of which every batch has the same trajectories"),
         ({"max_steps": 5, "selector": gear.Prioritized()}, "expected Prioritized"),
     ],
 )

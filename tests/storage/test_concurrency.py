@@ -335,48 +335,6 @@ def test_what_killed_writers_had_committed_is_there(lives: int) -> None:
         nothing_is_left(table)
 
 
-def _kill_where_it_evicts(voice: Voice, name: str, seed: int, lives: int) -> int:
-    """Writers where everything goes sooner or later, and readers; returns how many readers died with tickets."""
-    generator = random.Random(seed)
-    journal = Journal()
-    reading = 0
-
-    with attach(name) as table:
-        for life in range(lives):
-            low = (seed * 1000 + life) * _NUMBERS
-            policy = generator.choice(("evict_oldest", "evict_lowest_priority"))
-            work = functools.partial(_evict_until_killed, table, journal, policy, life, low)
-            _kill_at_work(journal, work, generator.random() * 0.004)
-            table.check_valid()
-            look(table)
-            if seed == 1:
-                work = functools.partial(_read_until_killed, table, journal, life)
-                pid = _kill_at_work(journal, work, generator.random() * 0.01)
-                tickets = table._engine.region.array("readers")
-                reading += bool(((tickets[:, 0] == pid) & (tickets[:, READING] > 0)).any())
-                table.add(rows(low + _NUMBERS - 1, table._engine.longest))
-    return reading
-
-
-@pytest.mark.parametrize("lives", mostly_long([6, 100], 6))
-def test_writers_and_readers_are_killed_while_others_go_on(lives: int) -> None:
-    """With eviction every kind of change is left half done; those who are left must not notice."""
-    with named(on_full="evict_lowest_priority", max_steps=1500, max_trajectories=600) as table:
-        Author(table, 98, 98 * 10**9).add()
-        reader = Child(_read_batches, table.name, 3)
-        writer = Child(_write, table.name, 97, "evict_oldest")
-        killers = [Child(_kill_where_it_evicts, table.name, seed, lives) for seed in (1, 2)]
-        assert killers[0].result(4 * PATIENCE) >= lives // 4
-        killers[1].result(4 * PATIENCE)
-        for child in (reader, writer):
-            child.say()
-            child.result()
-        nothing_is_left(table)
-        table.add(rows(1, 1500))
-        look(table)
-        nothing_is_left(table)
-
-
 def _hold_room(voice: Voice, name: str, reads: bool) -> None:
     """Read, or write a stream, and go on when told."""
     cut = (24, 20)
@@ -394,8 +352,7 @@ def _hold_room(voice: Voice, name: str, reads: bool) -> None:
             writer.append(rows(7, 60, first=30, cut=cut))
 
 
-@pytest.mark.parametrize("reads", [True, False])
-@pytest.mark.parametrize("end", ["goes on", "is killed"])
+@pytest.mark.parametrize(("reads", "end"), [(True, "goes on"), (False, "is killed")])
 def test_room_that_a_stopped_process_holds_is_waited_for(reads: bool, end: str) -> None:
     """It is not dead: what it has is not taken, and what needs it is given up in time."""
     with named(on_full="evict_oldest", max_steps=300, max_blocks=80) as table:
@@ -424,55 +381,6 @@ def test_room_that_a_stopped_process_holds_is_waited_for(reads: bool, end: str) 
         assert waits.result() > 0
         assert look(table).names() >= {(4, 0)}
         nothing_is_left(table)
-
-
-def _evict_until_killed(table: gear.Table, journal: Journal, on_full: Any, seed: int, first: int) -> None:
-    table = gear.Table.attach(str(table.name), on_full=on_full)
-    author = Author(table, seed, first)
-    count = 400
-    ones = np.ones(count, dtype=np.int64)
-    index = table._engine.index
-    evict, _ = table._engine.policy
-    while True:
-        if seed % 4 == 0:
-            author.act()
-        elif seed % 4 == 1:
-            numbers = author.take(count) + np.arange(count)[:, None]
-            table.extend(columns_of(numbers, np.zeros((1, 1)), 1, 0, 0), lengths=ones)
-            table.add(rows(author.take(), 1200))
-        else:
-            slots, _ = index.begin(ones, evict=evict)
-            index.abort(slots)
-            if author.random.random() < 0.2:
-                author.add()
-        journal.head[6] += 1
-
-
-def _read_until_killed(table: gear.Table, journal: Journal, seed: int) -> None:
-    if seed % 3 == 2:
-        while True:
-            for _ in range(40):
-                Look(table)  # and never over
-                journal.head[6] += 1
-            readers = table._engine.region.array("readers")
-            readers[readers[:, 0] == os.getpid(), READING] = 0
-    options: dict[str, Any] = {
-        "batch_size": 64,
-        "windows": _WIDE,
-        "batches_per_epoch": math.inf,
-        "device": "cpu",
-    }
-    selector: Any = gear.Prioritized() if seed % 2 else gear.Uniform()
-    dataset = gear.ReplayDataset(
-        table, **nested({"selector": selector, "seed": seed, "prefetch": 2 * (seed % 3), **options})
-    )
-    while True:
-        with contextlib.suppress(TableEmptyError, PriorityError):  # everything may go at once
-            for batch in dataset:
-                check_batch(batch, dataset.windows)
-                if seed % 2:
-                    dataset.update_priority(batch, torch.rand(64) + 0.01)
-                journal.head[6] += 1
 
 
 def _add_that_waits(voice: Voice, name: str, number: int, length: int) -> float:
@@ -569,33 +477,6 @@ def _counts(table: gear.Table) -> tuple[int, int]:
     return table._engine.index.recovery.locked(look)
 
 
-def test_a_ratio_of_samples_to_inserts_is_kept() -> None:
-    """At every moment, and no process waits for ever."""
-    limiter = gear.SampleToInsertRatio(ratio=4, min_size=10, error_buffer=16)
-    with named(on_full="evict_oldest", max_trajectories=40, rate_limiter=limiter) as table:
-        options = {"batch_size": 8, "prefetch": 2, "seed": 3}
-        reader = Child(_draw, table.name, 55, options)  # 120 * 4 rows less 40, to within the buffer
-        reader.hear()
-        time.sleep(0.2)  # it waits
-        writers = [Child(_feed, table.name, seed, 60, ("add", "extend", "writer")) for seed in (1, 2)]
-
-        def done() -> bool:
-            added, drawn = _counts(table)
-            assert 4 * added - drawn <= 56
-            assert drawn == 0 or 4 * added - drawn >= 24
-            return all(child.has_spoken for child in (reader, *writers))
-
-        wait_until(done, pause=1e-3)
-        assert len(reader.result()) == 55 * 8
-        for writer in writers:
-            writer.result()
-        stats = table.stats()
-        assert stats.num_inserted == 120
-        assert 55 * 8 <= stats.num_sampled <= (55 + 2) * 8
-        assert stats.sample_wait > 0
-        nothing_is_left(table)
-
-
 @pytest.mark.parametrize(("readers", "prefetch"), [(1, 0), (2, 2)])
 def test_a_queue_gives_each_trajectory_out_once(readers: int, prefetch: int) -> None:
     with named(rate_limiter=gear.Queue(8), max_times_sampled=1, max_trajectories=20) as table:
@@ -625,84 +506,6 @@ def test_a_queue_gives_each_trajectory_out_once(readers: int, prefetch: int) -> 
         assert (stats.num_inserted, stats.num_sampled, stats.num_expired) == (160, 160, 160)
         assert stats.insert_wait > 0
         assert len(table) == 0
-        nothing_is_left(table)
-
-
-def _consume_until_killed(table: gear.Table, journal: Journal, seed: int) -> None:
-    dataset = gear.ReplayDataset(
-        table, batch_size=4, windows=_WHOLE, anchor="first", seed=seed, prefetch=seed % 4, device="cpu",
-        selector=gear.Fifo() if seed % 2 else gear.Uniform(), batches_per_epoch=math.inf,
-    )  # fmt: skip
-    for batch in dataset:
-        numbers, _ = check_batch(batch, dataset.windows)
-        for number in numbers.tolist():
-            journal.committed(number, 0)
-        journal.head[6] += 1
-
-
-def _kill_consumers(voice: Voice, name: str, lives: int) -> tuple[int, int]:
-    """Readers that use up what they draw are killed; what they have drawn is drawn by no other.
-
-    Returns:
-        How many trajectories were drawn; how many had been added.
-    """
-    generator = random.Random(4)
-    journal = Journal()
-    drawn: set[int] = set()
-    added = 0
-    with attach(name) as table:
-        for life in range(lives):
-            while len(table) < 250:
-                table.extend([rows(added + i, generator.randint(1, 12)) for i in range(50)])
-                added += 50
-            work = functools.partial(_consume_until_killed, table, journal, life)
-            _kill_at_work(journal, work, generator.random() * 0.004)
-            table.check_valid()
-            numbers = journal.done[: journal.head[0], 0].tolist()
-            left = set(look(table).numbers.tolist())
-            assert len(set(numbers)) == len(numbers)
-            assert not drawn & set(numbers), "drawn twice"
-            assert not left & set(numbers), "drawn, and still there"
-            drawn |= set(numbers)
-            lost = added - len(drawn) - len(left)
-            assert 0 <= lost <= 4 * 6 * (life + 1), "more has gone than was drawn ahead"
-    return len(drawn), added
-
-
-@pytest.mark.parametrize("lives", mostly_long([12, 60], 12))
-def test_consumers_are_killed(lives: int) -> None:
-    with named(max_times_sampled=1, max_steps=10_000, max_trajectories=1000) as table:
-        drawn, added = Child(_kill_consumers, table.name, lives).result(2 * PATIENCE)
-        assert drawn >= lives * 4  # each is killed after its first batch
-        assert table.stats().num_expired == added - len(table)
-        nothing_is_left(table)
-
-
-def test_a_rate_limiter_that_is_not_served() -> None:
-    """The error names it, and nothing has changed; when it is served, those who wait go on."""
-    limiter = gear.SampleToInsertRatio(ratio=2, min_size=2, error_buffer=4)
-    with named(rate_limiter=limiter) as table:
-        for number in range(4):
-            table.add(rows(number, 5))
-        writer = table.writer()
-        writer.append(rows(50, 6))
-        before = look(table).names()
-        pattern = r"Waited 0\.1 s, then timed out\. SampleToInsertRatio\(.* did not let 1 trajectory be added"
-        for call in (lambda: table.add(rows(60, 3)), lambda: table.extend([rows(60, 3)]), writer.commit):
-            with waiting(table, 0.1), pytest.raises(RateLimitError, match=pattern):
-                call()
-        assert look(table).names() == before
-        waits = Child(_add_that_waits, table.name, 70, 4)
-        waits.hear()
-        dataset = gear.ReplayDataset(table, batch_size=1, windows=_WHOLE, device="cpu", prefetch=0)
-        for _ in range(2):
-            assert not waits.has_spoken
-            dataset.sample()
-        assert waits.result() > 0
-        with waiting(table, 0.1), pytest.raises(RateLimitError, match="did not let 1 row be sampled"):
-            collections.deque((dataset.sample() for _ in range(20)), maxlen=0)
-        writer.commit()
-        assert (50, 0) in look(table).names()
         nothing_is_left(table)
 
 

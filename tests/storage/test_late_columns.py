@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import threading
 import types
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from options_common import nested_table
-from table_common import Died, bury, fresh_name, mortal
+from table_common import Died, bury, mortal
 
 import gear_loader as gear
 from gear_loader.checkpoint.trajectory_records import RECORD
@@ -341,47 +340,6 @@ def test_a_pass_begins_with_what_was_seen_when_it_began(monkeypatch: pytest.Monk
         later.join()
 
 
-def _fill_all(name: str, passes: int) -> None:
-    with gear.Table.attach(name) as table:
-        for _ in range(passes):
-            for index, generation in zip(*table.unfilled("reward"), strict=True):
-                try:
-                    row = table[int(index)]
-                    reward = value("reward", int(row["number"]), len(row["token"]))
-                    table.fill(int(index), generation=int(generation), reward=reward)
-                except (StaleIndexError, FilledError):
-                    continue
-
-
-def test_processes_fill_what_others_add_and_draw() -> None:
-    """Two fillers, one of which is killed, beside a writer that evicts: no batch has a value of another trajectory."""
-    name = fresh_name()
-    with make(name=name, on_full="evict_oldest", timeout=30.0) as table:
-        try:
-            context = multiprocessing.get_context("forkserver")
-            fillers = [context.Process(target=_fill_all, args=(name, 10**6)) for _ in range(2)]
-            for filler in fillers:
-                filler.start()
-            data = gear.ReplayDataset(
-                table, windows={"token": gear.Window(2), "number": None, "reward": None}, batch_size=6, device="cpu",
-                selector=gear.Prioritized(), batches_per_epoch=300,
-            )  # fmt: skip
-            add(table, 0)
-            for number, batch in enumerate(data, start=1):
-                add(table, number, 1 + number % 9)
-                assert torch.equal(batch["reward"], (batch["number"] + 0.5).bfloat16())
-                assert (batch["token"][:, 0] // 1000 == batch["number"]).all()
-                if number == 100:
-                    fillers[0].kill()
-            for filler in fillers:
-                filler.kill()
-                filler.join()
-            bury(table)
-            table.check_valid()
-        finally:
-            table.unlink()
-
-
 # ---------------------------------------------------------------- checkpoints
 
 
@@ -407,15 +365,6 @@ def test_checkpoints_keep_what_is_filled(tmp_path: Path) -> None:
             assert rewards(again) == [[], sorted(LATE), ["reward"], [], []]
             with pytest.raises(FilledError):
                 again.fill(int(again.indices()[2]), reward=value("reward", 2, 5))
-
-
-def test_recovery_keeps_what_is_filled(tmp_path: Path) -> None:
-    with make(disk=gear.Disk(tmp_path, sync_seconds=0.01)) as table:
-        slots = [add(table, number) for number in range(3)]
-        table.save(tmp_path)
-        table.fill(slots[2], reward=value("reward", 2, 5))
-    with gear.Table.recover(tmp_path) as again:
-        assert rewards(again) == [[], [], ["reward"]]
 
 
 def test_bits_of_columns_that_do_not_exist_are_refused(tmp_path: Path) -> None:

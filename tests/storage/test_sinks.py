@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -35,8 +36,8 @@ class Case:
     table: gear.Table
     options: dict[str, Any]
 
-    def found(self) -> list[tuple[list[int], float, float | None]]:
-        """Numbers, goal and final number of each trajectory, by its numbers."""
+    def found(self) -> list[tuple[list[int], float, float | None, float]]:
+        """Numbers, goal, final number and priority of each trajectory, by its numbers."""
         if self.source is not self.table:
             self.source.flush()
         self.table.check_valid()
@@ -47,7 +48,8 @@ class Case:
             assert rows["obs"].tolist() == [[float(number)] * 3 for number in x]
             assert rows["half"].tolist() == [[float(number % 64)] * 2 for number in x]
             last = None if final is None else float(final["obs"][0])
-            found.append((x, float(rows["goal"]), last))
+            priority = float(self.table._engine.reader().arrays.priority[slot])
+            found.append((x, float(rows["goal"]), last, priority))
         return sorted(found)
 
 
@@ -98,11 +100,12 @@ def test_one_lane(case: Case, seed: int) -> None:
             if chance.random() < 0.2:
                 writer.discard()
                 if case.options:  # what is visible stays
-                    expected.append((numbers, 0.5 * episode, None))
+                    expected.append((numbers, 0.5 * episode, None, -1.0))
             else:
                 final = chance.choice([None, {"obs": np.full(3, -episode, np.float32)}])
                 writer.commit(final=final)
-                expected.append((numbers, 0.5 * episode, None if final is None else -float(episode)))
+                last = None if final is None else -float(episode)
+                expected.append((numbers, 0.5 * episode, last, -1.0))
             assert writer.num_steps == 0
     assert case.found() == sorted(expected)
 
@@ -111,6 +114,7 @@ def test_one_lane(case: Case, seed: int) -> None:
 def test_one_lane_in_chunks(case: Case, chunk: int, overlap: int) -> None:
     options = cut(case, chunk_steps=chunk, overlap_steps=overlap)
     expected: list[list[int]] = []
+    shares = overlap and (chunk - overlap) % 4 == 0
     with case.source.writer(**options) as writer:
         writer.trajectory = {"goal": 1.0}
         for length in (1, chunk, chunk + 1, 4 * chunk - overlap, 33):
@@ -125,12 +129,22 @@ def test_one_lane_in_chunks(case: Case, chunk: int, overlap: int) -> None:
                 at += chunk - overlap
             if length > at + (overlap if at else 0):
                 expected.append(list(range(first + at, first + length)))
-    assert [x for x, _, _ in case.found()] == sorted(expected)
+    assert [x for x, *_ in case.found()] == sorted(expected)
+    if case.source is case.table:  # blocks that two chunks have in common are counted once
+        blocks = [[(x[0] // 1000, step % 1000 // 4) for step in x[:: 1 if shares else 4]] for x in expected]
+        count = len(set(itertools.chain(*blocks))) if shares else sum(map(len, blocks))
+        assert case.table.stats().blocks_in_use == count
+        for slot in np.random.default_rng(chunk).permutation(case.table.indices()).tolist():
+            expected.remove(case.table[slot]["x"].tolist())
+            case.table.remove(slot)
+            assert [x for x, *_ in case.found()] == sorted(expected)
+        assert case.table.stats().blocks_in_use == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_steps": 6}, {"chunk_steps": 7, "overlap_steps": 3}], ids=str)
 @pytest.mark.parametrize("n", [1, 5])
 def test_lanes_hold_what_single_lanes_hold(case: Case, n: int, options: dict[str, int]) -> None:
+    """Rows that end, that are left out or discarded; arrays and tensors, contiguous or not; priorities, final steps."""
     options = case.options | (cut(case, **options) if options else {})
     chance, may_end = np.random.default_rng(n), options.keys() != {"chunk_steps"}
     with gear.Table.create(COLUMNS, max_steps=20_000, max_trajectories=900, block_steps=4) as twin:
@@ -141,14 +155,30 @@ def test_lanes_hold_what_single_lanes_hold(case: Case, n: int, options: dict[str
                 done, active = chance.random(n) < 0.1, chance.random(n) < 0.8
                 final = {"obs": -np.repeat(x[:, None], 3, 1).astype(np.float32)}
                 given = final if chance.random() < 0.5 and may_end else None
+                priority = chance.random(n).astype(np.float32)
                 writer.trajectory = {"goal": np.arange(n, dtype=np.float64)}
-                writer.append(steps(x), done=done, active=active, final=given)
+                rows = steps(x)
+                if number % 3 == 1:
+                    rows = {name: torch.as_tensor(values) for name, values in rows.items()}
+                elif number % 3 == 2:
+                    rows["obs"] = np.asfortranarray(rows["obs"])
+                ends: Any = done.tolist() if number % 2 else torch.from_numpy(done)
+                found = writer.append(rows, done=ends, active=active, final=given, priority=priority)
+                expected = np.zeros(n, dtype=bool)
                 for i in np.flatnonzero(active).tolist():
-                    singles[i].trajectory = {"goal": float(i)}
-                    singles[i].append(step(int(x[i])))
+                    singles[i].trajectory, singles[i].priority = {"goal": float(i)}, float(priority[i])
+                    expected[i] = bool(singles[i].append(step(int(x[i]))))
                     if done[i]:
-                        singles[i].commit(final=None if given is None else {"obs": final["obs"][i]})
+                        more = {} if case.options else {"priority": float(priority[i])}
+                        singles[i].commit(final=None if given is None else {"obs": final["obs"][i]}, **more)
+                        expected[i] = True
+                if case.source is case.table and not case.options:
+                    assert ((found >= 0) == expected).all()
                 assert writer.num_steps.tolist() == [single.num_steps for single in singles]
+                if number == 40:
+                    writer.discard(done)
+                    for i in np.flatnonzero(done):
+                        singles[i].discard()
         for single in singles:
             if single.num_steps > (0 if case.options else int(single._lane[LANE_COMMON])):
                 single.commit()
@@ -180,7 +210,7 @@ def test_what_does_not_fit_changes_nothing(case: Case) -> None:
             writer.commit()
     with pytest.raises(SchemaError, match="Nothing has been appended"):
         writer.commit()
-    assert [x for x, _, _ in case.found()] == [[0], [0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6]]
+    assert [x for x, *_ in case.found()] == [[0], [0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6]]
 
 
 def test_an_interruption_leaves_a_writer_that_goes_on(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +240,6 @@ def test_an_interruption_leaves_a_writer_that_goes_on(case: Case, monkeypatch: p
             writer.append(step(7))
             writer.commit()
             writer.close()
-    found = [x for x, _, _ in case.found()]
+    found = [x for x, *_ in case.found()]
     assert found.count([7]) == 6
     assert all(x in ([7], [0, 1, 2], [0, 1, 2, 3, 4]) for x in found)

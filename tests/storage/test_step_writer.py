@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -170,25 +168,3 @@ def test_a_checkpoint_has_what_has_grown_since_the_last_one(tmp_path: Path) -> N
                         [7, 8, 9],
                         list(range(number + 1)),
                     ]
-
-
-def test_the_steps_of_a_killed_process_stay() -> None:
-    name = f"test.steps.{os.getpid()}"
-    with table(name=name, on_full="evict_oldest") as made:
-        child = os.fork()
-        if child == 0:
-            with gear.Table.attach(name) as attached:
-                writer = attached.writer(commit_every_step=True)
-                for number in range(10**6):
-                    writer.append(step(number % 100))
-                    if number % 100 == 99:
-                        writer.commit()
-        while made.num_steps < 150:
-            pass
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        made.check_valid()
-        for index in made.indices():
-            assert made[int(index)]["x"].tolist() == list(range(len(made[int(index)]["x"])))
-        made.add(steps([1, 2]))
-        made.unlink()

@@ -19,14 +19,11 @@ import torch
 from options_common import nested_table
 from table_common import (
     COLUMNS,
-    DTYPES,
-    bits,
     fresh_name,
     in_three_steps,
     named,
     number_of,
     numbers_of,
-    random_values,
     rows,
 )
 
@@ -49,28 +46,6 @@ def table() -> Iterator[gear.Table]:
     with gear.Table.create(COLUMNS, max_steps=200, max_trajectories=16, block_steps=4) as table:
         yield table
         table.check_valid()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for shape, block_steps in (((), 7), ((1,), 1), ((3, 5), 1000)):
-        sizes = {"max_steps": 300, "max_trajectories": 40, "block_steps": block_steps}
-        with gear.Table.create({"x": gear.Column(dtype, shape)}, **nested_table(sizes)) as table:
-            kept = {}
-            for length in (1, 6, 7, 8, 14, 15, 63):
-                values = random_values(dtype, (length, *shape), generator)
-                kept[table.add({"x": values})] = values
-                if dtype is not torch.bfloat16:
-                    kept[table.add({"x": values.numpy()})] = values
-                table.check_valid()
-                if len(kept) > 6:
-                    table.remove(first := next(iter(kept)))
-                    del kept[first]
-            for index, values in kept.items():
-                found = table[index]["x"]
-                assert (found.dtype, found.shape, found.is_contiguous()) == (dtype, values.shape, True)
-                assert bits(found) == bits(values)
 
 
 def test_what_was_added_and_what_is_read_are_copies(table: gear.Table) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from options_common import nested
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
@@ -81,51 +80,18 @@ def by_stack(table: gear.Table, contiguous: bool = True) -> None:
     table.extend(columns, lengths=LENGTHS)
 
 
-def by_writer(table: gear.Table, **options: Any) -> None:
-    with table.writer(**options) as writer:
-        for number, length in enumerate(LENGTHS):
-            writer.trajectory = once(number)
-            for step in range(length):
-                writer.append({name: value[step] for name, value in steps(number, length).items()})
-            writer.commit()
-
-
-def by_commit(table: gear.Table) -> None:
-    writer = table.writer()
-    for number, length in enumerate(LENGTHS):
-        writer.append(steps(number, length))
-        writer.commit(trajectory=once(number), final={"obs": np.zeros(2, np.float32)})
-
-
-def by_vector(table: gear.Table, **options: Any) -> None:
-    with table.writers(2, **options) as writers:
-        for number in range(0, len(LENGTHS), 2):
-            pair = np.array([number, number + 1])
-            writers.trajectory = {
-                "goal": torch.tensor(pair, dtype=torch.float32)[:, None].expand(2, 3).contiguous(),
-                "score": 1.5 * pair,
-            }
-            for step in range(3):
-                rows = {"obs": np.zeros((2, 2), np.float32), "number": pair}
-                writers.append(rows, done=[step == 2] * 2)
-
-
 WAYS = {
     "add": by_add,
     "list": by_list,
     "iterator": by_iterator,
     "stack": by_stack,
     "any stack": lambda table: by_stack(table, False),
-    "writer": by_writer,
-    "commit": by_commit,
-    "step by step": lambda table: by_writer(table, commit_every_step=True),
-    "vector": by_vector,
-    "vector, step by step": lambda table: by_vector(table, commit_every_step=True),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_in(way: str) -> None:
+    """Writers are in `test_sinks`."""
     with made() as table:
         for _ in range(2):  # in fresh blocks, and in some that were used before
             WAYS[way](table)
@@ -141,45 +107,6 @@ def test_chunks_that_share_blocks_have_values_of_their_own() -> None:
         writer.commit(trajectory=once(99))
         assert [int(table[index]["goal"][0]) for index in table.indices().tolist()] == [11, 19, 27, 99]
         assert table.stats().blocks_in_use == 8
-
-
-@pytest.mark.parametrize("shards", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"prefetch": 2},
-        {"selector": gear.Prioritized(unit="step"), "complete": True},
-        {"selector": gear.Prioritized(replacement=False)},
-    ],
-    ids=["uniform", "complete", "prioritized"],
-)
-def test_batches_have_them_in_every_row(options: dict[str, Any], shards: bool) -> None:
-    with made() as table:
-        by_add(table)
-        windows = {
-            "number": gear.Window(3, -1, "edge"),
-            "goal": None,
-            "aim": gear.Window(1, column="goal"),
-            "score": None,
-        }
-        source = gear.distributed.Shards(table) if shards else table
-        dataset = gear.ReplayDataset(
-            source, **nested({"batch_size": 4, "windows": windows, "batches_per_epoch": 6, **options})
-        )
-        for batch in dataset:
-            number = batch["number"][:, :1]
-            assert torch.equal(batch["goal"], number.expand(-1, 3).float())
-            assert torch.equal(batch["aim"], batch["goal"])
-            assert torch.equal(batch["score"], 1.5 * number[:, 0])
-            (mask,) = batch["mask"].values()  # of the only column with steps
-            assert mask.shape == number.expand(-1, 3).shape
-        every = gear.ReplayDataset(table, batch_size=2, windows=gear.Window(2)).sample()
-        assert {name: tuple(every[name].shape) for name in SCHEMA} == {
-            "goal": (2, 3),
-            "obs": (2, 2, 2),
-            "score": (2,),
-            "number": (2, 2),
-        }
 
 
 def test_checkpoints_have_a_row_for_each_trajectory(tmp_path: Path) -> None:

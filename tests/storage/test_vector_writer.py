@@ -50,63 +50,6 @@ def scalars(table: gear.Table) -> list[list[int]]:
     return [trajectory["x"] for _, trajectory in shown(table)]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"chunk_steps": 6}, {"chunk_steps": 5, "overlap_steps": 2}, {"chunk_steps": 8, "overlap_steps": 4}],
-)
-@pytest.mark.parametrize("n", [1, 5])
-def test_it_leaves_what_single_writers_leave(n: int, options: dict[str, int]) -> None:
-    """Random ends, skipped rows and priorities, arrays and tensors, contiguous or not."""
-    random = np.random.default_rng(n)
-    sizes = {"max_steps": 4000, "max_trajectories": 400, "block_steps": 4}
-    with (
-        gear.Table.create(COLUMNS, **nested_table(sizes)) as table,
-        gear.Table.create(COLUMNS, **nested_table(sizes)) as expected,
-    ):
-        vector = table.writers(n, **options)
-        singles = [expected.writer(**options) for _ in range(n)]
-        for step in range(120):
-            rows = rows_of(step, n)
-            done, active = random.random(n) < 0.1, random.random(n) < 0.8
-            priority = random.random(n).astype(np.float32)
-            found = np.full(n, -1)
-            for i in np.flatnonzero(active):
-                singles[i].priority = float(priority[i])
-                for index in singles[i].append({name: values[i] for name, values in rows.items()}):
-                    found[i] = index
-                if done[i]:
-                    found[i] = singles[i].commit(float(priority[i]))
-            if step % 3 == 1:
-                rows = {name: torch.as_tensor(values) for name, values in rows.items()}
-            elif step % 3 == 2:
-                rows["value"] = np.asfortranarray(rows["value"])
-            given: Any = done.tolist() if step % 2 else torch.from_numpy(done)
-            indices = vector.append(rows, done=given, active=active, priority=priority)
-            assert ((indices >= 0) == (found >= 0)).all()
-            for ours, theirs in zip(indices[found >= 0], found[found >= 0], strict=True):
-                assert table[ours]["x"].tolist() == expected[theirs]["x"].tolist()
-            assert vector.num_steps.tolist() == [writer.num_steps for writer in singles]
-            if step == 60:
-                vector.discard(done)
-                for writer, which in zip(singles, done, strict=True):
-                    if which:
-                        writer.discard()
-        assert shown(table) == shown(expected)
-        mask = np.arange(n) != 1
-        open_before = vector.num_steps
-        indices = vector.commit(mask, priority=2.0)
-        assert ((indices >= 0) == (mask & (open_before > 0))).all()
-        vector.close()
-        for i, writer in enumerate(singles):
-            if mask[i] and writer.num_steps:
-                writer.commit(2.0)
-            writer.close()
-        assert shown(table) == shown(expected)
-        table.remove(table.indices())
-        table.check_valid()
-        assert table.stats().blocks_in_use == 0
-
-
 def test_the_end_of_a_block_commits_what_is_open_or_nothing() -> None:
     with gear.Table.create(SCALAR, max_steps=40, max_trajectories=8, block_steps=4) as table:
         with table.writers(3) as writer:
@@ -230,6 +173,15 @@ def test_a_chunk_that_may_not_be_committed_is_kept_without_its_last_step() -> No
         assert scalars(table) == [[0, 10, 20, 30, 40, 50], [1, 11, 21, 31, 41, 51]]
 
 
+def test_a_commit_tells_the_index_of_each_environment() -> None:
+    with gear.Table.create(SCALAR, max_steps=40, max_trajectories=8, block_steps=4) as table:
+        writer = table.writers(3)
+        writer.append(x=np.arange(3), active=[True, True, False])
+        assert writer.commit([False, True, True], priority=2.0).tolist() == [-1, 1, -1]
+        assert shown(table) == [(2.0, {"x": [1]})]
+        assert writer.commit().tolist() == [0, -1, -1]
+
+
 def test_an_interruption_discards_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     append_rows = copying.append_rows
 
@@ -273,32 +225,6 @@ def test_a_vector_writer_after_a_fork() -> None:
         forked(work)
 
 
-@pytest.mark.parametrize("options", [{}, {"commit_every_step": True}])
-def test_final_steps_and_steps_at_once(options: dict[str, Any]) -> None:
-    columns = {"x": gear.Column(torch.int64, final=True), "y": gear.Column(torch.float32)}
-    with gear.Table.create(columns, max_steps=200, max_trajectories=20, block_steps=4) as table:
-        writer = table.writers(3, **options)
-        lengths = (2, 5, 3)
-        for step in range(5):
-            x = np.array([100 * i + step for i in range(3)])
-            done = np.array([step + 1 == length for length in lengths])
-            active = np.array([step < length for length in lengths])
-            final = {"x": x + 1}
-            if step == 0:
-                with pytest.raises(SchemaError, match=r"final has \['y'\]; expected the columns \['x'\]"):
-                    writer.append(x=x, y=np.zeros(3, np.float32), final={"y": np.zeros(3, np.float32)})
-            indices = writer.append(x=x, y=np.zeros(3, np.float32), done=done, active=active, final=final)
-            assert ((indices >= 0) == done).all()
-            for i in np.flatnonzero(done).tolist():
-                found = table.final(int(indices[i]))
-                assert found is not None
-                assert found["x"] == 100 * i + lengths[i]
-            if options:
-                assert table.num_steps == sum(min(step + 1, length) for length in lengths)
-            table.check_valid()
-        assert sorted(scalars(table)) == [list(range(100 * i, 100 * i + n)) for i, n in enumerate(lengths)]
-
-
 def test_final_steps_as_gymnasium_gives_them() -> None:
     """In autoreset mode SAME_STEP: an array of objects, None where no episode ended; nothing where none did."""
     columns = {"x": gear.Column(torch.float32, (2,), final=True), "y": gear.Column(torch.int64, final=True)}
@@ -326,6 +252,7 @@ def test_final_steps_as_gymnasium_gives_them() -> None:
             (by_column, "Column 'x' of final is None for environment 2, whose trajectory ends"),
             (last, "final of environment 2, whose trajectory ends, is None; expected the columns"),
             (short, r"Column 'x' of final is of shape \[1\] for environment 0"),
+            ({"x": full["x"]}, r"final has \['x'\]; expected the columns \['x', 'y'\]"),
             ({"x": [None], "y": [None]}, "Column 'x' of final has 1 rows; expected one for each of 3"),
         ):
             with pytest.raises(SchemaError, match=message):
@@ -466,11 +393,11 @@ def test_arrays_that_are_not_what_they_seem_are_looked_at_again() -> None:
 @pytest.mark.parametrize("commit_every_step", [False, True])
 def test_values_of_a_mapping_that_makes_them_stay_until_they_are_copied(commit_every_step: bool) -> None:
     """A mapping that is no dict, beside keywords: both are put into a dict that nobody else holds."""
-    columns = {"obs": gear.Column(torch.float32, (1 << 14,)), "reward": gear.Column(torch.float32)}
+    columns = {"obs": gear.Column(torch.float32, (1 << 10,)), "reward": gear.Column(torch.float32)}
     with gear.Table.create(columns, max_steps=256, max_trajectories=64) as table:
         writer = table.writers(64, commit_every_step=commit_every_step)
         for step in range(1, 4):
-            made = types.MappingProxyType({"obs": np.full((64, 1 << 14), step, np.float32)})
+            made = types.MappingProxyType({"obs": np.full((64, 1 << 10), step, np.float32)})
             writer.append(made, reward=np.full(64, step, np.float32))
         writer.commit()
         for index in table.indices():

@@ -331,29 +331,6 @@ def test_the_context_manager_commits_at_a_clean_end(table: gear.Table) -> None:
     nothing_left(table)
 
 
-@pytest.mark.parametrize(("what", "moment"), [("copy", "before"), ("roll", "before"), ("roll", "after")])
-def test_interrupted_while_it_commits(what: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Committed or dropped; in no case is what has been committed written to, or committed again."""
-    with make() as table:
-        writer = table.writer(chunk_steps=8, overlap_steps=4 if what == "roll" else 3)
-        count(writer, 0, 7)
-        genuine = table._engine.index.change_lanes
-
-        def interrupted(*args: Any, **options: Any) -> None:
-            if moment == "after":
-                genuine(*args, **options)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(table._engine.index, "change_lanes", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            writer.append(x=7)
-        monkeypatch.undo()
-        assert contents(table) == ([list(range(8))] if moment == "after" else [])
-        assert writer.num_steps == 0
-        count(writer, 10, 18)
-        assert contents(table)[-1] == list(range(10, 18))
-
-
 # Full tables -----------------------------------------------------------------------------------------
 
 
@@ -547,68 +524,6 @@ def test_a_closed_table() -> None:
         writer.close()
         assert table.stats().num_writing == 0
         nothing_left(table)
-
-
-def cut(steps: int, chunk: int, overlap: int, *, commit: bool) -> list[list[int]]:
-    """The chunks of a stream of `steps` steps 0, 1, 2, ...: what the writer must make of it."""
-    chunks, begin = [], 0
-    while begin + chunk <= steps:
-        chunks.append(list(range(begin, begin + chunk)))
-        begin += chunk - overlap
-    rest = list(range(begin, steps))
-    fresh = len(rest) - (overlap if chunks else 0)
-    return chunks + ([rest] if commit and fresh > 0 else [])
-
-
-def blocks_of(chunks: list[list[int]], chunk: int, overlap: int, block_steps: int) -> int:
-    """Blocks that they take when those that two of them have in common are counted once."""
-    stride = chunk - overlap
-    if not overlap or stride % block_steps:
-        return sum(-(-len(one) // block_steps) for one in chunks)
-    return len({step // block_steps for one in chunks for step in one})
-
-
-hypothesis = pytest.importorskip("hypothesis")
-st = pytest.importorskip("hypothesis.strategies")
-
-
-@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
-@hypothesis.given(data=st.data())
-def test_chunks_of_all_sizes(data: Any) -> None:
-    """Any sizes, appended in any pieces by several writers, then removed in any order."""
-    chunk = data.draw(st.integers(1, 9), "chunk")
-    overlap = data.draw(st.integers(0, chunk - 1), "overlap")
-    block_steps = data.draw(st.integers(1, 5), "block_steps")
-    streams = data.draw(st.lists(st.integers(1, 25), min_size=1, max_size=3), "streams")
-    commit = data.draw(st.lists(st.booleans(), min_size=3, max_size=3), "commit")
-    with make(max_steps=1000, max_trajectories=100, block_steps=block_steps) as table:
-        writers = [table.writer(chunk_steps=chunk, overlap_steps=overlap) for _ in streams]
-        places = [0] * len(streams)
-        order: list[list[int]] = []
-        while todo := [i for i, steps in enumerate(streams) if places[i] < steps]:
-            which = data.draw(st.sampled_from(todo), "which")
-            size = data.draw(st.integers(1, min(6, streams[which] - places[which])), "size")
-            begin = 1000 * which + places[which]
-            one = size == 1 and data.draw(st.booleans(), "one")
-            for index in writers[which].append(x=begin if one else np.arange(begin, begin + size)):
-                order.append(table[index]["x"].tolist())
-            places[which] += size
-            table.check_valid()
-        for writer, ends in zip(writers, commit, strict=False):
-            writer.commit() if ends else writer.discard()
-        cuts = [cut(steps, chunk, overlap, commit=commit[i]) for i, steps in enumerate(streams)]
-        expected = [[1000 * i + step for step in one] for i, chunks in enumerate(cuts) for one in chunks]
-        assert contents(table)[: len(order)] == order
-        assert sorted(contents(table)) == sorted(expected)
-        blocks = sum(blocks_of(chunks, chunk, overlap, block_steps) for chunks in cuts)
-        assert table.stats().blocks_in_use == blocks
-        left = {int(index): table[int(index)]["x"].tolist() for index in table.indices()}
-        for index in data.draw(st.permutations(list(left)), "removed"):
-            table.remove(index)
-            del left[index]
-            table.check_valid()
-            assert {i: table[i]["x"].tolist() for i in left} == left
-        assert table.stats().blocks_in_use == 0
 
 
 def test_a_stream_through_a_table_of_its_size() -> None:

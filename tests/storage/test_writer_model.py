@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from index_common import SCALAR, same_snapshot, values_at, values_of, watch_moves
+from index_common import SCALAR, Follower, same_snapshot, values_at, values_of, watch_moves
 from options_common import nested_table
 from table_common import Died, bury, fresh_name, mortal
 
 import gear_loader as gear
-from gear_loader.errors import GearError, LockTimeoutError, TableFullError
+from gear_loader.errors import GearError, LockTimeoutError, StaleIndexError, TableFullError
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.native.lanes import LANE_HELD
 from gear_loader.storage.counters import DIRTY, HALF, INSERT_WAIT
@@ -95,6 +95,8 @@ class WriterMachine(stateful.RuleBasedStateMachine):
         self.streams: list[Stream] = []
         self.reads: list[Read] = []
         self.numbers = itertools.count(1)
+        self.generations: dict[int, tuple[int, Entry | None]] = {}
+        self.follower = Follower(self.table)
         for strides, overlap in streams:  # that share blocks
             self.open(strides * block_steps + overlap, overlap)
 
@@ -250,6 +252,23 @@ class WriterMachine(stateful.RuleBasedStateMachine):
             return
         self.settle([Entry(values, UNSET if priority is None else priority)])
 
+    @stateful.rule(lengths=st.lists(st.integers(1, 9), max_size=4), stacked=st.booleans())
+    def extend(self, lengths: list[int], stacked: bool) -> None:
+        """All of them or none."""
+        each = [[next(self.numbers) for _ in range(length)] for length in lengths]
+        given: Any = [{"x": np.array(values)} for values in each]
+        options: dict[str, Any] = {"priority": [float(length) for length in lengths]}
+        if stacked and lengths:
+            given = {"x": np.stack([np.resize(values, max(lengths)) for values in each])}
+            options["lengths"] = lengths
+        try:
+            slots = self.table.extend(given, **options)
+        except GearError:
+            self.settle([])
+            return
+        assert len(set(slots.tolist())) == len(lengths)
+        self.settle([Entry(values, float(len(values))) for values in each])
+
     @stateful.precondition(lambda self: self.live)
     @stateful.rule(data=st.data())
     def remove(self, data: Any) -> None:
@@ -310,6 +329,19 @@ class WriterMachine(stateful.RuleBasedStateMachine):
     def end_read(self, read: Read) -> None:
         read.ticket.end()
         self.reads.remove(read)
+
+    @stateful.rule()
+    def look_for_changes(self) -> None:
+        self.follower.repaired = True  # what was touched how often is not noted here
+        self.follower.look()
+
+    @stateful.rule(slot=st.integers(-2, 14))
+    def touch_a_stale_index(self, slot: int) -> None:
+        if slot not in self.live:
+            with pytest.raises(StaleIndexError, match=rf"^Index {slot} names no live trajectory: .* "):
+                self.table[slot]
+            with pytest.raises(StaleIndexError):
+                self.table.remove([*self.live, slot])
 
     @stateful.rule()
     def find_the_index_half_changed(self) -> None:
@@ -379,7 +411,13 @@ class WriterMachine(stateful.RuleBasedStateMachine):
         table.check_valid()
         same_snapshot(table)
         assert self.now() == list(self.live)
+        assert (len(table), table.indices().tolist()) == (len(self.live), list(self.live))
+        assert table.lengths().tolist() == [len(entry.values) for entry in self.live.values()]
+        assert table.num_steps == sum(len(entry.values) for entry in self.live.values())
         for slot, entry in self.live.items():
+            generation, known = self.generations.get(slot, (0, None))
+            assert (index.arrays.generation[slot] > generation) == (known is not entry)
+            self.generations[slot] = int(index.arrays.generation[slot]), entry
             assert values_of(table, slot) == entry.values
             assert index.arrays.priority[slot] == entry.priority
             assert index.arrays.sampled[slot] == entry.drawn
