@@ -8,10 +8,7 @@ import logging
 import multiprocessing
 import os
 import shutil
-import signal
-import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ import numpy as np
 import pytest
 from cases import points
 from checkpoint_common import flip
-from table_common import Died, bits, bury, fresh_name, mortal
+from table_common import Died, bits, bury, mortal
 from tier_common import NEVER, everything, final, rows, spill, tiered
 from waiting_common import wait_until
 
@@ -103,46 +100,6 @@ def test_a_death_at_every_store(tmp_path: Path, what: str, reads: bool, every: i
             if done:
                 return
         pytest.fail("it never came to its end")
-
-
-def _own(pipe: Connection, path: str, name: str) -> None:
-    with tiered(Path(path), name=name, on_full="evict_oldest") as table:
-        pipe.send(None)
-        number = 0
-        while True:
-            add(table, number, 1 + number % 20)
-            number += 1
-
-
-@pytest.mark.long
-def test_an_owner_is_killed_while_it_moves_trajectories(tmp_path: Path) -> None:
-    """What is left in memory and on disk is whole for those who have attached, and the rest is recovered."""
-    for turn in range(6):
-        path, name = tmp_path / str(turn), fresh_name()
-        pipe, theirs = CONTEXT.Pipe()
-        owner = CONTEXT.Process(target=_own, args=(theirs, str(path), name), daemon=True)
-        owner.start()
-        theirs.close()
-        assert pipe.poll(PATIENCE)
-        with gear.Table.attach(name, timeout=PATIENCE) as table:
-            wait_until(lambda: table._engine.num_spilled > 5)
-            time.sleep(0.02 * turn)
-            assert owner.pid is not None
-            os.kill(owner.pid, signal.SIGKILL)
-            owner.join(PATIENCE)
-            bury(table)
-            table.check_valid()
-            for slot in table.indices().tolist():
-                _check_whole(table, slot)
-            with pytest.raises(
-                TableFullError, match=f"process {owner.pid} that moved trajectories there has ended"
-            ):
-                _fill(table, 200)
-            table.unlink()
-        with gear.Table.recover(gear.Disk(path, sync_seconds=NEVER, size="1GiB")) as table:
-            assert table._engine.num_spilled > 0
-            for slot in table.indices().tolist():
-                _check_whole(table, slot)
 
 
 def _check_whole(table: gear.Table, slot: int) -> None:

@@ -391,7 +391,7 @@ class SpanWorld(World):
         assert index.recovery.locked(lambda: index.allocator.flip(-1))
 
 
-@pytest.fixture(params=[True, False], ids=["packed", "apart"])
+@pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.long)], ids=["packed", "apart"])
 def spans(owner: Owner, request: pytest.FixtureRequest) -> Iterator[SpanWorld]:
     world = SpanWorld(owner, packed=request.param)
     yield world
