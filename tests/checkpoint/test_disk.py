@@ -37,7 +37,6 @@ from waiting_common import wait_until
 import gear_loader as gear
 from gear_loader.checkpoint import behind, changes, index, saving, spilling
 from gear_loader.checkpoint import files as files_module
-from gear_loader.checkpoint.names import LOCK_NAME
 from gear_loader.checkpoint.trajectory_records import RECORD
 from gear_loader.errors import CheckpointError, LockTimeoutError, SchemaError
 
@@ -526,19 +525,6 @@ def test_a_forked_child_does_not_write(tmp_path: Path) -> None:
         os.close(theirs)
         _, status = os.waitpid(child, 0)
     assert status == 0
-
-
-def test_closing_releases_the_lock_before_a_forked_child_has_closed_its_copy(tmp_path: Path) -> None:
-    with make(disk=disk(tmp_path)) as table:
-        table.add(rows(0, 5))
-        path = os.path.realpath(tmp_path / LOCK_NAME)
-        held = [fd for fd in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{fd}") == path]
-        copy = os.dup(int(held[0]))
-    try:
-        with gear.Table.recover(tmp_path) as again:
-            assert numbers_of(again) == [0]
-    finally:
-        os.close(copy)
 
 
 PROGRAM = """

@@ -252,25 +252,6 @@ def test_priorities_stay_on_the_way_to_disk_and_back(tmp_path: Path) -> None:
         assert data.num_stale == 3
 
 
-def test_steps_of_a_stream_belong_to_each_of_its_trajectories(tmp_path: Path) -> None:
-    with tiered(tmp_path) as table:
-        with table.writer(chunk_steps=8, overlap_steps=4) as writer:
-            values = rows(0, 20)
-            writer.trajectory = {"task": values.pop("task")}
-            writer.append(values)
-            writer.commit()
-        data, twin = dataset(table), Twin(table)
-        twin.check(data)
-        slots = table.indices()
-        data.update_priority(slots[:1], [4.0], anchor=[6])
-        twin.priorities[0][6] = 4.0
-        twin.check(data)  # not the second step of the trajectory that follows
-        table.save(tmp_path)
-        for slot in slots.tolist():
-            assert spill(table, [slot]) == 1
-            twin.check(data)
-
-
 def test_a_tree_takes_lengths_of_the_moment_of_its_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

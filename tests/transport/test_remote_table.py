@@ -8,6 +8,7 @@ import inspect
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ import pytest
 import torch
 from options_common import nested_table
 from table_common import fresh_name
-from transport_common import SECRET, Proxy, Serving, serving
+from transport_common import SECRET, Proxy, Serving, certificate, serving
 from waiting_common import wait_until
 
 import gear_loader as gear
@@ -275,15 +277,18 @@ def test_what_cannot_be_connected_to() -> None:
         gear.Table.create(NUMBERS, max_steps=1, max_trajectories=1).serve()
 
 
-def test_several_tables_of_one_server_which_is_started_again() -> None:
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="the command openssl is needed")
+def test_several_tables_of_one_server_which_is_started_again(tmp_path: Path) -> None:
+    files = certificate(tmp_path, "right", "IP:127.0.0.1")
     sizes = {"max_steps": 40, "max_trajectories": 4}
     with named(NUMBERS, **sizes) as first, named(NUMBERS, **sizes) as second, contextlib.ExitStack() as stack:
-        server = gear.serve([first, second], secret=SECRET)
+        server = gear.serve([first, second], secret=SECRET, tls=files)
         try:
             assert list(server.urls) == [first.name, second.name]
             assert server.url == server.urls[str(first.name)]
+            assert server.url.startswith("gears://127.0.0.1:")
             remotes = [
-                stack.enter_context(gear.connect(url, secret=SECRET, timeout=20.0))
+                stack.enter_context(gear.connect(url, secret=SECRET, ca_file=files[0], timeout=20.0))
                 for url in server.urls.values()
             ]
             for number, remote in enumerate(remotes):
@@ -293,7 +298,7 @@ def test_several_tables_of_one_server_which_is_started_again() -> None:
             os.kill(server.pid, signal.SIGKILL)
             server.stop()
             assert not server.alive()
-            server = gear.serve((first, second), secret=SECRET, port=port)
+            server = gear.serve((first, second), secret=SECRET, port=port, tls=files)
             for number, remote in enumerate(remotes):
                 remote.add({"number": torch.tensor([10 + number])})
         finally:
