@@ -12,7 +12,7 @@ import pytest
 import torch
 from options_common import nested
 from table_common import bits
-from tier_common import batch_bits, fitting, spill, tiered
+from tier_common import spill, tiered
 
 import gear_loader as gear
 
@@ -43,35 +43,6 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
         **options,
     }
     return gear.ReplayDataset(table, **nested(given))
-
-
-def tensors(batch: gear.Batch) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-
-
-@pytest.mark.parametrize(
-    "options", [{"prefetch": 2}, {"max_steps": 40, "batch_size": None, "layout": "packed"}]
-)
-def test_epochs_and_resuming(tmp_path: Path, options: dict[str, Any]) -> None:
-    with fitting(COLUMNS) as whole, tiered(tmp_path, COLUMNS, blocks=20) as table:
-        for number in range(45):
-            add(table, number)
-            add(whole, number)
-        assert table._engine.num_spilled > 20
-        pair = []
-        for one in (table, whole):
-            windows = {"token": gear.Whole() if "layout" in options else gear.Window(3), "prompt": None}
-            given = {**options, "windows": windows, "selector": gear.Uniform(replacement=False)}
-            first = dataset(one, **given)
-            iterator = iter(first)
-            batches = [batch_bits(tensors(next(iterator)))]
-            state = first.state_dict()
-            del iterator
-            again = dataset(one, **given)
-            again.load_state_dict(state)
-            pair.append(batches + [batch_bits(tensors(batch)) for batch in again])
-        assert pair[0] == pair[1]
-        assert len(pair[0]) > 2
 
 
 def test_values_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

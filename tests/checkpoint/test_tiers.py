@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import multiprocessing
 import os
@@ -409,41 +408,6 @@ def test_shared_blocks_wait_for_all_readers(tmp_path: Path) -> None:
             assert spill(table, [slot]) == 1
             table.check_valid()
         assert everything(table) == before
-
-
-# Shards and servers ----------------------------------------------------------------------------------
-
-
-def test_shards_of_it_equal_those_that_fit(tmp_path: Path) -> None:
-    drawn: list[list[Any]] = []
-    for kind in ("whole", "tiered"):
-        tables = [fitting() if kind == "whole" else tiered(tmp_path / str(i)) for i in range(2)]
-        with contextlib.ExitStack() as stack:
-            for i, table in enumerate(tables):
-                stack.enter_context(table)
-                for number in range(30):
-                    add(table, 100 * i + number, 1 + number * 7 % 23)
-            data = dataset(gear.distributed.Shards(tables), selector=gear.Prioritized(), batches_per_epoch=6)  # type: ignore[arg-type]
-            drawn.append([])
-            for batch in data:
-                drawn[-1].append(batch_bits(batch))
-                data.update_priority(batch, batch["anchor"] + 1.0)
-            if kind == "tiered":
-                assert all(table._engine.num_spilled > 10 for table in tables)
-                lost = _lose(tables[0], tmp_path / "0")
-                for batch in data:
-                    assert not set(batch["index"][batch["shard"] == 0].tolist()) & set(lost)
-    assert drawn[0] == drawn[1]
-
-
-def _lose(table: gear.Table, path: Path) -> list[int]:
-    """Damage the files of a table; return the trajectories that lie there only."""
-    table._engine._tier_reader = None
-    for file in path.glob("segments/*/wide.npy"):
-        os.truncate(file, 100)
-    slots = table.indices()
-    found: list[int] = slots[table._engine.region.array("extent")[slots, 1] < 0].tolist()
-    return found
 
 
 # Refused ---------------------------------------------------------------------------------------------

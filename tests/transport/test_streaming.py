@@ -173,24 +173,8 @@ def is_stored(table: gear.Table, slot: int, number: int = 7, steps: int = 22) ->
     return len(table) == 1 and all(torch.equal(found[name], wanted[name]) for name in COLUMNS)
 
 
-def test_the_server_has_the_full_pieces_of_an_open_trajectory(table: gear.Table) -> None:
-    with (
-        serving(str(table.name)) as server,
-        gear.connect(url_of(server.address, table), secret=SECRET) as remote,
-    ):
-        writer = begin(remote, server)
-        assert len(table) == 0, "nothing can be drawn before the commit"
-        last = {"obs": torch.full((3,), -1.0)}
-        slot = writer.commit(2.5, final=last, trajectory=goal(7))
-        assert is_stored(table, slot)
-        final = table.final(slot)
-        assert final is not None
-        assert torch.equal(final["obs"], last["obs"])
-        assert server.server.resources.open_parts.size == 0
-
-
-@pytest.mark.parametrize("how", ["cut", "bytes", "trajectories", "expired"])
-def test_a_trajectory_whose_parts_are_lost_is_sent_as_a_whole(table: gear.Table, how: str) -> None:
+@pytest.mark.parametrize("how", ["kept", "cut", "bytes", "trajectories", "expired"])
+def test_a_trajectory_is_whole_also_if_the_server_has_lost_its_parts(table: gear.Table, how: str) -> None:
     limits = {
         "bytes": Limits(open_bytes=3 * PART_BYTES - 1),
         "trajectories": Limits(open_trajectories=1),
@@ -205,7 +189,13 @@ def test_a_trajectory_whose_parts_are_lost_is_sent_as_a_whole(table: gear.Table,
             if how in ("cut", "expired"):
                 wait_until(lambda: server.server.resources.open_parts.size == 0)
             writer.append(steps_of(7, 8, 22))
-            assert is_stored(table, writer.commit(trajectory=goal(7)))
+            assert len(table) == 0, "nothing can be drawn before the commit"
+            last = {"obs": torch.full((3,), -1.0)}
+            slot = writer.commit(2.5, final=last, trajectory=goal(7))
+            assert is_stored(table, slot)
+            final = table.final(slot)
+            assert final is not None
+            assert torch.equal(final["obs"], last["obs"])
             for other in others:
                 other.close()
         wait_until(lambda: server.server.resources.open_parts.size == 0)
