@@ -460,7 +460,7 @@ def storm(*, writers: int, episodes: int, kills: int, seed: int, patch: pytest.M
 def test_a_server_that_is_killed_loses_nothing_and_stores_nothing_twice(
     writers: int, kills: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storm(writers=writers, episodes=200 * kills, kills=kills, seed=seed, patch=monkeypatch)
+    storm(writers=writers, episodes=140 + 60 * kills, kills=kills, seed=seed, patch=monkeypatch)
 
 
 class TestStoredOnce:
