@@ -302,6 +302,7 @@ WITHOUT_SHRINKING = [phase for phase in Phase if phase is not Phase.shrink]  # w
 POLICIES = st.sampled_from(["evict_oldest", "evict_lowest_priority"])
 
 
+@pytest.mark.timeout(1800)  # a hundred histories in the long suite
 @pytest.mark.parametrize("name", CASES)
 @settings(suppress_health_check=list(HealthCheck), phases=WITHOUT_SHRINKING)
 @example(
