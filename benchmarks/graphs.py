@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,10 @@ def plain(data: Data, fanouts: list[int]) -> Way:
 
 def pyg(data: Data, fanouts: list[int]) -> Way:
     """`NeighborLoader` of PyTorch Geometric, called for given seeds; ImportError where it or its sampler is missing."""
-    from torch_geometric.data import Data as PygData
-    from torch_geometric.loader import NeighborLoader
+    with warnings.catch_warnings():  # an error in the middle of its import would leave half of it behind
+        warnings.simplefilter("ignore")
+        from torch_geometric.data import Data as PygData
+        from torch_geometric.loader import NeighborLoader
 
     loader: Any = NeighborLoader(PygData(x=data.x, edge_index=data.edge_index), fanouts, batch_size=1)
 

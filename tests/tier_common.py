@@ -50,19 +50,24 @@ def final(number: int, length: int) -> dict[str, np.ndarray]:
     return {"value": rows(number, length + 1)["value"][-1]}
 
 
-def fitting(**options: Any) -> gear.Table:
+def fitting(columns: Any = COLUMNS, **options: Any) -> gear.Table:
     """A private table that is all in memory."""
-    return gear.Table.create(COLUMNS, **nested_table({**SIZES, **options}))
+    return gear.Table.create(columns, **nested_table({**SIZES, **options}))
 
 
 def tiered(
-    path: Path, *, blocks: int = 24, size: int | str = "1GiB", keep: Any = "newest", **options: Any
+    path: Path,
+    columns: Any = COLUMNS,
+    *,
+    blocks: int = 24,
+    size: int | str = "1GiB",
+    keep: Any = "newest",
+    **options: Any,
 ) -> gear.Table:
     """A private table with a memory of some blocks, beyond which trajectories lie on disk."""
     disk = gear.Disk(path, sync_seconds=NEVER, size=size, keep=keep)
-    return gear.Table.create(
-        COLUMNS, **nested_table({**SIZES, "max_blocks": blocks, "timeout": 30.0, **options, "disk": disk})
-    )
+    given = {**SIZES, "max_blocks": blocks, "timeout": 30.0, **options, "disk": disk}
+    return gear.Table.create(columns, **nested_table(given))
 
 
 def spill(table: gear.Table, slots: Any) -> int:
@@ -104,5 +109,10 @@ def everything(table: gear.Table) -> list[Any]:
 def batch_bits(batch: gear.Batch) -> dict[str, Any]:
     """All bits of a batch."""
     return {
-        name: batch_bits(value) if isinstance(value, dict) else bits(value) for name, value in batch.items()
+        name: batch_bits(value)
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, int)
+        else bits(value)
+        for name, value in batch.items()
     }

@@ -114,12 +114,17 @@ class Serving:
     """A server in this process's loop."""
 
     def __init__(
-        self, *tables: str, limits: Limits | None = None, secret: bytes = SECRET, **options: Any
+        self,
+        *tables: str,
+        limits: Limits | None = None,
+        secret: bytes = SECRET,
+        port: int = 0,
+        **options: Any,
     ) -> None:
         self.loop = event_loop()
         self.secret = secret
         self.server = Server(tables, secret, limits=limits, **options)
-        self.address: str = self.loop.run(self.server.listen("socket"), PATIENCE)
+        self.address: str = self.loop.run(self.server.listen("socket", port=port), PATIENCE)
         self.peers: list[Peer] = []
 
     def peer(self, **options: Any) -> Peer:

@@ -27,14 +27,6 @@ def ways(store: Any, batch: int) -> dict[str, Any]:
     return {way.name: way for way in batches.cpu_ways(store, batch) if "workers" not in way.name}
 
 
-def test_ways_in_this_process_pass_and_are_timed(stores: dict[str, Any]) -> None:
-    for store in stores.values():
-        for way in ways(store, 32).values():
-            variant = batches.variant(store, way, 32, 2, 1 << 11)
-            variant.check()
-            assert variant.measure() > 0
-
-
 FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a wrong value": (lambda batch: batch["action"][3, 7].add_(1), "action differs .* in 1 of 32 rows"),
     "rows that are swapped in one column": (

@@ -337,64 +337,6 @@ def test_loads_are_counted_in_parts_and_make_the_rate_beside_the_work() -> None:
         pair(0.0).measure()
 
 
-class Line:
-    """Stands in for a stream: how many seconds of work have been queued on it."""
-
-    now: Line
-    cuda_stream = 7
-
-    def __init__(self) -> None:
-        self.time = 0.0
-
-    def wait_stream(self, other: Line) -> None:
-        self.time = max(self.time, other.time)
-
-    wait_event = wait_stream
-
-
-class Mark:
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.time = float("nan")
-
-    def record(self) -> None:
-        self.time = Line.now.time
-
-    def elapsed_time(self, other: Mark) -> float:
-        assert other.time >= self.time  # CUDA says nothing of what comes out otherwise
-        return (other.time - self.time) * 1e3
-
-
-def queued(seconds: float) -> None:
-    Line.now.time += seconds
-
-
-def test_a_gpu_starts_the_work_when_the_first_load_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    main, side = Line(), Line()
-
-    @contextlib.contextmanager
-    def on(line: Line) -> Iterator[None]:
-        before, Line.now = Line.now, line
-        yield
-        Line.now = before
-
-    monkeypatch.setattr(Line, "now", main, raising=False)
-    told = {"Event": Mark, "current_stream": lambda: Line.now, "stream": on, "synchronize": lambda: None}
-    for name, value in told.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    gpu = object.__new__(engine.CudaEngine)
-    gpu._side, gpu._urgent, gpu._begin, gpu._end = side, Line(), Mark(), Mark()
-    gpu._filler = types.SimpleNamespace(zero_=lambda: queued(0.1))
-    for urgent in (False, True):
-        seconds, ends = gpu.beside(lambda: queued(3.0), lambda: queued(2.0), 4, urgent=urgent)
-        assert seconds == pytest.approx(3.0)
-        assert ends == pytest.approx([0.0, 2.0, 4.0, 6.0])
-        assert (gpu._urgent.time > 0) == urgent
-    with gpu.aside() as handle:
-        assert Line.now is side
-        assert handle == 7
-    assert Line.now is main
-
-
 # Copies of the driver --------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""The report: one page of made-up rows, in the file and in a real browser."""
+"""The report: one page of made-up rows, and what it says."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import itertools
 import json
 import math
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -284,58 +282,3 @@ def test_numbers_are_written_as_people_read_them() -> None:
     assert (tables.amount(row), tables.scatter(row)) == ("1 ms", "950 µs – 1.05 ms")
     row = {"experiment": "online", "seconds": spread(1e-3), "rows": 10}
     assert (tables.amount(row), tables.scatter(row)) == ("10,000/s", "9,524/s – 10,526/s")
-
-
-# A real browser --------------------------------------------------------------------------------------
-
-_BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-# Puts the page into frames of a phone's and of a desk's width, and writes what it sees into the document.
-_LAYOUT = """<!doctype html><title>wait</title><pre id="out"></pre><script>
-const widths = [390, 1280], found = {};
-function look(frame, width) {
-  const page = frame.contentDocument, view = frame.contentWindow;
-  page.querySelectorAll('details').forEach(one => one.open = true);
-  const blocks = [...page.querySelectorAll('h1,main h2,h3,h4,main p,figure,main table,main dl,nav')]
-    .filter(one => !one.parentElement.closest('figure'))
-    .map(one => [one.textContent.trim().slice(0, 30), (one.closest('.scroll') || one).getBoundingClientRect()])
-    .filter(([, box]) => box.width && box.height);
-  const overlaps = [];
-  blocks.forEach(([name, a], i) => blocks.slice(i + 1).forEach(([other, b]) => {
-    const x = Math.min(a.right, b.right) - Math.max(a.left, b.left);
-    const y = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
-    if (x > 1 && y > 1) overlaps.push(name + ' / ' + other);
-  }));
-  found[width] = {
-    scroll: page.documentElement.scrollWidth <= view.innerWidth, images: page.images.length, overlaps,
-    bad: [...page.images].filter(one => !(one.complete && one.naturalWidth > 0)).map(one => one.alt),
-    numbers: [...new Set([...page.querySelectorAll('td.n')].map(one => view.getComputedStyle(one).textAlign))],
-  };
-  if (Object.keys(found).length === widths.length)
-    document.getElementById('out').textContent = JSON.stringify(found);
-}
-for (const width of widths) {
-  const frame = document.createElement('iframe');
-  frame.style.cssText = `width:${width}px;height:900px;border:0`;
-  frame.addEventListener('load', () => look(frame, width));
-  frame.srcdoc = PAGE;
-  document.body.append(frame);
-}
-</script>"""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(_BROWSER is None, reason="no Chromium is installed")
-def test_a_browser_shows_it_on_a_phone_and_on_a_desk(made: Path, read: _Reader, tmp_path: Path) -> None:
-    page = json.dumps(read.text).replace("</", "<\\/")
-    (tmp_path / "layout.html").write_text(_LAYOUT.replace("PAGE", page), encoding="utf-8")
-    options = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync"
-    options += " --disable-background-networking --disable-component-update --window-size=1400,1000"
-    options += f" --virtual-time-budget=20000 --user-data-dir={tmp_path / 'profile'} --dump-dom"
-    command = [str(_BROWSER), *options.split(), f"file://{tmp_path / 'layout.html'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    shown = re.search(r'<pre id="out">(.+?)</pre>', done.stdout, re.S)
-    assert shown is not None, done.stderr[-2000:]
-    images = len(list(made.glob("*.png")))
-    seen = {"scroll": True, "images": images, "overlaps": [], "bad": [], "numbers": ["right"]}
-    assert json.loads(html.unescape(shown[1])) == {"390": seen, "1280": seen}

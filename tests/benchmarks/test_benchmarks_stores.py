@@ -128,18 +128,6 @@ def test_what_was_not_loaded_is_found(tmp_path: Path) -> None:
         bare.check()
 
 
-def test_the_journey_of_a_peer_in_its_own_interpreter(environments: Path, tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    process_of = catalog.started(environments, "checkpoint", "cpprb")
-    try:
-        found = process_of.ask("journey", spec=SPEC, folder=str(tmp_path / "disk"))
-    finally:
-        process_of.close()
-    assert process_of.about["versions"]["cpprb"] == "11.0.0"
-    assert found["synced"] is False
-    assert all(found[workload] > 0 for workload in WORKLOADS)
-
-
 # Memory ----------------------------------------------------------------------------------------------
 
 

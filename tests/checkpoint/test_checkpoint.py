@@ -70,18 +70,6 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert bits(stored[:1].view(np.int16)) == bits(first["x"])
 
 
-def test_an_empty_table(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "directory"
-    with make() as table:
-        table.save(path)
-        assert loaded(path) == contents(table)
-        table.remove(table.add(rows(1, 5)))
-        table.save(path)
-        found = loaded(path)
-        assert found == contents(table)
-        assert found["next_sequence"] == 1, "a number does not come again"
-
-
 def test_columns_may_be_called_anything(tmp_path: Path) -> None:
     names = ["a/b", "../up", "..", ".", "ä α", "right\u202eleft", "zero\u200dwidth", "%2e", "\udc80", "A%b"]
     names += ["a" * 300, "a" * 299 + "/"]
@@ -230,24 +218,6 @@ def test_there_are_never_many_segments(tmp_path: Path) -> None:
             known = now
         assert loaded(tmp_path) == contents(table)
     assert written <= 4 * 250
-
-
-def test_a_table_has_several_checkpoints_and_goes_on_with_one_that_was_loaded(tmp_path: Path) -> None:
-    with make() as table:
-        for number in range(6):
-            table.add(rows(number, 10))
-            table.save(tmp_path / "ab"[number % 2])
-        for name, count in (("a", 5), ("b", 6)):
-            assert loaded_numbers(tmp_path / name) == list(range(count))
-            assert segments(tmp_path / name) == ["000001", "000002", "000003"]
-    path = tmp_path / "a"
-    for turn in range(3):
-        with gear.Table.load(path, block_steps=3 + turn) as table:
-            table.add(rows(10 + turn, 4))
-            table.save(path)
-            assert loaded_numbers(path) == [0, 1, 2, 3, 4, *range(10, 11 + turn)]
-            assert contents(table)["sequences"] == list(range(6 + turn)), "it goes on counting"
-            assert "000001" in segments(path)
 
 
 @forks
@@ -469,26 +439,3 @@ def test_dying_while_tidying_up(tmp_path: Path) -> None:
         table.save(path)
         assert len(files(path)) <= 2 + 2 * 6
         assert loaded(path) == contents(table)
-
-
-def test_a_checkpoint_holds_columns_whatever_the_table_packs(tmp_path: Path) -> None:
-    """Saved out of records and loaded into columns, and the other way round; the files are the same."""
-    tables = [
-        gear.Table.create(
-            COLUMNS, max_steps=100, max_trajectories=9, block_steps=4, memory=gear.Memory(packed=packed)
-        )
-        for packed in (True, False)
-    ]
-    for table, folder in zip(tables, ("packed", "apart"), strict=True):
-        table.extend([rows(0, 1), rows(1, 17), rows(2, 8)])
-        table.save(tmp_path / folder)
-    for folder, packed in (("packed", False), ("apart", True)):
-        with gear.Table.load(tmp_path / folder, packed=packed) as loaded:
-            assert loaded._engine.region.layout.packed == packed
-            for slot, other in zip(loaded.indices().tolist(), tables[0].indices().tolist(), strict=True):
-                for name, values in loaded[slot].items():
-                    assert torch.equal(values, tables[0][other][name])
-    saved = [sorted((tmp_path / folder).rglob("*.npy")) for folder in ("packed", "apart")]
-    assert [file.read_bytes() for file in saved[0]] == [file.read_bytes() for file in saved[1]]
-    for table in tables:
-        table.close()

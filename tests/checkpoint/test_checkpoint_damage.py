@@ -30,7 +30,6 @@ from checkpoint_common import (
     loaded_numbers,
     make,
     segments,
-    small_disk,
 )
 from table_common import COLUMNS, fresh_name, rows
 
@@ -657,20 +656,3 @@ def test_short_writes_and_file_systems_without_direct_access(
             table.add(rows(7 + number, 80))
             table.save(path)
         assert loaded(path) == contents(table)
-
-
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", 256) as disk, make(max_steps=100_000) as table:
-        for number in range(5):
-            table.add(rows(number, 50))
-        table.save(disk / "ck")
-        table.add(rows(5, 20_000))
-        for _ in range(2):
-            with pytest.raises(CheckpointError, match="No space left on device"):
-                table.save(disk / "ck")
-            assert loaded_numbers(disk / "ck") == list(range(5))
-            assert segments(disk / "ck") == ["000001"], "nothing of it takes room"
-        table.remove(int(table.indices()[-1]))
-        table.add(rows(6, 50))
-        table.save(disk / "ck")
-        assert loaded_numbers(disk / "ck") == [0, 1, 2, 3, 4, 6]

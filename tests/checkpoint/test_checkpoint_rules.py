@@ -90,17 +90,6 @@ def test_the_rules_are_those_of_the_table_and_have_to_fit(tmp_path: Path) -> Non
         assert copy.rules == table.rules
 
 
-def test_the_lowest_priority_still_goes_first(tmp_path: Path) -> None:
-    with make(on_full="evict_lowest_priority", max_trajectories=6) as table:
-        for number, priority in enumerate([3.0, 1.0, 2.0, None, 0.5, 4.0]):
-            table.add(rows(number, 5), priority=priority)
-        table.save(tmp_path)
-    with gear.Table.load(tmp_path) as copy:
-        for number, left in enumerate(([0, 1, 2, 3, 5, 6], [0, 2, 3, 5, 6, 7], [0, 3, 5, 6, 7, 8]), start=6):
-            copy.add(rows(number, 5), priority=9.0)
-            assert numbers_of(copy) == left
-
-
 # Counts ----------------------------------------------------------------------------------------------
 
 
@@ -140,20 +129,6 @@ def test_a_rate_limiter_goes_on_where_it_was(tmp_path: Path, drawn: int) -> None
         with pytest.raises(RateLimitError):
             copy.add(rows(99, 5))
         assert contents(copy)["counts"] == (6 + expected[1], drawn)
-
-
-def test_a_full_queue_is_loaded_without_waiting(tmp_path: Path) -> None:
-    with make(rate_limiter=gear.Queue(3), max_times_sampled=1, timeout=0.02) as table:
-        for number in range(3):
-            table.add(rows(number, 5))
-        table.save(tmp_path)
-    with gear.Table.load(tmp_path) as copy:
-        copy._engine.index.admission.timeout = 0.02
-        with pytest.raises(RateLimitError):
-            copy.add(rows(3, 5))
-        draw(copy, 2)
-        copy.add(rows(3, 5))
-        assert numbers_of(copy) == [2, 3]
 
 
 def test_what_changes_by_itself_is_written_to_the_index_alone(tmp_path: Path) -> None:
@@ -374,20 +349,6 @@ def test_chunks_that_share_blocks(tmp_path: Path, stream: gear.Table) -> None:
         with gear.Table.load(tmp_path) as again:
             assert _without_blocks(contents(again)) == _without_blocks(contents(copy))
             assert again._engine.region.layout.num_blocks == 18, "what the new ones need"
-
-
-def test_a_stream_that_is_saved_again_and_again(tmp_path: Path, stream: gear.Table) -> None:
-    """While the oldest chunks give way, their blocks still belong to the next ones, and block tables are moved."""
-    writer = stream.writer(chunk_steps=8, overlap_steps=4)
-    for turn in range(10):
-        writer.append(steps(10 * turn, 10))
-        stream.save(tmp_path)
-        found = loaded(tmp_path)
-        assert _without_blocks(found) == _without_blocks(contents(stream))
-        assert found["sizes"][3] >= 10
-        with gear.Table.load(tmp_path) as copy:
-            assert all(x == list(range(x[0], x[0] + 8)) and x[0] % 4 == 0 for x in _x(copy))
-    writer.close()
 
 
 def test_what_is_not_committed_is_not_saved(tmp_path: Path, stream: gear.Table) -> None:

@@ -1,4 +1,4 @@
-"""Late columns of trajectories that lie on disk, against a dict of what each trajectory has."""
+"""Late columns of trajectories that lie on disk, and what happens between the steps of filling them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from options_common import nested_table
-from tier_common import NEVER, spill
+from tier_common import spill, tiered
 
 import gear_loader as gear
 from gear_loader.checkpoint.spilling import Spiller
-from gear_loader.errors import FilledError, TableFullError
+from gear_loader.errors import TableFullError
 from gear_loader.storage import late
 
 COLUMNS = {
@@ -26,78 +23,12 @@ COLUMNS = {
 }
 
 
-def tiered(path: Path, *, blocks: int = 40, **options: Any) -> gear.Table:
-    disk = gear.Disk(path, sync_seconds=NEVER, size="1GiB", keep="newest")
-    sizes = {
-        "max_steps": 3000,
-        "max_trajectories": 60,
-        "block_steps": 4,
-        "max_blocks": blocks,
-        "timeout": 30.0,
-    }
-    return gear.Table.create(COLUMNS, **nested_table({**sizes, **options, "disk": disk}))
-
-
 def add(table: gear.Table, number: int, length: int) -> int:
     return table.add({"token": np.arange(length, dtype=np.int32), "number": np.int64(number)})
 
 
 def advantage(number: int, length: int) -> np.ndarray:
     return (1000 * number + np.arange(length)[:, None] + np.array([0.0, 0.5])).astype(np.float32)
-
-
-ACTIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("add"), st.integers(1, 20)),
-        st.tuples(st.sampled_from(["spill", "reward", "advantage", "remove"]), st.integers(0, 40)),
-        st.tuples(st.sampled_from(["save", "draw"]), st.just(0)),
-    ),
-    max_size=40,
-)
-
-
-@pytest.mark.parametrize("small", [0, late._SMALL])
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(actions=ACTIONS)
-def test_any_history_equals_a_dict(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, small: int, actions: Any
-) -> None:
-    monkeypatch.setattr(late, "_SMALL", small)
-    path = tmp_path_factory.mktemp("late")
-    has: dict[int, tuple[int, int, set[str]]] = {}  # index -> number, length, filled
-    with tiered(path) as table:
-        for number, (action, value) in enumerate([("add", 7), ("add", 3), *actions]):
-            keys = list(has)
-            which = keys[value % len(keys)] if keys else None
-            if action == "add":
-                has[add(table, number, value)] = (number, value, set())
-            elif action == "save":
-                table.save(path)
-            elif action == "draw":
-                draw(table, has)
-            elif which is None:
-                continue
-            elif action == "spill":
-                spill(table, [which])
-            elif action == "remove":
-                table.remove(which)
-                del has[which]
-            else:
-                name, length, filled = has[which]
-                given = np.float32(name) if action == "reward" else advantage(name, length)
-                if action in filled:
-                    with pytest.raises(FilledError):
-                        table.fill(which, **{action: given})
-                else:
-                    table.fill(which, **{action: given})
-                    filled.add(action)
-        draw(table, has)
-        table.save(path)
-        spill(table, list(has))
-        draw(table, has)
-    with gear.Table.recover(path) as again:
-        assert len(again) == len(has)
-        draw(again, {index: has[old] for index, old in zip(again.indices().tolist(), has, strict=True)})
 
 
 def draw(table: gear.Table, has: dict[int, tuple[int, int, set[str]]]) -> None:
@@ -137,7 +68,7 @@ def test_a_write_that_began_before_a_fill_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The values that come while the disk is written are not on it: the trajectory stays in memory."""
-    with tiered(tmp_path) as table:
+    with tiered(tmp_path, COLUMNS, blocks=40) as table:
         index = add(table, 1, 9)
         note = Spiller.note
 
@@ -160,7 +91,7 @@ def test_more_than_the_memory_holds_is_filled_in_pieces(
 ) -> None:
     """Also if what is filled is moved to disk at once, and a trajectory is removed on the way."""
     monkeypatch.setattr(late, "_SMALL", small)
-    with tiered(tmp_path, blocks=20) as table:
+    with tiered(tmp_path, COLUMNS, blocks=20) as table:
         slots, has = [], {}
         for number in range(20):
             slots.append(add(table, number, 16))
@@ -188,7 +119,7 @@ def test_more_than_the_memory_holds_is_filled_in_pieces(
 
 
 def test_no_room_to_fill(tmp_path: Path) -> None:
-    with tiered(tmp_path, blocks=10, timeout=0.05) as table:
+    with tiered(tmp_path, COLUMNS, blocks=10, timeout=0.05) as table:
         slots = [add(table, number, 16) for number in range(2)]
         table.save(tmp_path)
         assert spill(table, slots) == 2
@@ -206,7 +137,7 @@ def test_a_trajectory_that_is_moved_while_it_is_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the lookup of its blocks and the copy into them: the fill begins again."""
-    with tiered(tmp_path) as table:
+    with tiered(tmp_path, COLUMNS, blocks=40) as table:
         index = add(table, 1, 9)
         table.save(tmp_path)
         finish, moved = late._FillCall._finish, []
@@ -228,7 +159,7 @@ def test_what_is_filled_between_the_choice_and_the_lock_stays_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owner has chosen a trajectory whose rows are on disk, and then waits for the lock of who fills it."""
-    with tiered(tmp_path) as table:
+    with tiered(tmp_path, COLUMNS, blocks=40) as table:
         index = add(table, 1, 9)
         table.save(tmp_path)
         spiller = Spiller(table._engine.index, table._engine.region.layout, "newest", 3)
@@ -247,7 +178,7 @@ def test_what_is_filled_between_the_choice_and_the_lock_stays_in_memory(
 
 def test_rows_that_move_while_they_are_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To disk, and back, filled, and to disk again: what one look finds is read where that look found it."""
-    with tiered(tmp_path) as table:
+    with tiered(tmp_path, COLUMNS, blocks=40) as table:
         index, other = add(table, 1, 9), add(table, 2, 9)
         table.save(tmp_path)
         begin, acts = table._engine.index.reader.begin_read_of, [
@@ -276,7 +207,7 @@ def test_rows_that_change_while_they_are_brought_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was read on disk is old when it is to be copied: another process has filled the trajectory meanwhile."""
-    with tiered(tmp_path) as table:
+    with tiered(tmp_path, COLUMNS, blocks=40) as table:
         index = add(table, 1, 9)
         table.save(tmp_path)
         assert spill(table, [index]) == 1

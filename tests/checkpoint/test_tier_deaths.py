@@ -145,7 +145,7 @@ def write(table: gear.Table) -> Save:
 
 @pytest.mark.parametrize("torn", [False, True], ids=["between stores", "inside stores"])
 @pytest.mark.parametrize("what", ACTS)
-@points(13)
+@points(29)
 def test_late_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, torn: bool, every: int
 ) -> None:
@@ -216,7 +216,7 @@ def test_late_columns(
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["between stores", "inside stores"])
-@points(13)
+@points(29)
 def test_growing_trajectories(tmp_path: Path, torn: bool, every: int) -> None:
     """A writer dies at each store; its trajectory is moved to disk and comes back in between."""
     for stores in itertools.count(0, every):

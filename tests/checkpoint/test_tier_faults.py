@@ -8,23 +8,22 @@ import logging
 import multiprocessing
 import os
 import shutil
-import signal
-import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from cases import points
-from checkpoint_common import flip, small_disk
-from table_common import Died, bits, bury, fresh_name, mortal
-from tier_common import NEVER, batch_bits, everything, final, rows, spill, tiered
+from checkpoint_common import flip
+from table_common import Died, bits, bury, mortal
+from tier_common import NEVER, everything, final, rows, spill, tiered
 from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.checkpoint import behind, spilling, tier_reader
+from gear_loader.checkpoint.directory import Directory
+from gear_loader.checkpoint.segments import CHECKSUMS_NAME
 from gear_loader.errors import CheckpointError, TableFullError
 from gear_loader.storage.counters import DISK_FULL
 from gear_loader.storage.disk_copies import copies_of
@@ -52,8 +51,7 @@ def _blocks(table: gear.Table, slots: list[int]) -> tuple[np.ndarray, dict[str, 
     return ids, {name: table._engine.region.column(name)[ids].tobytes() for name in table.schema}
 
 
-@pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize("what", ["spill", "promote"])
+@pytest.mark.parametrize(("what", "reads"), [("spill", True), ("promote", False)])
 @points(7)
 def test_a_death_at_every_store(tmp_path: Path, what: str, reads: bool, every: int) -> None:
     with tiered(tmp_path) as table:
@@ -102,46 +100,6 @@ def test_a_death_at_every_store(tmp_path: Path, what: str, reads: bool, every: i
             if done:
                 return
         pytest.fail("it never came to its end")
-
-
-def _own(pipe: Connection, path: str, name: str) -> None:
-    with tiered(Path(path), name=name, on_full="evict_oldest") as table:
-        pipe.send(None)
-        number = 0
-        while True:
-            add(table, number, 1 + number % 20)
-            number += 1
-
-
-@pytest.mark.long
-def test_an_owner_is_killed_while_it_moves_trajectories(tmp_path: Path) -> None:
-    """What is left in memory and on disk is whole for those who have attached, and the rest is recovered."""
-    for turn in range(6):
-        path, name = tmp_path / str(turn), fresh_name()
-        pipe, theirs = CONTEXT.Pipe()
-        owner = CONTEXT.Process(target=_own, args=(theirs, str(path), name), daemon=True)
-        owner.start()
-        theirs.close()
-        assert pipe.poll(PATIENCE)
-        with gear.Table.attach(name, timeout=PATIENCE) as table:
-            wait_until(lambda: table._engine.num_spilled > 5)
-            time.sleep(0.02 * turn)
-            assert owner.pid is not None
-            os.kill(owner.pid, signal.SIGKILL)
-            owner.join(PATIENCE)
-            bury(table)
-            table.check_valid()
-            for slot in table.indices().tolist():
-                _check_whole(table, slot)
-            with pytest.raises(
-                TableFullError, match=f"process {owner.pid} that moved trajectories there has ended"
-            ):
-                _fill(table, 200)
-            table.unlink()
-        with gear.Table.recover(gear.Disk(path, sync_seconds=NEVER, size="1GiB")) as table:
-            assert table._engine.num_spilled > 0
-            for slot in table.indices().tolist():
-                _check_whole(table, slot)
 
 
 def _check_whole(table: gear.Table, slot: int) -> None:
@@ -206,6 +164,47 @@ def test_a_disk_that_fails(tmp_path: Path, damage: str, monkeypatch: pytest.Monk
             pass
         assert len(table) == inside
         assert table.stats().num_lost == 30 - inside
+
+
+@pytest.mark.parametrize("name", [CHECKSUMS_NAME, "wide.npy"])
+def test_an_unreadable_file_loses_the_rows_beside_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    genuine = Directory.open_file
+
+    def unreadable(self: Directory, asked: str) -> Any:
+        if asked == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return genuine(self, asked)
+
+    with tiered(tmp_path) as table:
+        slots = [add(table, number) for number in range(4)]
+        table.save(tmp_path)
+        spill(table, slots[:3])
+        with monkeypatch.context() as patch:
+            patch.setattr(Directory, "open_file", unreadable)
+            assert set(dataset(table).sample()["index"].tolist()) == {slots[3]}
+        assert len(table) == 1
+        add(table, 9)
+        table.save(tmp_path)
+        assert table.stats().disk.error is None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", [CHECKSUMS_NAME, "wide.npy"])
+def test_a_damaged_file_loses_the_rows_beside_it(name: str, tmp_path: Path) -> None:
+    with tiered(tmp_path) as table:
+        for number in range(18):
+            add(table, number)
+            if number in (3, 17):
+                table.save(tmp_path)
+    flip(tmp_path / "segments" / "000001" / name, -3)
+    with gear.Table.recover(gear.Disk(tmp_path, sync_seconds=NEVER, size="1GiB", keep="newest")) as table:
+        assert len(table) == 18
+        for index in table.indices().tolist():
+            try:
+                _check_whole(table, index)
+            except gear.errors.GearError:
+                assert index < 4
 
 
 def test_errors_that_may_pass_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,28 +291,6 @@ def test_a_full_disk_evicts_by_the_policy_of_the_table(tmp_path: Path, policy: A
         numbers = [int(table[slot]["number"][0]) for slot in table.indices().tolist()]
         if policy == "evict_oldest":
             assert numbers == list(range(150 - len(numbers), 150))
-
-
-def test_a_file_system_without_space(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "small", 160) as path, tiered(path) as table:
-        with pytest.raises(TableFullError, match="and so is the disk"):
-            _fill(table, 60)
-        stats = table.stats().disk
-        assert stats is not None
-        assert "No space left on device" in str(stats.error)
-        table.check_valid()
-        everything(table)
-        behind._writers.copy().pop().release()  # the rest cannot be written
-
-
-def test_batches_go_on_while_the_disk_is_full(tmp_path: Path) -> None:
-    with tiered(tmp_path, size=40_000) as table:
-        with contextlib.suppress(TableFullError):
-            _fill(table, 60)
-        one, other = dataset(table, seed=3).sample(), dataset(table, seed=3).sample()
-        assert batch_bits(one) == batch_bits(other)
-        with contextlib.suppress(CheckpointError):
-            table.close()
 
 
 @pytest.fixture(autouse=True)

@@ -10,14 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from options_common import nested, nested_table
+from options_common import nested
 from table_common import bits
-from tier_common import NEVER, batch_bits, spill
+from tier_common import spill, tiered
 
 import gear_loader as gear
-from gear_loader.checkpoint import spilling
 
 COLUMNS = {
     "token": gear.Column(torch.int32, (5,)),
@@ -25,29 +22,6 @@ COLUMNS = {
     "reward": gear.Column(torch.float32, per="trajectory", late=True),
 }
 SIZE = 3
-SELECTORS = [
-    gear.Uniform(),
-    gear.Uniform(replacement=False),
-    gear.Fifo(),
-    gear.Lifo(),
-    gear.Prioritized(),
-    gear.TopK(),
-]
-
-
-def make(path: Path | None, blocks: int = 20, **options: Any) -> gear.Table:
-    """A table with a small memory; one that fits without a path."""
-    given: dict[str, Any] = {
-        "max_steps": 2000,
-        "max_trajectories": 60,
-        "block_steps": 4,
-        "timeout": 30.0,
-        **options,
-    }
-    if path is not None:
-        given["disk"] = gear.Disk(path, sync_seconds=NEVER, size="1GiB", keep="newest")
-        given["max_blocks"] = blocks
-    return gear.Table.create(COLUMNS, **nested_table(given))
 
 
 def add(table: gear.Table, number: int) -> int:
@@ -71,84 +45,8 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     return gear.ReplayDataset(table, **nested(given))
 
 
-def tensors(batch: gear.Batch) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-
-
-@settings(max_examples=15, deadline=None, database=None)
-@given(
-    kinds=st.lists(
-        st.tuples(
-            st.sampled_from(["add", "add", "spill", "promote", "remove", "fill", "draw"]), st.integers(0, 99)
-        ),
-        max_size=25,
-    ),
-    selector=st.sampled_from(SELECTORS),
-    varies=st.booleans(),
-)
-def test_groups_of_random_histories(
-    tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[str, int]], selector: Any, varies: bool
-) -> None:
-    path = tmp_path_factory.mktemp("tier")
-    options: dict[str, Any] = {"selector": selector}
-    if varies:
-        options["group_varies"] = "reward"
-    with make(None) as whole, make(path) as table:
-        pair = [dataset(one, **options) for one in (table, whole)]
-        for number in range(15):
-            assert add(table, number) == add(whole, number)
-        for number, (kind, chosen) in enumerate(kinds, 15):
-            slots = table.indices()
-            slot = int(slots[chosen % len(slots)])
-            if kind == "add":
-                assert add(table, number) == add(whole, number)
-            elif kind == "spill":
-                table.save(path)
-                spill(table, slots[chosen % 3 :: 3])
-            elif kind == "promote":
-                spilling.promote(table._engine, np.array([slot]))
-            elif kind == "remove":
-                table.remove(slot)
-                whole.remove(slot)
-            elif kind == "fill":
-                new = table.unfilled("reward")[0][:1]
-                for one in (table, whole):
-                    one.fill(new, reward=(new % 2).astype(np.float32))
-            groups = [len(one._selected().look()) for one in pair]
-            assert groups[0] == groups[1]
-            if groups[0]:  # else a draw would wait
-                assert batch_bits(pair[0].sample()) == batch_bits(pair[1].sample())
-        for one in (table, whole):
-            one.check_valid()
-
-
-@pytest.mark.parametrize(
-    "options", [{"prefetch": 2}, {"max_steps": 40, "batch_size": None, "layout": "packed"}]
-)
-def test_epochs_and_resuming(tmp_path: Path, options: dict[str, Any]) -> None:
-    with make(None) as whole, make(tmp_path) as table:
-        for number in range(45):
-            add(table, number)
-            add(whole, number)
-        assert table._engine.num_spilled > 20
-        pair = []
-        for one in (table, whole):
-            windows = {"token": gear.Whole() if "layout" in options else gear.Window(3), "prompt": None}
-            given = {**options, "windows": windows, "selector": gear.Uniform(replacement=False)}
-            first = dataset(one, **given)
-            iterator = iter(first)
-            batches = [batch_bits(tensors(next(iterator)))]
-            state = first.state_dict()
-            del iterator
-            again = dataset(one, **given)
-            again.load_state_dict(state)
-            pair.append(batches + [batch_bits(tensors(batch)) for batch in again])
-        assert pair[0] == pair[1]
-        assert len(pair[0]) > 2
-
-
 def test_values_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with make(tmp_path, on_full="evict_oldest") as table:
+    with tiered(tmp_path, COLUMNS, blocks=20, on_full="evict_oldest") as table:
         for number in range(45):
             add(table, number)
         data = dataset(table)
@@ -174,7 +72,7 @@ def test_values_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_cannot_be_read_is_removed(tmp_path: Path) -> None:
-    with make(tmp_path) as table:
+    with tiered(tmp_path, COLUMNS, blocks=20) as table:
         for number in range(45):
             add(table, number)
         slots = table.indices()
@@ -190,7 +88,7 @@ def test_what_cannot_be_read_is_removed(tmp_path: Path) -> None:
 
 
 def test_incomplete_groups_expire_on_disk(tmp_path: Path) -> None:
-    with make(tmp_path) as table:
+    with tiered(tmp_path, COLUMNS, blocks=20) as table:
         for number in range(40):  # the last is alone
             add(table, number)
         table.save(tmp_path)

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tier_common
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from table_common import fresh_name
-from tier_common import COLUMNS, WINDOWS, batch_bits, everything, final, fitting, rows, spill, tiered
+from tier_common import COLUMNS, everything, final, fitting, rows, tiered
 
 import gear_loader as gear
 from gear_loader.checkpoint import spilling
@@ -38,66 +36,6 @@ def move_out(table: gear.Table, path: Path | None = None) -> None:
 
 def outside(table: gear.Table, slot: int) -> bool:
     return bool(table._engine.region.array("extent")[slot, 1] < 0)
-
-
-@settings(max_examples=20, deadline=None, database=None)
-@given(
-    kinds=st.lists(
-        st.tuples(
-            st.sampled_from(
-                ["append", "append", "append", "commit", "add", "write", "out", "promote", "remove"]
-            ),
-            st.integers(0, 99),
-        ),
-        min_size=5,
-        max_size=40,
-    ),
-    selector=st.sampled_from([gear.Uniform(), gear.Uniform(unit="step"), gear.Prioritized(), gear.Lifo()]),
-)
-def test_random_histories(
-    tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[str, int]], selector: Any
-) -> None:
-    path = tmp_path_factory.mktemp("tier")
-    with fitting() as whole, tiered(path, blocks=40) as table:
-        writers = [[one.writer(commit_every_step=True) for _ in range(3)] for one in (table, whole)]
-        pair = [
-            gear.ReplayDataset(
-                one, windows=WINDOWS, batch_size=6, seed=3, device="cpu", prefetch=0, selector=selector
-            )
-            for one in (table, whole)
-        ]
-        numbers, following = [0, 1, 2], 3
-        for one in writers:
-            append(one[0], 0, 0, 1)
-        for kind, chosen in kinds:
-            which = chosen % 3
-            slots = table.indices()
-            slot = slots[chosen % len(slots)][None] if len(slots) else slots
-            count = 1 + chosen % 7
-            if kind == "append":
-                done = [append(one[which], numbers[which], one[which].num_steps, count) for one in writers]
-                assert done[0] == done[1]
-            elif kind == "commit" and writers[0][which].num_steps:
-                length = writers[0][which].num_steps
-                ends = final(numbers[which], length) if chosen % 2 else None
-                for one in writers:
-                    one[which].commit(final=ends)
-                numbers[which], following = following, following + 1
-            elif kind == "add":
-                for one in (table, whole):
-                    one.add(rows(following, count), priority=float(count))
-                following += 1
-            elif kind == "write":
-                table.save(path)
-            elif kind == "out":
-                move_out(table, path if chosen % 2 else None)
-            elif kind == "promote":
-                spilling.promote(table._engine, slot)
-            elif kind == "remove" and len(slots) > 1:
-                for one in (table, whole):
-                    one.remove(slot)
-            assert everything(table) == everything(whole)
-            assert batch_bits(pair[0].sample()) == batch_bits(pair[1].sample())
 
 
 def test_a_step_brings_its_trajectory_back(tmp_path: Path) -> None:
@@ -130,36 +68,6 @@ def test_a_step_brings_its_trajectory_back(tmp_path: Path) -> None:
             table.unlink()
 
 
-def test_writers_of_a_vector_environment(tmp_path: Path) -> None:
-    with tiered(tmp_path, blocks=60) as table, fitting() as whole:
-        pair = [one.writers(4, commit_every_step=True) for one in (table, whole)]
-        for turn in range(20):
-            for one in pair:
-                values = [rows(number, turn + 1) for number in range(4)]
-                if not turn:
-                    one.trajectory = {"task": np.stack([each["task"] for each in values])}
-                one.append({name: np.stack([each[name][-1] for each in values]) for name in STEPS})
-            if turn % 3 == 1:
-                move_out(table, tmp_path)
-                assert table._engine.num_spilled == 4
-            if turn % 6 == 4:
-                spilling.promote(table._engine, table.indices()[:2])
-            assert everything(table) == everything(whole)
-
-
-def test_steps_come_back_after_a_crash(tmp_path: Path) -> None:
-    with fitting() as whole:
-        with tiered(tmp_path) as table:
-            pair = [one.writer(commit_every_step=True) for one in (table, whole)]
-            for turn in range(9):
-                for one in pair:
-                    append(one, 1, one.num_steps, 2)
-                if turn % 3 == 2:
-                    move_out(table, tmp_path)
-        with gear.Table.recover(gear.Disk(tmp_path, size="1GiB")) as table:
-            assert everything(table) == everything(whole)
-
-
 def test_no_room_to_come_back(tmp_path: Path) -> None:
     with tiered(tmp_path, blocks=10, timeout=0.05) as table:
         writer = table.writer(commit_every_step=True)
@@ -176,17 +84,6 @@ def test_no_room_to_come_back(tmp_path: Path) -> None:
             other.discard()
         append(writer, 1, 9, 1)
         assert table[int(table.indices()[0])]["number"].tolist() == [1] * 10
-
-
-def test_what_has_grown_since_it_was_written_stays_in_memory(tmp_path: Path) -> None:
-    with tiered(tmp_path) as table:
-        writer = table.writer(commit_every_step=True)
-        append(writer, 1, 0, 5)
-        table.save(tmp_path)
-        append(writer, 1, 5, 2)
-        before, slots = everything(table), table.indices()
-        assert spill(table, slots) == 0
-        assert everything(table) == before
 
 
 @pytest.mark.parametrize("options", [{}, {"max_age": 1e6}], ids=["together", "one by one"])

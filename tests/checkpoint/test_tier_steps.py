@@ -9,20 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from options_common import nested
-from table_common import bury
 from tier_common import (
     COLUMNS,
     NEVER,
     WINDOWS,
     batch_bits,
-    die_while_spilling,
-    everything,
-    final,
     fitting,
-    promote,
     rows,
     spill,
     tiered,
@@ -34,7 +29,6 @@ from gear_loader.checkpoint import spilling
 from gear_loader.errors import SchemaError, StaleIndexError
 from gear_loader.selection import priorities
 from gear_loader.selection.leaf_blocks import LeafBlocks
-from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.tier_counts import unpack_priorities
 
 STEPS = [name for name, column in COLUMNS.items() if not column.trajectory]
@@ -124,7 +118,7 @@ class Twin:
 # Blocks of leaves ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(data=st.data(), block_steps=st.integers(1, 5))
 def test_blocks_of_leaves_are_the_lowest_free_ones(data: st.DataObject, block_steps: int) -> None:
     num_slots, num_blocks = 8, 40
@@ -179,110 +173,6 @@ def test_blocks_of_leaves_are_the_lowest_free_ones(data: st.DataObject, block_st
 
 
 # Batches ---------------------------------------------------------------------------------------------
-
-
-_ACTIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("add"), st.integers(1, 30), st.integers(0, 4)),
-        st.tuples(st.just("extend"), st.integers(1, 12), st.integers(1, 4)),
-        st.tuples(st.just("stream"), st.integers(2, 6), st.integers(1, 20)),
-        st.tuples(st.just("append"), st.integers(0, 2), st.integers(1, 7)),
-        st.tuples(st.just("end"), st.integers(0, 2), st.just(0)),
-        st.tuples(st.just("write"), st.just(0), st.just(0)),
-        st.tuples(st.just("spill"), st.integers(0, 3), st.integers(1, 3)),
-        st.tuples(st.just("promote"), st.integers(0, 59), st.just(0)),
-        st.tuples(st.just("die"), st.integers(0, 30), st.integers(1, 3)),
-        st.tuples(st.just("remove"), st.integers(0, 59), st.just(0)),
-        st.tuples(st.just("draw"), st.integers(0, 3), st.integers(1, 9)),
-        st.tuples(st.just("update"), st.integers(0, 3), st.integers(0, 40)),
-        st.tuples(st.just("update"), st.integers(0, 3), st.integers(0, 40)),
-        st.tuples(st.just("resume"), st.integers(0, 3), st.just(0)),
-    ),
-    max_size=40,
-)
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(actions=_ACTIONS, policy=st.sampled_from(["evict_oldest", "evict_lowest_priority"]))
-def test_any_history_equals_that_of_a_table_that_fits(
-    tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[str, int, int]], policy: Any
-) -> None:
-    sizes = {"max_steps": 240, "max_trajectories": 18, "on_full": policy}
-    path = tmp_path_factory.mktemp("tier")
-    small = tiered(path / "small", blocks=40, **sizes)
-    roomy = tiered(path / "roomy", blocks=ROOMY, **sizes)
-    with small as table, roomy as whole:
-        tables = (table, whole)
-        pairs = [[dataset(one, selector=selector) for one in tables] for selector in SELECTORS.values()]
-        batches: list[list[gear.Batch]] = [[] for _ in pairs]  # of which priorities are set later
-        writers = [[one.writer(commit_every_step=True) for _ in range(3)] for one in tables]
-        twin, stale = Twin(table), [0] * len(pairs)
-        for number, (action, first, second) in enumerate(actions):
-            if action == "add":
-                ends = final(number, first) if number % 3 == 0 else None
-                added = [one.add(rows(number, first), priority=float(second), final=ends) for one in tables]
-                assert added[0] == added[1]
-            elif action == "extend":
-                several = [rows(100 + number + i, first) for i in range(second)]
-                assert (table.extend(several) == whole.extend(several)).all()
-            elif action == "stream":
-                for one in tables:
-                    with one.writer(chunk_steps=first, overlap_steps=first // 2) as writer:
-                        data = rows(number, second)
-                        writer.trajectory = {"task": data.pop("task")}
-                        writer.append(data)
-                        writer.commit()
-            elif action == "append":
-                for each in writers:
-                    at = each[first].num_steps
-                    values = rows(first, at + second)
-                    if not at:
-                        each[first].trajectory = {"task": values["task"]}
-                    each[first].append({name: values[name][at:] for name in STEPS})
-            elif action == "end" and writers[0][first].num_steps:
-                for each in writers:
-                    each[first].commit()
-            elif action == "write":
-                table.save(path / "small")
-            elif action == "spill" and len(table):
-                spill(table, table.indices()[first::second])
-            elif action == "die" and len(table):
-                die_while_spilling(table, first, table.indices()[::second])
-                for one in tables:  # both are repaired, so that both hand out free slots in the same order
-                    one._engine.index.arrays.counters[DIRTY] = 1
-                    bury(one)
-            elif action == "promote" and len(table):
-                promote(table, int(table.indices()[first % len(table)]))
-            elif action == "remove" and len(table):
-                slot = int(table.indices()[first % len(table)])
-                for one in tables:
-                    one.remove(slot)
-            elif action == "draw":
-                found = [drawn(one, second) for one in pairs[first]]
-                assert same(found[0], found[1])
-                if not isinstance(found[0], str):
-                    batches[first] = [batch for batch in found if not isinstance(batch, str)]
-            elif action == "update" and batches[first]:
-                priorities = ((np.arange(len(batches[first][0]["index"])) + second) % 41 / 8).tolist()
-                for one, batch in zip(pairs[first], batches[first], strict=True):
-                    one.update_priority(batch, priorities)
-                stale[first] = pairs[first][0].num_stale - stale[first]
-                if first == 0:
-                    assert twin.update(batches[first][0], priorities) == stale[first]
-                stale[first] = pairs[first][0].num_stale
-                assert stale[first] == pairs[first][1].num_stale
-            elif action == "resume":
-                again = [dataset(one, selector=pairs[first][0].selector) for one in tables]
-                for old, new in zip(pairs[first], again, strict=True):
-                    new.load_state_dict(old.state_dict())
-                    if len(table):
-                        assert same(drawn(old), drawn(new))
-                pairs[first] = again
-            assert table.indices().tolist() == whole.indices().tolist()
-            twin.check(pairs[0][0])
-            assert leaves(pairs[0][1]) == twin.priorities
-        assert everything(table) == everything(whole)
-        assert whole._engine.num_spilled == 0
 
 
 def test_more_changes_than_the_ring_remembers(tmp_path: Path) -> None:
@@ -360,25 +250,6 @@ def test_priorities_stay_on_the_way_to_disk_and_back(tmp_path: Path) -> None:
         assert data.num_stale == 2
         data.update_priority([late, late], [5.0, 5.0], anchor=[5, 6])  # it has 6 steps
         assert data.num_stale == 3
-
-
-def test_steps_of_a_stream_belong_to_each_of_its_trajectories(tmp_path: Path) -> None:
-    with tiered(tmp_path) as table:
-        with table.writer(chunk_steps=8, overlap_steps=4) as writer:
-            values = rows(0, 20)
-            writer.trajectory = {"task": values.pop("task")}
-            writer.append(values)
-            writer.commit()
-        data, twin = dataset(table), Twin(table)
-        twin.check(data)
-        slots = table.indices()
-        data.update_priority(slots[:1], [4.0], anchor=[6])
-        twin.priorities[0][6] = 4.0
-        twin.check(data)  # not the second step of the trajectory that follows
-        table.save(tmp_path)
-        for slot in slots.tolist():
-            assert spill(table, [slot]) == 1
-            twin.check(data)
 
 
 def test_a_tree_takes_lengths_of_the_moment_of_its_look(
@@ -536,9 +407,6 @@ def test_means_of_any_priorities_are_numbers(tmp_path: Path, alpha: float) -> No
             assert (np.diff(found[[0, 2, 1]]) > 0).all()
         if alpha == 1:
             np.testing.assert_allclose(found[[0, 2]], [0, 1.0], atol=1e-6)
-
-
-# Shards ----------------------------------------------------------------------------------------------
 
 
 # Refused ---------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import mostly_long
 from distributed_common import check_batch, filled, new_priorities, run_ranks, same_rows, trajectory
 from options_common import nested
 
@@ -80,19 +79,6 @@ def shards_of(rank: int, counts: list[int], **options: Any) -> Shards:
 
 def alone(counts: list[int]) -> Shards:
     return Shards([filled(None, shard, counts) for shard in range(len(counts))])
-
-
-def drawing_rank(rank: int, world: int, prefetch: int) -> dict[str, Batches]:
-    with shards_of(rank, COUNTS) as shards:
-        return draw_all(shards, world, prefetch)
-
-
-@pytest.mark.parametrize(("world", "prefetch"), mostly_long([(1, 0), (2, 2), (4, 2)], (2, 2)))
-def test_the_ranks_together_draw_what_one_process_draws(world: int, prefetch: int) -> None:
-    ranks = run_ranks(world, drawing_rank, prefetch)
-    one = draw_all(alone(COUNTS[:world]), 1, prefetch)
-    for name in SELECTORS:
-        same_rows([rank[name] for rank in ranks], one[name], name)
 
 
 FEW, SPARSE = [12, 1, 1, 1], [0, 40, 0, 0]

@@ -482,6 +482,7 @@ def tiered_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
     return rank_of(rank, world, work, max_blocks=600, disk=disk)
 
 
+@pytest.mark.long
 def test_servers_read_their_disks(tmp_path: Path) -> None:
     ranks = run_ranks(3, tiered_rank, str(tmp_path))
     with alone() as shards:

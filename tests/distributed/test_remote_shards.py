@@ -162,32 +162,6 @@ def test_batches_are_the_same_over_every_carrier_and_a_killed_server_is_replaced
             assert found["closed"][1] >= ranks[1]["closed"][0], "the first to leave waits for the others"
 
 
-def tiered_rank(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
-    """Half of the trajectories of each node lie on its disk only."""
-    path = f"{folder}/{rank}"
-    disk = gear.Disk(path, sync_seconds=1e6, size="1GiB", keep="newest")
-    table = filled(f"gear-tier-{os.getppid()}-{rank}", rank, COUNTS, max_blocks=400, disk=disk)
-    try:
-        table.save(path)
-        slots = table.indices()[::2]
-        assert table._engine.index.spill(slots, table._engine.index.arrays.generation[slots].copy()) == len(
-            slots
-        )
-        with Shards(table, node=f"node-{rank}", transport="socket", timeout=90) as shards:
-            found = draw(shards)
-            shards.exchange.barrier()
-        assert table._engine.num_spilled == len(slots)
-        return found
-    finally:
-        table.unlink()
-
-
-@pytest.mark.long
-def test_servers_read_their_disks(tmp_path: Path) -> None:
-    ranks = run_ranks(2, tiered_rank, str(tmp_path))
-    same_rows(ranks, draw(alone(COUNTS[:2])), "socket")
-
-
 def stopped_server_rank(rank: int, world: int) -> tuple[list[list[int]], int]:
     shard_tables._RETRY = 3.0  # seconds until a lost shard is tried again
     with far_shards(rank, transport="socket", timeout=6, on_failure="redraw") as shards:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import points
 from interrupts_loop import Interruption, traced
 from table_common import named, rows
 from transport_common import PATIENCE, Serving, generations_of, poisoned, serving, spec_of
@@ -31,11 +32,11 @@ def shelf() -> Iterator[Shelf]:
             yield table, server
 
 
-def interruptions(call: Callable[[], object]) -> Iterator[None]:
-    """Raise at each opcode of the links' modules in turn, until the call has fewer."""
+def interruptions(call: Callable[[], object], every: int) -> Iterator[None]:
+    """Raise at each so-manieth opcode of the links' modules in turn, until the call has fewer."""
     number, last = 0, 0
     while number == last:
-        number, left = number + 1, number + 1
+        number, left = number + every, number + every
 
         def opcode(frame: Any) -> None:
             nonlocal left
@@ -74,7 +75,8 @@ def in_a_thread(work: Callable[[], object]) -> None:
         raise failures[0]
 
 
-def test_rows(shelf: Shelf) -> None:
+@points(5)
+def test_rows(shelf: Shelf, every: int) -> None:
     table, server = shelf
     peer, spec = server.peer(), spec_of(table)
     link = peer._direct
@@ -99,7 +101,7 @@ def test_rows(shelf: Shelf) -> None:
             for future, _ in reversed(under_way):
                 future.result(limit)
 
-        for _ in interruptions(call):
+        for _ in interruptions(call, every):
             count += 1
 
             def check(under_way: list[Any] = under_way) -> None:
@@ -110,12 +112,13 @@ def test_rows(shelf: Shelf) -> None:
                     assert future.exception(PATIENCE) or bytes(out) == wanted[slot]
 
             in_a_thread(check)
-    assert count > 300
+    assert count > 300 // every
     peer.close()
 
 
 @pytest.mark.parametrize("one", [True, False])
-def test_stores(shelf: Shelf, one: bool) -> None:
+@points(5)
+def test_stores(shelf: Shelf, one: bool, every: int) -> None:
     table, server = shelf
     peer = server.peer()
     delivery = Delivery(peer, str(table.name), table.schema, PATIENCE)
@@ -131,7 +134,7 @@ def test_stores(shelf: Shelf, one: bool) -> None:
 
     call()
     link = peer._direct
-    for _ in interruptions(call):
+    for _ in interruptions(call, every):
         count += 1
 
         def check() -> None:
@@ -140,5 +143,5 @@ def test_stores(shelf: Shelf, one: bool) -> None:
             call()
 
         in_a_thread(check)
-    assert count > 50
+    assert count > 50 // every
     peer.close()

@@ -27,9 +27,8 @@ from gear_loader.storage.ids import CLIENT_ORIGIN, joined
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import Limits
 from gear_loader.transport.connection import _IN_A_ROW, Connection
-from gear_loader.transport.delivery import Delivery
 from gear_loader.transport.store_message import One, OneStore, Rows, Store
-from gear_loader.transport.wire import HEADER, Header, Kind
+from gear_loader.transport.wire import Header, Kind
 
 KINDS = {
     "plain": Schema(COLUMNS),
@@ -246,15 +245,6 @@ def test_other_small_requests_are_answered_by_that_call_too(
     assert table._engine.reader().arrays.priority[:2].tolist() == [2.0, 3.0]
 
 
-def test_one_beyond_the_servers_limits_is_refused() -> None:
-    with named() as table, serving(str(table.name), limits=Limits(store_bytes=1 << 10)) as server:
-        server.peer().metadata("table", str(table.name)).result(PATIENCE)
-        with server.proven() as raw:
-            raw.socket.sendall(stored(table, 1, 200))
-            assert "at most 1,024 are taken" in raw.text()
-        assert not numbers_of(table)
-
-
 RULES: dict[str, dict[str, Any]] = {
     "limiter": {"rate_limiter": gear.SampleToInsertRatio(1.0, min_size=1, error_buffer=1e6)},
     "age": {"max_age": 1e6},
@@ -305,44 +295,6 @@ def test_one_that_has_to_wait_is_stored_when_there_is_room(steps: int) -> None:
         wait_until(lambda: server.server.resources.budget.held == 0)  # after the answer
 
 
-def test_a_connection_that_ends_while_one_waits_gives_its_bytes_back() -> None:
-    with named(max_steps=3000, max_trajectories=4, on_full="wait") as table:
-        table.add(rows(1, 3000))
-        with serving(str(table.name), store_timeout=1.0) as server:
-            server.peer().metadata("table", str(table.name)).result(PATIENCE)
-            with server.proven() as raw:
-                raw.socket.sendall(stored(table, 2, 3000))
-                wait_until(lambda: server.server.resources.budget.held > 0)
-            wait_until(lambda: server.server.resources.budget.held == 0)
-        assert numbers_of(table) == [1]
-
-
-def test_the_budget_holds_back_what_does_not_fit(shelf: tuple[gear.Table, Serving]) -> None:
-    table, server = shelf
-    budget = server.server.resources.budget
-    server.loop.run(budget.take(1 << 30))
-    with server.proven() as raw:
-        raw.socket.sendall(stored(table, 1, 3000))
-        raw.socket.settimeout(0.2)
-        with pytest.raises(TimeoutError):
-            raw.socket.recv(1)
-        raw.socket.settimeout(PATIENCE)
-        server.loop.soon(budget.give, 1 << 30)
-        slots_in(raw, 1)
-    assert budget.held == 0
-
-
-@pytest.mark.parametrize("part", [HEADER + 20, 4096, 30_000])
-def test_one_that_does_not_go_on_is_closed(part: int) -> None:
-    limits = Limits(patience=0.5)
-    with named(max_steps=4000) as table, serving(str(table.name), limits=limits) as server:
-        server.peer().metadata("table", str(table.name)).result(PATIENCE)
-        with server.proven() as raw:
-            raw.socket.sendall(stored(table, 1, 3000)[:part])
-            assert raw.is_closed()
-            wait_until(lambda: server.server.resources.budget.held == 0)
-
-
 def test_what_it_may_not_do_is_an_error_as_of_any_other(shelf: tuple[gear.Table, Serving]) -> None:
     table, server = shelf
     schema = dataclasses.replace(COLUMNS["check"], shape=(2,))
@@ -367,37 +319,6 @@ def test_what_it_may_not_do_is_an_error_as_of_any_other(shelf: tuple[gear.Table,
         raw.socket.sendall(stored(table, 6, 3))
         assert "not written to" in raw.error()
     assert numbers_of(table) == [5]
-
-
-def test_priorities_and_ids_arrive(shelf: tuple[gear.Table, Serving]) -> None:
-    table, server = shelf
-    delivery = Delivery(server.peer(), str(table.name), table.schema, PATIENCE)
-    _, arrays = table.schema.validate(rows(4, 6))
-    tiny = float(np.finfo(np.float32).tiny)
-    for priority in (-1.0, 0.0, tiny, 0.5, float(np.finfo(np.float32).max)):
-        slot = delivery.store_one(Rows(6, [arrays], arrays), priority)
-        assert number_of(table[slot]) == 4
-        assert table._engine.region.array("priority")[slot] == np.float32(priority)
-        assert table._engine.region.array("ident")[slot] & 0xFFFF == CLIENT_ORIGIN
-    table.check_valid()
-
-
-def test_the_same_id_again_is_stored_once(shelf: tuple[gear.Table, Serving]) -> None:
-    table, server = shelf
-    identity = next(ids)
-    with server.proven() as raw:
-        raw.socket.sendall(stored(table, 3, 5, identity=identity))
-        slot = slots_in(raw, 1)[0]
-        again = dataclasses.replace(
-            OneStore(str(table.name), table.schema).store(One(5, 0, -1.0, identity, 100)), again=True
-        )
-        _, arrays = table.schema.validate(rows(3, 5))
-        bulk = OneStore(str(table.name), table.schema).pack(One(5, 0, -1.0, identity, 100), [arrays], arrays)[
-            1
-        ]
-        raw.socket.sendall(message(Kind.STORE, again.pack(), b"".join(bulk)))
-        assert slots_in(raw, 1) == [slot]
-    assert numbers_of(table) == [3]
 
 
 def test_threads_and_writers_through_one_connection(shelf: tuple[gear.Table, Serving]) -> None:

@@ -20,10 +20,10 @@ from transport_common import (
 )
 
 import gear_loader as gear
-from gear_loader.transport import Limits, Peer, direct_link
+from gear_loader.transport import Peer, direct_link
 from gear_loader.transport import socket as carrier
 from gear_loader.transport.request import Answer
-from gear_loader.transport.wire import HEADER, Header, Kind
+from gear_loader.transport.wire import Header, Kind
 
 LONG = {"value": gear.Window(3000)}
 
@@ -32,21 +32,6 @@ def fetch(peer: Peer, table: gear.Table, spec: Any, n: int, *, here: bool = True
     zeros = np.zeros(n, dtype=np.int64)
     generations = np.repeat(generations_of(table, [0]), n)
     return peer.fetch(spec, zeros, zeros, generations, poisoned(spec, n), here=here)
-
-
-def test_half_a_request_for_rows_is_given_up() -> None:
-    with (
-        named() as table,
-        serving(str(table.name), limits=Limits(patience=0.3)) as server,
-        server.proven() as raw,
-    ):
-        table.add(rows(0, 5))
-        raw.send(Kind.OPEN, open_message(spec_of(table)))
-        assert raw.receive()[0].kind is Kind.OPENED
-        message = fetch_message([[0, 0], [0, 0], [1, 1]])
-        raw.socket.sendall((Header(Kind.FETCH, 7, len(message), 0).pack() + message)[: HEADER + 20])
-        raw.socket.settimeout(PATIENCE)
-        raw.socket.recv(1)  # ends, or is an error that says why
 
 
 def test_closing_while_a_thread_connects_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:

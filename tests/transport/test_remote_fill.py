@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -17,8 +14,7 @@ from test_remote_table import connected, named, url_of
 from transport_common import PATIENCE, SECRET, Proxy, serving
 
 import gear_loader as gear
-from gear_loader.errors import FilledError, SchemaError, StaleIndexError, TransportError
-from gear_loader.transport import start_server
+from gear_loader.errors import FilledError, SchemaError, StaleIndexError
 from gear_loader.transport.delivery import Delivery
 
 COLUMNS = {
@@ -91,16 +87,6 @@ def test_columns_of_the_servers_table_are_filled_once(monkeypatch: pytest.Monkey
         assert remote.unfilled("logprob")[0].tolist() == [slots[10]]
 
 
-def test_a_server_that_is_read_only_refuses() -> None:
-    with named(COLUMNS, **SIZES) as table, table.serve(allow="read") as server:
-        add(table, 1)
-        with gear.connect(server.url, secret=server.secret, timeout=20.0) as remote:
-            assert len(remote.unfilled()[0]) == 1
-            with pytest.raises(TransportError, match="and not written to"):
-                remote.fill(0, reward=1.0)
-        assert len(table.unfilled("reward")[0]) == 1
-
-
 def test_lost_answers_fill_once() -> None:
     with named(COLUMNS, **SIZES) as table, serving(table.name) as server, Proxy(server.address) as proxy:
         with gear.connect(url_of(proxy.address, table), secret=SECRET, timeout=30.0) as remote:
@@ -142,42 +128,6 @@ def test_a_request_that_was_executed_by_a_server_that_died_is_recognised(
         assert fill_columns(table._engine, slots, None, given, strict=True, again=True) == 0
         for number, slot in enumerate(slots):
             check(table, slot, number, 5 + number)
-
-
-@pytest.mark.long
-def test_servers_that_are_killed_fill_once() -> None:
-    with named(COLUMNS, **SIZES) as table:
-        slots = [add(table, number) for number in range(300)]
-        server = start_server([str(table.name)], secret=SECRET)
-        address = server.addresses["socket"]
-        failures: list[BaseException] = []
-
-        def fill() -> None:
-            try:
-                with gear.connect(url_of(address, table), secret=SECRET, timeout=120.0) as remote:
-                    for number in range(0, 300, 3):
-                        three = list(range(number, number + 3))
-                        assert remote.fill([slots[n] for n in three], **together(three)) == 0
-                        time.sleep(0.01)
-            except BaseException as error:
-                failures.append(error)
-
-        filler = threading.Thread(target=fill)
-        filler.start()
-        try:
-            for _ in range(2):
-                time.sleep(0.4)
-                os.kill(server.pid, signal.SIGKILL)
-                server.stop()
-                server = start_server([str(table.name)], port=int(address.rpartition(":")[2]), secret=SECRET)
-            filler.join(120)
-        finally:
-            server.stop()
-        assert not failures, failures
-        assert not filler.is_alive()
-        for number in range(300):
-            check(table, slots[number], number)
-        table.check_valid()
 
 
 def test_a_fill_that_waits_leaves_the_server_to_others() -> None:

@@ -96,21 +96,3 @@ def test_parts_of_an_open_trajectory_are_not_memory_of_later_requests() -> None:
         for _ in range(3):
             other.extend([{"x": torch.full((32_768,), -1)}] * 2)
         assert stored(table, writer.commit()) == rows.tolist()
-
-
-def test_a_writer_writes_into_memory_of_what_is_stored() -> None:
-    with (
-        named(COLUMN, max_steps=1 << 20, max_trajectories=64) as table,
-        serving(str(table.name)) as server,
-        gear.connect(url_of(server.address, table), secret=SECRET) as remote,
-    ):
-        writer = remote.writer()
-        used = set()
-        for number in range(20):
-            writer.append({"x": torch.full((100,), number)})
-            used.add(data_address(writer._sink._buffer.piece["x"]))
-            writer.commit()
-            if number % 5 == 4:
-                remote.flush()
-        assert len(used) <= 5
-        assert [stored(table, slot) for slot in table.indices()] == [[number] * 100 for number in range(20)]

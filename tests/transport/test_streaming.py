@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_remote_table import COLUMNS, FORK, episode, named, url_of
+from test_remote_table import COLUMNS, episode, named, url_of
 from transport_common import SECRET, Proxy, Serving, serving
 from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
-from gear_loader.transport import Limits, spool, start_server
+from gear_loader.transport import Limits, spool
 from gear_loader.transport.change_messages import Part
 from gear_loader.transport.resources import OpenParts
 
@@ -176,24 +173,8 @@ def is_stored(table: gear.Table, slot: int, number: int = 7, steps: int = 22) ->
     return len(table) == 1 and all(torch.equal(found[name], wanted[name]) for name in COLUMNS)
 
 
-def test_the_server_has_the_full_pieces_of_an_open_trajectory(table: gear.Table) -> None:
-    with (
-        serving(str(table.name)) as server,
-        gear.connect(url_of(server.address, table), secret=SECRET) as remote,
-    ):
-        writer = begin(remote, server)
-        assert len(table) == 0, "nothing can be drawn before the commit"
-        last = {"obs": torch.full((3,), -1.0)}
-        slot = writer.commit(2.5, final=last, trajectory=goal(7))
-        assert is_stored(table, slot)
-        final = table.final(slot)
-        assert final is not None
-        assert torch.equal(final["obs"], last["obs"])
-        assert server.server.resources.open_parts.size == 0
-
-
-@pytest.mark.parametrize("how", ["cut", "bytes", "trajectories", "expired"])
-def test_a_trajectory_whose_parts_are_lost_is_sent_as_a_whole(table: gear.Table, how: str) -> None:
+@pytest.mark.parametrize("how", ["kept", "cut", "bytes", "trajectories", "expired"])
+def test_a_trajectory_is_whole_also_if_the_server_has_lost_its_parts(table: gear.Table, how: str) -> None:
     limits = {
         "bytes": Limits(open_bytes=3 * PART_BYTES - 1),
         "trajectories": Limits(open_trajectories=1),
@@ -208,58 +189,16 @@ def test_a_trajectory_whose_parts_are_lost_is_sent_as_a_whole(table: gear.Table,
             if how in ("cut", "expired"):
                 wait_until(lambda: server.server.resources.open_parts.size == 0)
             writer.append(steps_of(7, 8, 22))
-            assert is_stored(table, writer.commit(trajectory=goal(7)))
+            assert len(table) == 0, "nothing can be drawn before the commit"
+            last = {"obs": torch.full((3,), -1.0)}
+            slot = writer.commit(2.5, final=last, trajectory=goal(7))
+            assert is_stored(table, slot)
+            final = table.final(slot)
+            assert final is not None
+            assert torch.equal(final["obs"], last["obs"])
             for other in others:
                 other.close()
         wait_until(lambda: server.server.resources.open_parts.size == 0)
-
-
-@pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
-def test_a_client_that_dies_leaves_nothing_open(table: gear.Table) -> None:
-    with serving(str(table.name)) as server:
-        process = FORK.Process(target=_write_and_wait, args=(server, table))
-        process.start()
-        wait_until(lambda: server.server.resources.open_parts.size > 0)
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-        process.join(30)
-        wait_until(lambda: server.server.resources.open_parts.size == 0)
-        assert len(table) == 0
-
-
-def _write_and_wait(server: Serving, table: gear.Table) -> None:
-    remote = gear.connect(url_of(server.address, table), secret=SECRET)
-    writer = remote.writer()
-    writer.append(steps_of(1, 0, 22))
-    threading.Event().wait(60)
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
-def test_a_server_that_is_killed_loses_no_part_of_long_trajectories(table: gear.Table) -> None:
-    server = start_server([str(table.name)], secret=SECRET)
-    address = server.addresses["socket"]
-
-    def write() -> None:
-        with gear.connect(url_of(address, table), secret=SECRET, timeout=60.0) as remote:
-            writer = remote.writer()
-            for number in range(60):
-                for step in range(10 + number % 13):
-                    writer.append({n: values[0] for n, values in steps_of(number, step, step + 1).items()})
-                writer.commit(trajectory=goal(number))
-
-    process = FORK.Process(target=write)
-    process.start()
-    wait_until(lambda: len(table) > 5)
-    os.kill(server.pid, signal.SIGKILL)
-    server.stop()
-    with start_server([str(table.name)], port=int(address.rpartition(":")[2]), secret=SECRET):
-        process.join(120)
-    assert process.exitcode == 0
-    assert len(table) == 60
-    for number, slot in enumerate(table.indices().tolist()):
-        wanted, found = episode(number, 10 + number % 13), table[slot]
-        assert all(torch.equal(found[name], wanted[name]) for name in COLUMNS)
 
 
 # ---------------------------------------------------------------- the server's memory of parts

@@ -65,20 +65,34 @@ def open_message_of(table: gear.Table) -> bytes:
 
 
 def test_a_client_that_may_only_read_is_told_so_at_once() -> None:
-    with table_of() as table:
-        table.add(numbers(3))
-        with table.serve(allow="read") as server, gear.connect(server.url, secret=server.secret) as remote:
-            assert len(remote) == 1
+    columns = {
+        **COLUMNS,
+        "policy": gear.Column(torch.int64, per="trajectory"),
+        "reward": gear.Column(torch.float32, per="trajectory", late=True),
+    }
+    version = gear.Limits(version="policy")
+    with gear.Table.create(
+        columns, max_steps=99, max_trajectories=9, name=fresh_name(), limits=version
+    ) as table:
+        rows = {**numbers(3), "policy": 0}
+        table.add(rows)
+        with (
+            serving(str(table.name), allow="read") as server,
+            gear.connect(url_of(server, table), secret=SECRET) as remote,
+        ):
+            assert len(remote) == len(remote.unfilled()[0]) == 1
             for call in (
-                lambda: remote.add(numbers(1)),
-                lambda: remote.extend([numbers(1)]),
+                lambda: remote.add(rows),
+                lambda: remote.extend([rows]),
                 lambda: remote.update_priority([0], [1.0]),
+                lambda: remote.fill(0, reward=1.0),
+                remote.advance_version,
                 remote.writer,
                 lambda: remote.writers(2),
             ):
-                with pytest.raises(TransportError, match="be read, and not written to"):
+                with pytest.raises(TransportError, match="and not written to"):
                     call()
-        assert len(table) == 1
+        assert (len(table), len(table.unfilled()[0]), table.policy_version) == (1, 1, 0)
         with pytest.raises(TransportError, match="allow is 'reads'; expected 'all', 'read' or 'write'"):
             table.serve(allow="reads")  # type: ignore[arg-type]
         with pytest.raises(TransportError, match="allow is None"):
@@ -87,17 +101,6 @@ def test_a_client_that_may_only_read_is_told_so_at_once() -> None:
 
 
 # ---------------------------------------------------------------- memory
-
-
-def test_a_trajectory_that_is_too_large_for_the_server_is_an_error_at_once() -> None:
-    limits = Limits(store_bytes=1 << 12)
-    with table_of() as table, serving(str(table.name), limits=limits) as server:
-        with gear.connect(url_of(server, table), secret=SECRET, timeout=60.0) as remote:
-            with pytest.raises(TransportError, match="at most 65,536 rows and 4,096 bytes"):
-                remote.add(numbers(STEPS))
-            remote.add(numbers(5))
-        assert len(table) == 1
-        table.unlink()
 
 
 def test_requests_wait_for_their_turn_when_their_memory_is_taken() -> None:

@@ -131,17 +131,6 @@ def test_a_stopped_server_is_given_up_at_the_deadline(table: gear.Table, process
         each.close()
 
 
-def test_a_server_that_is_not_there(table: gear.Table) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        address = f"socket://127.0.0.1:{listening.getsockname()[1]}"
-    peer = peer_of(address, timeout=0.6)
-    futures = [peer.metadata("a", "b") for _ in range(3)]
-    for future in futures:
-        with pytest.raises(PeerTimeoutError, match=r"could not be reached \(.*Connection refused\)\. Is its"):
-            future.result(PATIENCE)
-    peer.close()
-
-
 @pytest.mark.parametrize("turns", range(6))
 def test_a_cancellation_is_not_lost_when_the_result_comes_at_the_same_time(turns: int) -> None:
     """`asyncio.wait_for` of Python 3.11 loses it after some of these turns of the loop."""
@@ -213,31 +202,6 @@ def test_a_slow_server(table: gear.Table, monkeypatch: pytest.MonkeyPatch) -> No
         slow.clear()
         check_fetch(peer, table, spec, [4, 2], [1, 2])
         assert (out == 0xA5).all()
-
-
-def _request_much(address: str, name: str, pipe: Any) -> None:
-    table = gear.Table.attach(name)
-    peer = peer_of(address)
-    asked = [ask_much(peer, table) for _ in range(4)]
-    asked[0][0].result(PATIENCE)
-    pipe.send("begun")
-    pipe.recv()  # it is killed here
-
-
-def test_a_requester_that_is_killed_while_the_server_sends(table: gear.Table) -> None:
-    with serving(str(table.name)) as server:
-        pipe, theirs = FORK.Pipe()
-        requester = FORK.Process(
-            target=_request_much, args=(server.address, str(table.name), theirs), daemon=True
-        )
-        requester.start()
-        assert pipe.poll(PATIENCE)
-        assert pipe.recv() == "begun"
-        requester.kill()
-        requester.join(PATIENCE)
-        wait_until(lambda: server.server.num_connections == 0)
-        assert not table._engine.region.array("readers")[:, 2].any()  # no ticket is left
-        check_fetch(server.peer(), table, spec_of(table), [3, 1], [1, 2])
 
 
 def test_several_carriers_must_not_share_a_port(table: gear.Table) -> None:

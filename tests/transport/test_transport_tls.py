@@ -46,12 +46,10 @@ def marked(steps: int) -> dict[str, np.ndarray]:
 
 def test_what_is_added_is_encrypted(files: tuple[Path, Path]) -> None:
     """Small and large trajectories, streamed ones, and commits that are waited for."""
-    with texts() as table, table.serve(tls=files) as server:
-        assert server.url.startswith("gears://127.0.0.1:")
-        address = server.url.replace("gears", "socket").rpartition("/")[0]
-        with Proxy(address) as wire:
+    with texts() as table, serving(str(table.name), tls=server_context(*files)) as server:
+        with Proxy(server.address) as wire:
             url = f"{wire.address.replace('socket', 'gears')}/{table.name}"
-            with gear.connect(url, secret=server.secret, ca_file=files[0], timeout=30.0) as remote:
+            with gear.connect(url, secret=SECRET, ca_file=files[0], timeout=30.0) as remote:
                 for steps in (1, 3, 1500):
                     remote.add(marked(steps))
                 for waits in (False, True):
