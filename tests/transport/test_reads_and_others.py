@@ -31,7 +31,7 @@ LONG = {"value": gear.Window(3000)}
 def fetch(peer: Peer, table: gear.Table, spec: Any, n: int, *, here: bool = True) -> Answer[Any]:
     zeros = np.zeros(n, dtype=np.int64)
     generations = np.repeat(generations_of(table, [0]), n)
-    return peer.fetch(spec, zeros, zeros, generations, poisoned(spec, n), here=here)
+    return peer.fetch(spec, zeros, zeros, generations, out=poisoned(spec, n), here=here)
 
 
 def test_half_a_request_for_rows_is_given_up() -> None:
