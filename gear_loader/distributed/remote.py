@@ -70,8 +70,6 @@ class RemoteShard:
         one_sided: whether `peer` reads the table's memory itself, by the blocks of the records.
     """
 
-    table = None
-
     def __init__(self, peer: Any, name: str, schema: Schema, *, one_sided: bool = False) -> None:
         self.peer = peer
         self.name = name
