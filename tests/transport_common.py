@@ -329,7 +329,7 @@ def check_fetch(
     inside = np.clip(slots, 0, len(table._engine.reader().slot_states()[1]) - 1)
     generations = generations_of(table, inside)
     out = poisoned(spec, len(slots))
-    status = peer.fetch(spec, slots, anchors, generations, out, here=here).result(PATIENCE)
+    status = peer.fetch(spec, slots, anchors, generations, out=out, here=here).result(PATIENCE)
     wanted, states = expected(table, spec.windows, slots, anchors, generations, gone)
     assert status.tolist() == states
     assert pieces_of(spec, out, len(slots)) == wanted

@@ -45,72 +45,42 @@ def _widened(bits):
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
+@triton.constexpr_function
+def _stored(kind):
+    """The dtype that values of a dtype are loaded and stored as."""
+    return getattr(tl, {"bfloat16": "int16", "bool": "int8"}.get(kind, kind))
+
+
 @triton.jit
 def _read(address, o_value, m_value, KIND: tl.constexpr):
     """Values of a dtype: 16-bit floating-point numbers as float32, integers and bool as int64 [TILE]."""
-    if KIND == "float64":
-        return tl.load(tl.multiple_of(address.to(tl.pointer_type(tl.float64)), 16) + o_value, mask=m_value)
-    elif KIND == "float32":
-        return tl.load(tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16) + o_value, mask=m_value)
+    p_value = tl.multiple_of(address.to(tl.pointer_type(_stored(KIND))), 16) + o_value
+    x = tl.load(p_value, mask=m_value)
+    if KIND == "bfloat16":
+        return _widened(x)
     elif KIND == "float16":
-        p_value = tl.multiple_of(address.to(tl.pointer_type(tl.float16)), 16) + o_value
-        return tl.load(p_value, mask=m_value).to(tl.float32)
-    elif KIND == "bfloat16":
-        p_bits = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16) + o_value
-        return _widened(tl.load(p_bits, mask=m_value))
-    elif KIND == "int64":
-        return tl.load(tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16) + o_value, mask=m_value)
-    elif KIND == "int32":
-        p_int = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16) + o_value
-        return tl.load(p_int, mask=m_value).to(tl.int64)
-    elif KIND == "int16":
-        p_short = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16) + o_value
-        return tl.load(p_short, mask=m_value).to(tl.int64)
-    elif KIND == "int8":
-        p_signed = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), 16) + o_value
-        return tl.load(p_signed, mask=m_value).to(tl.int64)
+        return x.to(tl.float32)
+    elif KIND == "float32" or KIND == "float64":
+        return x
     else:
-        p_byte = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16) + o_value
-        return tl.load(p_byte, mask=m_value).to(tl.int64)
+        return x.to(tl.int64)
 
 
 @triton.jit
 def _write(address, o_value, m_value, x, KIND: tl.constexpr):
     """Store values of a dtype, converted from int64, float32 or float64."""
-    if KIND == "float64":
-        tl.store(
-            tl.multiple_of(address.to(tl.pointer_type(tl.float64)), 16) + o_value,
-            x.to(tl.float64),
-            mask=m_value,
-        )
-    elif KIND == "float32":
-        tl.store(
-            tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16) + o_value,
-            x.to(tl.float32),
-            mask=m_value,
-        )
+    if KIND == "bfloat16":
+        b_value = _bfloat16(x.to(tl.float32))
     elif KIND == "float16":
-        p_half = tl.multiple_of(address.to(tl.pointer_type(tl.float16)), 16) + o_value
-        tl.store(p_half, x.to(tl.float32).to(tl.float16), mask=m_value)
-    elif KIND == "bfloat16":
-        p_bits = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16) + o_value
-        tl.store(p_bits, _bfloat16(x.to(tl.float32)), mask=m_value)
-    elif KIND == "int64":
-        tl.store(
-            tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16) + o_value, x.to(tl.int64), mask=m_value
-        )
-    elif KIND == "int32":
-        p_int = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16) + o_value
-        tl.store(p_int, x.to(tl.int64).to(tl.int32), mask=m_value)
-    elif KIND == "int16":
-        p_short = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16) + o_value
-        tl.store(p_short, x.to(tl.int64).to(tl.int16), mask=m_value)
+        b_value = x.to(tl.float32).to(tl.float16)
+    elif KIND == "float32" or KIND == "float64":
+        b_value = x.to(_stored(KIND))
     elif KIND == "bool":
-        p_bool = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), 16) + o_value
-        tl.store(p_bool, (x != 0).to(tl.int8), mask=m_value)
+        b_value = (x != 0).to(tl.int8)
     else:
-        p_byte = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), 16) + o_value
-        tl.store(p_byte, x.to(tl.int64).to(tl.int8), mask=m_value)
+        b_value = x.to(tl.int64).to(_stored(KIND))
+    p_value = tl.multiple_of(address.to(tl.pointer_type(_stored(KIND))), 16) + o_value
+    tl.store(p_value, b_value, mask=m_value)
 
 
 @triton.jit

@@ -41,9 +41,8 @@ PACKED_WIDTH = 4
 # One piece: int32 [PIECE_WIDTH]. Steps that lie one after another in host memory and in the batch.
 PIECE_BLOCK = 0  # block of its first step
 PIECE_FIRST = 1  # its first step, counted from the start of that block
-PIECE_STEPS = (
-    2  # number of steps; more than a block holds only if all columns fill their blocks without padding
-)
+# Number of steps; more than a block holds only if all columns fill their blocks without padding.
+PIECE_STEPS = 2
 PIECE_OUT = 3  # its first step in the batch, or the row of a column per trajectory
 PIECE_NUMBER = 4  # number of its first step in the trajectory
 PIECE_WIDTH = 5

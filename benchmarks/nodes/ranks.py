@@ -435,7 +435,7 @@ class Fetch(Subject):
         for number, (names, places, _) in enumerate(inputs):
             if number >= depth:
                 under_way[number - depth].result()
-            under_way.append(fetch(self._spec, *names, staging[number % depth], **places))
+            under_way.append(fetch(self._spec, *names, out=staging[number % depth], **places))
         for future in under_way[-depth:]:
             future.result()
 

@@ -23,7 +23,6 @@ class BatchExchange:
     """Exchanges one batch's row records, priority updates and shard summaries between ranks.
 
     Args:
-        shards: the sharded table.
         exchange: collective channel private to this selection.
         samplers: shard samplers of this rank; they define the type of the records.
         updates: router of priority updates, which are sent along with the records.
@@ -60,7 +59,6 @@ class BatchExchange:
         """Return the rows of a batch whose records a slice gets, int64 [m]: its own, or with `whole` all of them.
 
         Args:
-            count: rows of the batch.
             data: data coordinate of the slice; by default this rank's.
         """
         if self.whole:
@@ -248,7 +246,6 @@ class BatchExchange:
         """Share candidates of all shards with all ranks.
 
         Args:
-            count: rows of the batch.
             own: candidates of each of this rank's shards.
             first, end: int64 [S]: range of each shard's candidates to share.
             summaries: summaries of this rank's shards.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from gear_loader.checkpoint.loading import LoadOptions
 from gear_loader.distributed import checkpoint_loading, checkpoint_saving
+from gear_loader.distributed.checkpoint_ranks import CheckpointRanks
 from gear_loader.distributed.rank_exchange import Exchange, SingleProcess
 from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.distributed.topology import MeshCoordinates, places_of
@@ -19,38 +20,6 @@ from gear_loader.storage.table import Table
 from gear_loader.storage.table_rules import OnFull
 
 __all__ = ["load", "save"]
-
-
-class _Stage:
-    """The ranks of one pipeline stage, which save or load a checkpoint together.
-
-    Args:
-        exchange: collective channel of all ranks.
-        places: coordinates of all ranks.
-
-    Attributes:
-        place: coordinates of this rank.
-        size: number of ranks of its stage.
-        stages: number of stages.
-    """
-
-    def __init__(self, exchange: SingleProcess, places: list[MeshCoordinates]) -> None:
-        self._exchange = exchange
-        self.place = places[exchange.rank]
-        members = [rank for rank, place in enumerate(places) if place.stage == self.place.stage]
-        self._members = sorted(members, key=lambda rank: places[rank].data)
-        self.size = len(self._members)
-        self.stages = 1 + max(place.stage for place in places)
-
-    def agree(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
-        """All-gather within the stage; all stages call it at the same time. See `Agree`."""
-        answers = self._exchange.share(answer)
-        return [answers[rank] for rank in self._members]
-
-    @property
-    def folder(self) -> str | None:
-        """Directory of this stage in the checkpoint's directory; None without stages."""
-        return None if self.stages == 1 else f"stage-{self.place.stage}"
 
 
 def save(shards: ShardTables, path: str | os.PathLike[str], *, progress: bool = False) -> None:
@@ -75,17 +44,8 @@ def save(shards: ShardTables, path: str | os.PathLike[str], *, progress: bool = 
         raise SchemaError(
             f"The shards are {len(shards.own)} tables of one process; save each of them, or run a rank for each."
         )
-    stage = _Stage(shards.exchange, shards.places)
-    checkpoint_saving.save(
-        shards.table,
-        path,
-        rank=stage.place.data,
-        world_size=stage.size,
-        barrier=shards.exchange.barrier,
-        agree=stage.agree,
-        stage=stage.folder,
-        progress=progress,
-    )
+    ranks = CheckpointRanks(shards.exchange, shards.places)
+    checkpoint_saving.save(shards.table, path, ranks, progress=progress)
 
 
 def load(
@@ -133,18 +93,11 @@ def load(
         progress=progress,
     )
     if not (dist.is_available() and dist.is_initialized()):
-        return checkpoint_loading.load(path, options, rank=0, world_size=1)
+        alone = CheckpointRanks(SingleProcess(), [MeshCoordinates(0, 0)])
+        return checkpoint_loading.load(path, options, alone)
     ranks, places = places_of(mesh)
     exchange = Exchange(ranks, timeout=timeout)
     try:
-        stage = _Stage(exchange, places)
-        return checkpoint_loading.load(
-            path,
-            options,
-            rank=stage.place.data,
-            world_size=stage.size,
-            agree=stage.agree,
-            stage=stage.folder,
-        )
+        return checkpoint_loading.load(path, options, CheckpointRanks(exchange, places))
     finally:
         exchange.close()

@@ -16,7 +16,7 @@ from gear_loader.checkpoint.loading import (
 )
 from gear_loader.checkpoint.sharded import ShardsManifest, open_shards, read_shards
 from gear_loader.checkpoint.sharded_loading import own_share, resharded_share
-from gear_loader.distributed.checkpoint_ranks import Agree, CheckpointRanks
+from gear_loader.distributed.checkpoint_ranks import CheckpointRanks
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.table import Table
@@ -25,29 +25,17 @@ from gear_loader.utils.paths import local_path
 __all__ = ["load"]
 
 
-def load(
-    path: str | os.PathLike[str],
-    options: LoadOptions,
-    *,
-    rank: int,
-    world_size: int,
-    agree: Agree | None = None,
-    stage: str | None = None,
-) -> Table:
-    """Create this rank's table from what `save` wrote; see `gear_loader.distributed.load`.
-
-    Args:
-        agree: see `Agree`; None: this rank loads alone. stage: directory of a pipeline stage in `path`, or None.
-    """
-    ranks = CheckpointRanks(rank, world_size, agree)
+def load(path: str | os.PathLike[str], options: LoadOptions, ranks: CheckpointRanks) -> Table:
+    """Create this rank's table from what `save` wrote; see `gear_loader.distributed.load`."""
+    stage = ranks.folder
     where = os.path.abspath(os.fspath(path))
     where = where if stage is None else os.path.join(where, stage)
     expected = None if options.schema is None else Schema(options.schema)
 
     def share(directory: Directory, shards: ShardsManifest) -> Share:
-        if world_size == len(shards.shards):
-            return own_share(directory, shards, rank)
-        return resharded_share(directory, shards, rank, world_size)
+        if ranks.size == len(shards.shards):
+            return own_share(directory, shards, ranks.rank)
+        return resharded_share(directory, shards, ranks.rank, ranks.size)
 
     def attempt() -> Table | None:
         seen: list[ShardsManifest] = []

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import secrets
-from collections.abc import Callable
 from typing import Any
 
 from gear_loader.checkpoint.directory import Directory
@@ -27,7 +26,7 @@ from gear_loader.checkpoint.sharded import (
     sweep_saves,
     write_shards,
 )
-from gear_loader.distributed.checkpoint_ranks import Agree, CheckpointRanks
+from gear_loader.distributed.checkpoint_ranks import CheckpointRanks
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.table import Table
@@ -38,25 +37,11 @@ __all__ = ["save"]
 
 
 def save(
-    table: Table,
-    path: str | os.PathLike[str],
-    *,
-    rank: int,
-    world_size: int,
-    barrier: Callable[[], None],
-    agree: Agree,
-    stage: str | None = None,
-    progress: bool = False,
+    table: Table, path: str | os.PathLike[str], ranks: CheckpointRanks, *, progress: bool = False
 ) -> None:
-    """Save the table of this rank, and on rank 0 the manifest of all; see `gear_loader.distributed.save`.
-
-    Args:
-        barrier: waits for the other ranks. agree: see `Agree`.
-        stage: directory of a pipeline stage in `path`; None without stages.
-    """
-    ranks = CheckpointRanks(rank, world_size, agree)
+    """Save the table of this rank, and on rank 0 the manifest of all; see `gear_loader.distributed.save`."""
     with contextlib.ExitStack() as stack:
-        part = _Part(table, path, stage, ranks, stack, progress=progress)
+        part = _Part(table, path, ranks, stack, progress=progress)
         answers = ranks.run("begin to save", part.begin)
         _check_alike(answers)
         number, replaces = answers[0]["number"], answers[0]["replaces"]
@@ -74,7 +59,7 @@ def save(
         )
         ranks.run("complete the checkpoint", lambda: part.commit(shards))
         part.sweep(shards)
-        barrier()
+        ranks.barrier()
 
 
 class _Part:
@@ -84,7 +69,6 @@ class _Part:
         self,
         table: Table,
         path: str | os.PathLike[str],
-        stage: str | None,
         ranks: CheckpointRanks,
         stack: contextlib.ExitStack,
         *,
@@ -93,8 +77,7 @@ class _Part:
         self._table = table
         self._given = path
         self._path = ""  # checked by `begin`, which tells the other ranks
-        self._stage = stage
-        self._rank = ranks.rank
+        self._stage, self._rank = ranks.folder, ranks.rank
         self._stack = stack
         self._progress = progress
         self._old: ShardsManifest | None = None  # of rank 0: the previous checkpoint
@@ -118,7 +101,6 @@ class _Part:
         """Write the table; return its entry of the manifest.
 
         Args:
-            number: number of the save.
             replaces: name of the previous checkpoint, as rank 0 sees it; None for a first save.
         """
         with convert_errors(self._path), _directory(self._path, self._stage) as directory:

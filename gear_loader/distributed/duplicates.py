@@ -31,8 +31,6 @@ def remove_ids(table: Table, slots_of: SlotsOf, shard: int, ids: Array) -> int:
     """Remove the trajectories with these ids from a table; return the number removed.
 
     Args:
-        table: the table.
-        slots_of: looks ids up.
         shard: number of the table's shard.
         ids: int64 [n]; ids that are not in the table are left out.
     """

@@ -26,7 +26,6 @@ class FailureSearch:
     Ranks are numbered as in the default process group.
 
     Args:
-        exchange: the `Exchange` of the call.
         what: the action of the call in errors: "did not send its options".
         began: start of the call, by `time.monotonic`; by default now.
     """
@@ -162,11 +161,7 @@ class FailureSearch:
         return self._failed([self._own], why)
 
     def _late(self, stopped: list[int]) -> RankError:
-        """Return the error for a call at its deadline.
-
-        Args:
-            stopped: ranks whose processes are stopped.
-        """
+        """Return the error for a call at its deadline."""
         waited = f"was waited for {time.monotonic() - self._began:.3g} s (timeout={self._exchange.timeout:g})"
         if stopped:
             return self._failed(stopped, f"{waited}, and is stopped")

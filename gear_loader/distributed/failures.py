@@ -17,7 +17,6 @@ def attempt(act: Callable[[], Any], default: Any) -> tuple[Any, Exception | None
     """Call a function before a collective, in which the other ranks learn of its error.
 
     Args:
-        act: function to call.
         default: result to use if `act` raises.
 
     Returns:

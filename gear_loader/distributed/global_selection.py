@@ -61,7 +61,6 @@ class GlobalSelection(Selection):
 
     Args:
         context: selector and options; its table is this rank's.
-        shards: the sharded table.
         exchange: collective channel private to this selection.
         history: number of batches whose rows are remembered for `state_dict`.
         reach: of the windows, where rows are read one-sidedly: records
@@ -180,11 +179,9 @@ class GlobalSelection(Selection):
     # ---------------------------------------------------------------- batches
 
     def new_ticket(self) -> ReadTickets:
-        """See `Selection.new_ticket`."""
         return ReadTickets()
 
     def undo(self, ticket: ReadTickets) -> None:
-        """See `Selection.undo`."""
         ticket.end()
 
     def draw(self, draw: Draw, ticket: ReadTickets, frozen: Any = None) -> ShardRows:
@@ -344,9 +341,6 @@ class GlobalSelection(Selection):
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a state for the trajectories that are still present, in any shard.
-
-        Args:
-            saved: result of `state_dict`.
 
         Raises:
             SchemaError: another kind of state; nothing was changed.

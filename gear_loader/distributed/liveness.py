@@ -46,7 +46,6 @@ class Liveness:
 
     Args:
         store: store of the default process group.
-        rank: number of this rank.
 
     Attributes:
         store: a connection of its own to the same store.
@@ -192,10 +191,6 @@ class Liveness:
 
     def ask(self, call: Callable[[], Any], *, seconds: float = _ANSWER) -> Any:
         """Call a function that uses the store, in a thread: the store's host may be stopped.
-
-        Args:
-            call: the function.
-            seconds: deadline of the call.
 
         Raises:
             SilentStoreError: the store does not answer; the call may still end, in its thread.

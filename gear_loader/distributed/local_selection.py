@@ -22,7 +22,6 @@ def begin_epoch(
     """Begin an epoch on all ranks: share the shards' masses and numbers of batches.
 
     Args:
-        exchange: collective channel of the dataset.
         selection: this rank's selection, of which `Selection.share` is set, if it has one.
         look: returns a view of this rank's shard, and its number of batches, which may be infinite.
         fresh: whether the epoch begins; False if it is resumed.

@@ -76,8 +76,6 @@ def choose_migration(sampler: Any, budget: Budget, *, by_mass: bool, excluded: A
     Trajectories that share blocks with others stay.
 
     Args:
-        sampler: shard sampler of the shard.
-        budget: limits of the migration.
         by_mass: whether load is mass; else it is steps.
         excluded: ids of trajectories that have been chosen already, int64 [n].
     """
@@ -162,10 +160,8 @@ class Mover:
         The target reports what has arrived. Columns that are filled later follow, see `fill`.
 
         Args:
-            source: table of this rank.
             ids: ids of the trajectories, int64 [n].
             shard: number of the source's shard.
-            target: table to copy to.
             most_steps: that are copied at once.
         """
         slots = self._slots_of(shard, ids)

@@ -88,9 +88,8 @@ class Placement:
             self._agree()
         self._turn = shards.exchange.rank % shards.num_shards
         self._largest = 1.0
-        self._placed: Array = np.zeros(
-            shards.num_shards
-        )  # mass that this rank has added since the last report
+        # Mass that this rank has added since the last report.
+        self._placed: Array = np.zeros(shards.num_shards)
         self._summaries: Array | None = None
         self._reported = -math.inf
         self._base: Array = np.zeros(shards.num_shards)
@@ -247,7 +246,6 @@ class Placement:
         """Assign each trajectory to the shard with the smallest load at that point, int64 [n]; equal loads in turn.
 
         Args:
-            shards: numbers of the shards.
             loads: load of each of these shards.
             weights: load of each trajectory.
         """
@@ -267,7 +265,6 @@ class Placement:
         """Ask shards for a figure; leave out shards that cannot be reached if `on_failure` is "redraw".
 
         Args:
-            shards: numbers of the shards.
             report: returns the figure of a shard.
 
         Returns:

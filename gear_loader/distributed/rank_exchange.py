@@ -101,19 +101,8 @@ class SingleProcess:
             wait: whether to wait until all ranks have announced it; until the deadline, and not for ranks that died.
         """
 
-    def put(self, key: str, value: str) -> None:
-        """Publish a note, which any rank can read at any time."""
-        _NOTES[key] = value
-
-    def get(self, key: str) -> str | None:
-        """Return the last note under a key, or None."""
-        return _NOTES.get(key)
-
     def close(self) -> None:
         """Close the channel."""
-
-
-_NOTES: dict[str, str] = {}
 
 
 class Exchange(SingleProcess):
@@ -190,7 +179,6 @@ class Exchange(SingleProcess):
     def all_to_all(
         self, parts: Sequence[Array], sizes: Sequence[int], failure: BaseException | None = None
     ) -> list[Array]:
-        """See `SingleProcess.all_to_all`."""
         head = np.frombuffer(_head(self._number, failure), dtype=np.uint8)
         self._number += 1
         sent = torch.from_numpy(np.concatenate([piece for part in parts for piece in (head, part)]))
@@ -224,12 +212,10 @@ class Exchange(SingleProcess):
                 raise self._broken
 
     def share(self, data: Mapping[str, Any]) -> list[Any]:
-        """See `SingleProcess.share`."""
         parts = self.share_array(np.frombuffer(json.dumps(data).encode(), dtype=np.uint8))
         return [json.loads(part.tobytes()) for part in parts]
 
     def share_array(self, values: Array) -> list[Array]:
-        """See `SingleProcess.share_array`."""
         self._wait_for_all("what it has")
         own = np.ascontiguousarray(values)
         count = torch.tensor([own.nbytes], device="cpu")
@@ -245,18 +231,15 @@ class Exchange(SingleProcess):
         return [part.numpy()[: int(count)].view(own.dtype) for part, count in zip(parts, counts, strict=True)]
 
     def barrier(self) -> None:
-        """See `SingleProcess.barrier`."""
         if self.liveness is None:
             self.share({})
         else:
             self._wait_for_all("that it is here")
 
     def compare(self, what: str, options: Mapping[str, Any]) -> None:
-        """See `SingleProcess.compare`."""
         check_alike(what, self.share(options), self.ranks)
 
     def leave(self, *, wait: bool) -> None:
-        """See `SingleProcess.leave`."""
         liveness, barrier = self.liveness, self._barrier
         if liveness is None or barrier is None or self._broken is not None or liveness.failed:
             return
@@ -281,12 +264,12 @@ class Exchange(SingleProcess):
     # ---------------------------------------------------------------- notes
 
     def put(self, key: str, value: str) -> None:
-        """See `SingleProcess.put`."""
+        """Publish a note, which any rank can read at any time."""
         if self.liveness is not None:
             self.liveness.write(f"{self.key}/{key}", value)
 
     def get(self, key: str) -> str | None:
-        """See `SingleProcess.get`; None also if the store does not answer."""
+        """Return the last note under a key; None without one, or if the store does not answer."""
         if self.liveness is not None:
             with contextlib.suppress(Exception):
                 return self.liveness.read(f"{self.key}/{key}")
@@ -350,9 +333,8 @@ class Exchange(SingleProcess):
         self._broken = error
         if self.liveness is not None:
             self.liveness.failed = True
-            if (
-                self.ranks[self.rank] == 0
-            ):  # it usually holds the store, which ends with it: others read it before
+            # It usually holds the store, which ends with it: others read it before.
+            if self.ranks[self.rank] == 0:
                 time.sleep(1.5 * BEAT)
         return error
 

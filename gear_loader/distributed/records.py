@@ -107,11 +107,6 @@ def slice_rows(count: int, slices: int, number: int) -> Array:
     """Return the rows of a batch that belong to one slice, int64 [m].
 
     Slices differ by one row at most. If there are fewer rows than slices, some rows belong to several.
-
-    Args:
-        count: rows of the batch.
-        slices: number of slices.
-        number: number of the slice.
     """
     if count < slices:
         return np.array([number % count], dtype=np.int64) if count else np.empty(0, dtype=np.int64)
@@ -135,7 +130,6 @@ class Outbox:
 
     Args:
         leads: rank that answers for each shard.
-        size: number of ranks.
     """
 
     def __init__(self, leads: Sequence[int], size: int) -> None:
@@ -209,10 +203,7 @@ class Message:
         """Return the size of a message in bytes.
 
         Args:
-            shards: number of all shards.
             own: number of the sender's shards.
-            rows: number of records.
-            record: type of the records.
             capacity: number of updates that the message holds.
         """
         sizes = (own * SUMMARY.itemsize, rows * int(record.itemsize), capacity * UPDATE.itemsize)

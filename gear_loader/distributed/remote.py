@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from gear_loader.collection.buffers import Part, SpanPart, Staging
 from gear_loader.errors import HandshakeError, PeerTimeoutError, TransportError
@@ -65,13 +67,8 @@ class RemoteShard:
     """A shard whose rows come over a transport.
 
     Args:
-        peer: connection to its node.
-        name: name of its table there.
-        schema: columns of that table.
         one_sided: whether `peer` reads the table's memory itself, by the blocks of the records.
     """
-
-    table = None
 
     def __init__(self, peer: Any, name: str, schema: Schema, *, one_sided: bool = False) -> None:
         self.peer = peer
@@ -96,7 +93,6 @@ class RemoteShard:
         """Request windows of rows.
 
         Args:
-            windows: window of each column.
             rows: rows of the batch, int64 [n].
             records: row records of these rows, [n].
             staging: pool of the parts' memory.
@@ -104,15 +100,28 @@ class RemoteShard:
         spec = self.spec(windows)
         size = max(1, PART_BYTES // spec.row_bytes)
         here = not self.one_sided and spec.row_bytes * len(rows) <= MOST_RECEIVED_HERE
-        ends = range(0, len(rows), size)
-        return [self._ask(spec, rows[i : i + size], records[i : i + size], staging, here) for i in ends]
+        requests = []
+        for begin in range(0, len(rows), size):
+            some = records[begin : begin + size]
+            given = [np.ascontiguousarray(some[field]) for field in ("slot", "step", "generation")]
+            options = self._places(some) if self.one_sided else {"here": here}
+            part = functools.partial(Part, rows[begin : begin + size])
+            requests.append(self._ask(spec, given, spec.reply_bytes(len(some)), part, staging, options))
+        return requests
 
-    def _ask(self, spec: WindowSpec, rows: Array, records: Array, staging: Staging, here: bool) -> RowRequest:
-        memory = staging.take(spec.reply_bytes(len(rows)))
-        keys = (np.ascontiguousarray(records[field]) for field in ("slot", "step", "generation"))
-        options: dict[str, Any] = self._places(records) if self.one_sided else {"here": here}
-        future = self.peer.fetch(spec, *keys, memory.numpy(), **options)
-        return RowRequest(Part(rows, memory), future, lambda: self._ask(spec, rows, records, staging, here))
+    def _ask(
+        self,
+        spec: WindowSpec | PackedSpec,
+        given: Sequence[Array],
+        size: int,
+        part: Callable[[torch.Tensor], Any],
+        staging: Staging,
+        options: dict[str, Any],
+    ) -> RowRequest:
+        """Request rows, whose reply has `size` bytes; `part` makes a part of its memory."""
+        memory = staging.take(size)
+        future = self.peer.fetch(spec, *given, out=memory.numpy(), **options)
+        return RowRequest(part(memory), future, lambda: self._ask(spec, given, size, part, staging, options))
 
     @staticmethod
     def _places(records: Array) -> dict[str, Array]:
@@ -149,17 +158,17 @@ class RemoteShard:
         while begin < len(which):
             before = int(ends[begin - 1]) if begin else 0
             end = max(begin + 1, int(np.searchsorted(ends, before + PART_BYTES, side="right")))
-            requests.append(self._ask_spans(spec, staging, *(values[begin:end] for values in asked)))
+            numbers, some, firsts, steps, places = (values[begin:end] for values in asked)
+            given = [np.ascontiguousarray(each) for each in (some["slot"], firsts, some["generation"], steps)]
+            sizes = len(some), int(steps.sum())
+            offsets = {span.name: span.offset for span in spec.spans(*sizes)}
+            part = functools.partial(_span_part, numbers, firsts, steps, places, offsets)
+            requests.append(self._ask(spec, given, spec.reply_bytes(*sizes), part, staging, {}))
             begin = end
         return requests
 
-    def _ask_spans(self, spec: PackedSpec, staging: Staging, *asked: Array) -> RowRequest:
-        rows, records, firsts, counts, inside = asked
-        total = int(counts.sum())
-        memory = staging.take(spec.reply_bytes(len(rows), total))
-        slots, generations = (np.ascontiguousarray(records[field]) for field in ("slot", "generation"))
-        spans = np.ascontiguousarray(firsts), generations, np.ascontiguousarray(counts)
-        future = self.peer.fetch_spans(spec, slots, *spans, memory.numpy())
-        offsets = {span.name: span.offset for span in spec.spans(len(rows), total)}
-        part = SpanPart(rows, memory, firsts, counts, inside, offsets)
-        return RowRequest(part, future, lambda: self._ask_spans(spec, staging, *asked))
+
+def _span_part(
+    rows: Array, firsts: Array, counts: Array, inside: Array, offsets: dict[str, int], memory: torch.Tensor
+) -> SpanPart:
+    return SpanPart(rows, memory, firsts, counts, inside, offsets)

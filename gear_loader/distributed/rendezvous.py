@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["GlooGroup", "StoreBarrier"]
 
 _SLICE = 0.5  # seconds between two checks of the other ranks while the group is made
-_LATER = (
-    2.0  # seconds after the exchange's deadline at which gloo gives up too: until then a process cannot end
-)
+# Seconds after the exchange's deadline at which gloo gives up too: until then a process cannot end.
+_LATER = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +30,6 @@ class StoreBarrier:
     """Barriers of some ranks in torch.distributed's store, where missing ranks can be named; gloo cannot name them.
 
     Args:
-        liveness: access to the store.
         prefix: prefix of the store's keys.
         rank: this rank's number in the exchange.
         ranks: numbers of all ranks in the default process group.
@@ -46,9 +44,7 @@ class StoreBarrier:
         """Write to the store that this rank has arrived, unless the first one does something else.
 
         Args:
-            name: name of the barrier.
             named: whether each rank writes a key of its own, for `missing`.
-            doing: what this rank does.
 
         Returns:
             Number and `doing` of the first rank that has arrived.
@@ -84,7 +80,6 @@ class StoreBarrier:
         """Arrive, and wait until all ranks have arrived.
 
         Args:
-            name: name of the barrier.
             search: finds the rank that is missing.
             named, doing: as for `arrive`.
 

@@ -51,11 +51,7 @@ class CacheStats:
 
 
 class CacheBudget:
-    """The bytes that the caches of all datasets over one `Shards` may use together; thread-safe.
-
-    Args:
-        total: number of bytes.
-    """
+    """The bytes that the caches of all datasets over one `Shards` may use together; thread-safe."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -178,7 +174,6 @@ class RowCache:
         """Find the rows of the next batch.
 
         Args:
-            keys: from `keys_of`.
             rates: expected number of draws of each row in a batch, float64 [n]; None if it is not known.
 
         Returns:

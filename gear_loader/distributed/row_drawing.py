@@ -68,7 +68,6 @@ def empty_error(selector: Selector, trajectories: int) -> TableEmptyError | Prio
     """Return the error for a draw from shards without items.
 
     Args:
-        selector: selector of the draw.
         trajectories: number of trajectories in all shards.
     """
     if trajectories == 0 or not selector.by_priority:
@@ -88,8 +87,6 @@ def assign_rows(
     """Assign each row of a batch to a shard.
 
     Args:
-        selector: selector of the draw.
-        draw: draw of the batch.
         masses: mass of each shard, float64 [S].
         view: view over which an epoch passes; None for draws from the current tables.
 
@@ -114,9 +111,7 @@ def assign_by_mass(draw: Draw, masses: Array, count: int, *, turn: int = 0) -> A
     """Draw shards in proportion to their masses, int64 [count].
 
     Args:
-        draw: draw of the batch.
         masses: mass of each shard, float64 [S].
-        count: number of rows.
         turn: number of the assignment within this draw.
     """
     if len(masses) == 1:
@@ -169,7 +164,6 @@ def merge_candidates(selector: Selector, count: int, candidates: list[Array], co
 
     Args:
         selector: selector of the draw; it defines the order.
-        count: rows of the batch.
         candidates: records of each shard, in order; empty records with the id -1 mark the shard's end.
         complete: bool [S]: shards from which no further candidates are needed.
     """
@@ -214,9 +208,6 @@ class RowDrawing(abc.ABC):
     """Draws the rows of batches with one exchange; all ranks call it at the same time.
 
     Args:
-        selector: selector of the draws.
-        samplers: shard samplers of this rank.
-        exchange: the exchange of a batch.
         empty_error: makes the error for shards without items; called by all ranks.
     """
 
@@ -230,7 +221,6 @@ class RowDrawing(abc.ABC):
         """Draw the rows of a batch.
 
         Args:
-            draw: draw of the batch.
             masses: mass of each shard, float64 [S].
             view: view over which an epoch passes; None for draws from the current tables.
 
@@ -243,7 +233,6 @@ class RowAssignment(RowDrawing):
     """Assigns each row of a batch to a shard, which draws it: `Uniform`, `Prioritized`, and passes."""
 
     def draw(self, draw: Draw, masses: Array, view: PassView | None) -> Rows:
-        """See `RowDrawing.draw`."""
         shards, items = assign_rows(self.selector, draw, masses, view)
         samplers = self.samplers.own
         views = {} if view is None else dict(zip(view.own_shards, view.own_views, strict=True))
@@ -284,7 +273,6 @@ class RowAssignment(RowDrawing):
         """Assign the rows of emptied shards to other shards.
 
         Args:
-            draw: draw of the batch.
             shards: int64 [n]: shard of each row.
             turn: number of earlier reassignments.
             emptied: bool [S].
@@ -336,7 +324,6 @@ class CandidateDrawing(RowDrawing):
     _last: Array | None = None  # rows of each shard in the last batch, float64 [S]
 
     def draw(self, draw: Draw, masses: Array, view: PassView | None) -> Rows:
-        """See `RowDrawing.draw`."""
         count, num_shards = draw.count, self.exchange.shards.num_shards
         expected = np.full(num_shards, count / num_shards) if self._last is None else self._last
         end = np.minimum(np.ceil(1.5 * expected).astype(np.int64) + _MORE, count)

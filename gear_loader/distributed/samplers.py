@@ -24,11 +24,7 @@ __all__ = ["Samplers"]
 
 
 class IdMap:
-    """Maps the ids of a table's trajectories to their slots; takes in the table's changes at each look-up.
-
-    Args:
-        table: table of the trajectories.
-    """
+    """Maps the ids of a table's trajectories to their slots; takes in the table's changes at each look-up."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -37,11 +33,7 @@ class IdMap:
         self._id_of: Array = np.full(table._engine.region.layout.max_trajectories, -1, dtype=np.int64)
 
     def slots(self, ids: Array) -> Array:
-        """Return the slots of trajectories, int64 [n]; -1 for trajectories that are gone.
-
-        Args:
-            ids: int64 [n].
-        """
+        """Return the slots of trajectories, int64 [n]; -1 for trajectories that are gone."""
         ticket = Ticket()
 
         def read() -> tuple[Changes, Array]:
@@ -64,7 +56,6 @@ class Samplers:
 
     Args:
         context: selector and options of the selection.
-        shards: the sharded table.
         reach: of the windows, where rows are read one-sidedly: records
             then carry the blocks of their windows. None elsewhere.
         extents: whether records tell the extents of their trajectories without blocks, too.
@@ -105,7 +96,6 @@ class Samplers:
 
         Args:
             shard: number of a shard whose table this process holds.
-            ids: int64 [n].
         """
         if shard not in self._maps:
             self._maps[shard] = IdMap(self._shards.own.get(shard, self._shards.table))
@@ -135,7 +125,6 @@ class Samplers:
 
         Args:
             draw: draw of the batch that lacks rows.
-            count: number of rows.
             turn: number of the attempt.
 
         Returns:
@@ -158,7 +147,7 @@ class Samplers:
         if shard in self.own:
             return self.own[shard]
         if shard not in self._nearby:
-            table = self._shards.source(shard).table
-            assert table is not None
+            table = self._shards.source(shard)
+            assert isinstance(table, Table)
             self._nearby[shard] = self._new(shard, table)
         return self._nearby[shard]

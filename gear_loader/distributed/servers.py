@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gear_loader.distributed.rank_exchange import SingleProcess
+from gear_loader.distributed.rank_exchange import Exchange
 from gear_loader.distributed.topology import Member
 from gear_loader.errors import TransportError
 from gear_loader.utils.background import background_thread
@@ -27,8 +27,6 @@ class NodeServers:
     """Starts and watches this node's server, on the node's first rank, and connects to the servers of other nodes.
 
     Args:
-        members: all ranks.
-        me: this rank.
         exchange: channel whose notes hold the current addresses of servers.
         transport: ``"socket"``, ``"ucx"`` or ``"nixl"``.
         host: address on which this node's server listens.
@@ -44,7 +42,7 @@ class NodeServers:
 
     members: Sequence[Member]
     me: Member
-    exchange: SingleProcess
+    exchange: Exchange
     _: dataclasses.KW_ONLY
     transport: str
     host: str

@@ -38,11 +38,7 @@ _LOCAL = 0x6C6F6361  # random number stream of the seeds of local draws
 
 
 class ShardOrigin(Origin):
-    """Hands a dataset its selection and its source of rows: over all shards, or over this rank's alone.
-
-    Args:
-        shards: the sharded table. ranks: as for `Origin`.
-    """
+    """Hands a dataset its selection and its source of rows: over all shards, or over this rank's alone."""
 
     is_shared = False
 

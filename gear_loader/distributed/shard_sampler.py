@@ -44,7 +44,6 @@ class ShardSampler(abc.ABC):
 
     Args:
         context: selector and options, with the shard's table.
-        shard: number of the shard.
 
     Attributes:
         context, shard: as given.
@@ -67,7 +66,6 @@ class ShardSampler(abc.ABC):
         """Resolve the rows of a batch that are assigned to this shard.
 
         Args:
-            draw: draw of the batch.
             rows: numbers of the rows in the batch, int64 [m], ascending.
             items: items of the shard in the order of `view`, int64 [m]; None: the sampler draws them.
             view: a snapshot of the shard; None for that of the last summary.
@@ -159,9 +157,7 @@ def records_of(
     """Make records of steps of trajectories; see `record_dtype`.
 
     Args:
-        table: the table of the trajectories.
         slots, steps: int64 [n].
-        leaves: leaves of the items.
         times: simulated times of the draws; see `PrioritizedShardSampler`.
     """
     records: Array = np.zeros(len(slots), dtype=record_dtype(0))
@@ -187,7 +183,6 @@ class SnapshotShardSampler(ShardSampler):
         return self._view
 
     def summarize(self) -> Array:
-        """See `ShardSampler.summarize`."""
         self._view = self._selection.look()
         return summary_of(self.context.selector.num_items(self._view), 1.0, 1.0)
 
@@ -233,15 +228,12 @@ class SnapshotShardSampler(ShardSampler):
         self._view = self._selection.look()
 
     def known(self) -> Snapshot:
-        """See `ShardSampler.known`."""
         return self.table._engine.reader().snapshot()
 
     def leaves_of(self, view: Snapshot) -> tuple[Array, Array]:
-        """See `ShardSampler.leaves_of`."""
         return np.empty(0, dtype=np.float32), np.zeros(len(view), dtype=np.int64)
 
     def masses(self, view: Snapshot, leaves: Array, counts: Array) -> Array:
-        """See `ShardSampler.masses`."""
         steps = self.context.selector.unit == "step"
         return view.lengths.astype(np.float64) if steps else np.ones(len(view))
 
@@ -271,7 +263,6 @@ class PrioritizedShardSampler(ShardSampler):
         self.guard = self.priorities.mutex
 
     def summarize(self) -> Array:
-        """See `ShardSampler.summarize`."""
         with self.priorities.mutex:
             return summary_of(*self.priorities.summary(), np.inf)
 
@@ -328,13 +319,11 @@ class PrioritizedShardSampler(ShardSampler):
         return times
 
     def known(self) -> Snapshot:
-        """See `ShardSampler.known`."""
         with self.priorities.mutex:
             self._follow()
             return self.priorities.known()
 
     def leaves_of(self, view: Snapshot) -> tuple[Array, Array]:
-        """See `ShardSampler.leaves_of`."""
         priorities = self.priorities
         with priorities.mutex:
             lengths = self.table._engine.reader().arrays.extent[view.slots, 0]
@@ -343,7 +332,6 @@ class PrioritizedShardSampler(ShardSampler):
         return leaves, view.lengths if steps else np.ones_like(view.lengths)
 
     def masses(self, view: Snapshot, leaves: Array, counts: Array) -> Array:
-        """See `ShardSampler.masses`."""
         sums, ends = np.concatenate(([0.0], np.cumsum(leaves, dtype=np.float64))), np.cumsum(counts)
         masses: Array = sums[ends] - sums[ends - counts]
         return masses

@@ -141,9 +141,6 @@ class ShardRows:
     def without(self, which: Array, source: ShardSource) -> Array:
         """Leave out rows that are gone if the batch has a number of steps, else replace them by spare rows.
 
-        Args:
-            which: int64 [m], their numbers. source: has the rows.
-
         Returns:
             New number of each row, int64 [n]; -1 for those that are gone.
 
@@ -201,9 +198,6 @@ class ShardRows:
 class ShardSource:
     """The rows of all shards: a `RowSource`.
 
-    Args:
-        shards: the sharded table.
-
     Attributes:
         num_gone: rows that were replaced, or left out, because their trajectory was gone before it was read.
         num_lost: rows whose shard could not be reached.
@@ -220,15 +214,14 @@ class ShardSource:
 
     @property
     def tables(self) -> list[Table]:
-        """See `RowSource.tables`."""
         here = [self.table_of(shard) for shard in self.shards.local_shards()]
         own = self.shards.table
         return [own, *(table for table in here if table is not own)]
 
     def table_of(self, shard: int) -> Table:
         """The table of a shard of this node."""
-        table = self.shards.source(shard).table
-        assert table is not None
+        table = self.shards.source(shard)
+        assert isinstance(table, Table)
         return table
 
     def present(self, rows: ShardRows, shard: int, which: Array) -> Array:

@@ -22,7 +22,14 @@ from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.row_cache import CacheBudget, CacheStats
 from gear_loader.distributed.servers import NodeServers
 from gear_loader.distributed.stage_tables import StageTable
-from gear_loader.distributed.topology import Member, MeshCoordinates, check_members, member, places_of
+from gear_loader.distributed.topology import (
+    Member,
+    MeshCoordinates,
+    check_members,
+    places_of,
+    this_machine,
+    this_node,
+)
 from gear_loader.errors import PrivateTableError, SchemaError, TransportError
 from gear_loader.storage.table import Table
 from gear_loader.storage.table_rules import check_seconds
@@ -30,7 +37,7 @@ from gear_loader.transport.handshake import check_secret
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import byte_count, one_of
 
-__all__ = ["LocalShard", "ShardTables"]
+__all__ = ["ShardTables"]
 
 _Shards = TypeVar("_Shards", bound="ShardTables")
 Transport = Literal["auto", "socket", "ucx", "nixl"]
@@ -38,17 +45,6 @@ OnFailure = Literal["raise", "redraw"]
 _TRANSPORTS = ("auto", "socket", "ucx", "nixl")
 _RETRY = 5.0  # seconds after which an unreachable shard is tried again
 _logger = logging.getLogger("gear_loader")
-
-
-class LocalShard:
-    """A shard of this node: its region is read in place.
-
-    Attributes:
-        table: the attached table, or this rank's own.
-    """
-
-    def __init__(self, table: Table) -> None:
-        self.table: Table = table
 
 
 class ShardTables:
@@ -100,7 +96,7 @@ class ShardTables:
         self.datasets: weakref.WeakSet[Any] = weakref.WeakSet()  # that draw from these shards
         self.next_number = 0  # next number of the ids that `Placement` makes
         self._ranks: list[int] | None = None
-        self._sources: dict[int, LocalShard | RemoteShard] = {}
+        self._sources: dict[int, Table | RemoteShard] = {}
         self.transport = _chosen(transport)
         if not isinstance(table, (Table, Sequence)) or isinstance(table, str):
             raise SchemaError(f"{shown(table)} was given; expected a gear_loader.Table, or a list of them.")
@@ -142,7 +138,7 @@ class ShardTables:
         self.leads = [0] * len(tables)
         self.places = [self.place]
         self.members: list[Member] = []
-        self._sources = {number: LocalShard(each) for number, each in self.own.items()}
+        self._sources = dict(self.own)
         self.remote = False
         self.block_steps = {
             number: each._engine.region.layout.block_steps for number, each in self.own.items()
@@ -192,13 +188,17 @@ class ShardTables:
                 "stages; expected one stage: the others would not know which trajectories may be drawn."
             )
         _number(self.table, self.place.data)
-        me = member(
-            self.table,
-            rank=rank,
-            number=self._ranks[rank],
-            place=self.place,
-            node=node,
-            transport=self.transport,
+        me = Member(
+            rank,
+            self._ranks[rank],
+            self.place,
+            this_node() if node is None else node,
+            this_machine(),
+            self.table.name,
+            self.table.origin,
+            self.table.schema.to_json(),
+            self.table._engine.region.layout.block_steps,
+            self.transport,
         )
         secret = secrets.token_hex(32) if self._secret is None and rank == 0 else None
         return {"member": me.to_json(), "secret": secret}
@@ -227,6 +227,7 @@ class ShardTables:
         """
         assert self._ranks is not None
         assert self._secret is not None
+        assert isinstance(self.exchange, Exchange)
         me = self.members[self.exchange.rank]
         nodes = {each.node for each in self.members}
         self.remote = any(each.node != me.node for each in stage)
@@ -246,10 +247,10 @@ class ShardTables:
             address = servers.serve() if len(nodes) > 1 else None
             for shard, each in enumerate(stage):
                 if each.rank == me.rank:
-                    self._sources[shard] = LocalShard(self.table)
+                    self._sources[shard] = self.table
                 elif each.node == me.node:
                     assert each.table is not None
-                    self._sources[shard] = LocalShard(Table.attach(each.table))
+                    self._sources[shard] = Table.attach(each.table)
             return {"address": address}
 
         try:
@@ -278,13 +279,14 @@ class ShardTables:
         """Make a collective channel for a dataset; all ranks call it at the same time."""
         return SingleProcess() if self._ranks is None else Exchange(self._ranks, timeout=self.timeout)
 
-    def source(self, shard: int) -> LocalShard | RemoteShard:
-        """Return the source of a shard's rows, with the columns of this rank's stage."""
+    def source(self, shard: int) -> Table | RemoteShard:
+        """Return the source of a shard's rows, with the columns of this rank's stage: a table of this node is read in
+        place."""
         return self._sources[shard]
 
     def local_shards(self) -> list[int]:
         """Return the shards whose tables this process reads directly."""
-        return [shard for shard, source in self._sources.items() if isinstance(source, LocalShard)]
+        return [shard for shard, source in self._sources.items() if isinstance(source, Table)]
 
     def stage_table(self, shard: int, stage: int) -> StageTable:
         """Return the table with the columns of a stage of a shard, for writing; attaches or connects on first use."""
@@ -303,15 +305,14 @@ class ShardTables:
             assert self._servers is not None
             return StageTable(shard, stage, each.schema, peer=self._servers.writer(each.node), **names)
         source = self._sources[shard] if stage == self.place.stage else None
-        table = source.table if source is not None else None
+        table = source if isinstance(source, Table) else None
         return StageTable(shard, stage, each.schema, table=table or Table.attach(each.table or ""), **names)
 
     def pin(self, device: torch.device | None = None) -> bool:
         """Pin the tables of this node for a GPU, by default the current one; return whether all could be pinned."""
-        tables = [source.table for source in self._sources.values() if source.table is not None]
-        pinned = [
-            table._engine.region.pin(device) for table in tables
-        ]  # all of them, also if the first one cannot be pinned
+        tables = [source for source in self._sources.values() if isinstance(source, Table)]
+        # All of them, also if the first one cannot be pinned.
+        pinned = [table._engine.region.pin(device) for table in tables]
         return all(pinned)
 
     def cache_stats(self) -> CacheStats:
@@ -357,12 +358,8 @@ class ShardTables:
             if stage_table.table is not None and stage != self.place.stage:
                 stage_table.table.close()
         for source in self._sources.values():
-            if (
-                isinstance(source, LocalShard)
-                and source.table is not self.table
-                and source.table not in self.own.values()
-            ):
-                source.table.close()
+            if isinstance(source, Table) and source is not self.table and source not in self.own.values():
+                source.close()
         self.exchange.close()
 
     def __enter__(self: _Shards) -> _Shards:

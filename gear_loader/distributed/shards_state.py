@@ -47,7 +47,6 @@ def save_samplers(samplers: Mapping[int, Any], received: Sequence[Array], draws:
     Args:
         samplers: shard -> shard sampler.
         received: updates that do not count yet, `UPDATE` [n] each.
-        draws: number of draws so far.
     """
     parts: dict[str, list[Array]] = {name: [] for name in _ALL_PARTS}
     maximum, stale = 1.0, 0
@@ -87,7 +86,6 @@ def join_states(
     """The state of all ranks' shards, the same on every rank.
 
     Args:
-        exchange: collective channel of the selection.
         saved: this rank's state, from `save_samplers`.
         recent: the last batches: rows of all ranks, and names of this rank's, in the order of slices over the ranks.
     """
@@ -162,8 +160,6 @@ class ShardsState(PriorityState):
         """Return the updates on their way to a shard's trajectories, `UPDATE` [m].
 
         Args:
-            sampler: shard sampler.
-            shard: number of the shard.
             slots_of: returns the slots of ids in a shard; -1 for trajectories that are gone.
         """
         ids, steps, priorities, delays = self.updates

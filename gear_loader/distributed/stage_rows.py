@@ -24,9 +24,6 @@ class StageRows:
     """Translates the rows that stage 0 has drawn to the tables of this rank's stage.
 
     Args:
-        shards: the sharded table.
-        exchange: collective channel of the selection.
-        batches: the exchange of a batch.
         samplers: shard samplers of this rank, which look ids up.
 
     Attributes:

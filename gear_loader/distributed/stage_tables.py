@@ -20,13 +20,12 @@ from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.transport.capacity import free_steps, parse_capacity_report, priority_sum
 from gear_loader.transport.delivery import Delivery, fill_parts
+from gear_loader.transport.store_message import Rows
 from gear_loader.utils.arrays import Array
 
 __all__ = ["StageTable", "Storing"]
 
 _REPORT = 1.0  # seconds after which another node is asked for a new capacity report
-_PART_BYTES = 1 << 25  # bytes of trajectories that are sent at once
-_PART_ROWS = 1 << 12
 
 
 @dataclasses.dataclass(repr=False, eq=False)
@@ -34,13 +33,8 @@ class StageTable:
     """The table with the columns of one stage of a shard: on this node, or on another one.
 
     Args:
-        shard: number of the shard.
-        stage: number of the stage.
-        schema: columns of the table.
         table: the table, if it is on this node.
         peer: connection to the table's server, if it is on another node.
-        node: name of the node.
-        name: name of the table.
         origin: shard number in the table's ids; by default that of `table`.
     """
 
@@ -131,20 +125,20 @@ class StageTable:
             One future of slots a part.
         """
         given = np.full(len(trajectories), -1, dtype=np.int64) if ids is None else ids
-        ends = np.zeros(len(trajectories), dtype=np.int64) if finals is None else finals
-        mark = next(iter(self.schema.steps))
-        steps = sum(len(each[mark]) for each in trajectories)
+        added = self.schema.added
+        rows = [Rows.of(added, each, f"trajectory {i}") for i, each in enumerate(trajectories)]
+        steps = np.array([each.length for each in rows], dtype=np.int64)
         known = priorities[priorities != UNSET]
         mass = float(known.sum()) + (len(priorities) - len(known)) * max(1.0, float(known.max(initial=0)))
-        self._report = (max(0, self._report[0] - steps), self._report[1] + mass)
-        futures, first, size = [], 0, 0
-        for end, trajectory in enumerate(trajectories, start=1):
-            size += len(trajectory[mark]) * self.schema.step_bytes + self.schema.trajectory_bytes
-            if size >= _PART_BYTES or end - first == _PART_ROWS or end == len(trajectories):
-                part = [dict(each) for each in trajectories[first:end]]
-                rows = (values[first:end].copy() for values in (priorities, given, ends))
-                futures.append(self.peer.store(self.name, self.schema.added, part, *rows))
-                first, size = end, 0
+        self._report = (max(0, self._report[0] - int(steps.sum())), self._report[1] + mass)
+        delivery = Delivery(self.peer, self.name, added, self.peer.timeout)
+        sizes, futures, low = steps * added.step_bytes + added.trajectory_bytes, [], 0
+        while low < len(rows):
+            high = low + delivery.counts(sizes[low:])
+            ends = None if finals is None else finals[low:high]
+            part = rows[low:high], priorities[low:high], given[low:high], ends
+            futures.append(self.peer.store(self.name, added, *part))
+            low = high
         return futures
 
     def fill(self, slots: Array, generations: Array, columns: Mapping[str, Any]) -> None:
@@ -172,12 +166,7 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def remove_stored(table: Table, slots: Array, generations: Array) -> None:
-    """Remove trajectories from a table; leave out trajectories that are gone.
-
-    Args:
-        table: the table.
-        slots, generations: int64 [n].
-    """
+    """Remove trajectories from a table; leave out trajectories that are gone."""
     state, generation, _ = table._engine.reader().slot_states()
     for slot, wanted in zip(slots.tolist(), generations.tolist(), strict=True):
         if state[slot] == READY and generation[slot] == wanted:
@@ -190,7 +179,6 @@ class Storing:
     """Stores trajectories stage after stage, in all shards at once; in stage 0 last.
 
     Args:
-        shards: the `Shards`.
         tables: stage tables by shard and stage.
         trajectories: columns by name, of each trajectory.
         priorities: float32 [n]; `UNSET` for trajectories without a priority.

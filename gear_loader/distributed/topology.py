@@ -13,14 +13,12 @@ import torch.distributed as dist
 from gear_loader.errors import SchemaError
 from gear_loader.storage import shared_memory as names
 from gear_loader.storage.schema import Schema
-from gear_loader.storage.table import Table
 
 __all__ = [
     "Member",
     "MeshCoordinates",
     "check_alike",
     "check_members",
-    "member",
     "places_of",
     "this_machine",
     "this_node",
@@ -121,24 +119,6 @@ class Member:
         return cls(**{**fields, "place": MeshCoordinates(**fields["place"])})
 
 
-def member(
-    table: Table, *, rank: int, number: int, place: MeshCoordinates, node: str | None, transport: str
-) -> Member:
-    """Describe this rank; for the arguments see `Member`."""
-    return Member(
-        rank,
-        number,
-        place,
-        this_node() if node is None else node,
-        this_machine(),
-        table.name,
-        table.origin,
-        table.schema.to_json(),
-        table._engine.region.layout.block_steps,
-        transport,
-    )
-
-
 def this_machine() -> str:
     """Return a name that processes share if they reach each other's loopback."""
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -191,7 +171,6 @@ def check_alike(what: str, options: Sequence[dict[str, Any]], numbers: Sequence[
     Args:
         what: name of the objects with these options, for errors.
         options: options of each rank, by name; an option may be given on some ranks alone.
-        numbers: numbers of the ranks.
 
     Raises:
         SchemaError: options differ; the message names them, the ranks and their values.

@@ -52,9 +52,7 @@ class UpdateRouter:
     """The priority updates of one selection: queued for other ranks, or received for this rank's shards.
 
     Args:
-        shards: the sharded table.
         samplers: shard -> shard sampler, of this rank's shards.
-        exchange: collective channel of the selection.
 
     Attributes:
         outbox: updates to be sent with the next exchange.

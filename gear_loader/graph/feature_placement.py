@@ -11,7 +11,7 @@ from gear_loader.errors import SchemaError
 from gear_loader.utils.arrays import Array, as_array
 from gear_loader.utils.checks import at_least
 
-__all__ = ["REPLICATED", "UNPLACED", "FeaturePlacement", "place"]
+__all__ = ["REPLICATED", "UNPLACED", "FeaturePlacement", "checked_probabilities", "place"]
 
 REPLICATED, UNPLACED = -1, -2
 """Owners of a row that every rank has, and of one that none has."""
@@ -44,7 +44,7 @@ class FeaturePlacement:
         Raises:
             SchemaError: another shape, or no probability above 0.
         """
-        reads = _checked(probabilities, self.ranks, len(self.owner))
+        reads = checked_probabilities(probabilities, self.ranks, len(self.owner))
         total = reads.sum()
         if total == 0:
             raise SchemaError("No probability is above 0; expected some reads to divide among the tiers.")
@@ -89,7 +89,7 @@ def place(
     values = np.asarray(as_array(probabilities, "probabilities"))
     given = len(values) if values.ndim == 2 else 1
     ranks = at_least("ranks", given if ranks is None else ranks)
-    reads = _checked(values, ranks, values.shape[-1] if values.ndim else 0)
+    reads = checked_probabilities(values, ranks, values.shape[-1] if values.ndim else 0)
     size = reads.shape[1]
     total = reads.sum(axis=0)
     hottest = np.argsort(-total, kind="stable")
@@ -117,7 +117,7 @@ def place(
 _AT_ONCE = 1 << 16
 
 
-def _checked(probabilities: Any, ranks: int, size: int) -> Array:
+def checked_probabilities(probabilities: Any, ranks: int, size: int) -> Array:
     """Probabilities as float64 [ranks, size]."""
     values = np.asarray(as_array(probabilities, "probabilities"))
     if values.dtype.kind not in "fiu" or values.shape not in ((size,), (ranks, size)):

@@ -13,11 +13,12 @@ from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError
 from gear_loader.graph.csr import checked_nodes
 from gear_loader.graph.feature_copies import FeatureCopies
+from gear_loader.graph.feature_placement import checked_probabilities
 from gear_loader.graph.shard_rows import Homes, RemoteRows, homes_of, join
 from gear_loader.graph.table_rows import DeviceGather, RowIndex, TableRows, unknown_nodes
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.table import Table
-from gear_loader.utils.arrays import Array, as_array
+from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import byte_count
 from gear_loader.utils.device_option import device_of
 from gear_loader.utils.mutex import new_mutex
@@ -208,14 +209,7 @@ class Features:
             (0 if size == 0 else byte_count(name, size)) // self.row_bytes
             for name, size in (("device_bytes", device_bytes), ("host_bytes", host_bytes))
         ]
-        given = np.asarray(as_array(probabilities, "probabilities"))
-        if given.dtype.kind not in "fiu" or given.shape != (self.num_nodes,):
-            raise SchemaError(
-                f"probabilities is {given.dtype} {list(given.shape)}; expected floats [{self.num_nodes}], one a node."
-            )
-        chance = given.astype(np.float64)
-        if not (np.isfinite(chance) & (chance >= 0)).all():
-            raise SchemaError("probabilities has values that are negative or not finite; expected others.")
+        chance = checked_probabilities(probabilities, 1, self.num_nodes)[0]
         seen = [source.look() for source in self._sources if isinstance(source, TableRows)]
         hottest = np.argsort(-chance, kind="stable")
         hottest = hottest[chance[hottest] > 0]

@@ -15,9 +15,11 @@ from gear_loader.distributed.failures import run_on_all
 from gear_loader.distributed.records import max_window_blocks, record_dtype
 from gear_loader.distributed.remote import RemoteShard, RowRequest
 from gear_loader.distributed.shards import Shards
+from gear_loader.distributed.shards_state import share_state
 from gear_loader.errors import SchemaError
 from gear_loader.graph.csr import checked_nodes
 from gear_loader.graph.table_rows import TableRows, unknown_nodes
+from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.schema import Window
 from gear_loader.storage.selected_rows import Reach
 from gear_loader.utils.arrays import Array
@@ -152,7 +154,7 @@ def join(shards: Shards, columns: Sequence[str], nodes: Any) -> tuple[list[Table
     """
     own: list[TableRows] = []
     given: Array | None = None
-    mine: list[Array] = []
+    mine: dict[int, list[torch.Tensor]] = {}
 
     def introduce() -> dict[str, Any]:
         nonlocal given
@@ -173,21 +175,24 @@ def join(shards: Shards, columns: Sequence[str], nodes: Any) -> tuple[list[Table
                     f"nodes has {len(given):,} ids from {given.min(initial=0)} on; expected one, at least 0, for each "
                     f"of the {rows:,} rows of this rank's table."
                 )
-        mine.extend(_encoded(shard, rows, given) for shard, rows in zip(shards.own, own, strict=True))
+        for shard, source in zip(shards.own, own, strict=True):
+            mine[shard] = _described(shard, source, given)
         return {"given": given is not None, "shards": list(shards.own)}
 
     answers = run_on_all("number its nodes", introduce, shards.exchange.share, range(shards.exchange.size))
     if len({answer["given"] for answer in answers}) > 1:
         raise SchemaError("nodes was given on some ranks only; expected it on all of them, or on none.")
-    shared = _decoded(shards.exchange.share_array(np.concatenate(mine)))
+    shared: dict[int, list[Array]] = {}
+    for each in share_state(shards.exchange, mine):
+        shared |= {shard: [part.numpy() for part in parts] for shard, parts in each.items()}
     sources: list[TableRows | RemoteRows] = []
     for shard in range(shards.num_shards):
-        source, (index, block_ids, _) = shards.source(shard), shared[shard]
-        if isinstance(source, RemoteShard):
+        table, (index, block_ids, _) = shards.source(shard), shared[shard]
+        if isinstance(table, RemoteShard):
             sources.append(RemoteRows(shards, shard, columns, index, block_ids))
         else:
-            known = [rows for rows in own if rows.table is source.table]
-            sources.append(known[0] if known else TableRows(source.table, columns))
+            known = [rows for rows in own if rows.table is table]
+            sources.append(known[0] if known else TableRows(table, columns))
     if answers[0]["given"]:
         numbers_of = [shared[shard][2] for shard in range(shards.num_shards)]
     else:
@@ -198,8 +203,8 @@ def join(shards: Shards, columns: Sequence[str], nodes: Any) -> tuple[list[Table
     return sources, homes_of(numbers_of, [*order, *(i for i in range(shards.num_shards) if i not in order)])
 
 
-def _encoded(shard: int, rows: TableRows, nodes: Array | None) -> Array:
-    """What other ranks need to know of a shard's rows, int64: see `_decoded`."""
+def _described(shard: int, rows: TableRows, nodes: Array | None) -> list[torch.Tensor]:
+    """Index of a shard's trajectories and their blocks, as `RemoteRows` takes them, and node ids of its rows."""
     found = rows.look()
     live = found.slots >= 0
     if not live.all():
@@ -213,18 +218,5 @@ def _encoded(shard: int, rows: TableRows, nodes: Array | None) -> Array:
     blocks = -(-(of[:, 0] + of[:, 2]) // rows.table._engine.region.layout.block_steps)
     # Of a table with a disk tier nobody reads blocks by their numbers: trajectories have others when they come back.
     starts = np.zeros_like(blocks) if rows.table._engine.has_tier else of[:, 1]
-    places = np.repeat(starts - (np.cumsum(blocks) - blocks), blocks) + np.arange(blocks.sum())
     ids = np.empty(0, dtype=np.int64) if nodes is None else nodes
-    head = np.array([shard, index.shape[1], len(places), len(ids)], dtype=np.int64)
-    return np.concatenate((head, index.reshape(-1), block_ids[places].astype(np.int64), ids))
-
-
-def _decoded(parts: Sequence[Array]) -> dict[int, tuple[Array, Array, Array]]:
-    """Shard -> index of its trajectories (see `RemoteRows`), their blocks, and node ids of its rows."""
-    found = {}
-    for part in parts:
-        while len(part):
-            shard, trajectories, blocks, nodes = part[:4].tolist()
-            index, block_ids, ids, part = np.split(part[4:], np.cumsum([4 * trajectories, blocks, nodes]))
-            found[shard] = index.reshape(4, -1), block_ids.astype(np.int32), ids
-    return found
+    return [torch.from_numpy(part) for part in (index, block_ids[ranges(starts, blocks)], ids)]

@@ -169,9 +169,8 @@ class ReplayBuffer(_ReplayBuffer):
         if not self.optimize_memory_usage:
             schema[_NEXT] = observation
         piece = min(_LONGEST, self.buffer_size // 8 // _BLOCK_STEPS * _BLOCK_STEPS)
-        self._longest = (
-            max(piece, _BLOCK_STEPS) - self._extra
-        )  # transitions of a trajectory that fills its blocks
+        # Transitions of a trajectory that fills its blocks.
+        self._longest = max(piece, _BLOCK_STEPS) - self._extra
         steps = self.n_envs * (self.buffer_size + 2 * self._longest + 1)
         trajectories = steps // _SHORTEST + 2 * self.n_envs
         blocks = int(_SPARE * steps / _BLOCK_STEPS) + self.n_envs * (self._longest // _BLOCK_STEPS + 2)
@@ -196,9 +195,8 @@ class ReplayBuffer(_ReplayBuffer):
         self._any_ended = False
         self._writers = [self.table.writer() for _ in range(self.n_envs)]
         self._ids = np.zeros((self.n_envs, self._longest // _BLOCK_STEPS + 2), dtype=np.int32)
-        self._open = np.zeros(
-            (self.n_envs, 3), dtype=np.int64
-        )  # slot, steps, capacity; see `copying.put_steps`
+        # Slot, steps, capacity; see `copying.put_steps`.
+        self._open = np.zeros((self.n_envs, 3), dtype=np.int64)
         self._pools = BufferPools()
         self._reading: RowGather | None = None
         for member in range(self.n_envs):

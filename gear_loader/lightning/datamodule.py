@@ -73,7 +73,6 @@ class ReplayDataLoader(DataLoader[Batch]):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `ReplayDataset.load_state_dict`."""
         self._module.load_state_dict({"train": state} if state else {})
 
 

@@ -271,7 +271,6 @@ class Selection:
         """Draw the rows of a batch.
 
         Args:
-            draw: counters of the draw.
             ticket: read ticket from `new_ticket`. The caller releases it after the gather, or with `undo` if this
                 raises.
             frozen: items to draw from, as `look` returned them; None for the current ones.

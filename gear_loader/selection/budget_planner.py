@@ -114,8 +114,6 @@ class BudgetPlanner:
     A training step is one batch; a subclass plans those of several ranks.
 
     Args:
-        selection: draws the rows.
-        budget: the options.
         seed, epoch: of the draws.
         past: batches of earlier epochs, for schedules.
         endless: whether the stream goes on after as many rows as there are items at its start.

@@ -214,7 +214,6 @@ class CudaLeaves:
         return np.where(items >= 0, leaves, np.float32(0))
 
     def write(self, items: Array, leaves: Array) -> None:
-        """See `HostLeaves.write`."""
         from gear_loader.kernels import priority
 
         self.enter()
@@ -241,7 +240,6 @@ class CudaLeaves:
         return int(self.wide.status[STALE])
 
     def restore(self, maximum: float, num_stale: int) -> None:
-        """See `HostLeaves.restore`."""
         self.enter()
         self.wide.maximum.fill_(maximum)
         self.wide.status[STALE] = num_stale

@@ -114,11 +114,7 @@ class CompleteGroups:
 
 
 class TrajectoryValues:
-    """Values of columns per trajectory, as needed to form groups. Each is read from disk at most once.
-
-    Args:
-        table: of the trajectories.
-    """
+    """Values of columns per trajectory, as needed to form groups. Each is read from disk at most once."""
 
     def __init__(self, table: Table) -> None:
         self.table = table

@@ -164,18 +164,15 @@ class GroupLeaves(HostLeaves):
         self._number: Array = np.zeros(items.capacity, dtype=np.int64)  # of the group of a first member
 
     def put(self, items: Array, leaves: Array) -> None:
-        """See `HostLeaves.put`."""
         self._groups = None  # first: after an interruption they are formed again
         self._members[items] = leaves
 
     write = put
 
     def scale(self, factor: float) -> None:
-        """See `HostLeaves.scale`."""
         self.put(np.arange(len(self._members)), scaled(self._members, factor))
 
     def read(self, items: Array) -> Array:
-        """See `HostLeaves.read`."""
         leaves: Array = np.where(items >= 0, self._members[items], np.float32(0))
         return leaves
 
@@ -195,7 +192,6 @@ class GroupLeaves(HostLeaves):
 
     @property
     def is_empty(self) -> bool:
-        """See `HostLeaves.is_empty`."""
         return self._groups is None or len(self._groups) == 0
 
     def rows(self, items: Array) -> tuple[Array, Array]:

@@ -103,9 +103,8 @@ class Priorities:
         self.unset: Leaves | None = None
         """Leaves of changes applied to the map, perhaps not yet to the tree."""
         self._changes = 0  # of the map or of all leaves, by another thread: odd while one is under way
-        self._known_before: int | None = (
-            None  # the next sequence number before changes that are being applied
-        )
+        # The next sequence number before changes that are being applied.
+        self._known_before: int | None = None
         self._freshness = context.selector.freshness
         self._freshen = self._freshened if self._freshness < 1 else None
         self._policy = context.table.policy_version  # the leaves are as of this version
@@ -116,7 +115,6 @@ class Priorities:
         self.mutex = new_mutex()
 
     def after_fork(self) -> None:
-        """See `Selection.after_fork`."""
         # A held mutex belongs to a thread of the parent that was in the middle of a draw or an update.
         free = self.mutex.acquire(blocking=False)
         self.mutex = new_mutex() if free else _BrokenMutex()

@@ -55,7 +55,6 @@ class PrioritizedSelection(Selection):
     """Draws rows for `Prioritized` or `TopK` on the CPU.
 
     Args:
-        context: context with such a selector.
         history: number of batches whose rows are kept, so that a state can resume before them.
 
     Attributes:
@@ -93,7 +92,6 @@ class PrioritizedSelection(Selection):
         return GroupLeaves(items, selector, change, former=self.former, grouping=self.context.grouping)
 
     def after_fork(self) -> None:
-        """See `Selection.after_fork`."""
         self.priorities.after_fork()
 
     @property
@@ -130,7 +128,6 @@ class PrioritizedSelection(Selection):
         return self.rows(rows.slots, rows.steps, rows.generations, times, likely, rows.weights)
 
     def fill(self, draw: Draw, batch: InlineBatch) -> bool:
-        """See `Selection.fill`."""
         context, count, priorities = self.context, draw.count, self.priorities
         reader = context.table._engine.reader()
         if not self._draws_compiled or count != batch.count or not reader.draws_inline:
@@ -276,7 +273,6 @@ class PrioritizedSelection(Selection):
         between(functools.partial(self.priorities.update, new, weighed))
 
     def quantiles(self, shares: Array) -> Array:
-        """See `Priorities.quantiles`."""
         return self.priorities.quantiles(shares)
 
     # ---------------------------------------------------------------- state
@@ -303,12 +299,10 @@ class PrioritizedSelection(Selection):
             self.share.correction, self.share.least = (float(number) for number in state["shares"])
 
     def forget_before(self, epoch: int, step: int) -> None:
-        """See `Selection.forget_before`."""
         with self.priorities.mutex:
             self.history.forget_before(epoch, step)
 
     def forget_pending(self) -> None:
-        """See `Selection.forget_pending`."""
         self.history.pending.clear()
 
     def _restored(self, draw: Draw) -> DrawnItems | None:

@@ -79,7 +79,6 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
     Args:
         context, history: as for `PrioritizedSelection`.
-        device: the GPU.
     """
 
     can_share = False  # the host does not know the updates
@@ -212,7 +211,6 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         stale: Literal["ignore", "error"],
         between: Callable[[Callable[[], object]], None],
     ) -> None:
-        """See `ReplayDataset.update_priority`."""
         with self.priorities.mutex:
             self._leaves.raise_late()
         unit = self.context.selector.unit

@@ -148,7 +148,6 @@ class Uniform(SnapshotSelector):
     """
 
     def items(self, size: int, draw: Draw) -> Array:
-        """See `SnapshotSelector.items`."""
         if self.replacement:
             return draw.integers(_ITEMS, size)
         places = np.arange(draw.first, draw.first + draw.count)
@@ -180,7 +179,6 @@ class Fifo(SnapshotSelector):
         return order[::-1] if self.newest else order
 
     def items(self, size: int, draw: Draw) -> Array:
-        """See `SnapshotSelector.items`."""
         items = np.arange(draw.first, draw.first + draw.count) % size
         return size - 1 - items if self.newest else items
 
@@ -318,12 +316,10 @@ class Prioritized(PrioritySelector):
         self.exponent = float(np.float32(alpha)), float(np.float32(eps))
 
     def draw(self, tree: Any, count: int, *, key: int, step: int) -> tuple[Array, Array]:
-        """See `PrioritySelector.draw`."""
         drawn: tuple[Array, Array] = tree.draw(count, key=key, step=step, distinct=not self.replacement)
         return drawn
 
     def candidates(self, tree: Any, count: int, *, key: int, step: int) -> tuple[Array, Array]:
-        """See `PrioritySelector.candidates`."""
         drawn: tuple[Array, Array] = tree.draw_some(count, key=key, step=step)
         return drawn
 
@@ -382,7 +378,6 @@ class TopK(PrioritySelector):
         self.largest = flag("largest", largest)
 
     def draw(self, tree: Any, count: int, *, key: int, step: int) -> tuple[Array, Array]:
-        """See `PrioritySelector.draw`."""
         items, leaves = self.candidates(tree, count, key=key, step=step)
         if len(items) == 0:
             raise PriorityError(
@@ -393,7 +388,6 @@ class TopK(PrioritySelector):
         return items[again], leaves[again]
 
     def candidates(self, tree: Any, count: int, *, key: int, step: int) -> tuple[Array, Array]:
-        """See `PrioritySelector.candidates`."""
         items, leaves = tree.top(min(count, tree.capacity), largest=self.largest)
         return items[items >= 0], leaves[items >= 0]
 

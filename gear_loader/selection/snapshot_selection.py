@@ -75,12 +75,10 @@ class SnapshotSelection(Selection):
             and not context.counts
             and context.grouping is None
         )
-        self._items: tuple[Snapshot, Places] | None = (
-            None  # for `fill`: a snapshot, and what is drawn from it
-        )
+        # For `fill`: a snapshot, and what is drawn from it.
+        self._items: tuple[Snapshot, Places] | None = None
 
     def fill(self, draw: Draw, batch: InlineBatch) -> bool:
-        """See `Selection.fill`."""
         context, count = self.context, draw.count
         reader = context.table._engine.reader()
         if not self._draws_uniformly or count != batch.count or not reader.draws_inline:

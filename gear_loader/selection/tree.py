@@ -83,7 +83,6 @@ class PriorityTree:
         """Draw items in proportion to their leaves.
 
         Args:
-            count: number of items.
             key, step: int64, key and counter of the random numbers.
             distinct: without replacement: one after another, each in proportion to the remaining leaves.
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
 from gear_loader.errors import TransportError
 from gear_loader.storage.late_values import LateValues
-from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import wire_messages as messages
 from gear_loader.transport.channel import Bytes
-from gear_loader.transport.message_schema import read_schema, round_up, shown
+from gear_loader.transport.message_schema import laid_out, read_schema, shown
 from gear_loader.transport.wire import Limits, ProtocolError
 from gear_loader.transport.wire_messages import WireMessage
 from gear_loader.utils.arrays import Array
@@ -36,6 +36,15 @@ class _Declared:
     def pack(self) -> bytes:
         """The small part."""
         return self.message.pack(**vars(self))
+
+    @classmethod
+    def parse(cls, small: Bytes, bulk: int = 0, limits: Limits | None = None) -> Any:
+        """Parse and validate a message from an untrusted source.
+
+        Raises:
+            ProtocolError: invalid field; the message names it.
+        """
+        return cls(**vars(cls.message.parse(small, limits)))
 
 
 class Question(_Declared, Generic[_T]):
@@ -66,6 +75,12 @@ class Question(_Declared, Generic[_T]):
 class _RowChange(Question[int]):
     """A change of rows; the answer is the number of those of removed trajectories, which were skipped."""
 
+    slots: Array
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        return len(self.slots)
+
     def finish(self, received: memoryview) -> int:
         stale: int = messages.UPDATED.parse(received).stale
         return stale
@@ -76,46 +91,21 @@ class Update(_RowChange):
     """Priorities of trajectories in a table.
 
     Attributes:
-        table: name of the table. updates: its steps are not sent.
+        table: name of the table.
+        slots: int64 [n]. generations: int64 [n]; None for any. priorities: float32 [n].
         strict: whether a row of a removed trajectory is an error.
     """
 
     message, answer = messages.UPDATE, messages.UPDATED
 
     table: str
-    updates: PriorityUpdates
+    slots: Array
+    generations: Array | None
+    priorities: Array
     strict: bool
-
-    @property
-    def rows(self) -> int:  # type: ignore[override]
-        return len(self.updates.slots)
 
     def what(self) -> str:
         return f"{self.rows:,} priorities to be set in table {self.table!r}"
-
-    def pack(self) -> bytes:
-        updates = self.updates
-        return messages.UPDATE.pack(
-            n=len(updates.slots),
-            known=updates.generations is not None,
-            strict=self.strict,
-            slots=updates.slots,
-            generations=updates.generations,
-            priorities=updates.priorities,
-            table=self.table,
-        )
-
-    @classmethod
-    def parse(cls, small: Bytes, limits: Limits) -> Update:
-        """Parse and validate a message from an untrusted source.
-
-        Raises:
-            ProtocolError: invalid field; the message names it.
-        """
-        found = messages.UPDATE.parse(small, limits)
-        steps = np.zeros(found.n, dtype=np.int64)
-        updates = PriorityUpdates(found.slots, steps, found.generations, found.priorities)
-        return cls(found.table, updates, found.strict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,13 +124,8 @@ class Part(_Declared):
     message = messages.PART
 
     @classmethod
-    def parse(cls, small: Bytes, bulk: int) -> Part:
-        """Parse and validate a message from an untrusted source.
-
-        Raises:
-            ProtocolError: invalid field.
-        """
-        part = cls(**vars(messages.PART.parse(small)))
+    def parse(cls, small: Bytes, bulk: int = 0, limits: Limits | None = None) -> Part:
+        part: Part = super().parse(small)
         if not 1 <= part.rows <= bulk:
             raise ProtocolError(
                 f"A message PART has {part.rows:,} rows in {bulk:,} bytes; expected at least one row, and one byte for "
@@ -175,19 +160,17 @@ class Fill(_RowChange):
     @property
     def columns(self) -> list[tuple[int, int]]:
         """Offset in the bulk part, and bytes, of each column."""
-        places, at, steps = [], 0, int(self.lengths.sum())
-        for name in self.names:
-            column = self.schema[name]
-            size = column.step_bytes * (len(self.slots) if column.trajectory else steps)
-            places.append((at, size))
-            at += round_up(size)
-        return places
+        return self._laid_out[0]
 
     @property
     def bulk_bytes(self) -> int:
         """Bytes of the bulk part."""
-        at, size = self.columns[-1]
-        return at + round_up(size)
+        return self._laid_out[1]
+
+    @functools.cached_property
+    def _laid_out(self) -> tuple[list[tuple[int, int]], int]:
+        steps = int(self.lengths.sum())
+        return laid_out(self.schema.column_bytes(name, steps, len(self.slots)) for name in self.names)
 
     def bulk(self, values: Sequence[LateValues]) -> Array:
         """The bulk part, uint8."""
@@ -209,10 +192,6 @@ class Fill(_RowChange):
             )
         return found
 
-    @property
-    def rows(self) -> int:  # type: ignore[override]
-        return len(self.slots)
-
     def what(self) -> str:
         return f"{self.rows:,} rows ({self.bulk_bytes:,} bytes) to be filled in table {self.table!r}"
 
@@ -221,23 +200,12 @@ class Fill(_RowChange):
 
     def pack(self) -> bytes:
         described = json.dumps([self.schema.to_json(), list(self.names)], separators=(",", ":")).encode()
-        known = {name: getattr(self, name) for name in messages.FILL.fields.keys() & vars(self).keys()}
-        return messages.FILL.pack(
-            n=len(self.slots), strict=self.strict, again=self.again, described=described, **known
-        )
+        return messages.FILL.pack(described=described, **vars(self))
 
     @classmethod
-    def parse(cls, small: Bytes, bulk: int, limits: Limits) -> Fill:
-        """Parse and validate the small part of a message from an untrusted source.
-
-        Args:
-            bulk: bytes of the bulk part. limits: of the server.
-
-        Raises:
-            ProtocolError: invalid field; the message names it.
-        """
-        found = messages.FILL.parse(small, limits)
-        n, lengths = found.n, found.lengths
+    def parse(cls, small: Bytes, bulk: int = 0, limits: Limits | None = None) -> Fill:
+        found, limits = messages.FILL.parse(small, limits), limits or Limits()
+        n, lengths = len(found.slots), found.lengths
         if n and (lengths.min() < 1 or lengths.max() > limits.store_bytes):
             raise ProtocolError(
                 f"lengths of a message FILL has a number outside of 1 to {limits.store_bytes:,}."
@@ -286,19 +254,6 @@ class Unfilled(Question[Array]):
             raise ProtocolError(f"The answer to UNFILLED has {len(received):,} bytes; expected int64 [2, m].")
         return np.frombuffer(received, dtype="<i8").astype(np.int64).reshape(2, -1)
 
-    def pack(self) -> bytes:
-        return messages.UNFILLED.pack(n=len(self.names), **vars(self))
-
-    @classmethod
-    def parse(cls, small: Bytes) -> Unfilled:
-        """Parse and validate a message from an untrusted source.
-
-        Raises:
-            ProtocolError: invalid field; the message names it.
-        """
-        found = messages.UNFILLED.parse(small)
-        return cls(found.table, found.names)
-
 
 @dataclasses.dataclass(frozen=True)
 class Advance(Question["Advanced"]):
@@ -322,22 +277,15 @@ class Advance(Question["Advanced"]):
         return f"the next version of the policy in table {self.table!r}"
 
     def finish(self, received: memoryview) -> Advanced:
-        return Advanced.parse(received)
+        found: Advanced = Advanced.parse(received)
+        return found
 
     def repeated(self) -> Advance:
         return dataclasses.replace(self, again=self.memory > 0)
 
-    @classmethod
-    def parse(cls, small: Bytes) -> Advance:
-        """Parse and validate a message from an untrusted source.
 
-        Raises:
-            ProtocolError: invalid field; the message names it.
-        """
-        return cls(**vars(messages.ADVANCE.parse(small)))
-
-
-class Advanced(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Advanced(_Declared):
     """The answer to `Advance`.
 
     Attributes:
@@ -345,21 +293,11 @@ class Advanced(NamedTuple):
         done: whether the request has made the version.
     """
 
+    message = messages.ADVANCED
+
     version: int
     memory: int
     done: bool
-
-    def pack(self) -> bytes:
-        return messages.ADVANCED.pack(**self._asdict())
-
-    @classmethod
-    def parse(cls, small: Bytes) -> Advanced:
-        """Parse and validate a message from an untrusted source.
-
-        Raises:
-            ProtocolError: invalid field; the message names it.
-        """
-        return cls(**vars(messages.ADVANCED.parse(small)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,16 @@
-"""Interfaces of message transports: channels, listeners and carriers; addresses."""
+"""Interfaces of message transports, channels and carriers; addresses; listening sockets, and what accepts at them."""
 
 from __future__ import annotations
 
 import abc
+import asyncio
+import contextlib
 import dataclasses
 import importlib
 import ipaddress
+import itertools
 import re
+import socket
 import ssl
 import urllib.parse
 from collections.abc import Awaitable, Callable
@@ -30,6 +34,7 @@ __all__ = [
     "carrier",
     "family",
     "is_loopback",
+    "listening_sockets",
     "load",
 ]
 
@@ -89,9 +94,9 @@ def load(place: str) -> Any:
 
 _ADDRESS = "expected <carrier>://<host>:<port>, such as socket://127.0.0.1:5555"
 _LIBRARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
-
-
 _NOTHING = memoryview(b"")
+_BACKLOG = 4096  # connections that the kernel queues until they are accepted, if net.core.somaxconn allows
+_IN_A_ROW = 8  # accepted connections before other tasks of the event loop take their turn
 
 
 class Channel(abc.ABC):
@@ -187,18 +192,89 @@ class Channel(abc.ABC):
         """
 
 
-class Listener(abc.ABC):
-    """Accepts connections.
+async def listening_sockets(
+    host: str, port: int, *, receive_buffer: int | None = None
+) -> list[socket.socket]:
+    """Listen on all addresses of a host, or on the first one if the port is 0.
 
-    Attributes:
-        address: of the listener, for `Carrier.connect`.
+    Args:
+        receive_buffer: bytes of the kernel's receive buffer for each connection; None for the default.
+
+    Raises:
+        OSError: it cannot listen at an address.
+    """
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sockets: list[socket.socket] = []
+    try:
+        for kind, type_, protocol, _, place in found[:1] if port == 0 else found:
+            listening = socket.socket(kind, type_, protocol)
+            sockets.append(listening)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if receive_buffer is not None:  # the accepted sockets inherit it
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+            if kind == socket.AF_INET6:
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listening.setblocking(False)
+            listening.bind(place)
+            listening.listen(_BACKLOG)
+    except BaseException:
+        for each in sockets:
+            each.close()
+        raise
+    return sockets
+
+
+class Listener:
+    """Accepts the connections of listening sockets, from its constructor on.
+
+    It yields to the event loop after a few connections, so a flood of connections does not delay accepted ones.
+
+    Args:
+        sockets: from `listening_sockets`; closed with the listener.
+        address: for `Carrier.connect`.
+        serve: called with each accepted socket in a task of its own; closes it and raises no exception.
+        room: awaited before each is accepted; meanwhile connections wait in the kernel's queue.
     """
 
-    address: str
+    def __init__(
+        self,
+        sockets: list[socket.socket],
+        address: str,
+        serve: Callable[[socket.socket], Awaitable[None]],
+        room: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.address = address
+        self._sockets = sockets
+        self._serve = serve
+        self._room = room
+        self._tasks = [asyncio.ensure_future(self._accept(each)) for each in sockets]
+        self._served: set[asyncio.Future[None]] = set()
 
-    @abc.abstractmethod
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for number in itertools.count():
+            await self._room()
+            try:
+                connection, _ = await loop.sock_accept(listening)
+            except OSError:  # too many open files, or a connection that was closed already
+                await asyncio.sleep(0.05)
+                continue
+            task = asyncio.ensure_future(self._serve(connection))
+            self._served.add(task)
+            task.add_done_callback(self._served.discard)
+            if number % _IN_A_ROW == 0:
+                await asyncio.sleep(0)  # `sock_accept` does not yield while connections are queued
+
     async def close(self) -> None:
         """Accept no more connections; idempotent. Existing connections stay open."""
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        for each in self._sockets:
+            each.close()
 
 
 async def always() -> None:

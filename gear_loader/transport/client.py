@@ -19,6 +19,7 @@ from gear_loader.transport.direct_link import DirectLink
 from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.loop import EventLoop, event_loop
 from gear_loader.transport.loop_link import LoopLink
+from gear_loader.transport.message_schema import shape_of
 from gear_loader.transport.request import Answer, Request
 from gear_loader.transport.store_message import (
     One,
@@ -113,84 +114,32 @@ class Peer:
     # ---------------------------------------------------------------- requests
 
     def fetch(
-        self,
-        spec: WindowSpec,
-        slots: Array,
-        anchors: Array,
-        generations: Array,
-        out: Array,
-        *,
-        here: bool = False,
+        self, spec: WindowSpec | PackedSpec, *given: Array, out: Array, here: bool = False
     ) -> Answer[Array]:
-        """Fetch windows of rows.
+        """Fetch windows of rows, or spans of steps, one after another.
 
         Args:
-            spec: table and windows. Pass the same object for repeated fetches: each new one is sent to the server.
-            slots, anchors, generations: int64 [n] each.
-            out: buffer of the reply, uint8 [reply_bytes(n) or more], contiguous; may be pinned memory. Do not use it
+            spec: table and windows, or columns. Pass the same object for repeated fetches: each new one is sent to the
+                server.
+            given: int64 [n] each: slots, anchors, generations; of spans slots, first steps, generations, numbers of
+                steps.
+            out: buffer of the reply, uint8 [reply_bytes or more], contiguous; may be pinned memory. Do not use it
                 before the future has its result. After an error the carrier may still write into it, so it must not be
                 reused; the peer keeps a reference until the connection is closed.
             here: whether the threads that ask may use a connection themselves; see the class.
 
         Returns:
-            A future of the status, uint8 [n], a view of `out`; see `WindowSpec`.
+            A future of the status, uint8 [n], a view of `out`; see `Spec`.
 
         Raises:
             SchemaError: arrays of other dtypes or sizes. TransportError: the peer is closed, or was created before a
                 fork.
         """
-        rows = {"slots": slots, "anchors": anchors, "generations": generations}
-        n = len(slots)
-        return self._fetch(spec, rows, spec.reply_bytes(n), spec.data_bytes(n), out, here=here)
-
-    def fetch_spans(
-        self, spec: PackedSpec, slots: Array, firsts: Array, generations: Array, counts: Array, out: Array
-    ) -> Answer[Array]:
-        """Fetch steps of trajectories, one after another.
-
-        Args:
-            spec: table and columns, as for `fetch`.
-            slots, firsts, generations, counts: int64 [n] each: trajectory, first step, generation, number of steps.
-            out: buffer of the reply, uint8 [reply_bytes(n, total) or more]; as for `fetch`.
-
-        Returns, raises:
-            As `fetch`.
-        """
-        rows = {"slots": slots, "firsts": firsts, "generations": generations, "counts": counts}
-        n, total = len(slots), int(counts.sum())
-        return self._fetch(spec, rows, spec.reply_bytes(n, total), spec.data_bytes(n, total), out)
-
-    def _fetch(
-        self,
-        spec: WindowSpec | PackedSpec,
-        rows: Mapping[str, Array],
-        size: int,
-        status: int,
-        out: Array,
-        *,
-        here: bool = False,
-    ) -> Answer[Array]:
-        """Fetch a reply of `size` bytes, whose status begins at byte `status`; `here` as of `fetch`."""
-        n = len(rows["slots"])
-        for name, values in rows.items():
-            if not isinstance(values, np.ndarray) or values.dtype != np.int64 or values.shape != (n,):
-                raise SchemaError(f"{name} is {_shape(values)}; expected int64 [{n}].")
-        if (
-            not isinstance(out, np.ndarray)
-            or out.dtype != np.uint8
-            or out.ndim != 1
-            or not out.flags.c_contiguous
-        ):
-            raise SchemaError(f"out is {_shape(out)}; expected contiguous uint8 [{size} or more].")
-        if len(out) < size or not out.flags.writeable:
-            raise SchemaError(
-                f"out has {len(out):,} bytes{'' if out.flags.writeable else ' that cannot be written'}; expected "
-                f"{size:,} writable ones for {n:,} rows."
-            )
-        data = out[:size]
-        small = np.empty(8 + 8 * len(rows) * n, dtype=np.uint8)
+        rows, status, size = spec.checked(given, out)
+        n, data = rows.shape[1], out[:size]
+        small = np.empty(8 + rows.nbytes, dtype=np.uint8)
         small[:8].view(np.uint32)[:] = 0, n
-        small[8:].view(np.int64).reshape(len(rows), n)[:] = list(rows.values())
+        small[8:].view(np.int64)[:] = rows.reshape(-1)
 
         return self._submit(
             Request(
@@ -211,50 +160,6 @@ class Peer:
         self,
         table: str,
         schema: Schema,
-        trajectories: list[Mapping[str, Array]],
-        priorities: Array,
-        ids: Array,
-        finals: Array | None = None,
-        *,
-        again: bool = False,
-        seconds: float | None = None,
-        wait: float | None = None,
-        here: bool = False,
-    ) -> Answer[Array]:
-        """Add trajectories to a table of the server, all or none.
-
-        Args:
-            table: name of the table. schema: its columns.
-            trajectories: column name -> array or tensor ``[T, *shape]``.
-            priorities: float32 [n], -1 for a trajectory without one.
-            ids: int64 [n], global ids; -1 lets the table assign one.
-            finals: int64 [n], 1 if the last row of the trajectory is its final step, else 0; None for none.
-            again: whether a request with the same ids was sent before and may have been executed.
-            seconds: until the deadline; by default the peer's timeout.
-            wait: seconds that the server may wait for free space or the rate limiter; by default until shortly before
-                the deadline. A server has a limit of its own.
-            here: as for `fetch`.
-
-        Returns:
-            A future of their slots, int64 [n].
-
-        Raises:
-            SchemaError: a trajectory does not fit the schema. TransportError: the peer is closed, or was created before
-                a fork.
-        """
-        rows = [Rows.of(schema, each, f"trajectory {i}") for i, each in enumerate(trajectories)]
-        return self.store_rows(
-            *(table, schema, rows, priorities, ids, finals),
-            again=again,
-            seconds=seconds,
-            wait=wait,
-            here=here,
-        )
-
-    def store_rows(
-        self,
-        table: str,
-        schema: Schema,
         rows: Sequence[Rows] | Stacked,
         priorities: Array,
         ids: Array,
@@ -266,10 +171,27 @@ class Peer:
         wait: float | None = None,
         here: bool = False,
     ) -> Answer[Array]:
-        """As `store`, for trajectories that have been checked.
+        """Add trajectories to a table of the server, all or none.
 
         Args:
+            table: name of the table. schema: its columns.
+            rows: the trajectories.
+            priorities: float32 [n], -1 for a trajectory without one.
+            ids: int64 [n], global ids; -1 lets the table assign one.
+            finals: int64 [n], 1 if the last row of the trajectory is its final step, else 0; None for none.
             ahead: pieces of the only trajectory that `send_part` has sent before.
+            again: whether a request with the same ids was sent before and may have been executed.
+            seconds: until the deadline; by default the peer's timeout.
+            wait: seconds that the server may wait for free space or the rate limiter; by default until shortly before
+                the deadline. A server has a limit of its own.
+            here: as for `fetch`.
+
+        Returns:
+            A future of their slots, int64 [n].
+
+        Raises:
+            SchemaError: arrays of other dtypes or sizes. TransportError: the peer is closed, or was created before a
+                fork.
         """
         if isinstance(rows, Stacked):
             lengths, before = rows.lengths, 0
@@ -285,7 +207,7 @@ class Peer:
             ("finals", finals, np.int64),
         ):
             if not isinstance(values, np.ndarray) or values.dtype != dtype or values.shape != (n,):
-                raise SchemaError(f"{name} is {_shape(values)}; expected {np.dtype(dtype).name} [{n}].")
+                raise SchemaError(f"{name} is {shape_of(values)}; expected {np.dtype(dtype).name} [{n}].")
         deadline = self._timeout if seconds is None else seconds
         wait = deadline - min(1.0, deadline / 4) if wait is None else wait
         milliseconds = min(int(wait * 1e3), _LONGEST_WAIT)
@@ -311,7 +233,7 @@ class Peer:
         seconds: float,
         wait: float,
     ) -> Answer[int]:
-        """Add one checked trajectory; as `store_rows` with `here`.
+        """Add one trajectory; as `store` with `here`.
 
         Args:
             kind: table and schema. priority: -1 for none. final: 1 if the last row is the final step, else 0.
@@ -358,7 +280,7 @@ class Peer:
     def send_part(
         self, schema: Schema, identity: int, number: int, piece: Mapping[str, Array], *, seconds: float
     ) -> Answer[None]:
-        """Send steps of a trajectory that is stored later, by `store_rows` with `ahead`.
+        """Send steps of a trajectory that is stored later, by `store` with `ahead`.
 
         Args:
             schema: the table's columns. identity: id of the trajectory. number: of the piece in it, from 0 on.
@@ -476,9 +398,3 @@ def _stored_slot(small: memoryview) -> int:
     if len(small) != 8:
         raise ProtocolError(f"A message STORED has {len(small)} bytes; expected 8.")
     return int.from_bytes(small, "little", signed=True)
-
-
-def _shape(values: object) -> str:
-    if isinstance(values, np.ndarray):
-        return f"{values.dtype} {list(values.shape)}"
-    return f"a {type(values).__name__}"

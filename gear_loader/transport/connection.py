@@ -35,9 +35,8 @@ __all__ = ["Connection"]
 
 _IN_LOOP = 1 << 18  # largest reply that is gathered in the event loop; a hand-over to a thread takes longer
 _IN_LOOP_ALONE = 1 << 21  # the same while no other connection asks for many rows, which would have to wait
-_STORED_ALONE = (
-    1 << 23
-)  # largest bulk part that is stored in the event loop while no other is received or stored
+# Largest bulk part that is stored in the event loop while no other is received or stored.
+_STORED_ALONE = 1 << 23
 _IN_A_ROW = 8  # requests that are answered until other connections take their turn
 _AT_A_TIME = 2  # requests of one connection that are executed in threads
 _LEAD = ALIGNMENT  # bytes before a reply in its buffer; the last ones are for its header

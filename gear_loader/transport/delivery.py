@@ -123,14 +123,8 @@ class Delivery:
         def attempt(again: bool, seconds: float) -> int:
             if not again:
                 return self._store_one(rows, priority, final, identity, seconds)
-            stored = self._peer.store_rows(
-                *(self._table, self._schema, [rows]),
-                *(np.array([priority], np.float32), np.array([identity]), np.array([final])),
-                again=again,
-                seconds=seconds,
-                wait=self._wait(seconds),
-            )
-            return int(stored.result()[0])
+            values = np.array([priority], np.float32), np.array([final]), np.array([identity])
+            return int(self._store([rows], *values, again=True, seconds=seconds)[0])
 
         return until_done(attempt, _STORED_OR_NOT, timeout=self.timeout, waits=waits)
 
@@ -167,18 +161,7 @@ class Delivery:
         ids = self.ids(len(priorities))
 
         def attempt(again: bool, seconds: float) -> Array:
-            return self._peer.store_rows(
-                self._table,
-                self._schema,
-                rows,
-                priorities,
-                ids,
-                finals,
-                again=again,
-                seconds=seconds,
-                wait=self._wait(seconds),
-                here=not again,
-            ).result()
+            return self._store(rows, priorities, finals, ids, again=again, seconds=seconds)
 
         return until_done(attempt, _STORED_OR_NOT, timeout=self.timeout, waits=waits)
 
@@ -203,17 +186,27 @@ class Delivery:
         """
 
         def attempt(repeated: bool, seconds: float) -> Array:
-            first = 0 if repeated else ahead
-            return self._peer.store_rows(
-                *(self._table, self._schema, rows, priorities, ids, finals),
-                ahead=first,
-                again=again or repeated,
-                seconds=seconds,
-                wait=self._wait(seconds),
-                here=not first,  # parts are those of a connection
-            ).result()
+            sent, before = again or repeated, 0 if repeated else ahead
+            return self._store(rows, priorities, finals, ids, again=sent, seconds=seconds, ahead=before)
 
         return until_done(attempt, "", timeout=self.timeout, total=math.inf, failed=failed)
+
+    def _store(
+        self,
+        rows: Sequence[Rows] | Stacked,
+        priorities: Array,
+        finals: Array | None,
+        ids: Array,
+        *,
+        again: bool,
+        seconds: float,
+        ahead: int = 0,
+    ) -> Array:
+        given = self._table, self._schema, rows, priorities, ids, finals
+        wait, here = self._wait(seconds), not ahead  # parts are those of a connection
+        return self._peer.store(
+            *given, ahead=ahead, again=again, seconds=seconds, wait=wait, here=here
+        ).result()
 
     def _wait(self, seconds: float) -> float:
         """Seconds that a server may wait in an attempt of so many: its refusal comes before any deadline of ours."""
@@ -261,7 +254,8 @@ class Delivery:
             StaleIndexError: with `strict`. PeerTimeoutError: no answer before the deadline; they may be set or not.
             HandshakeError, TransportError: as `store`.
         """
-        return self._ask(Update(self._table, updates, strict), "the priorities may be set or not")
+        rows = updates.slots, updates.generations, updates.priorities
+        return self._ask(Update(self._table, *rows, strict), "the priorities may be set or not")
 
     def fill(self, slots: Array, generations: Array, values: list[LateValues], *, strict: bool) -> int:
         """Write late columns, and wait for it; a request whose answer is lost is sent again, and executed once.
@@ -297,9 +291,8 @@ class Delivery:
         """
         backoff = Backoff(self.timeout)
         found = Advanced(0, 0, False)
-        while (
-            not found.done
-        ):  # asks first; then again if another client was faster, or the server has changed
+        # Asks first; then again if another client was faster, or the server has changed.
+        while not found.done:
             identity = int.from_bytes(os.urandom(8), "little")
             request = Advance(self._table, found.version, found.memory, identity)
             found = self._ask(request, "the version may be raised or not", total=backoff.left)

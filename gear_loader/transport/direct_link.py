@@ -92,9 +92,8 @@ class DirectLink:
             if request.answer is None:
                 request.end(received=memoryview(b""))
         except OSError as error:  # errors of the transport among them
-            final = (
-                begun and request.kind in WRITES
-            )  # what may have been executed is not repeated without a word
+            # What may have been executed is not repeated without a word.
+            final = begun and request.kind in WRITES
             if session is not None and not final:
                 session.withdraw(request)
             self._fail(error)

@@ -14,6 +14,7 @@ from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.ids import CLIENT_ORIGIN, LARGEST_ID, LARGEST_ORIGIN, check_ids
 from gear_loader.storage.incoming import Steps
 from gear_loader.storage.late import fill_columns
+from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import wire_messages as messages
 from gear_loader.transport.change_messages import Advance, Advanced, Fill, Unfilled, Update
@@ -184,13 +185,14 @@ def _update(tables: TableCache, request: Update, _: Array, at_once: bool) -> Rep
         As `Table.update_priority`. Nothing was changed.
     """
     table = tables.open(request.table, at_once=at_once)
-    priorities = request.updates.priorities
+    slots, priorities = request.slots, request.priorities
     _, bad = narrowed(priorities)
     if bad >= 0:
         raise PriorityError(
             f"priority[{bad}] is {priorities[bad]}; expected a finite number that is not negative. Nothing was changed."
         )
-    skipped, _changed = table.reader(at_once).revise(request.updates, strict=request.strict)
+    updates = PriorityUpdates(slots, np.zeros_like(slots), request.generations, priorities)
+    skipped, _changed = table.reader(at_once).revise(updates, strict=request.strict)
     return Reply(Kind.UPDATED, messages.UPDATED.pack(stale=skipped))
 
 
@@ -231,12 +233,8 @@ def _unfilled(tables: TableCache, request: Unfilled, _: Array, at_once: bool) ->
 HANDLERS = {
     Kind.STORE: Handler(Store.parse, _store, "storing into", 1 << 20, overlaps=True),
     Kind.FILL: Handler(Fill.parse, _fill, "filling columns of"),
-    Kind.UPDATE: Handler(
-        lambda small, _, limits: Update.parse(small, limits), _update, "setting priorities in", 1 << 14
-    ),
-    Kind.ADVANCE: Handler(lambda small, *_: Advance.parse(small), _advance, "advancing the version of"),
-    Kind.UNFILLED: Handler(
-        lambda small, *_: Unfilled.parse(small), _unfilled, "unfilled trajectories of", changes=False
-    ),
+    Kind.UPDATE: Handler(Update.parse, _update, "setting priorities in", 1 << 14),
+    Kind.ADVANCE: Handler(Advance.parse, _advance, "advancing the version of"),
+    Kind.UNFILLED: Handler(Unfilled.parse, _unfilled, "unfilled trajectories of", changes=False),
 }
 """The kinds that need nothing but their table; a connection answers the others itself."""

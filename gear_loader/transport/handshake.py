@@ -127,9 +127,6 @@ async def refuse(channel: Channel, text: str, request: int = 0) -> None:
 async def introduce(channel: Channel, secret: bytes, address: Address, *, peer: str) -> Limits:
     """The requester's side of the handshake.
 
-    Args:
-        address: of the server. peer: name of the server in errors.
-
     Returns:
         The server's limits; fields that it does not send have default values.
 

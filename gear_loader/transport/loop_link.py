@@ -136,9 +136,8 @@ class LoopLink:
             HandshakeError: one side refused the other. TransportError: an error that a retry cannot fix.
         """
         pause = _SHORTEST
-        attempt = max(
-            self._timeout / 4, min(self._timeout, 2.0)
-        )  # short enough to find a restarted server before the deadline
+        # Short enough to find a restarted server before the deadline.
+        attempt = max(self._timeout / 4, min(self._timeout, 2.0))
         self._last = ""
         while self._waiting:
             connecting = asyncio.ensure_future(self._attempt())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.storage.schema import Schema
@@ -13,9 +16,11 @@ __all__ = [
     "MAX_ROW_BYTES",
     "MAX_SPEC_BYTES",
     "kind_of",
+    "laid_out",
     "padding",
     "read_schema",
     "round_up",
+    "shape_of",
     "shown",
 ]
 
@@ -32,6 +37,15 @@ _PADDING = [bytes(-count % ALIGNMENT) for count in range(ALIGNMENT)]
 def round_up(count: int) -> int:
     """The next multiple of `ALIGNMENT`."""
     return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def laid_out(sizes: Iterable[int]) -> tuple[list[tuple[int, int]], int]:
+    """Offset and bytes of pieces of these sizes, each from a multiple of `ALIGNMENT` on; and the bytes of all."""
+    places, at = [], 0
+    for size in sizes:
+        places.append((at, size))
+        at += round_up(size)
+    return places, at
 
 
 def padding(count: int) -> bytes:
@@ -60,6 +74,13 @@ def read_schema(rows: Any) -> Schema:
                 f"at most {_MAX_NAME:,} characters and less than {MAX_ROW_BYTES:,} bytes."
             )
     return schema
+
+
+def shape_of(values: object) -> str:
+    """Dtype and shape of an array, or the type of another value, for errors."""
+    if isinstance(values, np.ndarray):
+        return f"{values.dtype} {list(values.shape)}"
+    return f"a {type(values).__name__}"
 
 
 def kind_of(value: Any) -> str:

@@ -68,7 +68,6 @@ def new_agent(name: str, *, loopback: bool) -> Any:
     """Create an agent with the UCX backend and without a progress thread, which would occupy a core.
 
     Args:
-        name: of the agent.
         loopback: restrict its sockets to the loopback device, unless the user has set UCX_NET_DEVICES.
 
     Raises:
@@ -83,9 +82,8 @@ def new_agent(name: str, *, loopback: bool) -> Any:
     try:
         api = importlib.import_module(f"{package}._api")
         if "NIXL_LOG_LEVEL" not in os.environ:
-            logging.getLogger("nixl").setLevel(
-                logging.WARNING
-            )  # NIXL logs the start of each agent to standard output
+            # NIXL logs the start of each agent to standard output.
+            logging.getLogger("nixl").setLevel(logging.WARNING)
         config = api.nixl_agent_config(
             enable_prog_thread=False, backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
@@ -189,9 +187,8 @@ class Description:
             numbers["extent"] + 24 * slots,
         ]
         ends += [numbers["block_ids"] + 8 * numbers["half"], numbers["runs"] + 8]
-        widest = (
-            self.schema.step_bytes + self.schema.trajectory_bytes + LINE
-        )  # a record is not padded by more
+        # A record is not padded by more.
+        widest = self.schema.step_bytes + self.schema.trajectory_bytes + LINE
         for column, place in zip(self.schema.values(), self.columns, strict=True):
             fits = place.step_bytes == column.step_bytes and place.inside <= place.offset
             fits = fits and place.inside + place.step_bytes <= place.step_stride <= widest

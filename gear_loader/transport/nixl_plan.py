@@ -195,37 +195,29 @@ def _walk(  # type: ignore[no-untyped-def]
 class Rows:
     """The rows of one fetch, copied, so that the caller can reuse its arrays.
 
+    Args:
+        given: int64 [FIELDS, n], as `Spec.checked` returns them.
+
     Attributes:
         slots, generations: int64 [n]. spans: int64 [3, n], as `_walk` takes them.
         extent, block_ids: of windows, as for `NixlPeer.fetch`; else None.
     """
 
-    def __init__(
-        self,
-        slots: Array,
-        generations: Array,
-        spans: dict[str, Array],
-        extent: Array | None = None,
-        block_ids: Array | None = None,
-    ) -> None:
-        n = len(slots)
-        for name, array in {"slots": slots, "generations": generations, **spans, "extent": extent}.items():
-            shape = (n, 3) if name == "extent" else (n,)
-            if array is not None and (array.dtype != np.int64 or array.shape != shape):
-                raise SchemaError(
-                    f"{name} is {array.dtype} {list(array.shape)}; expected int64 {list(shape)}."
-                )
-        if block_ids is not None and (
-            block_ids.dtype != np.int32 or block_ids.ndim != 2 or len(block_ids) != n
+    def __init__(self, given: Array, extent: Array | None = None, block_ids: Array | None = None) -> None:
+        n = given.shape[1]
+        for name, array, dtype, shape in (
+            ("extent", extent, np.int64, (n, 3)),
+            ("block_ids", block_ids, np.int32, (n, None)),
         ):
-            raise SchemaError(
-                f"block_ids is {block_ids.dtype} {list(block_ids.shape)}; expected int32 [{n}, K]."
-            )
-        self.slots, self.generations = slots.copy(), generations.copy()
+            if array is not None and (
+                array.dtype != dtype or array.ndim != 2 or shape not in (array.shape, (len(array), None))
+            ):
+                expected = f"{np.dtype(dtype).name} [{n}, {shape[1] or 'K'}]"
+                raise SchemaError(f"{name} is {array.dtype} {list(array.shape)}; expected {expected}.")
+        self.slots, self.generations = given[0], given[2]
         self.extent, self.block_ids = (None if each is None else each.copy() for each in (extent, block_ids))
         self.spans: Array = np.zeros((3, n), dtype=np.int64)
-        for row, values in zip(self.spans, spans.values(), strict=False):
-            row[:] = values
+        self.spans[: len(given) - 2] = given[1::2]
         self.spans[2] = np.cumsum(self.spans[1]) - self.spans[1]
 
     def __len__(self) -> int:
@@ -259,9 +251,8 @@ class Reads(abc.ABC):
         self._targets = list(self._targets_of(spec))
         places = dict(zip(described.schema, described.columns, strict=True))
         table: list[tuple[int, ...]] = []
-        records: dict[
-            tuple[int, ...], int
-        ] = {}  # place, strides and window of a record -> offset in its memory
+        # Place, strides and window of a record -> offset in its memory.
+        records: dict[tuple[int, ...], int] = {}
         self._splits: list[tuple[int, int, int, ColumnLayout]] = []
         self.record_bytes = 0
         for column, offset, _, repeats, window in self._targets:

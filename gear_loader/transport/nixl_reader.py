@@ -12,7 +12,7 @@ A read may overlap with writes of the owner. After the steps, two more reads fol
 
 The generation of a slot only grows, and a slot is freed before its blocks are reused. A row that fails is GONE.
 
-Windows bring their blocks along, from the rank that drew them. **Spans** of steps (`NixlPeer.fetch_spans`) do not: two
+Windows bring their blocks along, from the rank that drew them. **Spans** of steps (`PackedSpec`) do not: two
 reads before the steps look them up in the owner's index:
 
 1. `extent` of the slots: the places of their block tables; and `RUNS`, which counts compactions of the block tables. It
@@ -44,7 +44,7 @@ from typing import Protocol
 
 import numpy as np
 
-from gear_loader.errors import PeerTimeoutError, SchemaError, TransportError
+from gear_loader.errors import PeerTimeoutError, TransportError
 from gear_loader.storage.states import READY, RETIRED
 from gear_loader.transport.nixl_agent import Description
 from gear_loader.transport.nixl_plan import Intervals, Rows, SpanReads, WindowReads
@@ -127,22 +127,21 @@ class NixlPeer:
 
     def fetch(
         self,
-        spec: WindowSpec,
-        slots: Array,
-        anchors: Array,
-        generations: Array,
+        spec: WindowSpec | PackedSpec,
+        *given: Array,
         out: Array,
-        *,
-        extent: Array,
-        block_ids: Array,
+        extent: Array | None = None,
+        block_ids: Array | None = None,
     ) -> Future[Array]:
-        """Fetch windows of rows into `out`, in the layout of `WindowSpec`.
+        """Fetch windows of rows, or spans of steps, into `out`; see `Peer.fetch`.
+
+        The blocks of spans are looked up in the owner's block tables, by one-sided reads, too.
 
         Args:
-            slots, anchors, generations: int64 [n].
-            out: uint8 [at least `spec.reply_bytes(n)`], contiguous. It stays registered, so reuse a few buffers. After
-                an error it may still be written: never reuse it.
-            extent: int64 [n, 3]. block_ids: int32 [n, K]. Both as `gear_loader.native.gathering.resolve` writes them.
+            spec, given: as for `Peer.fetch`.
+            out: as for `Peer.fetch`. It stays registered, so reuse a few buffers.
+            extent: int64 [n, 3]. block_ids: int32 [n, K]. Both of windows only, as
+                `gear_loader.native.gathering.resolve` writes them.
 
         Returns:
             A future of the status, uint8 [n], a view of `out`. Within the time-out it has a result, or fails with
@@ -151,41 +150,13 @@ class NixlPeer:
         Raises:
             SchemaError: arrays of other dtypes or sizes. TransportError: closed, or used after a fork.
         """
-        rows = Rows(slots, generations, {"anchors": anchors}, extent, block_ids)
-        return self._start(spec, rows, out, spec.data_bytes(len(rows)), spec.reply_bytes(len(rows)))
-
-    def fetch_spans(
-        self, spec: PackedSpec, slots: Array, firsts: Array, generations: Array, counts: Array, out: Array
-    ) -> Future[Array]:
-        """Fetch steps of trajectories, one after another, into `out`, in the layout of `PackedSpec`.
-
-        The blocks of the steps are looked up in the owner's block tables, by one-sided reads, too.
-
-        Args:
-            slots, firsts, generations, counts: int64 [n] each: trajectory, first step, generation, number of steps.
-            out: uint8 [at least `spec.reply_bytes(n, total)`]; as for `fetch`.
-
-        Returns, raises:
-            As `fetch`. A trajectory that has fewer steps is GONE, too.
-        """
-        rows = Rows(slots, generations, {"firsts": firsts, "counts": counts})
-        sizes = len(rows), int(counts.sum())
-        return self._start(spec, rows, out, spec.data_bytes(*sizes), spec.reply_bytes(*sizes))
-
-    def _start(
-        self, spec: WindowSpec | PackedSpec, rows: Rows, out: Array, data_bytes: int, reply_bytes: int
-    ) -> Future[Array]:
-        fits = out.dtype == np.uint8 and out.ndim == 1 and out.flags.c_contiguous
-        if not fits or out.nbytes < reply_bytes:
-            raise SchemaError(
-                f"out is {out.dtype} {list(out.shape)}; expected contiguous uint8 of at least {reply_bytes:,} bytes."
-            )
+        rows, status, _ = spec.checked(given, out)
         if os.getpid() != self._pid:
             raise TransportError(
                 f"NIXL runs in process {self._pid}, of which this one, {os.getpid()}, is a fork; it cannot be used "
                 "here. Start processes by spawning: multiprocessing.get_context('spawn')."
             )
-        job = _Fetch(spec, rows, out, data_bytes, time.monotonic() + self._timeout)
+        job = _Fetch(spec, Rows(rows, extent, block_ids), out, status, time.monotonic() + self._timeout)
         with self._wake:
             if self._closed:
                 raise TransportError(f"The connection to {self._name} has been closed.")

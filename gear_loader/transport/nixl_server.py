@@ -13,9 +13,8 @@ import numpy as np
 
 from gear_loader.errors import TransportError
 from gear_loader.storage.counters import RUNS
-from gear_loader.storage.region import Region
-from gear_loader.storage.shared_memory import region_path
 from gear_loader.transport.nixl_agent import Description, new_agent, register
+from gear_loader.transport.table_cache import AttachedTable
 from gear_loader.utils.background import background_thread
 from gear_loader.utils.mutex import Event
 
@@ -51,9 +50,9 @@ class NixlOwner:
         self._name = f"gear-loader-{os.getpid()}-{secrets.token_hex(8)}"
         self._agent: Any = new_agent(self._name, loopback=loopback)
         self._guard = threading.Lock()
-        # Regions stay mapped: over TCP, UCX reads any address that a reader asks for.
-        self._regions: list[Region] = []
-        self._current: dict[str, tuple[Region, tuple[int, int], int]] = {}  # region, file, word
+        # Tables stay mapped: over TCP, UCX reads any address that a reader asks for.
+        self._attached: list[AttachedTable] = []
+        self._current: dict[str, int] = {}  # numbers in that list, and of words
         self._words = np.zeros(_WORDS, dtype=np.uint64)
         self._word_list = register(self._agent, self._words.ctypes.data, self._words.nbytes)
         self._stop = Event()
@@ -77,7 +76,8 @@ class NixlOwner:
             self._forget_replaced()
             if table not in self._current:
                 self._attach(table)
-            region, _, word = self._current[table]
+            word = self._current[table]
+            region = self._attached[word].engine.region
             view = region.bytes
             assert view is not None
             layout = region.layout
@@ -105,29 +105,19 @@ class NixlOwner:
             ).to_bytes()
 
     def _attach(self, table: str) -> None:
-        if len(self._regions) == _WORDS:
+        if len(self._attached) == _WORDS:
             raise TransportError(f"{_WORDS:,} tables have been served by this process; restart it.")
-        before = _file(table)
-        region = Region.attach(table)
-        if before != _file(table):
-            region.close()
-            raise TransportError(f"Table {table!r} was replaced during the request. Try again.")
-        view = region.bytes
-        assert view is not None
-        try:
-            register(self._agent, view.ctypes.data, region.layout.region_bytes)
-        except BaseException:
-            region.close()
-            raise
-        word = len(self._regions)
-        self._regions.append(region)
-        assert before is not None
+        attached = AttachedTable(table, timeout=1.0)  # which stores nothing
+        region = attached.engine.region
+        assert region.bytes is not None
+        register(self._agent, region.bytes.ctypes.data, region.layout.region_bytes)
+        word = self._current[table] = len(self._attached)
+        self._attached.append(attached)
         self._words[word] = secrets.randbits(63) | 1
-        self._current[table] = region, before, word
 
     def _forget_replaced(self) -> None:
-        for table, (_, file, word) in list(self._current.items()):
-            if _file(table) != file:
+        for table, word in list(self._current.items()):
+            if not self._attached[word].is_current:
                 self._words[word] = 0  # readers check it after each read
                 del self._current[table]
 
@@ -152,15 +142,5 @@ class NixlOwner:
         self._thread.join()
         with self._guard:
             self._agent = None  # closes its sockets, before the memory is unmapped
-            regions, self._regions = self._regions, []
             self._current.clear()
-            for region in regions:
-                region.close()
-
-
-def _file(table: str) -> tuple[int, int] | None:
-    try:
-        info = os.stat(region_path(table), follow_symlinks=False)
-    except OSError:
-        return None
-    return info.st_dev, info.st_ino
+            self._attached.clear()

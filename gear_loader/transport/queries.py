@@ -30,9 +30,6 @@ _MOST_LAYOUTS = 16
 class Query(abc.ABC):
     """Gathers the rows of one spec, and holds its table.
 
-    Args:
-        spec: of the replies. tables: of the server.
-
     Raises:
         GearError: as `TableCache.open` and `AttachedTable.check_schema`.
     """
@@ -65,7 +62,6 @@ class Query(abc.ABC):
         """Fill the data and status of a reply.
 
         Args:
-            attached: the result of `table`.
             rows: int64 [FIELDS, n], contiguous; `reply_bytes` has checked them as far as its size needs it.
             out: uint8 [reply_bytes(rows)], aligned to 128 bytes; fully overwritten.
             at_once: do not wait for the table's lock, or its disk.

@@ -166,9 +166,6 @@ class OpenParts:
     A trajectory of which a part does not follow the one before, or that does not fit into the limits, is forgotten:
     its client sends it again as a whole when it is committed.
 
-    Args:
-        limits: of the server. held: counts the bytes of all connections.
-
     Attributes:
         size: bytes of all parts.
     """
@@ -269,11 +266,7 @@ class Resources:
         return (self._writers if changes else self._waiters)[table]
 
     def is_alone(self, connection: object, now: float) -> bool:
-        """Whether a connection that asks for many rows is the only one that does at present.
-
-        Args:
-            now: `loop.time`.
-        """
+        """Whether a connection that asks for many rows is the only one that does at present."""
         if self._reader not in (0, id(connection)):
             self._together = now
         self._reader = id(connection)

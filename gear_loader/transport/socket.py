@@ -10,9 +10,18 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from gear_loader.errors import TransportError
-from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, always, as_bytes, drop_sent
+from gear_loader.transport.channel import (
+    Address,
+    Bytes,
+    Carrier,
+    Channel,
+    Listener,
+    always,
+    as_bytes,
+    drop_sent,
+    listening_sockets,
+)
 from gear_loader.transport.loop import within
-from gear_loader.transport.tcp_listener import TcpListener, listening_sockets
 
 __all__ = ["AHEAD", "GONE", "MOST_PARTS", "SocketCarrier", "SocketChannel", "set_options"]
 
@@ -307,7 +316,7 @@ class SocketCarrier(Carrier):
         port: int,
         serve: Callable[[Channel], Awaitable[None]],
         room: Callable[[], Awaitable[None]] = always,
-    ) -> TcpListener:
+    ) -> Listener:
         async def begin(connection: socket.socket) -> None:
             try:
                 channel = await self._channel(connection, None)
@@ -318,4 +327,4 @@ class SocketCarrier(Carrier):
 
         sockets = await listening_sockets(host, port)
         name, number = sockets[0].getsockname()[:2]
-        return TcpListener(sockets, str(Address(self.name, name, number)), begin, room)
+        return Listener(sockets, str(Address(self.name, name, number)), begin, room)

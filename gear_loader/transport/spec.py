@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -18,8 +18,10 @@ from gear_loader.transport.message_schema import (
     MAX_ROW_BYTES,
     MAX_SPEC_BYTES,
     kind_of,
+    laid_out,
     read_schema,
     round_up,
+    shape_of,
     shown,
 )
 from gear_loader.utils.arrays import Array
@@ -70,8 +72,10 @@ class Spec(abc.ABC):
     """
 
     SERVED, GONE = 0, 1
+    NAMES: ClassVar[tuple[str, ...]]
+    """Of the numbers by which a FETCH names a row."""
     FIELDS: ClassVar[int]
-    """Numbers by which a FETCH names a row."""
+    """How many these are."""
     KEY: ClassVar[str]
     """Of the entries in the JSON of a spec."""
     FORMS: ClassVar[str]
@@ -87,6 +91,47 @@ class Spec(abc.ABC):
     @abc.abstractmethod
     def _entry(values: list[Any]) -> Any:
         """What is read for a name, of the values after it. Raises SchemaError, TypeError or IndexError."""
+
+    @abc.abstractmethod
+    def data_bytes(self, n: int, total: int = 0) -> int:
+        """Bytes of the data of n rows, a multiple of 128; offset of the status.
+
+        Args:
+            total: steps of all rows, where these are spans.
+        """
+
+    def reply_bytes(self, n: int, total: int = 0) -> int:
+        """Bytes of a reply: data and status, rounded up to a multiple of 128."""
+        return self.data_bytes(n, total) + round_up(n)
+
+    def checked(self, given: Sequence[Array], out: Array) -> tuple[Array, int, int]:
+        """Check the arguments of a fetch, of which the caller may reuse `given`.
+
+        Args:
+            given: int64 [n] each, as `NAMES` says. out: buffer of the reply.
+
+        Returns:
+            The rows, int64 [FIELDS, n], contiguous; where the status begins, and the bytes of the reply.
+
+        Raises:
+            SchemaError: other dtypes or sizes.
+        """
+        n = len(given[0])
+        for name, values in zip(self.NAMES, given, strict=True):
+            if not isinstance(values, np.ndarray) or values.dtype != np.int64 or values.shape != (n,):
+                raise SchemaError(f"{name} is {shape_of(values)}; expected int64 [{n}].")
+        rows = np.array(given)
+        sizes = n, int(rows[3].sum()) if self.FIELDS > 3 else 0
+        status, size = self.data_bytes(*sizes), self.reply_bytes(*sizes)
+        is_array = isinstance(out, np.ndarray)
+        if not is_array or out.dtype != np.uint8 or out.ndim != 1 or not out.flags.c_contiguous:
+            raise SchemaError(f"out is {shape_of(out)}; expected contiguous uint8 [{size} or more].")
+        if len(out) < size or not out.flags.writeable:
+            raise SchemaError(
+                f"out has {len(out):,} bytes{'' if out.flags.writeable else ' that cannot be written'}; expected "
+                f"{size:,} writable ones for {n:,} rows."
+            )
+        return rows, status, size
 
     def to_bytes(self) -> bytes:
         """Serialize as JSON."""
@@ -119,7 +164,7 @@ class WindowSpec(Spec):
         SchemaError: no windows, a window of an unknown column, or rows of 2**40 or more bytes.
     """
 
-    FIELDS = 3  # slot, anchor, generation
+    NAMES, FIELDS = ("slots", "anchors", "generations"), 3
     KEY, FORMS = "windows", "[name, length, offset, pad] or [name, length, offset, pad, column]"
 
     def __init__(self, table: str, schema: Schema, windows: Mapping[str, Window]) -> None:
@@ -155,22 +200,15 @@ class WindowSpec(Spec):
 
     def pieces(self, n: int) -> tuple[Piece, ...]:
         """Layout of the data of n rows: columns in order, then masks."""
-        pieces, offset = [], 0
-        for name, kind, size in self._rows:
-            pieces.append(Piece(name, kind, offset, size))
-            offset += round_up(n * size)
-        return tuple(pieces)
+        places, _ = laid_out(n * size for _, _, size in self._rows)
+        rows = zip(self._rows, places, strict=True)
+        return tuple(Piece(name, kind, offset, size) for (name, kind, size), (offset, _) in rows)
 
-    def data_bytes(self, n: int) -> int:
-        """Bytes of the pieces of n rows, a multiple of 128; offset of the status."""
+    def data_bytes(self, n: int, total: int = 0) -> int:
         sizes = self._sizes  # read once: other threads may replace it
         if sizes[0] != n:
             sizes = self._sizes = n, sum(round_up(n * size) for _, _, size in self._rows)
         return sizes[1]
-
-    def reply_bytes(self, n: int) -> int:
-        """Bytes of a reply with n rows: data and status, rounded up to a multiple of 128."""
-        return self.data_bytes(n) + round_up(n)
 
     def _entries(self) -> list[list[Any]]:
         return [
@@ -209,7 +247,7 @@ class PackedSpec(Spec):
         SchemaError: an unknown column, or none with steps.
     """
 
-    FIELDS = 4  # slot, first step, generation, number of steps
+    NAMES, FIELDS = ("slots", "firsts", "generations", "counts"), 4
     KEY, FORMS = "packed", "[name, column]"
 
     def __init__(self, table: str, schema: Schema, columns: Mapping[str, str]) -> None:
@@ -231,19 +269,12 @@ class PackedSpec(Spec):
 
     def spans(self, n: int, total: int) -> list[Span]:
         """Where the columns of a reply of n rows and `total` steps lie."""
-        found, offset = [], 0
-        for name, size, once in self._sizes:
-            found.append(Span(name, offset, size, once))
-            offset += round_up((n if once else total) * size)
-        return found
+        places, _ = laid_out((n if once else total) * size for _, size, once in self._sizes)
+        columns = zip(self._sizes, places, strict=True)
+        return [Span(name, offset, size, once) for (name, size, once), (offset, _) in columns]
 
-    def data_bytes(self, n: int, total: int) -> int:
-        """Bytes of the columns of n rows and `total` steps, a multiple of 128; offset of the status."""
+    def data_bytes(self, n: int, total: int = 0) -> int:
         return sum(round_up((n if once else total) * size) for _, size, once in self._sizes)
-
-    def reply_bytes(self, n: int, total: int) -> int:
-        """Bytes of a reply: data and status, rounded up to a multiple of 128."""
-        return self.data_bytes(n, total) + round_up(n)
 
     def check_rows(self, firsts: Array, counts: Array) -> int:
         """Check the spans of a FETCH from an untrusted source, int64 [n] each; return their steps together.

@@ -28,9 +28,8 @@ __all__ = ["Account", "Buffer", "Episode", "Piece", "Spool"]
 _log = logging.getLogger("gear_loader.transport")
 _OVERHEAD = 512  # bytes that a trajectory is counted with besides its steps
 _QUIET = 5.0  # seconds before a line about a server that does not answer, and between two
-_LOOK = (
-    1.0  # most seconds between two looks at what is waited for: an interrupt may have ended a notification
-)
+# Most seconds between two looks at what is waited for: an interrupt may have ended a notification.
+_LOOK = 1.0
 _END = 5.0  # most seconds that the end of the thread is waited for
 _PIECE_BYTES = 1 << 18
 _SPARE_BYTES = 1 << 25  # of memory of stored trajectories that is kept: those of a few requests
@@ -186,9 +185,8 @@ class Spool:
         self._is_settled = True  # False while `_held` and `_spare_bytes` are changed
         self._order = itertools.count(1)  # of commits and pieces
         self._committed = 0  # order of the last commit
-        self._unstored: collections.OrderedDict[int, Episode] = (
-            collections.OrderedDict()
-        )  # committed, by their numbers, which ascend
+        # Committed, by their numbers, which ascend.
+        self._unstored: collections.OrderedDict[int, Episode] = collections.OrderedDict()
         self._stopped = False
         self._failed: GearError | None = None  # for good
         self._last: GearError | None = None  # of the latest attempt

@@ -83,9 +83,8 @@ class SpoolSink:
         self._account = Account()  # of the buffer of several lanes, and of what a call commits
         self._held = 0  # bytes of that buffer
         self._room = 0  # steps of each lane that the buffer has room for
-        self._buffer = Buffer(
-            0, {}, []
-        )  # columns uint8 [n, room, step_bytes]; of a single lane without the n
+        # Columns uint8 [n, room, step_bytes]; of a single lane without the n.
+        self._buffer = Buffer(0, {}, [])
         self._following: Episode | None = None  # while a chunk is cut
         self._waited = 0  # steps of the only lane's trajectory for which the spool has had room
         self._episodes = [Episode() for _ in range(count)]

@@ -15,7 +15,7 @@ from gear_loader.errors import TransportError
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import wire_messages as messages
 from gear_loader.transport.channel import Bytes, as_bytes
-from gear_loader.transport.message_schema import ALIGNMENT, padding, read_schema, round_up
+from gear_loader.transport.message_schema import laid_out, padding, read_schema
 from gear_loader.transport.wire import Fields, Limits, PartsMissingError, ProtocolError, pack_text
 from gear_loader.utils.arrays import Array
 
@@ -108,57 +108,47 @@ class Store:
         return bool(self.finals.any())
 
     @functools.cached_property
+    def _laid_out(self) -> tuple[list[tuple[int, int]], int]:
+        one = len(self.lengths) == 1  # the commonest case, and numpy takes microseconds a call
+        steps = int(self.lengths[0] if one else self.lengths.sum()) - self.before
+        return laid_out(self.schema.column_bytes(name, steps, len(self.lengths)) for name in self.schema)
+
+    @property
     def columns(self) -> list[tuple[int, int]]:
         """Offset in the bulk part, and bytes, of each column."""
-        one = len(self.lengths) == 1  # the commonest case, and numpy takes microseconds a call
-        places, at, steps = [], 0, int(self.lengths[0] if one else self.lengths.sum()) - self.before
-        for name in self.schema:
-            size = self.schema.column_bytes(name, steps, len(self.lengths))
-            places.append((at, size))
-            at += round_up(size)
-        return places
+        return self._laid_out[0]
 
     @property
     def bulk_bytes(self) -> int:
         """Bytes of the bulk part."""
-        at, size = self.columns[-1]
-        return at + round_up(size)
+        return self._laid_out[1]
 
     def pack(self) -> bytes:
         """Serialize."""
-        return messages.STORE.pack(
-            n=len(self.lengths),
-            lengths=self.lengths,
-            ids=self.ids,
-            priorities=self.priorities,
-            finals=self.finals,
-            has_finals=self.has_finals,
-            again=self.again,
-            has_parts=self.parts > 0,
-            parts=self.parts,
-            before=self.before,
-            wait=self.wait,
-            table=self.table,
-            schema=self.schema.json_bytes,
-        )
+        fields = {
+            **vars(self),
+            "schema": self.schema.json_bytes,
+            "finals": self.finals if self.has_finals else None,
+            "parts": self.parts or None,
+            "before": self.before if self.parts else None,
+        }
+        return messages.STORE.pack(**fields)
 
     @classmethod
     def parse(cls, small: Bytes, bulk: int, limits: Limits) -> Store:
         """Parse and validate the small part of a message from an untrusted source.
 
-        Args:
-            bulk: bytes of the bulk part. limits: of the server.
-
         Raises:
             ProtocolError: invalid field; the message names it.
         """
         found = messages.STORE.parse(small, limits)
-        n, lengths = found.n, found.lengths
-        if found.has_parts and n != 1:
+        lengths, has_parts = found.lengths, found.parts is not None
+        n = len(lengths)
+        if has_parts and n != 1:
             raise ProtocolError(f"A message STORE of {n:,} trajectories has parts; expected one trajectory.")
         finals = np.zeros(n, dtype=np.int64) if found.finals is None else found.finals
         parts, before = found.parts or 0, found.before or 0
-        if bool(parts) != bool(before) or bool(parts) != found.has_parts or before > limits.store_bytes:
+        if bool(parts) != bool(before) or bool(parts) != has_parts or before > limits.store_bytes:
             raise ProtocolError(
                 f"A message STORE has {before:,} rows in {parts:,} parts; expected rows in each part."
             )
@@ -244,9 +234,6 @@ class OneStore:
     """STORE of one trajectory of a table, as a whole and for the first time: what all such messages have in common.
 
     It is the commonest message; `Store` reads and writes it too, and all others.
-
-    Args:
-        table: name of the table. schema: its columns.
     """
 
     def __init__(self, table: str, schema: Schema) -> None:
@@ -298,21 +285,14 @@ class OneStore:
         known, found = self._places  # read once: other threads may replace it
         if known == rows:
             return found
-        offsets, total = [], 0
-        for _, step_bytes, trajectory in self._columns:
-            offsets.append(total)
-            size = step_bytes if trajectory else step_bytes * rows
-            total += size + -size % ALIGNMENT
-        found = offsets, total
+        places, total = laid_out(size if once else size * rows for _, size, once in self._columns)
+        found = [at for at, _ in places], total
         self._places = rows, found
         return found
 
     @classmethod
     def parse(cls, small: memoryview, bulk: int) -> tuple[OneStore, One, list[int]] | None:
         """Parse and validate the small part of a STORE from an untrusted source.
-
-        Args:
-            bulk: bytes of the bulk part.
 
         Returns:
             What it says, and the offset of each column in the bulk part; None if it is not such a message, or not
@@ -346,12 +326,8 @@ def _known_table(tail: bytes) -> OneStore:
 
 def step_places(schema: Schema, rows: int) -> tuple[dict[str, tuple[int, int]], int]:
     """The bulk part of a PART message: offset and bytes of each column that has steps, and bytes of all."""
-    places, at = {}, 0
-    for name, column in schema.steps.items():
-        size = column.step_bytes * rows
-        places[name] = at, size
-        at += round_up(size)
-    return places, at
+    places, size = laid_out(column.step_bytes * rows for column in schema.steps.values())
+    return dict(zip(schema.steps, places, strict=True)), size
 
 
 def bulk_parts(request: Store, rows: Sequence[Rows] | Stacked) -> list[Bytes | bytes]:

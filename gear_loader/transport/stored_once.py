@@ -24,9 +24,6 @@ class StoredOnce:
     A request that this process has executed is answered from memory, also when its trajectories were evicted since. If
     an earlier process may have executed it, the table is searched for its ids: a store is all or nothing, so one of
     them proves it.
-
-    Args:
-        find: `Index.slots_of`.
     """
 
     def __init__(self, find: Callable[[Array], Array]) -> None:

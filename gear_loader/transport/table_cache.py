@@ -35,7 +35,7 @@ class AttachedTable:
     """An attached table, mapped until the last reference to it is released.
 
     Args:
-        name: of the table. timeout: seconds that stores wait for free space.
+        timeout: seconds that stores wait for free space.
 
     Attributes:
         table, engine: the table, and its internals.
@@ -201,9 +201,6 @@ class TableCache:
 
     def open(self, name: str, *, at_once: bool = False) -> AttachedTable:
         """Return the attached table. May wait for its lock; concurrent calls share one attach.
-
-        Args:
-            at_once: do not wait.
 
         Raises:
             RegionError: the table is not served or does not exist. LockTimeoutError: its lock is held; or, with

@@ -193,11 +193,7 @@ class TlsChannel(SocketChannel):
 
 
 class TlsCarrier(SocketCarrier):
-    """TCP sockets with TLS, in place of the carrier "socket".
-
-    Args:
-        context: of this side.
-    """
+    """TCP sockets with TLS, in place of the carrier "socket"."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self._context = context

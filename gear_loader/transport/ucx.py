@@ -31,9 +31,18 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from gear_loader.errors import HandshakeError, TransportError
-from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, always, family, is_loopback
+from gear_loader.transport.channel import (
+    Address,
+    Bytes,
+    Carrier,
+    Channel,
+    Listener,
+    always,
+    family,
+    is_loopback,
+    listening_sockets,
+)
 from gear_loader.transport.loop import within
-from gear_loader.transport.tcp_listener import TcpListener, listening_sockets
 from gear_loader.transport.ucx_library import Library, available, library_in_loop
 
 __all__ = ["UcxCarrier", "UcxChannel"]
@@ -64,9 +73,8 @@ class UcxChannel(Channel):
         self._endpoint: Any = None
         self._tags = (0, 0)  # for sending, for receiving
         self._counts = [0, 0]  # messages sent; receives begun
-        self._expected: int | None = (
-            None  # total of messages sent by the other side, once it has announced it
-        )
+        # Total of messages sent by the other side, once it has announced it.
+        self._expected: int | None = None
         self._failure: str | None = None
         self._received = 0  # completed receives
         self._sending = False
@@ -278,7 +286,7 @@ class UcxCarrier(Carrier):
         port: int,
         serve: Callable[[Channel], Awaitable[None]],
         room: Callable[[], Awaitable[None]] = always,
-    ) -> TcpListener:
+    ) -> Listener:
         """Accept connections.
 
         UCX's sockets are kept to the loopback device if all addresses of `host` are; otherwise UCX opens one on every
@@ -307,9 +315,7 @@ class UcxCarrier(Carrier):
             for each in sockets:
                 each.close()
             raise
-        return TcpListener(
-            sockets, str(Address(self.name, names[0][0], names[0][1], self.library)), begin, room
-        )
+        return Listener(sockets, str(Address(self.name, names[0][0], names[0][1], self.library)), begin, room)
 
 
 def _bytes_of(part: Bytes) -> int:

@@ -45,53 +45,13 @@ _QUIET = ("UCX_LOG_FILE", "UCX_WARN_UNUSED_ENV_VARS")  # variables that `quiet_e
 _SOUND = (1, 22)  # first UCX that can close an endpoint without a registration cache and not crash
 
 
-class Library:
-    """Interface of a UCX worker of one event loop, as a channel uses it.
+class Ucxx:
+    """A worker of ucxx of one event loop, in blocking progress mode, as a channel uses it.
 
     Attributes:
         name: the library with its version.
         loopback: whether UCX is restricted to the loopback device.
     """
-
-    name: str
-    loopback: bool
-
-    def __init__(self, *, loopback: bool) -> None:
-        raise NotImplementedError
-
-    @classmethod
-    def title(cls) -> str:
-        """Name and version of the library; loads it."""
-        raise NotImplementedError
-
-    @classmethod
-    def ucx_version(cls) -> tuple[int, ...]:
-        """Version of UCX itself; loads it."""
-        raise NotImplementedError
-
-    def address(self) -> bytes:
-        """Address of the worker, for `endpoint` in another process."""
-        raise NotImplementedError
-
-    async def endpoint(self, address: bytes) -> Any:
-        """Create an endpoint to the worker of this address. Errors appear at its first use."""
-        raise NotImplementedError
-
-    async def send(self, endpoint: Any, buffer: Any, tag: int) -> None:
-        """Send one message; the buffer may be reused after the return."""
-        raise NotImplementedError
-
-    async def recv(self, endpoint: Any, buffer: Any, tag: int) -> None:
-        """Receive one message that fills the buffer."""
-        raise NotImplementedError
-
-    def abort(self, endpoint: Any) -> None:
-        """Close immediately; pending operations fail."""
-        raise NotImplementedError
-
-
-class Ucxx(Library):
-    """A worker of ucxx in blocking progress mode."""
 
     # By process, loopback and the user's settings. Contexts are kept for the life of the process: another UCX, such as
     # NIXL's, replaces the memory hooks, and a context created after that has no registration cache.
@@ -111,11 +71,13 @@ class Ucxx(Library):
 
     @classmethod
     def title(cls) -> str:
+        """Name and version of the library; loads it."""
         with quiet_environment():
             return f"ucxx-{_imported('ucxx').__version__}"
 
     @classmethod
     def ucx_version(cls) -> tuple[int, ...]:
+        """Version of UCX itself; loads it."""
         return tuple(_imported("ucxx").get_ucx_version())
 
     def __init__(self, *, loopback: bool) -> None:
@@ -143,19 +105,24 @@ class Ucxx(Library):
         asyncio.get_running_loop().add_reader(descriptor, self._wake)
 
     def address(self) -> bytes:
+        """Address of the worker, for `endpoint` in another process."""
         return memoryview(self._worker.address).tobytes()
 
     async def endpoint(self, address: bytes) -> Any:
+        """Create an endpoint to the worker of this address. Errors appear at its first use."""
         remote = self._api.UCXAddress.create_from_buffer(address)
         return self._api.UCXEndpoint.create_from_worker_address(self._worker, remote, True)
 
     async def send(self, endpoint: Any, buffer: Any, tag: int) -> None:
+        """Send one message; the buffer may be reused after the return."""
         await self._finish(endpoint.tag_send(self._array(buffer), self._tag(tag)), buffer)
 
     async def recv(self, endpoint: Any, buffer: Any, tag: int) -> None:
+        """Receive one message that fills the buffer."""
         await self._finish(endpoint.tag_recv(self._array(buffer), self._tag(tag), self._full), buffer)
 
     def abort(self, endpoint: Any) -> None:
+        """Close immediately; pending operations fail."""
         endpoint.close_blocking(period=10**8, max_attempts=1)  # nanoseconds
         endpoint.remove_close_callback()
         self._settle()
@@ -205,8 +172,8 @@ class Ucxx(Library):
         return bool(complete)
 
 
-class UcxPy(Library):
-    """ucx-py in blocking progress mode."""
+class UcxPy:
+    """`Ucxx` with ucx-py."""
 
     _started_with: tuple[int, bool] | None = None  # process, loopback
 
@@ -276,15 +243,15 @@ class UcxPy(Library):
             task.exception()  # retrieved, so that asyncio does not log it
 
 
+Library = Ucxx | UcxPy
+
+
 @contextlib.contextmanager
 def quiet_environment(**more: str) -> Iterator[None]:
     """Set environment variables for the start of UCX, unless the user has set them.
 
     The log of UCX goes to standard error. Warnings about unknown variables are off unless the user has set UCX_*
     variables, because ucxx sets one itself.
-
-    Args:
-        more: other variables to set.
     """
     variables = {"UCX_LOG_FILE": "stderr", **more}
     if not any(name.startswith("UCX_") and name != "UCX_NET_DEVICES" for name in os.environ):
@@ -364,7 +331,6 @@ def library_in_loop(kind: type[Library], *, loopback: bool) -> Library:
     """The worker of the running event loop, created by the first call.
 
     Args:
-        kind: the library.
         loopback: restrict UCX to the loopback device, unless the user has set UCX_NET_DEVICES.
 
     Raises:

@@ -2,8 +2,9 @@
 
 Fields lie one after another, little-endian and without padding; a text is u16 bytes, UTF-8. `slots=i64["n"]` stands for
 n numbers, `generations=i64["n"].where("known")` for n numbers if the bit `known` of the flags is set, and nothing
-otherwise; `u32.to("rows")` is at most the server's limit of this name. The bulk part, which follows the small part, is
-described with each message.
+otherwise; `u32.to("rows")` is at most the server's limit of this name. Such an n, and such a flag, are not given: they
+follow from the values, of which None is left out. The bulk part, which follows the small part, is described with each
+message.
 """
 
 from __future__ import annotations
@@ -131,9 +132,16 @@ class WireMessage:
     def __init__(self, kind: Kind, **fields: Field) -> None:
         self.kind = kind
         self.fields = fields
+        given = list(fields.values())
+        self._implied = {each.count for each in given} | {each.flag for each in given}
 
     def pack(self, **values: Any) -> bytes:
         """Serialize values by their names; flags are booleans."""
+        for name, field in self.fields.items():
+            if field.flag:
+                values[field.flag] = values[name] is not None
+            if field.count and values[name] is not None:
+                values[field.count] = len(values[name])
         packed = []
         for name, field in self.fields.items():
             if field.flags:
@@ -160,7 +168,7 @@ class WireMessage:
             value = field.read(fields, name, found[field.count] if field.count else None, limits)
             found |= {flag: bool(value >> i & 1) for i, flag in enumerate(field.flags)} or {name: value}
         fields.end()
-        return types.SimpleNamespace(**found)
+        return types.SimpleNamespace(**{n: value for n, value in found.items() if n not in self._implied})
 
     def most(self, limits: Limits | None = None) -> int:
         """Largest size of the small part."""

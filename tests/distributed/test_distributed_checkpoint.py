@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -28,20 +29,17 @@ import gear_loader as gear
 from gear_loader.checkpoint import loading, saving
 from gear_loader.checkpoint.sharded_loading import assign_ranks, split_counts
 from gear_loader.distributed import checkpoint_loading, checkpoint_saving
+from gear_loader.distributed.checkpoint_ranks import CheckpointRanks
 from gear_loader.distributed.checkpoint_saving import save
-from gear_loader.errors import CheckpointError, RankError, RegionError, SchemaError
+from gear_loader.distributed.rank_exchange import SingleProcess
+from gear_loader.distributed.topology import MeshCoordinates
+from gear_loader.errors import CheckpointError, RankError, RegionError
 from gear_loader.storage.counters import NEXT_SEQUENCE
 
 MonkeyPatch = pytest.MonkeyPatch
 PATIENCE = 60.0
 SCHEMA = {**COLUMNS, "odd": gear.Column(torch.uint8, (13,)), "half": gear.Column(torch.bfloat16)}
 Table = gear.Table
-
-
-def load(path: Any, **options: Any) -> gear.Table:
-    """`checkpoint_loading.load` with all options by name."""
-    ranks = {name: options.pop(name, None) for name in ("rank", "world_size", "agree", "stage")}
-    return checkpoint_loading.load(path, loading.LoadOptions(**options), **ranks)
 
 
 class Meeting:
@@ -54,22 +52,43 @@ class Meeting:
     def wait(self) -> None:
         self._barrier.wait(PATIENCE)
 
-    def barrier(self) -> None:
-        """Wait for the others, as `Exchange.barrier` does."""
-        try:
-            self.wait()
-        except threading.BrokenBarrierError as error:
-            raise RankError("This rank lost the other ranks in the step 'barrier'.") from error
-
     def leave(self) -> None:
         self._barrier.abort()
 
-    def agree(self, said: dict[str, Any]) -> list[dict[str, Any]]:
-        self._said[said["rank"]] = json.dumps(said)
+    def share(self, rank: int, said: Any) -> list[Any]:
+        self._said[rank] = json.dumps(said)
         self.wait()
         answers = [json.loads(text) for text in self._said]
         self.wait()
         return answers
+
+
+@dataclasses.dataclass
+class Member(SingleProcess):
+    """A rank's end of a meeting, in place of an `Exchange`; without one, all ranks answer as this one does."""
+
+    rank: int
+    size: int
+    meeting: Meeting | None = None
+
+    def share(self, data: Any) -> list[Any]:
+        try:
+            return [data] * self.size if self.meeting is None else self.meeting.share(self.rank, data)
+        except threading.BrokenBarrierError as error:
+            raise RankError("This rank lost the other ranks.") from error
+
+    def barrier(self) -> None:
+        self.share({})
+
+    @property
+    def ranks_of_checkpoint(self) -> CheckpointRanks:
+        return CheckpointRanks(self, [MeshCoordinates(rank, 0) for rank in range(self.size)])
+
+
+def load(path: Any, rank: int, size: int, meeting: Meeting | None = None, **options: Any) -> gear.Table:
+    """`checkpoint_loading.load` of a rank, with all options by name."""
+    member = Member(rank, size, meeting)
+    return checkpoint_loading.load(path, loading.LoadOptions(**options), member.ranks_of_checkpoint)
 
 
 def together(size: int, act: Callable[[int, Meeting], Any]) -> list[Any]:
@@ -97,11 +116,8 @@ def together(size: int, act: Callable[[int, Meeting], Any]) -> list[Any]:
 
 def save_all(tables: list[Table], path: Path) -> list[Any]:
     """What each rank's `save` returns or raises."""
-    options: dict[str, Any] = {"world_size": len(tables)}
-    return together(
-        len(tables),
-        lambda rank, m: save(tables[rank], path, rank=rank, barrier=m.barrier, agree=m.agree, **options),
-    )
+    size = len(tables)
+    return together(size, lambda rank, m: save(tables[rank], path, Member(rank, size, m).ranks_of_checkpoint))
 
 
 def load_all(path: Path, size: int, name: str | None = None, **options: Any) -> list[Any]:
@@ -109,7 +125,7 @@ def load_all(path: Path, size: int, name: str | None = None, **options: Any) -> 
 
     def act(rank: int, meeting: Meeting) -> Table:
         named = {} if name is None else {"name": f"{name}.{rank}"}
-        return load(path, rank=rank, world_size=size, agree=meeting.agree, **named, **options)
+        return load(path, rank, size, meeting, **named, **options)
 
     return together(size, act)
 
@@ -273,9 +289,9 @@ def test_a_single_rank_without_a_shard_number_and_empty_tables(tmp_path: Path) -
     with make() as table:
         table.extend([rows(0, 3), rows(1, 3)])
         saved([table], tmp_path / "a")
-    with load(tmp_path / "a", rank=0, world_size=1) as copy:
+    with load(tmp_path / "a", 0, 1) as copy:
         assert (ids_of(copy), copy.origin) == ([0, 1 << 16], 0)
-    with closing([load(tmp_path / "a", rank=rank, world_size=2) for rank in range(2)]) as others:
+    with closing([load(tmp_path / "a", rank, 2) for rank in range(2)]) as others:
         assert sorted(by_id(others)) == [0, 1 << 16]
     with closing([create(rank) for rank in range(2)]) as tables:
         saved(tables, tmp_path / "b")
@@ -419,22 +435,23 @@ def test_a_rank_that_does_not_hear_the_answers(tmp_path: Path) -> None:
     """It gives up, but rank 0 has heard it, and completes the checkpoint: so its files have to stay."""
 
     def act(rank: int, meeting: Meeting) -> None:
-        def agree(said: dict[str, Any]) -> list[dict[str, Any]]:
-            answers = meeting.agree(said)
-            if rank == 1 and said["what"] == "save its table":
-                deadline = time.monotonic() + PATIENCE
-                while not (tmp_path / "shards.json").exists() and time.monotonic() < deadline:
-                    time.sleep(0.01)
-                meeting.leave()
-                raise TimeoutError("cut off")
-            return answers
+        class Deaf(Member):
+            def share(self, data: Any) -> list[Any]:
+                answers = super().share(data)
+                if rank == 1 and self.doing == "is to save its table":
+                    deadline = time.monotonic() + PATIENCE
+                    while not (tmp_path / "shards.json").exists() and time.monotonic() < deadline:
+                        time.sleep(0.01)
+                    meeting.leave()
+                    raise RankError("This rank lost the other ranks.")
+                return answers
 
-        save(tables[rank], tmp_path, rank=rank, world_size=2, barrier=meeting.wait, agree=agree)
+        save(tables[rank], tmp_path, Deaf(rank, 2, meeting).ranks_of_checkpoint)
 
     with shards(2) as tables:
         for error in together(2, act):
             assert isinstance(error, RankError)
-            assert "lost the other ranks in the step" in str(error)
+            assert "lost the other ranks" in str(error)
         with loaded(tmp_path, 2) as others:
             assert by_id(others) == by_id(tables)
 
@@ -453,7 +470,7 @@ def test_a_rank_that_dies_while_all_load(path: Path, monkeypatch: MonkeyPatch) -
     monkeypatch.setattr(checkpoint_loading, "load_share", fatal)
     found = load_all(path, 2, name)
     assert isinstance(found[0], RankError)
-    assert "Rank 0 lost the other ranks in the step 'load its table'" in str(found[0])
+    assert "lost the other ranks" in str(found[0])
     with pytest.raises(RegionError):
         Table.attach(f"{name}.0")
 
@@ -501,7 +518,7 @@ def test_dying_at_every_call_of_the_system(tmp_path: Path, victim: int, first: b
                 found = save_all(tables, path)
             died, other = isinstance(found[victim], Died), found[1 - victim]
             assert other is None or (isinstance(other, RankError) and died)
-            assert other is None or "lost the other ranks in the step" in str(other)
+            assert other is None or "lost the other ranks" in str(other)
             assert not any(table._engine.region.array("readers")[:, 2].any() for table in tables)
             if before is None and not (path / "shards.json").exists():
                 seen.add("before")
@@ -603,7 +620,7 @@ def test_every_field_of_the_manifest_is_checked(path: Path) -> None:
         for value in (None, -1, 2**70, 1.5, True, "1", "../up", [], {}, [{}]):
             _rewrite(path, value, *keys)
             with pytest.raises(CheckpointError, match=re.escape(str(path))):
-                load(path, rank=1, world_size=3)
+                load(path, 1, 3)
             (path / "shards.json").write_bytes(data)
     _rewrite(path, 2, "version")
     expected = "has checkpoint version 2; this version of Gear Loader reads version 1. Use the one that"
@@ -654,7 +671,7 @@ def test_other_directories_and_schemas(tmp_path: Path, path: Path) -> None:
     with create(0) as table:
         table.save(tmp_path / "single")
         with pytest.raises(CheckpointError, match=r"it has no shards\.json\. Give the"):
-            load(tmp_path / "single", rank=0, world_size=1)
+            load(tmp_path / "single", 0, 1)
         (error,) = save_all([table], tmp_path / "single")
         assert "holds '.gear-loader.lock' and no shards.json: it is no checkpoint of several" in str(error)
         with pytest.raises(CheckpointError, match=r"is a checkpoint of several tables: it has shards\.json"):
@@ -664,32 +681,6 @@ def test_other_directories_and_schemas(tmp_path: Path, path: Path) -> None:
         (tmp_path / "file").write_text("")
         (error,) = save_all([table], tmp_path / "file")
         assert "is a file; expected a directory" in str(error)
-
-
-def test_ranks_that_cannot_be_or_do_something_else(path: Path) -> None:
-    sizes = "expected a world_size from 1 to 65,536, and a rank from 0 to"
-    cases: list[tuple[Any, Any, str]] = [
-        (2, 2, f"rank is 2 and world_size is 2; {sizes}"),
-        (-1, 2, "rank is -1 and world_size is 2; expected"),
-        (0, 0, "rank is 0 and world_size is 0; expected"),
-        (0, 65537, "rank is 0 and world_size is 65537; expected"),
-        ("0", 1, "rank is '0'; expected an integer."),
-        (0, True, "world_size is True; expected an integer."),
-    ]
-    for one, size, message in cases:
-        with pytest.raises(SchemaError, match=re.escape(message)):
-            load(path, rank=one, world_size=size)
-
-    def act(rank: int, meeting: Meeting) -> Any:
-        with create(rank) as table:
-            if rank:
-                return load(path, rank=rank, world_size=2, agree=meeting.agree)
-            return save(table, path, rank=0, world_size=2, barrier=meeting.wait, agree=meeting.agree)
-
-    for rank, error in enumerate(together(2, act)):
-        assert isinstance(error, RankError)
-        assert f"Rank {rank} expected answers of ranks 0 to 1" in str(error)
-        assert "Call it on all ranks at the same time" in str(error)
 
 
 def test_a_save_between_looking_and_reading(path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -746,7 +737,7 @@ def test_a_directory_or_a_file_that_is_a_link(
         assert (everything(elsewhere), everything(path), target.exists()) == (theirs, ours, not is_file)
         if not is_file:
             with pytest.raises(CheckpointError, match=re.escape(message)):
-                load(path, rank=1, world_size=3)
+                load(path, 1, 3)
         place.unlink()
         if aside.exists():
             shutil.move(aside, place)
@@ -772,19 +763,20 @@ def test_foreign_files_in_old_saves_stay(path: Path, elsewhere: Path) -> None:
 def test_a_stage_that_is_a_link(tmp_path: Path, elsewhere: Path) -> None:
     """Where a pipeline has several stages, each has a directory of its own in the checkpoint's."""
     theirs = everything(elsewhere)
-    options: dict[str, Any] = {"rank": 0, "world_size": 1, "agree": lambda said: [said], "stage": "stage-1"}
+    ranks = CheckpointRanks(Member(1, 2), [MeshCoordinates(0, 0), MeshCoordinates(0, 1)])
+    options = loading.LoadOptions()
     with make() as table:
         table.add(rows(0, 5))
-        save(table, tmp_path / "ck", barrier=lambda: None, **options)
-        with load(tmp_path / "ck", **options) as copy:
+        save(table, tmp_path / "ck", ranks)
+        with checkpoint_loading.load(tmp_path / "ck", options, ranks) as copy:
             assert len(copy) == 1
         place = tmp_path / "ck" / "stage-1"
         link(place, elsewhere)
         message = re.escape(f"{place} is a symbolic link to {elsewhere}; ")
         with pytest.raises(CheckpointError, match=message):
-            save(table, tmp_path / "ck", barrier=lambda: None, **options)
+            save(table, tmp_path / "ck", ranks)
         with pytest.raises(CheckpointError, match=message):
-            load(tmp_path / "ck", **options)
+            checkpoint_loading.load(tmp_path / "ck", options, ranks)
     assert everything(elsewhere) == theirs
 
 

@@ -49,7 +49,7 @@ INSIDE = {  # moments inside Shards(): where it is killed, instead of this call
     "listed": (liveness.Liveness, "_beat"),
     "joined": (StoreBarrier, "arrive"),
     "group": (torch.distributed, "new_group"),
-    "introduced": (shard_tables, "member"),
+    "introduced": (shard_tables, "Member"),
     "connected": (shard_tables.ShardTables, "_connect"),
 }
 STAGES = ("shards", *INSIDE, "dataset", "batch", "save", "rebalance")

@@ -47,9 +47,9 @@ def parse_store(data: bytes) -> None:
 
 def parse_update(data: bytes) -> None:
     """An update that is read is written the same."""
-    update = Update.parse(data, LIMITS)
-    again = Update.parse(update.pack(), LIMITS)
-    assert again.updates.slots.tolist() == update.updates.slots.tolist()
+    update = Update.parse(data, limits=LIMITS)
+    again = Update.parse(update.pack(), limits=LIMITS)
+    assert again.slots.tolist() == update.slots.tolist()
     assert (again.table, again.strict) == (update.table, update.strict)
 
 

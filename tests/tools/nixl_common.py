@@ -60,7 +60,7 @@ def make(name: str, seed: int = 0) -> tuple[Table, dict[int, dict[str, Array]]]:
 
 def _deregister(owner: NixlOwner, table: str) -> None:
     """Take a table's memory away from the readers, as nothing in the package does while it is served."""
-    region = owner._current[table][0]
+    region = owner._attached[owner._current[table]].engine.region
     assert region.bytes is not None
     listed = np.array([[region.bytes.ctypes.data, region.layout.region_bytes, 0]], dtype=np.uint64)
     owner._agent.deregister_memory(owner._agent.get_reg_descs(listed, "DRAM"))
@@ -146,7 +146,7 @@ class World:
     def start(self, slots: Any, anchors: Any) -> tuple[Future[Array], Array]:
         rows, index = self.rows(slots, anchors)
         out = np.full(self.spec.reply_bytes(len(rows[0])), 205, dtype=np.uint8)
-        return self.peer.fetch(self.spec, *rows, out, **index), out
+        return self.peer.fetch(self.spec, *rows, out=out, **index), out
 
     def fetch(self, slots: Any, anchors: Any) -> tuple[Array, Array]:
         future, out = self.start(slots, anchors)

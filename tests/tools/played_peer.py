@@ -26,7 +26,10 @@ class PlayedPeer:
         self.table, self.gone, self.error = table, gone, error
         self.asked = 0
 
-    def fetch(self, spec: Any, slots: Any, anchors: Any, generations: Any, out: Any, *, here: bool) -> Any:
+    def fetch(self, spec: Any, *given: Any, out: Any, here: bool = False) -> Any:
+        return (self._spans if isinstance(spec, PackedSpec) else self._windows)(spec, *given, out)
+
+    def _windows(self, spec: Any, slots: Any, anchors: Any, generations: Any, out: Any) -> Any:
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self.asked += len(slots)
         if self.error is not None:
@@ -58,10 +61,9 @@ class PlayedPeer:
         future.set_result(out[first : first + len(slots)])
         return future
 
-    def fetch_spans(
+    def _spans(
         self, spec: PackedSpec, slots: Any, firsts: Any, generations: Any, counts: Any, out: Any
     ) -> Any:
-        """The same for spans of steps."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self.asked += len(slots)
         if self.error is not None:

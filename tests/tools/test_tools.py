@@ -128,7 +128,7 @@ def test_a_played_peer_answers_with_the_rows_and_what_is_gone() -> None:
             "table", table.schema, windows_of(table.schema, {"act": _WINDOW, "task": None}, None)
         )
         out = np.zeros(spec.data_bytes(3) + 3, np.uint8)
-        gone = PlayedPeer(table, {5}).fetch(spec, slots, anchors, generations, out, here=True).result()
+        gone = PlayedPeer(table, {5}).fetch(spec, slots, anchors, generations, out=out, here=True).result()
         assert gone.tolist() == [0, 1, 0]
         pieces = {(piece.name, piece.kind): piece for piece in spec.pieces(3)}
         (piece,) = (each for (name, kind), each in pieces.items() if name == "act" and kind != "mask")

@@ -28,10 +28,10 @@ from transport_common import (
 import gear_loader as gear
 from gear_loader.errors import TransportError
 from gear_loader.kernels.sum_tree import UNSET
-from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.transport import Channel, Peer, carrier
 from gear_loader.transport.change_messages import Metadata, Update
 from gear_loader.transport.spec import PackedSpec
+from gear_loader.transport.store_message import Rows
 from gear_loader.transport.tls import client_context, server_context
 
 SIZES = (1, 64, 4095, 4096, 4097, 1 << 18, 3 << 20)
@@ -181,20 +181,21 @@ def test_requests_of_all_kinds(kind: Kind, here: bool) -> None:
             wide = spec_of(table, {"value": gear.Window(300)})
             check_fetch(peer, table, wide, np.arange(1500) % 6, np.arange(1500) % 5, here=here)
             one = np.zeros(1, dtype=np.int64)
-            wrong = peer.fetch(spec, one, one + (1 << 41), one, poisoned(spec, 1), here=here)
+            wrong = peer.fetch(spec, one, one + (1 << 41), one, out=poisoned(spec, 1), here=here)
             with pytest.raises(TransportError, match=r"anchors\[0\] is 2199023255552"):
                 wrong.result(PATIENCE)
         spans = PackedSpec(name, table.schema, {"step": "step"})
         none, counts = np.zeros(2, dtype=np.int64), np.array([3, 2])
         out = np.zeros(spans.reply_bytes(2, 5), dtype=np.uint8)
-        asked = peer.fetch_spans(spans, none + 4, none, generations_of(table, none + 4), counts, out)
+        asked = peer.fetch(spans, none + 4, none, generations_of(table, none + 4), counts, out=out)
         assert not asked.result(PATIENCE).any()
         given = np.array([UNSET], dtype=np.float32), np.array([-1])
         for length in (1, 150):
-            stored = peer.store(name, table.schema, [rows(50 + length, length)], *given, here=here)
+            one = Rows.of(table.schema, rows(50 + length, length), "one")
+            stored = peer.store(name, table.schema, [one], *given, here=here)
             slot = int(stored.result(PATIENCE)[0])
-            update = PriorityUpdates(np.array([slot]), np.zeros(1, np.int64), None, np.float32([7.5]))
-            assert peer.ask(Update(name, update, True), here=here).result(PATIENCE) == 0
+            update = Update(name, np.array([slot]), None, np.float32([7.5]), True)
+            assert peer.ask(update, here=here).result(PATIENCE) == 0
             assert table._engine.reader().arrays.priority[slot] == 7.5
             assert numbers_of(table)[-1] == 50 + length
             table.remove(slot)
@@ -211,13 +212,14 @@ def test_large_messages_in_both_directions_do_not_wait_for_each_other(kind: Kind
             generations, given = np.repeat(generations_of(table, [0]), 50), (np.float32([-1]), np.array([-1]))
 
             def fetches() -> list[Any]:
-                return [peer.fetch(spec, zeros, zeros, generations, poisoned(spec, 50)) for _ in range(20)]
+                return [
+                    peer.fetch(spec, zeros, zeros, generations, out=poisoned(spec, 50)) for _ in range(20)
+                ]
 
+            checked = Rows.of(table.schema, rows(1, 8000), "one")
             for _ in range(3):
                 answers = fetches()
-                answers += [
-                    peer.store(str(table.name), table.schema, [rows(1, 8000)], *given) for _ in range(2)
-                ]
+                answers += [peer.store(str(table.name), table.schema, [checked], *given) for _ in range(2)]
                 for answer in [*answers, *fetches()]:
                     answer.result(PATIENCE)
 

@@ -53,7 +53,7 @@ def asked(peer: Peer, table: gear.Table, spec: Any, slots: Any, anchors: Any) ->
     slots, anchors = np.asarray(slots, dtype=np.int64), np.asarray(anchors, dtype=np.int64)
     generations = generations_of(table, np.clip(slots, 0, len(LENGTHS) - 1))
     out = poisoned(spec, len(slots))
-    future = peer.fetch(spec, slots, anchors, generations, out, here=True)
+    future = peer.fetch(spec, slots, anchors, generations, out=out, here=True)
     return future, spec, out, slots, anchors, generations
 
 
@@ -105,9 +105,9 @@ def test_what_the_server_refuses_is_the_same_error(shelf: Shelf) -> None:
         out = poisoned(unknown, 1)
         one = np.zeros(1, dtype=np.int64)
         with pytest.raises(TransportError, match="Table 'nowhere' is not served here"):
-            peer.fetch(unknown, one, one, one, out, here=here).result(PATIENCE)
+            peer.fetch(unknown, one, one, one, out=out, here=here).result(PATIENCE)
         with pytest.raises(SchemaError, match="slots is"):
-            peer.fetch(unknown, one.astype(np.int32), one, one, out, here=here)
+            peer.fetch(unknown, one.astype(np.int32), one, one, out=out, here=here)
         check(table, asked(peer, table, spec_of(table), [1], [0]))
     with serving(str(table.name), limits=Limits(rows=4)) as small:
         peer = small.peer()
@@ -166,7 +166,7 @@ def test_a_limit_of_receiving(shelf: Shelf) -> None:
         link._socket, link._session = near, Session("the server", Limits())
         link._session._specs[spec] = 0
         outs = [poisoned(spec, 1) for _ in range(4)]
-        futures = [peer.fetch(spec, one, one, one, out, here=True) for out in outs]
+        futures = [peer.fetch(spec, one, one, one, out=out, here=True) for out in outs]
         numbers = list(link._session.pending)
         messages = [Header(Kind.REPLY, number, 0, size).pack() + wanted[:size] for number in numbers]
         messages[1] = Header(Kind.ERROR, numbers[1], len(text), 0).pack() + text
@@ -183,7 +183,7 @@ def test_a_limit_of_receiving(shelf: Shelf) -> None:
             assert (error is None) == (future is not futures[1]), error
             assert error is None or "no such row" in str(error)
         assert [bytes(out[:size]) == wanted[:size] for out in outs] == [True, False, True, True]
-        last = peer.fetch(spec, one, one, one, outs[0], here=True)
+        last = peer.fetch(spec, one, one, one, out=outs[0], here=True)
         holding = threading.Thread(target=lambda: last.exception(PATIENCE), daemon=True)
         holding.start()
         while link._guard.acquire(blocking=False):  # until the thread has it

@@ -84,7 +84,7 @@ def test_rows(shelf: Shelf, every: int) -> None:
 
     def asked(peer: Peer, slot: int) -> tuple[Any, Any]:
         one, out = np.array([slot]), poisoned(spec, 1)
-        return peer.fetch(spec, one, one * 0, generations[one], out, here=True), out
+        return peer.fetch(spec, one, one * 0, generations[one], out=out, here=True), out
 
     def values(slot: int) -> bytes:
         future, out = asked(peer, slot)

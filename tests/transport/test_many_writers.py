@@ -20,7 +20,7 @@ import gear_loader as gear
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.ids import CLIENT_ORIGIN, joined
 from gear_loader.transport import Limits, Peer, start_server
-from gear_loader.transport.store_message import Store
+from gear_loader.transport.store_message import Rows, Store
 from gear_loader.transport.wire import Header, Kind
 
 pytestmark = pytest.mark.long
@@ -64,7 +64,7 @@ class Writer:
     def store(self) -> None:
         """Store the next one, and then the others."""
         ids = joined(np.array([self._first + self.count]), CLIENT_ORIGIN)
-        rows = [{"number": np.full(1, self._first)}]
+        rows = [Rows.of(self._table.schema, {"number": np.full(1, self._first)}, "one")]
         priorities = np.full(1, UNSET, dtype=np.float32)
         future = self.peer.store(str(self._table.name), self._table.schema, rows, priorities, ids)
         future.add_done_callback(self._stored)

@@ -31,7 +31,7 @@ LONG = {"value": gear.Window(3000)}
 def fetch(peer: Peer, table: gear.Table, spec: Any, n: int, *, here: bool = True) -> Answer[Any]:
     zeros = np.zeros(n, dtype=np.int64)
     generations = np.repeat(generations_of(table, [0]), n)
-    return peer.fetch(spec, zeros, zeros, generations, poisoned(spec, n), here=here)
+    return peer.fetch(spec, zeros, zeros, generations, out=poisoned(spec, n), here=here)
 
 
 def test_closing_while_a_thread_connects_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:

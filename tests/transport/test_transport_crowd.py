@@ -38,7 +38,7 @@ from gear_loader.transport import Address, Limits, Peer, WindowSpec, start_serve
 from gear_loader.transport import carrier as carrier_of
 from gear_loader.transport import server as server_module
 from gear_loader.transport.connection import Connection
-from gear_loader.transport.store_message import Store
+from gear_loader.transport.store_message import Rows, Store
 from gear_loader.transport.wire import NONCE, Kind, pack_text
 
 NO_UCX = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed")
@@ -379,7 +379,7 @@ def locked(name: str, which: str) -> Iterator[Callable[[], None]]:
 
 def store_into(peer: Peer, spec: WindowSpec) -> Future[Any]:
     one = np.array([UNSET], dtype=np.float32), np.array([-1])
-    return peer.store(spec.table, spec.schema, [rows(9, 5)], *one)
+    return peer.store(spec.table, spec.schema, [Rows.of(spec.schema, rows(9, 5), "one")], *one)
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
@@ -397,7 +397,7 @@ def test_a_locked_table_delays_no_other(which: str) -> None:
         held.close()  # the file's lock is had only of a table that no process uses
 
         def fetch(peer: Peer) -> Future[Any]:
-            return peer.fetch(specs[0], slots, slots, generations, common.poisoned(specs[0], 2))
+            return peer.fetch(specs[0], slots, slots, generations, out=common.poisoned(specs[0], 2))
 
         if which == "file":  # it is not even attached when the server starts
             release = stack.enter_context(locked(specs[0].table, which))

@@ -75,7 +75,7 @@ def ask_much(peer: Peer, table: gear.Table) -> tuple[Any, np.ndarray[Any, Any]]:
     """Ask for a reply that takes a while."""
     spec = spec_of(table, BIG)
     zeros, out = np.zeros(MANY, dtype=np.int64), poisoned(spec, MANY)
-    return peer.fetch(spec, zeros, zeros, generations_of(table, zeros), out), out
+    return peer.fetch(spec, zeros, zeros, generations_of(table, zeros), out=out), out
 
 
 def test_a_server_killed_in_the_middle_of_a_reply_and_restarted_elsewhere(
@@ -113,7 +113,7 @@ def test_a_stopped_server_is_given_up_at_the_deadline(table: gear.Table, process
     row = np.array([3]), np.array([1]), generations_of(table, [3])
     stop_process(process.pid)
     try:
-        first = peer.fetch(spec, *row, poisoned(spec, 1))
+        first = peer.fetch(spec, *row, out=poisoned(spec, 1))
         second = peer.metadata("a", "b")
         said = r"node b .* 1 rows .* did not answer within 1 s\. Its server may"
         with pytest.raises(PeerTimeoutError, match=said):
@@ -122,7 +122,7 @@ def test_a_stopped_server_is_given_up_at_the_deadline(table: gear.Table, process
             second.result(PATIENCE)
         said = r"waited for 1 s: it (could not be reached|did not answer)"
         with pytest.raises(PeerTimeoutError, match=said):
-            peer.fetch(spec, *row, poisoned(spec, 1)).result(PATIENCE)
+            peer.fetch(spec, *row, out=poisoned(spec, 1)).result(PATIENCE)
     finally:
         go_on(process.pid)
     patient = peer_of(process.addresses["socket"])
@@ -198,7 +198,7 @@ def test_a_slow_server(table: gear.Table, monkeypatch: pytest.MonkeyPatch) -> No
         row = np.array([3]), np.array([1]), generations_of(table, [3])
         out = poisoned(spec, 1)
         with pytest.raises(PeerTimeoutError, match=r"did not answer within 2 s"):
-            peer.fetch(spec, *row, out).result(PATIENCE)
+            peer.fetch(spec, *row, out=out).result(PATIENCE)
         slow.clear()
         check_fetch(peer, table, spec, [4, 2], [1, 2])
         assert (out == 0xA5).all()

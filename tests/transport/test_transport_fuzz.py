@@ -36,7 +36,6 @@ from waiting_common import wait_until
 import gear_loader as gear
 from gear_loader.errors import TableFullError
 from gear_loader.kernels.sum_tree import UNSET
-from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import Limits, Peer, WindowSpec, start_server
 from gear_loader.transport.change_messages import Advance, Advanced, Fill, Part, Unfilled, Update
@@ -83,9 +82,6 @@ def requests_of(name: str) -> list[bytes]:
     spec = WindowSpec(name, schema, WINDOWS)
     ids, priorities = np.full(2, -1), np.full(2, UNSET, dtype=np.float32)
     store = Store(name, schema, np.array([2, 3]), ids, priorities, np.array([0, 1]))
-    updates = PriorityUpdates(
-        np.array([1, 9]), np.zeros(2, dtype=np.int64), None, np.ones(2, dtype=np.float32)
-    )
     packed = PackedSpec(name, schema, {"number": "number", "again": "number"})
     late = Schema({"number": schema["number"], "late": gear.Column(torch.float32, late=True)})
     numbers = np.array([1, 9]), np.array([1, -1]), np.array([2, 3])
@@ -100,7 +96,9 @@ def requests_of(name: str) -> list[bytes]:
         message(Kind.FETCH, fetch_message([[1, 3, 70], [0, 2, 9], [1, 1, 1]])),
         message(Kind.STORE, store.pack(), bytes(store.bulk_bytes)),
         message(Kind.METADATA, pack_text("a") + pack_text(name)),
-        message(Kind.UPDATE, Update(name, updates, False).pack()),
+        message(
+            Kind.UPDATE, Update(name, np.array([1, 9]), None, np.ones(2, dtype=np.float32), False).pack()
+        ),
         message(Kind.PART, Part(5, 0, 2).pack(), bytes(step_places(schema, 2)[1])),
         message(Kind.BYE),
     ]
@@ -152,10 +150,9 @@ def test_a_million_messages_that_are_nearly_right() -> None:
         Store("replay", schema, two, two, some, np.array([1, 0]), again=True),
         Store("replay", schema, one + 4, one, some[:1], one * 0, parts=2, before=4),
     ]
-    updates = PriorityUpdates(two, two * 0, two, some)
     samples = {
         "parse_store": [store.bulk_bytes.to_bytes(3, "little") + store.pack() for store in stores],
-        "parse_update": [Update("replay", updates, True).pack()],
+        "parse_update": [Update("replay", two, two, some, True).pack()],
         "parse_advance": [Advance("replay", 3, 9, 7, again=True).pack()],
         "parse_advanced": [Advanced(4, 9, True).pack()],
         "parse_part": [(640).to_bytes(3, "little") + Part(5, 1, 40).pack()],

@@ -58,7 +58,7 @@ def fetch(peer: Peer, table: gear.Table) -> None:
 
 def asking(peer: Peer, table: gear.Table) -> Any:
     none, spec = np.empty(0, dtype=np.int64), spec_of(table)
-    return peer.fetch(spec, none, none, none, poisoned(spec, 0))
+    return peer.fetch(spec, none, none, none, out=poisoned(spec, 0))
 
 
 def refused(peer: Peer, table: gear.Table, message: str, error: type[Exception] = TransportError) -> str:

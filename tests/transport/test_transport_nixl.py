@@ -104,13 +104,13 @@ def test_rows_that_are_gone(world: World) -> None:
     ticket = world.table._engine.index.reader.begin_read()  # what is retired now stays
     world.table.remove([slots[1]])
     out = np.full(world.spec.reply_bytes(6), 205, dtype=np.uint8)
-    assert not world.peer.fetch(world.spec, *rows, out, **index).result(30).any()
+    assert not world.peer.fetch(world.spec, *rows, out=out, **index).result(30).any()
     ticket.end()
     world.table.remove([slots[2], slots[3]])
     again = [world.table.add(steps(3, 99)) for _ in range(12)]  # takes what has been freed
     assert {slots[2], slots[3]} <= set(again)
     out[:] = 205
-    status = world.peer.fetch(world.spec, *rows, out, **index).result(30)
+    status = world.peer.fetch(world.spec, *rows, out=out, **index).result(30)
     assert status.tolist() == [0, 1, 1, 1, 0, 0]
     world.compare(out, slots, [0] * 6, gone=(1, 2, 3))
 
@@ -156,20 +156,20 @@ def test_rows_that_no_table_has_are_refused(shared: World) -> None:
         else:
             index["extent"][3, int(name == "place")] = value
         out = np.full(shared.spec.reply_bytes(5), 205, dtype=np.uint8)
-        future = shared.peer.fetch(shared.spec, *rows, out, **index)
+        future = shared.peer.fetch(shared.spec, *rows, out=out, **index)
         with pytest.raises(
             TransportError, match=r"node b: Row 3 of 5 of table 'nixl-shared' has slot .*Nothing was read"
         ):
             future.result(30)
     rows, index = shared.rows(slots, [5] * 5)
     out = np.zeros(shared.spec.reply_bytes(5), np.uint8)
-    with pytest.raises(ValueError, match=r"out is uint8 \[\d+\]; expected contiguous uint8 of at least"):
-        shared.peer.fetch(shared.spec, *rows, out[:-1], **index)
+    with pytest.raises(ValueError, match=r"out has [\d,]+ bytes; expected [\d,]+ writable ones for 5 rows"):
+        shared.peer.fetch(shared.spec, *rows, out=out[:-1], **index)
     with pytest.raises(ValueError, match=r"slots is int32 \[5\]; expected int64 \[5\]"):
-        shared.peer.fetch(shared.spec, rows[0].astype(np.int32), *rows[1:], out, **index)
+        shared.peer.fetch(shared.spec, rows[0].astype(np.int32), *rows[1:], out=out, **index)
     index["block_ids"] = index["block_ids"].astype(np.int64)
     with pytest.raises(ValueError, match=r"block_ids is int64 \[5, 4\]; expected int32 \[5, K\]"):
-        shared.peer.fetch(shared.spec, *rows, out, **index)
+        shared.peer.fetch(shared.spec, *rows, out=out, **index)
     shared.check(slots, [5] * 5)
 
 
@@ -184,17 +184,17 @@ def test_after_a_fork_and_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = {"extent": np.array([[1, 0, 0]]), "block_ids": np.zeros((1, 1), np.int32)}
     peer = NixlPeer(Unreachable(), timeout=5.0, name="node c")
     with pytest.raises(TransportError, match=r"node c: it cannot be reached; 1 rows of table 't'"):
-        peer.fetch(spec, one, one, one, out, **arrays).result(30)
+        peer.fetch(spec, one, one, one, out=out, **arrays).result(30)
     pid, peer._pid = peer._pid, -1
     with pytest.raises(
         TransportError, match=r"NIXL runs in process -1, .* is a fork; .* Start processes by spawning"
     ):
-        peer.fetch(spec, one, one, one, out, **arrays)
+        peer.fetch(spec, one, one, one, out=out, **arrays)
     peer._pid = pid
     peer.close()
     peer.close()
     with pytest.raises(TransportError, match="The connection to node c has been closed"):
-        peer.fetch(spec, one, one, one, out, **arrays)
+        peer.fetch(spec, one, one, one, out=out, **arrays)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TransportError, match=r"pip install '\.\[nixl\]'"):
         NixlOwner(["t"])
@@ -370,7 +370,7 @@ class SpanWorld(World):
         if generations is None:
             generations = self.table._engine.region.array("generation")[slots]
         out = np.full(spec.reply_bytes(len(slots), int(counts.sum())), 205, dtype=np.uint8)
-        return self.peer.fetch_spans(spec, slots, firsts, generations, counts, out), out, spec
+        return self.peer.fetch(spec, slots, firsts, generations, counts, out=out), out, spec
 
     def served(self, slots: Any, firsts: Any, counts: Any, held: Any = None, **options: Any) -> list[bool]:
         """Fetch spans and check their bytes; return which were served."""
@@ -542,7 +542,7 @@ def test_spans_that_no_table_has_are_refused(spans: SpanWorld) -> None:
 
     def refused(slots: Array, firsts: Array, counts: Array) -> None:
         spec, out = PackedSpec(NAME, SCHEMA, ALL), np.zeros(1 << 20, np.uint8)
-        spans.peer.fetch_spans(spec, slots, firsts, np.zeros_like(slots), counts, out).result(PATIENCE)
+        spans.peer.fetch(spec, slots, firsts, np.zeros_like(slots), counts, out=out).result(PATIENCE)
 
     for place, value in ((0, -1), (0, 40), (1, -1), (1, 601), (2, -1), (2, 601)):
         rows_of: list[Any] = [list(part) for part in spans.whole(slots)]
@@ -559,11 +559,11 @@ def test_spans_that_no_table_has_are_refused(spans: SpanWorld) -> None:
         (unknown, r"'other' is not served; tables here: nixl-own, nixl-"),
     ):
         with pytest.raises(TransportError, match=message):
-            spans.peer.fetch_spans(spec, one, one, one, one, np.zeros(1024, np.uint8)).result(PATIENCE)
+            spans.peer.fetch(spec, one, one, one, one, out=np.zeros(1024, np.uint8)).result(PATIENCE)
     with pytest.raises(SchemaError, match=r"counts is int32 \[1\]; expected int64 \[1\]"):
-        spans.peer.fetch_spans(other, one, one, one, one.astype(np.int32), np.zeros(1024, np.uint8))
-    with pytest.raises(SchemaError, match=r"out is uint8 \[8\]; expected contiguous uint8 of at least 1,152"):
-        spans.peer.fetch_spans(other, one, one, one, one + 25, np.zeros(8, np.uint8))
+        spans.peer.fetch(other, one, one, one, one.astype(np.int32), out=np.zeros(1024, np.uint8))
+    with pytest.raises(SchemaError, match=r"out has 8 bytes; expected 1,152 writable ones for 1 rows"):
+        spans.peer.fetch(other, one, one, one, one + 25, out=np.zeros(8, np.uint8))
     assert all(spans.served(*spans.whole(slots)))
 
 
@@ -659,8 +659,7 @@ def test_blocks_side_by_side_are_one_transfer(block_steps: int) -> None:
     ) as table:
         for length in (1000, 500):
             table.add({"token": np.arange(length, dtype=np.int32), "wide": np.zeros((length, 8), np.uint8)})
-        slots, none, firsts, counts = np.array([[1, 0], [0, 0], [40, 100], [300, 800]])
-        rows = Rows(slots, none, {"firsts": firsts, "counts": counts})
+        rows = Rows(np.array([[1, 0], [40, 100], [0, 0], [300, 800]]))
         spec = PackedSpec("t", table.schema, {"token": "token"})
         reads = SpanReads(spec, described(table), rows)
         extents = table._engine.region.array("extent")[rows.slots]
