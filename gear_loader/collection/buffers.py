@@ -220,7 +220,7 @@ class Buffers:
         batch: name -> tensor of all its memory.
         mover: what fills them.
         gpu: what there is beside the tensors on a GPU; else None.
-        inline: places of a batch on the CPU that is small enough to be gathered under the lock; else None.
+        inline: places of a batch that the CPU draws and gathers in one call; None if it cannot.
         computed: n-step returns and converted windows to compute after such a gather; else empty.
         references: the references to the tensors, since the first `lend`; to be reset to None by whatever makes another
             reference that lasts as long as the buffers.

@@ -30,7 +30,7 @@ from gear_loader.collection.windows import (
 from gear_loader.kernels.cast_plan import CastColumn
 from gear_loader.kernels.plan import MASK, OUT, PLACE_OUT, PlacePlan
 from gear_loader.native import gathering, threads
-from gear_loader.storage.inline import INLINE_BATCH_BYTES, InlineBatch
+from gear_loader.storage.inline import InlineBatch
 from gear_loader.storage.schema import Schema, Window
 from gear_loader.storage.selected_rows import Reach, SelectedRows
 from gear_loader.storage.table import Table
@@ -255,13 +255,10 @@ class PaddedHost(HostMover):
         memory = TensorMemory(torch.device("cpu"), shared, self._pinned, arena)
         made = PaddedBuffers(self.layout, memory, self)
         made.allocate_values(memory)
-        if (
-            self._only is not None
-            and not self._pinned
-            and self.layout.batch_size * self.layout.row_bytes <= INLINE_BATCH_BYTES
-        ):
+        if self._only is not None and not self._pinned:
             weights = np.empty(0, dtype=np.float32) if made.values.weights is None else made.values.weights
-            made.inline = InlineBatch(made.columns_of(self._only), made.values.names, weights)
+            columns = made.columns_of(self._only)
+            made.inline = InlineBatch(columns, made.values.names, weights, self.layout.row_bytes)
         return made
 
     def fill(self, buffers: PaddedBuffers, table: Table, rows: SelectedRows) -> None:

@@ -6,7 +6,6 @@ copy at once.
 
 from __future__ import annotations
 
-import numpy as np
 from numba import int64, njit
 
 from gear_loader.kernels.plan import (
@@ -24,22 +23,21 @@ from gear_loader.kernels.plan import (
     WIDTH,
 )
 from gear_loader.native.compile import compiled
-from gear_loader.native.memory import atomic_load, copy_bytes, copy_step, fill, order_stores
+from gear_loader.native.memory import copy_bytes, fill, order_stores
 from gear_loader.native.spans import (
     ADJOINS,
-    AHEAD,
     BEGIN,
     END,
-    SEGMENT,
-    SINGLE_BYTES,
+    ROWS_AHEAD,
     add_span,
     copy_segments,
+    extent_of,
     grouped,
-    request,
-    source_of,
+    request_index,
+    segments_for,
 )
 
-__all__ = ["STREAM_BATCH_BYTES", "extent_of", "gather", "gather_batch", "gather_rows", "place", "resolve"]
+__all__ = ["STREAM_BATCH_BYTES", "gather", "gather_batch", "gather_rows", "place", "resolve"]
 
 
 STREAM_BATCH_BYTES = 1 << 22
@@ -62,82 +60,21 @@ def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
     return low, count, low - begin if count > 0 else length
 
 
-@njit(inline="always")
-def extent_of(extent, slot):  # type: ignore[no-untyped-def]
-    """Length, place of the block table, and final steps of a trajectory, which may grow meanwhile.
-
-    The place is read last: a trajectory that grows gets its new place first. A new length with the old place would lead
-    to the next entry there, which is another trajectory's.
-    """
-    address = extent.ctypes.data + 24 * slot
-    steps, more = atomic_load(address), atomic_load(address + 16)
-    return steps, atomic_load(address + 8), more
-
-
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def _gather_single(  # type: ignore[no-untyped-def]
-    table, groups, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
-) -> int:
-    """`gather_rows` of windows of one step each, which need no segments: a third faster than with them."""
-    bad = 0
-    found = np.empty(
-        (AHEAD, groups.shape[0], 3), dtype=np.int64
-    )  # block or -1, step in it, whether it exists
-    for begin in range(first, last, AHEAD):
-        here = min(AHEAD, last - begin)
-        for i in range(here):
-            slot, anchor = slots[begin + i], anchors[begin + i]
-            if slot >= 0 and slot < len(extent):
-                steps, row, more = extent_of(extent, slot)
-            else:
-                steps, row, more, bad = int64(0), int64(0), int64(0), bad + 1
-            for g in range(groups.shape[0]):
-                c = groups[g, BEGIN]
-                step, stop = anchor + table[c, OFFSET], steps + more * table[c, FINAL]
-                exists, number, inside = 0 <= step < stop, int64(-1), int64(0)
-                if exists or (table[c, PAD] == PAD_EDGE and stop > 0):
-                    step = min(max(step, 0), stop - 1)
-                    block = step // block_steps
-                    inside = step - block * block_steps
-                    place = row + block
-                    number = int64(block_ids[place]) if 0 <= place < len(block_ids) else int64(-1)
-                    if number >= table[c, BLOCKS]:
-                        number = int64(-1)
-                    bad += number < 0
-                    exists = exists and number >= 0
-                    if number >= 0:
-                        request(table, c, groups[g, END], number, inside, 1)
-                found[i, g, 0], found[i, g, 1], found[i, g, 2] = number, inside, exists
-        for i in range(here):
-            target = rows[begin + i] if chosen else begin + i
-            for g in range(groups.shape[0]):
-                number, inside = found[i, g, 0], found[i, g, 1]
-                for c in range(groups[g, BEGIN], groups[g, END]):
-                    size = table[c, STEP_BYTES]
-                    out = table[c, OUT] + target * size
-                    if number >= 0:
-                        copy_step(out, source_of(table, c, number, inside), size)
-                    else:
-                        fill(out, 0, size)
-                    if table[c, MASK] != 0:
-                        fill(table[c, MASK] + target, found[i, g, 2], 1)
-    return bad
-
-
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def gather_rows(  # type: ignore[no-untyped-def]
     columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
 ) -> int:
     bad, waiting = 0, 0
     table, groups = grouped(columns, block_steps)
-    if columns[:, LENGTH].max() == 1 and columns[:, STEP_BYTES].max() <= SINGLE_BYTES:
-        bad += _gather_single(
-            table, groups, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
-        )
-        return int64(bad)  # type: ignore[no-any-return]
-    segments = np.empty((AHEAD, SEGMENT), dtype=np.int64)
+    segments = segments_for()
     streams = len(slots) * (columns[:, LENGTH] * columns[:, STEP_BYTES]).sum() >= STREAM_BATCH_BYTES
-    for b in range(first, last):
+    for b in range(first - 2 * ROWS_AHEAD, last):
+        near, far = b + ROWS_AHEAD, b + 2 * ROWS_AHEAD
+        request_index(
+            slots[near] if first <= near < last else -1, slots[far] if far < last else -1, extent, block_ids
+        )
+        if b < first:
+            continue
         if slots[b] >= 0 and slots[b] < len(extent):
             steps, row, more = extent_of(extent, slots[b])
         else:
@@ -201,8 +138,8 @@ def _fill_masks(table, begin, end, place, head, count, length) -> None:  # type:
     for c in range(begin, end):
         if table[c, MASK] != 0:
             mask = table[c, MASK] + place
-            if length == 1:
-                fill(mask, count, 1)
+            if count == length:
+                fill(mask, 1, length)
             else:
                 fill(mask, 0, head)
                 fill(mask + head, 1, count)

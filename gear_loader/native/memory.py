@@ -45,11 +45,12 @@ def copy_bytes(_context: Any, _target: Any, _source: Any, _count: Any) -> Any:
 
 def _copy_of(size: int) -> Any:
     """A function that copies so many bytes from one address to another."""
+    value_type = ir.IntType(8 * size) if size <= 16 else ir.VectorType(ir.IntType(64), size // 8)
 
     @intrinsic  # type: ignore[untyped-decorator]
     def copy(_context: Any, _target: Any, _source: Any) -> Any:
         def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            kind = ir.IntType(8 * size).as_pointer()
+            kind = value_type.as_pointer()
             value = builder.load(builder.inttoptr(args[1], kind), align=1)
             builder.store(value, builder.inttoptr(args[0], kind), align=1)
 
@@ -58,7 +59,7 @@ def _copy_of(size: int) -> Any:
     return copy
 
 
-_copy_1, _copy_2, _copy_4, _copy_8, _copy_16 = map(_copy_of, (1, 2, 4, 8, 16))
+_copy_1, _copy_2, _copy_4, _copy_8, _copy_16, _copy_32, _copy_64 = map(_copy_of, (1, 2, 4, 8, 16, 32, 64))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -243,18 +244,22 @@ def copy_apart(target, apart, source, every, count, size) -> None:  # type: igno
             to, of = target + i * apart, source + i * every
             _copy_16(to, of)
             _copy_16(to + size - 16, of + size - 16)
-    elif size <= 48:
+    elif size <= 64:
         for i in range(count):
             to, of = target + i * apart, source + i * every
-            _copy_16(to, of)
-            _copy_16(to + 16, of + 16)
-            _copy_16(to + size - 16, of + size - 16)
+            _copy_32(to, of)
+            _copy_32(to + size - 32, of + size - 32)
+    elif size <= 128:
+        for i in range(count):
+            to, of = target + i * apart, source + i * every
+            _copy_64(to, of)
+            _copy_64(to + size - 64, of + size - 64)
     else:
         for i in range(count):
             to, of = target + i * apart, source + i * every
-            for done in range(0, size - 16, 16):
-                _copy_16(to + done, of + done)
-            _copy_16(to + size - 16, of + size - 16)
+            for done in range(0, size - 64, 64):
+                _copy_64(to + done, of + done)
+            _copy_64(to + size - 64, of + size - 64)
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]

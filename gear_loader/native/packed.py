@@ -10,9 +10,19 @@ from numba import int64, njit
 
 from gear_loader.kernels.plan import LENGTH, WIDTH
 from gear_loader.native.compile import compiled
-from gear_loader.native.gathering import extent_of
 from gear_loader.native.memory import copy_bytes, order_stores
-from gear_loader.native.spans import ADJOINS, AHEAD, BEGIN, END, SEGMENT, add_span, copy_segments, grouped
+from gear_loader.native.spans import (
+    ADJOINS,
+    BEGIN,
+    END,
+    ROWS_AHEAD,
+    add_span,
+    copy_segments,
+    extent_of,
+    grouped,
+    request_index,
+    segments_for,
+)
 
 __all__ = [
     "GONE",
@@ -158,15 +168,26 @@ def gather_packed(  # type: ignore[no-untyped-def]
     both[:width], both[width:] = columns, once
     both[width:, LENGTH] = 1  # a window of its own
     table, groups = grouped(both, block_steps)
-    segments = np.empty((AHEAD, SEGMENT), dtype=np.int64)
-    for b in rows:
+    segments = segments_for()
+    last = len(rows)
+    for i in range(-2 * ROWS_AHEAD, last):
+        near, far = i + ROWS_AHEAD, i + 2 * ROWS_AHEAD
+        request_index(
+            slots[rows[near]] if 0 <= near < last else -1,
+            slots[rows[far]] if far < last else -1,
+            extent,
+            block_ids,
+        )
+        if i < 0:
+            continue
+        b = rows[i]
         row = int64(-1) << 40  # no place in `block_ids`
         if slots[b] >= 0 and slots[b] < len(extent):
             _, row, _ = extent_of(extent, slots[b])
         low, count, start = spans[0, b], spans[1, b], int64(starts[b])
         own = position[start : start + count]
-        for i in range(len(own)):
-            own[i] = low + i
+        for step in range(len(own)):
+            own[step] = low + step
         wrong = row < 0
         for g in range(groups.shape[0]):
             first = groups[g, BEGIN]

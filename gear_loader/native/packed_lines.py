@@ -10,7 +10,7 @@ from numba import int64, njit
 
 from gear_loader.kernels import packed_plan, plan
 from gear_loader.native.compile import compiled
-from gear_loader.native.gathering import extent_of
+from gear_loader.native.spans import extent_of
 
 __all__ = ["count_lists", "list_lines", "list_pieces"]
 

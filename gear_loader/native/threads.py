@@ -153,8 +153,8 @@ def _pool(pid: int, members: int) -> _ThreadPool:
 
 
 def alone(count: int, row_bytes: int) -> bool:
-    """Whether the caller gathers a batch of `count` rows alone, for any number of threads."""
-    return count == 1 or count * row_bytes <= _ALONE_BYTES
+    """Whether the caller gathers a batch of `count` rows alone."""
+    return count == 1 or count * row_bytes <= _ALONE_BYTES or torch.get_num_threads() == 1
 
 
 def gather(

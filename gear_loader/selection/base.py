@@ -281,7 +281,7 @@ class Selection:
         raise NotImplementedError
 
     def fill(self, draw: Draw, batch: InlineBatch) -> bool:
-        """Draw the rows of a batch from the current items, and gather it, in one compiled call under the lock.
+        """Draw the rows of a batch from the current items, and gather it, in one compiled call.
 
         Args:
             draw: counters of the draw. batch: where the batch goes.
@@ -299,9 +299,7 @@ class Selection:
 
     def undo(self, ticket: Any) -> None:
         """Release the ticket of a failed batch and subtract its rows from the sample count. Idempotent."""
-        ticket.end()
-        count, ticket.counted = ticket.counted, 0
-        self.context.table._engine.reader().uncount_samples(count)
+        self.context.table._engine.reader().undo(ticket)
 
     def count_samples(
         self, slots: Array, generations: Array, redraw: Callable[[Array, int], bool]

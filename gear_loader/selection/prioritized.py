@@ -19,6 +19,7 @@ from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Prioritized
 from gear_loader.selection.state import BatchHistory, BatchRows, parse_state
 from gear_loader.selection.updates import request
 from gear_loader.selection.weights import checked_leaves, importance_weights
+from gear_loader.storage.counters import NUM_TOUCHED
 from gear_loader.storage.inline import InlineBatch, Places, prioritized_batch
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import CudaRows, SelectedRows
@@ -143,6 +144,7 @@ class PrioritizedSelection(Selection):
                 prioritized_batch,
                 batch,
                 inline[1],
+                NUM_TOUCHED,
                 priorities.items.position,
                 count if context.limited else 0,
                 reader.arrays.block_steps,

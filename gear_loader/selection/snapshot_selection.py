@@ -11,6 +11,7 @@ from gear_loader.native.random import uniform_rows
 from gear_loader.selection.base import ANCHOR_KINDS, REDRAWN, Selection, SelectionContext
 from gear_loader.selection.random import signed
 from gear_loader.selection.selectors import REPLACED, Draw, SnapshotSelector, Uniform, anchors
+from gear_loader.storage.counters import VERSION
 from gear_loader.storage.inline import InlineBatch, Places, uniform_batch
 from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
@@ -95,6 +96,7 @@ class SnapshotSelection(Selection):
             uniform_batch,
             batch,
             self._items[1],
+            VERSION,
             snapshot.version,
             count if context.limited else 0,
             reader.arrays.block_steps,

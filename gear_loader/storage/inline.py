@@ -1,7 +1,8 @@
-"""Small batches, drawn and gathered in one compiled call under the lock.
+"""Batches that are drawn and gathered in one compiled call.
 
-Such a batch needs no read ticket: while the lock is held, no block is reused. The loops do nothing if the index is not
-as the caller knows it; the caller then draws under a read ticket, which also recovers the index.
+A small batch needs no read ticket: the call holds the lock, under which no block is reused. For others the caller
+begins a read ticket first. If the index is not as the caller knows it, nothing is done: the caller then draws and
+gathers in steps, which also recovers the index.
 
 The loops get arrays as `Places`, their addresses: numba takes 65 ns to unpack one array, and there are up to eighteen.
 """
@@ -30,7 +31,15 @@ from gear_loader.storage.counters import (
 )
 from gear_loader.utils.arrays import Array
 
-__all__ = ["INLINE_BATCH_BYTES", "UNCHANGED", "InlineBatch", "Places", "prioritized_batch", "uniform_batch"]
+__all__ = [
+    "HELD",
+    "INLINE_BATCH_BYTES",
+    "UNCHANGED",
+    "InlineBatch",
+    "Places",
+    "prioritized_batch",
+    "uniform_batch",
+]
 
 assert DIGEST == 0x5D81FF7B  # of the positions in `counters`, compiled into the cached machine code
 assert WIDTH == 12
@@ -40,6 +49,8 @@ INLINE_BATCH_BYTES = 1 << 16
 
 UNCHANGED = -1
 """Result of the loops if they have done nothing."""
+HELD = -2
+"""Version or position for the loops if the caller holds a read ticket that began when nothing had changed."""
 
 
 class Places:
@@ -67,16 +78,19 @@ class InlineBatch:
         columns: int64 [C, WIDTH], a gather plan's table.
         names: int64 [3, B], index, anchor and generation.
         weights: float32 [B], importance weights; [0] for batches without them.
+        row_bytes: bytes of a row over all windows.
 
     Attributes:
-        count: rows of the batch, B.
+        count: rows of the batch, B. row_bytes: as given.
+        under_lock: whether the batch is small enough to be gathered under the lock.
         places: of names, columns (as [C * WIDTH]) and weights.
     """
 
-    __slots__ = ("count", "places")
+    __slots__ = ("count", "places", "row_bytes", "under_lock")
 
-    def __init__(self, columns: Array, names: Array, weights: Array) -> None:
-        self.count = names.shape[1]
+    def __init__(self, columns: Array, names: Array, weights: Array, row_bytes: int) -> None:
+        self.count, self.row_bytes = names.shape[1], row_bytes
+        self.under_lock = self.count * row_bytes <= INLINE_BATCH_BYTES
         self.places = Places(names, columns.reshape(-1), weights)
 
 
@@ -110,6 +124,11 @@ def _gather(index: Any, batch: Any, slots: Any, anchors: Any, generations: Any, 
     return gather_batch(columns, slots, anchors, generations, extent, _int32(index, 2), block_steps, names)
 
 
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _has_changed(counters: Any, counter: Any, value: Any) -> Any:
+    return counters[DIRTY] != 0 or counters[INITIALIZED] == 0 or counters[counter] != value
+
+
 @compiled
 def uniform_batch(  # type: ignore[no-untyped-def]
     index, batch, items, version, samples, block_steps, steps, anchor, first, seed, step, epoch
@@ -120,7 +139,8 @@ def uniform_batch(  # type: ignore[no-untyped-def]
         index: places of `counters`, `extent`, `block_ids`, `generation` and `sequence`.
         batch: places of an `InlineBatch`.
         items: places of `slots`, `lengths`, `generations` and `sums`, as for `uniform_rows`.
-        version: expected value of `VERSION`. samples: rows to add to `NUM_SAMPLED`. block_steps: steps of a block.
+        version: expected value of `VERSION`, or HELD. samples: rows to add to `NUM_SAMPLED`.
+        block_steps: steps of a block.
         steps, anchor, seed, step, epoch: as for `uniform_rows`. first: step added to the anchors.
 
     Returns:
@@ -128,7 +148,7 @@ def uniform_batch(  # type: ignore[no-untyped-def]
         only.
     """
     counters = _int64(index, 0)
-    if counters[DIRTY] != 0 or counters[INITIALIZED] == 0 or counters[VERSION] != version:
+    if version != HELD and _has_changed(counters, VERSION, version):
         return UNCHANGED
     if counters[NUM_SPILLED] != 0:
         return UNCHANGED
@@ -174,7 +194,8 @@ def prioritized_batch(  # type: ignore[no-untyped-def]
         index, batch: as for `uniform_batch`.
         tree: places of `leaves`, `sums`, `offsets`, `us`, `words`, `nodes`, `rest`, `partial`, `owner` and `number`, as
             for `draw_rows`.
-        position: expected value of `NUM_TOUCHED`. samples: rows to add to `NUM_SAMPLED`. block_steps: steps of a block.
+        position: expected value of `NUM_TOUCHED`, or HELD. samples: rows to add to `NUM_SAMPLED`.
+        block_steps: steps of a block.
         wide_depth, anchor, key, anchor_key, step: as for `draw_rows`. item_steps: its `block_steps`.
         least, beta, scale: as for `importance`.
         drawn: int64 [5, B], output: slots, anchors, generations, sequence numbers, and the weights as float32 in the
@@ -184,7 +205,7 @@ def prioritized_batch(  # type: ignore[no-untyped-def]
         As `uniform_batch`; also UNCHANGED if every leaf is 0.
     """
     counters = _int64(index, 0)
-    if counters[DIRTY] != 0 or counters[INITIALIZED] == 0 or counters[NUM_TOUCHED] != position:
+    if position != HELD and _has_changed(counters, NUM_TOUCHED, position):
         return UNCHANGED
     if counters[NUM_SPILLED] != 0:
         return UNCHANGED

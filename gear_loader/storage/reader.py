@@ -10,11 +10,12 @@ from typing import TypeVar
 import numpy as np
 
 from gear_loader.errors import StaleIndexError
+from gear_loader.native import threads
 from gear_loader.storage.admission import Admission
 from gear_loader.storage.counters import NEXT_SEQUENCE, NUM_READY, NUM_SAMPLED, NUM_TOUCHED, VERSION
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.index_arrays import IndexArrays
-from gear_loader.storage.inline import UNCHANGED, InlineBatch, Places
+from gear_loader.storage.inline import HELD, InlineBatch, Places
 from gear_loader.storage.operations.view import begin_change, end_change
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.readers import Readers, Ticket
@@ -90,26 +91,49 @@ class TableReader:
         return None if known is None or known.version != self.arrays.counters[VERSION] else known
 
     def draw_inline(
-        self, loop: Callable[..., int], batch: InlineBatch, places: Places, since: int, *given: object
+        self,
+        loop: Callable[..., int],
+        batch: InlineBatch,
+        places: Places,
+        counter: int,
+        since: int,
+        samples: int,
+        *given: object,
     ) -> bool:
-        """Draw and gather a batch under the lock, without a read ticket.
+        """Draw and gather a batch in one compiled call: a small one under the lock, others under a read ticket.
 
         Args:
-            loop: of `gear_loader.storage.inline`. batch: where the batch goes.
-            places: of what is drawn from. since: version or position of it. given: the loop's other arguments, from
-                `samples` on.
+            loop: of `gear_loader.storage.inline`. batch: where the batch goes. places: of what is drawn from.
+            counter: position in `counters`. since: value of it that what is drawn from belongs to.
+            samples: rows to be drawn. given: the loop's other arguments.
 
         Returns:
-            False, having done nothing, if the batch must be drawn under a read ticket.
+            False, having done nothing, if the batch must be drawn and gathered in steps.
         """
-        bad = self._recovery.lock.run(
-            loop, self._places.table, batch.places.table, places.table, since, *given
-        )
-        if bad:
-            if bad == UNCHANGED:
-                return False
+        tables = self._places.table, batch.places.table, places.table
+        if batch.under_lock:
+            bad = self._recovery.lock.run(loop, *tables, since, samples, *given)
+        elif self.arrays.tier is not None or not threads.alone(batch.count, batch.row_bytes):
+            return False  # a trajectory may move to disk meanwhile; other threads help
+        else:
+            ticket = Ticket()
+            try:
+                if not self._begin_unchanged(ticket, counter, since, samples):
+                    return False
+                bad = loop(*tables, HELD, 0, *given)
+                if not bad:
+                    ticket.counted = 0  # they stay counted
+            finally:
+                self.undo(ticket)
+        if bad > 0:
             self.check_gathered(bad)
-        return True
+        return not bad
+
+    def undo(self, ticket: Ticket) -> None:
+        """End the ticket of a failed batch and subtract its rows from the sample count. Idempotent."""
+        ticket.end()
+        count, ticket.counted = ticket.counted, 0
+        self.uncount_samples(count)
 
     @property
     def position(self) -> int:
@@ -207,7 +231,7 @@ class TableReader:
         """
         if self._admission.has_conditions:
             return False
-        return self._recovery.lock.run(lambda: ticket.begin_unchanged(self._readers, counter, value, samples))
+        return self._recovery.lock.run(ticket.begin_unchanged, self._readers, counter, value, samples)
 
     def _begin(self, samples: int, ticket: Ticket | None, look: Callable[[], _T]) -> tuple[Ticket, _T]:
         ticket = ticket or Ticket()

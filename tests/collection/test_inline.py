@@ -1,4 +1,4 @@
-"""Batches that are drawn and gathered in one call under the lock: the same as under a read ticket, and as safe."""
+"""Batches that are drawn and gathered in one call, under the lock or a read ticket: the same as in steps, and safe."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dataset_common import copies, episode, make_table, named_table
 from options_common import nested
 
 import gear_loader as gear
-from gear_loader.collection import padded
 from gear_loader.errors import CorruptTableError, GearError
+from gear_loader.storage import inline
 from gear_loader.storage.counters import NUM_SAMPLED
 from gear_loader.storage.operations.view import READING
 from gear_loader.storage.reader import TableReader
@@ -51,8 +51,16 @@ def run(table: gear.Table, **options: Any) -> tuple[list[Any], dict[str, Any], i
     return found, data.state_dict(), table.stats().num_sampled
 
 
+@pytest.fixture(params=["lock", "ticket"])
+def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the one call holds."""
+    if request.param == "ticket":
+        monkeypatch.setattr(inline, "INLINE_BATCH_BYTES", -1)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("name", SELECTORS)
-def test_it_is_the_batch_that_a_read_ticket_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_batch_that_is_made_in_steps(name: str, held: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[bool] = []
     draw_inline = TableReader.draw_inline
 
@@ -63,22 +71,20 @@ def test_it_is_the_batch_that_a_read_ticket_gives(name: str, monkeypatch: pytest
     monkeypatch.setattr(TableReader, "draw_inline", counted)
     sizes = {"max_steps": 400, "max_trajectories": 32}
     with make_table(**sizes) as table:
-        inline = run(table, **SELECTORS[name])
+        at_once = run(table, **SELECTORS[name])
     assert sum(calls) > 12
-    calls.clear()
-    monkeypatch.setattr(padded, "INLINE_BATCH_BYTES", -1)
+    monkeypatch.setattr(TableReader, "draw_inline", lambda *_: False)
     with make_table(**sizes) as table:
         plain = run(table, **SELECTORS[name])
-    assert not calls
-    torch.testing.assert_close(inline[0], plain[0], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(at_once[0], plain[0], rtol=0, atol=0, equal_nan=True)
     states = [
-        {key: part for key, part in state.items() if key != "config"} for state in (inline[1], plain[1])
+        {key: part for key, part in state.items() if key != "config"} for state in (at_once[1], plain[1])
     ]
     torch.testing.assert_close(*states, rtol=0, atol=0)
-    assert inline[2] == plain[2] > 0
+    assert at_once[2] == plain[2] > 0
 
 
-def test_it_takes_no_ticket_and_leaves_no_lock() -> None:
+def test_it_leaves_no_ticket_and_no_lock(held: str) -> None:
     with named_table("test-inline") as table:
         batches = iter(dataset(table))
         for _ in range(3):
@@ -86,7 +92,7 @@ def test_it_takes_no_ticket_and_leaves_no_lock() -> None:
         readers = table._engine.region.array("readers")
         known = readers.copy()
         next(batches)
-        assert (readers == known).all()
+        assert (readers == known).all() == (held == "lock")
         assert not readers[:, READING].any()
         pid = os.fork()
         if pid == 0:
@@ -101,6 +107,7 @@ def test_it_takes_no_ticket_and_leaves_no_lock() -> None:
 
 
 @pytest.mark.parametrize("selector", [gear.Uniform(), gear.Prioritized()])
+@pytest.mark.usefixtures("held")
 def test_a_corrupt_block_table_is_an_error_and_counts_nothing(selector: Any) -> None:
     with make_table() as table:
         batches = iter(dataset(table, selector=selector))
@@ -114,6 +121,7 @@ def test_a_corrupt_block_table_is_an_error_and_counts_nothing(selector: Any) -> 
         assert table._engine.region.array("counters")[NUM_SAMPLED] == 10
 
 
+@pytest.mark.usefixtures("held")
 def test_a_table_that_is_closed_in_between_is_an_error() -> None:
     table = make_table()
     batches = iter(dataset(table))
