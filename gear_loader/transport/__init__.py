@@ -5,7 +5,7 @@ A server, and a client on another node::
     with start_server(["replay-0"], secret=secret) as server:                      # on the node of the table
         ...
     peer = Peer("socket://10.0.0.2:5555", secret=secret, timeout=30.0, name="node b")   # on another
-    status = peer.fetch(spec, slots, anchors, generations, out).result()
+    status = peer.fetch(spec, slots, anchors, generations, out=out).result()
 """
 
 from __future__ import annotations
