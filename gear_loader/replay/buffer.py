@@ -313,10 +313,14 @@ class ReplayBuffer:
                 broken &= acting
             if broken.any():
                 writer.commit(broken, final=self._before)
-        full = writer.num_steps + 1 >= self._piece
-        writer.append(rows, done=ended | full, active=acting, final=following)
-        self._before = {name: values.copy() for name, values in following.items()}
+        done = ended | (writer.num_steps >= self._piece - 1)
+        writer.append(rows, done=done, active=acting, final=following if done.any() else None)
         self._over = ended if acting is None else ended & acting
+        if self._before is None:
+            self._before = {name: values.copy() for name, values in following.items()}
+        else:
+            for name, values in following.items():
+                np.copyto(self._before[name], values, casting="unsafe")
 
     def extend(self, transitions: Mapping[str, Any]) -> None:
         """Add the transitions of one environment, one after another.
@@ -396,7 +400,7 @@ class ReplayBuffer:
         batch["next_obs"] = self._nestings["obs"].build(following)
         return batch
 
-    def update_priority(self, batch: Mapping[str, Any], priority: Any) -> None:
+    def update_priority(self, batch: Batch, priority: Any) -> None:
         """Set the priorities of a batch's rows; see `ReplayDataset.update_priority`.
 
         Args:

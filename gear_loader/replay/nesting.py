@@ -117,7 +117,7 @@ def as_array(value: Any) -> Array:
     if isinstance(value, torch.Tensor):
         tensor = value.detach().cpu()
     elif hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
-        tensor = torch.from_dlpack(value).cpu()
+        tensor = torch.utils.dlpack.from_dlpack(value).cpu()
     else:
         return np.asarray(value)
     if tensor.dtype == torch.bfloat16:
