@@ -82,7 +82,7 @@ def anchors(path: Path) -> set[str]:
 
 @pytest.mark.long
 def test_the_dqn_learns(tmp_path: Path) -> None:
-    (program,) = snippets((ROOT / "docs/dqn.md").read_text("utf-8"))
+    program = "\n\n".join(snippets((ROOT / "docs/dqn.md").read_text("utf-8")))
     found = re.search(r"mean return of the last 20 episodes: (\d+)", run(program, tmp_path))
     assert found is not None
     assert int(found[1]) > 100  # the start is at about 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ class NStep:
                   terminates within the k steps
     ``bootstrap`` int64 ``[B]``: the bootstrap step, anchor + k
     ``mask``      bool ``[B]``: False if k is 0, so that the row has no target
+    ``next``      with `next`, ``[B, *shape]``: the value of that column at the bootstrap step, zeros where the
+                  trajectory has no such step; of several columns, a dict of them
     ============= =======================================================================================
 
     At the end of a trajectory that does not terminate (truncation), the bootstrap step is its final step (see
@@ -37,10 +40,10 @@ class NStep:
         gamma: discount of a step, from 0 to 1.
         done: column of shape ``()`` or ``(1,)`` that is not zero where the trajectory terminates; not where it is
             truncated.
+        next: column, or columns, to deliver at the bootstrap step: the observation.
 
-    Example: ``windows={"obs": Window(1), "target": NStep("reward", n=3, gamma=0.99, done="terminated"),
-    "next_obs": Window(4, column="obs")}``, and the observation to bootstrap from is
-    ``batch["next_obs"][range(B), batch["target"]["bootstrap"] - batch["anchor"]]``.
+    Example: ``windows={"obs": Window(1), "target": NStep("reward", n=3, gamma=0.99, done="terminated", next="obs")}``,
+    and the observation to bootstrap from is ``batch["target"]["next"]``.
 
     Raises:
         SchemaError: an invalid option.
@@ -50,6 +53,7 @@ class NStep:
     n: int
     gamma: float
     done: str
+    next: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n", at_least("n", self.n))
@@ -58,23 +62,43 @@ class NStep:
         for name in ("column", "done"):
             if not isinstance(getattr(self, name), str):
                 raise SchemaError(f"{name} is {shown(getattr(self, name))}; expected the name of a column.")
+        if isinstance(self.next, list):
+            object.__setattr__(self, "next", tuple(self.next))
+        if not all(isinstance(name, str) for name in self.delivered):
+            raise SchemaError(
+                f"next is {shown(self.next)}; expected the name of a column, or a tuple of names."
+            )
+
+    @property
+    def delivered(self) -> tuple[Any, ...]:
+        """The columns of `next`."""
+        if self.next is None:
+            return ()
+        return self.next if isinstance(self.next, tuple) else (self.next,)
 
     def windows(self, schema: Schema) -> dict[str, Window]:
-        """The windows that it is computed from: ``reward``, ``done``, and ``follows``, of which only the mask is read.
+        """The windows that it is computed from: ``reward``, ``done``; ``follows``, of which only the mask is read; and
+        ``next.NAME`` of each column of `next`.
 
         Raises:
-            SchemaError: a column is missing, or not of shape ``()`` or ``(1,)``.
+            SchemaError: a column is missing, or that of the rewards or ends is not of shape ``()`` or ``(1,)``.
         """
         for name in (self.column, self.done):
             if name not in schema.steps or schema[name].shape not in ((), (1,)):
                 found = f"has shape {list(schema[name].shape)}" if name in schema.steps else "does not exist"
                 raise SchemaError(f"Column {name!r} of {self!r} {found}; expected one of shape () or (1,).")
+        unknown = [name for name in self.delivered if name not in schema.steps]
+        if unknown:
+            raise SchemaError(
+                f"{self!r} delivers {unknown}; expected columns with a value for each step: {list(schema.steps)}."
+            )
         finals = [name for name, column in schema.items() if column.final]
         follows = min(finals, key=lambda name: schema[name].step_bytes, default=self.column)
         return {
             "reward": Window(self.n, column=self.column),
             "done": Window(self.n, column=self.done),
             "follows": Window(self.n + 1, column=follows),
+            **{f"next.{name}": Window(self.n + 1, column=name) for name in self.delivered},
         }
 
 
@@ -84,7 +108,8 @@ class Returns:
 
     Attributes:
         rewards, done: ``[B, n]`` or ``[B, n, 1]``. steps: bool ``[B, n]``. follows: bool ``[B, n + 1]``; see `n_step`.
-        out: the dict that `NStep` describes.
+        nexts: windows of the columns of `next`, ``[B, n + 1, *shape]``.
+        out: the dict that `NStep` describes, without ``next``. ends: the tensors of ``next``, as `nexts`.
     """
 
     spec: NStep
@@ -92,25 +117,39 @@ class Returns:
     done: torch.Tensor
     steps: torch.Tensor
     follows: torch.Tensor
+    nexts: list[torch.Tensor]
     out: dict[str, torch.Tensor]
+    ends: list[torch.Tensor]
 
     @classmethod
     def of(cls, spec: NStep, parts: Mapping[str, torch.Tensor], masks: Mapping[str, torch.Tensor]) -> Returns:
         """Allocate the outputs for windows and masks by the names of `NStep.windows`."""
-        device, pinned = parts["reward"].device, parts["reward"].is_pinned()
+        rewards = parts["reward"]
+        device, pinned, count = rewards.device, rewards.is_pinned(), len(rewards)
+        shared = rewards.is_shared() and device.type == "cpu"
+
+        def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            tensor = torch.zeros(count, *shape, dtype=dtype, device=device, pin_memory=pinned)
+            return tensor.share_memory_() if shared else tensor
+
         dtypes = {
             "return": torch.float32,
             "discount": torch.float32,
             "bootstrap": torch.int64,
             "mask": torch.bool,
         }
-        out = {
-            name: torch.zeros(len(parts["reward"]), dtype=dtype, device=device, pin_memory=pinned)
-            for name, dtype in dtypes.items()
-        }
-        if parts["reward"].is_shared() and parts["reward"].device.type == "cpu":
-            out = {name: tensor.share_memory_() for name, tensor in out.items()}
-        return cls(spec, parts["reward"], parts["done"], masks["reward"], masks["follows"], out)
+        out = {name: new(dtype) for name, dtype in dtypes.items()}
+        nexts = [parts[f"next.{name}"] for name in spec.delivered]
+        ends = [new(each.dtype, *each.shape[2:]) for each in nexts]
+        return cls(spec, rewards, parts["done"], masks["reward"], masks["follows"], nexts, out, ends)
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """What a batch has under the key."""
+        if not self.ends:
+            return dict(self.out)
+        ends: Any = dict(zip(self.spec.delivered, self.ends, strict=True))
+        return {**self.out, "next": ends if isinstance(self.spec.next, tuple) else self.ends[0]}
 
     def compute(self, anchors: torch.Tensor) -> None:
         """Compute the first n rows. Does not wait for a GPU.
@@ -131,9 +170,17 @@ class Returns:
                 float(self.spec.gamma),
                 *out,
             )
-            return
-        for tensor, value in zip(self.out.values(), n_step(*parts, anchors, self.spec.gamma), strict=True):
-            tensor[rows].copy_(value)
+        else:
+            for tensor, value in zip(
+                self.out.values(), n_step(*parts, anchors, self.spec.gamma), strict=True
+            ):
+                tensor[rows].copy_(value)
+        if self.ends:
+            width = self.follows.shape[1]
+            places = torch.arange(len(anchors), device=anchors.device) * width
+            places += self.out["bootstrap"][rows] - anchors
+            for window, end in zip(self.nexts, self.ends, strict=True):
+                torch.index_select(window.flatten(0, 1), 0, places, out=end[rows])
 
 
 def n_step(

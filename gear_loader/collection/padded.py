@@ -235,7 +235,7 @@ class PaddedLayout:
             )
             for name, parts in self._hidden.items()
         ]
-        batch.update((name, each.out) for name, each in zip(self._hidden, returns, strict=True))
+        batch.update((name, each.shown) for name, each in zip(self._hidden, returns, strict=True))
         batch["mask"] = next(iter(shown.values())) if len(self.mask_kinds) == 1 else shown
         conversions = [Casts(casts, device)] if casts else []
         return batch, outputs, list(masks.values()), (*returns, *conversions)

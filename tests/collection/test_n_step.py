@@ -56,7 +56,11 @@ def test_against_a_naive_loop(final: bool, reward: torch.dtype, n: int, gamma: f
         dataset = gear.ReplayDataset(
             table,
             batch_size=32,
-            windows={"obs": gear.Window(1), "target": gear.NStep("reward", n, gamma, "terminated")},
+            windows={
+                "obs": gear.Window(1),
+                "target": gear.NStep("reward", n, gamma, "terminated", next="obs"),
+                "ahead": gear.Window(n + 1, column="obs"),
+            },
             selector=gear.Uniform(replacement=False, unit="step"),
             device="cpu",
             prefetch=1,
@@ -66,7 +70,9 @@ def test_against_a_naive_loop(final: bool, reward: torch.dtype, n: int, gamma: f
             target: Any = batch["target"]
             assert set(batch) >= {"obs", "target", "mask"}
             assert not any(":" in key for key in batch)
-            assert list(batch["mask"]) == ["obs"]  # those of n steps are in "target"
+            assert list(batch["mask"]) == ["obs", "ahead"]  # those of n steps are in "target"
+            rows = range(len(batch["index"]))
+            assert torch.equal(target["next"], batch["ahead"][rows, target["bootstrap"] - batch["anchor"]])
             for row, (slot, anchor) in enumerate(
                 zip(batch["index"].tolist(), batch["anchor"].tolist(), strict=True)
             ):
@@ -105,6 +111,8 @@ def test_tensor_operations_are_the_loop(seed: int, n: int) -> None:
         ({"gamma": 1.5}, "gamma is 1.5"),
         ({"column": "none"}, r"Unknown: \['none'\]"),
         ({"done": "obs"}, r"'obs' .* has shape \[2\]"),
+        ({"next": 1}, "next is 1"),
+        ({"next": ("obs", "none")}, r"delivers \['none'\]; expected columns"),
     ],
 )
 def test_invalid_options(options: dict[str, Any], message: str) -> None:

@@ -1,0 +1,1 @@
+"""Replay buffers of one line, over a table and a dataset that stay reachable."""

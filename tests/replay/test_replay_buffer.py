@@ -1,0 +1,340 @@
+"""`ReplayBuffer` against a list of the transitions that were added."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from table_common import fresh_name
+
+import gear_loader as gear
+from gear_loader.errors import CheckpointError, SchemaError, TableEmptyError
+
+GAMMA = 0.9
+
+
+class Moment(NamedTuple):
+    """One transition; `obs` and `next_obs` are numbers of observations, which never come back."""
+
+    obs: int
+    action: int
+    reward: float
+    next_obs: int
+    terminated: bool
+    truncated: bool
+
+
+class World:
+    """Environments whose observations are numbers that never come back.
+
+    Attributes:
+        added: the transitions of each environment, in order.
+    """
+
+    def __init__(self, seed: int, n: int, *, next_step: bool = False) -> None:
+        self.choose, self.n, self.next_step = random.Random(seed), n, next_step
+        self.added: list[list[Moment]] = [[] for _ in range(n)]
+        self._number = 0
+        self.obs = [self._new() for _ in range(n)]
+        self._ended = [False] * n
+
+    def _new(self) -> int:
+        self._number += 1
+        return self._number
+
+    def step(self) -> list[Moment]:
+        """One step of each environment, as it is added; with `next_step` some rows only reset."""
+        rows = []
+        for env in range(self.n):
+            if self.next_step and self._ended[env]:
+                row = Moment(self.obs[env], 0, 0.0, self._new(), terminated=False, truncated=False)
+                self._ended[env], self.obs[env] = False, row.next_obs
+            else:
+                ends, cut = self.choose.random() < 0.15, self.choose.random() < 0.1
+                row = Moment(
+                    self.obs[env],
+                    self.choose.randrange(5),
+                    self.choose.choice([0.0, 1.0, -2.5]),
+                    self._new(),
+                    ends,
+                    cut,
+                )
+                self.added[env].append(row)
+                self._ended[env] = ends or cut
+                resets = not self.next_step if self._ended[env] else self.choose.random() < 0.05
+                self.obs[env] = self._new() if resets else row.next_obs
+            rows.append(row)
+        return rows
+
+    def expected(self, obs: int, n_step: int, last: int) -> tuple[int, float, int, float]:
+        """Action, return, observation to bootstrap from and discount of the transition at `obs`; `last` is the one that
+        was delivered: pieces of an episode may end anywhere."""
+        found = [(part, i) for part in self.added for i, row in enumerate(part) if row.obs == obs]
+        ((part, at),) = found
+        total, factor = 0.0, 1.0
+        for step, row in enumerate(part[at : at + n_step]):
+            assert step == 0 or row.obs == part[at + step - 1].next_obs
+            total += factor * row.reward
+            factor *= GAMMA
+            if row.terminated:
+                return part[at].action, total, row.next_obs, 0.0
+            if row.truncated or row.next_obs == last:
+                return part[at].action, total, row.next_obs, factor
+        return part[at].action, total, part[at + n_step - 1].next_obs, factor
+
+
+def shaped(number: Any, kind: str) -> Any:
+    """Observations of these numbers, nested as `kind` says."""
+    values = np.asarray(number)
+    if kind == "array":
+        return np.stack((values, -values), -1).astype(np.float64)
+    if kind == "tensor":
+        return torch.as_tensor(values)
+    image = np.broadcast_to(values[..., None, None] % 251, (*values.shape, 3, 2)).astype(np.uint8)
+    return {"number": values, "eyes": (image, {"left": values.astype(np.float32) / 2})}
+
+
+def numbers_of(batch: Any, kind: str) -> torch.Tensor:
+    """The inverse of `shaped`; checks that all parts agree."""
+    if kind == "array":
+        assert (batch[:, 0] == -batch[:, 1]).all()
+        assert batch.dtype == torch.float32
+        return batch[:, 0].long()
+    if kind == "tensor":
+        return batch
+    image, more = batch["eyes"]
+    assert (image == (batch["number"] % 251)[:, None, None]).all()
+    assert (more["left"] * 2 == batch["number"]).all()
+    return batch["number"]
+
+
+def add_all(buffer: gear.ReplayBuffer, world: World, kind: str) -> None:
+    rows = world.step()
+    many = [np.array(part) for part in zip(*rows, strict=True)]
+    obs, action, reward, following, terminated, truncated = (
+        many if world.n > 1 else [each[0] for each in many]
+    )
+    buffer.add(
+        shaped(obs, kind), action, reward, shaped(following, kind), terminated, truncated, age=reward * 2
+    )
+
+
+def check(buffer: gear.ReplayBuffer, world: World, kind: str, batch: Any) -> None:
+    assert not {"mask", "terminated", "target"} & set(batch)
+    obs, following = numbers_of(batch["obs"], kind).tolist(), numbers_of(batch["next_obs"], kind).tolist()
+    for row, number in enumerate(obs):
+        action, total, last, discount = world.expected(number, buffer.n_step, following[row])
+        assert following[row] == last
+        assert batch["action"][row] == action
+        assert batch["reward"][row] == pytest.approx(total)
+        assert batch["discount"][row] == pytest.approx(discount)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(0, 1 << 30),
+    st.sampled_from([1, 1, 2, 5]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 7, 60, 400]),
+    st.sampled_from(["array", "tensor", "nested"]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_batches_are_what_was_added(
+    seed: int, n: int, n_step: int, capacity: int, kind: str, next_step: bool, by_priority: bool
+) -> None:
+    world = World(seed, n, next_step=next_step and n > 1)
+    sampler = gear.Prioritized(unit="step") if by_priority else None
+    buffer = gear.ReplayBuffer(
+        capacity, n_step=n_step, gamma=GAMMA, batch_size=9, sampler=sampler, device="cpu"
+    )
+    for turn in range(40):
+        add_all(buffer, world, kind)
+        if turn == 0:  # the only transition may have no successor yet
+            continue
+        batch = buffer.sample(None if turn % 2 else 4)
+        assert len(batch["reward"]) == (9 if turn % 2 else 4)
+        check(buffer, world, kind, batch)
+        if by_priority:
+            buffer.update_priority(batch, torch.rand(len(batch["reward"])))
+    total = sum(map(len, world.added))
+    assert len(buffer) <= total
+    if total <= capacity:
+        assert len(buffer) == total
+
+
+def test_a_transition_is_drawn_when_its_successor_is_there() -> None:
+    buffer = gear.ReplayBuffer(100, device="cpu")
+    for step in range(20):
+        ends = step % 7 == 6
+        buffer.add(np.float32(step), step, 0.0, np.float32(step + 1), False, ends)
+        if step:
+            drawn = set(buffer.sample(400)["obs"].tolist())
+            assert drawn == set(range(step + ends))
+
+
+def test_a_full_buffer_drops_its_oldest_and_holds_nearly_its_capacity() -> None:
+    buffer = gear.ReplayBuffer(1_000, device="cpu")
+    for step in range(5_010):
+        buffer.add(np.float32(step), step, 0.0, np.float32(step + 1), False, False)  # a stream without end
+    drawn = set(buffer.sample(20_000)["action"].tolist())
+    assert max(drawn) == 5_008
+    assert 800 <= len(buffer) <= 1_000
+    assert min(drawn) == 5_010 - len(buffer)
+
+
+def test_a_target_is_right_where_an_episode_is_cut_off() -> None:
+    buffer = gear.ReplayBuffer(100, gamma=0.5, device="cpu")
+    buffer.add(np.zeros(2), 0, 1.0, np.ones(2), False, True)
+    buffer.add(np.full(2, 5.0), 0, 3.0, np.full(2, 6.0), True, False)
+    batch = buffer.sample(50)
+    found = {
+        (o[0], f[0], r, d)
+        for o, f, r, d in zip(
+            *(batch[k].tolist() for k in ("obs", "next_obs", "reward", "discount")), strict=True
+        )
+    }
+    assert found == {(0.0, 1.0, 1.0, 0.5), (5.0, 6.0, 3.0, 0.0)}
+
+
+def test_extend_adds_what_add_adds() -> None:
+    one, other = (gear.ReplayBuffer(100, n_step=2, device="cpu") for _ in range(2))
+    world = World(1, 1)
+    rows = [world.step()[0] for _ in range(30)]
+    for row in rows:
+        one.add(shaped(row.obs, "nested"), *row[1:3], shaped(row.next_obs, "nested"), *row[4:])
+    obs, action, reward, following, terminated, truncated = (
+        np.array(part) for part in zip(*rows, strict=True)
+    )
+    other.extend({
+        "obs": shaped(obs, "nested"), "action": action, "reward": reward, "next_obs": shaped(following, "nested"),
+        "terminated": terminated, "truncated": truncated,
+    })  # fmt: skip
+    for a, b in zip(one.sample()["obs"]["eyes"], other.sample()["obs"]["eyes"], strict=True):
+        assert torch.equal(
+            a if isinstance(a, torch.Tensor) else a["left"], b if isinstance(b, torch.Tensor) else b["left"]
+        )
+
+
+def test_a_saved_buffer_goes_on(tmp_path: Path) -> None:
+    world = World(3, 2)
+    buffer = gear.ReplayBuffer(200, n_step=2, gamma=GAMMA, device="cpu")
+    for _ in range(50):
+        add_all(buffer, world, "nested")
+    buffer.sample()
+    buffer.save(tmp_path / "saved")
+    state = buffer.state_dict()
+    again = gear.ReplayBuffer.load(tmp_path / "saved", n_step=2, gamma=GAMMA, device="cpu")
+    again.load_state_dict(state)
+    assert len(again) == len(buffer)
+    for _ in range(3):
+        a, b = buffer.sample(), again.sample()
+        assert torch.equal(a["obs"]["number"], b["obs"]["number"])
+        assert torch.equal(a["next_obs"]["eyes"][0], b["next_obs"]["eyes"][0])
+        assert torch.equal(a["reward"], b["reward"])
+    for _ in range(150):
+        add_all(again, world, "nested")
+        check(again, world, "nested", again.sample(8))
+
+
+def test_spaces_tell_the_columns() -> None:
+    spaces = pytest.importorskip("gymnasium").spaces
+    space = spaces.Dict(
+        {
+            "eye": spaces.Box(0, 255, (4, 4), np.uint8),
+            "pair": spaces.Tuple((spaces.Discrete(3), spaces.Box(-1, 1, (2,)))),
+        }
+    )
+    buffer = gear.ReplayBuffer(
+        50, observation_space=space, action_space=spaces.MultiDiscrete([2, 3]), device="cpu"
+    )
+    assert buffer.table is not None
+    assert list(buffer.table.schema) == [
+        "obs.eye",
+        "obs.pair.0",
+        "obs.pair.1",
+        "action",
+        "reward",
+        "terminated",
+    ]
+    first = space.sample()
+    for _ in range(5):
+        following = space.sample()
+        buffer.add(first, np.array([1, 2]), 1.0, following, False, False)
+        first = following
+    batch = buffer.sample(3)
+    assert batch["obs"]["eye"].shape == (3, 4, 4)
+    assert batch["next_obs"]["pair"][1].shape == (3, 2)
+
+
+def test_the_table_is_open_to_other_processes() -> None:
+    buffer = gear.ReplayBuffer(50, name=fresh_name(), device="cpu")
+    try:
+        buffer.add(np.zeros(2), 0, 1.0, np.ones(2), False, False)
+        assert buffer.table is not None
+        with gear.Table.attach(buffer.table.name) as other:
+            assert other.num_steps == 1
+    finally:
+        assert buffer.table is not None
+        buffer.table.unlink()
+
+
+GOOD: dict[str, Any] = {
+    "obs": np.zeros(2), "action": 0, "reward": 0.0, "next_obs": np.zeros(2), "terminated": False, "truncated": False,
+}  # fmt: skip
+WRONG_CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"reward": np.zeros((2, 2))}, r"reward has the shape \[2, 2\]"),
+    ({"reward": np.zeros(2)}, r"reward has the shape \[2\]; expected \[1\]"),
+    ({"obs": {"a": np.zeros(2)}}, "'obs' is a dict; expected an array, as before"),
+    ({"next_obs": (np.zeros(2),)}, "'obs' is a tuple; expected an array"),
+    ({"obs": np.zeros(3)}, r"'obs' has the shape \[3\]; expected \[2\]"),
+    ({"next_obs": np.zeros(3)}, r"'next_obs' has the shape \[3\]; expected \[2\]"),
+    ({"obs": np.zeros(2, complex)}, "obs"),
+    ({"terminated": np.zeros(3, bool)}, r"terminated has the shape \[3\]"),
+    ({"truncated": 0.5}, "truncated has the shape .* and dtype float64"),
+    ({"new": 1}, r"expected \['action', 'obs'\], as before: \['new'\]"),
+    ({"active": [True, False]}, r"active has the shape \[2\]"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG_CALLS)
+def test_wrong_calls_change_nothing(change: dict[str, Any], message: str) -> None:
+    buffer = gear.ReplayBuffer(50, device="cpu")
+    buffer.add(**GOOD)
+    with pytest.raises(SchemaError, match=message):
+        buffer.add(**{**GOOD, **change})
+    assert len(buffer) == 1
+    buffer.add(**GOOD)
+    assert len(buffer) == 2
+
+
+WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"capacity": 0}, "capacity is 0"),
+    ({"n_step": 0}, "n_step is 0"),
+    ({"gamma": 1.5}, "gamma is 1.5"),
+    ({"sampler": gear.Uniform()}, "expected one of steps"),
+    ({"num_envs": 0}, "num_envs is 0"),
+    ({"observation_space": 1}, "expected both, or none"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_OPTIONS)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SchemaError, match=message):
+        gear.ReplayBuffer(**{"capacity": 10, **options})
+
+
+def test_an_empty_buffer_says_so(tmp_path: Path) -> None:
+    buffer = gear.ReplayBuffer(10)
+    assert len(buffer) == 0
+    for call in (buffer.sample, lambda: next(iter(buffer)), lambda: buffer.save(tmp_path / "x")):
+        with pytest.raises(TableEmptyError, match="The replay buffer is empty"):
+            call()
+    with pytest.raises(CheckpointError, match=r"buffer\.json"):
+        gear.ReplayBuffer.load(tmp_path)
