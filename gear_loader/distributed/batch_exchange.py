@@ -15,8 +15,6 @@ from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.distributed.update_routing import UpdateRouter
 from gear_loader.utils.arrays import Array
 
-__all__ = ["BatchExchange"]
-
 
 @dataclasses.dataclass(repr=False, eq=False)
 class BatchExchange:

@@ -27,8 +27,6 @@ from gear_loader.selection.budget_planner import BudgetPlanner, PlannedBatch
 from gear_loader.selection.step_budget import BudgetCounts, BudgetState, DrawnPart, StepBudget
 from gear_loader.utils.arrays import Array
 
-__all__ = ["ShardBudgetPlanner", "as_many"]
-
 
 class ShardBudgetPlanner(BudgetPlanner):
     """Plans the micro-batches of one training step after another, from a stream of draws over all shards.

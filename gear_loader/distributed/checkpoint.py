@@ -19,8 +19,6 @@ from gear_loader.storage.schema import Column
 from gear_loader.storage.table import Table
 from gear_loader.storage.table_rules import OnFull
 
-__all__ = ["load", "save"]
-
 
 def save(shards: ShardTables, path: str | os.PathLike[str], *, progress: bool = False) -> None:
     """Save the tables of all ranks; all ranks call it at the same time, between batches.

@@ -22,8 +22,6 @@ from gear_loader.storage.schema import Schema
 from gear_loader.storage.table import Table
 from gear_loader.utils.paths import local_path
 
-__all__ = ["load"]
-
 
 def load(path: str | os.PathLike[str], options: LoadOptions, ranks: CheckpointRanks) -> Table:
     """Create this rank's table from what `save` wrote; see `gear_loader.distributed.load`."""

@@ -9,8 +9,6 @@ from gear_loader.distributed.failures import run_on_all
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.topology import MeshCoordinates
 
-__all__ = ["CheckpointRanks"]
-
 
 class CheckpointRanks:
     """Runs the steps of a checkpoint on the ranks of a pipeline stage; an error of one rank is an error of all.

@@ -33,8 +33,6 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.notices import notice
 from gear_loader.utils.paths import local_path
 
-__all__ = ["save"]
-
 
 def save(
     table: Table, path: str | os.PathLike[str], ranks: CheckpointRanks, *, progress: bool = False

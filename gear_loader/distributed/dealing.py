@@ -12,8 +12,6 @@ from gear_loader.distributed.shard_source import spans_of
 from gear_loader.selection.balance import balance
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Balance", "RowDealer", "costs_of", "deal_all"]
-
 Balance = Literal["steps", "squares"]
 
 

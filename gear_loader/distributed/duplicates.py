@@ -13,8 +13,6 @@ from gear_loader.storage.ids import LARGEST_ORIGIN
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["migrated_ids", "remove_duplicates", "remove_ids"]
-
 SlotsOf = Callable[[int, Array], Array]
 """Returns the slots of ids in a shard; -1 for trajectories that are gone."""
 Run = Callable[[str, Callable[[], dict[str, Array]]], Mapping[str, Array]]

@@ -11,8 +11,6 @@ from gear_loader.distributed.liveness import BEAT, CLOSED, Liveness
 from gear_loader.errors import RankError
 from gear_loader.utils.background import must_end
 
-__all__ = ["FailureSearch"]
-
 _SILENT = 3 * BEAT  # seconds without a heartbeat after which a rank has stopped, or died
 _GRACE = 5 * BEAT  # seconds of the search for a rank that has closed its connections
 _SETTLE = 0.5  # seconds for which messages of a rank that has ended may still be on their way

@@ -7,8 +7,6 @@ from typing import Any
 
 from gear_loader.errors import GearError, RankError
 
-__all__ = ["Share", "attempt", "collect", "describe", "run_on_all"]
-
 Share = Callable[[dict[str, Any]], Sequence[Mapping[str, Any]]]
 """A collective: takes this rank's answer, returns the answers of all ranks in the order of ranks."""
 

@@ -39,8 +39,6 @@ from gear_loader.storage.selected_rows import Reach
 from gear_loader.storage.snapshot import Snapshot
 from gear_loader.utils.arrays import Array
 
-__all__ = ["GlobalSelection"]
-
 _logger = logging.getLogger("gear_loader")
 
 _MOST_MIGRATED = 10_000_000  # migrated trajectories up to which the first draw looks for duplicates

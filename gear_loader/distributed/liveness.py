@@ -15,8 +15,6 @@ from gear_loader.distributed.topology import this_node
 from gear_loader.utils.background import background_thread
 from gear_loader.utils.mutex import Event
 
-__all__ = ["BEAT", "CLOSED", "Liveness", "SilentStoreError", "back_off", "default_store"]
-
 BEAT = 1.0  # seconds between two heartbeats of a rank
 CLOSED = "closed"  # kind of the last call of an exchange that a rank has closed
 _MOST_CLOSED = 16  # closed exchanges of which heartbeats tell: those of ranks that still wait

@@ -13,8 +13,6 @@ from gear_loader.errors import SchemaError
 from gear_loader.selection.base import Selection
 from gear_loader.selection.prioritized import PrioritizedSelection
 
-__all__ = ["begin_epoch", "gather_states", "own_state"]
-
 
 def begin_epoch(
     exchange: SingleProcess, selection: Selection, look: Callable[[], tuple[Any, float]], *, fresh: bool

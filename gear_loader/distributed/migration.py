@@ -20,8 +20,6 @@ from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Budget", "MigrationSet", "Mover", "choose_migration"]
-
 _PART_BYTES = 1 << 24  # bytes of trajectories that are copied at once
 _ROUNDS = 4  # rounds in which smaller trajectories fill the remaining budget
 _logger = logging.getLogger("gear_loader")

@@ -22,8 +22,6 @@ from gear_loader.storage.incoming import checked_priorities
 from gear_loader.storage.schema import Column, Schema, as_mapping, copied, keeps, settled
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Placement"]
-
 Policy = Literal["round_robin", "free_space", "priority_mass", "local"]
 _REPORT = 1.0  # seconds after which the tables' priorities are summed again
 _POLICIES = ("round_robin", "free_space", "priority_mass", "local")

@@ -24,8 +24,6 @@ from gear_loader.distributed.topology import check_alike
 from gear_loader.errors import RankError
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Exchange", "SingleProcess"]
-
 _HEAD = struct.Struct("<qi244s")  # number of the exchange; state of the sender; text of its error
 _OK, _FAILED = 0, 1
 _SLICE = 0.5  # seconds between two checks of the other ranks while a collective runs

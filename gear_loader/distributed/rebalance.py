@@ -22,8 +22,6 @@ from gear_loader.storage.table import Table
 from gear_loader.transport.capacity import free_steps
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Flow", "Rebalance", "plan"]
-
 By = Literal["steps", "mass"]
 Bundle = dict[str, Array]
 _logger = logging.getLogger("gear_loader")

@@ -12,19 +12,6 @@ import numpy as np
 from gear_loader.storage.selected_rows import Reach
 from gear_loader.utils.arrays import Array
 
-__all__ = [
-    "MOVE",
-    "SLOT_KEY",
-    "SUMMARY",
-    "UPDATE",
-    "Message",
-    "Outbox",
-    "as_bytes",
-    "max_window_blocks",
-    "record_dtype",
-    "slice_rows",
-]
-
 SUMMARY = np.dtype(
     [
         ("mass", "<f8"),  # mass of the next draw: sum of the leaves, or number of items

@@ -18,8 +18,6 @@ from gear_loader.transport.request import Answer
 from gear_loader.transport.spec import PackedSpec, WindowSpec
 from gear_loader.utils.arrays import Array
 
-__all__ = ["RemoteShard", "RowRequest"]
-
 PART_BYTES = 1 << 20
 """Bytes of a request: while the server sends one part it gathers the next one, and the client places the last."""
 MOST_RECEIVED_HERE = 1 << 24

@@ -18,8 +18,6 @@ from gear_loader.utils.background import background_thread
 if TYPE_CHECKING:
     from gear_loader.distributed.failure_search import FailureSearch
 
-__all__ = ["GlooGroup", "StoreBarrier"]
-
 _SLICE = 0.5  # seconds between two checks of the other ranks while the group is made
 # Seconds after the exchange's deadline at which gloo gives up too: until then a process cannot end.
 _LATER = 2.0

@@ -13,8 +13,6 @@ from gear_loader.native import row_cache as loops
 from gear_loader.native.row_cache import ABSENT, KEY
 from gear_loader.utils.arrays import Array
 
-__all__ = ["CacheBudget", "CacheStats", "RowCache"]
-
 _ALIGNMENT = 16  # bytes, of an entry
 _ENTRY_BYTES = 8 * KEY + 8 + 16 + 8  # of an entry's key, value, places in the index, and of the sort
 _SLAB_BYTES = 1 << 26

@@ -23,8 +23,6 @@ from gear_loader.selection.tree import uniforms
 from gear_loader.storage.snapshot import Snapshot
 from gear_loader.utils.arrays import Array
 
-__all__ = ["CandidateDrawing", "PassView", "RowAssignment", "RowDrawing", "Rows", "empty_error"]
-
 _MORE = 32  # candidates that a shard shares beyond its expected rows
 _ROUNDS = 8  # assignments of rows whose shards were emptied
 _EMPTIED = 1 << 5  # first turn of `ShardSampler.spare` for such rows

@@ -20,8 +20,6 @@ from gear_loader.storage.selected_rows import Reach
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Samplers"]
-
 
 class IdMap:
     """Maps the ids of a table's trajectories to their slots; takes in the table's changes at each look-up."""

@@ -15,8 +15,6 @@ from gear_loader.errors import TransportError
 from gear_loader.utils.background import background_thread
 from gear_loader.utils.mutex import Event
 
-__all__ = ["NodeServers"]
-
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _WATCH = 0.5  # seconds between two checks of the server process
 _logger = logging.getLogger("gear_loader")

@@ -30,8 +30,6 @@ from gear_loader.selection.step_budget import StepBudget, Steps
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
 
-__all__ = ["ShardOrigin"]
-
 _logger = logging.getLogger("gear_loader")
 
 _LOCAL = 0x6C6F6361  # random number stream of the seeds of local draws

@@ -24,8 +24,6 @@ from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["PrioritizedShardSampler", "ShardSampler", "SnapshotShardSampler", "records_of", "shard_stream"]
-
 _TURNS = 8  # attempts to replace rows that are gone
 _TIMES = 5  # stream of random numbers, beside those of `gear_loader.selection.prioritized`
 _STREAMS = 1024  # streams of one shard

@@ -23,8 +23,6 @@ from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["ReadTickets", "ShardRows", "ShardSource", "spans_of"]
-
 _TURNS = 8  # attempts to draw spare rows
 
 

@@ -37,8 +37,6 @@ from gear_loader.transport.handshake import check_secret
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import byte_count, one_of
 
-__all__ = ["ShardTables"]
-
 _Shards = TypeVar("_Shards", bound="ShardTables")
 Transport = Literal["auto", "socket", "ucx", "nixl"]
 OnFailure = Literal["raise", "redraw"]

@@ -6,8 +6,6 @@ from gear_loader.dataset.options import Ranks
 from gear_loader.distributed.shard_origin import ShardOrigin
 from gear_loader.distributed.shard_tables import ShardTables
 
-__all__ = ["Shards"]
-
 
 class Shards(ShardTables):
     """The sharded table: a `ReplayDataset` draws from the tables of all ranks as if they were one.

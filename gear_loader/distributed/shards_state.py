@@ -20,8 +20,6 @@ from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 
-__all__ = ["ShardsState", "join_states", "parse_shards_state", "save_samplers", "share_state"]
-
 _NOTHING_PLACED: tuple[Array, ...] = (*[np.empty(0, dtype=np.int64)] * 3, np.empty(0, dtype=np.int32))
 _PARTS = ("ids", "lengths", "leaves")
 _UPDATES = ("ids", "steps", "priorities", "delays")

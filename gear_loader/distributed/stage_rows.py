@@ -16,8 +16,6 @@ from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.errors import StaleIndexError
 from gear_loader.utils.arrays import Array
 
-__all__ = ["StageRows"]
-
 
 @dataclasses.dataclass
 class StageRows:

@@ -23,8 +23,6 @@ from gear_loader.transport.delivery import Delivery, fill_parts
 from gear_loader.transport.store_message import Rows
 from gear_loader.utils.arrays import Array
 
-__all__ = ["StageTable", "Storing"]
-
 _REPORT = 1.0  # seconds after which another node is asked for a new capacity report
 
 

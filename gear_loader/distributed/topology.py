@@ -14,16 +14,6 @@ from gear_loader.errors import SchemaError
 from gear_loader.storage import shared_memory as names
 from gear_loader.storage.schema import Schema
 
-__all__ = [
-    "Member",
-    "MeshCoordinates",
-    "check_alike",
-    "check_members",
-    "places_of",
-    "this_machine",
-    "this_node",
-]
-
 DATA = ("data", "dp")
 PIPELINE = ("pipeline", "pp")
 

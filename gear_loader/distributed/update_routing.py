@@ -17,8 +17,6 @@ from gear_loader.selection.weights import checked_leaves
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.utils.arrays import Array, as_array
 
-__all__ = ["MoveHistory", "UpdateRouter"]
-
 _MIGRATIONS = 4  # migrations that the history remembers
 _KEY = ("shard", "slot", "generation")
 

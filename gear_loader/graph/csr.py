@@ -13,8 +13,6 @@ from gear_loader.utils.arrays import Array, as_array
 from gear_loader.utils.available_memory import available_bytes
 from gear_loader.utils.checks import at_least
 
-__all__ = ["Graph", "check_distinct", "checked_nodes", "named", "repeated", "unknown"]
-
 _LARGEST = 2**31 - 1  # nodes: their ids are int32
 
 

@@ -14,8 +14,6 @@ from gear_loader.selection.random import signed
 from gear_loader.utils.checks import integer
 from gear_loader.utils.device_option import device_of
 
-__all__ = ["DeviceSampler"]
-
 Draw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 

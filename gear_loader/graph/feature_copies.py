@@ -15,8 +15,6 @@ from gear_loader.storage.schema import Column
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["FeatureCopies"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FeatureCopies:

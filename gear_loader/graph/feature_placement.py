@@ -11,8 +11,6 @@ from gear_loader.errors import SchemaError
 from gear_loader.utils.arrays import Array, as_array
 from gear_loader.utils.checks import at_least
 
-__all__ = ["REPLICATED", "UNPLACED", "FeaturePlacement", "checked_probabilities", "place"]
-
 REPLICATED, UNPLACED = -1, -2
 """Owners of a row that every rank has, and of one that none has."""
 

@@ -23,8 +23,6 @@ from gear_loader.utils.checks import byte_count
 from gear_loader.utils.device_option import device_of
 from gear_loader.utils.mutex import new_mutex
 
-__all__ = ["FeatureReads", "FeatureTiers", "Features"]
-
 _CHUNK_BYTES = 32 << 20  # of rows that `Features.place` copies at a time
 
 

@@ -17,8 +17,6 @@ from gear_loader.selection.random import permutation
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least
 
-__all__ = ["NeighborLoader"]
-
 
 class NeighborLoader:
     """Iterates over the sampled neighbourhoods of batches of seeds, with features.

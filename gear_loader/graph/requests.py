@@ -18,8 +18,6 @@ from gear_loader.utils.background import background_thread
 from gear_loader.utils.checks import at_least
 from gear_loader.utils.mutex import Condition, Future
 
-__all__ = ["RequestBatcher", "RequestStats"]
-
 _LOOK = 1.0  # most seconds between two looks for requests: an interrupt may have ended a notification
 
 

@@ -17,8 +17,6 @@ from gear_loader.graph.csr import checked_nodes
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least
 
-__all__ = ["Measurement", "Router"]
-
 _T = TypeVar("_T")
 Sample = Callable[[Array], _T]
 WAYS = ("low-latency", "batched")

@@ -18,8 +18,6 @@ from gear_loader.selection.random import key, signed
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least, integer
 
-__all__ = ["NeighborSampler", "Subgraph", "checked_fanouts", "key_of", "subgraph_of"]
-
 _STREAM = 0x6E626872
 _CHUNK = 256
 """Nodes of a hop that a thread draws for at a time: about 0.1 ms, which a hand-over to a thread is small against."""

@@ -24,8 +24,6 @@ from gear_loader.storage.schema import Window
 from gear_loader.storage.selected_rows import Reach
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Homes", "RemoteRows", "homes_of", "join"]
-
 _LARGEST = 2**31 - 1  # nodes
 
 

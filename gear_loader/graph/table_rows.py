@@ -23,8 +23,6 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import new_mutex
 
-__all__ = ["DeviceGather", "RowIndex", "TableRows", "unknown_nodes"]
-
 _WINDOW = Window(1)
 _REACH = Reach(0, 0)
 _SCRATCH_BYTES = 64 << 20

@@ -13,8 +13,6 @@ from gear_loader.graph.sampler import checked_fanouts
 from gear_loader.native import neighbor_loops
 from gear_loader.utils.arrays import Array, as_array
 
-__all__ = ["access_probability", "sampled_size"]
-
 
 def sampled_size(graph: Graph, fanouts: Sequence[int]) -> Array:
     """Probabilistic sampled graph size (PSGS): expected nodes of a request for each node, float64 [N].

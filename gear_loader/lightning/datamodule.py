@@ -29,8 +29,6 @@ from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import at_least
 from gear_loader.utils.paths import local_path
 
-__all__ = ["ReplayDataModule"]
-
 _FILES = (".hdf5", ".h5")
 
 

@@ -16,8 +16,6 @@ from gear_loader.selection.selectors import Fifo, Selector, Uniform
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["EvaluationDataset", "evaluation_dataset", "prediction_dataset"]
-
 
 class EvaluationDataset(ReplayDataset):
     """A dataset that repeats the same pass.

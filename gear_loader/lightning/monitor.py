@@ -14,8 +14,6 @@ from gear_loader.dataset import ReplayDataset
 from gear_loader.errors import SchemaError
 from gear_loader.utils.checks import at_least
 
-__all__ = ["ReplayMonitor"]
-
 _COUNTS = (  # of `TableStats`
     "num_trajectories",
     "num_steps",

@@ -7,8 +7,6 @@ import numpy as np
 from gear_loader.selection.random import hashed
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Split"]
-
 _SPLIT = 0x73706C69  # random number stream
 
 

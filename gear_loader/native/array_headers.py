@@ -21,8 +21,6 @@ from gear_loader.native.compile import compiled
 from gear_loader.native.memory import pointer
 from gear_loader.utils.arrays import DATA, Array
 
-__all__ = ["ArrayHeaders", "describe_arrays"]
-
 # Words of an array from its type on; what is expected of one: dtype, number of dimensions, and these.
 _TYPE, _ELEMENTS, _DIMENSIONS, _SHAPE, _STRIDES, _BASE, _DTYPE, _FLAGS, _WORDS = range(9)
 _C_CONTIGUOUS = 1

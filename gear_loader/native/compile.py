@@ -17,8 +17,6 @@ from numba.extending import _Intrinsic, register_jitable
 
 from gear_loader.utils.notices import notice
 
-__all__ = ["compiled", "inlined", "loops", "timings"]
-
 loops: list[Any] = []
 """The loops that `compiled` has made, each a numba dispatcher."""
 timings: dict[str, float] = {}

@@ -10,8 +10,6 @@ from numba import carray, int64, types
 from gear_loader.native.compile import compiled
 from gear_loader.native.memory import pointer
 
-__all__ = ["ADDRESS", "BEGIN", "BYTES", "CHUNK", "FD", "VERIFIED", "WIDTH", "read_pieces"]
-
 FD, BEGIN, BYTES, ADDRESS, VERIFIED, CHUNK = range(6)
 """Columns of `reads`: descriptor, first byte in the file, bytes, address that they go to, address of the flags of the
 file's chunks (bool; True where it was compared with its checksum), and bytes of a chunk."""

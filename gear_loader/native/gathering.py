@@ -37,9 +37,6 @@ from gear_loader.native.spans import (
     segments_for,
 )
 
-__all__ = ["STREAM_BATCH_BYTES", "gather", "gather_batch", "gather_rows", "place", "resolve"]
-
-
 STREAM_BATCH_BYTES = 1 << 22
 """Bytes of a batch from which on its rows are written past the caches: by the time that the batch is read, others have
 been gathered. Whole trajectories of 42 KB, 256 and 1,024 a batch, take 0.8 of the time on an EPYC with 32 MiB of L3,

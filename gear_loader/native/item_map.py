@@ -9,8 +9,6 @@ from numba import int64
 
 from gear_loader.native.compile import compiled
 
-__all__ = ["INVALID", "add", "remove"]
-
 INVALID = -1
 
 

@@ -6,18 +6,6 @@ import numpy as np
 
 from gear_loader.utils.arrays import Array
 
-__all__ = [
-    "EMPTY_LANE",
-    "LANE_COMMON",
-    "LANE_GENERATION",
-    "LANE_HELD",
-    "LANE_LAST",
-    "LANE_RUN",
-    "LANE_SLOT",
-    "LANE_STEPS",
-    "LANE_WIDTH",
-]
-
 # Slot of the open trajectory, -1 for none, and its generation; its steps; the steps that there is room for; how many of
 # its steps the chunk before has too; the state of `growth.grow`, two numbers; slot of the stream's last chunk, or -1.
 (

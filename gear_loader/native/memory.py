@@ -13,23 +13,6 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = [
-    "atomic_add",
-    "atomic_cas",
-    "atomic_load",
-    "atomic_store",
-    "copy_apart",
-    "copy_bytes",
-    "copy_past_caches",
-    "copy_step",
-    "differ",
-    "fill",
-    "order_stores",
-    "pause",
-    "pointer",
-    "prefetch",
-]
-
 
 @intrinsic  # type: ignore[untyped-decorator]
 def copy_bytes(_context: Any, _target: Any, _source: Any, _count: Any) -> Any:

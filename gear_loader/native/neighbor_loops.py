@@ -11,23 +11,6 @@ from numba import float64, int64, njit, uint64
 
 from gear_loader.native.compile import compiled
 
-__all__ = [
-    "MAX_FANOUT",
-    "OUTSIDE",
-    "REPEATED",
-    "accesses",
-    "cached_rows",
-    "clear",
-    "compress",
-    "draw",
-    "enter",
-    "locate_rows",
-    "relabel",
-    "sample",
-    "sizes",
-    "starts_of",
-]
-
 MAX_FANOUT = 1024
 """Largest fan-out other than -1: a node's choices are compared with each other."""
 

@@ -24,25 +24,6 @@ from gear_loader.native.spans import (
     segments_for,
 )
 
-__all__ = [
-    "GONE",
-    "KEPT",
-    "LONG",
-    "QUEUE_ANCHOR",
-    "QUEUE_DRAW",
-    "QUEUE_FIRST",
-    "QUEUE_GENERATION",
-    "QUEUE_ROW",
-    "QUEUE_SLOT",
-    "QUEUE_STEPS",
-    "QUEUE_WIDTH",
-    "choose",
-    "gather_packed",
-    "measure",
-    "place_packed",
-    "screen",
-]
-
 
 @compiled
 def measure(slots, anchors, extent, offset, length, final, spans) -> int:  # type: ignore[no-untyped-def]

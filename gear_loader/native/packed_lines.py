@@ -12,8 +12,6 @@ from gear_loader.kernels import packed_plan, plan
 from gear_loader.native.compile import compiled
 from gear_loader.native.spans import extent_of
 
-__all__ = ["count_lists", "list_lines", "list_pieces"]
-
 _LINE = 128
 _TILE = 128
 _BLOCK, _FIRST, _STEPS, _OUT, _NUMBER = 0, 1, 2, 3, 4

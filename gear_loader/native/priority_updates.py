@@ -14,8 +14,6 @@ from gear_loader.native.compile import compiled
 from gear_loader.native.memory import pointer, prefetch
 from gear_loader.native.sum_tree import weighed
 
-__all__ = ["READY", "known_items", "leaves_of", "live_items", "step_items", "take"]
-
 READY = 2  # as in `gear_loader.storage.states`
 
 

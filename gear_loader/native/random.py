@@ -14,8 +14,6 @@ from numba.extending import intrinsic
 
 from gear_loader.native.compile import compiled
 
-__all__ = ["FIRST", "LAST", "UNIFORM", "permute", "philox", "uniform_rows"]
-
 UNIFORM, FIRST, LAST = range(3)
 """Anchor of a window: a uniformly drawn step, or the first or last step of the trajectory."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from gear_loader.native.compile import compiled
 
-__all__ = ["n_step"]
-
 
 @compiled
 def n_step(  # type: ignore[no-untyped-def]

@@ -12,8 +12,6 @@ from numba import int64, njit, uint64
 from gear_loader.native.compile import compiled
 from gear_loader.native.memory import copy_bytes
 
-__all__ = ["ABSENT", "KEY", "NAME", "find", "load_rows", "put", "save_rows"]
-
 KEY = 5
 """Numbers of a key."""
 NAME = 3

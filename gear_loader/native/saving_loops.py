@@ -11,8 +11,6 @@ from numba import int64
 from gear_loader.native.compile import compiled
 from gear_loader.native.memory import copy_apart, copy_bytes, fill, order_stores
 
-__all__ = ["COPIED", "CORRUPT", "LOST", "ON_DISK", "copy_out", "find_changes"]
-
 # States of a trajectory in `copy_out`.
 COPIED, LOST, ON_DISK, CORRUPT = range(4)
 

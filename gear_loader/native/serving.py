@@ -7,8 +7,6 @@ from numba import int64
 from gear_loader.native.compile import compiled
 from gear_loader.native.gathering import gather_rows
 
-__all__ = ["serve"]
-
 
 @compiled
 def serve(  # type: ignore[no-untyped-def]

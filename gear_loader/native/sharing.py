@@ -11,9 +11,6 @@ from gear_loader.native.gathering import gather
 from gear_loader.native.memory import atomic_add, atomic_cas, atomic_load, atomic_store, pause, pointer
 from gear_loader.utils.arrays import Array
 
-__all__ = ["ASLEEP", "DONE", "ROWS", "SPINS", "STATE", "finish", "look", "post", "serve"]
-
-
 # The mailbox of a thread pool (`gear_loader.native.threads`), int64:
 #
 #     TICKET        job number << 32 | number of its chunks << 16 | next free chunk

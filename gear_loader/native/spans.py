@@ -28,19 +28,6 @@ from gear_loader.kernels.plan import (
 )
 from gear_loader.native.memory import atomic_load, copy_apart, copy_bytes, copy_past_caches, fill, prefetch
 
-__all__ = [
-    "ADJOINS",
-    "BEGIN",
-    "END",
-    "ROWS_AHEAD",
-    "add_span",
-    "copy_segments",
-    "extent_of",
-    "grouped",
-    "request_index",
-    "segments_for",
-]
-
 assert (BASE, STRIDE, STEP_BYTES, OUT, LENGTH, OFFSET, PAD) == (0, 1, 2, 3, 4, 5, 6)
 assert (LINES, BLOCKS, FINAL, STEP_STRIDE) == (8, 9, 10, 11)
 

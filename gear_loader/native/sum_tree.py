@@ -24,19 +24,6 @@ from gear_loader.kernels.sum_tree import LOWEST_LEAF
 from gear_loader.native.compile import compiled
 from gear_loader.native.memory import prefetch
 
-__all__ = [
-    "build",
-    "draw",
-    "draw_distinct",
-    "draw_rows",
-    "fill",
-    "importance",
-    "uniforms",
-    "update",
-    "weigh",
-    "weighed",
-]
-
 assert LOWEST_LEAF == 2.0**-126  # compiled into the cached machine code
 _BLOCK = uint64(32)
 _ONE, _TWO = uint64(1), uint64(2)

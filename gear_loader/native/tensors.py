@@ -22,8 +22,6 @@ from gear_loader.native.compile import compiled
 from gear_loader.native.memory import pointer
 from gear_loader.utils.arrays import Array
 
-__all__ = ["can_describe", "describe"]
-
 _MAJOR = 1  # version of the table
 _FUNCTION = (
     5  # of the table's words: DLTensorFromPyObjectNoSync, after versions, an older table and three functions

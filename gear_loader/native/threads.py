@@ -29,8 +29,6 @@ from gear_loader.native import gathering, sharing
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import new_mutex, run_alone
 
-__all__ = ["MAX_THREADS", "alone", "gather"]
-
 MAX_THREADS = 8
 _CHUNK_BYTES = 1 << 17
 _AWAKE_SECONDS = 3e-4

@@ -26,8 +26,6 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import at_least, finite
 
-__all__ = ["ReplayBuffer"]
-
 _DTYPES = {dtype: torch_dtypes()[name] for name, dtype in NUMPY_DTYPES.items()}
 _FIELDS = ("obs", "action")
 _OWN = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "discount", "target")

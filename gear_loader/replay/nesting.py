@@ -11,8 +11,6 @@ import torch
 from gear_loader.errors import SchemaError
 from gear_loader.utils.arrays import Array, shown
 
-__all__ = ["Nesting"]
-
 
 class Nesting:
     """How one value is nested: a leaf, or a dict or tuple of them.

@@ -13,8 +13,6 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.arrays import numbers as numbers_of
 from gear_loader.utils.checks import at_least
 
-__all__ = ["balance"]
-
 
 def balance(costs: Sequence[float] | Array | torch.Tensor, ranks: int) -> Array:
     """Deal micro-batches to ranks: each gets as many, and the sums of their costs are about equal.

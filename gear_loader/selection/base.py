@@ -27,8 +27,6 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.waiting import Backoff
 
-__all__ = ["ANCHOR_KINDS", "REDRAWN", "Anchor", "Selection", "SelectionContext", "ShardShare"]
-
 _T = TypeVar("_T")
 Anchor = Literal["uniform", "first", "last"]
 ANCHOR_KINDS = {"uniform": UNIFORM, "first": FIRST, "last": LAST}

@@ -36,8 +36,6 @@ from gear_loader.storage.selected_rows import SelectedRows
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 
-__all__ = ["BudgetPlanner", "PlannedBatch"]
-
 _DRAWN = 64
 """Rows of one draw: a draw takes about as long for 64 rows as for one."""
 _DRAWN_BY_PRIORITY = 16

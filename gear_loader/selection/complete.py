@@ -12,8 +12,6 @@ from gear_loader.storage.schema import Schema, Window
 from gear_loader.storage.snapshot import Snapshot
 from gear_loader.utils.arrays import Array
 
-__all__ = ["CompleteAnchors"]
-
 
 @dataclasses.dataclass(frozen=True)
 class CompleteAnchors:

@@ -29,8 +29,6 @@ from gear_loader.utils.launch_graph import RepeatedWork
 from gear_loader.utils.packing import upload
 from gear_loader.utils.streams import current_stream
 
-__all__ = ["CudaLeaves", "Parts", "UpdateSlots", "check_parts"]
-
 
 class CudaLeaves:
     """`HostLeaves` on a GPU, beside what finds a row's item there.

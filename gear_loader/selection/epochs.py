@@ -10,8 +10,6 @@ from gear_loader.selection.selectors import Selector
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.notices import notice
 
-__all__ = ["notice_short_epoch", "notice_uneven_lengths"]
-
 _number = itertools.count()
 
 

@@ -20,8 +20,6 @@ from gear_loader.storage.table_rules import check_seconds
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import at_least, one_of
 
-__all__ = ["CompleteGroups", "GroupCounts", "GroupFormer", "GroupPriority", "Groups"]
-
 GroupPriority = Literal["max", "mean"]
 _Found = TypeVar("_Found")
 _LOOK_SECONDS = 1.0

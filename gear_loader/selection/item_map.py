@@ -30,8 +30,6 @@ from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.reader import Changes
 from gear_loader.utils.arrays import Array
 
-__all__ = ["ItemMap", "Leaves"]
-
 _GONE = np.float32(GONE)
 _STREAM_PLACES, _STREAMS = 1 << 32, 1 << 31  # places of a stream; streams until their numbers wrap around
 

@@ -9,8 +9,6 @@ import numpy as np
 from gear_loader.storage.index_arrays import ranges
 from gear_loader.utils.arrays import Array
 
-__all__ = ["LeafBlocks"]
-
 
 class LeafBlocks:
     """Gives trajectories numbers of blocks, which they keep until they are removed.

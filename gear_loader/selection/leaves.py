@@ -24,8 +24,6 @@ from gear_loader.selection.weights import (
 from gear_loader.storage.snapshot import Snapshot
 from gear_loader.utils.arrays import Array
 
-__all__ = ["GroupLeaves", "HostLeaves"]
-
 Change = Callable[[Callable[[], object]], None]
 """Calls a function completely or not at all."""
 Freshen = Callable[[Array, Array], Array]

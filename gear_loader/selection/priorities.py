@@ -34,8 +34,6 @@ from gear_loader.storage.tier_counts import pack_priorities
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import holds_any, new_mutex, uninterrupted
 
-__all__ = ["ANCHORS", "LEAVES", "Priorities", "draw_key", "find", "keyed_anchors"]
-
 _T = TypeVar("_T")
 _ANY: Array = np.empty(0, dtype=np.int64)  # generations of rows that may have any
 LEAVES, ANCHORS = 3, 4  # streams of random numbers, after those of `gear_loader.selection.selectors`

@@ -26,8 +26,6 @@ from gear_loader.storage.selected_rows import CudaRows, SelectedRows
 from gear_loader.storage.snapshot import Snapshot
 from gear_loader.utils.arrays import Array
 
-__all__ = ["DrawnItems", "PrioritizedSelection"]
-
 _NO_BLOCKS: Array = np.empty(0, dtype=np.int32)
 
 

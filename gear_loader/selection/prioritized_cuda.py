@@ -29,8 +29,6 @@ from gear_loader.utils.arrays import outside_inference
 from gear_loader.utils.captures import beside_captures, refuse_capture
 from gear_loader.utils.streams import current_stream, on_stream
 
-__all__ = ["CudaPrioritizedSelection"]
-
 _numbers = itertools.count()  # of selections: the launches of one are not those of another
 
 

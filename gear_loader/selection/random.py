@@ -12,8 +12,6 @@ import numpy as np
 from gear_loader.native.random import permute, philox
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Permutation", "hashed", "integers", "key", "permutation", "raw", "signed", "uniforms"]
-
 _SMALL = 1 << 16
 
 

@@ -15,22 +15,6 @@ from gear_loader.storage.snapshot import Snapshot
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import finite, flag, one_of
 
-__all__ = [
-    "REPLACED",
-    "SAMPLE_EPOCH",
-    "Draw",
-    "Fifo",
-    "Lifo",
-    "LinearSchedule",
-    "Prioritized",
-    "PrioritySelector",
-    "Selector",
-    "SnapshotSelector",
-    "TopK",
-    "Uniform",
-    "anchors",
-]
-
 _LARGEST = float(np.finfo(np.float32).max)
 _LARGEST_ALPHA = 16.0
 _ITEMS, _ANCHORS, REPLACED = range(3)  # streams of random numbers

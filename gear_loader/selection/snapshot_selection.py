@@ -20,8 +20,6 @@ from gear_loader.storage.snapshot import Snapshot
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 
-__all__ = ["SnapshotSelection", "gone_rows", "random_rows", "rows_of"]
-
 
 def rows_of(context: SelectionContext, view: Any, items: Array) -> tuple[Array, Array | None, Array, Array]:
     """The rows of items of a view: of trajectories, of steps, or of all members of groups.

@@ -15,8 +15,6 @@ from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector
 from gear_loader.selection.weights import LARGEST_LEAF
 from gear_loader.utils.arrays import Array
 
-__all__ = ["BatchHistory", "BatchKey", "BatchRows", "PriorityState", "parse_common", "parse_state"]
-
 BatchKey = tuple[int, int]
 """Epoch and step of a batch."""
 

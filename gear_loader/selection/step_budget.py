@@ -15,17 +15,6 @@ from gear_loader.selection.selectors import Selector
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least, one_of
 
-__all__ = [
-    "BudgetCounts",
-    "BudgetProgress",
-    "BudgetState",
-    "DrawnPart",
-    "StepBudget",
-    "Steps",
-    "TooLong",
-    "checked_positions",
-]
-
 TooLong = Literal["error", "truncate", "skip"]
 DrawnPart = tuple[int, int, int, int, int]
 """Number, turn, first and count of a draw, and the batches before it, for schedules."""

@@ -10,8 +10,6 @@ from gear_loader.kernels.sum_tree import FANOUT, best, wide_levels
 from gear_loader.native import sum_tree
 from gear_loader.utils.arrays import Array
 
-__all__ = ["PriorityTree", "uniforms"]
-
 
 class PriorityTree:
     """Sum tree that draws items in proportion to their leaves in O(batch x log capacity).

@@ -12,8 +12,6 @@ from gear_loader.storage import priority_updates
 from gear_loader.storage.priority_updates import PriorityUpdates, invalid
 from gear_loader.utils.arrays import Array, address_of, data_address
 
-__all__ = ["request"]
-
 
 def request(
     index: Any, priority: Any, *, generation: Any, anchor: Any, unit: Literal["trajectory", "step"]

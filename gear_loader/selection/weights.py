@@ -11,18 +11,6 @@ from gear_loader.native.priority_updates import leaves_of
 from gear_loader.selection.selectors import Selector
 from gear_loader.utils.arrays import Array
 
-__all__ = [
-    "LARGEST_LEAF",
-    "SHARE",
-    "checked_leaves",
-    "first_leaves",
-    "importance_weights",
-    "may_leave_range",
-    "out_of_range",
-    "scaled",
-    "weigh",
-]
-
 LARGEST_LEAF = float(np.finfo(np.float32).max)
 SHARE = 2.0**-10
 """Most share of the probability that leaves outside float32's range may have in a draw."""

@@ -8,8 +8,6 @@ from gear_loader.errors import TransportError
 from gear_loader.transport.wire import Kind
 from gear_loader.utils.arrays import shown
 
-__all__ = ["WRITES", "Allow", "check_allow", "refusal"]
-
 Allow = Literal["all", "read", "write"]
 
 WRITES = frozenset({Kind.ADVANCE, Kind.FILL, Kind.PART, Kind.STORE, Kind.UPDATE})

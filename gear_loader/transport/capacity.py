@@ -11,8 +11,6 @@ from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 
-__all__ = ["capacity_report", "free_steps", "parse_capacity_report", "priority_sum"]
-
 
 def free_steps(table: Table) -> int:
     """Approximate number of steps that can be added without eviction. Takes no lock."""

@@ -20,8 +20,6 @@ from gear_loader.transport.wire import Limits, ProtocolError
 from gear_loader.transport.wire_messages import WireMessage
 from gear_loader.utils.arrays import Array
 
-__all__ = ["MOST_PART", "Advance", "Advanced", "Fill", "Metadata", "Part", "Question", "Unfilled", "Update"]
-
 MOST_PART = 1 << 22
 """Most bytes of the bulk part of PART."""
 

@@ -20,24 +20,6 @@ import numpy as np
 
 from gear_loader.errors import TransportError
 
-__all__ = [
-    "CARRIERS",
-    "TRANSPORTS",
-    "Address",
-    "Bytes",
-    "Carrier",
-    "Channel",
-    "Listener",
-    "TransportEntry",
-    "always",
-    "as_bytes",
-    "carrier",
-    "family",
-    "is_loopback",
-    "listening_sockets",
-    "load",
-]
-
 Bytes = memoryview | np.ndarray[Any, Any]
 """Contiguous memory; an array of any dtype stands for its bytes."""
 

@@ -7,8 +7,6 @@ there would be imported. This file is therefore run as a script: ``python .../ch
 
 import sys
 
-__all__ = ["child_command"]
-
 # Before other imports: Python has added this folder, whose files are modules of the package, to the path.
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]

@@ -38,8 +38,6 @@ from gear_loader.utils.mutex import Future, new_mutex
 if TYPE_CHECKING:
     from gear_loader.transport.spec import PackedSpec, WindowSpec
 
-__all__ = ["Peer"]
-
 _T = TypeVar("_T")
 _LONGEST_WAIT = 1 << 31  # milliseconds
 _CLOSE = 5.0  # most seconds of `Peer.close`, which takes less unless the event loop is busy

@@ -31,8 +31,6 @@ from gear_loader.transport.table_cache import AttachedTable
 from gear_loader.transport.wire import HEADER, Header, Kind, ProtocolError, check, pack_error, pack_header
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Connection"]
-
 _IN_LOOP = 1 << 18  # largest reply that is gathered in the event loop; a hand-over to a thread takes longer
 _IN_LOOP_ALONE = 1 << 21  # the same while no other connection asks for many rows, which would have to wait
 # Largest bulk part that is stored in the event loop while no other is received or stored.

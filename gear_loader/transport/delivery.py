@@ -31,8 +31,6 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import new_mutex
 from gear_loader.utils.waiting import Backoff
 
-__all__ = ["Delivery", "fill_parts", "until_done"]
-
 _T = TypeVar("_T")
 _COUNT_BITS = 14
 _RANDOM_BYTES = 4

@@ -28,8 +28,6 @@ from gear_loader.transport.socket import GONE, MOST_PARTS, set_options
 from gear_loader.transport.wire import Header, Kind, Limits
 from gear_loader.utils.mutex import run_alone
 
-__all__ = ["DirectLink", "connected"]
-
 _T = TypeVar("_T")
 _CONNECT = 1.0  # most seconds of an attempt to connect: the request can be made in another way
 _PAUSE = 2.0  # seconds after a failed attempt in which there is no other

@@ -25,8 +25,6 @@ from gear_loader.transport.wire import Kind, Limits
 from gear_loader.utils.arrays import Array, data_address, narrowed
 from gear_loader.utils.waiting import limited
 
-__all__ = ["HANDLERS", "Handler", "Reply", "store_one"]
-
 _LARGEST_PRIORITY = float(np.finfo(np.float32).max)
 
 

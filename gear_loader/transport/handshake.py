@@ -34,8 +34,6 @@ from gear_loader.transport.wire import (
 )
 from gear_loader.utils.paths import local_path
 
-__all__ = ["MIN_SECRET", "answer", "check_library", "check_secret", "introduce", "read_secret", "refuse"]
-
 MIN_SECRET = 16
 """Fewest bytes of a secret."""
 _MOST_SECRET = 1 << 16

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 from gear_loader.utils.mutex import Future, new_mutex, uninterrupted
 
-__all__ = ["EventLoop", "event_loop", "within"]
-
 _T = TypeVar("_T")
 _guard = new_mutex()
 _current: EventLoop | None = None

@@ -17,8 +17,6 @@ from gear_loader.transport.request import Request
 from gear_loader.transport.session import Session, lost, os_error_text, timed_out
 from gear_loader.transport.wire import Kind, Limits, send
 
-__all__ = ["LoopLink"]
-
 _SHORTEST, _LONGEST = 0.02, 0.25  # seconds between attempts to connect
 _FAREWELL = 0.5  # seconds for the BYE message
 _CLOSED = "the peer was closed."

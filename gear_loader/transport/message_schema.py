@@ -10,20 +10,6 @@ import numpy as np
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.storage.schema import Schema
 
-__all__ = [
-    "ALIGNMENT",
-    "MAX_COLUMNS",
-    "MAX_ROW_BYTES",
-    "MAX_SPEC_BYTES",
-    "kind_of",
-    "laid_out",
-    "padding",
-    "read_schema",
-    "round_up",
-    "shape_of",
-    "shown",
-]
-
 ALIGNMENT = 128
 """Bytes to which pieces are aligned: a cache line of a GPU."""
 MAX_SPEC_BYTES = 1 << 20

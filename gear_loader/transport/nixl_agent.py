@@ -23,8 +23,6 @@ from gear_loader.storage.schema import Schema
 from gear_loader.transport.message_schema import read_schema
 from gear_loader.transport.ucx_library import before_another_ucx, quiet_environment
 
-__all__ = ["Description", "installed", "new_agent", "register", "version"]
-
 _MAGIC, _VERSION = b"GEARNIXL", 4
 _NUMBERS = (
     "base",  # address of the region in the owner

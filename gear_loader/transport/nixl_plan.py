@@ -21,8 +21,6 @@ from gear_loader.transport.nixl_agent import Description
 from gear_loader.transport.spec import PackedSpec, WindowSpec
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Intervals", "Reads", "Rows", "SpanReads", "WindowReads"]
-
 _Target = tuple[str | None, int, int, Array, tuple[int, int, int, int, int]]
 
 _WORTH = 256  # bytes that cost as much as another transfer; gaps of up to this size are read, too

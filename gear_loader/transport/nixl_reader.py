@@ -55,8 +55,6 @@ from gear_loader.utils.background import background_thread
 from gear_loader.utils.forks import keep_for_ever
 from gear_loader.utils.mutex import Condition, Future, uninterrupted
 
-__all__ = ["NixlPeer"]
-
 _SPIN = 3e-4  # seconds of polling without sleep after a read was started
 _PAUSE = 5e-5  # seconds between later polls
 _QUARANTINE_POLL = 0.05  # seconds between polls of abandoned reads

@@ -18,8 +18,6 @@ from gear_loader.transport.table_cache import AttachedTable
 from gear_loader.utils.background import background_thread
 from gear_loader.utils.mutex import Event
 
-__all__ = ["NixlOwner"]
-
 _IDLE = 5e-3  # seconds between polls without readers
 _BUSY = 2e-5  # seconds between polls after a read
 _STAY = 1.0  # seconds of frequent polls after the last read

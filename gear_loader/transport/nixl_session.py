@@ -15,8 +15,6 @@ from gear_loader.transport.nixl_agent import Description, new_agent, register
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.forks import keep_for_ever
 
-__all__ = ["NixlRead", "NixlSession"]
-
 _REGISTERED = 8  # reply buffers that stay registered
 
 

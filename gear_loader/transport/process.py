@@ -27,8 +27,6 @@ from gear_loader.transport.loop import within
 from gear_loader.transport.server import Server
 from gear_loader.transport.tls import server_context
 
-__all__ = ["ServerProcess", "TlsFiles", "read_parent", "run_server", "start_server"]
-
 START_TIMEOUT = 120.0  # seconds; the first start on a machine compiles native code
 _STOP = 5.0  # seconds between SIGTERM and SIGKILL
 _LOOK = 1.0  # seconds between checks for the parent

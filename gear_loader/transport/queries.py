@@ -21,8 +21,6 @@ from gear_loader.transport.spec import PackedSpec, Span, WindowSpec
 from gear_loader.transport.table_cache import AttachedTable, TableCache
 from gear_loader.utils.arrays import Array, data_address
 
-__all__ = ["Query", "open_query", "warm_up"]
-
 _MOST_ANCHOR = 1 << 40
 _MOST_LAYOUTS = 16
 

@@ -48,8 +48,6 @@ from gear_loader.utils.provided import provided
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RemoteTable", "connect"]
-
 _SPOOL_BYTES = 256 << 20
 _UPDATES = 1 << 13  # priorities of one request
 

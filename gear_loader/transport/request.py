@@ -17,8 +17,6 @@ from gear_loader.utils.mutex import Future
 if TYPE_CHECKING:
     from gear_loader.transport.spec import PackedSpec, WindowSpec
 
-__all__ = ["Answer", "Request"]
-
 _T = TypeVar("_T")
 _Result = TypeVar("_Result", covariant=True)
 

@@ -22,8 +22,6 @@ from gear_loader.transport.table_report import table_report
 from gear_loader.transport.wire import Limits
 from gear_loader.utils.arrays import Array, data_address
 
-__all__ = ["ByteBudget", "OpenParts", "Resources", "SpareMemory", "Threads", "aligned"]
-
 _T = TypeVar("_T")
 _SPARE = 1 << 25  # bytes of memory of requests that are kept for later ones
 _WRITERS = 4  # threads for each table that change it

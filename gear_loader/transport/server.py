@@ -19,8 +19,6 @@ from gear_loader.transport.resources import Resources
 from gear_loader.transport.unauthenticated import Unauthenticated
 from gear_loader.transport.wire import Limits, ProtocolError, printable
 
-__all__ = ["Server"]
-
 _SWEEP = 1.0  # seconds between checks for stalled connections and removed tables
 _LINGER = 1.0  # seconds for a refused requester to receive the reason
 _LINGER_BYTES = 1 << 20  # bytes that an unauthenticated requester may send during that time

@@ -32,8 +32,6 @@ from gear_loader.transport.wire import (
 if TYPE_CHECKING:
     from gear_loader.transport.spec import PackedSpec, WindowSpec
 
-__all__ = ["Session", "lost", "os_error_text", "timed_out"]
-
 _MOST_ERROR = 4 + MAX_TEXT
 _MOST_DESCRIBED = 1 << 26
 _AHEAD = 1 << 10  # bytes of memory for what follows a header, where the next answer has no buffer

@@ -23,8 +23,6 @@ from gear_loader.transport.channel import (
 )
 from gear_loader.transport.loop import within
 
-__all__ = ["AHEAD", "GONE", "MOST_PARTS", "SocketCarrier", "SocketChannel", "set_options"]
-
 AHEAD = 1 << 16
 """Bytes of the read-ahead buffer: larger messages are not received ahead."""
 _PIECE = 1 << 12  # bytes of a piece that is received directly to its place; and of that buffer at first

@@ -26,8 +26,6 @@ from gear_loader.transport.message_schema import (
 )
 from gear_loader.utils.arrays import Array
 
-__all__ = ["MOST_TABLE_NAME", "PackedSpec", "Piece", "Span", "Spec", "WindowSpec", "read_spec"]
-
 MOST_TABLE_NAME = 128
 """Most characters of a table's name, as `gear_loader.storage.shared_memory` has it."""
 _MOST_STEP = 1 << 40

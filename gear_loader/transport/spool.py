@@ -23,8 +23,6 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import Condition, uninterrupted
 from gear_loader.utils.waiting import Backoff
 
-__all__ = ["Account", "Buffer", "Episode", "Piece", "Spool"]
-
 _log = logging.getLogger("gear_loader.transport")
 _OVERHEAD = 512  # bytes that a trajectory is counted with besides its steps
 _QUIET = 5.0  # seconds before a line about a server that does not answer, and between two

@@ -20,8 +20,6 @@ from gear_loader.utils.waiting import Backoff
 if TYPE_CHECKING:
     from gear_loader.storage.step_columns import StepColumn
 
-__all__ = ["SpoolSink"]
-
 _FIRST = 32  # steps of the first buffer
 _LANE = 512  # bytes of a lane besides its steps
 

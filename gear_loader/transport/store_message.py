@@ -19,8 +19,6 @@ from gear_loader.transport.message_schema import laid_out, padding, read_schema
 from gear_loader.transport.wire import Fields, Limits, PartsMissingError, ProtocolError, pack_text
 from gear_loader.utils.arrays import Array
 
-__all__ = ["One", "OneStore", "Rows", "Stacked", "Store", "bulk_parts", "contiguous", "step_places"]
-
 _FINALS = 1  # flag
 _REMEMBERED_BYTES = 1 << 13  # of a schema that is remembered
 # Of one trajectory: n, flags, its length, id and priority, its final steps if bit 0 of the flags is set, and wait.

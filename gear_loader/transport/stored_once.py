@@ -12,8 +12,6 @@ import numpy as np
 from gear_loader.errors import LockTimeoutError
 from gear_loader.utils.arrays import Array
 
-__all__ = ["StoredOnce"]
-
 _REMEMBERED = 1 << 14  # requests; a client repeats its latest one only
 _WAIT = 60.0  # seconds for the first execution to end
 

@@ -24,9 +24,6 @@ from gear_loader.storage.table import Table
 from gear_loader.transport.stored_once import StoredOnce
 from gear_loader.utils.arrays import Array
 
-__all__ = ["AttachedTable", "TableCache"]
-
-
 _LOCK_TIMEOUT = 10.0  # seconds; a change takes far less than a millisecond
 _UNDER_LOCK = 1 << 17  # largest reply that is gathered while the lock is held
 

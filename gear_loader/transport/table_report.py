@@ -15,8 +15,6 @@ from gear_loader.transport.access import Allow, check_allow
 if TYPE_CHECKING:
     from gear_loader.storage.table import Table
 
-__all__ = ["TableReport", "table_report"]
-
 
 @dataclasses.dataclass(frozen=True)
 class TableReport:

@@ -16,8 +16,6 @@ from gear_loader.transport.urls import url_of
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import one_of
 
-__all__ = ["TableServer", "serve"]
-
 
 class TableServer:
     """A server process of tables, started by `serve` or `Table.serve`; it ends with `stop`, or with this process.

@@ -17,8 +17,6 @@ from gear_loader.transport.socket import SocketCarrier, SocketChannel
 from gear_loader.transport.wire import MAGIC, Header, Kind, pack_text
 from gear_loader.utils.paths import local_path
 
-__all__ = ["TlsCarrier", "TlsChannel", "client_context", "server_context"]
-
 _RECORD = 1 << 14  # bytes of a TLS record
 _MOST = 1 << 20  # bytes of one call
 _PLAIN = "This server uses TLS: connect with gears:// in place of gear://."

@@ -45,8 +45,6 @@ from gear_loader.transport.channel import (
 from gear_loader.transport.loop import within
 from gear_loader.transport.ucx_library import Library, available, library_in_loop
 
-__all__ = ["UcxCarrier", "UcxChannel"]
-
 _MAGIC = b"GEARUCX1"
 _SIZES = struct.Struct("<HI")
 _NUMBER = struct.Struct("<Q")

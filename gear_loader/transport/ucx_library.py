@@ -29,16 +29,6 @@ from typing import Any, ClassVar
 
 from gear_loader.errors import TransportError
 
-__all__ = [
-    "Library",
-    "UcxPy",
-    "Ucxx",
-    "available",
-    "before_another_ucx",
-    "library_in_loop",
-    "quiet_environment",
-]
-
 _environment = threading.RLock()
 _LOOKS = 100  # polls without progress before a worker sleeps while a request is pending
 _QUIET = ("UCX_LOG_FILE", "UCX_WARN_UNUSED_ENV_VARS")  # variables that `quiet_environment` sets

@@ -17,8 +17,6 @@ from pathlib import Path
 from gear_loader.errors import TransportError
 from gear_loader.transport.nixl_agent import installed
 
-__all__ = ["link_ucx", "links_folder"]
-
 _LIBRARIES = ("ucm", "ucs", "uct", "ucp")
 
 

@@ -9,8 +9,6 @@ from collections.abc import Hashable
 
 from gear_loader.transport.loop import within
 
-__all__ = ["Unauthenticated"]
-
 _FIRST = 0.1  # seconds that a handshake is assumed to take before one has been measured
 _TIMES = 4.0  # a connection may take so many times as long as recent handshakes took
 _LEAST = 0.1  # seconds that each may take

@@ -9,8 +9,6 @@ from gear_loader.errors import TransportError
 from gear_loader.transport.channel import Address
 from gear_loader.utils.arrays import shown
 
-__all__ = ["Place", "split_url", "url_of"]
-
 _SCHEMES = {"gear": "socket", "gear+ucx": "ucx", "gears": "socket"}
 _TLS = "gears"
 _URL = "expected gear://<host>:<port>/<table>, such as gear://10.0.0.1:5555/replay"

@@ -37,32 +37,6 @@ from gear_loader.errors import GearError, HandshakeError, TransportError
 from gear_loader.transport.channel import Bytes, Channel, as_bytes
 from gear_loader.utils.arrays import Array
 
-__all__ = [
-    "CODES",
-    "HEADER",
-    "MAGIC",
-    "MAX_TEXT",
-    "NONCE",
-    "VERSION",
-    "Fields",
-    "Header",
-    "Kind",
-    "Limits",
-    "PartsMissingError",
-    "ProtocolError",
-    "VersionError",
-    "check",
-    "failure",
-    "pack_error",
-    "pack_header",
-    "pack_text",
-    "printable",
-    "read_error",
-    "receive_small",
-    "send",
-]
-
-
 VERSION = 4
 HEADER = 64
 NONCE = 32

@@ -18,29 +18,6 @@ import numpy as np
 from gear_loader.transport.message_schema import MAX_COLUMNS, MAX_SPEC_BYTES
 from gear_loader.transport.wire import MAX_TEXT, NONCE, Fields, Kind, Limits, ProtocolError, pack_text
 
-__all__ = [
-    "ADVANCE",
-    "ADVANCED",
-    "CHALLENGE",
-    "FETCH",
-    "FILL",
-    "FILLED",
-    "HELLO",
-    "MESSAGES",
-    "METADATA",
-    "OPEN",
-    "OPENED",
-    "PART",
-    "PROOF",
-    "STORE",
-    "UNFILLED",
-    "UPDATE",
-    "UPDATED",
-    "WELCOME",
-    "Field",
-    "WireMessage",
-]
-
 _PROOF = 32  # bytes of an HMAC
 _MOST_NAMES = 64  # names of columns with the longest text that fit into a message
 
