@@ -6,6 +6,7 @@ copy at once.
 
 from __future__ import annotations
 
+import numpy as np
 from numba import int64, njit
 
 from gear_loader.kernels.plan import (
@@ -23,7 +24,7 @@ from gear_loader.kernels.plan import (
     WIDTH,
 )
 from gear_loader.native.compile import compiled
-from gear_loader.native.memory import copy_bytes, fill, order_stores
+from gear_loader.native.memory import copy_bytes, copy_step, fill, order_stores
 from gear_loader.native.spans import (
     ADJOINS,
     BEGIN,
@@ -33,10 +34,14 @@ from gear_loader.native.spans import (
     copy_segments,
     extent_of,
     grouped,
+    request,
     request_index,
     segments_for,
+    source_of,
 )
 
+_SINGLES, _SINGLE_BYTES = 32, 1 << 12
+"""Single steps whose lines are requested before the first is copied, and the largest of them."""
 STREAM_BATCH_BYTES = 1 << 22
 """Bytes of a batch from which on its rows are written past the caches: by the time that the batch is read, others have
 been gathered. Whole trajectories of 42 KB, 256 and 1,024 a batch, take 0.8 of the time on an EPYC with 32 MiB of L3,
@@ -58,11 +63,66 @@ def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
+def _gather_single(  # type: ignore[no-untyped-def]
+    table, groups, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+) -> int:
+    """`gather_rows` of windows of one step each, which need no segments: 0.7 to 0.75 of the time."""
+    bad = 0
+    found = np.empty(
+        (_SINGLES, groups.shape[0], 3), dtype=np.int64
+    )  # block or -1, step in it, whether it exists
+    for begin in range(first, last, _SINGLES):
+        here = min(_SINGLES, last - begin)
+        for i in range(here):
+            slot, anchor = slots[begin + i], anchors[begin + i]
+            if slot >= 0 and slot < len(extent):
+                steps, row, more = extent_of(extent, slot)
+            else:
+                steps, row, more, bad = int64(0), int64(0), int64(0), bad + 1
+            for g in range(groups.shape[0]):
+                c = groups[g, BEGIN]
+                step, stop = anchor + table[c, OFFSET], steps + more * table[c, FINAL]
+                exists, number, inside = 0 <= step < stop, int64(-1), int64(0)
+                if exists or (table[c, PAD] == PAD_EDGE and stop > 0):
+                    step = min(max(step, 0), stop - 1)
+                    block = step // block_steps
+                    inside = step - block * block_steps
+                    place = row + block
+                    number = int64(block_ids[place]) if 0 <= place < len(block_ids) else int64(-1)
+                    if number >= table[c, BLOCKS]:
+                        number = int64(-1)
+                    bad += number < 0
+                    exists = exists and number >= 0
+                    if number >= 0:
+                        request(table, c, groups[g, END], number, inside, 1)
+                found[i, g, 0], found[i, g, 1], found[i, g, 2] = number, inside, exists
+        for i in range(here):
+            target = rows[begin + i] if chosen else begin + i
+            for g in range(groups.shape[0]):
+                number, inside = found[i, g, 0], found[i, g, 1]
+                for c in range(groups[g, BEGIN], groups[g, END]):
+                    size = table[c, STEP_BYTES]
+                    out = table[c, OUT] + target * size
+                    if number >= 0:
+                        copy_step(out, source_of(table, c, number, inside), size)
+                    else:
+                        fill(out, 0, size)
+                    if table[c, MASK] != 0:
+                        fill(table[c, MASK] + target, found[i, g, 2], 1)
+    return bad
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
 def gather_rows(  # type: ignore[no-untyped-def]
     columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
 ) -> int:
     bad, waiting = 0, 0
     table, groups = grouped(columns, block_steps)
+    if columns[:, LENGTH].max() == 1 and columns[:, STEP_BYTES].max() <= _SINGLE_BYTES:
+        bad += _gather_single(
+            table, groups, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+        )
+        return int64(bad)  # type: ignore[no-any-return]
     segments = segments_for()
     streams = len(slots) * (columns[:, LENGTH] * columns[:, STEP_BYTES]).sum() >= STREAM_BATCH_BYTES
     for b in range(first - 2 * ROWS_AHEAD, last):

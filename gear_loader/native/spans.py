@@ -40,7 +40,7 @@ were requested before these were copied, on a Xeon with 480 MiB of L3."""
 ROWS_AHEAD = 16
 """Rows before a row is resolved when its block table is requested; its extent is as many rows before that."""
 _SINGLE_BYTES = 1 << 7
-"""Largest single steps that are copied without a call of the C library's `memcpy`."""
+"""Largest single steps of longer windows that are copied without a call of the C library's `memcpy`."""
 _PAST_CACHES_BYTES = 1 << 10
 """Smallest piece of a large batch that is written past the caches."""
 
@@ -126,9 +126,23 @@ def segments_for():  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _source(table, c, number, inside):  # type: ignore[no-untyped-def]
+def source_of(table, c, number, inside):  # type: ignore[no-untyped-def]
     """Address of a step of a column in a block."""
     return table[c, BASE] + number * table[c, STRIDE] + inside * table[c, STEP_STRIDE]
+
+
+@njit(inline="always")
+def request(table, begin, end, number, inside, take):  # type: ignore[no-untyped-def]
+    """Request the first cache lines of `take` steps of a block, of columns `begin` to `end - 1`; returns how many."""
+    total = 0
+    for c in range(begin, end):
+        if table[c, _FRESH] != 0:
+            source = source_of(table, c, number, inside)
+            lines = min((take * table[c, STEP_STRIDE] + 63) // 64, _LINES_EACH)
+            for line in range(lines):
+                prefetch(source + 64 * line)
+            total += lines
+    return total
 
 
 @njit(inline="always")
@@ -199,7 +213,10 @@ def copy_segments(table, segments, count, streams):  # type: ignore[no-untyped-d
     asked, lines = 0, 0  # segments whose lines were requested, and lines of those that are not copied yet
     for s in range(count):
         while asked < count and lines < _LINES_AHEAD:
-            segments[asked, _LINES] = _request(table, segments, asked)
+            first, last = segments[asked, _FIRST], segments[asked, _LAST]
+            steps = 1 if segments[asked, _REPEATS] != 0 else segments[asked, _TAKE]
+            block, inside = segments[asked, _BLOCK], segments[asked, _INSIDE]
+            segments[asked, _LINES] = request(table, first, last, block, inside, steps)
             lines += segments[asked, _LINES]
             asked += 1
         lines -= segments[s, _LINES]
@@ -208,7 +225,7 @@ def copy_segments(table, segments, count, streams):  # type: ignore[no-untyped-d
         for c in range(segments[s, _FIRST], segments[s, _LAST]):
             size = table[c, STEP_BYTES]
             every = 0 if segments[s, _REPEATS] != 0 else table[c, STEP_STRIDE]
-            source = _source(table, c, number, inside)
+            source = source_of(table, c, number, inside)
             target = table[c, OUT] + place * size
             if every != size or (take == 1 and size <= _SINGLE_BYTES):
                 copy_apart(target, size, source, every, take, size)
@@ -216,18 +233,3 @@ def copy_segments(table, segments, count, streams):  # type: ignore[no-untyped-d
                 copy_past_caches(target, source, take * size)
             else:
                 copy_bytes(target, source, take * size)
-
-
-@njit(inline="always")
-def _request(table, segments, s):  # type: ignore[no-untyped-def]
-    """Request the first cache lines of a segment; returns how many."""
-    total = 0
-    take = 1 if segments[s, _REPEATS] != 0 else segments[s, _TAKE]
-    for c in range(segments[s, _FIRST], segments[s, _LAST]):
-        if table[c, _FRESH] != 0:
-            source = _source(table, c, segments[s, _BLOCK], segments[s, _INSIDE])
-            lines = min((take * table[c, STEP_STRIDE] + 63) // 64, _LINES_EACH)
-            for line in range(lines):
-                prefetch(source + 64 * line)
-            total += lines
-    return total
