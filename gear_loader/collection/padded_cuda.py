@@ -48,7 +48,7 @@ class PaddedDeviceBuffers(PaddedBuffers):
         local   int64 [2, B]: step, and row of the batch, of each extent, where they are not those of the batch
         weights, counts, numbers and other keys: what batches carry, see `RowValues`
         places  int64 [2 B]: row of the batch, of rows in staging memory; a row may be there twice
-        numbers int64 [B]: those of the rows
+        row_numbers int64 [B]: 0, 1, ...
         once    int64 [B, 3]: extents of trajectories of one step, whose block is the last of its row in `blocks`
 
     Attributes:
@@ -73,11 +73,11 @@ class PaddedDeviceBuffers(PaddedBuffers):
         more = dict.fromkeys(layout.keys[3:], ((size,), torch.int64))
         uploaded: dict[str, Layout] = {**entries, **layout.row_layouts(), **more}
         parts: dict[str, Layout] = {**uploaded, **({"places": ((2 * size,), torch.int64)} if splits else {})}
-        parts |= {"numbers": ((size,), torch.int64), "once": ((size, 3), torch.int64)}
+        parts |= {"row_numbers": ((size,), torch.int64), "once": ((size, 3), torch.int64)}
         self._ends = packed_bytes(list(entries.values())), packed_bytes(list(uploaded.values()))
         self.memory = memory.mirrored(packed_bytes(list(parts.values())))
         self.host, self.mirror = (named_views(each, parts) for each in self.memory)
-        numbers, once = self.host["numbers"].numpy(), self.host["once"].numpy()
+        numbers, once = self.host["row_numbers"].numpy(), self.host["once"].numpy()
         numbers[:] = np.arange(size)
         once[:, 0], once[:, 1] = 1, (numbers + 1) * blocks - 1
         self.memory[1].copy_(self.memory[0])  # which waits
@@ -265,7 +265,7 @@ class PaddedCuda(CudaMover):
         plans, mirror, part = buffers.plans_of(claim.table), buffers.mirror, claim.part
         count, programs, ids = part.stop - (part.start or 0), self._programs, mirror["blocks"][part]
         anchors, rows = (mirror["rows"][1], None) if claim.whole else mirror["local"][:, part]
-        numbers, extent = mirror["numbers"][:count], mirror["rows"][3:].view(-1, 3)[part]
+        numbers, extent = mirror["row_numbers"][:count], mirror["rows"][3:].view(-1, 3)[part]
         gather.gather(
             plans.steps, numbers, anchors[:count], extent, ids.view(-1), rows=rows, programs=programs
         )

@@ -297,6 +297,7 @@ class Selection:
 
     def undo(self, ticket: Any) -> None:
         """Release the ticket of a failed batch and subtract its rows from the sample count. Idempotent."""
+        ticket.end()  # also of a table that is closed
         self.context.table._engine.reader().undo(ticket)
 
     def count_samples(

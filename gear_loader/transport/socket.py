@@ -284,7 +284,12 @@ class SocketCarrier(Carrier):
         if parts.carrier != self.name:
             raise TransportError(f"Address {address!r} was received; expected socket://<host>:<port>.")
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(parts.host, parts.port, type=socket.SOCK_STREAM)
+        try:  # a number needs no thread, of which none begins at the interpreter's end
+            found = socket.getaddrinfo(
+                parts.host, parts.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+            )
+        except socket.gaierror:
+            found = await loop.getaddrinfo(parts.host, parts.port, type=socket.SOCK_STREAM)
         last: OSError = OSError(errno.EADDRNOTAVAIL, f"{parts.host} has no address")
         for kind, type_, protocol, _, place in found:
             connection = socket.socket(kind, type_, protocol)
