@@ -23,7 +23,7 @@ from gear_loader.collection.tier_rows import TierRows
 from gear_loader.kernels.plan import MASK, OUT
 from gear_loader.storage.selected_rows import CudaRows, DrawPlaces
 from gear_loader.storage.table import Table
-from gear_loader.utils.arrays import Array
+from gear_loader.utils.arrays import Array, outside_inference
 from gear_loader.utils.packing import Layout, packed_bytes
 from gear_loader.utils.streams import current_stream
 
@@ -48,8 +48,6 @@ class PaddedDeviceBuffers(PaddedBuffers):
         local   int64 [2, B]: step, and row of the batch, of each extent, where they are not those of the batch
         weights, counts, numbers and other keys: what batches carry, see `RowValues`
         places  int64 [2 B]: row of the batch, of rows in staging memory; a row may be there twice
-        row_numbers int64 [B]: 0, 1, ...
-        once    int64 [B, 3]: extents of trajectories of one step, whose block is the last of its row in `blocks`
 
     Attributes:
         host, mirror: views of both. memory: both. random: pinned int64 [3], key, counter and anchor key of a draw on
@@ -73,14 +71,10 @@ class PaddedDeviceBuffers(PaddedBuffers):
         more = dict.fromkeys(layout.keys[3:], ((size,), torch.int64))
         uploaded: dict[str, Layout] = {**entries, **layout.row_layouts(), **more}
         parts: dict[str, Layout] = {**uploaded, **({"places": ((2 * size,), torch.int64)} if splits else {})}
-        parts |= {"row_numbers": ((size,), torch.int64), "once": ((size, 3), torch.int64)}
         self._ends = packed_bytes(list(entries.values())), packed_bytes(list(uploaded.values()))
         self.memory = memory.mirrored(packed_bytes(list(parts.values())))
-        self.host, self.mirror = (named_views(each, parts) for each in self.memory)
-        numbers, once = self.host["row_numbers"].numpy(), self.host["once"].numpy()
-        numbers[:] = np.arange(size)
-        once[:, 0], once[:, 1] = 1, (numbers + 1) * blocks - 1
         self.memory[1].copy_(self.memory[0])  # which waits
+        self.host, self.mirror = (named_views(each, parts) for each in self.memory)
         names, shown = (
             [*side["rows"][:3], *(side[key] for key in more)] for side in (self.host, self.mirror)
         )
@@ -132,6 +126,10 @@ class PaddedCuda(CudaMover):
         self._blocks = max((last - first) // each + 2 + once for each in steps)
         self._own = tables[0] if len(tables) == 1 else None
         self._tables: dict[int, TierRows] = {}
+        self._once_extents: dict[int, torch.Tensor] = {}
+        # Copied, which waits: if computed on the device, another stream could read it too early.
+        with outside_inference():
+            self._numbers = torch.arange(layout.batch_size, device="cpu").to(self._device)
 
     def buffers(self, *, shared: bool = False) -> PaddedBuffers:
         made = PaddedDeviceBuffers(
@@ -139,6 +137,8 @@ class PaddedCuda(CudaMover):
         )
         if self._own is not None:  # others are made when they are needed
             made.plans_of(self._own)
+        if self._device.type == "cuda":  # they were allocated on another stream than the one that gathers
+            self._numbers.record_stream(current_stream(self._device))
         return made
 
     def fill(self, buffers: PaddedDeviceBuffers, table: Table, rows: Any) -> None:
@@ -265,13 +265,24 @@ class PaddedCuda(CudaMover):
         plans, mirror, part = buffers.plans_of(claim.table), buffers.mirror, claim.part
         count, programs, ids = part.stop - (part.start or 0), self._programs, mirror["blocks"][part]
         anchors, rows = (mirror["rows"][1], None) if claim.whole else mirror["local"][:, part]
-        numbers, extent = mirror["row_numbers"][:count], mirror["rows"][3:].view(-1, 3)[part]
+        numbers, extent = self._numbers[:count], mirror["rows"][3:].view(-1, 3)[part]
         gather.gather(
             plans.steps, numbers, anchors[:count], extent, ids.view(-1), rows=rows, programs=programs
         )
         if plans.split is not None:
             split.split(plans.split, count, rows=rows, programs=programs)
         if plans.once is not None:
-            gather.gather(
-                plans.once, numbers, numbers, mirror["once"], ids.view(-1), rows=rows, programs=programs
-            )
+            # Every trajectory has one step here, whose block is the last of its row in `ids`.
+            once = self._once_extent(ids.shape[1])
+            gather.gather(plans.once, numbers, numbers, once, ids.view(-1), rows=rows, programs=programs)
+
+    def _once_extent(self, width: int) -> torch.Tensor:
+        """Extents, int64 [B, 3], of trajectories of one step in the last of `width` blocks a row."""
+        if width not in self._once_extents:
+            size = self.layout.batch_size
+            extent = torch.zeros(size, 3, dtype=torch.int64, device="cpu")
+            extent[:, 0] = 1
+            extent[:, 1] = torch.arange(size, device="cpu") * width + width - 1
+            with outside_inference():
+                self._once_extents[width] = extent.to(self._device)  # which waits, see `_numbers`
+        return self._once_extents[width]

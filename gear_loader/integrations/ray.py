@@ -45,6 +45,8 @@ except ImportError as error:
         name="ray",
     ) from error
 
+__all__ = ["Replay", "connect"]
+
 _URL = "expected ray://<actor>, such as ray://replay, or ray://<actor>?namespace=<namespace>"
 _PORTS = range(20_000, 32_000)  # below those that Linux hands out by itself
 _TRIES = 8

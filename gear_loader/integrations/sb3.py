@@ -44,6 +44,8 @@ except ImportError as error:
         name="stable_baselines3",
     ) from error
 
+__all__ = ["ReplayBuffer"]
+
 _COLUMN_DTYPES = {dtype: torch_dtypes()[name] for name, dtype in NUMPY_DTYPES.items()}
 _NEXT = "next_observation"
 _BLOCK_STEPS = 16

@@ -26,6 +26,8 @@ from gear_loader.storage.table import Table
 from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array
 
+__all__ = ["CollectorWriter", "collector_schema"]
+
 _IDS = "collector.traj_ids"
 _OWN = "collector."  # entries of the collector itself
 

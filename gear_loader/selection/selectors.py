@@ -209,7 +209,7 @@ class PrioritySelector(Selector):
     """Whether the nodes of the tree hold the smallest and largest leaves below."""
 
     def draw(self, tree: Any, count: int, *, key: int, step: int) -> tuple[Array, Array]:
-        """Draw `count` items from a `PriorityTree`: items, int64 [count], and their leaves, float32 [count].
+        """Draw `count` items from a priority tree: items, int64 [count], and their leaves, float32 [count].
 
         Raises:
             PriorityError: there are too few with a positive leaf.

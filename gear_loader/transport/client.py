@@ -127,7 +127,7 @@ class Peer:
             here: whether the threads that ask may use a connection themselves; see the class.
 
         Returns:
-            A future of the status, uint8 [n], a view of `out`; see `Spec`.
+            A future of the status, uint8 [n], a view of `out`; 0 where the row was served.
 
         Raises:
             SchemaError: arrays of other dtypes or sizes. TransportError: the peer is closed, or was created before a

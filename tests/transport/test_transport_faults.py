@@ -36,6 +36,7 @@ from gear_loader.transport.handshake import read_secret
 from gear_loader.transport.loop import event_loop, within
 from gear_loader.transport.loop_link import LoopLink
 from gear_loader.transport.request import Request
+from gear_loader.transport.store_message import Rows
 from gear_loader.transport.wire import Kind, pack_text
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
@@ -362,7 +363,7 @@ def test_a_server_started_by_hand_ends_at_once_with_a_store_that_waits(tmp_path:
             assert line["pid"] == server.pid
             peer = peer_of(line["addresses"]["socket"])
             one = np.array([UNSET], dtype=np.float32), np.array([-1])
-            future = peer.store(str(full.name), full.schema, [rows(1, 5)], *one)
+            future = peer.store(str(full.name), full.schema, [Rows.of(full.schema, rows(1, 5), "one")], *one)
             check_fetch(peer, full, spec_of(full), [0], [1])
             server.send_signal(signal.SIGTERM)
             assert server.wait(5) == 0  # the store would wait for longer
