@@ -12,7 +12,7 @@ import torch
 from gear_loader.errors import SchemaError
 from gear_loader.storage.schema import Schema, Window
 from gear_loader.utils.arrays import shown
-from gear_loader.utils.checks import at_least, finite
+from gear_loader.utils.checks import at_least, check_gamma
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +57,7 @@ class NStep:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n", at_least("n", self.n))
-        if not finite(self.gamma) or not 0 <= self.gamma <= 1:
-            raise SchemaError(f"gamma is {shown(self.gamma)}; expected a number from 0 to 1.")
+        check_gamma(self.gamma)
         for name in ("column", "done"):
             if not isinstance(getattr(self, name), str):
                 raise SchemaError(f"{name} is {shown(getattr(self, name))}; expected the name of a column.")

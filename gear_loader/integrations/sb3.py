@@ -30,7 +30,7 @@ from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.selected_rows import SelectedRows
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
-from gear_loader.utils.checks import at_least, finite, flag
+from gear_loader.utils.checks import at_least, check_gamma, flag
 
 try:
     from gymnasium import spaces
@@ -132,8 +132,7 @@ class ReplayBuffer(_ReplayBuffer):
         self.optimize_memory_usage = flag("optimize_memory_usage", optimize_memory_usage)
         self.handle_timeout_termination = flag("handle_timeout_termination", handle_timeout_termination)
         self.copy = flag("copy", copy)
-        if not finite(gamma) or not 0 <= gamma <= 1:
-            raise SchemaError(f"gamma is {shown(gamma)}; expected a number from 0 to 1.")
+        check_gamma(gamma)
         self.gamma = gamma
         if isinstance(observation_space, spaces.Dict):
             raise SchemaError(

@@ -14,7 +14,7 @@ import torch
 
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.n_step import NStep
-from gear_loader.dataset.options import Draws, Prefetch
+from gear_loader.dataset.options import Draws
 from gear_loader.dataset.replay_dataset import ReplayDataset
 from gear_loader.errors import CheckpointError, SchemaError, TableEmptyError
 from gear_loader.replay.nesting import Nesting, as_array
@@ -24,7 +24,7 @@ from gear_loader.storage.dtypes import NUMPY_DTYPES, torch_dtypes
 from gear_loader.storage.schema import Column, Schema, Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
-from gear_loader.utils.checks import at_least, finite
+from gear_loader.utils.checks import at_least, check_gamma
 
 _DTYPES = {dtype: torch_dtypes()[name] for name, dtype in NUMPY_DTYPES.items()}
 _FIELDS = ("obs", "action")
@@ -103,8 +103,7 @@ class ReplayBuffer:
         seed: int = 0,
     ) -> None:
         self.capacity, self.n_step = at_least("capacity", capacity), at_least("n_step", n_step)
-        if not finite(gamma) or not 0 <= gamma <= 1:
-            raise SchemaError(f"gamma is {shown(gamma)}; expected a number from 0 to 1.")
+        check_gamma(gamma)
         if sampler is not None and (not isinstance(sampler, Selector) or sampler.unit != "step"):
             raise SchemaError(
                 f"sampler is {shown(sampler)}; expected one of steps, such as gear_loader.Uniform(unit='step') or "
@@ -140,7 +139,6 @@ class ReplayBuffer:
         }
         schema |= {"reward": Column(torch.float32, cast=True), "terminated": Column(torch.bool, cast=True)}
         envs = self.num_envs or 1
-        self._piece = max(min(self.capacity // (8 * envs), _LONGEST), 1)
         steps = max(self.capacity, 2 * envs * (self._piece + 1))
         table = Table.create(
             schema,
@@ -153,6 +151,11 @@ class ReplayBuffer:
         )
         self._use(table)
 
+    @property
+    def _piece(self) -> int:
+        """Most steps of a trajectory."""
+        return max(min(self.capacity // (8 * (self.num_envs or 1)), _LONGEST), 1)
+
     def _use(self, table: Table) -> None:
         """Draw from this table, and write into it."""
         self.dataset = ReplayDataset(
@@ -163,7 +166,6 @@ class ReplayBuffer:
             draws=Draws(complete=True),
             seed=self._seed,
             device=self._device,
-            prefetch=Prefetch(),
             batches_per_epoch=math.inf,
         )
         self.table = table
@@ -248,10 +250,10 @@ class ReplayBuffer:
             column: _row(column, leaf, count, single, schema, "next_")
             for column, leaf in nestings["obs"].leaves(next_obs)
         }
+        acting = None if active is None else _flags("active", active, count)
         if self.table is None:
             self._nestings = nestings
             self._begin(rows, count)
-        acting = None if active is None else _flags("active", active, count)
         self._append(rows, following, ends["terminated"] | ends["truncated"], acting, resets=not single)
 
     def _count(self, reward: Any) -> tuple[int, bool]:
@@ -299,7 +301,6 @@ class ReplayBuffer:
         if self._writer is None:
             self.num_envs = len(ended)
             self._writer = self.table.writers(self.num_envs, commit_every_step=True)
-            self._before = None
             self._over = np.zeros(self.num_envs, dtype=bool)
         writer = self._writer
         if self._before is not None:
@@ -462,7 +463,6 @@ class ReplayBuffer:
             ) from error
         buffer = cls(capacity, **{"num_envs": envs, **options})
         buffer._nestings = nestings
-        buffer._piece = max(min(capacity // (8 * envs), _LONGEST), 1)
         buffer._use(Table.load(path, name=options.get("name")))
         return buffer
 

@@ -86,3 +86,9 @@ def byte_count(name: str, value: Any) -> int:
         f"{name} is {shown(value)}; expected a number of bytes, at least 1, or a text with a unit "
         f"({', '.join(_UNITS)}), such as '20GiB'."
     )
+
+
+def check_gamma(gamma: Any) -> None:
+    """Raise SchemaError unless this can discount a step."""
+    if not finite(gamma) or not 0 <= gamma <= 1:
+        raise SchemaError(f"gamma is {shown(gamma)}; expected a number from 0 to 1.")
