@@ -10,7 +10,7 @@ from gear_loader.utils.lazy import loader
 from gear_loader.utils.provided import provide
 
 if TYPE_CHECKING:
-    from gear_loader import distributed, graph, sources
+    from gear_loader import distributed, graph, sources, transforms
     from gear_loader.collection.batches import Batch
     from gear_loader.collection.n_step import NStep
     from gear_loader.collection.windows import Whole
@@ -80,6 +80,7 @@ __all__ = [
     "graph",
     "serve",
     "sources",
+    "transforms",
 ]
 
 __version__ = "0.1.0"
@@ -156,7 +157,7 @@ provide(_part)
 
 
 def __getattr__(name: str) -> Any:
-    packages = ("distributed", "graph", "sources")
+    packages = ("distributed", "graph", "sources", "transforms")
     return importlib.import_module(f"{__name__}.{name}") if name in packages else _load(name)
 
 
