@@ -334,16 +334,11 @@ class RandomCrop(_OfColumns):
                 f"{self!r} was given images of {list(moved.shape[-2:])} pixels; expected at least "
                 f"{[each - 2 * self.padding for each in size]}."
             )
-        views = planes.unfold(2, size[0], 1).unfold(3, size[1], 1)  # [B, R, places, places, h, w]
         if self.center:
-            cut = views[:, :, (room[0] - 1) // 2, (room[1] - 1) // 2]
+            places = [torch.full((len(planes),), (each - 1) // 2) for each in room]
         else:
-            rows = torch.arange(len(planes), device=planes.device)
-            top, left = (
-                torch.randint(each, (len(planes),), generator=generator).to(planes.device, non_blocking=True)
-                for each in room
-            )
-            cut = views[rows, :, top, left]
+            places = [torch.randint(each, (len(planes),), generator=generator) for each in room]
+        cut = (_cut_on_host if planes.device.type == "cpu" else _cut)(planes, size, *places)
         return cut.reshape(*moved.shape[:-2], *size).movedim((-2, -1), self.dims)
 
 
@@ -380,3 +375,25 @@ def _padded(planes: torch.Tensor, pad: int) -> torch.Tensor:
     out[:, :, :pad] = middle[:, :, :1]
     out[:, :, -pad:] = middle[:, :, -1:]
     return out
+
+
+def _cut(planes: torch.Tensor, size: tuple[int, ...], top: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+    """Rectangles [B, R, *size] of planes [B, R, H, W], at places int64 [B] of the CPU."""
+    views = planes.unfold(2, size[0], 1).unfold(3, size[1], 1)  # [B, R, places, places, *size]
+    top, left = (each.to(planes.device, non_blocking=True) for each in (top, left))
+    return views[torch.arange(len(planes), device=planes.device), :, top, left]
+
+
+def _cut_on_host(
+    planes: torch.Tensor, size: tuple[int, ...], top: torch.Tensor, left: torch.Tensor
+) -> torch.Tensor:
+    """The same, row by row: a fifth of the time of `_cut` on the CPU, [256, 9, 84, 84] of uint8."""
+    out = planes.new_empty(*planes.shape[:2], *size)
+    bits = _BITS[planes.element_size()]
+    source, target = planes.view(bits).numpy(), out.view(bits).numpy()
+    for row, (y, x) in enumerate(zip(top.tolist(), left.tolist(), strict=True)):
+        target[row] = source[row, :, y : y + size[0], x : x + size[1]]
+    return out
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy has no bfloat16

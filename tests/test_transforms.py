@@ -106,6 +106,13 @@ def test_a_crop_is_a_rectangle_of_the_padded_image(
         assert any(torch.equal(found[row].double().flatten(0, 1), each) for each in places)
 
 
+def test_rectangles_are_cut_alike_everywhere() -> None:
+    planes = torch.randn(6, 4, 7, 9, dtype=torch.bfloat16)
+    top, left = torch.randint(0, 4, (6,)), torch.randint(0, 5, (6,))
+    cut = [each(planes, (4, 5), top, left) for each in (transforms._cut, transforms._cut_on_host)]
+    assert torch.equal(*cut)
+
+
 def test_places_of_a_shift_are_uniform_and_independent_by_row_and_column() -> None:
     rows, columns = torch.meshgrid(torch.arange(20), torch.arange(20), indexing="ij")
     images = (rows * 100 + columns).expand(4_000, 1, 20, 20)
