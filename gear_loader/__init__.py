@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from gear_loader.graph.features import Features
     from gear_loader.lightning.datamodule import ReplayDataModule
     from gear_loader.lightning.monitor import ReplayMonitor
+    from gear_loader.replay.buffer import ReplayBuffer
+    from gear_loader.replay.hindsight import Hindsight
     from gear_loader.selection.balance import balance
     from gear_loader.selection.grouping import Groups
     from gear_loader.selection.selectors import Fifo, Lifo, LinearSchedule, Prioritized, TopK, Uniform
@@ -45,6 +47,7 @@ __all__ = [
     "Fifo",
     "Gpu",
     "Groups",
+    "Hindsight",
     "Lifo",
     "Limits",
     "LinearSchedule",
@@ -97,6 +100,7 @@ _MODULES = {
     "Fifo": "selection.selectors",
     "Gpu": "dataset.options",
     "Groups": "selection.grouping",
+    "Hindsight": "replay.hindsight",
     "Lifo": "selection.selectors",
     "Limits": "storage.table_rules",
     "LinearSchedule": "selection.selectors",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -16,7 +17,9 @@ from gear_loader.collection.batches import Batch
 from gear_loader.collection.n_step import NStep
 from gear_loader.dataset.options import Draws
 from gear_loader.dataset.replay_dataset import ReplayDataset
+from gear_loader.dataset.transforming import transforms_of
 from gear_loader.errors import CheckpointError, SchemaError, TableEmptyError
+from gear_loader.replay.hindsight import Hindsight, Relabel
 from gear_loader.replay.nesting import Nesting, as_array
 from gear_loader.selection.selectors import Selector, Uniform
 from gear_loader.storage.disk import Disk
@@ -56,6 +59,7 @@ class ReplayBuffer:
     ``discount``     float32 ``[B]``: ``gamma ** k`` for k rewards; 0 where the episode terminates within them. A target
                      is ``reward + discount * value(next_obs)``, also at truncation.
     other columns    that `add` was given
+    ``relabelled``   with `hindsight`, bool ``[B]``: whether the goal was achieved later; see `Hindsight`
     ================ ==============================================================================
 
     and ``index``, ``anchor``, ``generation``, which identify its rows, and ``priority_weight``, as of `ReplayDataset`.
@@ -75,9 +79,12 @@ class ReplayBuffer:
         name: of the table, by which other processes attach to it; None for private memory.
         disk: a `Disk`, or a directory: the table is written there in the background; see `Table.create`.
         seed: of all draws.
+        hindsight: `Hindsight`: goals that were achieved take the place of desired ones.
+        transform: called with each of these batches; see `ReplayDataset` and `gear_loader.transforms`.
 
     Attributes:
-        table: the `Table`. dataset: the `ReplayDataset`. Both are None before the columns are known.
+        table: the `Table`. dataset: the `ReplayDataset`, whose batches are these; for a `DataLoader`, say. Both are
+            None before the columns are known.
 
     Raises:
         SchemaError: an invalid option.
@@ -101,6 +108,8 @@ class ReplayBuffer:
         name: str | None = None,
         disk: Disk | str | os.PathLike[str] | None = None,
         seed: int = 0,
+        hindsight: Hindsight | None = None,
+        transform: Any = None,
     ) -> None:
         self.capacity, self.n_step = at_least("capacity", capacity), at_least("n_step", n_step)
         check_gamma(gamma)
@@ -111,7 +120,12 @@ class ReplayBuffer:
             )
         if (observation_space is None) != (action_space is None):
             raise SchemaError("One of observation_space and action_space was given; expected both, or none.")
+        if hindsight is not None and not isinstance(hindsight, Hindsight):
+            raise SchemaError(
+                f"hindsight is {shown(hindsight)}; expected gear_loader.Hindsight(compute_reward)."
+            )
         self.gamma = float(gamma)
+        self._hindsight, self._transforms = hindsight, transforms_of(transform)
         self._sampler = Uniform(unit="step") if sampler is None else sampler
         self._batch_size = at_least("batch_size", batch_size)
         self._device, self._name, self._seed = device, name, seed
@@ -138,6 +152,8 @@ class ReplayBuffer:
             for name, (dtype, shape) in columns.items()
         }
         schema |= {"reward": Column(torch.float32, cast=True), "terminated": Column(torch.bool, cast=True)}
+        if self._hindsight is not None:
+            self._hindsight.check(schema)
         envs = self.num_envs or 1
         steps = max(self.capacity, 2 * envs * (self._piece + 1))
         table = Table.create(
@@ -167,6 +183,7 @@ class ReplayBuffer:
             seed=self._seed,
             device=self._device,
             batches_per_epoch=math.inf,
+            transform=self._delivery(table),
         )
         self.table = table
         self._writer: Any = None
@@ -191,8 +208,16 @@ class ReplayBuffer:
             windows["target"] = NStep("reward", self.n_step, self.gamma, "terminated", tuple(following))
         return windows
 
+    def _delivery(self, table: Table) -> list[Any]:
+        """What makes the batches of a user from those that are gathered."""
+        steps: list[Any] = [functools.partial(_finish, self._nestings, self.n_step, self.gamma)]
+        if self._hindsight is not None:
+            more = {name: each for name, each in self._nestings.items() if name not in _FIELDS}
+            steps.append(Relabel(self._hindsight, table, n_step=self.n_step, gamma=self.gamma, more=more))
+        return [*steps, *self._transforms]
+
     def __len__(self) -> int:
-        """Number of transitions."""
+        """Number of transitions that have been stored; with `Hindsight`, of episodes that have ended."""
         return 0 if self.table is None else self.table.num_steps
 
     # ---------------------------------------------------------------- adding
@@ -300,7 +325,8 @@ class ReplayBuffer:
         assert self.table is not None
         if self._writer is None:
             self.num_envs = len(ended)
-            self._writer = self.table.writers(self.num_envs, commit_every_step=True)
+            growing = self._hindsight is None or self._hindsight.running
+            self._writer = self.table.writers(self.num_envs, commit_every_step=growing)
             self._over = np.zeros(self.num_envs, dtype=bool)
         writer = self._writer
         if self._before is not None:
@@ -364,40 +390,18 @@ class ReplayBuffer:
         Raises:
             TableEmptyError: there is no transition that can be drawn.
         """
-        return self._finish(self._drawn_from().sample(n))
+        return self._drawn_from().sample(n)
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches without end, prepared ahead."""
-        for batch in self._drawn_from():
-            yield self._finish(batch)
+        yield from self._drawn_from()
 
     def _drawn_from(self) -> ReplayDataset:
         if self.dataset is None or not len(self):
-            raise TableEmptyError("The replay buffer is empty; add a transition before the first sample.")
+            whole = self._hindsight is not None and not self._hindsight.running
+            what = "an episode that ends" if whole else "a transition"
+            raise TableEmptyError(f"The replay buffer is empty; add {what} before the first sample.")
         return self.dataset
-
-    def _finish(self, batch: Batch) -> Batch:
-        """The batch of a user from that of the dataset."""
-        del batch["mask"]
-        if self.n_step == 1:
-            following = {name: batch.pop(f"next_{name}") for name in self._nestings["obs"].columns()}
-            batch["discount"] = torch.where(batch.pop("terminated"), 0.0, self.gamma)
-        else:
-            target = batch.pop("target")
-            batch.pop(f"next_{self._nestings['obs'].columns()[0]}")
-            batch["reward"], batch["discount"], following = (
-                target["return"],
-                target["discount"],
-                target["next"],
-            )
-        leaves = dict(batch)
-        for name, nesting in self._nestings.items():
-            if nesting.parts is not None:
-                for column in nesting.columns():
-                    del batch[column]
-                batch[name] = nesting.build(leaves)
-        batch["next_obs"] = self._nestings["obs"].build(following)
-        return batch
 
     def update_priority(self, batch: Batch, priority: Any) -> None:
         """Set the priorities of a batch's rows; see `ReplayDataset.update_priority`.
@@ -465,6 +469,27 @@ class ReplayBuffer:
         buffer._nestings = nestings
         buffer._use(Table.load(path, name=options.get("name")))
         return buffer
+
+
+def _finish(nestings: Mapping[str, Nesting], n_step: int, gamma: float, batch: Batch) -> Batch:
+    """The batch of a user from that of the windows."""
+    del batch["mask"]
+    columns = nestings["obs"].columns()
+    if n_step == 1:
+        following = {name: batch.pop(f"next_{name}") for name in columns}
+        batch["discount"] = torch.where(batch.pop("terminated"), 0.0, gamma)
+    else:
+        target = batch.pop("target")
+        batch.pop(f"next_{columns[0]}")
+        batch["reward"], batch["discount"], following = target["return"], target["discount"], target["next"]
+    leaves = dict(batch)
+    for name, nesting in nestings.items():
+        if nesting.parts is not None:
+            for column in nesting.columns():
+                del batch[column]
+            batch[name] = nesting.build(leaves)
+    batch["next_obs"] = nestings["obs"].build(following)
+    return batch
 
 
 def _space_leaves(nesting: Nesting, space: Any) -> Iterator[tuple[str, Any]]:
