@@ -108,55 +108,7 @@ class RowGather:
         return read
 
 
-class PaddedRows:
-    """Gathers padded windows of chosen rows of a table into new memory, or that of the caller.
-
-    Args:
-        table: of this process; held weakly. windows: of steps.
-    """
-
-    def __init__(self, table: Table, windows: Windows) -> None:
-        self.layout = PaddedLayout(table.schema, windows, batch_size=0)
-        self._gatherer = RowGather(weakref.proxy(table), self.layout.windows)
-
-    def gather(self, rows: SelectedRows, given: Mapping[str, torch.Tensor] | None = None) -> Batch:
-        """A batch of rows. The caller holds a read ticket, under which they were there.
-
-        Args:
-            given: window -> its memory, contiguous on the CPU.
-
-        Raises:
-            SchemaError: memory of another shape or dtype. Otherwise as `RowGather.gather`.
-        """
-        layout, given, count = self.layout, given or {}, len(rows)
-        kinds = layout.mask_kinds
-        if "mask" in given and len(kinds) != 1:
-            raise SchemaError(
-                "out has mask, and the windows have different ones; expected out without mask, or windows of one span."
-            )
-
-        def new(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            if name not in given:
-                return torch.empty(shape, dtype=dtype, device="cpu")
-            squeezes = next(iter(kinds))[1] if name == "mask" else layout.windows[name].squeeze
-            _check_memory(name, given[name], (shape[0], *shape[2:]) if squeezes else shape, dtype)
-            return given[name].view(shape)
-
-        batch, outputs, _, computed = layout.tensors(new, count, torch.device("cpu"))
-        masks = {number: each.mask for number, each in enumerate(outputs) if each.mask is not None}
-        self._gatherer.gather(
-            rows.slots, rows.anchors, lambda: rows.generations, [each.out for each in outputs], masks
-        )
-        batch.update(
-            {name: torch.from_numpy(part.copy()) for name, part in zip(ROW_KEYS, rows.names, strict=True)}
-        )
-        for each in computed:
-            each.compute(batch["anchor"])
-        batch.update(given)
-        return batch
-
-
-_known: weakref.WeakKeyDictionary[Table, tuple[Any, PaddedRows]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Table, tuple[Any, PaddedLayout, RowGather]] = weakref.WeakKeyDictionary()
 """Of each table, the windows of the last call of `gather`, and what gathers them."""
 
 
@@ -270,10 +222,34 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def _padded(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[str, torch.Tensor]) -> Batch:
-    key, known = tuple(windows.items()), _known.get(table)
-    if known is None or known[0] != key:
-        known = _known[table] = key, PaddedRows(table, windows)
-    return known[1].gather(rows, given)  # this call's; another thread may replace the entry
+    count, key, known = len(rows), tuple(windows.items()), _known.get(table)
+    if known is None or known[0] != key:  # a proxy: the value must not keep its key
+        layout = PaddedLayout(table.schema, windows, batch_size=0)
+        known = _known[table] = key, layout, RowGather(weakref.proxy(table), layout.windows)
+    layout, gatherer = known[1:]  # this call's; another thread may replace the entry
+    kinds = layout.mask_kinds
+    if "mask" in given and len(kinds) != 1:
+        raise SchemaError(
+            "out has mask, and the windows have different ones; expected out without mask, or windows of one span."
+        )
+
+    def new(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if name not in given:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        squeezes = next(iter(kinds))[1] if name == "mask" else layout.windows[name].squeeze
+        _check_memory(name, given[name], (shape[0], *shape[2:]) if squeezes else shape, dtype)
+        return given[name].view(shape)
+
+    batch, outputs, _, computed = layout.tensors(new, count, torch.device("cpu"))
+    masks = {number: each.mask for number, each in enumerate(outputs) if each.mask is not None}
+    gatherer.gather(rows.slots, rows.anchors, lambda: rows.generations, [each.out for each in outputs], masks)
+    batch.update(
+        {name: torch.from_numpy(part.copy()) for name, part in zip(ROW_KEYS, rows.names, strict=True)}
+    )
+    for each in computed:
+        each.compute(batch["anchor"])
+    batch.update(given)
+    return batch
 
 
 def _packed(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[str, torch.Tensor]) -> Batch:

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 
 from gear_loader.collection.batches import Batch
-from gear_loader.collection.chosen import PaddedRows
+from gear_loader.collection.chosen import RowGather
 from gear_loader.errors import SchemaError
 from gear_loader.replay.nesting import Nesting
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Window
-from gear_loader.storage.selected_rows import SelectedRows
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import at_least, flag, one_of
@@ -99,29 +98,30 @@ class Relabel:
         options.check(table.schema)
         self._options, self._table, self._n_step, self._gamma = options, table, n_step, gamma
         self._more = dict(more)
-        self._goals: PaddedRows | None = None
-        self._steps: PaddedRows | None = None
+        self._gatherers: tuple[
+            _Gatherer, ...
+        ] = ()  # of this process: of goals, and of the steps of n-step returns
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_goals": None, "_steps": None}  # of this process
+        return {**self.__dict__, "_gatherers": ()}
 
     def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
-        names = torch.stack([batch[name] for name in ("index", "anchor", "generation")]).cpu().numpy()
-        count, goals = names.shape[1], self._options.n_sampled_goal
+        count, goals = len(batch["index"]), self._options.n_sampled_goal
         number, rest = divmod(count * goals, goals + 1)
         number += bool(torch.rand((), generator=generator) * (goals + 1) < rest)
         order = torch.randperm(count, generator=generator).numpy()
         places = torch.rand(count, dtype=torch.float64, generator=generator).numpy()
-        chosen, goal, steps = self._read(names, order, number, places)
+        chosen, read = self._read(batch, order, number, places)
         device = batch["reward"].device
-        where, goal = torch.from_numpy(chosen).to(device), goal.to(device)
-        if steps is None:
-            achieved = batch["next_obs"]["achieved_goal"][where]
+        where = torch.from_numpy(chosen).to(device)
+        read = {name: values.to(device) for name, values in read.items()}
+        goal = read["goal"].flatten(0, 1)
+        if self._n_step == 1:
             leaves = [leaf for name, each in self._more.items() for leaf in each.leaves(batch[name])]
             info = {column: values[where] for column, values in leaves}
-            reward = self._rewards(achieved, goal, info)
+            reward = self._rewards(batch["next_obs"]["achieved_goal"][where], goal, info)
         else:
-            reward = self._returns(steps, goal)
+            reward = self._returns(read, goal)
         for part in ("obs", "next_obs"):
             desired = batch[part]["desired_goal"]
             desired[where] = goal.to(desired.dtype)
@@ -133,45 +133,49 @@ class Relabel:
     # ---------------------------------------------------------------- reading
 
     def _read(
-        self, names: Array, order: Array, number: int, places: Array
-    ) -> tuple[Array, torch.Tensor, Batch | None]:
+        self, batch: Batch, order: Array, number: int, places: Array
+    ) -> tuple[Array, dict[str, torch.Tensor]]:
         """Choose rows and their goals.
 
         Args:
-            names: int64 [3, B]: slots, anchors, generations. order: rows in random order, int64 [B]. number: rows to
-                choose. places: float64 [B] from 0 to 1, of the goals.
+            order: rows in random order, int64 [B]. number: rows to choose. places: float64 [B] from 0 to 1, of the
+                goals.
 
         Returns:
-            The rows, int64 [n]; their goals ``[n, *shape]``; and with n-step returns their steps.
+            The rows, int64 [n]; ``goal``, ``[n, 1, *shape]``; and with n-step returns ``achieved``, ``terminated``, the
+            columns of info, ``[n, n_step, ...]``, and ``mask``, whether the transition exists, bool ``[n, n_step]``.
         """
-        if self._goals is None:
-            goal = {"goal": Window(1, 1, column=ACHIEVED, squeeze=True)}
-            self._goals = PaddedRows(self._table, goal)
-            if self._n_step > 1:
-                windows = {name: Window(self._n_step) for name in ("terminated", *self._info_columns)}
-                following = Window(self._n_step, 1, column=ACHIEVED)
-                self._steps = PaddedRows(self._table, {**windows, "achieved": following})
-        gathers, steps = self._goals, self._steps
-        ticket = Ticket()
+        slots, anchors, generations = (
+            batch[name].cpu().numpy() for name in ("index", "anchor", "generation")
+        )
+        if not self._gatherers:
+            windows = {"achieved": Window(self._n_step, 1, column=ACHIEVED)}
+            windows |= {name: Window(self._n_step) for name in ("terminated", *self._info_columns)}
+            every: list[dict[str, Window]] = [{"goal": Window(1, 1, column=ACHIEVED)}]
+            self._gatherers = tuple(
+                _Gatherer(self._table, each) for each in every + [windows] * (self._n_step > 1)
+            )
+        gatherers = self._gatherers
 
-        def read() -> tuple[Array, torch.Tensor, Batch | None]:
-            slots, anchors, generations = names
+        def read() -> tuple[Array, dict[str, torch.Tensor]]:
             live, extent = self._table._engine.reader().begin_read_live(slots, generations, ticket)
             chosen = np.sort(order[live[order]][:number])
-            slots, anchors, generations = (part[chosen] for part in names)
+            rows = [part[chosen] for part in (slots, anchors, generations)]
             # Transitions so far: those of a running episode end before its last step.
             transitions = extent[chosen, 0] - (extent[chosen, 2] == 0)
-            at = self._goal_steps(anchors, transitions, places[chosen])
-            goal = gathers.gather(SelectedRows(slots, at, generations))["goal"]
-            rows = None if steps is None else steps.gather(SelectedRows(slots, anchors, generations))
-            return chosen, goal, rows
+            found = gatherers[0].gather(
+                rows[0], self._goal_steps(rows[1], transitions, places[chosen]), rows[2]
+            )
+            for each in gatherers[1:]:
+                found |= each.gather(*rows)
+            return chosen, found
 
         while True:
+            ticket = Ticket()
             try:
                 return ticket.during(read)
             except LostRowsError as error:  # removed, so they are not live any more
                 self._table._engine.remove_lost(error)
-                ticket = Ticket()
 
     def _goal_steps(self, anchors: Array, transitions: Array, places: Array) -> Array:
         """The step whose next observation has the goal, of each row; arguments [n]."""
@@ -183,16 +187,14 @@ class Relabel:
 
     # ---------------------------------------------------------------- rewards
 
-    def _returns(self, steps: Batch, goal: torch.Tensor) -> torch.Tensor:
+    def _returns(self, read: Mapping[str, torch.Tensor], goal: torch.Tensor) -> torch.Tensor:
         """n-step returns ``[n]`` with other goals."""
-        achieved, ends = steps["achieved"], steps["terminated"].to(goal.device)
-        mask = steps["mask"]["achieved"].to(goal.device)
-        ended_before = ends.cumsum(1) - ends.long() > 0
-        counted = mask & ~ended_before  # [n, n_step]
+        ends = read["terminated"]
+        counted = read["mask"] & (ends.cumsum(1) - ends.long() == 0)  # [n, n_step]
         goals = goal[:, None].expand(-1, self._n_step, *goal.shape[1:])
-        info = {name: steps[name].to(goal.device)[counted] for name in self._info_columns}
+        info = {name: read[name][counted] for name in self._info_columns}
         rewards = torch.zeros(counted.shape, dtype=torch.float64, device=goal.device)
-        rewards[counted] = self._rewards(achieved.to(goal.device)[counted], goals[counted], info).double()
+        rewards[counted] = self._rewards(read["achieved"][counted], goals[counted], info).double()
         factors = torch.full((), self._gamma, dtype=torch.float64, device=goal.device) ** torch.arange(
             self._n_step, device=goal.device
         )
@@ -217,3 +219,30 @@ class Relabel:
                 f"for each, [{len(goal)}]. It is called with all of them at once."
             )
         return rewards.flatten().float()
+
+
+class _Gatherer:
+    """Gathers windows of rows into new memory of the host; of the first one also its mask.
+
+    Args:
+        table: of this process. windows: name -> window, of steps.
+    """
+
+    def __init__(self, table: Table, windows: Mapping[str, Window]) -> None:
+        self._rows = RowGather(table, windows)
+        columns = (table.schema[source] for source in self._rows.sources)
+        self._shapes = {
+            name: ((window.length, *column.shape), column.dtype)
+            for (name, window), column in zip(windows.items(), columns, strict=True)
+        }
+
+    def gather(self, slots: Array, anchors: Array, generations: Array) -> dict[str, torch.Tensor]:
+        """Name -> ``[n, length, *shape]``, and ``mask``; arguments int64 [n]. The caller holds a read ticket."""
+        found = {
+            name: torch.empty((len(slots), *shape), dtype=dtype, device="cpu")
+            for name, (shape, dtype) in self._shapes.items()
+        }
+        outs = list(found.values())
+        found["mask"] = torch.empty(outs[0].shape[:2], dtype=torch.bool, device="cpu")
+        self._rows.gather(slots, anchors, lambda: generations, outs, {0: found["mask"]})
+        return found
