@@ -108,13 +108,13 @@ class Relabel:
     def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
         count, goals = len(batch["index"]), self._options.n_sampled_goal
         number, rest = divmod(count * goals, goals + 1)
-        number += bool(torch.rand((), generator=generator) * (goals + 1) < rest)
         order = torch.randperm(count, generator=generator).numpy()
-        places = torch.rand(count, dtype=torch.float64, generator=generator).numpy()
+        places = torch.rand(count + 1, dtype=torch.float64, generator=generator).numpy()
+        number += bool(places[count] * (goals + 1) < rest)
         chosen, read = self._read(batch, order, number, places)
-        device = batch["reward"].device
-        where = torch.from_numpy(chosen).to(device)
-        read = {name: values.to(device) for name, values in read.items()}
+        where, device = torch.from_numpy(chosen), batch["reward"].device
+        if device.type != "cpu":
+            where, read = where.to(device), {name: values.to(device) for name, values in read.items()}
         goal = read["goal"].flatten(0, 1)
         if self._n_step == 1:
             leaves = [leaf for name, each in self._more.items() for leaf in each.leaves(batch[name])]
@@ -138,8 +138,8 @@ class Relabel:
         """Choose rows and their goals.
 
         Args:
-            order: rows in random order, int64 [B]. number: rows to choose. places: float64 [B] from 0 to 1, of the
-                goals.
+            order: rows in random order, int64 [B]. number: rows to choose. places: float64 [B or more] from 0 to 1,
+                of the goals.
 
         Returns:
             The rows, int64 [n]; ``goal``, ``[n, 1, *shape]``; and with n-step returns ``achieved``, ``terminated``, the
