@@ -161,7 +161,7 @@ class Normalize(_OfColumns):
             )
         self.eps, self.clip, self.frozen = float(eps), clip, flag("frozen", frozen)
         # Count, mean and sum of squared deviations, float64; never changed in place.
-        self._moments: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._moments: _Moments | None = None
 
     def _options(self) -> dict[str, Any]:
         return {"eps": self.eps, "clip": self.clip}
@@ -206,7 +206,7 @@ class Normalize(_OfColumns):
             mean = (rows * there).sum(0) / count.clamp(min=1)
             squares = ((rows - mean).square_() * there).sum(0)
         if self._moments is not None:
-            before, mean_before, squares_before = (part.to(rows.device) for part in self._moments)
+            before, mean_before, squares_before = _moved(self._moments, rows.device)
             if mean_before.shape != mean.shape:
                 raise SchemaError(
                     f"{self!r} was given values of shape {list(mean.shape)}; expected {list(mean_before.shape)}, as "
@@ -221,11 +221,11 @@ class Normalize(_OfColumns):
     def _apply(self, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         result = values.float()
         if self._moments is not None:
-            _, mean, _ = self._moments
-            variance = self.variance
-            assert variance is not None
-            factor = (variance + self.eps).rsqrt()
-            result = (result - mean.to(result)) * factor.to(result)
+            if self._moments[0].device != result.device:  # of a loaded state
+                self._moments = _moved(self._moments, result.device)
+            count, mean, squares = self._moments
+            factor = (squares / count.clamp(min=1) + self.eps).rsqrt()
+            result = (result - mean.float()) * factor.float()
             if self.clip is not None:
                 result = result.clamp_(-self.clip, self.clip)
         if mask is None:
@@ -254,6 +254,12 @@ class Normalize(_OfColumns):
 
 
 _MOMENTS = ("count", "mean", "squares")
+_Moments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _moved(moments: _Moments, device: torch.device) -> _Moments:
+    count, mean, squares = (part.to(device) for part in moments)
+    return count, mean, squares
 
 
 class _Unchanged:

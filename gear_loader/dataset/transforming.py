@@ -122,7 +122,7 @@ class Transforms:
         """Keep the states after a delivered batch."""
         stateful = self._stateful
         if stateful:
-            self._states.append((moment, [copy.deepcopy(one.state_dict()) for one in stateful]))
+            self._states.append((moment, [_copied(one.state_dict()) for one in stateful]))
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The states after each of the last batches, with their moments; empty if no transform has a state."""
@@ -130,7 +130,7 @@ class Transforms:
         if not stateful:
             return []
         kept = list(self._states) or [(Moment(0, 0, 0), [one.state_dict() for one in stateful])]
-        return [{**moment._asdict(), "states": _on_host(states)} for moment, states in kept]
+        return [{**moment._asdict(), "states": _copied(states, on_host=True)} for moment, states in kept]
 
     def load_state_dict(self, saved: Any, moment: Moment) -> None:
         """Go on with the states at a moment: those after the last batch that was delivered before it.
@@ -151,9 +151,9 @@ class Transforms:
         at = [each for each in at if each["samples"] <= moment.samples] or list(saved)
         chosen = at[-1]
         for one, state in zip(stateful, chosen["states"], strict=True):
-            one.load_state_dict(copy.deepcopy(state))
+            one.load_state_dict(_copied(state))
         self._states.clear()
-        self._states.append((moment, [copy.deepcopy(one.state_dict()) for one in stateful]))
+        self._states.append((moment, [_copied(one.state_dict()) for one in stateful]))
 
 
 def _asks(transform: Transform) -> bool:
@@ -164,12 +164,12 @@ def _asks(transform: Transform) -> bool:
         return False
 
 
-def _on_host(value: Any) -> Any:
-    """A copy of a state whose tensors are on the CPU."""
+def _copied(value: Any, *, on_host: bool = False) -> Any:
+    """A copy of a state; `on_host`: with tensors of the CPU."""
     if isinstance(value, torch.Tensor):
-        return value.detach().cpu().clone()
+        return value.detach().to("cpu" if on_host else value.device, copy=True)
     if isinstance(value, Mapping):
-        return {key: _on_host(part) for key, part in value.items()}
+        return {key: _copied(part, on_host=on_host) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_on_host(part) for part in value)
-    return value
+        return type(value)(_copied(part, on_host=on_host) for part in value)
+    return copy.deepcopy(value)
