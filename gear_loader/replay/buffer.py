@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import copy
 import json
 import math
 import os
@@ -210,7 +210,11 @@ class ReplayBuffer:
 
     def _delivery(self, table: Table) -> list[Any]:
         """What makes the batches of a user from those that are gathered."""
-        steps: list[Any] = [functools.partial(_finish, self._nestings, self.n_step, self.gamma)]
+        bare = copy.copy(
+            self
+        )  # has no table yet: no circle of references, and small for `DataLoader` workers
+        bare._waiting = None
+        steps: list[Any] = [bare._finish]
         if self._hindsight is not None:
             more = {name: each for name, each in self._nestings.items() if name not in _FIELDS}
             steps.append(Relabel(self._hindsight, table, n_step=self.n_step, gamma=self.gamma, more=more))
@@ -403,6 +407,29 @@ class ReplayBuffer:
             raise TableEmptyError(f"The replay buffer is empty; add {what} before the first sample.")
         return self.dataset
 
+    def _finish(self, batch: Batch) -> Batch:
+        """The batch of a user from that of the dataset."""
+        del batch["mask"]
+        if self.n_step == 1:
+            following = {name: batch.pop(f"next_{name}") for name in self._nestings["obs"].columns()}
+            batch["discount"] = torch.where(batch.pop("terminated"), 0.0, self.gamma)
+        else:
+            target = batch.pop("target")
+            batch.pop(f"next_{self._nestings['obs'].columns()[0]}")
+            batch["reward"], batch["discount"], following = (
+                target["return"],
+                target["discount"],
+                target["next"],
+            )
+        leaves = dict(batch)
+        for name, nesting in self._nestings.items():
+            if nesting.parts is not None:
+                for column in nesting.columns():
+                    del batch[column]
+                batch[name] = nesting.build(leaves)
+        batch["next_obs"] = self._nestings["obs"].build(following)
+        return batch
+
     def update_priority(self, batch: Batch, priority: Any) -> None:
         """Set the priorities of a batch's rows; see `ReplayDataset.update_priority`.
 
@@ -469,27 +496,6 @@ class ReplayBuffer:
         buffer._nestings = nestings
         buffer._use(Table.load(path, name=options.get("name")))
         return buffer
-
-
-def _finish(nestings: Mapping[str, Nesting], n_step: int, gamma: float, batch: Batch) -> Batch:
-    """The batch of a user from that of the windows."""
-    del batch["mask"]
-    columns = nestings["obs"].columns()
-    if n_step == 1:
-        following = {name: batch.pop(f"next_{name}") for name in columns}
-        batch["discount"] = torch.where(batch.pop("terminated"), 0.0, gamma)
-    else:
-        target = batch.pop("target")
-        batch.pop(f"next_{columns[0]}")
-        batch["reward"], batch["discount"], following = target["return"], target["discount"], target["next"]
-    leaves = dict(batch)
-    for name, nesting in nestings.items():
-        if nesting.parts is not None:
-            for column in nesting.columns():
-                del batch[column]
-            batch[name] = nesting.build(leaves)
-    batch["next_obs"] = nestings["obs"].build(following)
-    return batch
 
 
 def _space_leaves(nesting: Nesting, space: Any) -> Iterator[tuple[str, Any]]:

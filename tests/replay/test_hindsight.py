@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -319,13 +321,29 @@ def test_batches_of_workers_are_those_of_this_process() -> None:
         assert buffer.dataset is not None
         expected = [batch["obs"]["desired_goal"] for batch, _ in zip(buffer, range(4), strict=False)]
         buffer.dataset.set_epoch(0)
-        loader = DataLoader(buffer.dataset, batch_size=None, num_workers=1)
-        for batch, other in zip(loader, expected, strict=False):
-            episodes.check(batch, "future", 1, whole=True)
-            assert torch.equal(batch["obs"]["desired_goal"], other)
+        for start in ("fork", "spawn"):
+            loader = DataLoader(buffer.dataset, batch_size=None, num_workers=1, multiprocessing_context=start)
+            for batch, other in zip(loader, expected, strict=False):
+                episodes.check(batch, "future", 1, whole=True)
+                assert torch.equal(batch["obs"]["desired_goal"], other)
+            buffer.dataset.set_epoch(0)
     finally:
         assert buffer.table is not None
         buffer.table.unlink()
+
+
+def test_a_buffer_that_nobody_refers_to_is_gone() -> None:
+    buffer = make()
+    episodes = Episodes(buffer)
+    episodes.step(ends=True)
+    buffer.sample()
+    gone = weakref.ref(buffer.table)
+    gc.disable()
+    try:
+        del buffer, episodes
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_an_episode_that_has_not_ended_is_left_out_by_default() -> None:
