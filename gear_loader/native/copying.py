@@ -159,6 +159,26 @@ def copy_steps(columns, block, inside, sources, row, first, count) -> None:  # t
             copy_apart(target, every, source, step_bytes, count, step_bytes)
 
 
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def copy_some(columns, block, inside, sources, row, kinds, kind) -> None:  # type: ignore[no-untyped-def]
+    """`copy_steps` of one step, of the columns whose entry in `kinds` (int64 [C]) is `kind`."""
+    for c in range(columns.shape[0]):
+        if kinds[c] == kind:
+            target = columns[c, 0] + block * columns[c, 1] + inside * columns[c, 3]
+            copy_step(target, sources[c, 0] + row * sources[c, 1], columns[c, 2])
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def repeats(columns, block, inside, sources, row, kinds) -> bool:  # type: ignore[no-untyped-def]
+    """Whether a step holds the same bytes as the one in a block, in the columns whose entry in `kinds` is 1."""
+    for c in range(columns.shape[0]):
+        if kinds[c] == 1:
+            known = columns[c, 0] + block * columns[c, 1] + inside * columns[c, 3]
+            if differ(known, sources[c, 0] + row * sources[c, 1], columns[c, 2]):
+                return False
+    return True
+
+
 @compiled
 def put_rows(  # type: ignore[no-untyped-def]
     columns, block_steps, lanes, blocks, chosen, sources, first, count, at

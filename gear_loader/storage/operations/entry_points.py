@@ -11,6 +11,7 @@ from numba import njit
 from gear_loader.native.compile import compiled
 from gear_loader.native.copying import scatter
 from gear_loader.storage.counters import DIRTY, INITIALIZED, NUM_WRITING
+from gear_loader.storage.operations.appending import append_lanes
 from gear_loader.storage.operations.growth import (
     abort_lanes,
     end_lanes,
@@ -56,7 +57,7 @@ from gear_loader.storage.operations.view import (
 
 _OPERATIONS = (
     *(commit, commit_as, raise_numbering, abort, reclaim, remove, expire, outdate, begin),
-    *(reserve_lanes, end_lanes, grow_lanes, abort_lanes),
+    *(reserve_lanes, end_lanes, grow_lanes, abort_lanes, append_lanes),
     *(spill, take_back, give_place, begin_stored, evict),
     *(begin_read, begin_unchanged, end_read, count_samples, set_priorities, walk),
 )
@@ -210,8 +211,23 @@ def _end_lanes(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _grow_lanes(p, lanes, chosen, at, columns, sources, first, count, final, evict):  # type: ignore[no-untyped-def]
-    return grow_lanes(view_at(p), lanes, chosen, at, columns, sources, first, count, final, evict)
+def _grow_lanes(  # type: ignore[no-untyped-def]
+    p, lanes, chosen, at, columns, sources, following, finals, first, count, final, evict
+):
+    v = view_at(p)
+    return grow_lanes(
+        v, lanes, chosen, at, columns, sources, following, finals, first, count, final, evict
+    )
+
+
+@compiled
+def _append_lanes_light(p, request, evict):  # type: ignore[no-untyped-def]
+    return append_lanes(view_at(p), request, None)
+
+
+@compiled
+def _append_lanes(p, request, evict):  # type: ignore[no-untyped-def]
+    return append_lanes(view_at(p), request, evict)
 
 
 @compiled
@@ -337,6 +353,7 @@ _ENTRIES = {operation.__name__: globals()[f"_{operation.__name__}"] for operatio
     "store": _on_demand(_store_light, _store),
     "reserve_lanes": _on_demand(_reserve_lanes_light, _reserve_lanes),
     "end_lanes": _on_demand(_end_lanes_light, _end_lanes),
+    "append_lanes": _on_demand(_append_lanes_light, _append_lanes),
 }
 COMPILED = types_module.SimpleNamespace(**_ENTRIES)
 """The compiled operations, and those that exist only compiled; the first argument is the result of `places_of`."""
