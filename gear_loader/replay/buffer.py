@@ -17,13 +17,14 @@ from gear_loader.collection.n_step import NStep
 from gear_loader.dataset.options import Draws
 from gear_loader.dataset.replay_dataset import ReplayDataset
 from gear_loader.errors import CheckpointError, SchemaError, TableEmptyError
+from gear_loader.replay.adding import Adder, count_of, flags_of
 from gear_loader.replay.nesting import Nesting, as_array
 from gear_loader.selection.selectors import Selector, Uniform
 from gear_loader.storage.disk import Disk
 from gear_loader.storage.dtypes import NUMPY_DTYPES, torch_dtypes
-from gear_loader.storage.schema import Column, Schema, Window
+from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
-from gear_loader.utils.arrays import Array, shown
+from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import at_least, check_gamma
 
 _DTYPES = {dtype: torch_dtypes()[name] for name, dtype in NUMPY_DTYPES.items()}
@@ -59,8 +60,7 @@ class ReplayBuffer:
     ================ ==============================================================================
 
     and ``index``, ``anchor``, ``generation``, which identify its rows, and ``priority_weight``, as of `ReplayDataset`.
-    All transitions are drawn, but the newest of an episode only when the next one has been added, which has its
-    `next_obs`. A full buffer drops its oldest trajectory, which is an episode or a piece of at most 1,024 steps of one;
+    Each transition can be drawn when `add` has returned. A full buffer drops its oldest trajectory, which is an episode or a piece of at most 1,024 steps of one;
     so it holds nearly `capacity` transitions.
 
     Args:
@@ -70,7 +70,8 @@ class ReplayBuffer:
             ``Prioritized(alpha=0.6, beta=0.4, unit="step")``.
         batch_size: rows of a batch where `sample` is not told, and of iteration.
         num_envs: number of environments n; by default that of the first `add`, whose rewards are a number or ``[n]``.
-        observation_space, action_space: of one environment (Gymnasium); then `table` and `dataset` exist at once.
+        observation_space, action_space: of one environment (Gymnasium); with `num_envs`, `table` and `dataset` exist at
+            once then, else from the first `add` on.
         device: of batches: ``"auto"``, or a torch device.
         name: of the table, by which other processes attach to it; None for private memory.
         disk: a `Disk`, or a directory: the table is written there in the background; see `Table.create`.
@@ -119,6 +120,8 @@ class ReplayBuffer:
         self.num_envs = None if num_envs is None else at_least("num_envs", num_envs)
         self._nestings: dict[str, Nesting] = {}
         self._waiting: dict[str, Any] | None = None  # a state to load when the columns are known
+        self._adder: Adder | None = None
+        self._spaces: dict[str, tuple[torch.dtype, tuple[int, ...]]] | None = None  # columns, told by spaces
         if observation_space is not None:
             spaces = {"obs": observation_space, "action": action_space}
             self._nestings = {name: Nesting.of(name, space) for name, space in spaces.items()}
@@ -126,7 +129,9 @@ class ReplayBuffer:
             for name, nesting in self._nestings.items():
                 for column, space in _space_leaves(nesting, spaces[name]):
                     columns[column] = _column(column, space.dtype, space.shape)
-            self._make(columns)
+            self._spaces = columns
+            if self.num_envs is not None:
+                self._make(columns)
 
     # ---------------------------------------------------------------- the table
 
@@ -169,9 +174,6 @@ class ReplayBuffer:
             batches_per_epoch=math.inf,
         )
         self.table = table
-        self._writer: Any = None
-        self._before: dict[str, Array] | None = None  # the last `next_obs`
-        self._over: Array = np.zeros(0, dtype=bool)  # whether it ended an episode
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             self.dataset.load_state_dict(waiting)
@@ -227,99 +229,59 @@ class ReplayBuffer:
         Raises:
             SchemaError: a value does not fit the columns. Nothing was added.
         """
+        count, single = count_of(reward, self.num_envs)
         values = {"obs": obs, "action": action, **more}
-        count, single = self._count(reward)
-        schema = None if self.table is None else self.table.schema
-        nestings = self._nestings if self.table is not None else self._nestings_of(values)
-        if unknown := (values.keys() ^ nestings.keys()):
-            raise SchemaError(
-                f"The columns {sorted(values)} were given; expected {sorted(nestings)}, as before: {sorted(unknown)}."
-            )
-        rows = {
-            column: _row(column, leaf, count, single, schema)
-            for name, value in values.items()
-            for column, leaf in nestings[name].leaves(value)
-        }
-        rows["reward"] = _row("reward", reward, count, single, schema)
-        ends = {
-            name: _flags(name, each, count)
-            for name, each in (("terminated", terminated), ("truncated", truncated))
-        }
-        rows["terminated"] = ends["terminated"]
-        following = {
-            column: _row(column, leaf, count, single, schema, "next_")
-            for column, leaf in nestings["obs"].leaves(next_obs)
-        }
-        acting = None if active is None else _flags("active", active, count)
-        if self.table is None:
-            self._nestings = nestings
-            self._begin(rows, count)
-        self._append(rows, following, ends["terminated"] | ends["truncated"], acting, resets=not single)
+        if self._adder is None:
+            if self.table is None:
+                self._begin(values, count, single, next_obs, (terminated, truncated, active))
+            self._adder = self._new_adder(count)
+        self._adder.add(values, reward, next_obs, terminated, truncated, active, single=single)
 
-    def _count(self, reward: Any) -> tuple[int, bool]:
-        """Number of environments of a call, and whether its values are those of one, without a dimension for it."""
-        shape = np.shape(reward) if not isinstance(reward, torch.Tensor) else tuple(reward.shape)
-        count = shape[0] if len(shape) == 1 else 1
-        if len(shape) > 1 or count == 0 or (self.num_envs or count) != count:
-            wanted = (
-                "a number, or one for each environment" if self.num_envs is None else f"[{self.num_envs}]"
-            )
-            raise SchemaError(f"reward has the shape {list(shape)}; expected {wanted}.")
-        return count, not shape
-
-    @staticmethod
-    def _nestings_of(values: Mapping[str, Any]) -> dict[str, Nesting]:
-        if taken := [name for name in values if (name in _OWN and name not in _FIELDS) or "." in name]:
-            raise SchemaError(
-                f"The columns {taken} were given; expected other names, without dots, than {_OWN}."
-            )
-        return {name: Nesting.of(name, value) for name, value in values.items()}
-
-    def _begin(self, rows: Mapping[str, Array], count: int) -> None:
-        """Create the table of the first rows."""
-        self.num_envs = count
-        known = {name: values for name, values in rows.items() if name not in ("reward", "terminated")}
-        try:
-            self._make(
-                {name: _column(name, values.dtype, values.shape[1:]) for name, values in known.items()}
-            )
-        except BaseException:
-            self._nestings = {}
-            raise
-
-    def _append(
-        self,
-        rows: dict[str, Array],
-        following: dict[str, Array],
-        ended: Array,
-        acting: Array | None,
-        *,
-        resets: bool,
-    ) -> None:
-        """Write checked rows; `resets`: whether some may only reset their environment."""
+    def _new_adder(self, count: int) -> Adder:
+        """What adds to the table, of which `num_envs` is known then."""
         assert self.table is not None
-        if self._writer is None:
-            self.num_envs = len(ended)
-            self._writer = self.table.writers(self.num_envs, commit_every_step=True)
-            self._over = np.zeros(self.num_envs, dtype=bool)
-        writer = self._writer
-        if self._before is not None:
-            same = _same(rows, self._before)
-            if resets and acting is None and (same & self._over).any():
-                acting = ~(same & self._over & (rows["reward"] == 0) & ~ended)
-            broken = ~same & (writer.num_steps > 0)
-            if acting is not None:
-                broken &= acting
-            if broken.any():
-                writer.commit(broken, final=self._before)
-        done = ended | (writer.num_steps >= self._piece - 1)
-        writer.append(rows, done=done, active=acting, final=following if done.any() else None)
-        self._over = ended if acting is None else ended & acting
-        if self._before is None:
-            self._before = {name: values.copy() for name, values in following.items()}
-        else:
-            for name, values in following.items():
-                np.copyto(self._before[name], values, casting="unsafe")
+        adder = Adder(self.table, self._nestings, count, self._piece)
+        self.num_envs = count
+        return adder
+
+    def _begin(
+        self, values: Mapping[str, Any], count: int, single: bool, next_obs: Any, flags: tuple[Any, ...]
+    ) -> None:
+        """Create the table of the first row, all of which fits."""
+        nestings, columns = self._nestings, self._spaces
+        if not nestings:
+            if taken := [name for name in values if (name in _OWN and name not in _FIELDS) or "." in name]:
+                raise SchemaError(
+                    f"The columns {taken} were given; expected other names, without dots, than {_OWN}."
+                )
+            nestings = {name: Nesting.of(name, value) for name, value in values.items()}
+            columns = {}
+            for name, value in values.items():
+                for column, leaf in nestings[name].leaves(value):
+                    array = as_array(leaf)
+                    if not single and array.shape[:1] != (count,):
+                        raise SchemaError(
+                            f"{column!r} has the shape {list(array.shape)}; expected [{count}, ...], one for each "
+                            "environment."
+                        )
+                    columns[column] = _column(column, array.dtype, array.shape if single else array.shape[1:])
+        for column, leaf in nestings["obs"].leaves(next_obs):
+            found, wanted = list(as_array(leaf).shape), columns[column][1]
+            wanted = wanted if single else (count, *wanted)
+            if found != list(wanted):
+                raise SchemaError(f"{'next_' + column!r} has the shape {found}; expected {list(wanted)}.")
+        for name, each in zip(("terminated", "truncated", "active"), flags, strict=True):
+            if each is not None:
+                flags_of(name, each, count)
+        known = self.num_envs
+        self._nestings, self.num_envs = nestings, count
+        try:
+            self._make(columns)
+        except BaseException:
+            self.num_envs = known
+            if self._spaces is None:
+                self._nestings = {}
+            raise
 
     def extend(self, transitions: Mapping[str, Any]) -> None:
         """Add the transitions of one environment, one after another.
@@ -485,36 +447,3 @@ def _column(name: str, dtype: Any, shape: Any) -> tuple[torch.dtype, tuple[int, 
             f"{name!r} has dtype {dtype} and shape {shape}; expected arrays of {', '.join(map(str, _DTYPES))}."
         )
     return known, tuple(shape)
-
-
-def _row(name: str, value: Any, count: int, single: bool, schema: Schema | None, prefix: str = "") -> Array:
-    """The values of a column, [n, *shape], of the shape that it has in the schema, if there is one."""
-    array = as_array(value)
-    array = array[None] if single else array
-    shape = array.shape[1:] if schema is None else schema[name].shape
-    if array.shape != (count, *shape):
-        found, wanted = (array.shape[1:], shape) if single else (array.shape, (count, *shape))
-        raise SchemaError(f"{prefix + name!r} has the shape {list(found)}; expected {list(wanted)}.")
-    return array
-
-
-def _flags(name: str, value: Any, count: int) -> Array:
-    array = np.atleast_1d(as_array(value))
-    if array.shape != (count,) or array.dtype.kind not in "biu":
-        raise SchemaError(
-            f"{name} has the shape {list(array.shape)} and dtype {array.dtype}; expected bool [{count}]."
-        )
-    return array.astype(bool)
-
-
-def _same(rows: Mapping[str, Array], before: Mapping[str, Array]) -> Array:
-    """Whether each environment's observation is the one that followed before, bool [n]."""
-    same: Array | None = None
-    for name, values in before.items():
-        equal = rows[name] == values
-        if not equal.all():
-            equal |= (rows[name] != rows[name]) & (values != values)  # NaN is NaN
-        every = equal.reshape(len(equal), -1).all(1)
-        same = every if same is None else same & every
-    assert same is not None
-    return same

@@ -321,7 +321,7 @@ class GrowingSink(BlockSink):
         parts = np.split(self._request[GROW_HEAD:], np.cumsum(sizes)[:-1])
         columns, sources, following, self._finals, lanes, self.out, masks = parts
         columns[:] = self._columns.reshape(-1)
-        self._sources, self._following = sources.reshape(width, 2), following.reshape(width, 2)
+        self._sources, self.following_sources = sources.reshape(width, 2), following.reshape(width, 2)
         self._sources[:, 1] = self._step_bytes
         self._finals[:] = [column.final for column in self._steps.values()]
         self.lanes = lanes.reshape(n, LANE_WIDTH)
@@ -381,18 +381,35 @@ class GrowingSink(BlockSink):
             if not len(left):
                 return int(request[GROW_ENDED])
             lane = int(request[GROW_AT] + left[0])  # it has to wait for something
-            self._add(np.array([lane]), StepSources(1, self._sources, None), 0, 1, given, self._following)
+            self._add(np.array([lane]), StepSources(1, self._sources, None), 0, 1, given, self.following_sources)
             if self.done[lane] or self.lanes[lane, LANE_STEPS] == request[GROW_CUT]:
                 self.out[lane] = self.lanes[lane, LANE_SLOT]
                 self.lanes[lane] = EMPTY_LANE
                 request[GROW_ENDED] += self.done[lane]
             request[GROW_AT] = lane + 1
 
-    def describe(self, rows: StepSources, following: Bytes, acting: Array | None, ending: Array | None) -> None:
-        """Write rows of all lanes, and the values that follow them, into the request, whose memory stays theirs."""
+    @property
+    def row_sources(self) -> Array:
+        """Of the request: address of the rows of each column, and bytes from one lane's to the next's, int64 [C, 2]."""
+        return self._sources
+
+    def describe(
+        self,
+        rows: StepSources,
+        following: Bytes,
+        acting: Array | None,
+        ending: Array | None,
+        cut: int = -1,
+    ) -> None:
+        """Write where rows of all lanes are, and the values that follow them, into the request.
+
+        Args:
+            acting, ending: as for `add_rows`. cut: steps of a trajectory at which it ends, or -1.
+        """
+        self._request[GROW_CUT] = cut
         if rows.sources is not self._sources:
             self._sources[:] = rows.sources
-        self._following[:] = self.plain(following).sources
+        self.following_sources[:] = self.plain(following).sources
         self.active[:] = True if acting is None else acting
         self.done[:] = False if ending is None else ending
         self.out.fill(-1)

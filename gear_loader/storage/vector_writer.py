@@ -16,6 +16,7 @@ from gear_loader.storage.appender import Appender, Bytes, Given, Sink, here, too
 from gear_loader.storage.final_rows import checked_finals, on_host
 from gear_loader.storage.incoming import checked_priorities
 from gear_loader.storage.schema import Schema, as_mapping, settled
+from gear_loader.storage.staged_rows import StagedRows
 from gear_loader.utils.arrays import Array, address_of, numbers, shown
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
@@ -190,6 +191,15 @@ class VectorWriter:
                 left = ~self.appended if acting is None else acting & ~self.appended
                 self._lanes[left, LANE_STEPS] -= 1
             raise
+
+    def staged(self, cut: int) -> StagedRows:
+        """Rows to write in place, in the place of `append` with `next`; with ``commit_every_step`` only.
+
+        Args:
+            cut: steps of a trajectory after which the next row begins another one, at least 1.
+        """
+        self._moves = True
+        return StagedRows(self._sink, self._appender, cut)  # type: ignore[arg-type]
 
     # ---------------------------------------------------------------- checking
 

@@ -156,8 +156,6 @@ def test_batches_are_what_was_added(
     )
     for turn in range(40):
         add_all(buffer, world, kind)
-        if turn == 0:  # the only transition may have no successor yet
-            continue
         batch = buffer.sample(None if turn % 2 else 4)
         assert len(batch["reward"]) == (9 if turn % 2 else 4)
         check(buffer, world, kind, batch)
@@ -169,14 +167,17 @@ def test_batches_are_what_was_added(
         assert len(buffer) == total
 
 
-def test_a_transition_is_drawn_when_its_successor_is_there() -> None:
-    buffer = gear.ReplayBuffer(100, device="cpu")
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_a_transition_can_be_drawn_at_once(n_step: int) -> None:
+    buffer = gear.ReplayBuffer(100, n_step=n_step, gamma=GAMMA, device="cpu")
     for step in range(20):
         ends = step % 7 == 6
-        buffer.add(np.float32(step), step, 0.0, np.float32(step + 1), False, ends)
-        if step:
-            drawn = set(buffer.sample(400)["obs"].tolist())
-            assert drawn == set(range(step + ends))
+        buffer.add(np.float32(step), step, 1.0, np.float32(step + 1), False, ends)
+        batch = buffer.sample(400)
+        assert set(batch["obs"].tolist()) == set(range(step + 1))
+        episode_end = batch["obs"] // 7 * 7 + 7
+        reached = torch.minimum(torch.minimum(batch["obs"] + n_step, episode_end), torch.tensor(step + 1.0))
+        assert torch.equal(batch["next_obs"], reached)
 
 
 def test_a_full_buffer_drops_its_oldest_and_holds_nearly_its_capacity() -> None:
@@ -184,7 +185,7 @@ def test_a_full_buffer_drops_its_oldest_and_holds_nearly_its_capacity() -> None:
     for step in range(5_010):
         buffer.add(np.float32(step), step, 0.0, np.float32(step + 1), False, False)  # a stream without end
     drawn = set(buffer.sample(20_000)["action"].tolist())
-    assert max(drawn) == 5_008
+    assert max(drawn) == 5_009
     assert 800 <= len(buffer) <= 1_000
     assert min(drawn) == 5_010 - len(buffer)
 
@@ -252,7 +253,7 @@ def test_spaces_tell_the_columns() -> None:
         }
     )
     buffer = gear.ReplayBuffer(
-        50, observation_space=space, action_space=spaces.MultiDiscrete([2, 3]), device="cpu"
+        50, num_envs=1, observation_space=space, action_space=spaces.MultiDiscrete([2, 3]), device="cpu"
     )
     assert buffer.table is not None
     assert list(buffer.table.schema) == [
