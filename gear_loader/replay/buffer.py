@@ -78,14 +78,12 @@ class ReplayBuffer:
         seed: of all draws.
 
     Attributes:
-        table: the `Table`. dataset: the `ReplayDataset`. Both are None before the columns are known.
+        table: the `Table`. dataset: the `ReplayDataset`. Both are None before the columns are known. Until the first of
+            them is read, added rows may wait in memory of the buffer until they are sampled, which makes `add` faster.
 
     Raises:
         SchemaError: an invalid option.
     """
-
-    table: Table | None = None
-    dataset: ReplayDataset | None = None
 
     def __init__(
         self,
@@ -120,7 +118,12 @@ class ReplayBuffer:
         self.num_envs = None if num_envs is None else at_least("num_envs", num_envs)
         self._nestings: dict[str, Nesting] = {}
         self._waiting: dict[str, Any] | None = None  # a state to load when the columns are known
+        self._table: Table | None = None
+        self._dataset: ReplayDataset | None = None
         self._adder: Adder | None = None
+        self._waits = (
+            name is None and disk is None
+        )  # whether added rows may wait: nobody else reads the table
         self._spaces: dict[str, tuple[torch.dtype, tuple[int, ...]]] | None = None  # columns, told by spaces
         if observation_space is not None:
             spaces = {"obs": observation_space, "action": action_space}
@@ -134,6 +137,25 @@ class ReplayBuffer:
                 self._make(columns)
 
     # ---------------------------------------------------------------- the table
+
+    @property
+    def table(self) -> Table | None:
+        """The table, with all that was added; None before its columns are known."""
+        self._flush(waits=False)
+        return self._table
+
+    @property
+    def dataset(self) -> ReplayDataset | None:
+        """The dataset that draws from it; None before."""
+        self._flush(waits=False)
+        return self._dataset
+
+    def _flush(self, *, waits: bool = True) -> None:
+        """Store what `add` has left waiting; `waits`: whether later rows may."""
+        self._waits &= waits
+        if self._adder is not None:
+            self._adder.waits &= waits
+            self._adder.flush()
 
     def _make(self, columns: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         """Create the table of columns without those that every buffer has."""
@@ -163,7 +185,7 @@ class ReplayBuffer:
 
     def _use(self, table: Table) -> None:
         """Draw from this table, and write into it."""
-        self.dataset = ReplayDataset(
+        self._dataset = ReplayDataset(
             table,
             batch_size=self._batch_size,
             windows=self._windows(table),
@@ -173,10 +195,10 @@ class ReplayBuffer:
             device=self._device,
             batches_per_epoch=math.inf,
         )
-        self.table = table
+        self._table = table
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
-            self.dataset.load_state_dict(waiting)
+            self._dataset.load_state_dict(waiting)
 
     def _windows(self, table: Table) -> dict[str, Any]:
         """An anchor needs the step that follows it, which the windows named ``next_obs`` read; so it is complete."""
@@ -195,7 +217,8 @@ class ReplayBuffer:
 
     def __len__(self) -> int:
         """Number of transitions."""
-        return 0 if self.table is None else self.table.num_steps
+        self._flush()
+        return 0 if self._table is None else self._table.num_steps
 
     # ---------------------------------------------------------------- adding
 
@@ -232,15 +255,15 @@ class ReplayBuffer:
         count, single = count_of(reward, self.num_envs)
         values = {"obs": obs, "action": action, **more}
         if self._adder is None:
-            if self.table is None:
+            if self._table is None:
                 self._begin(values, count, single, next_obs, (terminated, truncated, active))
             self._adder = self._new_adder(count)
         self._adder.add(values, reward, next_obs, terminated, truncated, active, single=single)
 
     def _new_adder(self, count: int) -> Adder:
         """What adds to the table, of which `num_envs` is known then."""
-        assert self.table is not None
-        adder = Adder(self.table, self._nestings, count, self._piece)
+        assert self._table is not None
+        adder = Adder(self._table, self._nestings, count, self._piece, waits=self._waits)
         self.num_envs = count
         return adder
 
@@ -332,11 +355,13 @@ class ReplayBuffer:
         """Batches without end, prepared ahead."""
         for batch in self._drawn_from():
             yield self._finish(batch)
+            self._flush()
 
     def _drawn_from(self) -> ReplayDataset:
-        if self.dataset is None or not len(self):
+        self._flush()
+        if self._dataset is None or not len(self):
             raise TableEmptyError("The replay buffer is empty; add a transition before the first sample.")
-        return self.dataset
+        return self._dataset
 
     def _finish(self, batch: Batch) -> Batch:
         """The batch of a user from that of the dataset."""
@@ -373,16 +398,17 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the draws; `save` keeps the transitions."""
-        if self.dataset is None:
+        self._flush()
+        if self._dataset is None:
             return {} if self._waiting is None else self._waiting
-        return self.dataset.state_dict()
+        return self._dataset.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the draws of a state; that of an empty buffer, when the first transition is added."""
-        if self.dataset is None:
+        if self._dataset is None:
             self._waiting = dict(state) or None
         elif state:
-            self.dataset.load_state_dict(dict(state))
+            self._dataset.load_state_dict(dict(state))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all transitions into the directory `path`; see `Table.save`.
@@ -390,9 +416,10 @@ class ReplayBuffer:
         Raises:
             TableEmptyError: nothing was added. CheckpointError: the directory cannot be written.
         """
-        if self.table is None:
+        self._flush()
+        if self._table is None:
             raise TableEmptyError("The replay buffer is empty; add a transition before the first save.")
-        self.table.save(path)
+        self._table.save(path)
         described = {
             "capacity": self.capacity,
             "num_envs": self.num_envs,

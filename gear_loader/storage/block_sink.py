@@ -31,16 +31,8 @@ from gear_loader.native.lanes import (
     LANE_WIDTH,
 )
 from gear_loader.storage.appender import Bytes, Given, here, too_long
-from gear_loader.storage.operations.appending import (
-    GROW_AT,
-    GROW_COLUMNS,
-    GROW_COUNT,
-    GROW_CUT,
-    GROW_ENDED,
-    GROW_HEAD,
-    GROW_PID,
-)
 from gear_loader.storage.operations.view import DONE, OUTSIDE
+from gear_loader.storage.staged_rows import RowsAhead
 from gear_loader.utils.arrays import Array, data_address
 
 if TYPE_CHECKING:
@@ -51,7 +43,6 @@ if TYPE_CHECKING:
 _AT_ONCE = 10
 """Attempts to add steps to a trajectory that was brought back into memory before it is waited in between."""
 _ONE_LANE: Array = np.zeros(1, dtype=np.int64)
-_NO_SOURCES: Array = np.empty((0, 2), dtype=np.int64)
 
 
 class StepSources(NamedTuple):
@@ -307,28 +298,9 @@ class GrowingSink(BlockSink):
 
     def __init__(self, table: Engine, n: int) -> None:
         super().__init__(table, n)
-        rules = table.index.arrays.rules
-        plain = rules.rate_limiter is None and rules.max_age is None and not self.schema.per_trajectory
-        self._at_once = plain
-
-    def _make_request(self, n: int) -> None:
-        """Make the request of `appending.append_lanes`, which holds the lanes."""
-        width = len(self._columns)
-        sizes = (4 * width, 2 * width, 2 * width, width, n * LANE_WIDTH, n, -(-2 * n // 8))
-        self._request = np.zeros(GROW_HEAD + sum(sizes), dtype=np.int64)
-        self._request[[GROW_COUNT, GROW_COLUMNS, GROW_CUT]] = n, width, -1
-        self._request[GROW_PID:GROW_HEAD] = self.index.readers.here()
-        parts = np.split(self._request[GROW_HEAD:], np.cumsum(sizes)[:-1])
-        columns, sources, following, self._finals, lanes, self.out, masks = parts
-        columns[:] = self._columns.reshape(-1)
-        self._sources, self.following_sources = sources.reshape(width, 2), following.reshape(width, 2)
-        self._sources[:, 1] = self._step_bytes
-        self._finals[:] = [column.final for column in self._steps.values()]
-        self.lanes = lanes.reshape(n, LANE_WIDTH)
-        self.lanes[:] = EMPTY_LANE
-        self.active, self.done = masks.view(np.bool_)[: 2 * n].reshape(2, n)
-        self._blocks = np.zeros((n, 0), dtype=np.int32)
-        self._pack_times = struct.Struct("=3q").pack_into  # from GROW_AT to GROW_NOW
+        self._all = np.arange(n)
+        self._finals = np.array([column.final for column in self._steps.values()], dtype=np.int64)
+        self._no_once = np.zeros((len(self._once_columns), 2), dtype=np.int64)
 
     def check_chunks(self, chunk: int, overlap: int) -> None:
         raise AssertionError("trajectories that grow are not cut")
@@ -347,8 +319,7 @@ class GrowingSink(BlockSink):
         if not steps or steps + count > self.most or index.admission.max_age is not None:
             return False
         ops, where, at = index.arrays.ops, index.arrays.where, np.zeros(1, dtype=np.int64)
-        following = (_NO_SOURCES, self._finals)
-        given = (self._columns, rows.sources, *following, first, count, 0, int(self.table.policy[0]))
+        given = (self._columns, rows.sources, first, count, 0, int(self.table.policy[0]))
         answer = index.recovery.lock.run(ops.grow_lanes, where, lanes, _ONE_LANE, at, *given)
         return answer == DONE and bool(lanes[0, LANE_STEPS])
 
@@ -357,96 +328,56 @@ class GrowingSink(BlockSink):
         self._add(chosen, rows, 0, 1, given)
         return ending is not None and bool((ending if acting is None else ending & acting).any())
 
-    def append_request(self, given: Given) -> int:
-        """Add the row of each active lane that the request describes, with the values that follow it.
-
-        A row goes on with its lane's trajectory if it repeats the values that followed the row before; else it begins
-        another one. Lanes that are done end.
+    def append_rows(self, rows: RowsAhead, at: Array, given: Given) -> None:
+        """Append rows to the trajectories of lanes; see `appending.append_lanes`.
 
         Args:
+            at: int64 [2], as there: zeros at first; an error leaves it at the row that was not appended.
             given: as for `add`.
-
-        Returns:
-            Number of active lanes that are done. Slots of trajectories that have ended are in `out`.
         """
-        index, request = self.index, self._request
-        ops, where, evict = index.arrays.ops, index.arrays.where, int(self.table.policy[0])
-        self._pack_times(request.data, 8 * GROW_AT, 0, 0, time.monotonic_ns())
-        while True:
-            if self._at_once:
-                answer = index.recovery.lock.run(ops.append_lanes, where, request, evict)
-                if answer == DONE:
-                    return int(request[GROW_ENDED])
-            left = np.flatnonzero(self.active[request[GROW_AT] :])
-            if not len(left):
-                return int(request[GROW_ENDED])
-            lane = int(request[GROW_AT] + left[0])  # it has to wait for something
-            self._add(np.array([lane]), StepSources(1, self._sources, None), 0, 1, given, self.following_sources)
-            if self.done[lane] or self.lanes[lane, LANE_STEPS] == request[GROW_CUT]:
-                self.out[lane] = self.lanes[lane, LANE_SLOT]
-                self.lanes[lane] = EMPTY_LANE
-                request[GROW_ENDED] += self.done[lane]
-            request[GROW_AT] = lane + 1
+        lanes, index = self.lanes, self.index
+        evict, wait = self.table.policy
+        ops, where, here = index.arrays.ops, index.arrays.where, index.readers.here()
+        once = self._no_once
+        if given.once:
+            once = _located_bytes(given.once, list(self.schema.per_trajectory)).sources
+        told = (self._columns, rows.sources, rows.following, self._finals, self._once_columns, once)
+        told = (*told, rows.active, rows.done, rows.over, rows.cut, rows.reward, given.priorities, given.out)
+        first, place = int(at[0]), np.zeros(2, dtype=np.int64)
+        place[1] = at[1]
 
-    @property
-    def row_sources(self) -> Array:
-        """Of the request: address of the rows of each column, and bytes from one lane's to the next's, int64 [C, 2]."""
-        return self._sources
+        def append(chosen: Array, upto: Array) -> int:
+            now = time.monotonic_ns()
+            answer: int = ops.append_lanes(where, lanes, chosen, place, *told, now, int(evict), *here)
+            at[0], at[1], upto[0] = first + place[0], place[1], place[0]
+            return answer
 
-    def describe(
-        self,
-        rows: StepSources,
-        following: Bytes,
-        acting: Array | None,
-        ending: Array | None,
-        cut: int = -1,
-    ) -> None:
-        """Write where rows of all lanes are, and the values that follow them, into the request.
+        def missing(lane: int) -> tuple[int, int, int]:
+            return int(lanes[lane, LANE_STEPS] == 0), -(-2 // self._block_steps), 1
 
-        Args:
-            acting, ending: as for `add_rows`. cut: steps of a trajectory at which it ends, or -1.
-        """
-        self._request[GROW_CUT] = cut
-        if rows.sources is not self._sources:
-            self._sources[:] = rows.sources
-        self.following_sources[:] = self.plain(following).sources
-        self.active[:] = True if acting is None else acting
-        self.done[:] = False if ending is None else ending
-        self.out.fill(-1)
+        self._thread = threading.get_ident()
+        limited = index.arrays.rules.rate_limiter is not None
+        chosen = self._all[first:]
+        index.change_lanes(lanes, chosen, append, needed=missing, evict=evict, wait=wait, inserts=limited)
 
-    def _add(
-        self,
-        chosen: Array,
-        rows: StepSources,
-        first: int,
-        count: int,
-        given: Given,
-        following: Array = _NO_SOURCES,
-    ) -> None:
-        """Add steps to the trajectories of lanes, and then to new ones of lanes that have none.
-
-        Args:
-            following: as for `growth.grow_lanes`.
-        """
+    def _add(self, chosen: Array, rows: StepSources, first: int, count: int, given: Given) -> None:
+        """Add steps to the trajectories of lanes, and then to new ones of lanes that have none."""
         lanes = self.lanes
         self._drop_half_begun(chosen)
-        moves = int(len(following) > 0)
-        longest = int(lanes[chosen, LANE_STEPS].max(initial=0)) + count + moves
+        longest = int(lanes[chosen, LANE_STEPS].max(initial=0)) + count
         if longest > self.most:
             raise too_long(longest, self.longest)
-        self._grow(chosen, rows, first, count, following)
+        self._grow(chosen, rows, first, count, final=False)
         chosen = chosen[lanes[chosen, LANE_STEPS] == 0]
         if not len(chosen):
             return
         try:
-            self.room(chosen, count + moves)
+            self.room(chosen, count)
             self._put(chosen, rows, first, count)
             lanes[chosen, LANE_STEPS] = count
-            if moves:
-                self._put(chosen, StepSources(1, following, None), 0, 1)
             self._put_once(chosen, given.once)
             begun = Given(len(lanes))
-            begun.priorities, begun.last = given.priorities, {} if moves else None
+            begun.priorities = given.priorities
             self._finish(chosen, np.zeros(len(lanes), dtype=bool), begun)
         except BaseException:
             self._drop_half_begun(chosen)
@@ -458,16 +389,7 @@ class GrowingSink(BlockSink):
         if len(chosen):
             super().abort(chosen)
 
-    def _grow(
-        self,
-        chosen: Array,
-        rows: StepSources,
-        first: int,
-        count: int,
-        following: Array = _NO_SOURCES,
-        *,
-        final: bool = False,
-    ) -> None:
+    def _grow(self, chosen: Array, rows: StepSources, first: int, count: int, *, final: bool) -> None:
         """Add steps, or the final step, to the trajectories of lanes that have one; the others are left out."""
         lanes, index = self.lanes, self.index
         chosen = chosen[lanes[chosen, LANE_STEPS] > 0]
@@ -477,7 +399,7 @@ class GrowingSink(BlockSink):
         outside: list[int] = []  # lanes whose trajectories lie on disk only
 
         def grow(chosen: Array, at: Array) -> int:
-            given = (self._columns, sources, following, self._finals, first, count, int(final), int(evict))
+            given = (self._columns, sources, first, count, int(final), int(evict))
             answer: int = ops.grow_lanes(where, lanes, chosen, at, *given)
             while answer == OUTSIDE:
                 outside.append(int(chosen[at[0]]))

@@ -1,54 +1,103 @@
-"""Rows of n environments that are written into memory of their writer, from which it appends them."""
+"""Rows of n environments that wait in memory until their writer appends them together."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from gear_loader.storage.appender import Appender, Given
-from gear_loader.utils.arrays import Array
+from gear_loader.storage.operations.appending import UNLESS_RESET
+from gear_loader.utils.arrays import Array, data_address
 
 if TYPE_CHECKING:
     from gear_loader.storage.block_sink import GrowingSink
 
 
-class StagedRows:
-    """Appends as `VectorWriter.append` with `next` does, without checking anything: the caller has.
+class RowsAhead(NamedTuple):
+    """Rows of all lanes in memory, and the values that follow each; see `appending.append_lanes`.
 
     Attributes:
-        rows: column -> values ``[n, *shape]`` of the next row. following: column with final steps -> values after it.
-        row_sources, following_sources: column -> int64 [2], address of the values, and bytes from one environment's to
-            the next's. A caller may set an address, of memory that holds such values during `append`.
-        active, done: bool [n]: the environments that take a step, and those whose trajectories end with it.
+        hold: owner of the memory.
     """
 
-    def __init__(self, sink: GrowingSink, appender: Appender, cut: int) -> None:
-        n, schema = len(sink.lanes), sink.schema.steps
-        self._sink, self._appender, self._given = sink, appender, Given(n)
-        self.rows = {
-            name: np.zeros((n, *column.shape), column.numpy_dtype) for name, column in schema.items()
-        }
-        self.following = {
-            name: np.zeros_like(rows) for name, rows in self.rows.items() if schema[name].final
-        }
-        following = {name: _bytes(rows) for name, rows in self.following.items()}
-        rows = sink.plain({name: _bytes(values) for name, values in self.rows.items()})
-        sink.describe(rows, {**sink.schema.zero_step, **following}, None, None, cut)
-        self.row_sources = dict(zip(schema, sink.row_sources, strict=True))
-        self.following_sources = dict(zip(schema, sink.following_sources, strict=True))
-        self.active, self.done = sink.active, sink.done
+    sources: Array
+    following: Array
+    active: Array
+    done: Array
+    over: Array
+    cut: int
+    reward: int
+    hold: object
 
-    def append(self) -> int:
-        """Append the row of each active environment; return how many of them are done.
+
+class StagedRows:
+    """Rows that are written into this memory, and appended together: `VectorWriter.append` with `next`, for K rows.
+
+    Nothing is checked: the caller has done that.
+
+    Attributes:
+        rows: column -> values ``[K, n, *shape]``. following: column with final steps -> values after each row.
+        active: uint8 [K, n]: whether an environment takes a step: 0, 1, or UNLESS_RESET, as at first; see
+            `appending.append_lanes`. done: bool [K, n]: those whose trajectories end with it.
+        count: number of rows that are written and not appended.
+
+    Args:
+        length: K. cut: steps of a trajectory after which the next row begins another one, at least 1.
+        reward: column of the reward.
+    """
+
+    def __init__(self, sink: GrowingSink, appender: Appender, length: int, cut: int, reward: str) -> None:
+        n, schema = len(sink.lanes), sink.schema.steps
+        self._sink, self._appender, self._given, self.length = sink, appender, Given(n), length
+        self.rows = {
+            name: np.zeros((length, n, *column.shape), column.numpy_dtype) for name, column in schema.items()
+        }
+        # The row before the first is what followed the last row that was appended.
+        self._after = {
+            name: np.zeros((length + 1, *rows.shape[1:]), rows.dtype)
+            for name, rows in self.rows.items()
+            if schema[name].final
+        }
+        self.following = {name: values[1:] for name, values in self._after.items()}
+        self.active = np.full((length, n), UNLESS_RESET, dtype=np.uint8)
+        self.done = np.zeros((length, n), dtype=bool)
+        names = list(schema)
+        self._ahead = RowsAhead(
+            np.array([_place(self.rows[name], n) for name in names]),
+            np.array(
+                [_place(self.following[name], n) if name in self.following else (0, 0, 0) for name in names]
+            ),
+            self.active,
+            self.done,
+            np.zeros(n, dtype=bool),
+            cut,
+            names.index(reward),
+            self,
+        )
+        self._at = np.zeros(2, dtype=np.int64)
+        self.count = 0
+
+    def append(self) -> None:
+        """Append the rows that wait.
 
         Raises:
-            As `VectorWriter.append`, but nothing for values.
+            As `VectorWriter.append`; the rows that are not appended wait on, and none can be written before.
         """
+        if not self.count:
+            return
         self._appender.check_usable()
-        return self._sink.append_request(self._given)
+        ahead = self._ahead
+        if self.count < self.length:
+            ahead = ahead._replace(active=self.active[: self.count], done=self.done[: self.count])
+        self._sink.append_rows(ahead, self._at, self._given)
+        for values in self._after.values():
+            values[0] = values[self.count]
+        self.active[: self.count] = UNLESS_RESET
+        self._at[:] = 0
+        self.count = 0
 
 
-def _bytes(values: Array) -> Array:
-    """Values [n, *shape] as uint8 [n, step_bytes]."""
-    return values.reshape(len(values), -1).view(np.uint8).reshape(len(values), -1)
+def _place(values: Array, n: int) -> tuple[int, int, int]:
+    """Address of values [K, n, *shape], bytes from one environment's to the next's, and bytes from row to row."""
+    return data_address(values), values.nbytes // len(values) // n, values.nbytes // len(values)

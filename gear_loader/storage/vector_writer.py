@@ -16,7 +16,7 @@ from gear_loader.storage.appender import Appender, Bytes, Given, Sink, here, too
 from gear_loader.storage.final_rows import checked_finals, on_host
 from gear_loader.storage.incoming import checked_priorities
 from gear_loader.storage.schema import Schema, as_mapping, settled
-from gear_loader.storage.staged_rows import StagedRows
+from gear_loader.storage.staged_rows import RowsAhead, StagedRows
 from gear_loader.utils.arrays import Array, address_of, numbers, shown
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
@@ -73,6 +73,7 @@ class VectorWriter:
         self._given = Given(n)
         self.appended: Array = self._nobody
         self._moves = False  # whether rows have `next`
+        self._over = np.zeros(n, dtype=bool)
 
     # ---------------------------------------------------------------- appending
 
@@ -90,7 +91,7 @@ class VectorWriter:
         active: Any = None,
         priority: Any = None,
         final: Mapping[str, Any] | None = None,
-        next: Mapping[str, Any] | None = None,  # noqa: A002 - the field's word
+        next: Mapping[str, Any] | None = None,
         **columns: Any,
     ) -> Array:
         """Append one step of each environment, and commit the trajectories that end with it.
@@ -143,7 +144,7 @@ class VectorWriter:
             longest = int((steps if acting is None else steps[acting]).max(initial=0)) + 2
             if longest > sink.longest:
                 raise too_long(longest, sink.longest)
-            sink.describe(found, following, acting, ending)
+            rows = self._ahead(found, following, acting, ending)
         if final is not None:
             steps = self._lanes[:, LANE_STEPS] + (1 if acting is None else acting)
             appender.check_lengths(steps, ends, final=True)
@@ -152,8 +153,7 @@ class VectorWriter:
         try:
             if following is not None:
                 self._moves = True
-                sink.append_request(given)
-                given.out[:] = sink.out
+                sink.append_rows(rows, np.zeros(2, dtype=np.int64), given)  # type: ignore[attr-defined]
             elif sink.add_rows(found, acting, ending, given):
                 self._end(ending, acting)
         except GearError:
@@ -192,14 +192,10 @@ class VectorWriter:
                 self._lanes[left, LANE_STEPS] -= 1
             raise
 
-    def staged(self, cut: int) -> StagedRows:
-        """Rows to write in place, in the place of `append` with `next`; with ``commit_every_step`` only.
-
-        Args:
-            cut: steps of a trajectory after which the next row begins another one, at least 1.
-        """
+    def staged(self, rows: int, *, cut: int, reward: str) -> StagedRows:
+        """Memory for rows that are appended together, in the place of `append` with `next`; see `StagedRows`."""
         self._moves = True
-        return StagedRows(self._sink, self._appender, cut)  # type: ignore[arg-type]
+        return StagedRows(self._sink, self._appender, rows, cut, reward)  # type: ignore[arg-type]
 
     # ---------------------------------------------------------------- checking
 
@@ -215,6 +211,19 @@ class VectorWriter:
                 "call from the first on, or in none, and without final. Nothing was appended."
             )
         return checked_finals(self._schema, following, np.ones(self.num_envs, dtype=bool))
+
+    def _ahead(self, rows: Any, following: Bytes, acting: Array | None, ending: Array | None) -> RowsAhead:
+        """One row of each environment, and what follows it."""
+        after = self._sink.plain(following)
+        apart = [
+            np.append(each.sources, np.zeros((len(each.sources), 1), np.int64), 1) for each in (rows, after)
+        ]  # type: ignore[attr-defined]
+        active, done = np.ones((1, self.num_envs), np.uint8), np.zeros((1, self.num_envs), bool)
+        if acting is not None:
+            active[0] = acting
+        if ending is not None:
+            done[0] = ending
+        return RowsAhead(*apart, active, done, self._over, -1, 0, (rows, after))
 
     def _describe(self, priority: Any) -> None:
         """Check what trajectories get beside their steps, but for their final ones, and have it ready."""

@@ -211,23 +211,106 @@ def _end_lanes(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _grow_lanes(  # type: ignore[no-untyped-def]
-    p, lanes, chosen, at, columns, sources, following, finals, first, count, final, evict
-):
-    v = view_at(p)
-    return grow_lanes(
-        v, lanes, chosen, at, columns, sources, following, finals, first, count, final, evict
+def _grow_lanes(p, lanes, chosen, at, columns, sources, first, count, final, evict):  # type: ignore[no-untyped-def]
+    return grow_lanes(view_at(p), lanes, chosen, at, columns, sources, first, count, final, evict)
+
+
+@compiled
+def _append_lanes_light(
+    p,
+    lanes,
+    chosen,
+    at,
+    columns,
+    sources,
+    following,
+    finals,
+    once_columns,
+    once_sources,
+    active,
+    done,
+    over,
+    cut,
+    reward,
+    priorities,
+    out,
+    now,
+    evict,
+    pid,
+    start,
+):  # type: ignore[no-untyped-def]
+    return append_lanes(
+        view_at(p),
+        lanes,
+        chosen,
+        at,
+        columns,
+        sources,
+        following,
+        finals,
+        once_columns,
+        once_sources,
+        active,
+        done,
+        over,
+        cut,
+        reward,
+        priorities,
+        out,
+        now,
+        None,
+        pid,
+        start,
     )
 
 
 @compiled
-def _append_lanes_light(p, request, evict):  # type: ignore[no-untyped-def]
-    return append_lanes(view_at(p), request, None)
-
-
-@compiled
-def _append_lanes(p, request, evict):  # type: ignore[no-untyped-def]
-    return append_lanes(view_at(p), request, evict)
+def _append_lanes(
+    p,
+    lanes,
+    chosen,
+    at,
+    columns,
+    sources,
+    following,
+    finals,
+    once_columns,
+    once_sources,
+    active,
+    done,
+    over,
+    cut,
+    reward,
+    priorities,
+    out,
+    now,
+    evict,
+    pid,
+    start,
+):  # type: ignore[no-untyped-def]
+    return append_lanes(
+        view_at(p),
+        lanes,
+        chosen,
+        at,
+        columns,
+        sources,
+        following,
+        finals,
+        once_columns,
+        once_sources,
+        active,
+        done,
+        over,
+        cut,
+        reward,
+        priorities,
+        out,
+        now,
+        evict,
+        pid,
+        start,
+    )
 
 
 @compiled

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from gear_loader.native.compile import inlined
-from gear_loader.native.copying import copy_common, copy_some, copy_steps, repeats
+from gear_loader.native.copying import copy_common, copy_steps
 from gear_loader.native.lanes import (
     LANE_COMMON,
     LANE_GENERATION,
@@ -443,69 +443,6 @@ def end_lanes(
 
 
 @inlined
-def grow_lane(
-    v: Any,
-    lane: Any,
-    i: Any,
-    columns: Any,
-    sources: Any,
-    following: Any,
-    finals: Any,
-    first: Any,
-    count: Any,
-    final: Any,
-    evict: Any,
-) -> Any:
-    """`lengthen`, copy and `publish_steps` for the growing trajectory of lane `i`.
-
-    With `following` the trajectory's final step moves. It holds the values of the new step in the columns `finals`
-    already; where it does not, the trajectory is GONE. So a reader that knows the length before finds the same bytes.
-
-    Args:
-        following, finals and the others: as for `grow_lanes`.
-
-    Returns:
-        As `lengthen`.
-    """
-    slot, moves = lane[LANE_SLOT], len(following)
-    if moves and v.state[slot] == READY and v.generation[slot] == lane[LANE_GENERATION]:
-        known, start, length = v.extent[slot, 2], v.extent[slot, 1], v.extent[slot, 0]
-        if known and start >= 0:
-            place = length // v.block_steps
-            block = np.int64(v.block_ids[start + place])
-            require(block >= 0 and block < v.num_blocks)
-            # Its machine code is linked into the cached code of this file: a change of it needs a change here.
-            if not repeats(columns, block, length - place * v.block_steps, sources, i, finals):
-                return GONE
-    else:
-        known = np.int64(0)
-    more, behind = 0 if final else count, 1 if moves else final
-    answer = lengthen(v, slot, lane[LANE_GENERATION], more, behind, evict, lane[LANE_RUN:])
-    if answer != DONE:
-        return answer
-    done, length = 0, v.extent[slot, 0]
-    while done < count + (1 if moves else 0):
-        place = (length + done) // v.block_steps
-        inside = length + done - place * v.block_steps
-        block = np.int64(v.block_ids[v.extent[slot, 1] + place])
-        require(block >= 0 and block < v.num_blocks)
-        if moves and done == count:
-            copy_some(columns, block, inside, following, i, finals, 1)
-            done += 1
-            continue
-        if moves and known:
-            copy_some(columns, block, inside, sources, i, finals, 0)
-            done += 1
-            continue
-        steps = min(v.block_steps - inside, count - done)
-        copy_steps(columns, block, inside, sources, i, first + done, steps)
-        done += steps
-    publish_steps(v, slot, more, behind)
-    lane[LANE_STEPS] += more
-    return DONE
-
-
-@inlined
 def grow_lanes(
     v: Any,
     lanes: Any,
@@ -513,21 +450,17 @@ def grow_lanes(
     at: Any,
     columns: Any,
     sources: Any,
-    following: Any,
-    finals: Any,
     first: Any,
     count: Any,
     final: Any,
     evict: Any,
 ) -> Any:
-    """`grow_lane` for each lane with a trajectory; those without one are left out.
+    """`lengthen`, copy and `publish_steps` for the growing trajectory of each lane; those without one are left out.
 
     A lane whose trajectory was evicted or removed has none afterwards.
 
     Args:
         columns, sources, first, count: as for `gear_loader.native.copying.put_rows`.
-        following: sources of the values after the step, of one step a lane; int64 [0, 2] for none. finals: int64 [C],
-            1 for the columns that have final steps.
         final: 1 if the step is the final one, and `count` 1; else 0. evict: as for `make_room`.
 
     Returns:
@@ -538,14 +471,28 @@ def grow_lanes(
     for j in range(at[0], len(chosen)):
         at[0] = j
         i = chosen[j]
-        lane = lanes[i]
+        lane, slot = lanes[i], lanes[i, LANE_SLOT]
         if lane[LANE_STEPS] == 0:
             continue
-        answer = grow_lane(v, lane, i, columns, sources, following, finals, first, count, final, evict)
+        more = 0 if final else count
+        answer = lengthen(v, slot, lane[LANE_GENERATION], more, final, evict, lane[LANE_RUN:])
         if answer == GONE:
             clear_lane(lane, -1)
-        elif answer != DONE:
+            continue
+        if answer != DONE:
             return answer
+        done, length = 0, v.extent[slot, 0]
+        while done < count:
+            place = (length + done) // v.block_steps
+            inside = length + done - place * v.block_steps
+            steps = min(v.block_steps - inside, count - done)
+            block = np.int64(v.block_ids[v.extent[slot, 1] + place])
+            require(block >= 0 and block < v.num_blocks)
+            # Its machine code is linked into the cached code of this file: a change of it needs a change here.
+            copy_steps(columns, block, inside, sources, i, first + done, steps)
+            done += steps
+        publish_steps(v, slot, more, final)
+        lane[LANE_STEPS] += more
     at[0] = len(chosen)
     return DONE
 
