@@ -94,12 +94,15 @@ class Adder:
         self._next_leaf = self._following["obs"] if "obs" in leaves else None
         self._reward = self._columns["reward"]
         self._terminated = staged.rows["terminated"]
-        self._truncated = np.zeros(num_envs, dtype=bool)
+        self._truncated = np.zeros_like(self._terminated)
+        self.shape = (num_envs,)
 
     def flush(self) -> None:
         """Append what waits to the table."""
-        if self._staged.count:
-            self._staged.append()
+        staged, count = self._staged, self._staged.count
+        if count:
+            np.logical_or(self._terminated[:count], self._truncated[:count], out=staged.done[:count])
+            staged.append()
 
     def add(
         self,
@@ -125,7 +128,7 @@ class Adder:
             )
         place = staged.count
         if place == staged.length:  # an error has left them there
-            staged.append()
+            self.flush()
             place = 0
         for name, value in values.items():
             column = leaves.get(name)
@@ -139,37 +142,29 @@ class Adder:
         column = self._reward
         if not (column.put(place, reward) if single else column.put_rows(place, reward)):
             column.convert(place, reward, single=single)
-        done, terminations = staged.done[place], self._terminated[place]
+        shape = self.shape
         if type(terminated) is bool and type(truncated) is bool and single:
-            terminations[0], done[0] = terminated, terminated or truncated
+            self._terminated[place, 0], self._truncated[place, 0] = terminated, truncated
         else:
-            _put_flags(terminations, "terminated", terminated)
-            _put_flags(self._truncated, "truncated", truncated)
-            np.logical_or(terminations, self._truncated, out=done)
+            for flags, name, value in (
+                (self._terminated, "terminated", terminated),
+                (self._truncated, "truncated", truncated),
+            ):
+                known = type(value) is np.ndarray and value.dtype is _BOOL and value.shape == shape
+                flags[place] = value if known else flags_of(name, value, self.num_envs)
         if single:
             staged.active[place, 0] = 1
         if active is not None:
             staged.active[place] = flags_of("active", active, self.num_envs)
         staged.count = place + 1
         if staged.count == staged.length or not self.waits:
-            staged.append()
+            self.flush()
 
     def _convert(
         self, columns: Mapping[str, RowColumn], name: str, place: int, value: Any, *, single: bool
     ) -> None:
         for column, leaf in self.nestings[name].leaves(value):
             columns[column].convert(place, leaf, single=single)
-
-
-def _put_flags(out: Array, name: str, value: Any) -> None:
-    """Write what `flags_of` accepts into bool [n]."""
-    kind = type(value)
-    if (kind is bool or kind is np.bool_) and len(out) == 1:
-        out[0] = value
-    elif kind is np.ndarray and value.dtype is _BOOL and value.shape == out.shape:
-        out[:] = value
-    else:
-        out[:] = flags_of(name, value, len(out))
 
 
 def flags_of(name: str, value: Any, count: int) -> Array:
@@ -196,7 +191,7 @@ def count_of(reward: Any, known: int | None) -> tuple[int, bool]:
         SchemaError: another number.
     """
     kind = type(reward)
-    if kind is float or kind is int:
+    if kind is float:
         shape: tuple[int, ...] = ()
     elif kind is np.ndarray or isinstance(reward, (torch.Tensor, np.generic)):
         shape = tuple(reward.shape)

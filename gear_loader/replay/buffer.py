@@ -252,13 +252,16 @@ class ReplayBuffer:
         Raises:
             SchemaError: a value does not fit the columns. Nothing was added.
         """
+        adder, values = self._adder, {"obs": obs, "action": action, **more}
+        if adder is not None and type(reward) is np.ndarray and reward.shape == adder.shape:
+            adder.add(values, reward, next_obs, terminated, truncated, active, single=False)
+            return
         count, single = count_of(reward, self.num_envs)
-        values = {"obs": obs, "action": action, **more}
-        if self._adder is None:
+        if adder is None:
             if self._table is None:
                 self._begin(values, count, single, next_obs, (terminated, truncated, active))
-            self._adder = self._new_adder(count)
-        self._adder.add(values, reward, next_obs, terminated, truncated, active, single=single)
+            adder = self._adder = self._new_adder(count)
+        adder.add(values, reward, next_obs, terminated, truncated, active, single=single)
 
     def _new_adder(self, count: int) -> Adder:
         """What adds to the table, of which `num_envs` is known then."""

@@ -343,8 +343,15 @@ class GrowingSink(BlockSink):
             once = _located_bytes(given.once, list(self.schema.per_trajectory)).sources
         told = (self._columns, rows.sources, rows.following, self._finals, self._once_columns, once)
         told = (*told, rows.active, rows.done, rows.over, rows.cut, rows.reward, given.priorities, given.out)
-        first, place = int(at[0]), np.zeros(2, dtype=np.int64)
-        place[1] = at[1]
+        self._thread = threading.get_ident()
+        limited = index.arrays.rules.rate_limiter is not None
+        if not limited and index.admission.max_age is None:
+            given_now = (time.monotonic_ns(), int(evict), *here)
+            answer = index.recovery.lock.run(ops.append_lanes, where, lanes, self._all, at, *told, *given_now)
+            if answer == DONE:
+                return
+        # It has to wait, or to be let in, lane by lane.
+        first, place = int(at[0]), np.array([0, at[1]])
 
         def append(chosen: Array, upto: Array) -> int:
             now = time.monotonic_ns()
@@ -355,8 +362,6 @@ class GrowingSink(BlockSink):
         def missing(lane: int) -> tuple[int, int, int]:
             return int(lanes[lane, LANE_STEPS] == 0), -(-2 // self._block_steps), 1
 
-        self._thread = threading.get_ident()
-        limited = index.arrays.rules.rate_limiter is not None
         chosen = self._all[first:]
         index.change_lanes(lanes, chosen, append, needed=missing, evict=evict, wait=wait, inserts=limited)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from gear_loader.utils.arrays import Array, data_address
 
 if TYPE_CHECKING:
     from gear_loader.storage.block_sink import GrowingSink
+
+_SPREAD_BYTES = 512
 
 
 class RowsAhead(NamedTuple):
@@ -51,25 +54,28 @@ class StagedRows:
         n, schema = len(sink.lanes), sink.schema.steps
         self._sink, self._appender, self._given, self.length = sink, appender, Given(n), length
         self.rows = {
-            name: np.zeros((length, n, *column.shape), column.numpy_dtype) for name, column in schema.items()
+            name: _spread(length, (n, *column.shape), column.numpy_dtype) for name, column in schema.items()
         }
         # The row before the first is what followed the last row that was appended.
         self._after = {
-            name: np.zeros((length + 1, *rows.shape[1:]), rows.dtype)
+            name: _spread(length + 1, rows.shape[1:], rows.dtype)
             for name, rows in self.rows.items()
             if schema[name].final
         }
         self.following = {name: values[1:] for name, values in self._after.items()}
-        self.active = np.full((length, n), UNLESS_RESET, dtype=np.uint8)
-        self.done = np.zeros((length, n), dtype=bool)
+        active, done = (_spread(length, (n,), np.dtype(np.uint8)) for _ in range(2))
+        active[:] = UNLESS_RESET
+        # With what lies between two rows they are contiguous, as the loop takes them.
+        self._active, self._done = (each.base.reshape(length, -1) for each in (active, done))
+        self.active, self.done = active, done.view(np.bool_)
         names = list(schema)
         self._ahead = RowsAhead(
             np.array([_place(self.rows[name], n) for name in names]),
             np.array(
                 [_place(self.following[name], n) if name in self.following else (0, 0, 0) for name in names]
             ),
-            self.active,
-            self.done,
+            self._active,
+            self._done.view(np.bool_),
             np.zeros(n, dtype=bool),
             cut,
             names.index(reward),
@@ -89,7 +95,7 @@ class StagedRows:
         self._appender.check_usable()
         ahead = self._ahead
         if self.count < self.length:
-            ahead = ahead._replace(active=self.active[: self.count], done=self.done[: self.count])
+            ahead = ahead._replace(active=ahead.active[: self.count], done=ahead.done[: self.count])
         self._sink.append_rows(ahead, self._at, self._given)
         for values in self._after.values():
             values[0] = values[self.count]
@@ -100,4 +106,17 @@ class StagedRows:
 
 def _place(values: Array, n: int) -> tuple[int, int, int]:
     """Address of values [K, n, *shape], bytes from one environment's to the next's, and bytes from row to row."""
-    return data_address(values), values.nbytes // len(values) // n, values.nbytes // len(values)
+    return data_address(values), values.strides[1], values.strides[0]
+
+
+def _spread(length: int, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Zeros [length, *shape]. Large rows lie an odd number of cache lines apart: the values of one environment would
+    otherwise be in few sets of the caches, and drive out each other."""
+    size = math.prod(shape) * dtype.itemsize
+    apart = size if size < _SPREAD_BYTES else 64 * (-(-size // 64) | 1)
+    memory: Array = np.zeros(length * apart, dtype=np.uint8)
+    strides = [apart]
+    for k in range(len(shape)):
+        strides.append(math.prod(shape[k + 1 :]) * dtype.itemsize)
+    values: Array = np.ndarray((length, *shape), dtype, memory, strides=tuple(strides))
+    return values
