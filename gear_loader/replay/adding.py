@@ -30,7 +30,7 @@ class RowColumn(StepColumn):
 
     def __init__(self, name: str, what: str, column: Column, rows: Array) -> None:
         super().__init__(name, column)
-        self.what, self._rows, self._many = what, rows, rows.shape[1:]
+        self.what, self.rows, self._many = what, rows, rows.shape[1:]
         # `put` writes the row of the only environment.
         self.view = rows[:, 0] if rows.shape[1] == 1 else self._spare
         self._flat = rows.reshape(len(rows), -1)
@@ -41,10 +41,10 @@ class RowColumn(StepColumn):
         if type(value) is not np.ndarray or value.shape != self._many:
             return False
         if value.dtype is self._dtype:
-            self._rows[place] = value
+            self.rows[place] = value
             return True
         if value.dtype is _DOUBLE and self._dtype is _FLOAT:
-            self._rows[place] = value
+            self.rows[place] = value
             return bool(self._flat[place].dot(self._zeros) == 0)  # NaN if one is infinite now, or was NaN
         return False
 
@@ -54,11 +54,19 @@ class RowColumn(StepColumn):
         Raises:
             SchemaError: another shape, or a dtype that cannot be cast.
         """
-        array = as_array(value)
         wanted = self._many[1:] if single else self._many
-        if array.shape != wanted:
-            raise SchemaError(f"{self.what!r} has the shape {list(array.shape)}; expected {list(wanted)}.")
-        self._rows[place] = cast_to(array, self._column.dtype_name, repr(self.what))
+        self.rows[place] = self._cast(as_array(value), wanted)
+
+    def converted(self, values: Any) -> Array:
+        """T rows of the only environment as an array of the column's dtype, [T, *shape]; raises as `convert`."""
+        array = as_array(values)
+        return self._cast(array, (len(array), *self._many[1:]))
+
+    def _cast(self, array: Array, shape: tuple[int, ...]) -> Array:
+        if array.shape != shape:
+            raise SchemaError(f"{self.what!r} has the shape {list(array.shape)}; expected {list(shape)}.")
+        found: Array = cast_to(array, self._column.dtype_name, repr(self.what))
+        return found
 
 
 class Adder:
@@ -122,10 +130,7 @@ class Adder:
         """
         leaves, staged = self._leaves, self._staged
         if values.keys() != self.nestings.keys():
-            raise SchemaError(
-                f"The columns {sorted(values)} were given; expected {sorted(self.nestings)}, as before: "
-                f"{sorted(values.keys() ^ self.nestings.keys())}."
-            )
+            self._check_names(values)
         place = staged.count
         if place == staged.length:  # an error has left them there
             self.flush()
@@ -159,6 +164,56 @@ class Adder:
         staged.count = place + 1
         if staged.count == staged.length or not self.waits:
             self.flush()
+
+    def extend(
+        self,
+        values: Mapping[str, Any],
+        reward: Any,
+        next_obs: Any,
+        terminated: Any,
+        truncated: Any,
+        active: Any,
+    ) -> None:
+        """Add T transitions of the only environment; see `ReplayBuffer.extend`.
+
+        Args:
+            values: as for `add`, each [T, *shape], as the others.
+        """
+        self._check_names(values)
+        columns, nestings, staged = self._columns, self.nestings, self._staged
+        pairs = [
+            (columns[c], leaf) for name, each in values.items() for c, leaf in nestings[name].leaves(each)
+        ]
+        pairs += [(self._following[c], leaf) for c, leaf in nestings["obs"].leaves(next_obs)]
+        pairs.append((self._reward, reward))
+        parts = [(column.rows, column.converted(leaf)) for column, leaf in pairs]
+        count = len(parts[0][1])
+        flags = (self._terminated, terminated, "terminated"), (self._truncated, truncated, "truncated")
+        parts += [(rows, flags_of(name, each, count)) for rows, each, name in flags]
+        if active is not None:
+            chosen = flags_of("active", active, count)
+            parts = [(rows, array[chosen]) for rows, array in parts]
+            count = int(chosen.sum())
+        done = 0
+        while done < count:
+            if staged.count == staged.length:
+                self.flush()
+            place = staged.count
+            upto = min(place + count - done, staged.length)
+            for rows, array in parts:
+                rows[place:upto, 0] = array[done : done + upto - place]
+            staged.active[place:upto] = 1
+            done += upto - place
+            staged.count = upto
+        if staged.count == staged.length or not self.waits:
+            self.flush()
+
+    def _check_names(self, values: Mapping[str, Any]) -> None:
+        if values.keys() != self.nestings.keys():
+            raise SchemaError(
+                f"The columns {sorted(values)} were given; expected {sorted(self.nestings)}, as before: "
+                f"{sorted(values.keys() ^ self.nestings.keys())}."
+            )
 
     def _convert(
         self, columns: Mapping[str, RowColumn], name: str, place: int, value: Any, *, single: bool

@@ -310,10 +310,13 @@ class ReplayBuffer:
             raise
 
     def extend(self, transitions: Mapping[str, Any]) -> None:
-        """Add the transitions of one environment, one after another.
+        """Add the transitions of the only environment in their order, together.
 
         Args:
             transitions: the arguments of `add`, each ``[T, *shape]``.
+
+        Raises:
+            SchemaError: as `add`. Nothing was added.
         """
         missing = [
             name
@@ -324,25 +327,34 @@ class ReplayBuffer:
             raise SchemaError(
                 f"The transitions have no {missing}; expected the arguments of add, each [T, *shape]."
             )
-        nestings = {name: Nesting.of(name, value) for name, value in transitions.items()}
-        leaves = {
-            name: [(c, as_array(v)) for c, v in nestings[name].leaves(value)]
-            for name, value in transitions.items()
+        given = dict(transitions)
+        parts = {
+            name: [as_array(leaf) for _, leaf in Nesting.of(name, each).leaves(each)]
+            for name, each in given.items()
         }
         lengths = {
-            name: len(values) if values.ndim else -1 for parts in leaves.values() for name, values in parts
+            name: {len(array) if array.ndim else -1 for array in arrays} for name, arrays in parts.items()
         }
-        if len(set(lengths.values())) != 1 or -1 in lengths.values():
+        if len(found := set().union(*lengths.values())) != 1 or -1 in found:
+            shown_lengths = {name: sorted(each) for name, each in lengths.items()}
             raise SchemaError(
-                f"The transitions have the lengths {lengths}; expected the same length T of all."
+                f"The transitions have the lengths {shown_lengths}; expected the same length T of all."
             )
-        for step in range(next(iter(lengths.values()))):
-            self.add(
-                **{
-                    name: nestings[name].build({column: values[step] for column, values in parts})
-                    for name, parts in leaves.items()
-                }
+        if (self.num_envs or 1) != 1:
+            raise SchemaError(
+                f"extend got the transitions of one environment; the buffer has {self.num_envs}. Use add."
             )
+        flags = {name: given.pop(name) for name in ("terminated", "truncated")}
+        active = given.pop("active", None)
+        reward, next_obs = given.pop("reward"), given.pop("next_obs")
+        if found == {0}:
+            return
+        if self._adder is None:
+            if self._table is None:
+                first = {name: _first(name, each) for name, each in given.items()}
+                self._begin(first, 1, True, _first("obs", next_obs), (None, None, None))
+            self._adder = self._new_adder(1)
+        self._adder.extend(given, reward, next_obs, *flags.values(), active)
 
     # ---------------------------------------------------------------- sampling
 
@@ -466,6 +478,12 @@ def _space_leaves(nesting: Nesting, space: Any) -> Iterator[tuple[str, Any]]:
         return
     for key, part in nesting.parts.items():
         yield from _space_leaves(part, space[key])
+
+
+def _first(name: str, values: Any) -> Any:
+    """The first of values ``[T, *shape]``, which may be nested."""
+    nesting = Nesting.of(name, values)
+    return nesting.build({column: as_array(leaf)[0] for column, leaf in nesting.leaves(values)})
 
 
 def _column(name: str, dtype: Any, shape: Any) -> tuple[torch.dtype, tuple[int, ...]]:

@@ -204,23 +204,49 @@ def test_a_target_is_right_where_an_episode_is_cut_off() -> None:
     assert found == {(0.0, 1.0, 1.0, 0.5), (5.0, 6.0, 3.0, 0.0)}
 
 
-def test_extend_adds_what_add_adds() -> None:
-    one, other = (gear.ReplayBuffer(100, n_step=2, device="cpu") for _ in range(2))
-    world = World(1, 1)
-    rows = [world.step()[0] for _ in range(30)]
-    for row in rows:
-        one.add(shaped(row.obs, "nested"), *row[1:3], shaped(row.next_obs, "nested"), *row[4:])
-    obs, action, reward, following, terminated, truncated = (
-        np.array(part) for part in zip(*rows, strict=True)
-    )
-    other.extend({
-        "obs": shaped(obs, "nested"), "action": action, "reward": reward, "next_obs": shaped(following, "nested"),
-        "terminated": terminated, "truncated": truncated,
-    })  # fmt: skip
-    for a, b in zip(one.sample()["obs"]["eyes"], other.sample()["obs"]["eyes"], strict=True):
-        assert torch.equal(
-            a if isinstance(a, torch.Tensor) else a["left"], b if isinstance(b, torch.Tensor) else b["left"]
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 1 << 30), st.sampled_from([9, 200]), st.sampled_from([1, 30, 150]), st.booleans())
+def test_extend_adds_what_add_adds(seed: int, capacity: int, count: int, some: bool) -> None:
+    one, other = (gear.ReplayBuffer(capacity, n_step=2, device="cpu") for _ in range(2))
+    world, choose = World(seed, 1), np.random.default_rng(seed)
+    for _ in range(2):
+        rows = [world.step()[0] for _ in range(count)]
+        active = choose.random(count) < 0.8 if some else np.ones(count, bool)
+        for row, acts in zip(rows, active, strict=True):
+            one.add(
+                shaped(row.obs, "nested"), *row[1:3], shaped(row.next_obs, "nested"), *row[4:], active=[acts]
+            )
+        obs, action, reward, following, terminated, truncated = (
+            np.array(part) for part in zip(*rows, strict=True)
         )
+        other.extend({
+            "obs": shaped(obs, "nested"), "action": action, "reward": reward,
+            "next_obs": shaped(following, "nested"), "terminated": terminated, "truncated": truncated,
+            **({"active": active} if some else {}),
+        })  # fmt: skip
+        assert len(one) == len(other)
+        if not len(one):
+            continue
+        for a, b in zip(flat(one.sample()), flat(other.sample()), strict=True):
+            assert torch.equal(a, b)
+
+
+def flat(batch: Any) -> list[torch.Tensor]:
+    """The leaves of a batch."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    return [leaf for part in (batch.values() if isinstance(batch, dict) else batch) for leaf in flat(part)]
+
+
+@pytest.mark.parametrize(
+    "change", [{"obs": np.zeros((2, 3))}, {"reward": np.zeros(3)}, {"terminated": [0.5, 1]}]
+)
+def test_a_wrong_extend_adds_nothing(change: dict[str, Any]) -> None:
+    buffer = gear.ReplayBuffer(50, device="cpu")
+    buffer.add(**GOOD)
+    with pytest.raises(SchemaError):
+        buffer.extend({**{name: np.stack([value, value]) for name, value in GOOD.items()}, **change})
+    assert len(buffer) == 1
 
 
 def test_a_saved_buffer_goes_on(tmp_path: Path) -> None:
