@@ -201,15 +201,15 @@ class ReplayBuffer:
             self._dataset.load_state_dict(waiting)
 
     def _windows(self, table: Table) -> dict[str, Any]:
-        """An anchor needs the step that follows it, which the windows named ``next_obs`` read; so it is complete."""
+        """They are complete where the step that follows the anchor is there: `next_obs`."""
         single = Window(1, squeeze=True)
         windows: dict[str, Any] = {
             name: single for name in table.schema if name not in ("reward", "terminated")
         }
         following = self._nestings["obs"].columns()
-        for column in following if self.n_step == 1 else following[:1]:
-            windows[f"next_{column}"] = Window(1, 1, column=column, squeeze=True)
         if self.n_step == 1:
+            for column in following:
+                windows[f"next_{column}"] = Window(1, 1, column=column, squeeze=True)
             windows |= {"reward": single, "terminated": single}
         else:
             windows["target"] = NStep("reward", self.n_step, self.gamma, "terminated", tuple(following))
@@ -386,7 +386,6 @@ class ReplayBuffer:
             batch["discount"] = torch.where(batch.pop("terminated"), 0.0, self.gamma)
         else:
             target = batch.pop("target")
-            batch.pop(f"next_{self._nestings['obs'].columns()[0]}")
             batch["reward"], batch["discount"], following = (
                 target["return"],
                 target["discount"],
