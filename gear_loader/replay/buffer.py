@@ -74,7 +74,8 @@ class ReplayBuffer:
             once then, else from the first `add` on.
         device: of batches: ``"auto"``, or a torch device.
         name: of the table, by which other processes attach to it; None for private memory.
-        disk: a `Disk`, or a directory: the table is written there in the background; see `Table.create`.
+        disk: a `Disk`, or a directory: the table is written there in the background; see `Table.create`. If a buffer has
+            been written there, by a process that has ended or crashed, this one goes on with it: `Table.recover`.
         seed: of all draws.
 
     Attributes:
@@ -82,7 +83,7 @@ class ReplayBuffer:
             them is read, added rows may wait in memory of the buffer until they are sampled, which makes `add` faster.
 
     Raises:
-        SchemaError: an invalid option.
+        SchemaError: an invalid option. CheckpointError: the directory of `disk` cannot be used.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class ReplayBuffer:
             name is None and disk is None
         )  # whether added rows may wait: nobody else reads the table
         self._spaces: dict[str, tuple[torch.dtype, tuple[int, ...]]] | None = None  # columns, told by spaces
+        self._resumes = self._disk is not None and self._disk.exists()
         if observation_space is not None:
             spaces = {"obs": observation_space, "action": action_space}
             self._nestings = {name: Nesting.of(name, space) for name, space in spaces.items()}
@@ -133,8 +135,10 @@ class ReplayBuffer:
                 for column, space in _space_leaves(nesting, spaces[name]):
                     columns[column] = _column(column, space.dtype, space.shape)
             self._spaces = columns
-            if self.num_envs is not None:
+            if self.num_envs is not None and not self._resumes:
                 self._make(columns)
+        if self._resumes and self._disk is not None:
+            self._recover(self._disk)
 
     # ---------------------------------------------------------------- the table
 
@@ -176,6 +180,8 @@ class ReplayBuffer:
             on_full="evict_oldest",
             disk=self._disk,
         )
+        if self._disk is not None:
+            self._describe(self._disk.path)
         self._use(table)
 
     @property
@@ -434,6 +440,10 @@ class ReplayBuffer:
         if self._table is None:
             raise TableEmptyError("The replay buffer is empty; add a transition before the first save.")
         self._table.save(path)
+        self._describe(path)
+
+    def _describe(self, path: str | os.PathLike[str]) -> None:
+        """Write what the files of the table do not tell into its directory."""
         described = {
             "capacity": self.capacity,
             "num_envs": self.num_envs,
@@ -442,6 +452,17 @@ class ReplayBuffer:
         part = Path(path) / f"{_DESCRIPTION}.part"
         part.write_text(json.dumps(described), encoding="utf-8")
         part.replace(Path(path) / _DESCRIPTION)
+
+    def _recover(self, disk: Disk) -> None:
+        """Go on with what a buffer has written into the directory."""
+        capacity, envs, nestings = _description(disk.path)
+        if (capacity, envs) != (self.capacity, self.num_envs or envs):
+            raise SchemaError(
+                f"capacity is {self.capacity} and num_envs {self.num_envs}; expected {capacity} and {envs}, as of the "
+                f"buffer in {disk.path}. Give these, or another directory."
+            )
+        self._nestings, self.num_envs = nestings, envs
+        self._use(Table.recover(disk, name=self._name))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], **options: Any) -> ReplayBuffer:
@@ -453,17 +474,7 @@ class ReplayBuffer:
         Raises:
             CheckpointError: the directory does not hold a buffer.
         """
-        where = Path(path) / _DESCRIPTION
-        try:
-            described = json.loads(where.read_text(encoding="utf-8"))
-            nestings = {
-                name: Nesting.from_description(name, each) for name, each in described["nestings"].items()
-            }
-            capacity, envs = int(described["capacity"]), int(described["num_envs"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{where} cannot be read ({error}); expected what ReplayBuffer.save has written."
-            ) from error
+        capacity, envs, nestings = _description(path)
         buffer = cls(capacity, **{"num_envs": envs, **options})
         buffer._nestings = nestings
         buffer._use(Table.load(path, name=options.get("name")))
@@ -477,6 +488,25 @@ def _space_leaves(nesting: Nesting, space: Any) -> Iterator[tuple[str, Any]]:
         return
     for key, part in nesting.parts.items():
         yield from _space_leaves(part, space[key])
+
+
+def _description(path: str | os.PathLike[str]) -> tuple[int, int, dict[str, Nesting]]:
+    """Capacity, environments and nestings of the buffer in a directory.
+
+    Raises:
+        CheckpointError: it does not hold a buffer.
+    """
+    where = Path(path) / _DESCRIPTION
+    try:
+        described = json.loads(where.read_text(encoding="utf-8"))
+        nestings = {
+            name: Nesting.from_description(name, each) for name, each in described["nestings"].items()
+        }
+        return int(described["capacity"]), int(described["num_envs"]), nestings
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{where} cannot be read ({error}); expected what a ReplayBuffer has written."
+        ) from error
 
 
 def _first(name: str, values: Any) -> Any:

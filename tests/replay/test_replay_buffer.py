@@ -270,6 +270,27 @@ def test_a_saved_buffer_goes_on(tmp_path: Path) -> None:
         check(again, world, "nested", again.sample(8))
 
 
+def test_a_buffer_goes_on_with_what_its_directory_holds(tmp_path: Path) -> None:
+    world = World(5, 2)
+    buffer = gear.ReplayBuffer(200, gamma=GAMMA, device="cpu", disk=tmp_path / "here")
+    for _ in range(30):
+        add_all(buffer, world, "nested")
+    count = len(buffer)
+    assert buffer.table is not None
+    buffer.table.close()
+    for wrong in ({"capacity": 300}, {"capacity": 200, "num_envs": 3}):
+        with pytest.raises(SchemaError, match="expected 200 and 2"):
+            gear.ReplayBuffer(**wrong, device="cpu", disk=tmp_path / "here")
+    again = gear.ReplayBuffer(200, gamma=GAMMA, device="cpu", disk=tmp_path / "here")
+    assert len(again) == count
+    check(again, world, "nested", again.sample(64))
+    for _ in range(10):
+        add_all(again, world, "nested")
+    check(again, world, "nested", again.sample(64))
+    assert again.table is not None
+    again.table.close()
+
+
 def test_spaces_tell_the_columns() -> None:
     spaces = pytest.importorskip("gymnasium").spaces
     space = spaces.Dict(
