@@ -97,9 +97,7 @@ class Episodes:
         for row, number in enumerate(numbers.tolist()):
             episode, step = self.place[number]
             path = self.paths[episode]
-            if episode in self.open:
-                assert not whole
-                path = path[:-1]  # the newest is known only when the next transition is added
+            assert not (whole and episode in self.open)
             following = int(batch["next_obs"]["observation"][row])
             count = self.place[following][1] - step
             assert 1 <= count <= n_step
