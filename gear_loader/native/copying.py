@@ -216,11 +216,7 @@ def continues(columns, following, sources, lane, row, finals) -> bool:  # type: 
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def is_zero(address, count) -> bool:  # type: ignore[no-untyped-def]
     """Whether all bytes at an address are zero."""
-    values = carray(pointer(address), (count,), np.uint8)
-    for i in range(count):
-        if values[i] != 0:
-            return False
-    return True
+    return not carray(pointer(address), (count,), np.uint8).any()
 
 
 @compiled

@@ -64,8 +64,8 @@ class ReplayBuffer:
     ================ ==============================================================================
 
     and ``index``, ``anchor``, ``generation``, which identify its rows, and ``priority_weight``, as of `ReplayDataset`.
-    Each transition can be drawn when `add` has returned. A full buffer drops its oldest trajectory, which is an episode or a piece of at most 1,024 steps of one;
-    so it holds nearly `capacity` transitions.
+    Each transition can be drawn when `add` has returned. A full buffer drops its oldest trajectory, which is an episode
+    or a piece of at most 1,024 steps of one; so it holds nearly `capacity` transitions.
 
     Args:
         capacity: most transitions of all environments together.
@@ -78,8 +78,8 @@ class ReplayBuffer:
             once then, else from the first `add` on.
         device: of batches: ``"auto"``, or a torch device.
         name: of the table, by which other processes attach to it; None for private memory.
-        disk: a `Disk`, or a directory: the table is written there in the background; see `Table.create`. If a buffer has
-            been written there, by a process that has ended or crashed, this one goes on with it: `Table.recover`.
+        disk: a `Disk`, or a directory: the table is written there in the background; see `Table.create`. If a buffer
+            has been written there, by a process that has ended or crashed, this one goes on with it: `Table.recover`.
         seed: of all draws.
         hindsight: `Hindsight`: goals that were achieved take the place of desired ones.
         transform: called with each of these batches; see `ReplayDataset` and `gear_loader.transforms`.
@@ -310,7 +310,7 @@ class ReplayBuffer:
         self, values: Mapping[str, Any], count: int, single: bool, next_obs: Any, flags: tuple[Any, ...]
     ) -> None:
         """Create the table of the first row, all of which fits."""
-        nestings, columns = self._nestings, self._spaces
+        nestings, columns = self._nestings, self._spaces or {}
         if not nestings:
             if taken := [name for name in values if (name in _OWN and name not in _FIELDS) or "." in name]:
                 raise SchemaError(
@@ -390,7 +390,7 @@ class ReplayBuffer:
                 first = {name: _first(name, each) for name, each in given.items()}
                 self._begin(first, 1, True, _first("obs", next_obs), (None, None, None))
             self._adder = self._new_adder(1)
-        self._adder.extend(given, reward, next_obs, *flags.values(), active)
+        self._adder.extend(given, reward, next_obs, flags["terminated"], flags["truncated"], active)
 
     # ---------------------------------------------------------------- sampling
 

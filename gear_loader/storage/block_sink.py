@@ -32,7 +32,6 @@ from gear_loader.native.lanes import (
 )
 from gear_loader.storage.appender import Bytes, Given, here, too_long
 from gear_loader.storage.operations.view import DONE, OUTSIDE
-from gear_loader.storage.staged_rows import RowsAhead
 from gear_loader.utils.arrays import Array, data_address
 
 if TYPE_CHECKING:
@@ -302,6 +301,23 @@ class BlockSink:
         self.index.abort_lanes(self.lanes, chosen)
 
 
+class RowsAhead(NamedTuple):
+    """Rows of all lanes in memory, and the values that follow each; see `appending.append_lanes`.
+
+    Attributes:
+        hold: owner of the memory.
+    """
+
+    sources: Array
+    following: Array
+    active: Array
+    done: Array
+    over: Array
+    cut: int
+    reward: int
+    hold: object
+
+
 class GrowingSink(BlockSink):
     """Commits each step at once: the trajectory in the table grows with it, and keeps its index until it is ended.
 
@@ -356,7 +372,8 @@ class GrowingSink(BlockSink):
         once = self._no_once
         if given.once:
             once = _located_bytes(given.once, list(self.schema.per_trajectory)).sources
-        told = (self._columns, rows.sources, rows.following, self._finals, self._once_columns, once)
+        told: tuple[Any, ...] = (self._columns, rows.sources, rows.following, self._finals)
+        told = (*told, self._once_columns, once)
         told = (*told, rows.active, rows.done, rows.over, rows.cut, rows.reward, given.priorities, given.out)
         self._thread = threading.get_ident()
         limited = index.arrays.rules.rate_limiter is not None

@@ -13,10 +13,11 @@ from gear_loader.errors import GearError, SchemaError
 from gear_loader.kernels.special_priorities import UNSET
 from gear_loader.native.lanes import LANE_STEPS
 from gear_loader.storage.appender import Appender, Bytes, Given, Sink, here, too_long
+from gear_loader.storage.block_sink import RowsAhead
 from gear_loader.storage.final_rows import checked_finals, on_host
 from gear_loader.storage.incoming import checked_priorities
 from gear_loader.storage.schema import Schema, as_mapping, settled
-from gear_loader.storage.staged_rows import RowsAhead, StagedRows
+from gear_loader.storage.waiting_rows import WaitingRows
 from gear_loader.utils.arrays import Array, address_of, numbers, shown
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
@@ -144,7 +145,7 @@ class VectorWriter:
             longest = int((steps if acting is None else steps[acting]).max(initial=0)) + 2
             if longest > sink.longest:
                 raise too_long(longest, sink.longest)
-            rows = self._ahead(found, following, acting, ending)
+            ahead = self._ahead(found, following, acting, ending)
         if final is not None:
             steps = self._lanes[:, LANE_STEPS] + (1 if acting is None else acting)
             appender.check_lengths(steps, ends, final=True)
@@ -153,7 +154,7 @@ class VectorWriter:
         try:
             if following is not None:
                 self._moves = True
-                sink.append_rows(rows, np.zeros(2, dtype=np.int64), given)  # type: ignore[attr-defined]
+                sink.append_rows(ahead, np.zeros(2, dtype=np.int64), given)  # type: ignore[attr-defined]
             elif sink.add_rows(found, acting, ending, given):
                 self._end(ending, acting)
         except GearError:
@@ -192,10 +193,10 @@ class VectorWriter:
                 self._lanes[left, LANE_STEPS] -= 1
             raise
 
-    def staged(self, rows: int, *, cut: int, reward: str) -> StagedRows:
-        """Memory for rows that are appended together, in the place of `append` with `next`; see `StagedRows`."""
+    def staged(self, rows: int, *, cut: int, reward: str) -> WaitingRows:
+        """Memory for rows that are appended together, in the place of `append` with `next`; see `WaitingRows`."""
         self._moves = True
-        return StagedRows(self._sink, self._appender, rows, cut, reward)  # type: ignore[arg-type]
+        return WaitingRows(self._sink, self._appender, rows, cut, reward)  # type: ignore[arg-type]
 
     # ---------------------------------------------------------------- checking
 
@@ -214,16 +215,16 @@ class VectorWriter:
 
     def _ahead(self, rows: Any, following: Bytes, acting: Array | None, ending: Array | None) -> RowsAhead:
         """One row of each environment, and what follows it."""
-        after = self._sink.plain(following)
+        after: Any = self._sink.plain(following)
         apart = [
-            np.append(each.sources, np.zeros((len(each.sources), 1), np.int64), 1) for each in (rows, after)
-        ]  # type: ignore[attr-defined]
+            np.append(each, np.zeros((len(each), 1), np.int64), 1) for each in (rows.sources, after.sources)
+        ]
         active, done = np.ones((1, self.num_envs), np.uint8), np.zeros((1, self.num_envs), bool)
         if acting is not None:
             active[0] = acting
         if ending is not None:
             done[0] = ending
-        return RowsAhead(*apart, active, done, self._over, -1, 0, (rows, after))
+        return RowsAhead(apart[0], apart[1], active, done, self._over, -1, 0, (rows, after))
 
     def _describe(self, priority: Any) -> None:
         """Check what trajectories get beside their steps, but for their final ones, and have it ready."""

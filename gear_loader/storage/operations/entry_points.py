@@ -216,7 +216,7 @@ def _grow_lanes(p, lanes, chosen, at, columns, sources, first, count, final, evi
 
 
 @compiled
-def _append_lanes_light(
+def _append_lanes_light(  # type: ignore[no-untyped-def]
     p,
     lanes,
     chosen,
@@ -238,7 +238,7 @@ def _append_lanes_light(
     evict,
     pid,
     start,
-):  # type: ignore[no-untyped-def]
+):
     return append_lanes(
         view_at(p),
         lanes,
@@ -265,7 +265,7 @@ def _append_lanes_light(
 
 
 @compiled
-def _append_lanes(
+def _append_lanes(  # type: ignore[no-untyped-def]
     p,
     lanes,
     chosen,
@@ -287,7 +287,7 @@ def _append_lanes(
     evict,
     pid,
     start,
-):  # type: ignore[no-untyped-def]
+):
     return append_lanes(
         view_at(p),
         lanes,

@@ -137,7 +137,7 @@ def lengthen(v: Any, slot: Any, generation: Any, more: Any, final: Any, evict: A
         return OUTSIDE
     had, count = blocks_of(v, before + v.extent[slot, 2]), blocks_of(v, before + more + final)
     check_extent(v, start, had)
-    if evict is None:  # decided when it is compiled
+    if evict is None:  # noqa: SIM108 - decided when it is compiled
         answer = has_room(v, 0, count - had, more)
     else:
         answer = make_room(v, 0, count - had, more, evict)

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from gear_loader.storage.appender import Appender, Given
+from gear_loader.storage.block_sink import GrowingSink, RowsAhead
 from gear_loader.storage.operations.appending import UNLESS_RESET
 from gear_loader.utils.arrays import Array, data_address
-
-if TYPE_CHECKING:
-    from gear_loader.storage.block_sink import GrowingSink
 
 _SPREAD_BYTES = 512
 
 
-class RowsAhead(NamedTuple):
-    """Rows of all lanes in memory, and the values that follow each; see `appending.append_lanes`.
-
-    Attributes:
-        hold: owner of the memory.
-    """
-
-    sources: Array
-    following: Array
-    active: Array
-    done: Array
-    over: Array
-    cut: int
-    reward: int
-    hold: object
-
-
-class StagedRows:
+class WaitingRows:
     """Rows that are written into this memory, and appended together: `VectorWriter.append` with `next`, for K rows.
 
     Nothing is checked: the caller has done that.
@@ -66,7 +47,7 @@ class StagedRows:
         active, done = (_spread(length, (n,), np.dtype(np.uint8)) for _ in range(2))
         active[:] = UNLESS_RESET
         # With what lies between two rows they are contiguous, as the loop takes them.
-        self._active, self._done = (each.base.reshape(length, -1) for each in (active, done))
+        self._active, self._done = (_whole(each) for each in (active, done))
         self.active, self.done = active, done.view(np.bool_)
         names = list(schema)
         self._ahead = RowsAhead(
@@ -120,3 +101,10 @@ def _spread(length: int, shape: tuple[int, ...], dtype: Any) -> Array:
         strides.append(math.prod(shape[k + 1 :]) * dtype.itemsize)
     values: Array = np.ndarray((length, *shape), dtype, memory, strides=tuple(strides))
     return values
+
+
+def _whole(values: Array) -> Array:
+    """The memory of `_spread`, [length, bytes from row to row]."""
+    assert values.base is not None
+    memory: Array = values.base.reshape(len(values), -1)
+    return memory
