@@ -15,6 +15,7 @@ except ImportError as error:
         name="stable_baselines3",
     ) from error
 
-from gear_loader.integrations.sb3.buffer import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
+from gear_loader.integrations.sb3.her_buffer import HerReplayBuffer
+from gear_loader.integrations.sb3.transition_buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
 
-__all__ = ["DictReplayBuffer", "NStepReplayBuffer", "ReplayBuffer"]
+__all__ = ["DictReplayBuffer", "HerReplayBuffer", "NStepReplayBuffer", "ReplayBuffer"]

@@ -38,7 +38,7 @@ _BLOCK_STEPS = 16
 _LONGEST = 1024  # steps at which an episode goes on in another trajectory, so that the oldest can be removed in pieces
 _SPARE = 1.75  # blocks for short episodes, relative to those of full blocks
 _SHORTEST = 8  # mean length of an episode in steps for which there are slots
-_randint: Any = np.random.randint  # of the global random state, as SB3 draws, so that its seeds hold here
+randint: Any = np.random.randint  # of the global random state, as SB3 draws, so that its seeds hold here
 # Attributes that belong to one table.
 _PARTS = (
     "table",
@@ -248,6 +248,15 @@ class ReplayBuffer(_ReplayBuffer):
             writer.append({name: rows[-1:] for name, rows in self._begun(member).items()})
         self._pieces.append((self._added - 1, writer.commit(), member))
         self._begin(member)
+
+    def _end_open(self, member: int, column: str) -> None:
+        """Set the bool `column` of an environment's newest transition, and commit its open trajectory."""
+        step = int(self._open[member, 1]) - 1
+        if step < 0:  # a full trajectory was committed just now, and stays as it is
+            return
+        block = self._ids[member, step // _BLOCK_STEPS]
+        self.table._engine.region.column(column)[block, step % _BLOCK_STEPS] = 1
+        self._close(member)
 
     def _begun(self, member: int) -> dict[str, Array]:
         """A copy of an environment's open trajectory, as it would be committed now."""
@@ -479,15 +488,15 @@ class ReplayBuffer(_ReplayBuffer):
         if size == 0:
             raise TableEmptyError("The replay buffer is empty; add a transition before the first sample.")
         if self._added - self.buffer_size < self._first:  # ... or fewer than SB3 would hold
-            rows = _randint(self._added - size, self._added, size=batch_size) % self.buffer_size
+            rows = randint(self._added - size, self._added, size=batch_size) % self.buffer_size
         else:
-            rows = _randint(0, size, size=batch_size)
+            rows = randint(0, size, size=batch_size)
         return self._get_samples(rows, env)
 
     def _get_samples(self, batch_inds: Array, env: Any = None) -> Any:
         count = len(batch_inds)
         # With one environment SB3's draw takes nothing from the random state.
-        members = _randint(0, self.n_envs, size=count) if self.n_envs > 1 else np.zeros(count, np.int64)
+        members = randint(0, self.n_envs, size=count) if self.n_envs > 1 else np.zeros(count, np.int64)
         if self.n_steps > 1:
             return self._n_step_samples(batch_inds, members, env)
         batch = self._gather(batch_inds, members)
