@@ -45,8 +45,8 @@ def own_tests(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["test_buffers.py", "test_n_step_replay.py"], LEFT_OUT, 25),
         (["test_dict_env.py"], REST, 40),
         (["test_her.py"], "not multiprocessing", 30),
-        (["test_save_load.py"], "buffer", 10),
-        (["test_vec_normalize.py"], "offpolicy or off_policy or her", 2),
+        (["test_save_load.py"], "save_load_replay_buffer", 3),
+        (["test_vec_normalize.py"], "offpolicy or her", 2),
     ],
 )
 def test_it_passes_on_ours(own_tests: Path, files: list[str], chosen: str, least: int) -> None:

@@ -344,7 +344,7 @@ class ReplayBuffer(_ReplayBuffer):
         """Set the columns ``terminated`` and ``truncated``, which are zeros while no episode ends."""
         terminated, truncated, ended = self._given["terminated"], self._given["truncated"], self._ended
         if self.handle_timeout_termination:
-            truncated[...] = [info.get("TimeLimit.truncated", False) for info in infos]
+            truncated[...] = np.array([info.get("TimeLimit.truncated", False) for info in infos])
             if self.n_steps > 1:  # a return ends here, as in SB3's buffer, though the environment goes on
                 ended |= truncated
             truncated &= ended
