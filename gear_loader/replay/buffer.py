@@ -27,6 +27,11 @@ from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import at_least, check_gamma
 
 _DTYPES = {dtype: torch_dtypes()[name] for name, dtype in NUMPY_DTYPES.items()}
+_WIDER = {
+    np.dtype(np.float64): torch.float32,
+    np.dtype(np.uint16): torch.int32,
+    np.dtype(np.uint32): torch.int64,
+}
 _FIELDS = ("obs", "action")
 _OWN = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "discount", "target")
 _LONGEST = 1024
@@ -42,9 +47,11 @@ class ReplayBuffer:
         buffer.add(obs, action, reward, next_obs, terminated, truncated)
         batch = buffer.sample(256)
 
-    Observations and actions are arrays, or dicts and tuples of arrays, as Gymnasium's spaces nest them; batches are
-    nested as they are. The columns are inferred from the first `add`, or from the spaces. Each observation is stored
-    once: `next_obs` is read from the step that follows, and at the end of an episode from its final step.
+    Observations, actions and other columns are arrays, or dicts, tuples, namedtuples and dataclasses of them; batches
+    are nested as they are. In the table the names are joined by dots: ``obs.camera``. The columns are inferred from the
+    first `add`, or from the spaces: Box, Discrete, MultiDiscrete, MultiBinary and Text, and Dict and Tuple of them. A
+    text is uint8 ``[max_length]`` in a batch, UTF-8 with zeros after it. Each observation is stored once: `next_obs` is
+    read from the step that follows, and at the end of an episode from its final step.
 
     A batch is a dict:
 
@@ -121,11 +128,10 @@ class ReplayBuffer:
         self._waiting: dict[str, Any] | None = None  # a state to load when the columns are known
         if observation_space is not None:
             spaces = {"obs": observation_space, "action": action_space}
-            self._nestings = {name: Nesting.of(name, space) for name, space in spaces.items()}
             columns = {}
-            for name, nesting in self._nestings.items():
-                for column, space in _space_leaves(nesting, spaces[name]):
-                    columns[column] = _column(column, space.dtype, space.shape)
+            for name, space in spaces.items():
+                self._nestings[name], found = Nesting.of_space(name, space)
+                columns |= {column: _column(column, *each) for column, each in found.items()}
             self._make(columns)
 
     # ---------------------------------------------------------------- the table
@@ -392,7 +398,7 @@ class ReplayBuffer:
             )
         leaves = dict(batch)
         for name, nesting in self._nestings.items():
-            if nesting.parts is not None:
+            if not nesting.is_leaf:
                 for column in nesting.columns():
                     del batch[column]
                 batch[name] = nesting.build(leaves)
@@ -467,19 +473,10 @@ class ReplayBuffer:
         return buffer
 
 
-def _space_leaves(nesting: Nesting, space: Any) -> Iterator[tuple[str, Any]]:
-    """Column and space of each leaf."""
-    if nesting.parts is None:
-        yield nesting.name, space
-        return
-    for key, part in nesting.parts.items():
-        yield from _space_leaves(part, space[key])
-
-
 def _column(name: str, dtype: Any, shape: Any) -> tuple[torch.dtype, tuple[int, ...]]:
     """dtype and shape of a column, for values of a numpy dtype."""
     found = None if dtype is None else np.dtype(dtype)
-    known = torch.float32 if found == np.float64 else _DTYPES.get(found)  # type: ignore[arg-type]
+    known = _WIDER.get(found, _DTYPES.get(found))  # type: ignore[arg-type]
     if known is None or shape is None:
         raise SchemaError(
             f"{name!r} has dtype {dtype} and shape {shape}; expected arrays of {', '.join(map(str, _DTYPES))}."
