@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from gear_loader.collection.n_step import NStep
 from gear_loader.dataset.options import Draws
 from gear_loader.dataset.replay_dataset import ReplayDataset
 from gear_loader.errors import CheckpointError, SchemaError, TableEmptyError
+from gear_loader.replay.agents import Agents, Blanks
 from gear_loader.replay.nesting import Nesting, as_array
 from gear_loader.selection.selectors import Selector, Uniform
 from gear_loader.storage.disk import Disk
@@ -33,7 +34,7 @@ _WIDER = {
     np.dtype(np.uint32): torch.int64,
 }
 _FIELDS = ("obs", "action")
-_OWN = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "discount", "target")
+_OWN = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "discount", "target", "active")
 _LONGEST = 1024
 """Steps after which an episode goes on in another trajectory, so that the oldest can be dropped in pieces."""
 _SHORTEST, _MORE = 8, 32  # mean length of an episode for which there is room, and episodes beyond
@@ -66,6 +67,12 @@ class ReplayBuffer:
     ================ ==============================================================================
 
     and ``index``, ``anchor``, ``generation``, which identify its rows, and ``priority_weight``, as of `ReplayDataset`.
+
+    With `agents` all agents of a time step are one row, as PettingZoo's parallel environments give them. `add` takes
+    dicts by agent, without those that do not act. In a batch ``obs``, ``action``, ``reward``, ``next_obs`` and
+    ``discount`` are dicts of all agents, zeros for those that did not act, and ``active`` is a dict of bool ``[B]``,
+    False for these. Where one agent is truncated while others go on, returns of all end.
+
     All transitions are drawn, but the newest of an episode only when the next one has been added, which has its
     `next_obs`. A full buffer drops its oldest trajectory, which is an episode or a piece of at most 1,024 steps of one;
     so it holds nearly `capacity` transitions.
@@ -78,6 +85,7 @@ class ReplayBuffer:
         batch_size: rows of a batch where `sample` is not told, and of iteration.
         num_envs: number of environments n; by default that of the first `add`, whose rewards are a number or ``[n]``.
         observation_space, action_space: of one environment (Gymnasium); then `table` and `dataset` exist at once.
+        agents: names of all agents, such as ``env.possible_agents``; then the spaces are dicts by agent too.
         device: of batches: ``"auto"``, or a torch device.
         name: of the table, by which other processes attach to it; None for private memory.
         disk: a `Disk`, or a directory: the table is written there in the background; see `Table.create`.
@@ -92,6 +100,7 @@ class ReplayBuffer:
 
     table: Table | None = None
     dataset: ReplayDataset | None = None
+    _before: dict[str, Array] | None = None  # the last `next_obs`
 
     def __init__(
         self,
@@ -104,6 +113,7 @@ class ReplayBuffer:
         num_envs: int | None = None,
         observation_space: Any = None,
         action_space: Any = None,
+        agents: Iterable[str] | None = None,
         device: str | torch.device = "auto",
         name: str | None = None,
         disk: Disk | str | os.PathLike[str] | None = None,
@@ -124,14 +134,17 @@ class ReplayBuffer:
         self._device, self._name, self._seed = device, name, seed
         self._disk = disk if disk is None or isinstance(disk, Disk) else Disk(disk)
         self.num_envs = None if num_envs is None else at_least("num_envs", num_envs)
+        self._agents = None if agents is None else Agents(agents)
         self._nestings: dict[str, Nesting] = {}
         self._waiting: dict[str, Any] | None = None  # a state to load when the columns are known
         if observation_space is not None:
             spaces = {"obs": observation_space, "action": action_space}
-            columns = {}
+            columns: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
             for name, space in spaces.items():
                 self._nestings[name], found = Nesting.of_space(name, space)
                 columns |= {column: _column(column, *each) for column, each in found.items()}
+            if self._agents is not None:
+                self._agents.check_first(self._nestings)
             self._make(columns)
 
     # ---------------------------------------------------------------- the table
@@ -143,7 +156,7 @@ class ReplayBuffer:
             name: Column(dtype, shape, final=name in finals, cast=True)
             for name, (dtype, shape) in columns.items()
         }
-        schema |= {"reward": Column(torch.float32, cast=True), "terminated": Column(torch.bool, cast=True)}
+        schema |= {name: Column(dtype, cast=True) for name, dtype in self._own_columns().items()}
         envs = self.num_envs or 1
         steps = max(self.capacity, 2 * envs * (self._piece + 1))
         table = Table.create(
@@ -156,6 +169,24 @@ class ReplayBuffer:
             disk=self._disk,
         )
         self._use(table)
+
+    def _by_agent(self, name: str) -> Nesting:
+        """The nesting of what each agent has one number of: of one agent without a name, a leaf."""
+        return Nesting(name) if self._agents is None else self._agents.nesting(name)
+
+    def _own_columns(self) -> dict[str, torch.dtype]:
+        """Columns that every buffer has, with shape ()."""
+        own = {"reward": torch.float32, "terminated": torch.bool}
+        if self._agents is not None:
+            own["active"] = torch.bool
+        return {column: dtype for name, dtype in own.items() for column in self._by_agent(name).columns()}
+
+    def _following(self) -> dict[str, list[str]]:
+        """End of the names of an agent's columns -> the columns of its observation."""
+        obs = self._nestings["obs"]
+        if self._agents is None:
+            return {"": obs.columns()}
+        return {f".{name}": obs.parts[name].columns() for name in self._agents.names}
 
     @property
     def _piece(self) -> int:
@@ -176,7 +207,7 @@ class ReplayBuffer:
         )
         self.table = table
         self._writer: Any = None
-        self._before: dict[str, Array] | None = None  # the last `next_obs`
+        self._before = None
         self._over: Array = np.zeros(0, dtype=bool)  # whether it ended an episode
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
@@ -185,16 +216,17 @@ class ReplayBuffer:
     def _windows(self, table: Table) -> dict[str, Any]:
         """An anchor needs the step that follows it, which the windows named ``next_obs`` read; so it is complete."""
         single = Window(1, squeeze=True)
+        returns = [name for kind in ("reward", "terminated") for name in self._by_agent(kind).columns()]
         windows: dict[str, Any] = {
-            name: single for name in table.schema if name not in ("reward", "terminated")
+            name: single for name in table.schema if self.n_step == 1 or name not in returns
         }
         following = self._nestings["obs"].columns()
         for column in following if self.n_step == 1 else following[:1]:
             windows[f"next_{column}"] = Window(1, 1, column=column, squeeze=True)
-        if self.n_step == 1:
-            windows |= {"reward": single, "terminated": single}
-        else:
-            windows["target"] = NStep("reward", self.n_step, self.gamma, "terminated", tuple(following))
+        if self.n_step > 1:
+            for end, columns in self._following().items():
+                done = f"terminated{end}"
+                windows[f"target{end}"] = NStep(f"reward{end}", self.n_step, self.gamma, done, tuple(columns))
         return windows
 
     def __len__(self) -> int:
@@ -230,10 +262,14 @@ class ReplayBuffer:
                 last `next_obs`, the reward 0, and nothing ends.
             more: other columns, from the first call on.
 
+        With `agents` all of these are dicts by agent, but for other columns that are not. An agent acts if it has an
+        action, or as `active` says. It needs all of these, but no `next_obs` where it terminates.
+
         Raises:
             SchemaError: a value does not fit the columns. Nothing was added.
         """
         values = {"obs": obs, "action": action, **more}
+        numbers = {"reward": reward, "terminated": terminated, "truncated": truncated}
         count, single = self._count(reward)
         schema = None if self.table is None else self.table.schema
         nestings = self._nestings if self.table is not None else self._nestings_of(values)
@@ -241,17 +277,23 @@ class ReplayBuffer:
             raise SchemaError(
                 f"The columns {sorted(values)} were given; expected {sorted(nestings)}, as before: {sorted(unknown)}."
             )
+        if self._agents is not None:
+            blanks = Blanks(count if not single else None, schema, self._before)
+            next_obs = self._agents.complete(values, numbers, next_obs, active, nestings, blanks)
+            active = None
         rows = {
             column: _row(column, leaf, count, single, schema)
             for name, value in values.items()
             for column, leaf in nestings[name].leaves(value)
         }
-        rows["reward"] = _row("reward", reward, count, single, schema)
-        ends = {
-            name: _flags(name, each, count)
-            for name, each in (("terminated", terminated), ("truncated", truncated))
+        for column, leaf in self._by_agent("reward").leaves(numbers.pop("reward")):
+            rows[column] = _row(column, leaf, count, single, schema)
+        flags = {
+            column: _flags(column, leaf, count)
+            for name, value in numbers.items()
+            for column, leaf in self._by_agent(name).leaves(value)
         }
-        rows["terminated"] = ends["terminated"]
+        rows |= {column: flag for column, flag in flags.items() if not column.startswith("truncated")}
         following = {
             column: _row(column, leaf, count, single, schema, "next_")
             for column, leaf in nestings["obs"].leaves(next_obs)
@@ -260,10 +302,16 @@ class ReplayBuffer:
         if self.table is None:
             self._nestings = nestings
             self._begin(rows, count)
-        self._append(rows, following, ends["terminated"] | ends["truncated"], acting, resets=not single)
+        if self._agents is None:
+            ended = flags["terminated"] | flags["truncated"]
+        else:
+            ended = self._agents.begin(flags, nestings["obs"], rows, self._before)
+        self._append(rows, following, ended, acting, resets=not single and self._agents is None)
 
     def _count(self, reward: Any) -> tuple[int, bool]:
         """Number of environments of a call, and whether its values are those of one, without a dimension for it."""
+        if self._agents is not None:
+            reward = self._agents.first("reward", reward)
         shape = np.shape(reward) if not isinstance(reward, torch.Tensor) else tuple(reward.shape)
         count = shape[0] if len(shape) == 1 else 1
         if len(shape) > 1 or count == 0 or (self.num_envs or count) != count:
@@ -273,18 +321,21 @@ class ReplayBuffer:
             raise SchemaError(f"reward has the shape {list(shape)}; expected {wanted}.")
         return count, not shape
 
-    @staticmethod
-    def _nestings_of(values: Mapping[str, Any]) -> dict[str, Nesting]:
+    def _nestings_of(self, values: Mapping[str, Any]) -> dict[str, Nesting]:
         if taken := [name for name in values if (name in _OWN and name not in _FIELDS) or "." in name]:
             raise SchemaError(
                 f"The columns {taken} were given; expected other names, without dots, than {_OWN}."
             )
-        return {name: Nesting.of(name, value) for name, value in values.items()}
+        found = {name: Nesting.of(name, value) for name, value in values.items()}
+        if self._agents is not None:
+            self._agents.check_first(found)
+        return found
 
     def _begin(self, rows: Mapping[str, Array], count: int) -> None:
         """Create the table of the first rows."""
         self.num_envs = count
-        known = {name: values for name, values in rows.items() if name not in ("reward", "terminated")}
+        own = self._own_columns()
+        known = {name: values for name, values in rows.items() if name not in own}
         try:
             self._make(
                 {name: _column(name, values.dtype, values.shape[1:]) for name, values in known.items()}
@@ -385,19 +436,24 @@ class ReplayBuffer:
     def _finish(self, batch: Batch) -> Batch:
         """The batch of a user from that of the dataset."""
         del batch["mask"]
-        if self.n_step == 1:
-            following = {name: batch.pop(f"next_{name}") for name in self._nestings["obs"].columns()}
-            batch["discount"] = torch.where(batch.pop("terminated"), 0.0, self.gamma)
-        else:
-            target = batch.pop("target")
+        following: dict[str, Any] = {}
+        for end, columns in self._following().items():
+            if self.n_step == 1:
+                following |= {name: batch.pop(f"next_{name}") for name in columns}
+                batch[f"discount{end}"] = torch.where(batch.pop(f"terminated{end}"), 0.0, self.gamma)
+            else:
+                target = batch.pop(f"target{end}")
+                batch[f"reward{end}"], batch[f"discount{end}"] = target["return"], target["discount"]
+                following |= target["next"]
+            if self._agents is not None:
+                for name in (f"reward{end}", f"discount{end}"):
+                    batch[name] = torch.where(batch[f"active{end}"], batch[name], 0.0)
+        if self.n_step > 1:
             batch.pop(f"next_{self._nestings['obs'].columns()[0]}")
-            batch["reward"], batch["discount"], following = (
-                target["return"],
-                target["discount"],
-                target["next"],
-            )
-        leaves = dict(batch)
-        for name, nesting in self._nestings.items():
+        leaves, nestings = dict(batch), self._nestings
+        if self._agents is not None:
+            nestings = nestings | {name: self._by_agent(name) for name in ("reward", "discount", "active")}
+        for name, nesting in nestings.items():
             if not nesting.is_leaf:
                 for column in nesting.columns():
                     del batch[column]
@@ -440,6 +496,7 @@ class ReplayBuffer:
         described = {
             "capacity": self.capacity,
             "num_envs": self.num_envs,
+            "agents": None if self._agents is None else self._agents.names,
             "nestings": {name: nesting.described() for name, nesting in self._nestings.items()},
         }
         part = Path(path) / f"{_DESCRIPTION}.part"
@@ -463,11 +520,12 @@ class ReplayBuffer:
                 name: Nesting.from_description(name, each) for name, each in described["nestings"].items()
             }
             capacity, envs = int(described["capacity"]), int(described["num_envs"])
+            agents = described.get("agents")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{where} cannot be read ({error}); expected what ReplayBuffer.save has written."
             ) from error
-        buffer = cls(capacity, **{"num_envs": envs, **options})
+        buffer = cls(capacity, **{"num_envs": envs, "agents": agents, **options})
         buffer._nestings = nestings
         buffer._use(Table.load(path, name=options.get("name")))
         return buffer

@@ -135,7 +135,7 @@ class Nesting:
             return
         if kind != self.kind or (parts.keys() != self._keys):
             raise SchemaError(
-                f"{self.name!r} is {_named(kind, parts)}; expected {self._expected()}, as before."
+                f"{self.name!r} is {_named(kind, parts)}; expected {self.expected()}, as before."
             )
         if kind == "leaf":
             yield self.name, value
@@ -181,17 +181,20 @@ class Nesting:
     def _encoded(self, value: Any) -> Array:
         """A text, or several, as uint8 ``[..., size]``."""
         if not isinstance(value, (str, np.str_)):
+            if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.shape[-1:] == (self.size,):
+                return value  # encoded already
             if isinstance(value, np.ndarray) and value.dtype.kind == "U":
                 value = value.tolist()
             if isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value):
                 return np.stack([self._encoded(each) for each in value])
-            raise SchemaError(f"{self.name!r} is {shown(value)}; expected {self._expected()}.")
+            raise SchemaError(f"{self.name!r} is {shown(value)}; expected {self.expected()}.")
         data = str(value).encode()
         if len(data) > self.size or b"\0" in data:
-            raise SchemaError(f"{self.name!r} is {shown(value)}; expected {self._expected()}.")
+            raise SchemaError(f"{self.name!r} is {shown(value)}; expected {self.expected()}.")
         return np.frombuffer(data.ljust(self.size, b"\0"), dtype=np.uint8)
 
-    def _expected(self) -> str:
+    def expected(self) -> str:
+        """What a value has to be, for errors."""
         if self.kind == "text":
             return (
                 f"a text of at most {self.size} bytes in UTF-8 and without zeros, or one for each environment"
