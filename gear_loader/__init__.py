@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gear_loader.selection.grouping import Groups
     from gear_loader.selection.selectors import Fifo, Lifo, LinearSchedule, Prioritized, TopK, Uniform
     from gear_loader.selection.step_budget import Steps
+    from gear_loader.sources.named import load_dataset
     from gear_loader.storage.disk import Disk, DiskStats
     from gear_loader.storage.limiters import MinSize, Queue, RateLimiter, SampleToInsertRatio
     from gear_loader.storage.memory_options import Memory
@@ -78,6 +79,7 @@ __all__ = [
     "distributed",
     "errors",
     "graph",
+    "load_dataset",
     "serve",
     "sources",
 ]
@@ -126,6 +128,7 @@ _MODULES = {
     "Writer": "storage.writer",
     "balance": "selection.balance",
     "connect": "transport.remote_table",
+    "load_dataset": "sources.named",
     "serve": "transport.table_server",
 }
 
@@ -143,6 +146,7 @@ _PARTS = {
     "recover": ("checkpoint.recovering", "recover"),
     "save": ("checkpoint.saving", "save"),
     "gather": ("collection.chosen", "gather"),
+    "sample": ("dataset.table_sample", "sample"),
     "serve": ("transport.table_server", "serve"),
 }
 

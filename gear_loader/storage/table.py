@@ -828,6 +828,36 @@ class Table:
         batch: dict[str, Any] = provided("gather")(self, index, anchor, windows, out)
         return batch
 
+    def sample(
+        self,
+        batch_size: int,
+        *,
+        windows: Any = None,
+        seed: int = 0,
+        device: str | torch.device = "auto",
+    ) -> dict[str, Any]:
+        """Draw one batch, uniformly: of single steps, or with `windows` of more steps of trajectories.
+
+        For all else, as priorities and batches prepared ahead, make a `gear_loader.ReplayDataset`. The table keeps
+        one for each set of options, whose draws go on from call to call. Does not wait for the GPU.
+
+        Args:
+            batch_size: rows.
+            windows: as of a `ReplayDataset`; ``gear_loader.Whole()`` for whole trajectories. By default one step of
+                each column.
+            seed: of the draws. device: of the batch: ``"auto"``, or a torch device.
+
+        Returns:
+            A `Batch`: columns ``[B, *shape]``, or as `windows` say, and what a `ReplayDataset` adds.
+
+        Raises:
+            TableEmptyError: there is nothing to draw from. SchemaError: invalid options.
+        """
+        self._engine.check_open()
+        options = {"windows": windows, "seed": seed, "device": device}
+        batch: dict[str, Any] = provided("sample")(self, batch_size, options)
+        return batch
+
     def final(self, index: int) -> dict[str, torch.Tensor] | None:
         """A copy of the values after the last step of one trajectory: column name -> ``[*shape]`` on the CPU.
 
