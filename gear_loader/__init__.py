@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gear_loader.collection.windows import Whole
     from gear_loader.dataset import Mixture, ReplayDataset
     from gear_loader.dataset.options import Draws, Gpu, Prefetch, Ranks
+    from gear_loader.dataset.replay_metrics import ReplayLogger
     from gear_loader.graph.features import Features
     from gear_loader.lightning.datamodule import ReplayDataModule
     from gear_loader.lightning.monitor import ReplayMonitor
@@ -62,6 +63,7 @@ __all__ = [
     "ReplayBuffer",
     "ReplayDataModule",
     "ReplayDataset",
+    "ReplayLogger",
     "ReplayMonitor",
     "SampleToInsertRatio",
     "Schema",
@@ -114,6 +116,7 @@ _MODULES = {
     "ReplayBuffer": "replay.buffer",
     "ReplayDataModule": "lightning.datamodule",
     "ReplayDataset": "dataset",
+    "ReplayLogger": "dataset.replay_metrics",
     "ReplayMonitor": "lightning.monitor",
     "SampleToInsertRatio": "storage.limiters",
     "Schema": "storage.schema",
