@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gear_loader.storage.disk import Disk, DiskStats
     from gear_loader.storage.limiters import MinSize, Queue, RateLimiter, SampleToInsertRatio
     from gear_loader.storage.memory_options import Memory
+    from gear_loader.storage.prometheus import prometheus_text
     from gear_loader.storage.schema import Column, Schema, Window
     from gear_loader.storage.stats import TableStats
     from gear_loader.storage.table import Table
@@ -82,6 +83,7 @@ __all__ = [
     "errors",
     "graph",
     "load_dataset",
+    "prometheus_text",
     "serve",
     "sources",
 ]
@@ -132,6 +134,7 @@ _MODULES = {
     "balance": "selection.balance",
     "connect": "transport.remote_table",
     "load_dataset": "sources.named",
+    "prometheus_text": "storage.prometheus",
     "serve": "transport.table_server",
 }
 
