@@ -108,7 +108,8 @@ class Table:
         """Create an empty table.
 
         Args:
-            schema: column name -> `Column`.
+            schema: column name -> `Column`. Dicts may be nested: ``{"obs": {"image": Column(...)}}`` has the column
+                ``obs.image``, and ``ReplayDataset(output="nested")`` delivers it so.
             max_steps: largest number of steps, and so the longest possible trajectory.
             max_trajectories: largest number of trajectories.
             block_steps: steps of a block, the unit of allocation. A trajectory takes ceil(length / block_steps)
@@ -516,7 +517,7 @@ class Table:
         Args:
             trajectory: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype
                 (see `Column` for ``cast=True``), with the same T >= 1; ``[*shape]`` of a column per trajectory. It may
-                be a TensorDict; a nested one has the columns ``outer.inner``.
+                be a TensorDict. A nested dict or TensorDict has the columns ``outer.inner``.
             priority: initial priority for prioritized selectors, finite and not negative. By default the largest
                 priority that the selector has seen (initially 1), so that new trajectories are drawn soon.
             final: values after the last step of all columns with ``Column(final=True)``, column name -> ``[*shape]``:

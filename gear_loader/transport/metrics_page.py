@@ -27,7 +27,7 @@ class MetricsPage:
     """
 
     def __init__(self, text: Callable[[], str], host: str, port: int) -> None:
-        class Handler(http.server.BaseHTTPRequestHandler):
+        class PageHandler(http.server.BaseHTTPRequestHandler):
             timeout = _TIMEOUT
 
             def do_GET(self) -> None:
@@ -44,12 +44,12 @@ class MetricsPage:
             def log_message(self, *_: object) -> None:
                 """Say nothing of each request."""
 
-        class Server(http.server.ThreadingHTTPServer):
+        class PageServer(http.server.ThreadingHTTPServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
             daemon_threads = True
 
         try:
-            self._server = Server((host, port), Handler)
+            self._server = PageServer((host, port), PageHandler)
         except OSError as error:
             raise OSError(f"The metrics cannot be served at {host}:{port}: {error}.") from error
         shown = f"[{host}]" if ":" in host else host
