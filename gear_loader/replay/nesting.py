@@ -202,17 +202,6 @@ class Nesting:
         return _named(self.kind, self.parts)
 
 
-def text_of(codes: Any) -> str | list[str]:
-    """The text of a row of ``uint8 [size]`` that a batch has of a `gymnasium.spaces.Text`; of ``[n, size]`` a list.
-
-    Waits for the GPU that holds it.
-    """
-    array = as_array(codes)
-    if array.ndim > 1:
-        return [str(text_of(row)) for row in array]
-    return array.astype(np.uint8).tobytes().rstrip(b"\0").decode()
-
-
 def _taken_apart(value: Any) -> tuple[str, Mapping[Any, Any]]:
     """Kind of a value, and its parts by their keys."""
     if type(value) in _ARRAYS:

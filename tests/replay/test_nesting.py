@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
-from gear_loader.replay.nesting import Nesting, text_of
+from gear_loader.replay.nesting import Nesting
 
 
 class Pair(NamedTuple):
@@ -29,6 +29,11 @@ class Pair(NamedTuple):
 class Pose:
     place: Any
     _angle: Any
+
+
+def text_of(codes: torch.Tensor) -> list[str]:
+    """The texts of uint8 [n, size]."""
+    return [bytes(row).rstrip(b"\0").decode() for row in codes.tolist()]
 
 
 def trees(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
