@@ -34,6 +34,7 @@ _WIDER = {
     np.dtype(np.uint32): torch.int64,
 }
 _FIELDS = ("obs", "action")
+_NUMBERS = ("reward", "terminated", "truncated", "discount")
 _OWN = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "discount", "target", "active")
 _LONGEST = 1024
 """Steps after which an episode goes on in another trajectory, so that the oldest can be dropped in pieces."""
@@ -135,6 +136,10 @@ class ReplayBuffer:
         self._disk = disk if disk is None or isinstance(disk, Disk) else Disk(disk)
         self.num_envs = None if num_envs is None else at_least("num_envs", num_envs)
         self._agents = None if agents is None else Agents(agents)
+        # What each agent has one number of; a leaf, if there are no agents.
+        self._numbers = {name: Nesting(name) for name in _NUMBERS}
+        if self._agents is not None:
+            self._numbers |= {name: self._agents.nesting(name) for name in (*_NUMBERS, "active")}
         self._nestings: dict[str, Nesting] = {}
         self._waiting: dict[str, Any] | None = None  # a state to load when the columns are known
         if observation_space is not None:
@@ -170,16 +175,15 @@ class ReplayBuffer:
         )
         self._use(table)
 
-    def _by_agent(self, name: str) -> Nesting:
-        """The nesting of what each agent has one number of: of one agent without a name, a leaf."""
-        return Nesting(name) if self._agents is None else self._agents.nesting(name)
-
     def _own_columns(self) -> dict[str, torch.dtype]:
         """Columns that every buffer has, with shape ()."""
-        own = {"reward": torch.float32, "terminated": torch.bool}
-        if self._agents is not None:
-            own["active"] = torch.bool
-        return {column: dtype for name, dtype in own.items() for column in self._by_agent(name).columns()}
+        own = {"reward": torch.float32, "terminated": torch.bool, "active": torch.bool}
+        return {
+            column: dtype
+            for name, dtype in own.items()
+            if name in self._numbers
+            for column in self._numbers[name].columns()
+        }
 
     def _following(self) -> dict[str, list[str]]:
         """End of the names of an agent's columns -> the columns of its observation."""
@@ -216,7 +220,7 @@ class ReplayBuffer:
     def _windows(self, table: Table) -> dict[str, Any]:
         """An anchor needs the step that follows it, which the windows named ``next_obs`` read; so it is complete."""
         single = Window(1, squeeze=True)
-        returns = [name for kind in ("reward", "terminated") for name in self._by_agent(kind).columns()]
+        returns = [name for kind in ("reward", "terminated") for name in self._numbers[kind].columns()]
         windows: dict[str, Any] = {
             name: single for name in table.schema if self.n_step == 1 or name not in returns
         }
@@ -286,12 +290,12 @@ class ReplayBuffer:
             for name, value in values.items()
             for column, leaf in nestings[name].leaves(value)
         }
-        for column, leaf in self._by_agent("reward").leaves(numbers.pop("reward")):
+        for column, leaf in self._numbers["reward"].leaves(numbers.pop("reward")):
             rows[column] = _row(column, leaf, count, single, schema)
         flags = {
             column: _flags(column, leaf, count)
             for name, value in numbers.items()
-            for column, leaf in self._by_agent(name).leaves(value)
+            for column, leaf in self._numbers[name].leaves(value)
         }
         rows |= {column: flag for column, flag in flags.items() if not column.startswith("truncated")}
         following = {
@@ -452,7 +456,7 @@ class ReplayBuffer:
             batch.pop(f"next_{self._nestings['obs'].columns()[0]}")
         leaves, nestings = dict(batch), self._nestings
         if self._agents is not None:
-            nestings = nestings | {name: self._by_agent(name) for name in ("reward", "discount", "active")}
+            nestings = nestings | {name: self._numbers[name] for name in ("reward", "discount", "active")}
         for name, nesting in nestings.items():
             if not nesting.is_leaf:
                 for column in nesting.columns():
@@ -521,7 +525,7 @@ class ReplayBuffer:
             }
             capacity, envs = int(described["capacity"]), int(described["num_envs"])
             agents = described.get("agents")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{where} cannot be read ({error}); expected what ReplayBuffer.save has written."
             ) from error

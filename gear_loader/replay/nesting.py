@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -123,12 +123,17 @@ class Nesting:
             return [self.name]
         return [name for part in self.parts.values() for name in part.columns()]
 
-    def leaves(self, value: Any) -> Iterator[tuple[str, Any]]:
+    def leaves(self, value: Any) -> Iterable[tuple[str, Any]]:
         """Column and value of each leaf.
 
         Raises:
-            SchemaError: the value has another nesting.
+            SchemaError: the value has another nesting; when it is iterated over.
         """
+        if self.kind == "leaf" and type(value) in _ARRAYS:  # the commonest
+            return ((self.name, value),)
+        return self._walk(value)
+
+    def _walk(self, value: Any) -> Iterator[tuple[str, Any]]:
         kind, parts = _taken_apart(value)
         if self.kind == "text":
             yield self.name, self._encoded(value)

@@ -194,6 +194,21 @@ def test_wrong_calls_change_nothing(change: dict[str, Any], message: str) -> Non
     assert len(buffer) == 2
 
 
+def test_extend_adds_what_add_adds() -> None:
+    buffer = gear.ReplayBuffer(1_000, agents=["a", "b"], gamma=0.5, device="cpu")
+    steps, never = np.arange(8.0), np.zeros(8, bool)
+    both = {name: {"a": steps + more, "b": -steps - more} for name, more in (("obs", 0), ("next_obs", 1))}
+    ends = {"a": steps == 7, "b": never}
+    buffer.extend({**both, "action": both["obs"], "reward": both["obs"], "terminated": ends,
+                   "truncated": {"a": never, "b": never}})  # fmt: skip
+    batch = buffer.sample(100)
+    assert set(batch["obs"]["a"].tolist()) == set(range(7)) or set(batch["obs"]["a"].tolist()) == set(
+        range(8)
+    )
+    assert torch.equal(batch["next_obs"]["b"], batch["obs"]["b"] - 1)
+    assert torch.equal(batch["reward"]["b"], -batch["reward"]["a"])
+
+
 def test_the_first_step_has_all_agents() -> None:
     buffer = gear.ReplayBuffer(50, agents=["a", "b"], device="cpu")
     with pytest.raises(SchemaError, match=r"'obs' is a dict of \['a'\]; expected those of all agents"):
