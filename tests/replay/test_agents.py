@@ -222,6 +222,13 @@ def test_wrong_agents(agents: Any) -> None:
         gear.ReplayBuffer(10, agents=agents)
 
 
+def test_hindsight_is_of_one_agent() -> None:
+    with pytest.raises(SchemaError, match="agents and hindsight were given"):
+        gear.ReplayBuffer(
+            10, agents=["a"], hindsight=gear.Hindsight(lambda achieved, desired, info: achieved)
+        )
+
+
 def test_a_parallel_environment_of_pettingzoo() -> None:
     """With spaces, so that an agent may come later than the first step."""
     pettingzoo, spaces = pytest.importorskip("pettingzoo"), pytest.importorskip("gymnasium").spaces
