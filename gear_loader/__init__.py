@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gear_loader.collection.windows import Whole
     from gear_loader.dataset import Mixture, ReplayDataset
     from gear_loader.dataset.options import Draws, Gpu, Prefetch, Ranks
+    from gear_loader.dataset.replay_metrics import ReplayLogger
     from gear_loader.graph.features import Features
     from gear_loader.lightning.datamodule import ReplayDataModule
     from gear_loader.lightning.monitor import ReplayMonitor
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
     from gear_loader.selection.grouping import Groups
     from gear_loader.selection.selectors import Fifo, Lifo, LinearSchedule, Prioritized, TopK, Uniform
     from gear_loader.selection.step_budget import Steps
+    from gear_loader.sources.named import load_dataset
     from gear_loader.storage.device_writer import DeviceWriter
     from gear_loader.storage.disk import Disk, DiskStats
     from gear_loader.storage.limiters import MinSize, Queue, RateLimiter, SampleToInsertRatio
     from gear_loader.storage.memory_options import Memory
+    from gear_loader.storage.prometheus import prometheus_text
     from gear_loader.storage.schema import Column, Schema, Window
     from gear_loader.storage.stats import TableStats
     from gear_loader.storage.table import Table
@@ -66,6 +69,7 @@ __all__ = [
     "ReplayBuffer",
     "ReplayDataModule",
     "ReplayDataset",
+    "ReplayLogger",
     "ReplayMonitor",
     "SampleToInsertRatio",
     "Schema",
@@ -83,6 +87,8 @@ __all__ = [
     "distributed",
     "errors",
     "graph",
+    "load_dataset",
+    "prometheus_text",
     "serve",
     "sources",
     "transforms",
@@ -120,6 +126,7 @@ _MODULES = {
     "ReplayBuffer": "replay.buffer",
     "ReplayDataModule": "lightning.datamodule",
     "ReplayDataset": "dataset",
+    "ReplayLogger": "dataset.replay_metrics",
     "ReplayMonitor": "lightning.monitor",
     "SampleToInsertRatio": "storage.limiters",
     "Schema": "storage.schema",
@@ -134,6 +141,8 @@ _MODULES = {
     "Writer": "storage.writer",
     "balance": "selection.balance",
     "connect": "transport.remote_table",
+    "load_dataset": "sources.named",
+    "prometheus_text": "storage.prometheus",
     "serve": "transport.table_server",
 }
 
@@ -151,6 +160,7 @@ _PARTS = {
     "recover": ("checkpoint.recovering", "recover"),
     "save": ("checkpoint.saving", "save"),
     "gather": ("collection.chosen", "gather"),
+    "sample": ("dataset.table_sample", "sample"),
     "serve": ("transport.table_server", "serve"),
 }
 

@@ -374,6 +374,14 @@ def serve_tables(
     tls_key: Annotated[
         str | None, typer.Option(metavar="FILE", help="Private key of that certificate, PEM.")
     ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Serve statistics for Prometheus at http://HOST:PORT/metrics, unencrypted and to everybody who can "
+            "reach it; the host is 127.0.0.1 by default.",
+        ),
+    ] = None,
     parent: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Serve windows of tables to other nodes and store their trajectories. Prints its addresses as one JSON line."""
@@ -383,13 +391,14 @@ def serve_tables(
     from gear_loader.transport.handshake import check_secret, read_secret
     from gear_loader.transport.process import read_parent, run_server
 
-    host, colon, port = listen.rpartition(":")
-    if not colon or not port.isdecimal() or int(port) > 65535 or not host.strip("[]"):
-        raise typer.BadParameter(
-            f"--listen {listen} was received; expected HOST:PORT, such as 127.0.0.1:5555."
-        )
+    host, port = _address("--listen", listen)
+    page = (
+        None
+        if metrics is None
+        else _address("--metrics", metrics if ":" in metrics else f"127.0.0.1:{metrics}")
+    )
     chosen = list(dict.fromkeys(carriers or ["socket"]))
-    if int(port) and len(chosen) > 1:
+    if port and len(chosen) > 1:
         raise typer.BadParameter("Several carriers cannot listen at one port: give port 0, or one carrier.")
     if (tls_cert is None) != (tls_key is None):
         raise typer.BadParameter("One of --tls-cert and --tls-key was given; expected both.")
@@ -399,12 +408,20 @@ def serve_tables(
             secret = check_secret(read_parent(parent))
         else:
             secret = _secret_of_environment() if secret_file is None else read_secret(secret_file)
-        listens = [(name, host.strip("[]"), int(port)) for name in chosen]
-        allowed = check_allow(allow)
-        run_server(tables, listens, secret, parent=parent, one_sided=one_sided, allow=allowed, tls=tls)
+        listens = [(name, host, port) for name in chosen]
+        options: dict[str, Any] = {"one_sided": one_sided, "allow": check_allow(allow), "tls": tls}
+        run_server(tables, listens, secret, parent=parent, metrics=page, **options)
     except (GearError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
+
+
+def _address(option: str, text: str) -> tuple[str, int]:
+    """Host and port."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > 65535 or not host.strip("[]"):
+        raise typer.BadParameter(f"{option} {text} was received; expected HOST:PORT, such as 127.0.0.1:5555.")
+    return host.strip("[]"), int(port)
 
 
 def _secret_of_environment() -> bytes:

@@ -143,6 +143,7 @@ TABLE_NAMES = [
     "remove",
     "required_blocks",
     "rules",
+    "sample",
     "save",
     "schema",
     "seconds_waited",

@@ -19,7 +19,7 @@ from gear_loader.utils.checks import one_of
 
 def check_output(output: Any) -> None:
     """Raise SchemaError for an invalid `output`, ImportError if the package that it needs is not installed."""
-    one_of("output", output, ("dict", "tensordict"))
+    one_of("output", output, ("dict", "nested", "tensordict"))
     if output == "tensordict":
         try:
             import tensordict  # noqa: F401
@@ -31,8 +31,8 @@ def check_output(output: Any) -> None:
             ) from error
 
 
-def check_nesting(names: Iterable[str]) -> None:
-    """Raise SchemaError if windows of these names cannot be entries of one nested TensorDict."""
+def check_nesting(names: Iterable[str], output: str) -> None:
+    """Raise SchemaError if windows of these names cannot be entries of one nested dict or TensorDict."""
     given = set(names)
     for name in sorted(given):
         parts = name.split(".")
@@ -40,7 +40,7 @@ def check_nesting(names: Iterable[str]) -> None:
         taken = sorted(parents & given.union(BATCH_KEYS))
         if taken or "" in parts:
             raise SchemaError(
-                f"With output='tensordict' the window {name!r} would be the entry {tuple(parts)}"
+                f"With output={output!r} the window {name!r} would be the entry {tuple(parts)}"
                 f"{f', beneath {taken[0]!r}, which is an entry itself' if taken else ', with an empty name'}. Give "
                 f"one of them another name: windows={{'other_name': Window(..., column={name!r})}}."
             )
@@ -56,6 +56,11 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
             place = place.setdefault(part, {})
         place[last] = _nested(value) if isinstance(value, dict) else value
     return found
+
+
+def as_nested(batch: Mapping[str, Any]) -> Batch:
+    """A batch in which a dot in a name is a level of nesting."""
+    return Batch(_nested(batch))
 
 
 def as_tensordict(batch: Mapping[str, Any]) -> Any:

@@ -296,9 +296,8 @@ def _checked_sources(sources: Any) -> dict[str, ReplayDataset]:
     for name, dataset in datasets.items():
         if dataset.batch_size == 0 or dataset.shards is not None or dataset.output != "dict":
             raise SchemaError(
-                f"Source {name!r} has batch_size=Steps(...), Shards or output='tensordict'; expected a ReplayDataset "
-                "of a Table "
-                "with a batch_size in rows that yields dicts."
+                f"Source {name!r} has batch_size=Steps(...), Shards or an output other than 'dict'; expected a "
+                "ReplayDataset of a Table with a batch_size in rows that yields dicts."
             )
         padded = dataset.layout == "padded" and has_whole(dataset.windows)
         if dataset.layout == "jagged" or padded or dataset.groups is not None:

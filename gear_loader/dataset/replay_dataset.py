@@ -20,7 +20,7 @@ from gear_loader.collection.batches import Batch, loader_error, refuse
 from gear_loader.collection.buffer_pools import BufferPools
 from gear_loader.collection.collector import Collector, collector_for
 from gear_loader.collection.n_step import NStep
-from gear_loader.collection.output import as_jagged, as_padded, as_tensordict, check_nesting
+from gear_loader.collection.output import as_jagged, as_nested, as_padded, as_tensordict, check_nesting
 from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.collection.windows import (
     Whole,
@@ -130,9 +130,9 @@ class ReplayDataset(IterableDataset[Batch]):
             all ranks: items are trajectories, or steps if the selector has ``unit="step"``. The logger `gear_loader`
             says once if such an epoch reads a small part of the table. ``math.inf`` never ends.
         ranks: `Ranks`, how ranks share the batches.
-        output: ``"dict"``, or ``"tensordict"`` for batches that are a ``tensordict.TensorDict`` of batch size [B] with
-            the same entries; a dot in a name is a level of nesting (``("next", "reward")``). `DataLoader` then needs
-            ``collate_fn=dataset.collate``.
+        output: ``"dict"``; ``"nested"``, in which a dot in a name is a level of nesting, ``batch["obs"]["image"]`` of
+            the column ``obs.image``; or ``"tensordict"`` for a ``tensordict.TensorDict`` of batch size [B], nested too,
+            for which `DataLoader` needs ``collate_fn=dataset.collate``.
         layout: ``"padded"``: columns of steps are ``[B, L, *shape]``; with `Whole` L is that of the longest row of the
             batch, which is then copied from a packed one. ``"packed"``: rows lie one after another without padding, see
             below. ``"jagged"``: so they do, and are shown as `torch.nested` tensors of layout `torch.jagged`, without a
@@ -199,7 +199,7 @@ class ReplayDataset(IterableDataset[Batch]):
         prefetch: int | Prefetch = 2,
         batches_per_epoch: float | None = None,
         ranks: Ranks = _RANKS,
-        output: Literal["dict", "tensordict"] = "dict",
+        output: Literal["dict", "nested", "tensordict"] = "dict",
         layout: Literal["padded", "packed", "jagged"] = "padded",
         transform: Any = None,
     ) -> None:
@@ -230,9 +230,9 @@ class ReplayDataset(IterableDataset[Batch]):
         if isinstance(windows, Mapping):
             steps = steps_only(table.schema, self.windows).items()
             self.mask_names = tuple(name for name, window in steps if not isinstance(window, NStep))
-        self.output: Literal["dict", "tensordict"] = output
-        if output == "tensordict":
-            check_nesting(self.windows)
+        self.output: Literal["dict", "nested", "tensordict"] = output
+        if output != "dict":
+            check_nesting(self.windows, output)
         # Whether nothing tells if trajectories or steps are to be equally likely.
         self._by_default = selector is None and anchor == "uniform" and groups is None
         self._by_default &= not has_whole(self.windows)
@@ -715,7 +715,11 @@ class ReplayDataset(IterableDataset[Batch]):
             )
             self._transforms.record(self._moment)
         if self.layout == "jagged":
-            return as_jagged(batch, steps_only(self.table.schema, self.windows))
+            batch = as_jagged(batch, steps_only(self.table.schema, self.windows))
+        if self.output == "nested":
+            return as_nested(batch)
+        if self.layout == "jagged":
+            return batch
         return batch if self.output == "dict" else as_tensordict(batch)
 
     @property

@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from gear_loader.dataset.replay_dataset import ReplayDataset
 from gear_loader.dataset.transforming import transforms_of
 from gear_loader.errors import CheckpointError, SchemaError, TableEmptyError
 from gear_loader.replay.adding import Adder, count_of, flags_of
+from gear_loader.replay.agents import AgentAdder, Agents
 from gear_loader.replay.hindsight import Hindsight, Relabel
 from gear_loader.replay.nesting import Nesting, as_array
 from gear_loader.selection.selectors import Selector, Uniform
@@ -31,8 +32,14 @@ from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import at_least, check_gamma
 
 _DTYPES = {dtype: torch_dtypes()[name] for name, dtype in NUMPY_DTYPES.items()}
+_WIDER = {
+    np.dtype(np.float64): torch.float32,
+    np.dtype(np.uint16): torch.int32,
+    np.dtype(np.uint32): torch.int64,
+}
 _FIELDS = ("obs", "action")
-_OWN = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "discount", "target")
+_NUMBERS = ("reward", "terminated", "discount")
+_OWN = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "discount", "target", "active")
 _LONGEST = 1024
 """Steps after which an episode goes on in another trajectory, so that the oldest can be dropped in pieces."""
 _SHORTEST, _MORE = 8, 32  # mean length of an episode for which there is room, and episodes beyond
@@ -46,9 +53,11 @@ class ReplayBuffer:
         buffer.add(obs, action, reward, next_obs, terminated, truncated)
         batch = buffer.sample(256)
 
-    Observations and actions are arrays, or dicts and tuples of arrays, as Gymnasium's spaces nest them; batches are
-    nested as they are. The columns are inferred from the first `add`, or from the spaces. Each observation is stored
-    once: `next_obs` is read from the step that follows, and at the end of an episode from its final step.
+    Observations, actions and other columns are arrays, or dicts, tuples, namedtuples and dataclasses of them; batches
+    are nested as they are. In the table the names are joined by dots: ``obs.camera``. The columns are inferred from the
+    first `add`, or from the spaces: Box, Discrete, MultiDiscrete, MultiBinary and Text, and Dict and Tuple of them. A
+    text is uint8 ``[max_length]`` in a batch, UTF-8 with zeros after it. Each observation is stored once: `next_obs` is
+    read from the step that follows, and at the end of an episode from its final step.
 
     A batch is a dict:
 
@@ -64,6 +73,12 @@ class ReplayBuffer:
     ================ ==============================================================================
 
     and ``index``, ``anchor``, ``generation``, which identify its rows, and ``priority_weight``, as of `ReplayDataset`.
+
+    With `agents` all agents of a time step are one row, as PettingZoo's parallel environments give them. `add` takes
+    dicts by agent, without those that do not act. In a batch ``obs``, ``action``, ``reward``, ``next_obs`` and
+    ``discount`` are dicts of all agents, zeros for those that did not act, and ``active`` is a dict of bool ``[B]``,
+    False for these. Where one agent is truncated while others go on, returns of all end.
+
     Each transition can be drawn when `add` has returned. A full buffer drops its oldest trajectory, which is an episode
     or a piece of at most 1,024 steps of one; so it holds nearly `capacity` transitions.
 
@@ -76,6 +91,7 @@ class ReplayBuffer:
         num_envs: number of environments n; by default that of the first `add`, whose rewards are a number or ``[n]``.
         observation_space, action_space: of one environment (Gymnasium); with `num_envs`, `table` and `dataset` exist at
             once then, else from the first `add` on.
+        agents: names of all agents, such as ``env.possible_agents``; then the spaces are dicts by agent too.
         device: of batches: ``"auto"``, or a torch device.
         name: of the table, by which other processes attach to it; None for private memory.
         disk: a `Disk`, or a directory: the table is written there in the background; see `Table.create`. If a buffer
@@ -104,6 +120,7 @@ class ReplayBuffer:
         num_envs: int | None = None,
         observation_space: Any = None,
         action_space: Any = None,
+        agents: Iterable[str] | None = None,
         device: str | torch.device = "auto",
         name: str | None = None,
         disk: Disk | str | os.PathLike[str] | None = None,
@@ -125,17 +142,24 @@ class ReplayBuffer:
                 f"hindsight is {shown(hindsight)}; expected gear_loader.Hindsight(compute_reward)."
             )
         self.gamma = float(gamma)
+        if hindsight is not None and agents is not None:
+            raise SchemaError("agents and hindsight were given; expected one of them.")
         self._hindsight, self._transforms = hindsight, transforms_of(transform)
         self._sampler = Uniform(unit="step") if sampler is None else sampler
         self._batch_size = at_least("batch_size", batch_size)
         self._device, self._name, self._seed = device, name, seed
         self._disk = disk if disk is None or isinstance(disk, Disk) else Disk(disk)
         self.num_envs = None if num_envs is None else at_least("num_envs", num_envs)
+        self._agents = None if agents is None else Agents(agents)
+        # What each agent has one number of; a leaf, if there are no agents.
+        self._numbers = {name: Nesting(name) for name in _NUMBERS}
+        if self._agents is not None:
+            self._numbers = {name: self._agents.nesting(name) for name in (*_NUMBERS, "active")}
         self._nestings: dict[str, Nesting] = {}
         self._waiting: dict[str, Any] | None = None  # a state to load when the columns are known
         self._table: Table | None = None
         self._dataset: ReplayDataset | None = None
-        self._adder: Adder | None = None
+        self._adder: Adder | AgentAdder | None = None
         self._waits = (
             name is None and disk is None
         )  # whether added rows may wait: nobody else reads the table
@@ -143,11 +167,12 @@ class ReplayBuffer:
         self._resumes = self._disk is not None and self._disk.exists()
         if observation_space is not None:
             spaces = {"obs": observation_space, "action": action_space}
-            self._nestings = {name: Nesting.of(name, space) for name, space in spaces.items()}
-            columns = {}
-            for name, nesting in self._nestings.items():
-                for column, space in _space_leaves(nesting, spaces[name]):
-                    columns[column] = _column(column, space.dtype, space.shape)
+            columns: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+            for name, space in spaces.items():
+                self._nestings[name], found = Nesting.of_space(name, space)
+                columns |= {column: _column(column, *each) for column, each in found.items()}
+            if self._agents is not None:
+                self._agents.check_first(self._nestings)
             self._spaces = columns
             if self.num_envs is not None and not self._resumes:
                 self._make(columns)
@@ -182,7 +207,10 @@ class ReplayBuffer:
             name: Column(dtype, shape, final=name in finals, cast=True)
             for name, (dtype, shape) in columns.items()
         }
-        schema |= {"reward": Column(torch.float32, cast=True), "terminated": Column(torch.bool, cast=True)}
+        own = {"reward": torch.float32, "terminated": torch.bool, "active": torch.bool}
+        for name, nesting in self._numbers.items():
+            if name in own:
+                schema |= {column: Column(own[name], cast=True) for column in nesting.columns()}
         if self._hindsight is not None:
             self._hindsight.check(schema)
         envs = self.num_envs or 1
@@ -199,6 +227,13 @@ class ReplayBuffer:
         if self._disk is not None:
             self._describe(self._disk.path)
         self._use(table)
+
+    def _following(self) -> dict[str, list[str]]:
+        """End of the names of an agent's columns -> the columns of its observation."""
+        obs = self._nestings["obs"]
+        if self._agents is None:
+            return {"": obs.columns()}
+        return {f".{name}": obs.parts[name].columns() for name in self._agents.names}
 
     @property
     def _piece(self) -> int:
@@ -226,16 +261,16 @@ class ReplayBuffer:
     def _windows(self, table: Table) -> dict[str, Any]:
         """They are complete where the step that follows the anchor is there: `next_obs`."""
         single = Window(1, squeeze=True)
-        windows: dict[str, Any] = {
-            name: single for name in table.schema if name not in ("reward", "terminated")
-        }
-        following = self._nestings["obs"].columns()
-        if self.n_step == 1:
-            for column in following:
-                windows[f"next_{column}"] = Window(1, 1, column=column, squeeze=True)
-            windows |= {"reward": single, "terminated": single}
-        else:
-            windows["target"] = NStep("reward", self.n_step, self.gamma, "terminated", tuple(following))
+        returns = [name for kind in ("reward", "terminated") for name in self._numbers[kind].columns()]
+        windows: dict[str, Any] = {name: single for name in table.schema if name not in returns}
+        for end, columns in self._following().items():
+            if self.n_step == 1:
+                for column in columns:
+                    windows[f"next_{column}"] = Window(1, 1, column=column, squeeze=True)
+                windows |= {f"reward{end}": single, f"terminated{end}": single}
+            else:
+                done = f"terminated{end}"
+                windows[f"target{end}"] = NStep(f"reward{end}", self.n_step, self.gamma, done, tuple(columns))
         return windows
 
     def _delivery(self, table: Table) -> list[Any]:
@@ -283,6 +318,9 @@ class ReplayBuffer:
                 last `next_obs`, the reward 0, and nothing ends.
             more: other columns, from the first call on.
 
+        With `agents` all of these are dicts by agent, but for other columns that are not. An agent acts if it has an
+        action, or as `active` says. It needs all of these, but no `next_obs` where it terminates.
+
         Raises:
             SchemaError: a value does not fit the columns. Nothing was added.
         """
@@ -290,23 +328,34 @@ class ReplayBuffer:
         if adder is not None and type(reward) is np.ndarray and reward.shape == adder.shape:
             adder.add(values, reward, next_obs, terminated, truncated, active, single=False)
             return
-        count, single = count_of(reward, self.num_envs)
+        number = reward if self._agents is None else self._agents.first("reward", reward)
+        count, single = count_of(number, self.num_envs)
         if adder is None:
             if self._table is None:
-                self._begin(values, count, single, next_obs, (terminated, truncated, active))
+                self._begin(values, count, single, next_obs, (terminated, truncated, active), reward)
             adder = self._adder = self._new_adder(count)
         adder.add(values, reward, next_obs, terminated, truncated, active, single=single)
 
-    def _new_adder(self, count: int) -> Adder:
+    def _new_adder(self, count: int) -> Adder | AgentAdder:
         """What adds to the table, of which `num_envs` is known then."""
         assert self._table is not None
-        growing = self._hindsight is None or self._hindsight.running
-        adder = Adder(self._table, self._nestings, count, self._piece, waits=self._waits, growing=growing)
+        adder: Adder | AgentAdder
+        if self._agents is not None:
+            adder = AgentAdder(self._agents, self._table, self._nestings, count, self._piece)
+        else:
+            growing = self._hindsight is None or self._hindsight.running
+            adder = Adder(self._table, self._nestings, count, self._piece, waits=self._waits, growing=growing)
         self.num_envs = count
         return adder
 
     def _begin(
-        self, values: Mapping[str, Any], count: int, single: bool, next_obs: Any, flags: tuple[Any, ...]
+        self,
+        values: Mapping[str, Any],
+        count: int,
+        single: bool,
+        next_obs: Any,
+        flags: tuple[Any, ...],
+        reward: Any = None,
     ) -> None:
         """Create the table of the first row, all of which fits."""
         nestings, columns = self._nestings, self._spaces or {}
@@ -316,6 +365,8 @@ class ReplayBuffer:
                     f"The columns {taken} were given; expected other names, without dots, than {_OWN}."
                 )
             nestings = {name: Nesting.of(name, value) for name, value in values.items()}
+            if self._agents is not None:
+                self._agents.check_first(nestings)
             columns = {}
             for name, value in values.items():
                 for column, leaf in nestings[name].leaves(value):
@@ -326,14 +377,11 @@ class ReplayBuffer:
                             "environment."
                         )
                     columns[column] = _column(column, array.dtype, array.shape if single else array.shape[1:])
-        for column, leaf in nestings["obs"].leaves(next_obs):
-            found, wanted = list(as_array(leaf).shape), columns[column][1]
-            wanted = wanted if single else (count, *wanted)
-            if found != list(wanted):
-                raise SchemaError(f"{'next_' + column!r} has the shape {found}; expected {list(wanted)}.")
-        for name, each in zip(("terminated", "truncated", "active"), flags, strict=True):
-            if each is not None:
-                flags_of(name, each, count)
+        if self._agents is not None:
+            schema = {name: Column(*each) for name, each in columns.items()}
+            self._agents.rows(nestings, schema, None, count, single, values, reward, next_obs, *flags)
+        else:
+            _check_first(nestings["obs"], columns, count, single, next_obs, flags)
         known = self.num_envs
         self._nestings, self.num_envs = nestings, count
         try:
@@ -375,6 +423,12 @@ class ReplayBuffer:
             raise SchemaError(
                 f"The transitions have the lengths {shown_lengths}; expected the same length T of all."
             )
+        if self._agents is not None:
+            nestings = {name: Nesting.of(name, each) for name, each in transitions.items()}
+            for step in range(found.pop()):
+                each = {name: _step(nestings[name], values, step) for name, values in transitions.items()}
+                self.add(**each)
+            return
         if (self.num_envs or 1) != 1:
             raise SchemaError(
                 f"extend got the transitions of one environment; the buffer has {self.num_envs}. Use add."
@@ -389,6 +443,7 @@ class ReplayBuffer:
                 first = {name: _first(name, each) for name, each in given.items()}
                 self._begin(first, 1, True, _first("obs", next_obs), (None, None, None))
             self._adder = self._new_adder(1)
+        assert isinstance(self._adder, Adder)
         self._adder.extend(given, reward, next_obs, flags["terminated"], flags["truncated"], active)
 
     # ---------------------------------------------------------------- sampling
@@ -418,19 +473,23 @@ class ReplayBuffer:
     def _finish(self, batch: Batch) -> Batch:
         """The batch of a user from that of the dataset."""
         del batch["mask"]
-        if self.n_step == 1:
-            following = {name: batch.pop(f"next_{name}") for name in self._nestings["obs"].columns()}
-            batch["discount"] = torch.where(batch.pop("terminated"), 0.0, self.gamma)
-        else:
-            target = batch.pop("target")
-            batch["reward"], batch["discount"], following = (
-                target["return"],
-                target["discount"],
-                target["next"],
-            )
-        leaves = dict(batch)
-        for name, nesting in self._nestings.items():
-            if nesting.parts is not None:
+        following: dict[str, Any] = {}
+        for end, columns in self._following().items():
+            if self.n_step == 1:
+                following |= {name: batch.pop(f"next_{name}") for name in columns}
+                batch[f"discount{end}"] = torch.where(batch.pop(f"terminated{end}"), 0.0, self.gamma)
+            else:
+                target = batch.pop(f"target{end}")
+                batch[f"reward{end}"], batch[f"discount{end}"] = target["return"], target["discount"]
+                following |= target["next"]
+            if self._agents is not None:
+                for name in (f"reward{end}", f"discount{end}"):
+                    batch[name] = torch.where(batch[f"active{end}"], batch[name], 0.0)
+        leaves, nestings = dict(batch), self._nestings
+        if self._agents is not None:
+            nestings = nestings | {name: self._numbers[name] for name in ("reward", "discount", "active")}
+        for name, nesting in nestings.items():
+            if not nesting.is_leaf:
                 for column in nesting.columns():
                     del batch[column]
                 batch[name] = nesting.build(leaves)
@@ -478,6 +537,7 @@ class ReplayBuffer:
         described = {
             "capacity": self.capacity,
             "num_envs": self.num_envs,
+            "agents": None if self._agents is None else self._agents.names,
             "nestings": {name: nesting.described() for name, nesting in self._nestings.items()},
         }
         part = Path(path) / f"{_DESCRIPTION}.part"
@@ -486,7 +546,10 @@ class ReplayBuffer:
 
     def _recover(self, disk: Disk) -> None:
         """Go on with what a buffer has written into the directory."""
-        capacity, envs, nestings = _description(disk.path)
+        capacity, envs, agents, nestings = _description(disk.path)
+        mine = None if self._agents is None else self._agents.names
+        if agents != mine:
+            raise SchemaError(f"agents is {mine}; expected {agents}, as of the buffer in {disk.path}.")
         if (capacity, envs) != (self.capacity, self.num_envs or envs):
             raise SchemaError(
                 f"capacity is {self.capacity} and num_envs {self.num_envs}; expected {capacity} and {envs}, as of the "
@@ -505,24 +568,15 @@ class ReplayBuffer:
         Raises:
             CheckpointError: the directory does not hold a buffer.
         """
-        capacity, envs, nestings = _description(path)
-        buffer = cls(capacity, **{"num_envs": envs, **options})
+        capacity, envs, agents, nestings = _description(path)
+        buffer = cls(capacity, **{"num_envs": envs, "agents": agents, **options})
         buffer._nestings = nestings
         buffer._use(Table.load(path, name=options.get("name")))
         return buffer
 
 
-def _space_leaves(nesting: Nesting, space: Any) -> Iterator[tuple[str, Any]]:
-    """Column and space of each leaf."""
-    if nesting.parts is None:
-        yield nesting.name, space
-        return
-    for key, part in nesting.parts.items():
-        yield from _space_leaves(part, space[key])
-
-
-def _description(path: str | os.PathLike[str]) -> tuple[int, int, dict[str, Nesting]]:
-    """Capacity, environments and nestings of the buffer in a directory.
+def _description(path: str | os.PathLike[str]) -> tuple[int, int, list[str] | None, dict[str, Nesting]]:
+    """Capacity, environments, agents and nestings of the buffer in a directory.
 
     Raises:
         CheckpointError: it does not hold a buffer.
@@ -533,8 +587,8 @@ def _description(path: str | os.PathLike[str]) -> tuple[int, int, dict[str, Nest
         nestings = {
             name: Nesting.from_description(name, each) for name, each in described["nestings"].items()
         }
-        return int(described["capacity"]), int(described["num_envs"]), nestings
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return int(described["capacity"]), int(described["num_envs"]), described.get("agents"), nestings
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{where} cannot be read ({error}); expected what a ReplayBuffer has written."
         ) from error
@@ -542,14 +596,37 @@ def _description(path: str | os.PathLike[str]) -> tuple[int, int, dict[str, Nest
 
 def _first(name: str, values: Any) -> Any:
     """The first of values ``[T, *shape]``, which may be nested."""
-    nesting = Nesting.of(name, values)
-    return nesting.build({column: as_array(leaf)[0] for column, leaf in nesting.leaves(values)})
+    return _step(Nesting.of(name, values), values, 0)
+
+
+def _step(nesting: Nesting, values: Any, step: int) -> Any:
+    """One of values ``[T, *shape]``."""
+    return nesting.build({column: as_array(leaf)[step] for column, leaf in nesting.leaves(values)})
+
+
+def _check_first(
+    obs: Nesting,
+    columns: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    count: int,
+    single: bool,
+    next_obs: Any,
+    flags: tuple[Any, ...],
+) -> None:
+    """Raise SchemaError unless `next_obs` and the flags of the first row fit."""
+    for column, leaf in obs.leaves(next_obs):
+        found, wanted = list(as_array(leaf).shape), columns[column][1]
+        wanted = wanted if single else (count, *wanted)
+        if found != list(wanted):
+            raise SchemaError(f"{'next_' + column!r} has the shape {found}; expected {list(wanted)}.")
+    for name, each in zip(("terminated", "truncated", "active"), flags, strict=True):
+        if each is not None:
+            flags_of(name, each, count)
 
 
 def _column(name: str, dtype: Any, shape: Any) -> tuple[torch.dtype, tuple[int, ...]]:
     """dtype and shape of a column, for values of a numpy dtype."""
     found = None if dtype is None else np.dtype(dtype)
-    known = torch.float32 if found == np.float64 else _DTYPES.get(found)  # type: ignore[arg-type]
+    known = _WIDER.get(found, _DTYPES.get(found))  # type: ignore[arg-type]
     if known is None or shape is None:
         raise SchemaError(
             f"{name!r} has dtype {dtype} and shape {shape}; expected arrays of {', '.join(map(str, _DTYPES))}."

@@ -13,6 +13,7 @@ from gear_loader.sources.environment import collect, collect_iter
 from gear_loader.sources.episodes import Episode, EpisodeReader, infer_schema
 from gear_loader.sources.hdf5 import read_hdf5
 from gear_loader.sources.minari import read_minari
+from gear_loader.sources.named import register
 from gear_loader.sources.source_loading import load
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "load",
     "read_hdf5",
     "read_minari",
+    "register",
 ]

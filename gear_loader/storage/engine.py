@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -50,6 +51,14 @@ _POLICIES: dict[str, tuple[int, bool]] = {  # `evict` and `wait` of `Index.begin
 }
 
 
+class Sampled:
+    """The datasets of `Table.sample`: options and dataset of each, one call at a time."""
+
+    def __init__(self) -> None:
+        self.mutex = threading.RLock()
+        self.datasets: list[tuple[dict[str, Any], Any]] = []
+
+
 class Engine:
     """What a `gear_loader.Table` consists of, for the other parts of the package.
 
@@ -70,6 +79,7 @@ class Engine:
         self.disk: DiskWriter | None = None
         self._index: Index | None = Index(region)
         self._tier_reader: TierReader | None = None
+        self.sampled = Sampled()
         self._index.admission.timeout = timeout
         layout = region.layout
         self.schema: Schema = layout.schema
@@ -120,6 +130,7 @@ class Engine:
                 self.disk.close()
         finally:
             self._index = None
+            self.sampled.datasets.clear()
             self._tier_reader = None  # closes its files
             self.region.close()
 

@@ -231,7 +231,7 @@ class Window:
 
 
 class Schema(Mapping[str, Column]):
-    """The columns of a table by name, in the given order.
+    """The columns of a table by name, in the given order. A dict inside has the columns ``outer.inner``.
 
     Raises:
         SchemaError: no column; a name that is not a non-empty string, has control characters or line breaks, or is in
@@ -239,6 +239,7 @@ class Schema(Mapping[str, Column]):
     """
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
+        columns = as_mapping(dict(columns) if isinstance(columns, Mapping) else columns)
         if not isinstance(columns, Mapping) or not columns:
             raise SchemaError(
                 f"A schema of {shown(columns)} was received; expected a mapping of column names to gear_loader.Column, "
@@ -434,8 +435,7 @@ class Schema(Mapping[str, Column]):
         Raises:
             SchemaError: as `validate`.
         """
-        if type(rows) is not dict:
-            rows = as_mapping(rows)
+        rows = as_mapping(rows)
         found = located(self._expected, rows)
         if found is not None:
             return found
@@ -552,10 +552,9 @@ class Schema(Mapping[str, Column]):
         missing = [name for name in self if name not in rows]
         unknown = [name for name in rows if name not in self._columns]
         if missing or unknown:
-            nested = [name for name in unknown if isinstance(rows[name], Mapping)]
             raise SchemaError(
                 f"{what} has the columns {shown(list(rows))}; missing: {missing}, unknown: {shown(unknown)}. "
-                f"Expected exactly {list(self)}.{_not_nested(nested[0]) if nested else ''}"
+                f"Expected exactly {list(self)}."
             )
 
     def validate_once(self, values: Any, *, what: str) -> dict[str, np.ndarray]:
@@ -626,7 +625,6 @@ class Schema(Mapping[str, Column]):
                 f"Column {name!r} of {what} is a {kind}; expected a numpy array or a torch tensor "
                 f"of {wanted} and shape {expected}."
                 f"{' With cast=True the column takes lists.' if isinstance(value, (list, tuple)) else ''}"
-                f"{_not_nested(name) if isinstance(value, Mapping) else ''}"
             )
         dtype = value.dtype
         if is_tensor(value):
@@ -651,28 +649,32 @@ class Schema(Mapping[str, Column]):
 
 
 def as_mapping(rows: Any) -> Any:
-    """Convert a TensorDict to a dict of its columns; return other values unchanged.
+    """Convert a TensorDict, or a dict with dicts in it, to a dict of its columns; return other values unchanged.
 
-    A TensorDict (or tensorclass) of the package tensordict is a mapping that iterates over its steps instead of its
-    keys. It is recognised by its interface: `keys`, `items` and `batch_size`. A nested one gives a column for each
-    leaf, with the keys joined by dots: ``next.observation``. No data are copied.
+    Keys are joined by dots: ``{"obs": {"image": x}}`` has the column ``obs.image``. A TensorDict (or tensorclass) of
+    the package tensordict is a mapping that iterates over its steps instead of its keys. It is recognised by its
+    interface: `keys`, `items` and `batch_size`. No data are copied.
 
     Raises:
         SchemaError: two leaves would be the same column.
     """
-    if isinstance(rows, dict) or not all(hasattr(rows, name) for name in ("batch_size", "items", "keys")):
+    if isinstance(rows, dict):
+        if type(rows) is not dict or dict not in map(type, rows.values()):
+            return rows
+    elif not all(hasattr(rows, name) for name in ("batch_size", "items", "keys")):
         return rows
     columns: dict[Any, Any] = {}
     for name, value in rows.items():
         inner = as_mapping(value)
         # Text and other objects are TensorDicts without entries that are not empty.
-        plain = inner is value or (not inner and hasattr(value, "is_empty") and not value.is_empty())
+        plain = (inner is value and type(value) is not dict) or (
+            not inner and hasattr(value, "is_empty") and not value.is_empty()
+        )
         leaves = {name: value} if plain else {f"{name}.{leaf}": part for leaf, part in inner.items()}
         twice = [leaf for leaf in leaves if leaf in columns]
         if twice:
             raise SchemaError(
-                f"Two entries of the TensorDict would be the column {twice[0]!r}, as keys of nested TensorDicts are "
-                "joined by dots; rename one of them: td.rename_key_(...)."
+                f"Two entries would be the column {twice[0]!r}, as nested keys are joined by dots; rename one of them."
             )
         columns.update(leaves)
     return columns
@@ -692,13 +694,6 @@ def exactly(values: Any, wanted: Collection[str], kind: str, what: str) -> Mappi
         return values
     given = f"has {sorted(map(str, values))}" if isinstance(values, Mapping) else f"is {shown(values)}"
     raise SchemaError(f"{what} {given}; expected the columns {sorted(wanted)}: all with {kind} and no other.")
-
-
-def _not_nested(name: Any) -> str:
-    return (
-        f" A dict inside a dict is not read: name each column with dots, as {f'{name}.key'!r}, or give a TensorDict, "
-        "whose nested keys are joined by dots."
-    )
 
 
 def keeps(iterable: Any) -> bool:

@@ -111,7 +111,8 @@ class Table:
         """Create an empty table.
 
         Args:
-            schema: column name -> `Column`.
+            schema: column name -> `Column`. Dicts may be nested: ``{"obs": {"image": Column(...)}}`` has the column
+                ``obs.image``, and ``ReplayDataset(output="nested")`` delivers it so.
             max_steps: largest number of steps, and so the longest possible trajectory.
             max_trajectories: largest number of trajectories.
             block_steps: steps of a block, the unit of allocation. A trajectory takes ceil(length / block_steps)
@@ -519,7 +520,7 @@ class Table:
         Args:
             trajectory: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype
                 (see `Column` for ``cast=True``), with the same T >= 1; ``[*shape]`` of a column per trajectory. It may
-                be a TensorDict; a nested one has the columns ``outer.inner``.
+                be a TensorDict. A nested dict or TensorDict has the columns ``outer.inner``.
             priority: initial priority for prioritized selectors, finite and not negative. By default the largest
                 priority that the selector has seen (initially 1), so that new trajectories are drawn soon.
             final: values after the last step of all columns with ``Column(final=True)``, column name -> ``[*shape]``:
@@ -857,6 +858,36 @@ class Table:
         """
         self._engine.check_open()
         batch: dict[str, Any] = provided("gather")(self, index, anchor, windows, out)
+        return batch
+
+    def sample(
+        self,
+        batch_size: int,
+        *,
+        windows: Any = None,
+        seed: int = 0,
+        device: str | torch.device = "auto",
+    ) -> dict[str, Any]:
+        """Draw one batch, uniformly: of single steps, or with `windows` of more steps of trajectories.
+
+        For all else, as priorities and batches prepared ahead, make a `gear_loader.ReplayDataset`. The table keeps
+        one for each set of options, whose draws go on from call to call. Does not wait for the GPU.
+
+        Args:
+            batch_size: rows.
+            windows: as of a `ReplayDataset`; ``gear_loader.Whole()`` for whole trajectories. By default one step of
+                each column.
+            seed: of the draws. device: of the batch: ``"auto"``, or a torch device.
+
+        Returns:
+            A `Batch`: columns ``[B, *shape]``, or as `windows` say, and what a `ReplayDataset` adds.
+
+        Raises:
+            TableEmptyError: there is nothing to draw from. SchemaError: invalid options.
+        """
+        self._engine.check_open()
+        options = {"windows": windows, "seed": seed, "device": device}
+        batch: dict[str, Any] = provided("sample")(self, batch_size, options)
         return batch
 
     def final(self, index: int) -> dict[str, torch.Tensor] | None:

@@ -94,6 +94,7 @@ class Writer:
             steps, columns: a value for every column, as one mapping or as keywords: for one step ``[*shape]``, for k
                 steps ``[k, *shape]``; a numpy array or torch tensor of exactly the column's dtype. One step of a column
                 of shape ``()`` may be a Python or numpy number. A column with ``cast=True`` takes more, see `Column`.
+                Dicts may be nested, as for `Table.add`.
 
         Returns:
             Indices of the chunks completed by this call; () without chunks, and in a remote table, where they are not
@@ -110,10 +111,11 @@ class Writer:
         repeated with the same step. Any other exception (Ctrl-C) may discard the steps appended since the last commit.
         """
         rows: Mapping[str, Any] = columns if steps is None else self._joined(steps, columns)
+        if len(rows) != len(self._puts):
+            rows = as_mapping(rows)
+            self._schema.validate_names(rows, what="the step")
         if self._schema.casts:
             rows = self._schema.cast(rows, what="the step")
-        if len(rows) != len(self._puts):
-            self._schema.validate_names(rows, what="the step")
         self._appender.check_usable()
         lane = self._lane
         step = lane[LANE_STEPS]
@@ -122,7 +124,7 @@ class Writer:
             return () if step + 1 != self._cut_at else self._cut(1)
         if self._sink.grows and self._put(0, rows):  # into the spares
             return self._append(self._single)
-        rows = self._schema.cast(rows, what="the step")
+        rows = self._schema.cast(as_mapping(rows), what="the step")
         if self._is_single(rows):
             self._check_step(rows)
             return self._append(self._single)

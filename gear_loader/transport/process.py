@@ -18,12 +18,15 @@ import time
 import weakref
 from collections.abc import Sequence
 
-from gear_loader.errors import HandshakeError, TransportError
+from gear_loader.errors import GearError, HandshakeError, TransportError
+from gear_loader.storage.prometheus import prometheus_text
+from gear_loader.storage.stats import TableStats
 from gear_loader.transport.access import Allow, check_allow
 from gear_loader.transport.channel import CARRIERS, TRANSPORTS, is_loopback, load
 from gear_loader.transport.child_process import child_command
 from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.loop import within
+from gear_loader.transport.metrics_page import MetricsPage
 from gear_loader.transport.server import Server
 from gear_loader.transport.tls import server_context
 
@@ -74,16 +77,19 @@ def run_server(
     one_sided: bool = False,
     allow: Allow = "all",
     tls: TlsFiles | None = None,
+    metrics: tuple[str, int] | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or the end of the parent; then end the process. Does not return.
 
-    When it is ready, it prints one line: a JSON object with ``addresses`` (by carrier) and ``pid``.
+    When it is ready, it prints one line: a JSON object with ``addresses`` (by carrier) and ``pid``, and with `metrics`
+    their URL as ``metrics``.
 
     Args:
         tables: names of the tables. listens: carrier, host and port of each listener.
         parent: descriptor of a pipe that the parent closes at its end, or None.
         one_sided: allow one-sided NIXL reads of the tables' memory. allow: as for `Server`.
         tls: files of the certificate and of its key, to encrypt all connections; None not to.
+        metrics: host and port of a page for Prometheus, which everybody may read; None for no page.
 
     Raises:
         TransportError: a carrier cannot be used here, or invalid options. OSError: it cannot listen at an address.
@@ -97,7 +103,8 @@ def run_server(
         )
     context = _context(tls, [name for name, _, _ in listens], one_sided=one_sided)
     _raise_open_files()
-    asyncio.run(_serve(Server(tables, secret, allow=allow, tls=context), tables, listens, parent, one_sided))
+    server = Server(tables, secret, allow=allow, tls=context)
+    asyncio.run(_serve(server, tables, listens, parent, one_sided, metrics))
 
 
 def _context(tls: TlsFiles | None, carriers: Sequence[str], *, one_sided: bool) -> ssl.SSLContext | None:
@@ -129,6 +136,7 @@ async def _serve(
     listens: Sequence[tuple[str, str, int]],
     parent: int | None,
     one_sided: bool,
+    metrics: tuple[str, int] | None,
 ) -> None:
     loop = asyncio.get_running_loop()
     over = asyncio.Event()
@@ -146,7 +154,10 @@ async def _serve(
     addresses = {name: await server.listen(name, host, port) for name, host, port in listens}
     attaching = [asyncio.ensure_future(_attach(server, name)) for name in dict.fromkeys(tables)]
     await asyncio.wait(attaching, timeout=_ATTACH)
-    print(json.dumps({"addresses": addresses, "pid": os.getpid()}), flush=True)
+    ready = {"addresses": addresses, "pid": os.getpid()}
+    if metrics is not None:
+        ready["metrics"] = MetricsPage(lambda: prometheus_text(_stats(server, tables)), *metrics).url
+    print(json.dumps(ready), flush=True)
     server.log.info("serving %s at %s", ", ".join(tables), ", ".join(addresses.values()))
     ancestor = os.getppid()
     while parent is None or os.getppid() == ancestor:  # a forked child of the parent may keep the pipe open
@@ -157,6 +168,18 @@ async def _serve(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # waiting threads would block a normal exit; other processes repair their unfinished changes
+
+
+def _stats(server: Server, tables: Sequence[str]) -> dict[str, TableStats | None]:
+    """The statistics of each table; None of one that is gone, or whose lock is held for long."""
+    found: dict[str, TableStats | None] = {}
+    for name in dict.fromkeys(tables):
+        try:
+            found[name] = server.resources.tables.open(name).table.stats()
+        except (GearError, OSError) as error:
+            server.log.info("table %r has no metrics: %s", name, error)
+            found[name] = None
+    return found
 
 
 async def _attach(server: Server, name: str) -> None:

@@ -17,8 +17,8 @@ from lightning_ddp import IGNORED, Memory, SaveAt, quiet
 from options_common import nested
 
 import gear_loader as gear
+from gear_loader.dataset import replay_metrics
 from gear_loader.errors import SchemaError
-from gear_loader.lightning import monitor
 from gear_loader.lightning.monitor import ReplayMonitor
 from gear_loader.storage.counters import INSERT_WAIT, SAMPLE_WAIT
 
@@ -46,7 +46,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(monitor, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(replay_metrics, "monotonic", lambda: clock.now)
     return clock
 
 
@@ -206,7 +206,7 @@ def test_what_all_handles_of_a_table_do_together(clock: Clock) -> None:
 
 def test_ages_wait_for_nothing_before_they_are_read() -> None:
     """Tensors of the meta device hold no values: whatever looks at one fails."""
-    drawn = monitor._DrawStatistics()
+    drawn = replay_metrics._DrawStatistics()
     info = {"age": torch.int64, "age_seconds": torch.float32, "times_sampled": torch.int64}
     for _ in range(3):
         drawn.add({name: torch.empty(5, dtype=dtype, device="meta") for name, dtype in info.items()})

@@ -339,8 +339,8 @@ GOOD: dict[str, Any] = {
 WRONG_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"reward": np.zeros((2, 2))}, r"reward has the shape \[2, 2\]"),
     ({"reward": np.zeros(2)}, r"reward has the shape \[2\]; expected \[1\]"),
-    ({"obs": {"a": np.zeros(2)}}, "'obs' is a dict; expected an array, as before"),
-    ({"next_obs": (np.zeros(2),)}, "'obs' is a tuple; expected an array"),
+    ({"obs": {"a": np.zeros(2)}}, r"'obs' is a dict of \['a'\]; expected an array, as before"),
+    ({"next_obs": (np.zeros(2),)}, r"'obs' is a tuple of \[0\]; expected an array"),
     ({"obs": np.zeros(3)}, r"'obs' has the shape \[3\]; expected \[2\]"),
     ({"next_obs": np.zeros(3)}, r"'next_obs' has the shape \[3\]; expected \[2\]"),
     ({"obs": np.zeros(2, complex)}, "obs"),

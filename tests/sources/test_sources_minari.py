@@ -315,3 +315,16 @@ def test_what_minaris_storage_needs_is_named_too(monkeypatch: pytest.MonkeyPatch
             patch.delitem(sys.modules, "minari.dataset._storages.hdf5_storage")
             with pytest.raises(ImportError, match=rf"{package}.*pip install '\.\[sources\]'"):
                 read_minari(dataset.id)
+
+
+def test_a_data_set_by_its_name() -> None:
+    build([buffer(3), buffer(5)])
+    with gear.load_dataset("minari:made-v0", final=True, progress=False) as table:
+        assert table.lengths().tolist() == [3, 5]
+        assert table.final(0) is not None
+        with gear.Table.create(table.schema, max_steps=64, max_trajectories=8) as other:
+            for _ in range(2):
+                assert gear.load_dataset("minari:made-v0", other, download=False, progress=False) is other
+            assert other.lengths().tolist() == [3, 5, 3, 5]
+    with pytest.raises(SourceError, match="'made-v1' cannot be opened"):
+        gear.load_dataset("minari:made-v1", download=False)

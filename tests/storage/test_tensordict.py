@@ -75,7 +75,7 @@ def test_one_and_many(table: gear.Table, kind: Any) -> None:
         table.extend(rollout(kind, 1, 6))
     twice = rollout(kind, 0, 4)
     twice["next.reward"] = torch.zeros(4)
-    with pytest.raises(SchemaError, match=r"Two entries of the TensorDict would be the column 'next.reward'"):
+    with pytest.raises(SchemaError, match=r"Two entries would be the column 'next.reward'"):
         table.add(twice)
     with table.writer() as writer:
         for step in range(3):

@@ -277,6 +277,8 @@ def test_it_ends_with_its_parent(table: gear.Table) -> None:
 COMMANDS: list[tuple[str, str]] = [
     ("serve a --listen 5555", "expected HOST:PORT"),
     ("serve a --listen a:99999", "expected HOST:PORT"),
+    ("serve a --metrics x", "--metrics 127.0.0.1:x was received; expected HOST:PORT"),
+    ("serve a --metrics :9400", "--metrics :9400 was received; expected HOST:PORT"),
     ("serve a --carrier socket --carrier ucx --listen 127.0.0.1:5", "one port"),
     ("serve a", "GEAR_LOADER_SECRET holds no secret"),
     ("serve a --secret-file /nowhere", "No such file"),
