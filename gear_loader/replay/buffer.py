@@ -85,6 +85,8 @@ class ReplayBuffer:
 
     table: Table | None = None
     dataset: ReplayDataset | None = None
+    _taken = _OWN
+    """Names that columns cannot have."""
 
     def __init__(
         self,
@@ -138,18 +140,28 @@ class ReplayBuffer:
             for name, (dtype, shape) in columns.items()
         }
         schema |= {"reward": Column(torch.float32, cast=True), "terminated": Column(torch.bool, cast=True)}
+        schema = self._columns(schema)
         envs = self.num_envs or 1
         steps = max(self.capacity, 2 * envs * (self._piece + 1))
         table = Table.create(
             schema,
             max_steps=steps,
             max_trajectories=steps // min(_SHORTEST, self._piece) + 2 * envs + _MORE,
-            block_steps=min(16, self._piece),
+            block_steps=min(16, self._unit),
             name=self._name,
             on_full="evict_oldest",
             disk=self._disk,
         )
         self._use(table)
+
+    def _columns(self, schema: dict[str, Column]) -> dict[str, Column]:
+        """All columns of the table, of those of transitions."""
+        return schema
+
+    @property
+    def _unit(self) -> int:
+        """Steps that are drawn together, of which a block has no more."""
+        return self._piece
 
     @property
     def _piece(self) -> int:
@@ -163,7 +175,7 @@ class ReplayBuffer:
             batch_size=self._batch_size,
             windows=self._windows(table),
             selector=self._sampler,
-            draws=Draws(complete=True),
+            draws=self._draws(),
             seed=self._seed,
             device=self._device,
             batches_per_epoch=math.inf,
@@ -175,6 +187,9 @@ class ReplayBuffer:
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             self.dataset.load_state_dict(waiting)
+
+    def _draws(self) -> Draws:
+        return Draws(complete=True)
 
     def _windows(self, table: Table) -> dict[str, Any]:
         """An anchor needs the step that follows it, which the windows named ``next_obs`` read; so it is complete."""
@@ -267,11 +282,11 @@ class ReplayBuffer:
             raise SchemaError(f"reward has the shape {list(shape)}; expected {wanted}.")
         return count, not shape
 
-    @staticmethod
-    def _nestings_of(values: Mapping[str, Any]) -> dict[str, Nesting]:
-        if taken := [name for name in values if (name in _OWN and name not in _FIELDS) or "." in name]:
+    @classmethod
+    def _nestings_of(cls, values: Mapping[str, Any]) -> dict[str, Nesting]:
+        if taken := [name for name in values if (name in cls._taken and name not in _FIELDS) or "." in name]:
             raise SchemaError(
-                f"The columns {taken} were given; expected other names, without dots, than {_OWN}."
+                f"The columns {taken} were given; expected other names, without dots, than {cls._taken}."
             )
         return {name: Nesting.of(name, value) for name, value in values.items()}
 
@@ -302,7 +317,7 @@ class ReplayBuffer:
             self.num_envs = len(ended)
             self._writer = self.table.writers(self.num_envs, commit_every_step=True)
             self._over = np.zeros(self.num_envs, dtype=bool)
-        writer = self._writer
+        writer, same = self._writer, np.zeros(len(ended), dtype=bool)
         if self._before is not None:
             same = _same(rows, self._before)
             if resets and acting is None and (same & self._over).any():
@@ -312,14 +327,22 @@ class ReplayBuffer:
                 broken &= acting
             if broken.any():
                 writer.commit(broken, final=self._before)
+        self._go_on(rows, same, acting)
         done = ended | (writer.num_steps >= self._piece - 1)
-        writer.append(rows, done=done, active=acting, final=following if done.any() else None)
+        slots = writer.append(rows, done=done, active=acting, final=following if done.any() else None)
+        self._note_cuts(np.where(ended, -1, slots))
         self._over = ended if acting is None else ended & acting
         if self._before is None:
             self._before = {name: values.copy() for name, values in following.items()}
         else:
             for name, values in following.items():
                 np.copyto(self._before[name], values, casting="unsafe")
+
+    def _go_on(self, rows: dict[str, Array], same: Array, acting: Array | None) -> None:
+        """Called before rows are written; `same`: whether each goes on from the one before."""
+
+    def _note_cuts(self, slots: Array) -> None:
+        """Called after rows were written, with the trajectory (or -1) of each environment that was cut there."""
 
     def extend(self, transitions: Mapping[str, Any]) -> None:
         """Add the transitions of one environment, one after another.
@@ -432,6 +455,8 @@ class ReplayBuffer:
             raise TableEmptyError("The replay buffer is empty; add a transition before the first save.")
         self.table.save(path)
         described = {
+            "kind": type(self).__name__,
+            "options": self._options(),
             "capacity": self.capacity,
             "num_envs": self.num_envs,
             "nestings": {name: nesting.described() for name, nesting in self._nestings.items()},
@@ -439,6 +464,10 @@ class ReplayBuffer:
         part = Path(path) / f"{_DESCRIPTION}.part"
         part.write_text(json.dumps(described), encoding="utf-8")
         part.replace(Path(path) / _DESCRIPTION)
+
+    def _options(self) -> dict[str, Any]:
+        """Options that `save` keeps, for JSON."""
+        return {}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], **options: Any) -> ReplayBuffer:
@@ -457,11 +486,16 @@ class ReplayBuffer:
                 name: Nesting.from_description(name, each) for name, each in described["nestings"].items()
             }
             capacity, envs = int(described["capacity"]), int(described["num_envs"])
+            kind, saved = described.get("kind", "ReplayBuffer"), dict(described.get("options", {}))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{where} cannot be read ({error}); expected what ReplayBuffer.save has written."
             ) from error
-        buffer = cls(capacity, **{"num_envs": envs, **options})
+        if kind != cls.__name__:
+            raise CheckpointError(
+                f"{where} is of a {kind}; expected one of a {cls.__name__}. Use {kind}.load."
+            )
+        buffer = cls(capacity, **{"num_envs": envs, **saved, **options})
         buffer._nestings = nestings
         buffer._use(Table.load(path, name=options.get("name")))
         return buffer

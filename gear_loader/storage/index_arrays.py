@@ -26,7 +26,7 @@ class IndexArrays:
         operations: the operations, compiled or in Python. ops: the same, with IndexError as CorruptTableError.
         where: first argument of the operations.
         stores_at_once: whether `operations.store` may be used.
-        tier: the `Tier` below the memory, or None.
+        tier: the `Tier` below the memory, or None. is_mutable: whether values may be overwritten.
     """
 
     def __init__(self, region: Region) -> None:
@@ -69,6 +69,7 @@ class IndexArrays:
         self.tier_priority: Array = region.array("tier_priority")
         self.kept_versions: Array = region.array("versions")
         self.tier_counts: Array = region.array("tier_counts")
+        self.is_mutable = bool(layout.schema.mutable)
         self.group = layout.group
         rules = layout.rules
         self._versions: tuple[Array, np.dtype[Any]] | None = None

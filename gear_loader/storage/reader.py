@@ -83,6 +83,9 @@ class TableReader:
         )
         self.draws_inline = not admission.has_conditions
         """Whether `draw_inline` may be used: no rule of the table asks more of a draw than an unchanged index."""
+        self._needs_lock = (
+            arrays.tier is not None or arrays.is_mutable
+        )  # for what is drawn and gathered in one call
         self._no_changes: Changes | None = None  # latest result of `begin_changes`, if it was empty
 
     def known(self) -> Snapshot | None:
@@ -113,8 +116,8 @@ class TableReader:
         tables = self._places.table, batch.places.table, places.table
         if batch.under_lock:
             bad = self._recovery.lock.run(loop, *tables, since, samples, *given)
-        elif self.arrays.tier is not None or not threads.alone(batch.count, batch.row_bytes):
-            return False  # a trajectory may move to disk meanwhile; other threads help
+        elif self._needs_lock or not threads.alone(batch.count, batch.row_bytes):
+            return False  # a trajectory may move to disk or be edited meanwhile; other threads help
         else:
             ticket = Ticket()
             try:
