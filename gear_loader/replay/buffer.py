@@ -85,7 +85,7 @@ class ReplayBuffer:
 
     table: Table | None = None
     dataset: ReplayDataset | None = None
-    _taken = _OWN
+    _taken: tuple[str, ...] = _OWN
     """Names that columns cannot have."""
 
     def __init__(

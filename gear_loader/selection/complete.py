@@ -55,7 +55,7 @@ class CompleteAnchors:
             first = max(first, -window.offset)
             ahead[final] = max(ahead[final], window.offset + window.length - 1)
         if complete:
-            return cls(first, *ahead, stride, stride)
+            return cls(first, ahead[False], ahead[True], stride, stride)
         reach = ahead[False not in finals]
         return cls(0, 0, max(ahead[True] - reach, 0), stride, max(reach + 1, stride))
 
