@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from gear_loader.errors import FilledError, SchemaError
+from gear_loader.native.editing import write_runs
 from gear_loader.storage.dtypes import DtypeName
 from gear_loader.storage.filled_bits import filled_bits, set_filled
 from gear_loader.storage.priority_updates import checked_rows
 from gear_loader.storage.schema import Column, Schema
-from gear_loader.utils.arrays import Array, numbers
+from gear_loader.utils.arrays import Array, data_address, numbers
 from gear_loader.utils.lazy_torch import is_tensor
 
 if TYPE_CHECKING:
     from gear_loader.storage.engine import Engine
 
 _T = TypeVar("_T")
-_AT_ONCE = 1 << 17
+_AT_ONCE = 1 << 19
 """Bytes of rows that are copied under the lock at once, unless one row has more."""
 
 
@@ -42,6 +43,19 @@ class _Values:
     data: Array
     steps: Array
     given: Array
+
+    @functools.cached_property
+    def runs(self) -> tuple[Array, Array, Array, Array]:
+        """Runs of consecutive steps to write, in order: row, first step, number of steps, and address of the values,
+        int64 [m] each."""
+        row, at = np.nonzero(self.given)
+        begins = np.ones(len(row), dtype=bool)
+        begins[1:] = (np.diff(row) != 0) | (np.diff(at) != 1)
+        first = np.flatnonzero(begins)
+        counts = np.diff(np.append(first, len(row)))
+        row, at = row[first], at[first]
+        places = row * self.data.strides[0] + at * self.data.strides[1]
+        return row, self.steps[row, at], counts, places + data_address(self.data)
 
 
 def check_not_mutable(schema: Schema) -> None:
@@ -206,12 +220,17 @@ class _SetCall:
         touched, streams = np.unique(slots), arrays.stream[slots]
         if (streams != 0).any():  # others may have the same steps
             touched = np.union1d(touched, np.flatnonzero(np.isin(arrays.stream, streams[streams != 0])))
-        unit, size = _unit(self.engine.schema), arrays.block_steps
+        unit, bad = _unit(self.engine.schema), 0
         set_filled(arrays, touched, unit)
         for each in self.values:
-            row, at = np.nonzero(each.given[rows])
-            steps = each.steps[rows[row], at]
-            blocks = arrays.ids_at(arrays.extent[slots[row], 1] + steps // size)
-            region.column(each.name)[blocks, steps % size] = each.data[rows[row], at]
+            row, steps, counts, sources = each.runs
+            which = np.flatnonzero(np.isin(row, rows))
+            given = sources[which], self.slots[row[which]], steps[which], counts[which]
+            where = arrays.extent, arrays.block_ids, arrays.num_blocks, region.column_place(each.name)
+            bad += write_runs(*given, *where)
         arrays.filled[touched, 1] += unit
+        if bad:
+            raise arrays.corrupt(
+                f"{bad} of {len(rows)} rows that are overwritten have blocks that do not exist"
+            )
         return len(rows)

@@ -826,8 +826,8 @@ class Table:
         """A copy of one trajectory: column name -> tensor ``[T, *shape]`` on the CPU; ``[*shape]`` of columns per
         trajectory. Late columns that are not filled are not in it.
 
-        Writing into the tensors does not change the table: what was added stays as it is. Values that follow later are
-        written once, by `fill`; for others remove the trajectory and add it anew.
+        Writing into the tensors does not change the table. `fill` writes values that follow later, and `set` those of
+        mutable columns; for others remove the trajectory and add it anew.
 
         Raises:
             StaleIndexError: the index has no live trajectory.
