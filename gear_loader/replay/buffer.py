@@ -87,6 +87,8 @@ class ReplayBuffer:
     dataset: ReplayDataset | None = None
     _taken: tuple[str, ...] = _OWN
     """Names that columns cannot have."""
+    overlap = 0
+    """Steps that the pieces of an episode have in common."""
 
     def __init__(
         self,
@@ -142,7 +144,8 @@ class ReplayBuffer:
         schema |= {"reward": Column(torch.float32, cast=True), "terminated": Column(torch.bool, cast=True)}
         schema = self._columns(schema)
         envs = self.num_envs or 1
-        steps = max(self.capacity, 2 * envs * (self._piece + 1))
+        stored = self.capacity * self._piece // (self._piece - self.overlap)
+        steps = max(stored, 2 * envs * (self._piece + 1))
         table = Table.create(
             schema,
             max_steps=steps,
