@@ -118,7 +118,7 @@ tests() {
 stage loops 100 loops.log env PYTHONPATH=. "$python" tests/tools/compile_loops.py
 tests gather 60 tests/kernels/test_gather_gpu.py
 tests priority 30 tests/kernels/test_priority_gpu.py
-tests place 10 tests/kernels/test_place.py tests/kernels/test_split.py
+tests place 15 tests/kernels/test_place.py tests/kernels/test_split.py tests/kernels/test_store.py
 tests packed 40 tests/kernels/test_packed_kernel.py tests/kernels/test_cast.py tests/collection/test_packed_cuda.py
 tests shards 30 tests/distributed/test_packed_shards_cuda.py tests/distributed/test_shard_collector.py
 # Only files that hold GPU tests: others may import packages that are not here.
