@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from gear_loader.collection.batches import Batch
 from gear_loader.dataset.options import Draws
 from gear_loader.errors import SchemaError, StaleIndexError, TableEmptyError
+from gear_loader.replay.adding import Adder
 from gear_loader.replay.buffer import ReplayBuffer
+from gear_loader.storage.operations.appending import UNLESS_RESET
 from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
@@ -41,7 +44,7 @@ class SequenceBuffer(ReplayBuffer):
     ``reward``       float32 ``[B, T]``
     ``terminated``   bool ``[B, T]``
     ``is_first``     bool ``[B, T]``: the first step of an episode
-    ``mask``         bool ``[B, T]``: the step exists, and its ``next_obs``
+    ``mask``         bool ``[B, T]``: the step exists
     ``loss_mask``    bool ``[B, T]``: `mask` without the burn-in: the first `burn_in` steps of sequences that do not
                      begin with an episode
     ``state``        ``[B, *shape]``: of the sequence's first step alone
@@ -49,8 +52,8 @@ class SequenceBuffer(ReplayBuffer):
     ================ ==============================================================================
 
     and ``index``, ``anchor``, ``generation``, which identify its rows, and ``priority_weight``, as of `ReplayDataset`.
-    A target is ``reward + gamma * ~terminated * value(next_obs)``. All sequences with a step in `mask` are drawn, those
-    of running episodes too. A full buffer drops its oldest piece: an episode, or about 1,024 steps of a longer one. The
+    A target is ``reward + gamma * ~terminated * value(next_obs)``. Each step can be drawn when `add` has returned, also
+    of running episodes. A full buffer drops its oldest piece: an episode, or about 1,024 steps of a longer one. The
     pieces of an episode have `overlap` steps in common, which are stored twice, so that no sequence is lost between
     them.
 
@@ -93,7 +96,6 @@ class SequenceBuffer(ReplayBuffer):
         if isinstance(mutable, str) or not all(isinstance(name, str) for name in mutable):
             raise SchemaError(f"mutable is {shown(mutable)}; expected names of columns, such as ('state',).")
         self.mutable = tuple(mutable)
-        self._cuts: dict[int, dict[str, Array]] = {}
         super().__init__(capacity, **options)
 
     # ---------------------------------------------------------------- the table
@@ -116,10 +118,6 @@ class SequenceBuffer(ReplayBuffer):
         """A whole number of sequences."""
         return self.overlap + max((super()._piece - self.overlap) // self._unit, 1) * self._unit
 
-    def _use(self, table: Table) -> None:
-        super()._use(table)
-        self._cuts.clear()
-
     def _draws(self) -> Draws:
         return Draws(stride=self._unit)
 
@@ -131,48 +129,18 @@ class SequenceBuffer(ReplayBuffer):
             windows |= dict.fromkeys(self._nestings["state"].columns(), Window(1, squeeze=True))
         return windows
 
-    # ---------------------------------------------------------------- adding
-
-    def _go_on(self, rows: dict[str, Array], same: Array, acting: Array | None) -> None:
-        acts = np.ones_like(same) if acting is None else acting
-        rows["is_first"] = self._writer.num_steps == 0
-        for lane in [lane for lane in self._cuts if acts[lane]]:
-            kept = self._cuts.pop(lane)
-            if same[lane]:
-                rows["is_first"][lane] = False
-                self._repeat(lane, kept, len(same))
-
-    def _repeat(self, lane: int, kept: dict[str, Array], lanes: int) -> None:
-        """Begin a piece with the last steps of the one before."""
-        active = np.arange(lanes) == lane
-        for step in range(len(kept.get("is_first", ()))):
-            row = {}
-            for name, values in kept.items():
-                row[name] = np.zeros((lanes, *values.shape[1:]), dtype=values.dtype)
-                row[name][lane] = values[step]
-            self._writer.append(row, active=active)
-
-    def _note_cuts(self, slots: Array) -> None:
-        assert self.table is not None
-        for lane in np.flatnonzero(slots >= 0).tolist():
-            self._cuts[lane] = {}
-            if not self.overlap:
-                continue
-            # Of a table that is too small for its environments, the piece may have lost its beginning.
-            length = int(self.table._engine.reader().index_arrays()[0][slots[lane], 0])
-            begin = max(length - self.overlap, 0)
-            try:
-                last = self.table.gather(slots[[lane]], [begin], windows=Window(length - begin))
-            except StaleIndexError:  # evicted by another process; the next piece begins without it
-                continue
-            self._cuts[lane] = {name: last[name][0].numpy() for name in self.table.schema}
+    def _new_adder(self, count: int) -> Adder:
+        assert self._table is not None
+        waiting = functools.partial(SequenceRows, self._table, count, self._piece, self.overlap)
+        self.num_envs = count
+        return Adder(self._table, self._nestings, count, self._piece, waits=self._waits, waiting=waiting)
 
     # ---------------------------------------------------------------- sampling
 
     def _finish(self, batch: Batch) -> Batch:
         steps = batch["mask"]
         found: dict[str, Any] = dict(batch)
-        leaves = {name: batch[name] for name in self.dataset.table.schema} if self.dataset is not None else {}
+        leaves = {name: batch[name] for name in self._table.schema} if self._table is not None else {}
         following = {}
         for column in self._nestings["obs"].columns():
             mask, values = steps[column][:, 1:], leaves[column]
@@ -227,7 +195,7 @@ class SequenceBuffer(ReplayBuffer):
             TableEmptyError: nothing was added.
             SchemaError: a column that is not in `mutable`, or values that do not fit. Nothing was changed.
         """
-        if self.table is None:
+        if self._table is None:
             raise TableEmptyError("The replay buffer is empty; add a transition before the first set.")
         if unknown := [name for name in values if name not in self.mutable]:
             raise SchemaError(f"{unknown} were given; expected columns in mutable, {list(self.mutable)}.")
@@ -236,11 +204,11 @@ class SequenceBuffer(ReplayBuffer):
             for name, value in values.items()
             for column, leaf in self._nestings[name].leaves(value)
         }
-        inner = {name: len(self.table.schema[name].shape) for name in leaves}
+        inner = {name: len(self._table.schema[name].shape) for name in leaves}
         whole = {len(np.shape(leaf)) - inner[name] for name, leaf in leaves.items()}
         mask = batch["mask"].cpu().numpy() if whole == {2} else None
         names = batch["index"], batch["anchor"]
-        return self.table.set(*names, generation=batch["generation"], mask=mask, **leaves)
+        return self._table.set(*names, generation=batch["generation"], mask=mask, **leaves)
 
     # ---------------------------------------------------------------- files
 
@@ -251,3 +219,95 @@ class SequenceBuffer(ReplayBuffer):
             "overlap": self.overlap,
             "mutable": list(self.mutable),
         }
+
+
+class SequenceRows:
+    """Rows of n environments that wait until they are appended, as `WaitingRows`; they tell where episodes begin, and
+    where an episode is cut, its next piece begins with the last steps of the one before.
+
+    Args:
+        table: with the column ``is_first``. num_envs: n. piece: most steps of a trajectory.
+        overlap: steps that consecutive pieces have in common. length: K.
+
+    Attributes:
+        rows, following, active, done, count: as of `WaitingRows`.
+    """
+
+    def __init__(self, table: Table, num_envs: int, piece: int, overlap: int, length: int) -> None:
+        self._table, self._piece, self._overlap, self.length = table, piece, overlap, length
+        self._writer = table.writers(num_envs, commit_every_step=True)
+        schema = table.schema.steps
+        self.rows: dict[str, Array] = {
+            name: np.zeros((length, num_envs, *column.shape), column.numpy_dtype)
+            for name, column in schema.items()
+        }
+        self.following = {name: np.zeros_like(rows) for name, rows in self.rows.items() if schema[name].final}
+        self.active = np.full((length, num_envs), UNLESS_RESET, dtype=np.uint8)
+        self.done = np.zeros((length, num_envs), dtype=bool)
+        self.count = self._at = 0  # rows that are written, and those of them that are appended
+        self._before = {name: np.zeros_like(rows[0]) for name, rows in self.following.items()}
+        self._over = np.zeros(num_envs, dtype=bool)  # whether the last step of each ended its episode
+        self._cuts: dict[int, dict[str, Array]] = {}  # environment whose episode was cut -> last steps
+
+    def append(self) -> None:
+        """Append the rows that wait; see `WaitingRows.append`."""
+        while self._at < self.count:
+            self._append(
+                *({name: each[self._at] for name, each in p.items()} for p in (self.rows, self.following))
+            )
+            self._at += 1
+        self.active[: self.count] = UNLESS_RESET
+        self.count = self._at = 0
+
+    def _append(self, rows: dict[str, Array], following: dict[str, Array]) -> None:
+        done, kind, steps = self.done[self._at], self.active[self._at], self._writer.num_steps
+        same = np.logical_and.reduce([_equal(rows[name], each) for name, each in self._before.items()])
+        resets = (kind == UNLESS_RESET) & same & self._over & (rows["reward"] == 0) & ~done
+        acting = (kind != 0) & ~resets
+        rows["is_first"][:] = (steps == 0) | ~same
+        for lane in [lane for lane in self._cuts if acting[lane]]:
+            kept = self._cuts.pop(lane)
+            if same[lane]:
+                rows["is_first"][lane] = False
+                self._repeat(lane, kept)
+        steps = np.where(rows["is_first"], 0, self._writer.num_steps)
+        cut = acting & ~done & (steps >= self._piece - 1)
+        slots = self._writer.append(rows, next=following, done=done | cut, active=acting)
+        for lane in np.flatnonzero(cut).tolist():
+            self._cuts[lane] = self._last(int(slots[lane]))
+        known = acting | resets
+        for name, each in following.items():
+            self._before[name][known] = each[known]
+        self._over = np.where(known, done & acting, self._over)
+
+    def _last(self, slot: int) -> dict[str, Array]:
+        """The last steps of a piece; none if it was evicted by another process."""
+        if not self._overlap or slot < 0:
+            return {}
+        # Of a table that is too small for its environments, the piece may have lost its beginning.
+        length = int(self._table._engine.reader().index_arrays()[0][slot, 0])
+        begin = max(length - self._overlap, 0)
+        try:
+            last = self._table.gather([slot], [begin], windows=Window(length - begin))
+        except StaleIndexError:
+            return {}
+        return {name: last[name][0].numpy() for name in self.rows}
+
+    def _repeat(self, lane: int, kept: dict[str, Array]) -> None:
+        """Begin a piece with the last steps of the one before."""
+        active = np.arange(len(self._over)) == lane
+        for step in range(len(kept.get("is_first", ()))):
+            row = {name: np.zeros_like(each[0]) for name, each in self.rows.items()}
+            following = {name: each.copy() for name, each in self._before.items()}
+            for name, values in kept.items():
+                row[name][lane] = values[step]
+                if name in following and step + 1 < len(values):
+                    following[name][lane] = values[step + 1]
+            self._writer.append(row, next=following, active=active)
+
+
+def _equal(one: Array, other: Array) -> Array:
+    """Whether the values of each environment are the same, NaN too, bool [n]."""
+    equal = (one == other) | ((one != one) & (other != other))
+    found: Array = equal.reshape(len(equal), -1).all(1)
+    return found

@@ -36,7 +36,8 @@ class CompleteAnchors:
     def of(
         cls, schema: Schema, windows: Mapping[str, Any], *, complete: bool = True, stride: int = 1
     ) -> CompleteAnchors:
-        """Those of windows by name. Other values do not count: an `NStep` ends with the trajectory.
+        """Those of windows by name. An `NStep` ends with the trajectory: with `next` one step must follow, or a final
+        one, others do not count.
 
         Args:
             complete: whether windows must lie wholly inside. Else those of sequences: a step counts if columns with
@@ -45,6 +46,8 @@ class CompleteAnchors:
         """
         first, ahead, finals = 0, [0, 0], set()
         for name, window in windows.items():
+            for column in getattr(window, "delivered", ()):
+                ahead[schema[column].final] = max(ahead[schema[column].final], 1)
             if not isinstance(window, Window):
                 continue
             column = schema[name if window.column is None else window.column]

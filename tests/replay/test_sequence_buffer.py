@@ -33,7 +33,6 @@ class World:
     Attributes:
         episodes: of all environments, the steps of each so far.
         running: the episode that each environment goes on with.
-        open: the episode of the last step of each environment, which may lack its last `next_obs` in the buffer.
     """
 
     def __init__(self, seed: int, n: int, end: float) -> None:
@@ -41,7 +40,6 @@ class World:
         self._numbers = itertools.count(1)
         self.episodes: list[list[Step]] = []
         self.running: list[list[Step]] = [[] for _ in range(n)]
-        self.open = list(self.running)
         self.obs = [next(self._numbers) for _ in range(n)]
 
     def add_to(self, buffer: gear.SequenceBuffer) -> None:
@@ -52,7 +50,6 @@ class World:
             if not self.running[env]:
                 self.episodes.append(self.running[env])
             self.running[env].append(row)
-            self.open[env] = [] if ends or cuts else self.running[env]
             resets = ends or cuts or self.choose.random() < self.end / 2  # by a reset in its middle
             self.obs[env] = next(self._numbers) if resets else row.next_obs
             if resets:
@@ -61,9 +58,6 @@ class World:
         obs, action, following, terminated, truncated = (np.array(part) for part in zip(*rows, strict=True))
         more = {"state": (obs.astype(np.float32), np.stack((obs, -obs), -1)), "twice": 2 * obs}
         buffer.add({"number": obs}, action, obs / 4, {"number": following}, terminated, truncated, **more)
-
-    def is_open(self, steps: list[Step]) -> bool:
-        return any(steps is each for each in self.open)
 
     def check(self, batch: Any, buffer: gear.SequenceBuffer) -> list[tuple[int, int]]:
         """Check the rows of a batch against what was added; return the episode and step that each begins with."""
@@ -76,10 +70,8 @@ class World:
             count = int(batch["mask"][i].sum())
             assert batch["mask"][i, :count].all()
             assert count > 0
-            lacks = self.is_open(self.episodes[episode])
             if buffer.capacity > 60:  # else pieces may lose their beginning while they are written
-                left = len(self.episodes[episode]) - start
-                assert count in (min(length, left), min(length, left - lacks))
+                assert count == len(steps)
             rows = steps[:count]
             obs = torch.tensor([row.obs for row in rows])
             assert torch.equal(batch["obs"]["number"][i, :count], obs)
@@ -142,12 +134,9 @@ def test_sequences_are_parts_of_episodes(data: Any) -> None:
         assert len(set(drawn)) == len(drawn)
         wanted = set()
         for number, steps in enumerate(world.episodes):
-            valid = len(steps) - world.is_open(steps)
-            starts = range(0, valid, stride)
-            wanted |= {(number, start) for start in starts if start == 0 or start + overlap < valid}
-        assert wanted <= set(drawn)
-        # The first new step of a piece has no observation after it yet; the steps before it are there twice.
-        assert len(set(drawn) - wanted) <= n
+            starts = range(0, len(steps), stride)
+            wanted |= {(number, start) for start in starts if start == 0 or start + overlap < len(steps)}
+        assert set(drawn) == wanted
 
 
 def test_every_step_is_in_one_loss_mask() -> None:
@@ -162,9 +151,7 @@ def test_every_step_is_in_one_loss_mask() -> None:
     for batch in buffer:
         for obs in batch["obs"]["number"][batch["loss_mask"]].tolist():
             counts[obs] = counts.get(obs, 0) + 1
-    wanted = {row.obs for steps in world.episodes for row in steps} - {
-        each[-1].obs for each in world.open if each
-    }
+    wanted = {row.obs for steps in world.episodes for row in steps}
     assert max(len(steps) for steps in world.episodes) > 200  # some have pieces
     assert set(counts.values()) == {1}
     assert set(counts) == wanted
