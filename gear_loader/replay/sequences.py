@@ -88,8 +88,10 @@ class SequenceBuffer(ReplayBuffer):
                 f"length is {length}, burn_in {burn_in} and overlap {self.overlap}; expected a length above both of "
                 "the others."
             )
-        if unknown := {"n_step", "gamma"} & options.keys():
-            raise SchemaError(f"{sorted(unknown)} were given; a SequenceBuffer delivers rewards as they are.")
+        if unknown := {"n_step", "gamma", "hindsight"} & options.keys():
+            raise SchemaError(
+                f"{sorted(unknown)} were given; a SequenceBuffer delivers rewards and goals as they are."
+            )
         if isinstance(mutable, str) or not all(isinstance(name, str) for name in mutable):
             raise SchemaError(f"mutable is {shown(mutable)}; expected names of columns, such as ('state',).")
         self.mutable = tuple(mutable)
@@ -172,7 +174,7 @@ class SequenceBuffer(ReplayBuffer):
     def _finish(self, batch: Batch) -> Batch:
         steps = batch["mask"]
         found: dict[str, Any] = dict(batch)
-        leaves = {name: batch[name] for name in self.dataset.table.schema} if self.dataset is not None else {}
+        leaves = {name: batch[name] for each in self._nestings.values() for name in each.columns()}
         following = {}
         for column in self._nestings["obs"].columns():
             mask, values = steps[column][:, 1:], leaves[column]

@@ -247,7 +247,7 @@ def test_errors() -> None:
         ({"length": 4, "burn_in": 4}, "a length above both"),
         ({"length": 4, "overlap": 5}, "a length above both"),
         ({"length": 0}, "length is 0"),
-        ({"length": 4, "n_step": 3}, "delivers rewards as they are"),
+        ({"length": 4, "n_step": 3}, "delivers rewards and goals as they are"),
         ({"length": 4, "mutable": "state"}, "expected names of columns"),
         ({"length": 4, "sampler": gear.Uniform()}, "expected one of steps"),
     ):
