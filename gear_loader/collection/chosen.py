@@ -31,7 +31,6 @@ from gear_loader.collection.windows import (
 )
 from gear_loader.errors import SchemaError
 from gear_loader.kernels.plan import LENGTH, MASK, OUT, STEP_BYTES
-from gear_loader.storage.edits import read_whole
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Schema, Window
@@ -110,7 +109,9 @@ class RowGather:
             count: int = self._reader.gather(plan, self.sources, slots, anchors, generations, into)
             return count
 
-        return read_whole(self.source._engine, slots, read) if isinstance(self.source, Table) else read()
+        if not isinstance(self.source, Table):
+            return read()
+        return self.source._engine.reader().read_whole(slots, read)
 
 
 _known: weakref.WeakKeyDictionary[Table, tuple[Any, PaddedLayout, RowGather]] = weakref.WeakKeyDictionary()
@@ -268,5 +269,5 @@ def _packed(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[s
         _check_memory(name, tensor, (first, *column.shape), dtype)
     mover = PackedHost(layout)
     buffers = PackedBuffers(layout, TensorMemory(torch.device("cpu")), mover, given=given)
-    read_whole(table._engine, rows.slots, lambda: mover.fill(buffers, table, rows))
+    table._engine.reader().read_whole(rows.slots, lambda: mover.fill(buffers, table, rows))
     return buffers.rows(len(rows))

@@ -21,7 +21,6 @@ from gear_loader.collection.packed_cuda import PackedCuda
 from gear_loader.collection.padded import PaddedBuffers, PaddedHost, PaddedLayout
 from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.collection.windows import ROW_KEYS, reads_mutable
-from gear_loader.storage.edits import read_whole
 from gear_loader.storage.region import Region
 from gear_loader.storage.table import Table
 from gear_loader.utils.streams import current_stream
@@ -66,7 +65,8 @@ class TableSource:
             LostRowsError: trajectories cannot be read from disk. CorruptTableError: the index is corrupt.
         """
         if self.only.schema.mutable:
-            read_whole(self.only._engine, rows.slots, lambda: mover.fill(buffers, self.only, rows))
+            reader = self.only._engine.reader()
+            reader.read_whole(rows.slots, lambda: mover.fill(buffers, self.only, rows))
         else:
             mover.fill(buffers, self.only, rows)
 

@@ -1,16 +1,16 @@
-"""Values that are overwritten (`Table.set`), and how readers see each row of a call whole.
+"""Values that are overwritten: `Table.set`.
 
 A trajectory has a count of its edits, above the bits of its late columns (`gear_loader.storage.filled_bits`): odd while
 one is copied, which happens under the table's lock. Who reads without the lock compares the counts before and after,
-and reads once more under the lock if one has changed. Checkpoints compare the same counts.
+and reads once more under the lock if one has changed: `TableReader.read_whole`. Checkpoints compare the same counts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from gear_loader.utils.lazy_torch import is_tensor
 if TYPE_CHECKING:
     from gear_loader.storage.engine import Engine
 
-_T = TypeVar("_T")
 _AT_ONCE = 1 << 19
 """Bytes of rows that are copied under the lock at once, unless one row has more."""
 
@@ -65,22 +64,6 @@ def check_not_mutable(schema: Schema) -> None:
             f"The columns {list(schema.mutable)} have mutable=True, and disk was given; expected one of both: a table "
             "that is written in the background keeps values as they were added. Table.save writes what was changed."
         )
-
-
-def read_whole(engine: Engine, slots: Array, read: Callable[[], _T]) -> _T:
-    """Call a function that copies values of trajectories (slots int64 [n]), so that it sees no edit in part.
-
-    It is called again, under the lock, if one of them was edited meanwhile. The caller holds a read ticket.
-    """
-    if not engine.schema.mutable:
-        return read()
-    filled, unit = engine.index.arrays.filled, _unit(engine.schema)
-    before = filled[slots]
-    if not (before[:, 1] & unit).any():
-        found = read()
-        if np.array_equal(filled[slots], before):
-            return found
-    return engine.reader().under_lock(read)
 
 
 def set_columns(
@@ -159,11 +142,6 @@ def _values(
     return _Values(name, data.reshape(count, length, -1), steps, given)
 
 
-def _unit(schema: Schema) -> int:
-    """The bit that tells whether the count is odd."""
-    return 1 << len(schema.late)
-
-
 @dataclasses.dataclass
 class _SetCall:
     """One call of `set_columns`, which holds the lock of those who write into trajectories of the table."""
@@ -220,7 +198,7 @@ class _SetCall:
         touched, streams = np.unique(slots), arrays.stream[slots]
         if (streams != 0).any():  # others may have the same steps
             touched = np.union1d(touched, np.flatnonzero(np.isin(arrays.stream, streams[streams != 0])))
-        unit, bad = _unit(self.engine.schema), 0
+        unit, bad = arrays.edit_unit, 0
         set_filled(arrays, touched, unit)
         for each in self.values:
             row, steps, counts, sources = each.runs

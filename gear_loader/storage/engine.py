@@ -25,7 +25,6 @@ from gear_loader.storage.counters import (
     WRITING_STEPS,
 )
 from gear_loader.storage.disk import DiskWriter, LostRowsError, TierReader
-from gear_loader.storage.edits import read_whole
 from gear_loader.storage.incoming import Steps, listed
 from gear_loader.storage.index import INLINE_BYTES, Index
 from gear_loader.storage.operations.view import EVICT_LOWEST, EVICT_OLDEST, REFUSE
@@ -292,8 +291,8 @@ class Engine:
                 else:
                     ids = live.arrays.row(int(index), extent)
                     slots = np.array([int(index)])
-                    rows = read_whole(
-                        self, slots, lambda: {name: self._read_column(name, ids, count) for name in names}
+                    rows = live.reader.read_whole(
+                        slots, lambda: {name: self._read_column(name, ids, count) for name in names}
                     )
             ticket.end()
             return rows
