@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
+from gear_loader.replay.ended_rows import EndedRows
 from gear_loader.replay.nesting import Nesting, as_array
 from gear_loader.storage.casting import cast_to
 from gear_loader.storage.schema import Column
@@ -80,6 +80,7 @@ class Adder:
         nestings: name of a value -> its columns. num_envs: n. piece: most steps of a trajectory.
         waits: whether rows may wait; else each is in the table when `add` has returned.
         waiting: makes the memory of rows that wait, for so many of them; by default that of a writer.
+        growing: whether a trajectory can be drawn before it has ended.
     """
 
     def __init__(
@@ -91,15 +92,21 @@ class Adder:
         *,
         waits: bool,
         waiting: Callable[[int], Any] | None = None,
+        growing: bool = True,
     ) -> None:
         self.num_envs, self.nestings, self.waits = num_envs, nestings, waits
         schema = table.schema
         row_bytes = num_envs * 2 * schema.step_bytes
         length = min(max(_STAGED_BYTES // row_bytes, 1), _MOST_ROWS)
-        if waiting is None:
+        self._staged: Any
+        if waiting is not None:
+            self._staged = waiting(length)
+        elif growing:
             writer = table.writers(num_envs, commit_every_step=True)
-            waiting = functools.partial(writer.staged, cut=piece, reward="reward")
-        self._staged = staged = waiting(length)
+            self._staged = writer.staged(length, cut=piece, reward="reward")
+        else:
+            self._staged = EndedRows(table, num_envs, piece)
+        staged = self._staged
         self._columns = {
             name: RowColumn(name, name, schema[name], rows) for name, rows in staged.rows.items()
         }
