@@ -104,6 +104,9 @@ def _adding() -> None:
     ) as table:
         table.add({**_steps(3), "policy": 0})
         table.advance_version()
+    changing = {**_SCHEMA, "state": Column(torch.float32, mutable=True)}
+    with Table.create(changing, max_steps=8, max_trajectories=2) as table:
+        table.set(table.add({**_steps(3), "state": np.zeros(3, dtype=np.float32)}), 0, state=np.float32(1))
 
 
 def _writing() -> None:

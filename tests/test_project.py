@@ -148,6 +148,7 @@ TABLE_NAMES = [
     "schema",
     "seconds_waited",
     "serve",
+    "set",
     "set_origin",
     "stats",
     "unfilled",

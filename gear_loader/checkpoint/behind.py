@@ -30,6 +30,7 @@ from gear_loader.checkpoint.spilling import Spiller
 from gear_loader.errors import CheckpointError, GearError, TableClosedError
 from gear_loader.storage.counters import VERSION
 from gear_loader.storage.disk import Disk, DiskStats, DiskWriter, LostRowsError
+from gear_loader.storage.edits import check_not_mutable
 from gear_loader.storage.lock import LOCK_TIMEOUT
 from gear_loader.storage.operations.view import REFUSE
 from gear_loader.storage.states import READY
@@ -110,6 +111,7 @@ def start(table: Table, place: Place) -> WriteBehind:
     Raises:
         CheckpointError: the directory is of another table, or cannot be written.
     """
+    check_not_mutable(table.schema)
     name, parent = identity(table, table._engine.index)
     manifest = place.manifest
     if manifest is not None and manifest.table != name and manifest.save != parent:

@@ -164,7 +164,8 @@ def _problem(records: Array, manifest: Manifest) -> str | None:
         return f"lengths add up to {length.sum()}, expected {manifest.num_steps}"
     if records["final"].min() < 0 or records["final"].max() > 1:
         return "a number of final steps is not 0 or 1"
-    if records["filled"].min() < 0 or records["filled"].max() >> len(manifest.schema.late):
+    edits = 0 if manifest.schema.mutable else records["filled"].max() >> len(manifest.schema.late)
+    if records["filled"].min() < 0 or edits:
         return f"bits of filled columns are not of {len(manifest.schema.late)} late ones"
     priority = records["priority"][records["priority"] != UNSET]
     if not (np.isfinite(priority) & (priority >= 0)).all():

@@ -138,6 +138,7 @@ class Save:
         self.index, self.directory, self.old = table._engine.index, directory, old
         self.schema, self.layout = table.schema, table._engine.region.layout
         self.rules = table.rules
+        self._quiet = table._engine.region.fill_lock
         # These references keep the memory mapped if the table is closed during the save.
         self._columns = {name: table._engine.region.column(name) for name in table.schema}
         self._places = {name: table._engine.region.column_place(name) for name in table.schema}
@@ -208,6 +209,13 @@ class Save:
                 last = self._bytes(changes) <= HOLD_BYTES or turn == MAX_ROUNDS - 1
                 if not last:
                     ticket.end()
+                if last and self.schema.mutable:
+                    # What is on disk is of one moment: nobody overwrites values during the round.
+                    ticket.end()
+                    ticket = Ticket()
+                    round_of = functools.partial(self._last_round, segments, writer, dropped, ticket)
+                    changes = self._quiet.run(round_of)
+                    break
                 self._write_changes(
                     segments, writer, changes, dropped, self._rows(changes, under_ticket=last)
                 )
@@ -221,6 +229,15 @@ class Save:
             self._commit(segments, self._manifest(changes), previous=False)
         with contextlib.suppress(CheckpointError, OSError):
             sweep(self.directory, read_manifest(self.directory))
+
+    def _last_round(
+        self, segments: Directory, writer: ColumnWriter, dropped: Collection[int], ticket: Ticket
+    ) -> SavedChanges:
+        """Write what has changed up to now, under a ticket; return it."""
+        changes = take_changes(self.index, self.on_disk, ticket)
+        changes = self.on_disk.rewriting(changes, dropped)
+        self._write_changes(segments, writer, changes, dropped, self._rows(changes, under_ticket=True))
+        return changes
 
     def run_behind(
         self, previous: Manifest | None, arena: Arena, note: Callable[[Save], None] = lambda save: None

@@ -104,8 +104,14 @@ class RowGather:
         plan[:, OUT] = [out.data_ptr() for out in outs]
         for number, mask in (masks or {}).items():
             plan[number, MASK] = mask.data_ptr()
-        read: int = self._reader.gather(plan, self.sources, slots, anchors, generations, into)
-        return read
+
+        def read() -> int:
+            count: int = self._reader.gather(plan, self.sources, slots, anchors, generations, into)
+            return count
+
+        if not isinstance(self.source, Table):
+            return read()
+        return self.source._engine.reader().read_whole(slots, read)
 
 
 _known: weakref.WeakKeyDictionary[Table, tuple[Any, PaddedLayout, RowGather]] = weakref.WeakKeyDictionary()
@@ -263,5 +269,5 @@ def _packed(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[s
         _check_memory(name, tensor, (first, *column.shape), dtype)
     mover = PackedHost(layout)
     buffers = PackedBuffers(layout, TensorMemory(torch.device("cpu")), mover, given=given)
-    mover.fill(buffers, table, rows)
+    table._engine.reader().read_whole(rows.slots, lambda: mover.fill(buffers, table, rows))
     return buffers.rows(len(rows))

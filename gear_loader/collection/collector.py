@@ -20,7 +20,7 @@ from gear_loader.collection.packed import PackedBuffers, PackedHost, PackedLayou
 from gear_loader.collection.packed_cuda import PackedCuda
 from gear_loader.collection.padded import PaddedBuffers, PaddedHost, PaddedLayout
 from gear_loader.collection.padded_cuda import PaddedCuda
-from gear_loader.collection.windows import ROW_KEYS
+from gear_loader.collection.windows import ROW_KEYS, reads_mutable
 from gear_loader.storage.region import Region
 from gear_loader.storage.table import Table
 from gear_loader.utils.streams import current_stream
@@ -64,7 +64,11 @@ class TableSource:
         Raises:
             LostRowsError: trajectories cannot be read from disk. CorruptTableError: the index is corrupt.
         """
-        mover.fill(buffers, self.only, rows)
+        if self.only.schema.mutable:
+            reader = self.only._engine.reader()
+            reader.read_whole(rows.slots, lambda: mover.fill(buffers, self.only, rows))
+        else:
+            mover.fill(buffers, self.only, rows)
 
 
 class _Staged(RowMover):
@@ -213,6 +217,8 @@ def collector_for(
     tables, pinning = source.tables, False
     options: dict[str, Any] = {"keys": source.keys, "weighs": weighs, "informs": informs}
     on_gpu = device.type == "cuda"
+    if reads_mutable(tables[0].schema, windows):
+        zero_copy = False  # only the host knows whether values have changed meanwhile
     if zero_copy is None:
         region = tables[0]._engine.region
         pinning = on_gpu and region.is_pinning

@@ -204,6 +204,13 @@ def source_of(name: str, window: Window | NStep | Whole) -> str:
     return name if window.column is None else window.column
 
 
+def reads_mutable(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> bool:
+    """Whether windows read a column whose values may be overwritten."""
+    return bool(schema.mutable) and any(
+        source_of(*item) in schema.mutable for item in expand(schema, windows)[0].items()
+    )
+
+
 def mask_of(schema: Schema, name: str, window: Window) -> tuple[int, int, str, bool]:
     """Key of a window's mask: windows with the same key exist at the same steps."""
     return *window.span, schema[source_of(name, window)].final

@@ -86,6 +86,12 @@ class Draws:
     Attributes:
         complete: draw only anchors at which every window lies wholly inside the trajectory, its final step included. A
             trajectory that has none is never drawn; `ReplayDataset.stats` counts them.
+        stride: draw sequences: only the anchors 0, `stride`, 2 * `stride`, ... of each trajectory, up to the first one
+            whose windows reach the trajectory's end. With `complete`, each `stride`-th of the complete anchors. Needs a
+            selector with ``unit="step"``, which is the default then; one that draws by priority a table whose
+            `block_steps` is at most the stride. Without `complete`, an anchor needs in columns with final steps as many
+            steps more as their windows are longer than others: ``{"obs": Window(9), "action": Window(8)}`` draws no
+            sequence without its second observation.
         subset: function of sequence numbers (int64 [n], the order of insertion into the table that stored the
             trajectories first) that returns bool [n]: whether they belong to this dataset. `ReplayDataModule` uses it
             to split training and validation.
@@ -99,6 +105,7 @@ class Draws:
     """
 
     complete: bool = False
+    stride: int | None = None
     subset: Callable[[Array], Array] | None = None
     drop_last: bool = False
     sample_info: bool = False
@@ -107,6 +114,8 @@ class Draws:
     def __post_init__(self) -> None:
         for name in ("complete", "drop_last", "sample_info", "rate_limited"):
             flag(name, getattr(self, name))
+        if self.stride is not None:
+            at_least("stride", self.stride)
         if self.subset is not None and not callable(self.subset):
             raise SchemaError(
                 f"subset is {shown(self.subset)}; expected a function of the sequence numbers (int64 [n])."
@@ -197,6 +206,13 @@ def check_options(
         raise SchemaError(
             f"anchor={anchor!r} goes with a selector of trajectories; {selector!r} chooses the steps itself."
         )
+    if draws.stride is not None and (
+        anchor != "uniform" or groups is not None or (selector is not None and selector.unit != "step")
+    ):
+        raise SchemaError(
+            f"Draws(stride={draws.stride}) was given with selector={selector!r}, anchor={anchor!r} and "
+            f"groups={groups!r}; expected a selector with unit='step', and neither of the others."
+        )
     integer("seed", seed)
     if not isinstance(device, Gpu):
         check_device(device)
@@ -215,7 +231,7 @@ def check_options(
                 "layout='packed' or 'jagged', or gear_loader.Whole()."
             )
         batch_size.check_selector(selector)
-    _check_packed(layout, windows, anchor, selector, output, draws.complete)
+    _check_packed(layout, windows, anchor, selector, output, draws.complete or draws.stride is not None)
     if groups is None:
         return
     if not isinstance(groups, Groups):
@@ -237,7 +253,7 @@ def _check_packed(layout: Any, windows: Any, anchor: Any, selector: Any, output:
         return
     if complete:
         raise SchemaError(
-            "Draws(complete=True) was given with whole trajectories, which always are; leave it out."
+            "Draws(complete=True), or stride, was given with whole trajectories, which always are; leave it out."
         )
     if anchor == "last" or (selector is not None and selector.unit == "step"):
         raise SchemaError(

@@ -238,9 +238,15 @@ class ReplayDataset(IterableDataset[Batch]):
         self._by_default &= not has_whole(self.windows)
         by_step = self._by_default and single_steps(table.schema, self.windows)
         if selector is None:
-            selector = Uniform(unit="step" if by_step else "trajectory")
+            selector = Uniform(unit="step" if by_step or draws.stride is not None else "trajectory")
         self.selector: Selector = selector
-        self.complete = CompleteAnchors.of(table.schema, self.windows) if draws.complete else None
+        self.complete: CompleteAnchors | None = None
+        if draws.complete or draws.stride is not None:
+            self.complete = CompleteAnchors.of(
+                table.schema, self.windows, complete=draws.complete, stride=draws.stride or 1
+            )
+        self._drawn: dict[str, Any] = {} if not draws.complete else {"complete": True}
+        self._drawn |= {} if draws.stride is None else {"stride": int(draws.stride)}
         whole = has_whole(self.windows)
         self.anchor: Literal["uniform", "first", "last"] = "first" if whole else anchor
         self.seed = int(seed)
@@ -1207,7 +1213,7 @@ class ReplayDataset(IterableDataset[Batch]):
             "selector": repr(self.selector),
             "anchor": self.anchor,
             "drop_last": self.drop_last,
-            **({} if self.complete is None else {"complete": True}),
+            **self._drawn,
             **({} if self.groups is None else {"group": dataclasses.asdict(self.groups)}),
             **({} if self._budget is None else dataclasses.asdict(self._budget)),
             **dict(self._origin.config(self._budget, packed=self._packs)),

@@ -203,7 +203,7 @@ class SnapshotShardSampler(ShardSampler):
 
     def _records(self, slots: Array, anchors: Array, generations: Array) -> Array:
         """Records of rows; `anchors` are numbers of anchors of their trajectories, int64 [n]."""
-        records = records_of(self.table, slots, anchors + self.context.first)
+        records = records_of(self.table, slots, self.context.anchor_steps(anchors))
         records["generation"] = generations
         return records
 

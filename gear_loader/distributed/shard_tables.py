@@ -180,6 +180,11 @@ class ShardTables:
                 "This rank's table is private, so that other processes cannot read it. Create it with a name of its "
                 f"own, Table.create(..., name=f'replay-{rank}')."
             )
+        if self.table.schema.mutable:
+            raise SchemaError(
+                f"The table {self.table.name!r} has the columns {list(self.table.schema.mutable)} with mutable=True; "
+                "expected none: other ranks could read values that are being overwritten."
+            )
         if self.num_stages > 1 and (self.table.schema.late or self.table.rules.max_lag is not None):
             raise SchemaError(
                 f"The table {self.table.name!r} has late columns or max_lag, and there are {self.num_stages} pipeline "

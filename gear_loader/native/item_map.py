@@ -32,8 +32,8 @@ def add(  # type: ignore[no-untyped-def]
 
     Args:
         slots, lengths: int64 [n]. priorities: float32 [n]. extent, block_ids: index arrays.
-        anchors: first step that can be drawn, and the steps that must follow it without and with a final step; the
-            latter are negative if all steps can be drawn.
+        anchors: those of `CompleteAnchors`: first step that can be drawn, the steps that must follow it without and
+            with a final step, stride and length; the second and third are negative if all steps can be drawn.
         stream: int64 [3]: streams so far, streams until their numbers wrap around, places of a stream.
         starts, lists, known: `start`; `_first`, `_count`, `_next`; `length`, `owner`, `number`, `inside`, `place`.
         blocks: int64 [k], values: float32 [k], output: blocks of the added trajectories, and their priorities.
@@ -59,6 +59,10 @@ def add(  # type: ignore[no-untyped-def]
         first, end = int64(anchors[0]), lengths[i]
         if anchors[1] >= 0:
             end = first + max(end - first - max(anchors[1], anchors[2] - extent[slot, 2]), 0)
+        stride = int64(anchors[3])
+        if stride > 1 or anchors[4] > 1:
+            more = max(end - first - anchors[4], 0)
+            end = first if end == first else first + (more + stride - 1) // stride * stride + 1
         start = (stream[0] + i) % stream[1] * stream[2]
         starts[slot], length[slot] = start, end
         num_blocks[slot], first_block[slot] = count, block_ids[begin]
@@ -67,8 +71,12 @@ def add(  # type: ignore[no-untyped-def]
             owner[block], number[block], place[block] = slot, n, start + n
             if n + 1 < count:
                 following[block] = block_ids[begin + n + 1]
-            inside[block, 0] = min(max(first - n * block_steps, 0), block_steps)
-            inside[block, 1] = min(max(end - n * block_steps, 0), block_steps)
+            begins = first
+            if stride > 1:  # a block has one anchor at most
+                begins += max(n * block_steps - first + stride - 1, 0) // stride * stride
+            ends = end if stride == 1 else min(end, begins + 1)
+            inside[block, 0] = min(max(begins - n * block_steps, 0), block_steps)
+            inside[block, 1] = min(max(ends - n * block_steps, inside[block, 0]), block_steps)
             blocks[filled], values[filled] = block, priorities[i]
             filled += 1
     return len(slots), filled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from gear_loader.storage.casting import cast_to
 from gear_loader.storage.schema import Column
 from gear_loader.storage.step_columns import StepColumn
 from gear_loader.storage.table import Table
-from gear_loader.storage.waiting_rows import WaitingRows
 from gear_loader.utils.arrays import Array
 
 _STAGED_BYTES, _MOST_ROWS = 4 << 20, 64
@@ -80,6 +79,7 @@ class Adder:
         table: with the columns of `nestings`, ``reward`` and ``terminated``; those of ``obs`` have final steps.
         nestings: name of a value -> its columns. num_envs: n. piece: most steps of a trajectory.
         waits: whether rows may wait; else each is in the table when `add` has returned.
+        waiting: makes the memory of rows that wait, for so many of them; by default that of a writer.
         growing: whether a trajectory can be drawn before it has ended.
     """
 
@@ -91,14 +91,17 @@ class Adder:
         piece: int,
         *,
         waits: bool,
+        waiting: Callable[[int], Any] | None = None,
         growing: bool = True,
     ) -> None:
         self.num_envs, self.nestings, self.waits = num_envs, nestings, waits
         schema = table.schema
         row_bytes = num_envs * 2 * schema.step_bytes
         length = min(max(_STAGED_BYTES // row_bytes, 1), _MOST_ROWS)
-        self._staged: WaitingRows | EndedRows
-        if growing:
+        self._staged: Any
+        if waiting is not None:
+            self._staged = waiting(length)
+        elif growing:
             writer = table.writers(num_envs, commit_every_step=True)
             self._staged = writer.staged(length, cut=piece, reward="reward")
         else:

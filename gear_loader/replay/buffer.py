@@ -109,6 +109,11 @@ class ReplayBuffer:
         SchemaError: an invalid option. CheckpointError: the directory of `disk` cannot be used.
     """
 
+    _taken: tuple[str, ...] = _OWN
+    """Names that columns cannot have."""
+    overlap = 0
+    """Steps that the pieces of an episode have in common."""
+
     def __init__(
         self,
         capacity: int,
@@ -211,15 +216,17 @@ class ReplayBuffer:
         for name, nesting in self._numbers.items():
             if name in own:
                 schema |= {column: Column(own[name], cast=True) for column in nesting.columns()}
+        schema = self._columns(schema)
         if self._hindsight is not None:
             self._hindsight.check(schema)
         envs = self.num_envs or 1
-        steps = max(self.capacity, 2 * envs * (self._piece + 1))
+        stored = self.capacity * self._piece // (self._piece - self.overlap)
+        steps = max(stored, 2 * envs * (self._piece + 1))
         table = Table.create(
             schema,
             max_steps=steps,
             max_trajectories=steps // min(_SHORTEST, self._piece) + 2 * envs + _MORE,
-            block_steps=min(16, self._piece),
+            block_steps=min(16, self._unit),
             name=self._name,
             on_full="evict_oldest",
             disk=self._disk,
@@ -235,6 +242,15 @@ class ReplayBuffer:
             return {"": obs.columns()}
         return {f".{name}": obs.parts[name].columns() for name in self._agents.names}
 
+    def _columns(self, schema: dict[str, Column]) -> dict[str, Column]:
+        """All columns of the table, of those of transitions."""
+        return schema
+
+    @property
+    def _unit(self) -> int:
+        """Steps that are drawn together, of which a block has no more."""
+        return self._piece
+
     @property
     def _piece(self) -> int:
         """Most steps of a trajectory."""
@@ -247,7 +263,7 @@ class ReplayBuffer:
             batch_size=self._batch_size,
             windows=self._windows(table),
             selector=self._sampler,
-            draws=Draws(complete=True),
+            draws=self._draws(),
             seed=self._seed,
             device=self._device,
             batches_per_epoch=math.inf,
@@ -257,6 +273,9 @@ class ReplayBuffer:
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             self._dataset.load_state_dict(waiting)
+
+    def _draws(self) -> Draws:
+        return Draws(complete=True)
 
     def _windows(self, table: Table) -> dict[str, Any]:
         """They are complete where the step that follows the anchor is there: `next_obs`."""
@@ -360,9 +379,9 @@ class ReplayBuffer:
         """Create the table of the first row, all of which fits."""
         nestings, columns = self._nestings, self._spaces or {}
         if not nestings:
-            if taken := [name for name in values if (name in _OWN and name not in _FIELDS) or "." in name]:
+            if taken := [n for n in values if (n in self._taken and n not in _FIELDS) or "." in n]:
                 raise SchemaError(
-                    f"The columns {taken} were given; expected other names, without dots, than {_OWN}."
+                    f"The columns {taken} were given; expected other names, without dots, than {self._taken}."
                 )
             nestings = {name: Nesting.of(name, value) for name, value in values.items()}
             if self._agents is not None:
@@ -535,6 +554,8 @@ class ReplayBuffer:
     def _describe(self, path: str | os.PathLike[str]) -> None:
         """Write what the files of the table do not tell into its directory."""
         described = {
+            "kind": type(self).__name__,
+            "options": self._options(),
             "capacity": self.capacity,
             "num_envs": self.num_envs,
             "agents": None if self._agents is None else self._agents.names,
@@ -544,9 +565,13 @@ class ReplayBuffer:
         part.write_text(json.dumps(described), encoding="utf-8")
         part.replace(Path(path) / _DESCRIPTION)
 
+    def _options(self) -> dict[str, Any]:
+        """Options that `save` keeps, for JSON."""
+        return {}
+
     def _recover(self, disk: Disk) -> None:
         """Go on with what a buffer has written into the directory."""
-        capacity, envs, agents, nestings = _description(disk.path)
+        capacity, envs, agents, nestings, _ = _description(disk.path, type(self).__name__)
         mine = None if self._agents is None else self._agents.names
         if agents != mine:
             raise SchemaError(f"agents is {mine}; expected {agents}, as of the buffer in {disk.path}.")
@@ -568,18 +593,26 @@ class ReplayBuffer:
         Raises:
             CheckpointError: the directory does not hold a buffer.
         """
-        capacity, envs, agents, nestings = _description(path)
-        buffer = cls(capacity, **{"num_envs": envs, "agents": agents, **options})
+        capacity, envs, agents, nestings, saved = _description(path, cls.__name__)
+        told = {"num_envs": envs, **saved, **options}
+        if agents is not None:
+            told = {"agents": agents, **told}
+        buffer = cls(capacity, **told)
         buffer._nestings = nestings
         buffer._use(Table.load(path, name=options.get("name")))
         return buffer
 
 
-def _description(path: str | os.PathLike[str]) -> tuple[int, int, list[str] | None, dict[str, Nesting]]:
-    """Capacity, environments, agents and nestings of the buffer in a directory.
+def _description(
+    path: str | os.PathLike[str], wanted: str
+) -> tuple[int, int, list[str] | None, dict[str, Nesting], dict[str, Any]]:
+    """Capacity, environments, agents, nestings and other options of the buffer in a directory.
+
+    Args:
+        wanted: name of its class.
 
     Raises:
-        CheckpointError: it does not hold a buffer.
+        CheckpointError: it does not hold such a buffer.
     """
     where = Path(path) / _DESCRIPTION
     try:
@@ -587,11 +620,19 @@ def _description(path: str | os.PathLike[str]) -> tuple[int, int, list[str] | No
         nestings = {
             name: Nesting.from_description(name, each) for name, each in described["nestings"].items()
         }
-        return int(described["capacity"]), int(described["num_envs"]), described.get("agents"), nestings
+        kind, saved = described.get("kind", "ReplayBuffer"), dict(described.get("options", {}))
+        capacity, envs, agents = (
+            int(described["capacity"]),
+            int(described["num_envs"]),
+            described.get("agents"),
+        )
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{where} cannot be read ({error}); expected what a ReplayBuffer has written."
+            f"{where} cannot be read ({error}); expected what a {wanted} has written."
         ) from error
+    if kind != wanted:
+        raise CheckpointError(f"{where} is of a {kind}; expected one of a {wanted}. Use {kind}.")
+    return capacity, envs, agents, nestings, saved
 
 
 def _first(name: str, values: Any) -> Any:

@@ -76,6 +76,15 @@ class SelectionContext:
         """The first step of a trajectory that can be an anchor."""
         return 0 if self.complete is None else self.complete.first
 
+    @property
+    def stride(self) -> int:
+        """Steps from one anchor of a trajectory to the next."""
+        return 1 if self.complete is None else self.complete.stride
+
+    def anchor_steps(self, numbers: Array) -> Array:
+        """The steps of anchors by their numbers in their trajectories, int64 [n]."""
+        return numbers if self.complete is None else self.complete.steps(numbers)
+
     def num_anchors(self, slots: Array) -> Array:
         """Number of steps of trajectories (slots int64 [n]) that can be anchors, int64 [n]."""
         extent = self.table._engine.reader().index_arrays()[0][slots]
@@ -127,7 +136,7 @@ class SelectionContext:
         if count and self.complete is not None and self.subset is None:
             return TableEmptyError(
                 f"None of the table's {count:,} trajectories is long enough for the windows of this dataset, which has "
-                "complete=True. Add longer ones, or use shorter windows."
+                "complete=True or a stride. Add longer ones, or use shorter windows."
             )
         if count:
             return TableEmptyError(

@@ -77,7 +77,7 @@ class CudaLeaves:
             )
             if steps
             else None,
-            **({} if complete is None else {"anchors": dataclasses.astuple(complete)}),
+            **({} if complete is None else {"anchors": dataclasses.astuple(complete)[:3]}),
         )
         self.status = torch.tensor([NOWHERE, 0, 0, 0], device="cpu", pin_memory=self.cuda)
         self.out_of_range = torch.zeros(1, dtype=torch.bool, device="cpu", pin_memory=self.cuda)

@@ -89,7 +89,8 @@ class ItemMap:
         steps: whether an item is a step; else it is a trajectory.
         num_slots, num_blocks, block_steps: the table's sizes.
         tier: whether the table has a disk tier; `num_blocks` then has room for what lies there, too.
-        complete: the steps that can be drawn, if not all; the others have no item.
+        complete: the steps that can be drawn, if not all; the others have no item. A stride above 1 must be at least
+            `block_steps`.
 
     Attributes:
         capacity: leaves of the tree.
@@ -123,7 +124,7 @@ class ItemMap:
         self.steps = steps
         self.own = LeafBlocks(num_slots, num_blocks, block_steps) if steps and tier else None
         self._complete = complete
-        self._first_step = 0 if complete is None else complete.first
+        self._first_step, self._stride = (0, 1) if complete is None else (complete.first, complete.stride)
         self.block_steps = block_steps
         self.capacity = num_blocks * block_steps if steps else num_slots
         self.position = -1
@@ -287,7 +288,8 @@ class ItemMap:
         if self._complete is None:
             ends: Array = extent[slots, 0]
             return ends
-        return self._first_step + self._complete.counts(extent[slots, 0], extent[slots, 2])
+        counts = self._complete.counts(extent[slots, 0], extent[slots, 2])
+        return self._first_step + np.where(counts > 0, (counts - 1) * self._stride + 1, 0)
 
     def _grow(self, slot: int, extent: Array, block_ids: Array) -> Array:
         """Add the steps that a known trajectory has got since; returns their items. No other shares its blocks."""
@@ -305,6 +307,7 @@ class ItemMap:
         self._count[slot] = count
         self._set_inside(slot, blocks, number, end)
         steps = np.arange(before, end)
+        steps = steps[(steps - self._first_step) % self._stride == 0]
         items: Array = blocks[steps // self.block_steps] * self.block_steps + steps % self.block_steps
         return items
 
@@ -317,7 +320,7 @@ class ItemMap:
             Blocks of those that share none with earlier ones, and their priorities; what `_share` returns of others.
         """
         complete = self._complete
-        anchors = (0, -1, -1) if complete is None else (complete.first, complete.ahead, complete.ahead_final)
+        anchors = (0, -1, -1, 1, 1) if complete is None else dataclasses.astuple(complete)
         known = self.length, self.owner, self.number, self.inside, self.place
         lengths = extent[slots, 0]
         size = int((-(-lengths // self.block_steps)).sum())
@@ -378,8 +381,13 @@ class ItemMap:
 
     def _set_inside(self, slot: int, blocks: Array, number: Array, end: int) -> None:
         """Set which steps of a trajectory's blocks (int64 [n], with their numbers) can be drawn: those before `end`."""
-        bounds = np.array([[self._first_step, end]]) - number[:, None] * self.block_steps
-        self.inside[blocks] = np.clip(bounds, 0, self.block_steps)
+        places, stride = number * self.block_steps, self._stride
+        bounds = np.repeat([[self._first_step, end]], len(blocks), axis=0)
+        if stride > 1:  # a block has one anchor at most
+            bounds[:, 0] += np.maximum(places - self._first_step + stride - 1, 0) // stride * stride
+            bounds[:, 1] = np.minimum(end, bounds[:, 0] + 1)
+        bounds = np.clip(bounds - places[:, None], 0, self.block_steps)
+        self.inside[blocks] = np.maximum(bounds, bounds[:, :1])
         self.length[slot] = end
 
     def steps_of(self, blocks: Array, priorities: Array) -> tuple[Array, Array, Array]:

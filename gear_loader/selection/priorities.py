@@ -89,6 +89,11 @@ class Priorities:
                 f"{context.selector!r} would need {blocks * layout.block_steps:,} priorities, one for each place of a "
                 f"step; expected less than 2**31. Use unit='trajectory', or a table with {fewer}."
             )
+        if steps and 1 < context.stride < layout.block_steps:
+            raise SchemaError(
+                f"{context.selector!r} was given with Draws(stride={context.stride}) and a table of blocks of "
+                f"{layout.block_steps} steps; expected a table with a block_steps of at most the stride."
+            )
         self.items = ItemMap(
             steps=steps,
             num_slots=layout.max_trajectories,

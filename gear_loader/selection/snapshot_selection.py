@@ -101,6 +101,7 @@ class SnapshotSelection(Selection):
             self._by_step,
             self._anchor,
             context.first,
+            context.stride,
             signed(draw.seed),
             draw.step,
             draw.epoch,
@@ -137,7 +138,7 @@ class SnapshotSelection(Selection):
                     mine[gone] = other[gone]
         if steps is None:
             steps = anchors(context.anchor, lengths, dataclasses.replace(draw, count=count))
-        drawn = slots, steps + context.first, generations
+        drawn = slots, context.anchor_steps(steps), generations
         times = self.count_samples(slots, generations, lambda *which: self._redraw(draw, drawn, *which))
         return self.rows(*drawn, times, 1.0 if selector.ordered else 1 / size)
 
@@ -156,7 +157,7 @@ class SnapshotSelection(Selection):
             draw.epoch,
             names,
         )
-        names[1] += self.context.first
+        names[1] = self.context.anchor_steps(names[1])
         return SelectedRows(*names)
 
     def _draw_from_end(self, draw: Draw, ticket: Ticket) -> SelectedRows:
@@ -197,6 +198,7 @@ class SnapshotSelection(Selection):
             return False
         again = dataclasses.replace(draw, count=len(which))
         slots, steps, generations = random_rows(self.context, view, again, REDRAWN + 2 * turn)
-        for part, values in zip(rows, (slots, steps + self.context.first, generations), strict=True):
+        again_rows = slots, self.context.anchor_steps(steps), generations
+        for part, values in zip(rows, again_rows, strict=True):
             part[which] = values
         return True

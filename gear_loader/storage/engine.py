@@ -301,7 +301,10 @@ class Engine:
                     rows = self._read_from_disk(int(index), names, count)
                 else:
                     ids = live.arrays.row(int(index), extent)
-                    rows = {name: self._read_column(name, ids, count) for name in names}
+                    slots = np.array([int(index)])
+                    rows = live.reader.read_whole(
+                        slots, lambda: {name: self._read_column(name, ids, count) for name in names}
+                    )
             ticket.end()
             return rows
         finally:

@@ -2,7 +2,8 @@
 
 A trajectory has one bit for each late column, in the index. It is set after the bytes are written, under the lock: a
 process that dies before leaves the column unfilled, and no reader reads the bytes of an unfilled column. The bits carry
-the generation of the slot, so that those of an earlier trajectory in the slot do not count.
+the generation of the slot, so that those of an earlier trajectory in the slot do not count. Of tables with mutable
+columns the bits above count the trajectory's edits, see `gear_loader.storage.edits`.
 """
 
 from __future__ import annotations

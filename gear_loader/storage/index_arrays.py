@@ -26,7 +26,8 @@ class IndexArrays:
         operations: the operations, compiled or in Python. ops: the same, with IndexError as CorruptTableError.
         where: first argument of the operations.
         stores_at_once: whether `operations.store` may be used.
-        tier: the `Tier` below the memory, or None.
+        tier: the `Tier` below the memory, or None. edit_unit: bit of `filled` that is set while a trajectory
+            is edited, above those of the late columns; the bits above it count the edits. 0 without mutable columns.
     """
 
     def __init__(self, region: Region) -> None:
@@ -69,6 +70,7 @@ class IndexArrays:
         self.tier_priority: Array = region.array("tier_priority")
         self.kept_versions: Array = region.array("versions")
         self.tier_counts: Array = region.array("tier_counts")
+        self.edit_unit = 1 << len(layout.schema.late) if layout.schema.mutable else 0
         self.group = layout.group
         rules = layout.rules
         self._versions: tuple[Array, np.dtype[Any]] | None = None

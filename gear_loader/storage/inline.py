@@ -131,7 +131,7 @@ def _has_changed(counters: Any, counter: Any, value: Any) -> Any:
 
 @compiled
 def uniform_batch(  # type: ignore[no-untyped-def]
-    index, batch, items, version, samples, block_steps, steps, anchor, first, seed, step, epoch
+    index, batch, items, version, samples, block_steps, steps, anchor, first, stride, seed, step, epoch
 ):
     """Draw a batch as `uniform_rows` does, and gather it.
 
@@ -141,7 +141,8 @@ def uniform_batch(  # type: ignore[no-untyped-def]
         items: places of `slots`, `lengths`, `generations` and `sums`, as for `uniform_rows`.
         version: expected value of `VERSION`, or HELD. samples: rows to add to `NUM_SAMPLED`.
         block_steps: steps of a block.
-        steps, anchor, seed, step, epoch: as for `uniform_rows`. first: step added to the anchors.
+        steps, anchor, seed, step, epoch: as for `uniform_rows`, which draws the numbers of anchors. first: the step of
+            the first one of a trajectory. stride: steps from one to the next.
 
     Returns:
         As `gather_batch`; UNCHANGED if the version is another one, the index needs recovery, or something lies on disk
@@ -160,9 +161,9 @@ def uniform_batch(  # type: ignore[no-untyped-def]
     )
     names = carray(pointer(batch[0, 0]), (3, batch[0, 1]), np.int64)
     uniform_rows(slots, lengths, generations, sums, steps, anchor, seed, step, epoch, names)
-    if first != 0:
+    if first != 0 or stride != 1:
         for b in range(names.shape[1]):
-            names[1, b] += first
+            names[1, b] = first + stride * names[1, b]
     bad = _gather(index, batch, names[0], names[1], names[2], block_steps)
     if bad == 0:
         counters[NUM_SAMPLED] += samples

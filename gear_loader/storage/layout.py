@@ -212,7 +212,7 @@ class Layout:
             ("stream", np.int32, (slots,)),
             ("created", np.int64, (slots,)),
             ("revised", np.int64, (slots,)),
-            ("filled", np.int64, (slots if schema.late else 0, 2)),
+            ("filled", np.int64, (slots if schema.late or schema.mutable else 0, 2)),
             ("moved", np.uint32, (slots,)),
             ("priority", np.float32, (slots,)),
             ("sampled", np.int32, (slots,)),

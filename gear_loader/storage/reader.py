@@ -83,6 +83,9 @@ class TableReader:
         )
         self.draws_inline = not admission.has_conditions
         """Whether `draw_inline` may be used: no rule of the table asks more of a draw than an unchanged index."""
+        self._needs_lock = (
+            arrays.tier is not None or arrays.edit_unit != 0
+        )  # for what is drawn and gathered in one call
         self._no_changes: Changes | None = None  # latest result of `begin_changes`, if it was empty
 
     def known(self) -> Snapshot | None:
@@ -113,8 +116,8 @@ class TableReader:
         tables = self._places.table, batch.places.table, places.table
         if batch.under_lock:
             bad = self._recovery.lock.run(loop, *tables, since, samples, *given)
-        elif self.arrays.tier is not None or not threads.alone(batch.count, batch.row_bytes):
-            return False  # a trajectory may move to disk meanwhile; other threads help
+        elif self._needs_lock or not threads.alone(batch.count, batch.row_bytes):
+            return False  # a trajectory may move to disk or be edited meanwhile; other threads help
         else:
             ticket = Ticket()
             try:
@@ -176,6 +179,24 @@ class TableReader:
         ticket = ticket or Ticket()
         self._recovery.read(lambda: ticket.begin(self._readers))
         return ticket
+
+    def read_whole(self, slots: Array, read: Callable[[], _T]) -> _T:
+        """Call a function that copies values of trajectories, so that it sees no edit in part; see `storage.edits`.
+
+        It is called again, under the lock, if one of them was edited meanwhile.
+
+        Args:
+            slots: int64 [n], of the trajectories, of which the caller holds a read ticket.
+        """
+        filled, unit = self.arrays.filled, self.arrays.edit_unit
+        if not unit:
+            return read()
+        before = filled[slots]
+        if not (before[:, 1] & unit).any():
+            found = read()
+            if np.array_equal(filled[slots], before):
+                return found
+        return self.under_lock(read)
 
     def under_lock(self, section: Callable[[], _T]) -> _T:
         """Call a short function that reads trajectories: no block is reused before it has returned.

@@ -26,11 +26,13 @@ from gear_loader.utils.lazy_torch import is_tensor, torch
 _UNPRINTABLE = frozenset({"Cc", "Zl", "Zp"})
 """Unicode categories of control characters and line breaks, which column names must not contain."""
 _MOST_DIMENSIONS = 64
-_OPTIONS = ("final", "cast", "trajectory", "late")
+_OPTIONS = ("final", "cast", "trajectory", "late", "mutable")
 """Options of a column that are stored with a table: True, or ``per="trajectory"``."""
 _LARGEST_EXTENT = 2**37 - 1
 _MOST_LATE = 62
 """Most columns that are filled later: each has one bit of an int64 a trajectory."""
+_MOST_LATE_COUNTED = 24
+"""The same if others are mutable: the bits above count a trajectory's edits."""
 
 BATCH_KEYS = ("anchor", "generation", "index", "mask", "priority_weight", "sample_info", "shard")
 """Reserved keys of batches, invalid as column names."""
@@ -56,10 +58,14 @@ class Column:
         late: whether the values follow after the trajectory was added, by `Table.fill`, once: a reward that a scorer
             gives, advantages, log-probabilities of a reference model. `Table.add` and writers do not take the column.
             A dataset that reads it draws only trajectories that have it.
+        mutable: whether `Table.set` may overwrite the values of steps: recurrent states, latents, targets that are
+            computed anew. The host gathers for datasets that read such a column, for a GPU too. Not with `disk`, nor
+            over `Shards`.
 
     Raises:
-        SchemaError: an unsupported dtype, a shape that is not a sequence of positive integers, a cast or late that is
-            not a bool, another `per`, `final` of a column per trajectory, or `late` of one with final steps.
+        SchemaError: an unsupported dtype, a shape that is not a sequence of positive integers, a cast, late or mutable
+            that is not a bool, another `per`, `final` of a column per trajectory, or `late` or `mutable` of one with
+            final steps; `mutable` of one per trajectory.
     """
 
     dtype: torch.dtype = dataclasses.field(compare=False)
@@ -68,6 +74,7 @@ class Column:
     final: bool = dataclasses.field(default=False, kw_only=True)
     cast: bool = dataclasses.field(default=False, kw_only=True)
     late: bool = dataclasses.field(default=False, kw_only=True)
+    mutable: bool = dataclasses.field(default=False, kw_only=True)
     dtype_name: str = dataclasses.field(init=False)
     """The stored name of the dtype, for example ``"float32"``."""
 
@@ -111,6 +118,12 @@ class Column:
         flag("Column late", self.late)
         if self.late and self.final:
             raise SchemaError("A column has late=True and final=True; expected one of them.")
+        flag("Column mutable", self.mutable)
+        if self.mutable and (self.final or self.trajectory):
+            raise SchemaError(
+                f"A column has mutable=True, final={self.final} and per={self.per!r}; expected a mutable column with a "
+                "value for each step, and none after the last one."
+            )
 
     def __getattr__(self, name: str) -> Any:
         """`dtype` of a column that was made from the name of one, without loading torch before."""
@@ -123,7 +136,7 @@ class Column:
     def __repr__(self) -> str:
         options = ", per='trajectory'" if self.trajectory else ""
         options += "".join(
-            f", {option}=True" for option in ("final", "cast", "late") if getattr(self, option)
+            f", {option}=True" for option in ("final", "cast", "late", "mutable") if getattr(self, option)
         )
         return f"Column(dtype=torch.{self.dtype_name}, shape={self.shape!r}{options})"
 
@@ -265,8 +278,9 @@ class Schema(Mapping[str, Column]):
         self._columns = dict(columns)
         self.casts = any(column.cast for column in columns.values())
         self._by_step = {name: column for name, column in columns.items() if not column.trajectory}
-        if len(self.late) > _MOST_LATE:
-            raise SchemaError(f"{len(self.late)} columns have late=True; expected at most {_MOST_LATE}.")
+        most = _MOST_LATE_COUNTED if self.mutable else _MOST_LATE
+        if len(self.late) > most:
+            raise SchemaError(f"{len(self.late)} columns have late=True; expected at most {most}.")
         if self._by_step and all(column.late for column in self._by_step.values()):
             raise SchemaError(
                 f"All columns with a value for each step, {list(self._by_step)}, have late=True; expected at least one "
@@ -314,6 +328,11 @@ class Schema(Mapping[str, Column]):
     def late(self) -> tuple[str, ...]:
         """The columns that `Table.fill` writes, in order: number i has bit i of a trajectory's filled columns."""
         return tuple(name for name, column in self._columns.items() if column.late)
+
+    @functools.cached_property
+    def mutable(self) -> tuple[str, ...]:
+        """The columns that `Table.set` overwrites."""
+        return tuple(name for name, column in self._columns.items() if column.mutable)
 
     @functools.cached_property
     def added(self) -> Schema:

@@ -23,6 +23,7 @@ from gear_loader.storage.counters import (
     POLICY,
 )
 from gear_loader.storage.disk import Disk, Tier
+from gear_loader.storage.edits import check_not_mutable, set_columns
 from gear_loader.storage.engine import Engine
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.incoming import (
@@ -181,6 +182,8 @@ class Table:
             limits=limits,
             tier=tier,
         )
+        if disk is not None or tier is not None:
+            check_not_mutable(layout.schema)
         timeout = None if timeout is None else check_seconds("timeout", timeout)
         node = check_numa(memory.numa)
         one_of("if_exists", if_exists, ("error", "attach", "replace"))
@@ -790,6 +793,54 @@ class Table:
         """
         return unfilled(self._engine, columns)
 
+    # ---------------------------------------------------------------- columns that change
+
+    def set(
+        self,
+        index: Any,
+        anchor: Any,
+        /,
+        *,
+        generation: Sequence[int] | Array | torch.Tensor | int | None = None,
+        mask: Any = None,
+        stale: Literal["ignore", "error"] = "ignore",
+        **columns: Any,
+    ) -> int:
+        """Overwrite values of columns with ``Column(mutable=True)``, of trajectories that grow too.
+
+        ``table.set(batch["index"], batch["anchor"], generation=batch["generation"], state=states)``.
+
+        A row of the call is seen whole or not at all: batches, `gather` and ``table[i]``, in this process or another,
+        have all columns of a row as they were before it or as they are after it. That is not so for two rows of a call.
+        Of rows with a step in common the last one counts. Each row is copied under the table's lock; calls of all
+        processes, and of `fill`, follow one another. A process that is killed while a row is copied leaves it half
+        written. Prefetched batches, and copies on a GPU, have the values of the time when they were gathered.
+        Trajectories that were cut with an overlap share the steps of whole blocks, and have copies of the others.
+        `save` writes trajectories that were changed again.
+
+        Args:
+            index: int [n], indices of trajectories, or one.
+            anchor: int [n], the first step of each row that is written.
+            generation: int [n]; detects stale rows, whose index was reused.
+            mask: bool [n, L], steps to write; by default all. Those outside of a trajectory must be left out.
+            stale: how to treat rows of removed trajectories: ``"ignore"`` skips them, ``"error"`` changes nothing and
+                raises.
+            columns: ``[n, L, *shape]``, of the steps ``anchor`` to ``anchor + L - 1``; or ``[n, *shape]``. Waits for a
+                GPU that holds them.
+
+        Returns:
+            Number of rows that were skipped.
+
+        Raises:
+            SchemaError: a column that is not mutable, values that do not fit, or steps outside of a trajectory. Nothing
+                was changed.
+            FilledError: a late column that is not filled. Nothing was changed.
+            StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
+            LockTimeoutError: timed out waiting for the lock. Rows may have been written.
+        """
+        self._engine.check_open()
+        return set_columns(self._engine, index, anchor, generation, mask, columns, strict=is_strict(stale))
+
     # ---------------------------------------------------------------- reading and removing
 
     # Otherwise Python would iterate over indices from 0 to the first invalid one.
@@ -807,8 +858,8 @@ class Table:
         """A copy of one trajectory: column name -> tensor ``[T, *shape]`` on the CPU; ``[*shape]`` of columns per
         trajectory. Late columns that are not filled are not in it.
 
-        Writing into the tensors does not change the table: what was added stays as it is. Values that follow later are
-        written once, by `fill`; for others remove the trajectory and add it anew.
+        Writing into the tensors does not change the table. `fill` writes values that follow later, and `set` those of
+        mutable columns; for others remove the trajectory and add it anew.
 
         Raises:
             StaleIndexError: the index has no live trajectory.

@@ -1,0 +1,315 @@
+"""`SequenceBuffer`: transitions in, sequences of them out, for recurrent agents."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gear_loader.collection.batches import Batch
+from gear_loader.dataset.options import Draws
+from gear_loader.errors import SchemaError, StaleIndexError, TableEmptyError
+from gear_loader.replay.adding import Adder
+from gear_loader.replay.buffer import ReplayBuffer
+from gear_loader.storage.operations.appending import UNLESS_RESET
+from gear_loader.storage.schema import Column, Window
+from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import Array, shown
+from gear_loader.utils.checks import at_least, finite
+
+
+class SequenceBuffer(ReplayBuffer):
+    """Holds the newest steps of one or n environments, and samples sequences of consecutive steps::
+
+        buffer = gear.SequenceBuffer(100_000, length=80, burn_in=40, mutable=("state",))
+        buffer.add(obs, action, reward, next_obs, terminated, truncated, state=state)
+        batch = buffer.sample(64)
+
+    `add` and `extend` are those of `ReplayBuffer`. Sequences of an episode begin at its steps 0, ``length - overlap``,
+    ``2 * (length - overlap)``, ..., and the last one has the episode's last step. A sequence never has steps of two
+    episodes: one that an episode's end cuts short, or of an episode that is still running, is padded with zeros at its
+    end. The steps of an episode are stored once.
+
+    A batch is a dict, with T = `length`:
+
+    ================ ==============================================================================
+    ``obs``          ``[B, T, *shape]``
+    ``next_obs``     ``[B, T, *shape]``: of the same memory as ``obs``; after the last step of an episode, also at
+                     truncation, its final observation
+    ``action``       ``[B, T, *shape]``
+    ``reward``       float32 ``[B, T]``
+    ``terminated``   bool ``[B, T]``
+    ``is_first``     bool ``[B, T]``: the first step of an episode
+    ``mask``         bool ``[B, T]``: the step exists
+    ``loss_mask``    bool ``[B, T]``: `mask` without the burn-in: the first `burn_in` steps of sequences that do not
+                     begin with an episode
+    ``state``        ``[B, *shape]``: of the sequence's first step alone
+    other columns    ``[B, T, *shape]``, that `add` was given
+    ================ ==============================================================================
+
+    and ``index``, ``anchor``, ``generation``, which identify its rows, and ``priority_weight``, as of `ReplayDataset`.
+    A target is ``reward + gamma * ~terminated * value(next_obs)``. Each step can be drawn when `add` has returned, also
+    of running episodes. A full buffer drops its oldest piece: an episode, or about 1,024 steps of a longer one. The
+    pieces of an episode have `overlap` steps in common, which are stored twice, so that no sequence is lost between
+    them.
+
+    Args:
+        capacity, batch_size, num_envs, observation_space, action_space, device, name, disk, seed: as for
+            `ReplayBuffer`. Spaces go with an `add` without other columns.
+        length: steps of a sequence, its burn-in included.
+        burn_in: steps that only warm up the recurrent state (R2D2: Kapturowski et al., 2019).
+        overlap: steps that consecutive sequences of an episode have in common; by default `burn_in`, so that every step
+            is in the `loss_mask` of one sequence.
+        sampler: how sequences are drawn, by default ``Uniform(unit="step")``: for example
+            ``Prioritized(alpha=0.9, beta=0.6, unit="step")``. The step that it draws is the first of a sequence.
+        mutable: names of arguments of `add` whose values `set` may overwrite, such as ``("state",)``; see `Column`.
+
+    Raises:
+        SchemaError: an invalid option.
+    """
+
+    _taken = (*ReplayBuffer._taken, "is_first", "loss_mask")
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        length: int,
+        burn_in: int = 0,
+        overlap: int | None = None,
+        mutable: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        self.length, self.burn_in = at_least("length", length), at_least("burn_in", burn_in, least=0)
+        self.overlap = self.burn_in if overlap is None else at_least("overlap", overlap, least=0)
+        if max(self.burn_in, self.overlap) >= self.length:
+            raise SchemaError(
+                f"length is {length}, burn_in {burn_in} and overlap {self.overlap}; expected a length above both of "
+                "the others."
+            )
+        if unknown := {"n_step", "gamma", "hindsight", "agents"} & options.keys():
+            raise SchemaError(
+                f"{sorted(unknown)} were given; a SequenceBuffer delivers rewards and goals of one agent as they are."
+            )
+        if isinstance(mutable, str) or not all(isinstance(name, str) for name in mutable):
+            raise SchemaError(f"mutable is {shown(mutable)}; expected names of columns, such as ('state',).")
+        self.mutable = tuple(mutable)
+        super().__init__(capacity, **options)
+
+    # ---------------------------------------------------------------- the table
+
+    def _columns(self, schema: dict[str, Column]) -> dict[str, Column]:
+        if unknown := [name for name in self.mutable if name not in self._nestings or name == "obs"]:
+            known = [name for name in self._nestings if name != "obs"]
+            raise SchemaError(f"mutable has {unknown}; expected names of {known}.")
+        for name in self.mutable:
+            for column in self._nestings[name].columns():
+                schema[column] = dataclasses.replace(schema[column], mutable=True)
+        return {**schema, "is_first": Column(torch.bool)}
+
+    @property
+    def _unit(self) -> int:
+        return self.length - self.overlap
+
+    @property
+    def _piece(self) -> int:
+        """A whole number of sequences."""
+        return self.overlap + max((super()._piece - self.overlap) // self._unit, 1) * self._unit
+
+    def _draws(self) -> Draws:
+        return Draws(stride=self._unit)
+
+    def _windows(self, table: Table) -> dict[str, Any]:
+        """Those of observations have one step more, that of the last `next_obs`."""
+        windows: dict[str, Any] = dict.fromkeys(table.schema, Window(self.length))
+        windows |= dict.fromkeys(self._nestings["obs"].columns(), Window(self.length + 1))
+        if "state" in self._nestings:
+            windows |= dict.fromkeys(self._nestings["state"].columns(), Window(1, squeeze=True))
+        return windows
+
+    def _new_adder(self, count: int) -> Adder:
+        assert self._table is not None
+        waiting = functools.partial(SequenceRows, self._table, count, self._piece, self.overlap)
+        self.num_envs = count
+        return Adder(self._table, self._nestings, count, self._piece, waits=self._waits, waiting=waiting)
+
+    # ---------------------------------------------------------------- sampling
+
+    def _finish(self, batch: Batch) -> Batch:
+        steps = batch["mask"]
+        found: dict[str, Any] = dict(batch)
+        leaves = {name: batch[name] for each in self._nestings.values() for name in each.columns()}
+        following = {}
+        for column in self._nestings["obs"].columns():
+            mask, values = steps[column][:, 1:], leaves[column]
+            leaves[column], following[column] = values[:, :-1], values[:, 1:]
+        for name, nesting in self._nestings.items():
+            for column in nesting.columns():
+                found.pop(column)
+            found[name] = nesting.build(leaves)
+        found["next_obs"] = self._nestings["obs"].build(following)
+        found["mask"] = found["loss_mask"] = mask
+        if self.burn_in:
+            trained = torch.arange(self.length, device=mask.device) >= self.burn_in
+            found["loss_mask"] = mask & (trained | found["is_first"][:, :1])
+        return Batch(found)
+
+    def update_priority(self, batch: Batch, priority: Any, *, eta: float = 0.9) -> None:
+        """Set the priorities of a batch's sequences; see `ReplayDataset.update_priority`.
+
+        Args:
+            batch: as it was sampled.
+            priority: float32 [B]; or [B, T], absolute TD errors, of which the priority is ``eta * max + (1 - eta) *
+                mean`` over the batch's `loss_mask`, as in R2D2, and 0 where that is empty.
+            eta: from 0 to 1.
+        """
+        priority = torch.as_tensor(priority)
+        if priority.ndim == 2:
+            if not finite(eta) or not 0 <= eta <= 1:
+                raise SchemaError(f"eta is {shown(eta)}; expected a number from 0 to 1.")
+            if priority.shape != batch["loss_mask"].shape:
+                raise SchemaError(
+                    f"priority has the shape {list(priority.shape)}; expected [B] or [B, T], "
+                    f"{list(batch['loss_mask'].shape)}."
+                )
+            mask = batch["loss_mask"].to(priority.device)
+            priority = priority.detach().float().masked_fill(~mask, 0.0)
+            mean = priority.sum(1) / mask.sum(1).clamp(min=1)
+            priority = eta * priority.amax(1) + (1 - eta) * mean
+        super().update_priority(batch, priority)
+
+    def set(self, batch: Batch, **values: Any) -> int:
+        """Overwrite values of a batch's sequences, nested as `add` was given them, as one change a sequence.
+
+        Args:
+            batch: as it was sampled.
+            values: of columns in `mutable`: ``[B, T, *shape]``, of which those in `mask` are written, or ``[B,
+                *shape]`` of the first steps.
+
+        Returns:
+            Number of sequences that were dropped meanwhile, and skipped.
+
+        Raises:
+            TableEmptyError: nothing was added.
+            SchemaError: a column that is not in `mutable`, or values that do not fit. Nothing was changed.
+        """
+        if self._table is None:
+            raise TableEmptyError("The replay buffer is empty; add a transition before the first set.")
+        if unknown := [name for name in values if name not in self.mutable]:
+            raise SchemaError(f"{unknown} were given; expected columns in mutable, {list(self.mutable)}.")
+        leaves: Mapping[str, Any] = {
+            column: leaf
+            for name, value in values.items()
+            for column, leaf in self._nestings[name].leaves(value)
+        }
+        inner = {name: len(self._table.schema[name].shape) for name in leaves}
+        whole = {len(np.shape(leaf)) - inner[name] for name, leaf in leaves.items()}
+        mask = batch["mask"].cpu().numpy() if whole == {2} else None
+        names = batch["index"], batch["anchor"]
+        return self._table.set(*names, generation=batch["generation"], mask=mask, **leaves)
+
+    # ---------------------------------------------------------------- files
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "length": self.length,
+            "burn_in": self.burn_in,
+            "overlap": self.overlap,
+            "mutable": list(self.mutable),
+        }
+
+
+class SequenceRows:
+    """Rows of n environments that wait until they are appended, as `WaitingRows`; they tell where episodes begin, and
+    where an episode is cut, its next piece begins with the last steps of the one before.
+
+    Args:
+        table: with the column ``is_first``. num_envs: n. piece: most steps of a trajectory.
+        overlap: steps that consecutive pieces have in common. length: K.
+
+    Attributes:
+        rows, following, active, done, count: as of `WaitingRows`.
+    """
+
+    def __init__(self, table: Table, num_envs: int, piece: int, overlap: int, length: int) -> None:
+        self._table, self._piece, self._overlap, self.length = table, piece, overlap, length
+        self._writer = table.writers(num_envs, commit_every_step=True)
+        schema = table.schema.steps
+        self.rows: dict[str, Array] = {
+            name: np.zeros((length, num_envs, *column.shape), column.numpy_dtype)
+            for name, column in schema.items()
+        }
+        self.following = {name: np.zeros_like(rows) for name, rows in self.rows.items() if schema[name].final}
+        self.active = np.full((length, num_envs), UNLESS_RESET, dtype=np.uint8)
+        self.done = np.zeros((length, num_envs), dtype=bool)
+        self.count = self._at = 0  # rows that are written, and those of them that are appended
+        self._before = {name: np.zeros_like(rows[0]) for name, rows in self.following.items()}
+        self._over = np.zeros(num_envs, dtype=bool)  # whether the last step of each ended its episode
+        self._cuts: dict[int, dict[str, Array]] = {}  # environment whose episode was cut -> last steps
+
+    def append(self) -> None:
+        """Append the rows that wait; see `WaitingRows.append`."""
+        while self._at < self.count:
+            self._append(
+                *({name: each[self._at] for name, each in p.items()} for p in (self.rows, self.following))
+            )
+            self._at += 1
+        self.active[: self.count] = UNLESS_RESET
+        self.count = self._at = 0
+
+    def _append(self, rows: dict[str, Array], following: dict[str, Array]) -> None:
+        done, kind, steps = self.done[self._at], self.active[self._at], self._writer.num_steps
+        same = np.logical_and.reduce([_equal(rows[name], each) for name, each in self._before.items()])
+        resets = (kind == UNLESS_RESET) & same & self._over & (rows["reward"] == 0) & ~done
+        acting = (kind != 0) & ~resets
+        rows["is_first"][:] = (steps == 0) | ~same
+        for lane in [lane for lane in self._cuts if acting[lane]]:
+            kept = self._cuts.pop(lane)
+            if same[lane]:
+                rows["is_first"][lane] = False
+                self._repeat(lane, kept)
+        steps = np.where(rows["is_first"], 0, self._writer.num_steps)
+        cut = acting & ~done & (steps >= self._piece - 1)
+        slots = self._writer.append(rows, next=following, done=done | cut, active=acting)
+        for lane in np.flatnonzero(cut).tolist():
+            self._cuts[lane] = self._last(int(slots[lane]))
+        known = acting | resets
+        for name, each in following.items():
+            self._before[name][known] = each[known]
+        self._over = np.where(known, done & acting, self._over)
+
+    def _last(self, slot: int) -> dict[str, Array]:
+        """The last steps of a piece; none if it was evicted by another process."""
+        if not self._overlap or slot < 0:
+            return {}
+        # Of a table that is too small for its environments, the piece may have lost its beginning.
+        length = int(self._table._engine.reader().index_arrays()[0][slot, 0])
+        begin = max(length - self._overlap, 0)
+        try:
+            last = self._table.gather([slot], [begin], windows=Window(length - begin))
+        except StaleIndexError:
+            return {}
+        return {name: last[name][0].numpy() for name in self.rows}
+
+    def _repeat(self, lane: int, kept: dict[str, Array]) -> None:
+        """Begin a piece with the last steps of the one before."""
+        active = np.arange(len(self._over)) == lane
+        for step in range(len(kept.get("is_first", ()))):
+            row = {name: np.zeros_like(each[0]) for name, each in self.rows.items()}
+            following = {name: each.copy() for name, each in self._before.items()}
+            for name, values in kept.items():
+                row[name][lane] = values[step]
+                if name in following and step + 1 < len(values):
+                    following[name][lane] = values[step + 1]
+            self._writer.append(row, next=following, active=active)
+
+
+def _equal(one: Array, other: Array) -> Array:
+    """Whether the values of each environment are the same, NaN too, bool [n]."""
+    equal = (one == other) | ((one != one) & (other != other))
+    found: Array = equal.reshape(len(equal), -1).all(1)
+    return found

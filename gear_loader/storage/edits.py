@@ -1,0 +1,214 @@
+"""Values that are overwritten: `Table.set`.
+
+A trajectory has a count of its edits, above the bits of its late columns (`gear_loader.storage.filled_bits`): odd while
+one is copied, which happens under the table's lock. Who reads without the lock compares the counts before and after,
+and reads once more under the lock if one has changed: `TableReader.read_whole`. Checkpoints compare the same counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gear_loader.errors import FilledError, SchemaError
+from gear_loader.native.editing import write_runs
+from gear_loader.storage.dtypes import DtypeName
+from gear_loader.storage.filled_bits import filled_bits, set_filled
+from gear_loader.storage.priority_updates import checked_rows
+from gear_loader.storage.schema import Column, Schema
+from gear_loader.utils.arrays import Array, data_address, numbers
+from gear_loader.utils.lazy_torch import is_tensor
+
+if TYPE_CHECKING:
+    from gear_loader.storage.engine import Engine
+
+_AT_ONCE = 1 << 19
+"""Bytes of rows that are copied under the lock at once, unless one row has more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Values:
+    """Values of one column for n rows.
+
+    Attributes:
+        name: of the column. data: uint8 [n, L, step_bytes]. steps: int64 [n, L]. given: bool [n, L], those to write.
+    """
+
+    name: str
+    data: Array
+    steps: Array
+    given: Array
+
+    @functools.cached_property
+    def runs(self) -> tuple[Array, Array, Array, Array]:
+        """Runs of consecutive steps to write, in order: row, first step, number of steps, and address of the values,
+        int64 [m] each."""
+        row, at = np.nonzero(self.given)
+        begins = np.ones(len(row), dtype=bool)
+        begins[1:] = (np.diff(row) != 0) | (np.diff(at) != 1)
+        first = np.flatnonzero(begins)
+        counts = np.diff(np.append(first, len(row)))
+        row, at = row[first], at[first]
+        places = row * self.data.strides[0] + at * self.data.strides[1]
+        return row, self.steps[row, at], counts, places + data_address(self.data)
+
+
+def check_not_mutable(schema: Schema) -> None:
+    """Raise SchemaError for columns that may change in a table that is written to a disk in the background."""
+    if schema.mutable:
+        raise SchemaError(
+            f"The columns {list(schema.mutable)} have mutable=True, and disk was given; expected one of both: a table "
+            "that is written in the background keeps values as they were added. Table.save writes what was changed."
+        )
+
+
+def set_columns(
+    engine: Engine,
+    index: Any,
+    anchor: Any,
+    generation: Any,
+    mask: Any,
+    columns: Mapping[str, Any],
+    *,
+    strict: bool,
+) -> int:
+    """See `Table.set`."""
+    schema = engine.schema
+    wrong = [name for name in columns if name not in schema.mutable]
+    if wrong or not columns:
+        raise SchemaError(
+            f"The columns {list(columns)} were received; expected one or more of those with Column(mutable=True): "
+            f"{list(schema.mutable)}. Nothing was changed."
+        )
+    single = index.ndim == 0 if is_tensor(index) else np.ndim(index) == 0
+    slots, generations = checked_rows(index, generation)
+    anchors = np.atleast_1d(numbers(anchor, "anchor", "iu", "integers [n]. Nothing was changed")).astype(
+        np.int64
+    )
+    if anchors.shape != slots.shape:
+        raise SchemaError(
+            f"anchor has the shape {list(anchors.shape)}; expected {list(slots.shape)}, as index has. Nothing was "
+            "changed."
+        )
+    flags = None if mask is None else np.array(numbers(mask, "mask", "b", "bool [n, L]. Nothing was changed"))
+    values = [
+        _values(name, schema[name], value, anchors, flags, single=single) for name, value in columns.items()
+    ]
+    if not len(slots):
+        return 0
+    call = _SetCall(engine, slots, generations, values, strict)
+    return engine.region.fill_lock.run(call.run)
+
+
+def _values(
+    name: str, column: Column, value: Any, anchors: Array, flags: Array | None, *, single: bool
+) -> _Values:
+    """Check the values of one column."""
+    count, inner = len(anchors), len(column.shape)
+    value = value if is_tensor(value) or isinstance(value, np.ndarray) else np.asarray(value)
+    shape = (1, *value.shape) if single else tuple(value.shape)
+    length = shape[1] if len(shape) == inner + 2 else 1
+    if (
+        len(shape) not in (inner + 1, inner + 2)
+        or shape[0] != count
+        or shape[len(shape) - inner :] != column.shape
+    ):
+        wanted = ", ".join(map(str, column.shape))
+        raise SchemaError(
+            f"Column {name!r} has the shape {list(shape)}; expected [{count}, L, {wanted}] for L steps from each "
+            f"anchor on, or [{count}, {wanted}] for one. Nothing was changed."
+        )
+    dtype: Any = DtypeName(column.dtype_name)  # which loads no torch
+    plain = Schema({name: Column(dtype, column.shape, cast=column.cast)})
+    steps = anchors[:, None] + np.arange(length)
+    given = np.ones(steps.shape, dtype=bool)
+    if flags is not None:
+        flags = flags[None] if single and flags.ndim == 1 else flags
+        flags = flags[:, None] if flags.ndim == 1 and length == 1 else flags
+        if flags.shape != given.shape:
+            raise SchemaError(
+                f"mask has the shape {list(flags.shape)}; expected {list(given.shape)}, a value for each step of "
+                f"{name!r}. Nothing was changed."
+            )
+        given = flags
+    if not steps.size:
+        return _Values(name, np.empty((*steps.shape, column.step_bytes), dtype=np.uint8), steps, given)
+    flat = value.reshape((count * length, *column.shape))
+    data = plain.validate({name: flat}, what="the values")[1][name]
+    return _Values(name, data.reshape(count, length, -1), steps, given)
+
+
+@dataclasses.dataclass
+class _SetCall:
+    """One call of `set_columns`, which holds the lock of those who write into trajectories of the table."""
+
+    engine: Engine
+    slots: Array
+    generations: Array
+    values: list[_Values]
+    strict: bool
+
+    def run(self) -> int:
+        """Write the rows; return the number of stale ones."""
+        locked = self.engine.index.recovery.locked
+        locked(self._check)
+        sizes = np.sum([each.data[0].size for each in self.values])
+        rows = max(1, _AT_ONCE // max(1, int(sizes)))
+        done = 0
+        for begin in range(0, len(self.slots), rows):
+            chosen = np.arange(begin, min(begin + rows, len(self.slots)))
+            done += locked(functools.partial(self._write, chosen))
+        return len(self.slots) - done
+
+    def _check(self) -> None:
+        """Raise unless all live rows can be written; the caller holds the lock."""
+        arrays, schema = self.engine.index.arrays, self.engine.schema
+        live = arrays.live_rows(self.slots, self.generations, strict=self.strict, what="values are of")
+        rows = np.flatnonzero(live)
+        slots = self.slots[rows]
+        lengths = arrays.extent[slots, 0]
+        for each in self.values:
+            steps = each.steps[rows]
+            outside = each.given[rows] & ((steps < 0) | (steps >= lengths[:, None]))
+            if outside.any():
+                row, step = (int(part[0]) for part in np.nonzero(outside))
+                raise SchemaError(
+                    f"Column {each.name!r} has a value for step {steps[row, step]} of row {rows[row]}, whose "
+                    f"trajectory has {lengths[row]} steps; expected values of its steps, or a mask that leaves out the "
+                    "others. Nothing was changed."
+                )
+        bits = schema.late_bits([each.name for each in self.values])
+        missing = np.flatnonzero((filled_bits(arrays, slots) & bits) != bits) if bits else rows[:0]
+        if len(missing):
+            raise FilledError(
+                f"The trajectory of index {slots[missing[0]]} has no values yet in some of the columns "
+                f"{[each.name for each in self.values]}; Table.fill gives it the first ones. Nothing was changed."
+            )
+
+    def _write(self, rows: Array) -> int:
+        """Write those of the rows (int64 [m]) that are live, and return their number; the caller holds the lock."""
+        arrays, region = self.engine.index.arrays, self.engine.region
+        live = arrays.live_rows(self.slots[rows], self.generations[rows], strict=False, what="")
+        rows = rows[live]
+        slots = self.slots[rows]
+        touched, streams = np.unique(slots), arrays.stream[slots]
+        if (streams != 0).any():  # others may have the same steps
+            touched = np.union1d(touched, np.flatnonzero(np.isin(arrays.stream, streams[streams != 0])))
+        unit, bad = arrays.edit_unit, 0
+        set_filled(arrays, touched, unit)
+        for each in self.values:
+            row, steps, counts, sources = each.runs
+            which = np.flatnonzero(np.isin(row, rows))
+            given = sources[which], self.slots[row[which]], steps[which], counts[which]
+            where = arrays.extent, arrays.block_ids, arrays.num_blocks, region.column_place(each.name)
+            bad += write_runs(*given, *where)
+        arrays.filled[touched, 1] += unit
+        if bad:
+            raise arrays.corrupt(
+                f"{bad} of {len(rows)} rows that are overwritten have blocks that do not exist"
+            )
+        return len(rows)

@@ -1,0 +1,254 @@
+"""Columns whose values are overwritten, against a dict of arrays; and read while another process writes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from concurrency_common import Child, Nursery, Voice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from table_common import fresh_name, unchanged
+
+import gear_loader as gear
+from gear_loader.errors import FilledError, SchemaError, StaleIndexError
+
+SCHEMA = {
+    "obs": gear.Column(torch.int64),
+    "image": gear.Column(torch.uint8, (150,)),  # outside of the records
+    "state": gear.Column(torch.float32, (3,), mutable=True),
+    "wide": gear.Column(torch.int16, (80,), mutable=True),
+}
+
+
+def steps(count: int, number: int) -> dict[str, Any]:
+    return {
+        "obs": np.arange(count) + 1_000 * number,
+        "image": np.full((count, 150), number % 256, np.uint8),
+        "state": np.full((count, 3), number, np.float32),
+        "wide": np.full((count, 80), number, np.int16),
+    }
+
+
+def same(found: Any, expected: Any) -> None:
+    for name in SCHEMA:
+        np.testing.assert_array_equal(np.asarray(found[name]), expected[name])
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_every_reader_sees_the_last_values(data: Any) -> None:
+    """Of trajectories that were added whole, that grow, that are removed, and whose index is used again."""
+    random = np.random.default_rng(data.draw(st.integers(0, 1_000), "seed"))
+    packed = data.draw(st.booleans(), "packed")
+    with gear.Table.create(
+        SCHEMA,
+        max_steps=150,
+        max_trajectories=8,
+        block_steps=data.draw(st.integers(1, 9), "block_steps"),
+        on_full="evict_oldest",
+        memory=gear.Memory(packed=packed),
+    ) as table:
+        writer = table.writers(1, commit_every_step=True)
+        model: dict[tuple[int, int], dict[str, Any]] = {}
+        grown = (-1, -1)
+
+        def identity(slot: int) -> tuple[int, int]:
+            return slot, int(table.gather([slot])["generation"][0])
+
+        for number in range(1, data.draw(st.integers(3, 12), "rounds")):
+            if data.draw(st.booleans(), "whole"):
+                rows = steps(data.draw(st.integers(1, 20), "length"), number)
+                model[identity(table.add(rows))] = rows
+            for _ in range(data.draw(st.integers(0, 5), "grown")):
+                row = steps(1, number)
+                writer.append(row)
+                grown = identity(int(table.indices()[-1])) if writer.num_steps[0] == 1 else grown
+                before = model.get(grown, {name: value[:0] for name, value in row.items()})
+                model[grown] = {name: np.concatenate((before[name], row[name])) for name in row}
+            if data.draw(st.booleans(), "removed") and len(table):
+                table.remove(int(table.indices()[0]))
+            live = {identity(slot) for slot in table.indices().tolist()}
+            count = data.draw(st.integers(0, 5), "rows") if model else 0
+            chosen = [data.draw(st.sampled_from([*model])) for _ in range(count)]
+            if chosen:
+                length = data.draw(st.integers(1, 30), "window")
+                anchors = np.array([data.draw(st.integers(0, len(model[key]["obs"]) - 1)) for key in chosen])
+                values = {
+                    "state": random.random((len(chosen), length, 3)).astype(np.float32),
+                    "wide": random.integers(0, 99, (len(chosen), length, 80)).astype(np.int16),
+                }
+                inside = anchors[:, None] + np.arange(length) < [[len(model[key]["obs"])] for key in chosen]
+                mask = inside & (random.random(inside.shape) < 0.7)
+                slots, generations = (np.array(part) for part in zip(*chosen, strict=True))
+                skipped = table.set(slots, anchors, generation=generations, mask=mask, **values)
+                assert skipped == sum(key not in live for key in chosen)
+                for row, key in enumerate(chosen):
+                    where = anchors[row] + np.flatnonzero(mask[row])
+                    for name in values:
+                        model[key][name][where] = values[name][row, mask[row]]
+            for key in live:
+                same(table[key[0]], model[key])
+            if live:
+                order = sorted(live)
+                whole = table.gather([slot for slot, _ in order])
+                same(whole, {name: np.concatenate([model[key][name] for key in order]) for name in SCHEMA})
+                replay = gear.ReplayDataset(
+                    table, windows=gear.Window(6), batch_size=9, device="cpu", prefetch=0
+                )
+                batch = replay.sample()
+                for row in range(9):
+                    key, at = (
+                        (int(batch["index"][row]), int(batch["generation"][row])),
+                        int(batch["anchor"][row]),
+                    )
+                    there = batch["mask"][row]
+                    same(
+                        {name: batch[name][row][there] for name in SCHEMA},
+                        {name: model[key][name][at : at + 6] for name in SCHEMA},
+                    )
+        table.check_valid()
+
+
+def test_overlapping_trajectories() -> None:
+    """Steps of blocks that they share are there once, the others are copies."""
+    for overlap, shared in ((4, True), (3, False)):
+        with gear.Table.create(SCHEMA, max_steps=100, max_trajectories=8, block_steps=4) as table:
+            with table.writer(chunk_steps=8, overlap_steps=overlap) as writer:
+                for step in range(13):
+                    writer.append({name: value[0] for name, value in steps(1, step).items()})
+            first, second = table.indices()[:2].tolist()
+            table.set(first, 0, state=np.full((8, 3), 50, np.float32), wide=np.full((8, 80), 50, np.int16))
+            assert (table[first]["state"] == 50).all()
+            assert (table[second]["state"][:overlap] == 50).all() == shared
+
+
+def test_checkpoints_have_the_last_values(tmp_path: Path) -> None:
+    with gear.Table.create(SCHEMA, max_steps=200, max_trajectories=8, block_steps=4) as table:
+        for number in range(4):
+            table.add(steps(20, number))
+        table.save(tmp_path)
+        table.set([1, 3], [5, 19], state=np.ones((2, 3), np.float32) * 77)
+        table.save(tmp_path)
+        for _ in range(2):
+            with gear.Table.load(tmp_path) as loaded:
+                for slot in range(4):
+                    same(loaded[slot], {name: np.asarray(value) for name, value in table[slot].items()})
+                loaded.set(2, 0, wide=np.full((20, 80), 9, np.int16))
+                loaded.save(tmp_path)
+            table.set(2, 0, wide=np.full((20, 80), 9, np.int16))
+
+
+def test_errors() -> None:
+    with gear.Table.create(
+        {**SCHEMA, "later": gear.Column(torch.float32, late=True, mutable=True)},
+        max_steps=100,
+        max_trajectories=8,
+    ) as table:
+        slot = table.add(steps(10, 1))
+        state = np.zeros((1, 3), np.float32)
+        for index, anchor, columns, message in (
+            ([slot], [0], {"obs": [1]}, "expected one or more of those with Column"),
+            ([slot], [0], {}, "expected one or more of those with Column"),
+            ([slot], [10], {"state": state}, "step 10 of row 0, whose trajectory has 10 steps"),
+            ([slot], [-1], {"state": state}, "step -1 of row 0"),
+            ([slot], [0, 1], {"state": state}, "anchor has the shape"),
+            ([slot], [0], {"state": state[:, :2]}, r"has the shape \[1, 2\]"),
+            ([slot], [0], {"state": state.astype(np.float64)}, "has dtype float64"),
+            ([slot], [0], {"state": state, "mask": np.ones((1, 2), bool)}, "mask has the shape"),
+        ):
+            with unchanged(table), pytest.raises(SchemaError, match=message):
+                table.set(index, anchor, **columns)
+        with unchanged(table), pytest.raises(FilledError, match="no values yet"):
+            table.set(slot, 0, later=np.zeros(10, np.float32))
+        table.fill(slot, later=np.zeros(10, np.float32))
+        assert table.set(slot, 2, later=np.ones(3, np.float32)) == 0
+        assert table[slot]["later"].tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 0]
+        with unchanged(table), pytest.raises(StaleIndexError):
+            table.set([slot, 5], [0, 0], stale="error", state=np.ones((2, 3), np.float32))
+        assert table.set([slot, 5], [0, 0], state=np.ones((2, 3), np.float32)) == 1
+        assert table.set([], [], state=np.ones((0, 3), np.float32)) == 0
+    for options in ({"final": True}, {"per": "trajectory"}, {"mutable": 1}):
+        with pytest.raises(SchemaError, match="mutable"):
+            gear.Column(torch.float32, **{"mutable": True, **options})
+    with pytest.raises(SchemaError, match="mutable=True, and disk was given"):
+        gear.Table.create(SCHEMA, max_steps=100, max_trajectories=8, disk=gear.Disk("/nowhere"))
+
+
+# ---------------------------------------------------------------- while another process writes
+
+LENGTH, COUNT = 64, 24
+
+
+def _overwrite(voice: Voice, name: str) -> int:
+    """Give whole trajectories one number after another, until called."""
+    number = 0
+    with gear.Table.attach(name) as table:
+        voice.say()
+        while not voice.is_called:
+            for slot in table.indices().tolist():
+                number += 1
+                wide = np.full((LENGTH, 80), number % 30_000, np.int16)
+                table.set(slot, 0, state=np.full((LENGTH, 3), number % 30_000, np.float32), wide=wide)
+    return number
+
+
+def uniform(batch: Any, mask: Any = None) -> set[int]:
+    """The number of each row; fails if one has two numbers."""
+    state, wide = (batch[key].reshape(*batch[key].shape[:2], -1).float() for key in ("state", "wide"))
+    both = torch.cat((state, wide), -1)
+    there = torch.ones(both.shape[:2], dtype=torch.bool) if mask is None else mask
+    least = both.masked_fill(~there[..., None], torch.inf).amin((1, 2))
+    assert torch.equal(least, both.masked_fill(~there[..., None], -torch.inf).amax((1, 2)))
+    return set(least.tolist())
+
+
+@pytest.mark.parametrize("way", ["dataset", "packed", "prefetched", "chosen", "item", "saved"])
+def test_nothing_is_seen_in_part(way: str, tmp_path: Path) -> None:
+    name = fresh_name()
+    table = gear.Table.create(SCHEMA, max_steps=4_000, max_trajectories=COUNT, block_steps=16, name=name)
+    try:
+        for _ in range(COUNT):
+            table.add(steps(LENGTH, 0))
+        child = Child(_overwrite, name)
+        child.hear()
+        options: dict[str, Any] = {"batch_size": 48, "device": "cpu", "batches_per_epoch": 10}
+        if way == "packed":
+            options |= {"windows": gear.Whole(), "layout": "packed"}
+        else:
+            options |= {"windows": gear.Window(40, -20), "prefetch": 2 if way == "prefetched" else 0}
+        replay = gear.ReplayDataset(table, **options)
+        numbers: set[int] = set()
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            if way == "packed":
+                for batch in replay:
+                    numbers |= uniform(
+                        {key: batch[key].unflatten(0, (-1, LENGTH)) for key in ("state", "wide")}
+                    )
+            elif way in ("dataset", "prefetched"):
+                for batch in replay:
+                    numbers |= uniform(batch, batch["mask"])
+            elif way == "chosen":
+                numbers |= uniform(table.gather(np.arange(COUNT), windows=gear.Window(LENGTH)))
+            elif way == "item":
+                numbers |= uniform({key: value[None] for key, value in table[3].items()})
+            else:
+                table.save(tmp_path)
+                with gear.Table.load(tmp_path) as loaded:
+                    rows = [loaded[slot] for slot in range(COUNT)]
+                    numbers |= uniform(
+                        {key: torch.stack([row[key] for row in rows]) for key in ("state", "wide")}
+                    )
+        child.say()
+        assert child.result() > 50
+        assert len(numbers) > 3
+        table.check_valid()
+    finally:
+        table.unlink()
+        table.close()
+        Nursery.shared().clear()
