@@ -13,16 +13,21 @@ project = "Gear Loader"
 release = gear_loader.__version__
 copyright = author = "The Gear Loader authors"
 
-extensions = ["sphinx.ext.autodoc", "myst_parser", "sphinxcontrib.mermaid", "references", "command_line"]
+extensions = ["sphinx.ext.autodoc", "myst_parser", "references", "command_line", "blocks"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"Gear Loader {release}"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
 # Pages are Markdown as GitHub shows it: links between headings, and drawings.
 myst_heading_anchors = 4
 myst_fence_as_directive = ["mermaid"]
 myst_links_external_new_tab = True
+
+# Their pages begin without a constructor, because other calls make them.
+made_by_calls = ["Table", "Writer", "VectorWriter", "RemoteTable"]
 
 # A reference that leads nowhere is an error, and so is a public name that no page has: see references.py.
 nitpicky = True

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("sphinx", reason="needs Sphinx: pip install '.[docs]'")
-for extension in ("furo", "myst_parser", "sphinxcontrib.mermaid"):
+for extension in ("furo", "myst_parser"):
     pytest.importorskip(extension, reason=f"needs {extension}: pip install '.[docs]'")
 
 ROOT = Path(__file__).resolve().parents[1]
