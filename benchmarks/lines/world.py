@@ -79,12 +79,16 @@ def recurrent_state(obs: np.ndarray) -> np.ndarray:
     return np.full(8, obs[1], np.float32)
 
 
-def learn_sequences(obs: Any, action: Any, reward: Any, state: Any, *, length: int = 40) -> np.ndarray:
+def learn_sequences(
+    obs: Any, action: Any, reward: Any, state: Any, mask: Any = True, *, length: int = 40
+) -> np.ndarray:
     """A step of R2D2: sequences of consecutive steps, with the state at the start of each; TD errors, float32 [B]."""
     obs, state = np.asarray(obs), np.asarray(state)
     assert obs.shape[1:] == (length, 4)
-    assert (np.diff(obs[:, :, 1], axis=1) == 1).all()
-    assert (obs[:, :, 0] == obs[:, :1, 0]).all()
+    mask = np.broadcast_to(np.asarray(mask), obs.shape[:2])
+    assert mask[:, 0].all()
+    assert (obs[:, :, 1] == obs[:, :1, 1] + np.arange(length))[mask].all()
+    assert (obs[:, :, 0] == obs[:, :1, 0])[mask].all()
     assert (state == obs[:, 0, 1, None]).all()
     assert flat(action).shape == flat(reward).shape == obs.shape[:2]
     checked.append("sequences")
