@@ -27,7 +27,7 @@ myst_fence_as_directive = ["mermaid"]
 myst_links_external_new_tab = True
 
 # Their pages begin without a constructor, because other calls make them.
-made_by_calls = ["Table", "Writer", "VectorWriter", "RemoteTable"]
+made_by_calls = ["Table", "Writer", "VectorWriter", "DeviceWriter", "RemoteTable"]
 
 # A reference that leads nowhere is an error, and so is a public name that no page has: see references.py.
 nitpicky = True

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gear_loader.selection.grouping import Groups
     from gear_loader.selection.selectors import Fifo, Lifo, LinearSchedule, Prioritized, TopK, Uniform
     from gear_loader.selection.step_budget import Steps
+    from gear_loader.storage.device_writer import DeviceWriter
     from gear_loader.storage.disk import Disk, DiskStats
     from gear_loader.storage.limiters import MinSize, Queue, RateLimiter, SampleToInsertRatio
     from gear_loader.storage.memory_options import Memory
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch",
     "Column",
+    "DeviceWriter",
     "Disk",
     "DiskStats",
     "Draws",
@@ -89,6 +91,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "Batch": "collection.batches",
     "Column": "storage.schema",
+    "DeviceWriter": "storage.device_writer",
     "Disk": "storage.disk",
     "DiskStats": "storage.disk",
     "Draws": "dataset.options",

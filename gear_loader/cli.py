@@ -532,7 +532,7 @@ def _findings(found: dict[str, Any]) -> list[str]:
         f"Memory that may be locked: {'all' if limit is None else size(limit)}; {shared_memory.DIRECTORY}: "
         f"{size(memory['shm_free'])} of {size(memory['shm_bytes'])} free",
         f"Huge pages: private tables {'yes' if memory['huge_private'] else 'no'}, named ones "
-        f"huge={memory['huge_named']}; "
+        f"{'yes' if memory['huge_named'] else 'no'} (huge={memory['huge_mount']}); "
         f"NUMA nodes: {memory['nodes'] or [0]}, of GPUs {memory['gpu_nodes'] or 'unknown'}, "
         f"of tables (sampled pages) {memory['table_nodes'] or 'none'}",
         f"CUDA: {', '.join(cuda.get('devices') or ()) or 'no device'}{pinning}; torch {cuda.get('torch', 'unknown')}",

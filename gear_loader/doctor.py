@@ -131,10 +131,10 @@ def report(*, deadline: float = _DEADLINE) -> dict[str, Any]:
           ``version``, ``problem`` (None, or why it cannot be used), ``devices`` as [name, transport], and
           ``infiniband``: ``possible``, and ``reason`` with the remedy;
         - ``infiniband``: ``adapters`` and ``device_files``;
-        - ``memory``: ``locked_limit`` in bytes (None: no limit), ``shm_bytes`` and ``shm_free``; ``huge_private``, and
-          ``huge_named`` as the mount option ``huge=``, or ``"hugetlb"``; NUMA ``nodes`` with memory, ``gpu_nodes`` by
-          PCI address, and ``table_nodes``: table -> node -> sampled pages; ``disks``: table with a disk tier -> its
-          state;
+        - ``memory``: ``locked_limit`` in bytes (None: no limit), ``shm_bytes`` and ``shm_free``; ``huge_private`` and
+          ``huge_named``: whether such tables get pages of 2 MiB; ``huge_mount``: the mount option ``huge=``, or
+          ``"hugetlb"``; NUMA ``nodes`` with memory, ``gpu_nodes`` by PCI address, and ``table_nodes``: table -> node ->
+          sampled pages; ``disks``: table with a disk tier -> its state;
         - ``cuda``, ``triton``, ``numba``;
         - ``environment``: variables UCX_*, NIXL_* and RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY that are set;
         - ``slow``: for each slow path ``what``, ``why`` and ``remedy``, without full stops at their ends.
@@ -248,10 +248,12 @@ def _memory() -> dict[str, Any]:
         found["shm_bytes"] = found["shm_free"] = 0
         found["shm_problem"] = str(error)
     found["huge_private"] = pages.huge_pages_of_memory()
-    found["huge_named"] = "never" if "shm_problem" in found else pages.huge_pages_of_files()
+    there = "shm_problem" not in found
+    found["huge_named"] = there and pages.files_get_huge_pages()
+    found["huge_mount"] = pages.huge_pages_of_files() if there else "never"
     found["nodes"], found["gpu_nodes"] = numa.nodes_with_memory(), numa.gpu_nodes()
-    found["table_nodes"] = {} if "shm_problem" in found else _table_nodes()
-    tiers = {} if "shm_problem" in found else _tiers()
+    found["table_nodes"] = _table_nodes() if there else {}
+    tiers = _tiers() if there else {}
     found["disks"] = {name: str(tier) for name, tier in tiers.items()}
     found["slow_disks"] = {
         name: tier.disk_wait for name, tier in tiers.items() if tier.disk_wait >= SLOW_SHARE
@@ -441,11 +443,11 @@ def _slow(found: dict[str, Any]) -> list[dict[str, str]]:
             "give the table more memory, draw by priority, or use a faster disk (docs/tiers.md)",
         )
     add(
-        gpu and memory["huge_named"] in ("never", "deny"),
+        not memory["huge_named"],
         "named tables lie in pages of 4 KiB",
-        f"{shared_memory.DIRECTORY} gives no huge pages (huge={memory['huge_named']})",
-        f"mount -o remount,huge=within_size {shared_memory.DIRECTORY}, or "
-        "Table.create(memory=gear_loader.Memory(huge_pages=True))",
+        f"{shared_memory.DIRECTORY} gives no huge pages (huge={memory['huge_mount']})",
+        f"use Linux 6.1 or newer, or mount -o remount,huge=within_size {shared_memory.DIRECTORY}, or GEAR_LOADER_DIR "
+        "on a hugetlbfs",
     )
     add(
         memory["shm_bytes"] < _SHM,

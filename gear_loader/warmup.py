@@ -118,8 +118,8 @@ def _writing() -> None:
                 writer.commit()
                 writer.append(_steps(2))
                 writer.discard()
-        for options in ({}, {"commit_every_step": True}):
-            with table.writers(2, **options) as writers:
+        for every in (False, True):
+            with table.writers(2, commit_every_step=every) as writers:
                 for done in (False, False, True):
                     writers.append(_steps(2), done=[done, done])
         slots, _ = table._engine.index.begin(np.array([1]), evict=EVICT_OLDEST)

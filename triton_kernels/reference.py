@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from gear_loader.kernels.plan import (
+    LINE,
     PAD_EDGE,
     PAD_HEAD,
     PAD_KEEP,
@@ -15,7 +16,7 @@ from gear_loader.kernels.plan import (
 )
 from gear_loader.kernels.split_plan import SplitPlan
 
-__all__ = ["gather", "place", "split"]
+__all__ = ["gather", "place", "split", "store"]
 
 
 def gather(
@@ -91,3 +92,18 @@ def split(
         length, size = column.out.shape[1:]
         first, inside = column.first, column.inside
         column.out[these] = column.records[these, first : first + length, inside : inside + size]
+
+
+def store(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    blocks: torch.Tensor,
+    last_bytes: int,
+    *,
+    programs: int | None = None,
+) -> None:
+    """Copy images of blocks to their places; see `gear_loader.kernels.store.store`. `programs` is not used."""
+    last = -(-last_bytes // LINE) * LINE
+    at = blocks.long()
+    target[at[:, :-1]] = source[:, :-1]
+    target[at[:, -1], :last] = source[:, -1, :last]

@@ -278,6 +278,21 @@ class BlockSink:
 
         index.change_lanes(lanes, chosen, finish, needed=missing, evict=evict, wait=wait, inserts=True)
 
+    def take_blocks(self, steps: int) -> Array:
+        """Blocks for `steps` steps of each lane, int32 [n, at least the blocks], which the caller writes itself.
+
+        Raises:
+            As `room`.
+        """
+        self.room(np.arange(len(self.lanes)), steps)
+        return self._blocks
+
+    def commit_blocks(self, chosen: Array, ending: Array, given: Given) -> None:
+        """Commit lanes, int64 [m], the steps of which are in blocks of `take_blocks`; a final step too, if there is
+        `given.last`."""
+        if len(chosen):
+            self._finish(chosen, ending, given)
+
     def last_indices(self, chosen: Array) -> Array:
         last: Array = self.lanes[chosen, LANE_LAST]
         return last

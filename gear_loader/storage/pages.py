@@ -3,8 +3,9 @@
 Huge pages are of 2 MiB, the system's transparent ones. A private region has them where the system allows MADV_HUGEPAGE.
 Those of a named one belong to its file: a tmpfs mounted with ``huge=within_size`` or ``huge=always`` allocates them
 itself, one with ``huge=advise`` where memory is first touched through an advised mapping. On any other tmpfs, Linux 6.1
-and newer turns existing pages into huge ones (MADV_COLLAPSE), which copies them. Files on a hugetlbfs consist of huge
-pages that the system has set aside.
+and newer makes a huge page of the pages that are there (MADV_COLLAPSE). It copies them, so only the first of each 2 MiB
+is allocated before: 2 GiB then take 0.30 s instead of 0.24 s in small pages (3.3 s if all were there), and are written
+first in 0.22 s instead of 1.3 s or more. Files on a hugetlbfs consist of huge pages that the system has set aside.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Literal
 from gear_loader.errors import RegionError
 from gear_loader.storage import shared_memory
 from gear_loader.storage.layout import round_up
+from gear_loader.utils.descriptors import open_descriptor
 from gear_loader.utils.formatting import size
 
 HugePages = bool | Literal["auto"]
@@ -187,13 +189,18 @@ def prepare_file(fd: int, memory: mmap.mmap, offset: int, count: int, huge: Huge
     if mode == "hugetlb":
         os.posix_fallocate(fd, 0, count)
         return
-    if huge and count >= HUGE_PAGE:
+    huge = huge if count >= HUGE_PAGE else False
+    if huge:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE, offset, round_up(count, mmap.PAGESIZE))
         if mode == "advise":  # huge if touched through this mapping, but not if reserved by the call below
             populate(start, count)
+        elif mode == "never" and shared_memory.filesystem() == "tmpfs":
+            for first in range(0, count - HUGE_PAGE + 1, HUGE_PAGE):  # an empty one cannot be collapsed
+                os.posix_fallocate(fd, first, mmap.PAGESIZE)
+            collapse(start, count, whole=huge is True)
     os.posix_fallocate(fd, 0, count)
-    if huge is not True or count < HUGE_PAGE:
+    if huge is not True:
         return
     missing, code = collapse(start, count)
     if missing and not (code == errno.EINVAL and mode in ("advise", "within_size", "always", "force")):
@@ -209,6 +216,19 @@ def prepare_file(fd: int, memory: mmap.mmap, offset: int, count: int, huge: Huge
         )
 
 
+def files_get_huge_pages() -> bool:
+    """Whether named tables get huge pages on this machine: one is made, and thrown away."""
+    try:
+        with open_descriptor(shared_memory.DIRECTORY, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600) as file:
+            os.ftruncate(file.fileno(), HUGE_PAGE)
+            memory, offset = map_file(file.fileno(), HUGE_PAGE)
+            with memory:
+                prepare_file(file.fileno(), memory, offset, HUGE_PAGE, huge=True)
+    except (OSError, RegionError):
+        return False
+    return True
+
+
 def populate(start: int, count: int) -> bool:
     """Allocate all pages of mapped memory without a change of its contents, in several threads.
 
@@ -221,20 +241,23 @@ def populate(start: int, count: int) -> bool:
     return not _in_threads(start, end, lambda begin, stop: _advise(begin, stop - begin, _POPULATE_WRITE))
 
 
-def collapse(start: int, count: int) -> tuple[int, int]:
+def collapse(start: int, count: int, *, whole: bool = True) -> tuple[int, int]:
     """Turn the whole huge pages' worth of mapped memory into huge pages, in several threads.
 
     Other threads and processes may read and write the memory meanwhile.
 
+    Args:
+        whole: go on after a page for which there is no memory; it may take the system milliseconds to know.
+
     Returns:
-        Bytes that are not in huge pages, and the last error's number or 0.
+        Bytes that are not in huge pages, at least, and the last error's number or 0.
     """
     start, end = round_up(start, HUGE_PAGE), (start + count) // HUGE_PAGE * HUGE_PAGE
     missing: list[int] = []
 
     def work(begin: int, stop: int) -> int:
         code = _advise(begin, stop - begin, _COLLAPSE)
-        if code not in (0, errno.EINVAL):  # one page without memory ends the call: ask for each
+        if whole and code not in (0, errno.EINVAL):  # one page without memory ends the call: ask for each
             pages = range(begin, stop, HUGE_PAGE)
             missing.extend(page for page in pages if _advise(page, HUGE_PAGE, _COLLAPSE))
         elif code:

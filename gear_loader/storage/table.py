@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import numpy as np
 import torch
@@ -50,9 +50,12 @@ from gear_loader.storage.vector_writer import VectorWriter
 from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array, numbers, shown
 from gear_loader.utils.checks import at_least, flag, one_of
-from gear_loader.utils.device_option import check_device
+from gear_loader.utils.device_option import check_device, device_of
 from gear_loader.utils.paths import local_path
 from gear_loader.utils.provided import provided
+
+if TYPE_CHECKING:
+    from gear_loader.storage.device_writer import DeviceWriter
 
 Trajectory = Mapping[str, Any]
 
@@ -565,6 +568,7 @@ class Table:
         sink = self._sink(1, chunk_steps, overlap_steps, commit_every_step)
         return Writer(sink, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
 
+    @overload
     def writers(
         self,
         n: int,
@@ -572,12 +576,28 @@ class Table:
         chunk_steps: int | None = None,
         overlap_steps: int = 0,
         commit_every_step: bool = False,
-    ) -> VectorWriter:
-        """Create a writer for the n environments of a vector environment; see `VectorWriter`.
+        device: None = None,
+    ) -> VectorWriter: ...
+
+    @overload
+    def writers(self, n: int, *, chunk_steps: int, device: str | torch.device) -> DeviceWriter: ...
+
+    def writers(
+        self,
+        n: int,
+        *,
+        chunk_steps: int | None = None,
+        overlap_steps: int = 0,
+        commit_every_step: bool = False,
+        device: str | torch.device | None = None,
+    ) -> VectorWriter | DeviceWriter:
+        """Create a writer for the n environments of a vector environment; see `VectorWriter` and `DeviceWriter`.
 
         Args:
             n: number of environments, at most the trajectories and the blocks that the table holds.
             chunk_steps, overlap_steps, commit_every_step: as for `writer`.
+            device: where the values of all environments are: then the result is a `DeviceWriter`, which needs
+                `chunk_steps`, and goes without the options above. Pins the table.
 
         Raises:
             SchemaError: as `writer`, or invalid sizes.
@@ -590,6 +610,17 @@ class Table:
                 f"its own and the table holds {layout.max_trajectories:,} trajectories, {layout.num_blocks:,} blocks "
                 f"and {layout.max_steps:,} steps. Create the table larger."
             )
+        if device is not None:
+            if chunk_steps is None or overlap_steps or commit_every_step:
+                raise SchemaError(
+                    f"device is {device!r}, with chunk_steps={chunk_steps}, overlap_steps={overlap_steps} and "
+                    f"commit_every_step={commit_every_step}; expected chunk_steps, and none of the others: the ends of "
+                    "episodes are known to the device alone."
+                )
+            from gear_loader.storage.device_writer import DeviceWriter
+
+            make = lambda: self._sink(count, None, 0, False)  # noqa: E731
+            return DeviceWriter(make, count, at_least("chunk_steps", chunk_steps), device_of(device))
         sink = self._sink(count, chunk_steps, overlap_steps, commit_every_step)
         return VectorWriter(sink, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
 

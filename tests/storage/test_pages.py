@@ -68,10 +68,21 @@ def test_regions_begin_on_a_huge_page_in_every_mapping(name: str | None) -> None
             table.unlink()
 
 
+@needs_collapse
+@pytest.mark.parametrize("huge", ["auto", True, False])
+def test_a_named_table_has_huge_pages_unless_told_not_to(huge: Any) -> None:
+    with made(name="huge", huge_pages=huge) as table:
+        table._engine.region.bytes.sum()
+        whole = table._engine.region.layout.region_bytes // HUGE * HUGE
+        assert mapped(table, "ShmemPmdMapped") == (whole if huge else 0)
+        table.unlink()
+
+
 @pytest.mark.long
 @needs_collapse
 def test_a_named_table_of_huge_pages_shows_them_in_every_process() -> None:
-    with made(name="huge", huge_pages=True) as table:
+    assert pages.files_get_huge_pages()
+    with made(name="huge") as table:
         whole = table._engine.region.layout.region_bytes // HUGE * HUGE
         assert mapped(table, "ShmemPmdMapped") == whole
         table.add({"value": torch.ones(300, 64)})
@@ -116,7 +127,7 @@ def test_huge_pages_that_cannot_be_had_are_an_error_and_leave_no_table(
         (errno.EINVAL, "this system cannot make them"),
         (errno.ENOMEM, "fragmented or too full"),
     ):
-        monkeypatch.setattr(pages, "collapse", lambda start, count, code=code: (HUGE, code))
+        monkeypatch.setattr(pages, "collapse", lambda *_, code=code, **__: (HUGE, code))
         with pytest.raises(RegionError, match=rf"2\.0 MiB of .* are not in huge pages: .*{why}"):
             made(name="none", huge_pages=True)
         with pytest.raises(RegionError, match="no table named"):

@@ -36,7 +36,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gear_loader.kernels import cast, gather, items, neighbors, packed, place, priority, split
+from gear_loader.kernels import cast, gather, items, neighbors, packed, place, priority, split, store
 
 ARCHITECTURES = (80, 90, 100)
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -45,12 +45,12 @@ TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump
 _NAMES = {
     "*i64": "columns slots anchors extent pieces items levels status random drawn index anchor generation place "
     "first addresses rows indptr nodes neighbors tiles groups counts",
-    "*i32": "block_ids staging known steps owner number ids indices parts position where totals",
+    "*i32": "block_ids blocks source staging target known steps owner number ids indices parts position where totals",
     "*fp64": "sums",
     "*fp32": "values leaves mins maxs maximum drawn_leaves weights beta",
     "i32": "num_columns num_masks lines batch line_tiles num_tiles block_steps shift num_pieces count depth first_row "
     "first_phase last_phase num_slots num_blocks num_ids size width first last offset anchor_first ahead ahead_final "
-    "once fanout end_16 end_4",
+    "once fanout end_16 end_4 block_lines per_row last_lines",
     "i64": "magic",
     "fp32": "floor alpha eps",
 }
@@ -95,6 +95,7 @@ VARIANTS = [
         for word, kind in itertools.product((16, 4, 1), ("", "_rows"))
     ),
     Variant("place", place.place_kernel, {}, place.LAUNCH),
+    Variant("store", store.store_kernel, {}, store.LAUNCH),
     *(
         Variant(f"split{'_rows' * chosen}", split.split_kernel, {"CHOSEN": chosen}, split.LAUNCH)
         for chosen in (False, True)

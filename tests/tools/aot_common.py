@@ -29,7 +29,7 @@ import pytest
 ARCHITECTURES = (80, 90, 100)
 INSTALLED = importlib.metadata.version("triton")
 VERSIONS = tuple(sorted({"3.6.0", "3.7.1", INSTALLED}))
-SAMPLE = ("cast_uint8_bfloat16", "gather_16", "packed", "place", "priority_draw", "split")
+SAMPLE = ("cast_uint8_bfloat16", "gather_16", "packed", "place", "priority_draw", "split", "store")
 TARGETS = [
     pytest.param((INSTALLED, 90, SAMPLE), id="some kernels"),
     *(

@@ -90,7 +90,7 @@ def test_what_a_probe_found_before_it_died() -> None:
 def test_nothing_is_slow_where_everything_is_there(
     elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor.pages, "huge_pages_of_files", lambda: "within_size")
+    monkeypatch.setattr(doctor.pages, "files_get_huge_pages", lambda: True)
     found = doctor.report()
     assert found["slow"] == []
     assert found["infiniband"] == {"adapters": ["mlx5_0"], "device_files": ["uverbs0"]}

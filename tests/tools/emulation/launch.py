@@ -17,7 +17,7 @@ import aot_common
 import numpy as np
 import torch
 
-from gear_loader.kernels import gather, items, neighbors, packed, place, priority, split
+from gear_loader.kernels import gather, items, neighbors, packed, place, priority, split, store
 from gear_loader.kernels.packed_plan import PackedPlan
 from gear_loader.kernels.plan import GatherPlan, PlacePlan
 from gear_loader.kernels.split_plan import SplitPlan
@@ -29,7 +29,7 @@ from .ptx import parse
 from .timing import Latencies
 
 ARCH = 90
-_MODULES = (gather, items, neighbors, packed, place, priority, split)
+_MODULES = (gather, items, neighbors, packed, place, priority, split, store)
 
 LAUNCHES: collections.Counter[str] = collections.Counter()
 """How often each variant ran."""

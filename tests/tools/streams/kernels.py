@@ -18,6 +18,7 @@ from gear_loader.kernels import items as items_kernels
 from gear_loader.kernels import packed as packing
 from gear_loader.kernels import place as placing
 from gear_loader.kernels import split as splitting
+from gear_loader.kernels import store as storing
 from gear_loader.kernels.cast_plan import CastPlan
 from gear_loader.kernels.packed_plan import PackedColumn, PackedPlan, PackedWork
 from gear_loader.kernels.plan import GatherPlan, PlacePlan, with_lines
@@ -81,6 +82,7 @@ class Launchers:
         self._cuda = cuda
         self._gather, self._place, self._split = gathering.gather, placing.place, splitting.split
         self._gather_packed, self._cast = packing.gather_packed, casting.cast
+        self._store = storing.store
         self._update, self._build = priority.update, priority.build
         self._draw, self._draw_distinct = priority.draw, priority.draw_distinct
         self._locate, self._resolve, self._weigh = (
@@ -200,6 +202,22 @@ class Launchers:
             reference.split(played, count, rows=None if chosen is None else chosen.tensor())
 
         launch.queue(run)
+
+    def store(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        blocks: torch.Tensor,
+        last_bytes: int,
+        *,
+        programs: int | None = None,
+    ) -> None:
+        self._store(source, target, blocks, last_bytes, programs=programs)
+        launch = self._launch(source.device, "store")
+        images, places = launch.read(source), launch.read(blocks)
+        # Readers of other blocks of the table are in no order with it: too early a commit shows in the values alone.
+        table = View.of(target)
+        launch.queue(lambda: reference.store(images.tensor(), table.tensor(), places.tensor(), last_bytes))
 
     # ---------------------------------------------------------------- packed batches, conversions
 
@@ -512,6 +530,7 @@ def install(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
         (gathering, ("gather",)),
         (placing, ("place",)),
         (splitting, ("split",)),
+        (storing, ("store",)),
         (packing, ("gather_packed",)),
         (casting, ("cast",)),
         (priority, ("update", "build", "draw", "draw_distinct")),
