@@ -62,7 +62,8 @@ def test_a_reference_that_leads_nowhere_fails_the_build(tmp_path: Path) -> None:
     """One page of one module, whose docstrings have names that exist and names that do not."""
     source = tmp_path / "source"
     source.mkdir()
-    shutil.copytree(ROOT / "docs" / "extensions", source / "extensions")
+    for folder in ("_static", "extensions"):
+        shutil.copytree(ROOT / "docs" / folder, source / folder)
     settings = source / "conf.py"
     shutil.copy(ROOT / "docs" / "conf.py", settings)
     settings.write_text(
