@@ -24,6 +24,7 @@ PUBLIC = (
     ".graph",
     ".integrations.torchrl",
     ".sources",
+    ".transforms",
     ".transport",
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,6 +86,21 @@ def test_whole_shares_are_those_of_every_batch(tables: Any) -> None:
     batches = list(mixed)
     assert len(batches) == len(mixed) == 12
     assert [check(batch) for batch in batches] == [[6, 2]] * 12
+
+
+def test_an_endless_mixture_goes_on_and_resumes(tables: Any) -> None:
+    with pytest.raises(TypeError, match="has no length"):
+        len(mixture(tables, batches_per_epoch=math.inf))
+    whole = list(itertools.islice(mixture(tables, batches_per_epoch=math.inf), 9))
+    mixed = mixture(tables, batches_per_epoch=math.inf)
+    found = [*itertools.islice(mixed, 3), *itertools.islice(mixed, 2)]
+    state = mixed.state_dict()
+    again = mixture(tables, batches_per_epoch=math.inf)
+    again.load_state_dict(state)
+    found += itertools.islice(again, 2)
+    found += itertools.islice(again, 2)
+    for one, other in zip(whole, found, strict=True):
+        assert torch.equal(one["number"], other["number"])
 
 
 def test_expected_shares_are_frequencies(tables: Any) -> None:

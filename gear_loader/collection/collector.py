@@ -221,7 +221,13 @@ def collector_for(
     layout: Any = (
         PackedLayout(tables[0].schema, windows, **options)
         if packed
-        else PaddedLayout(tables[0].schema, windows, batch_size=batch_size, **options)
+        else PaddedLayout(
+            tables[0].schema,
+            windows,
+            batch_size=batch_size,
+            twice=source.only is not None and not on_gpu,
+            **options,
+        )
     )
     splits = source.only is None or source.only._engine.has_tier
     host: Any = (PackedHost if packed else PaddedHost)(layout, pinned=on_gpu, only=source.only)

@@ -107,7 +107,9 @@ class Returns:
 
     Attributes:
         rewards, done: ``[B, n]`` or ``[B, n, 1]``. steps: bool ``[B, n]``. follows: bool ``[B, n + 1]``; see `n_step`.
-        nexts: windows of the columns of `next`, ``[B, n + 1, *shape]``.
+            Where it was not gathered, `compute` gets limits.
+        nexts: windows of the columns of `next`, ``[B, n + 1, *shape]``; or ``[B, 1, *shape]``, gathered at the
+            bootstrap step when it is known.
         out: the dict that `NStep` describes, without ``next``. ends: the tensors of ``next``, as `nexts`.
     """
 
@@ -119,6 +121,7 @@ class Returns:
     nexts: list[torch.Tensor]
     out: dict[str, torch.Tensor]
     ends: list[torch.Tensor]
+    _made: list[Any] = dataclasses.field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def of(cls, spec: NStep, parts: Mapping[str, torch.Tensor], masks: Mapping[str, torch.Tensor]) -> Returns:
@@ -139,8 +142,11 @@ class Returns:
         }
         out = {name: new(dtype) for name, dtype in dtypes.items()}
         nexts = [parts[f"next.{name}"] for name in spec.delivered]
-        ends = [new(each.dtype, *each.shape[2:]) for each in nexts]
-        return cls(spec, rewards, parts["done"], masks["reward"], masks["follows"], nexts, out, ends)
+        ends = [each[:, 0] if each.shape[1] == 1 else new(each.dtype, *each.shape[2:]) for each in nexts]
+        follows = masks.get("follows")
+        if follows is None:
+            follows = torch.zeros((count, spec.n + 1), dtype=torch.bool, device=device)
+        return cls(spec, rewards, parts["done"], masks["reward"], follows, nexts, out, ends)
 
     @property
     def shown(self) -> dict[str, Any]:
@@ -150,31 +156,48 @@ class Returns:
         ends: Any = dict(zip(self.spec.delivered, self.ends, strict=True))
         return {**self.out, "next": ends if isinstance(self.spec.next, tuple) else self.ends[0]}
 
-    def compute(self, anchors: torch.Tensor) -> None:
+    def _loop(self) -> Any:
+        """What computes the first n rows on the CPU, of n and the anchors."""
+        if self._made:
+            return self._made[0]
+        from gear_loader.native import returns  # here, because it loads numba
+
+        rewards, done, gamma = self.rewards.flatten(1), self.done.flatten(1), float(self.spec.gamma)
+        # Flags and rewards of these dtypes are read where they are; others are converted for each batch.
+        plain = rewards.dtype == torch.float32 and done.dtype == torch.bool
+        shared = [rewards.numpy(), done.numpy()] if plain else []
+        masks, out = [self.steps.numpy(), self.follows.numpy()], [each.numpy() for each in self.out.values()]
+
+        steps, follows = np.arange(self.spec.n + 1), masks[1]
+
+        def loop(count: int, anchors: np.ndarray, limits: np.ndarray | None) -> None:
+            if limits is not None:
+                np.less(steps, (limits - anchors)[:, None], out=follows[:count])
+            read = shared or [rewards[:count].float().numpy(), (done[:count] != 0).numpy()]
+            returns.n_step(*read, *masks, np.ascontiguousarray(anchors), gamma, *out)
+
+        self._made.append(loop)
+        return loop
+
+    def compute(self, anchors: torch.Tensor, limits: np.ndarray | None = None) -> None:
         """Compute the first n rows. Does not wait for a GPU.
 
         Args:
             anchors: int64 [n], on the device of the tensors.
+            limits: of rows gathered by the CPU at anchors and bootstrap steps, int64 [n]: steps and final steps of
+                their trajectories.
         """
-        from gear_loader.native import returns  # here, because it loads numba
-
         rows = slice(len(anchors))
-        rewards, done = self.rewards[rows].flatten(1).float(), self.done[rows].flatten(1) != 0
-        parts = (rewards, done, self.steps[rows], self.follows[rows])
         if anchors.device.type == "cpu":
-            out = [tensor[rows].numpy() for tensor in self.out.values()]
-            returns.n_step(
-                *(part.contiguous().numpy() for part in parts),
-                np.ascontiguousarray(anchors.numpy()),
-                float(self.spec.gamma),
-                *out,
-            )
+            self._loop()(len(anchors), anchors.numpy(), limits)
         else:
+            rewards, done = self.rewards[rows].flatten(1).float(), self.done[rows].flatten(1) != 0
+            parts = (rewards, done, self.steps[rows], self.follows[rows])
             for tensor, value in zip(
                 self.out.values(), n_step(*parts, anchors, self.spec.gamma), strict=True
             ):
                 tensor[rows].copy_(value)
-        if self.ends:
+        if self.ends and self.nexts[0].shape[1] > 1:
             width = self.follows.shape[1]
             places = torch.arange(len(anchors), device=anchors.device) * width
             places += self.out["bootstrap"][rows] - anchors

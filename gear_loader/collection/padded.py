@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -64,6 +65,7 @@ class PaddedBuffers(Buffers):
         self.batch, self.outputs, self.masks, self.computed = made
         self.values: RowValues
         self._columns: dict[int, Array] = {}
+        self._early: tuple[Table, Array, list[tuple[Array, list[int], torch.Tensor]]] | None = None
         self._place: PlacePlan | None = None
         self.only_launches = all(isinstance(each, Casts) for each in self.computed)
 
@@ -77,12 +79,40 @@ class PaddedBuffers(Buffers):
         if memory.device.type == "cpu":
             self.values = RowValues.of(names.numpy(), tensors)
 
-    def compute(self, count: int) -> None:
+    def compute(self, count: int, limits: Array | None = None) -> None:
+        """Compute what is computed of the first n rows; `limits`: see `Returns.compute`."""
         for each in self.computed:
-            each.compute(self.batch["anchor"][:count])
+            each.compute(self.batch["anchor"][:count], limits)
+
+    def late_of(self, table: Table) -> list[tuple[Array, list[int], torch.Tensor]]:
+        """`_late_columns` of a table, made once."""
+        self.columns_of(table)
+        return [] if self._early is None else self._early[2]
+
+    def _late_columns(self, table: Table) -> list[tuple[Array, list[int], torch.Tensor]]:
+        """The windows of a table that are gathered at bootstrap steps: as `columns_of`, their numbers, these steps."""
+        columns, names = self._all_columns(table), list(self.layout.windows)
+        found = []
+        for returns, name in zip(self.computed, self.layout.returns, strict=False):
+            which = [i for i, each in enumerate(names) if self.layout.late.get(each) == name]
+            if which:
+                found.append((np.ascontiguousarray(columns[which]), which, returns.out["bootstrap"]))
+        return found
 
     def columns_of(self, table: Table) -> Array:
-        """How the CPU's loop gathers the windows of a table, int64 [C, WIDTH]."""
+        """How the CPU's loop gathers the windows of a table that are gathered at anchors, int64 [C, WIDTH]."""
+        if not self.layout.late:
+            return self._all_columns(table)
+        if self._early is None or self._early[0] is not table:
+            chosen = [name not in self.layout.late for name in self.layout.windows]
+            self._early = (
+                table,
+                np.ascontiguousarray(self._all_columns(table)[chosen]),
+                self._late_columns(table),
+            )
+        return self._early[1]
+
+    def _all_columns(self, table: Table) -> Array:
         if id(table) not in self._columns:
             columns = self.layout.columns()
             columns[:, OUT] = [output.out.data_ptr() for output in self.outputs]
@@ -123,8 +153,12 @@ class PaddedLayout:
         schema: of the tables. windows: name in the batch -> window or `NStep`.
         batch_size: most rows of a batch. keys: that identify its rows.
         weighs: whether batches carry ``priority_weight``. informs: whether they carry ``sample_info``.
+        twice: whether rows can be gathered twice: then the columns of `NStep.next` are gathered at the bootstrap step
+            alone, when the returns are known; else a window of all steps up to it.
 
     Attributes:
+        returns: names of the windows that are computed. early_sources: `sources` of the windows but `late`.
+        late: windows that are gathered at the bootstrap step -> name of the `NStep`.
         windows: that are gathered, in the order of the schema. sources: the column that each reads.
         reach: what they read of a trajectory. row_bytes: bytes of a row over all windows.
     """
@@ -140,13 +174,27 @@ class PaddedLayout:
         keys: tuple[str, ...] = ROW_KEYS,
         weighs: bool = False,
         informs: bool = False,
+        twice: bool = False,
     ) -> None:
         self.schema, self.batch_size, self.keys = schema, batch_size, keys
         self.weighs, self.informs = weighs, informs
         plain, self._hidden = expand(schema, windows)
+        self.late = {
+            hidden: name
+            for name, parts in self._hidden.items()
+            for part, hidden in parts.items()
+            if twice and part.startswith("next.")
+        }
+        plain.update((name, dataclasses.replace(plain[name], length=1)) for name in self.late)
+        for name in set(self.late.values()):  # the lengths of trajectories tell it
+            del plain[self._hidden[name].pop("follows")]
         self.windows = in_schema_order(schema, plain)
+        self.returns = list(self._hidden)
         self._computed = {name: window for name, window in windows.items() if isinstance(window, NStep)}
         self.sources = [source_of(name, window) for name, window in self.windows.items()]
+        self.early_sources = [
+            source for name, source in zip(self.windows, self.sources, strict=True) if name not in self.late
+        ]
         self.row_bytes = sum(
             schema[source].step_bytes * window.length
             for source, window in zip(self.sources, self.windows.values(), strict=True)
@@ -206,6 +254,8 @@ class PaddedLayout:
         owners: dict[Any, str] = {}
         sources = dict(zip(self.windows, self.sources, strict=True))
         for name, window in steps_only(schema, self.windows).items():
+            if name in self.late:  # they have none
+                continue
             if keys[name] not in masks:
                 masks[keys[name]] = new("" if name in hidden else "mask", (size, window.length), torch.bool)
             owner = owners.setdefault(keys[name], name)
@@ -226,12 +276,13 @@ class PaddedLayout:
         shown = {
             name: masks[keys[name]][:, 0] if window.squeeze else masks[keys[name]]
             for name, window in steps_only(schema, self.windows).items()
+            if name not in self.late
         }
         returns = [
             Returns.of(
                 self._computed[name],
                 {part: batch.pop(hidden) for part, hidden in parts.items()},
-                {part: shown.pop(hidden) for part, hidden in parts.items()},
+                {part: shown.pop(hidden) for part, hidden in parts.items() if hidden not in self.late},
             )
             for name, parts in self._hidden.items()
         ]
@@ -255,7 +306,7 @@ class PaddedHost(HostMover):
         memory = TensorMemory(torch.device("cpu"), shared, self._pinned, arena)
         made = PaddedBuffers(self.layout, memory, self)
         made.allocate_values(memory)
-        if self._only is not None and not self._pinned:
+        if self._only is not None and not self._pinned and not self.layout.late:
             weights = np.empty(0, dtype=np.float32) if made.values.weights is None else made.values.weights
             columns = made.columns_of(self._only)
             made.inline = InlineBatch(columns, made.values.names, weights, self.layout.row_bytes)
@@ -273,18 +324,35 @@ class PaddedHost(HostMover):
             if not bad:
                 values.write_more(rows)
                 if buffers.computed:
-                    buffers.compute(count)
-                return
+                    buffers.compute(count, self._limits(table, rows))
+                for late, _, steps_at in buffers.late_of(table):
+                    at = steps_at.numpy()[:count]
+                    bad += gathering.gather(late, rows.slots, at, extent, block_ids, steps, 0, count)
+                if not bad:
+                    return
             if not table._engine.has_tier:  # else a trajectory may have been on disk meanwhile
                 table._engine.reader().check_gathered(bad)
         self.copy(buffers, table, rows)
-        self.finish(buffers, rows)
+        buffers.values.write(rows)
+        buffers.compute(count, self._limits(table, rows))
+        for late, which, steps_at in buffers.late_of(table):
+            sources = [self.layout.sources[i] for i in which]
+            names = rows.slots, np.ascontiguousarray(steps_at.numpy()[:count]), rows.generations
+            self._tables[id(table)].gather(late, sources, *names)
+
+    def _limits(self, table: Table, rows: SelectedRows) -> Array | None:
+        """See `Returns.compute`."""
+        if not self.layout.late:
+            return None
+        extent = table._engine.reader().index_arrays()[0][rows.slots]
+        limits: Array = extent[:, 0] + extent[:, 2]
+        return limits
 
     def copy(self, buffers: PaddedBuffers, table: Table, rows: Any, which: Array | None = None) -> None:
         if id(table) not in self._tables:
             self._tables[id(table)] = TierRows(table, self.layout.reach, self.layout.row_bytes)
         names = names_of(rows, which)
-        self._tables[id(table)].gather(buffers.columns_of(table), self.layout.sources, *names, which)
+        self._tables[id(table)].gather(buffers.columns_of(table), self.layout.early_sources, *names, which)
 
     def place(self, buffers: PaddedBuffers, part: Part, numbers: Array) -> None:
         gathering.place(buffers.place.pieces(part.memory, len(part.rows)).numpy(), part.rows)

@@ -39,7 +39,7 @@ class Mixture(IterableDataset[Batch]):
         sources: name -> (dataset, share). Shares are positive, or 0, and are divided by their sum. The datasets have
             the same windows, layout and device, and a `batch_size`, which only `ReplayDataset.sample` uses.
         batch_size: rows of a batch, on each rank.
-        batches_per_epoch: batches of an epoch on each rank, and all its workers together.
+        batches_per_epoch: batches of an epoch on each rank, and all its workers together; ``math.inf`` never ends.
         shares: ``"exact"``: every batch has each share of its rows, to less than one row, and over all batches so far
             too. ``"expected"``: the dataset of each row is random, with the shares as probabilities.
         schedule: function of the number of batches so far (over all epochs) that returns name -> share, for every
@@ -55,14 +55,19 @@ class Mixture(IterableDataset[Batch]):
         sources: Mapping[str, tuple[ReplayDataset, float]],
         *,
         batch_size: int,
-        batches_per_epoch: int,
+        batches_per_epoch: float = math.inf,
         shares: Literal["exact", "expected"] = "exact",
         schedule: Schedule | None = None,
         seed: int = 0,
     ) -> None:
         self.sources = _checked_sources(sources)
         self.batch_size = at_least("batch_size", batch_size)
-        self.batches_per_epoch = at_least("batches_per_epoch", batches_per_epoch)
+        endless = isinstance(batches_per_epoch, float) and batches_per_epoch == math.inf
+        self.batches_per_epoch = (
+            batches_per_epoch
+            if endless
+            else at_least("batches_per_epoch", batches_per_epoch, otherwise=" or math.inf")
+        )
         one_of("shares", shares, ("exact", "expected"))
         if schedule is not None and not callable(schedule):
             raise SchemaError(
@@ -123,9 +128,15 @@ class Mixture(IterableDataset[Batch]):
     # ---------------------------------------------------------------- iteration
 
     def __len__(self) -> int:
-        """Batches of an epoch on this rank."""
+        """Batches of an epoch on this rank.
+
+        Raises:
+            TypeError: `batches_per_epoch` is infinite.
+        """
         self._check_prepared()
-        return self.batches_per_epoch
+        if self.batches_per_epoch == math.inf:
+            raise TypeError("This Mixture has no length: batches_per_epoch is math.inf.")
+        return int(self.batches_per_epoch)
 
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
@@ -141,8 +152,11 @@ class Mixture(IterableDataset[Batch]):
     def _iterate(self, number: int, workers: int, *, in_worker: bool) -> Iterator[Batch]:
         lock = next(iter(self.sources.values())).table._engine.region.lock
         epoch, before, step = self._position.begin(lock.run)
+        # An endless iteration goes on behind those before it.
+        endless = self.batches_per_epoch == math.inf
+        first = self._position.past if endless else epoch * int(self.batches_per_epoch)
         while (place := before + number + workers * step) < self.batches_per_epoch:
-            batch = self._batch(epoch * self.batches_per_epoch + place)
+            batch = self._batch(first + place)
             step += 1
             self._position.delivered(epoch, before, step)
             yield batch
@@ -383,5 +397,13 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> Batch:
             )
         else:
             values = [part[key] for part in parts]
-            batch[key] = dict(joined(values)) if isinstance(values[0], Mapping) else torch.cat(values)
+            batch[key] = _joined_values(values)
     return batch
+
+
+def _joined_values(values: list[Any]) -> Any:
+    if isinstance(values[0], Mapping):
+        return dict(joined(values))
+    if isinstance(values[0], tuple):
+        return tuple(_joined_values(list(parts)) for parts in zip(*values, strict=True))
+    return torch.cat(values)

@@ -159,6 +159,66 @@ def copy_steps(columns, block, inside, sources, row, first, count) -> None:  # t
             copy_apart(target, every, source, step_bytes, count, step_bytes)
 
 
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def copy_run(columns, block, inside, sources, lane, first, count) -> None:  # type: ignore[no-untyped-def]
+    """Copy rows of a lane into one block, which has room for them.
+
+    Args:
+        columns, block, inside: as for `copy_steps`.
+        sources: int64 [C, 3], address of the rows of each column, bytes from one lane's to the next's, and bytes from
+            row to row. lane: the lane. first, count: its rows.
+    """
+    for c in range(columns.shape[0]):
+        step_bytes, every, apart = columns[c, 2], columns[c, 3], sources[c, 2]
+        target = columns[c, 0] + block * columns[c, 1] + inside * every
+        source = sources[c, 0] + lane * sources[c, 1] + first * apart
+        if count == 1:
+            copy_step(target, source, step_bytes)
+        elif every == step_bytes and apart == step_bytes:
+            copy_bytes(target, source, count * step_bytes)
+        else:
+            copy_apart(target, every, source, apart, count, step_bytes)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def copy_final(columns, block, inside, sources, lane, row, finals) -> None:  # type: ignore[no-untyped-def]
+    """`copy_run` of one row, of the columns whose entry in `finals` (int64 [C]) is 1."""
+    for c in range(columns.shape[0]):
+        if finals[c] == 1:
+            target = columns[c, 0] + block * columns[c, 1] + inside * columns[c, 3]
+            copy_step(target, sources[c, 0] + lane * sources[c, 1] + row * sources[c, 2], columns[c, 2])
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def holds(columns, block, inside, sources, lane, row, finals) -> bool:  # type: ignore[no-untyped-def]
+    """Whether a step in a block has what `copy_final` would copy there."""
+    for c in range(columns.shape[0]):
+        if finals[c] == 1:
+            known = columns[c, 0] + block * columns[c, 1] + inside * columns[c, 3]
+            row_at = sources[c, 0] + lane * sources[c, 1] + row * sources[c, 2]
+            if differ(known, row_at, columns[c, 2]):
+                return False
+    return True
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def continues(columns, following, sources, lane, row, finals) -> bool:  # type: ignore[no-untyped-def]
+    """Whether a row has the values that followed the row before, in the columns whose entry in `finals` is 1."""
+    for c in range(columns.shape[0]):
+        if finals[c] == 1:
+            before = following[c, 0] + lane * following[c, 1] + (row - 1) * following[c, 2]
+            row_at = sources[c, 0] + lane * sources[c, 1] + row * sources[c, 2]
+            if differ(before, row_at, columns[c, 2]):
+                return False
+    return True
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def is_zero(address, count) -> bool:  # type: ignore[no-untyped-def]
+    """Whether all bytes at an address are zero."""
+    return not carray(pointer(address), (count,), np.uint8).any()
+
+
 @compiled
 def put_rows(  # type: ignore[no-untyped-def]
     columns, block_steps, lanes, blocks, chosen, sources, first, count, at
@@ -262,8 +322,8 @@ def put_steps(  # type: ignore[no-untyped-def]
         blocks: int32 [E, W], blocks of each trajectory.
         open_steps: int64 [E, 3], slot, steps so far and capacity in steps of each trajectory; steps are counted up.
         sources: int64 [C], address of the E contiguous steps of each column.
-        ahead: address of E contiguous steps of column 0 that belong to the step after, or 0. They are written there,
-            and the next step's value must be the same.
+        ahead: int64 [A], for each of the first A columns the address of E contiguous steps that belong to the step
+            after. They are written there, and the next step's values must be the same.
         ended: bool [E], whether the step is the trajectory's last.
         places: int32 [N, E, 2], output: row `row` gets slot and step of each trajectory.
 
@@ -271,14 +331,14 @@ def put_steps(  # type: ignore[no-untyped-def]
         Number of trajectories that have ended or are full now; or -1 - e, having done nothing, if the step of
         trajectory e does not begin with the value that was written ahead.
     """
-    more = 1 if ahead != 0 else 0
-    if ahead != 0:
-        base, stride, step_bytes, every = columns[0, 0], columns[0, 1], columns[0, 2], columns[0, 3]
+    more = 1 if len(ahead) else 0
+    for c in range(len(ahead)):
+        base, stride, step_bytes, every = columns[c, 0], columns[c, 1], columns[c, 2], columns[c, 3]
         for e in range(len(open_steps)):
             step = open_steps[e, 1]
             if step > 0:
                 known = base + int64(blocks[e, step // block_steps]) * stride + step % block_steps * every
-                if differ(known, sources[0] + e * step_bytes, step_bytes):
+                if differ(known, sources[c] + e * step_bytes, step_bytes):
                     return -1 - e
     waiting = 0
     for e in range(len(open_steps)):
@@ -287,10 +347,10 @@ def put_steps(  # type: ignore[no-untyped-def]
         for c in range(len(columns)):
             base, stride, step_bytes, every = columns[c, 0], columns[c, 1], columns[c, 2], columns[c, 3]
             copy_bytes(base + block * stride + inside * every, sources[c] + e * step_bytes, step_bytes)
-        if ahead != 0:
-            base, stride, step_bytes, every = columns[0, 0], columns[0, 1], columns[0, 2], columns[0, 3]
-            block, inside = int64(blocks[e, (step + 1) // block_steps]), (step + 1) % block_steps
-            copy_bytes(base + block * stride + inside * every, ahead + e * step_bytes, step_bytes)
+        block, inside = int64(blocks[e, (step + more) // block_steps]), (step + more) % block_steps
+        for c in range(len(ahead)):
+            base, stride, step_bytes, every = columns[c, 0], columns[c, 1], columns[c, 2], columns[c, 3]
+            copy_bytes(base + block * stride + inside * every, ahead[c] + e * step_bytes, step_bytes)
         places[row, e, 0], places[row, e, 1] = open_steps[e, 0], step
         open_steps[e, 1] = step + 1
         waiting += ended[e] or step + 1 + more >= open_steps[e, 2]

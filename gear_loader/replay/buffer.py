@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -16,14 +17,17 @@ from gear_loader.collection.batches import Batch
 from gear_loader.collection.n_step import NStep
 from gear_loader.dataset.options import Draws
 from gear_loader.dataset.replay_dataset import ReplayDataset
+from gear_loader.dataset.transforming import transforms_of
 from gear_loader.errors import CheckpointError, SchemaError, TableEmptyError
+from gear_loader.replay.adding import Adder, count_of, flags_of
+from gear_loader.replay.hindsight import Hindsight, Relabel
 from gear_loader.replay.nesting import Nesting, as_array
 from gear_loader.selection.selectors import Selector, Uniform
 from gear_loader.storage.disk import Disk
 from gear_loader.storage.dtypes import NUMPY_DTYPES, torch_dtypes
-from gear_loader.storage.schema import Column, Schema, Window
+from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
-from gear_loader.utils.arrays import Array, shown
+from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import at_least, check_gamma
 
 _DTYPES = {dtype: torch_dtypes()[name] for name, dtype in NUMPY_DTYPES.items()}
@@ -56,12 +60,12 @@ class ReplayBuffer:
     ``discount``     float32 ``[B]``: ``gamma ** k`` for k rewards; 0 where the episode terminates within them. A target
                      is ``reward + discount * value(next_obs)``, also at truncation.
     other columns    that `add` was given
+    ``relabelled``   with `hindsight`, bool ``[B]``: whether the goal was achieved later; see `Hindsight`
     ================ ==============================================================================
 
     and ``index``, ``anchor``, ``generation``, which identify its rows, and ``priority_weight``, as of `ReplayDataset`.
-    All transitions are drawn, but the newest of an episode only when the next one has been added, which has its
-    `next_obs`. A full buffer drops its oldest trajectory, which is an episode or a piece of at most 1,024 steps of one;
-    so it holds nearly `capacity` transitions.
+    Each transition can be drawn when `add` has returned. A full buffer drops its oldest trajectory, which is an episode
+    or a piece of at most 1,024 steps of one; so it holds nearly `capacity` transitions.
 
     Args:
         capacity: most transitions of all environments together.
@@ -70,21 +74,24 @@ class ReplayBuffer:
             ``Prioritized(alpha=0.6, beta=0.4, unit="step")``.
         batch_size: rows of a batch where `sample` is not told, and of iteration.
         num_envs: number of environments n; by default that of the first `add`, whose rewards are a number or ``[n]``.
-        observation_space, action_space: of one environment (Gymnasium); then `table` and `dataset` exist at once.
+        observation_space, action_space: of one environment (Gymnasium); with `num_envs`, `table` and `dataset` exist at
+            once then, else from the first `add` on.
         device: of batches: ``"auto"``, or a torch device.
         name: of the table, by which other processes attach to it; None for private memory.
-        disk: a `Disk`, or a directory: the table is written there in the background; see `Table.create`.
+        disk: a `Disk`, or a directory: the table is written there in the background; see `Table.create`. If a buffer
+            has been written there, by a process that has ended or crashed, this one goes on with it: `Table.recover`.
         seed: of all draws.
+        hindsight: `Hindsight`: goals that were achieved take the place of desired ones.
+        transform: called with each of these batches; see `ReplayDataset` and `gear_loader.transforms`.
 
     Attributes:
-        table: the `Table`. dataset: the `ReplayDataset`. Both are None before the columns are known.
+        table: the `Table`. dataset: the `ReplayDataset`, whose batches are these; for a `DataLoader`, say. Both are
+            None before the columns are known. Until the first of them is read, added rows may wait in memory of the
+            buffer until they are sampled, which makes `add` faster.
 
     Raises:
-        SchemaError: an invalid option.
+        SchemaError: an invalid option. CheckpointError: the directory of `disk` cannot be used.
     """
-
-    table: Table | None = None
-    dataset: ReplayDataset | None = None
 
     def __init__(
         self,
@@ -101,6 +108,8 @@ class ReplayBuffer:
         name: str | None = None,
         disk: Disk | str | os.PathLike[str] | None = None,
         seed: int = 0,
+        hindsight: Hindsight | None = None,
+        transform: Any = None,
     ) -> None:
         self.capacity, self.n_step = at_least("capacity", capacity), at_least("n_step", n_step)
         check_gamma(gamma)
@@ -111,7 +120,12 @@ class ReplayBuffer:
             )
         if (observation_space is None) != (action_space is None):
             raise SchemaError("One of observation_space and action_space was given; expected both, or none.")
+        if hindsight is not None and not isinstance(hindsight, Hindsight):
+            raise SchemaError(
+                f"hindsight is {shown(hindsight)}; expected gear_loader.Hindsight(compute_reward)."
+            )
         self.gamma = float(gamma)
+        self._hindsight, self._transforms = hindsight, transforms_of(transform)
         self._sampler = Uniform(unit="step") if sampler is None else sampler
         self._batch_size = at_least("batch_size", batch_size)
         self._device, self._name, self._seed = device, name, seed
@@ -119,6 +133,14 @@ class ReplayBuffer:
         self.num_envs = None if num_envs is None else at_least("num_envs", num_envs)
         self._nestings: dict[str, Nesting] = {}
         self._waiting: dict[str, Any] | None = None  # a state to load when the columns are known
+        self._table: Table | None = None
+        self._dataset: ReplayDataset | None = None
+        self._adder: Adder | None = None
+        self._waits = (
+            name is None and disk is None
+        )  # whether added rows may wait: nobody else reads the table
+        self._spaces: dict[str, tuple[torch.dtype, tuple[int, ...]]] | None = None  # columns, told by spaces
+        self._resumes = self._disk is not None and self._disk.exists()
         if observation_space is not None:
             spaces = {"obs": observation_space, "action": action_space}
             self._nestings = {name: Nesting.of(name, space) for name, space in spaces.items()}
@@ -126,9 +148,32 @@ class ReplayBuffer:
             for name, nesting in self._nestings.items():
                 for column, space in _space_leaves(nesting, spaces[name]):
                     columns[column] = _column(column, space.dtype, space.shape)
-            self._make(columns)
+            self._spaces = columns
+            if self.num_envs is not None and not self._resumes:
+                self._make(columns)
+        if self._resumes and self._disk is not None:
+            self._recover(self._disk)
 
     # ---------------------------------------------------------------- the table
+
+    @property
+    def table(self) -> Table | None:
+        """The table, with all that was added; None before its columns are known."""
+        self._flush(waits=False)
+        return self._table
+
+    @property
+    def dataset(self) -> ReplayDataset | None:
+        """The dataset that draws from it; None before."""
+        self._flush(waits=False)
+        return self._dataset
+
+    def _flush(self, *, waits: bool = True) -> None:
+        """Store what `add` has left waiting; `waits`: whether later rows may."""
+        self._waits &= waits
+        if self._adder is not None:
+            self._adder.waits &= waits
+            self._adder.flush()
 
     def _make(self, columns: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         """Create the table of columns without those that every buffer has."""
@@ -138,6 +183,8 @@ class ReplayBuffer:
             for name, (dtype, shape) in columns.items()
         }
         schema |= {"reward": Column(torch.float32, cast=True), "terminated": Column(torch.bool, cast=True)}
+        if self._hindsight is not None:
+            self._hindsight.check(schema)
         envs = self.num_envs or 1
         steps = max(self.capacity, 2 * envs * (self._piece + 1))
         table = Table.create(
@@ -149,6 +196,8 @@ class ReplayBuffer:
             on_full="evict_oldest",
             disk=self._disk,
         )
+        if self._disk is not None:
+            self._describe(self._disk.path)
         self._use(table)
 
     @property
@@ -158,7 +207,7 @@ class ReplayBuffer:
 
     def _use(self, table: Table) -> None:
         """Draw from this table, and write into it."""
-        self.dataset = ReplayDataset(
+        self._dataset = ReplayDataset(
             table,
             batch_size=self._batch_size,
             windows=self._windows(table),
@@ -167,33 +216,43 @@ class ReplayBuffer:
             seed=self._seed,
             device=self._device,
             batches_per_epoch=math.inf,
+            transform=self._delivery(table),
         )
-        self.table = table
-        self._writer: Any = None
-        self._before: dict[str, Array] | None = None  # the last `next_obs`
-        self._over: Array = np.zeros(0, dtype=bool)  # whether it ended an episode
+        self._table = table
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
-            self.dataset.load_state_dict(waiting)
+            self._dataset.load_state_dict(waiting)
 
     def _windows(self, table: Table) -> dict[str, Any]:
-        """An anchor needs the step that follows it, which the windows named ``next_obs`` read; so it is complete."""
+        """They are complete where the step that follows the anchor is there: `next_obs`."""
         single = Window(1, squeeze=True)
         windows: dict[str, Any] = {
             name: single for name in table.schema if name not in ("reward", "terminated")
         }
         following = self._nestings["obs"].columns()
-        for column in following if self.n_step == 1 else following[:1]:
-            windows[f"next_{column}"] = Window(1, 1, column=column, squeeze=True)
         if self.n_step == 1:
+            for column in following:
+                windows[f"next_{column}"] = Window(1, 1, column=column, squeeze=True)
             windows |= {"reward": single, "terminated": single}
         else:
             windows["target"] = NStep("reward", self.n_step, self.gamma, "terminated", tuple(following))
         return windows
 
+    def _delivery(self, table: Table) -> list[Any]:
+        """What makes the batches of a user from those that are gathered."""
+        # It has no table yet: no circle of references, and small for `DataLoader` workers.
+        bare = copy.copy(self)
+        bare._waiting = None
+        steps: list[Any] = [bare._finish]
+        if self._hindsight is not None:
+            more = {name: each for name, each in self._nestings.items() if name not in _FIELDS}
+            steps.append(Relabel(self._hindsight, table, n_step=self.n_step, gamma=self.gamma, more=more))
+        return [*steps, *self._transforms]
+
     def __len__(self) -> int:
-        """Number of transitions."""
-        return 0 if self.table is None else self.table.num_steps
+        """Number of transitions that have been stored; with `Hindsight`, of episodes that have ended."""
+        self._flush()
+        return 0 if self._table is None else self._table.num_steps
 
     # ---------------------------------------------------------------- adding
 
@@ -227,105 +286,72 @@ class ReplayBuffer:
         Raises:
             SchemaError: a value does not fit the columns. Nothing was added.
         """
-        values = {"obs": obs, "action": action, **more}
-        count, single = self._count(reward)
-        schema = None if self.table is None else self.table.schema
-        nestings = self._nestings if self.table is not None else self._nestings_of(values)
-        if unknown := (values.keys() ^ nestings.keys()):
-            raise SchemaError(
-                f"The columns {sorted(values)} were given; expected {sorted(nestings)}, as before: {sorted(unknown)}."
-            )
-        rows = {
-            column: _row(column, leaf, count, single, schema)
-            for name, value in values.items()
-            for column, leaf in nestings[name].leaves(value)
-        }
-        rows["reward"] = _row("reward", reward, count, single, schema)
-        ends = {
-            name: _flags(name, each, count)
-            for name, each in (("terminated", terminated), ("truncated", truncated))
-        }
-        rows["terminated"] = ends["terminated"]
-        following = {
-            column: _row(column, leaf, count, single, schema, "next_")
-            for column, leaf in nestings["obs"].leaves(next_obs)
-        }
-        acting = None if active is None else _flags("active", active, count)
-        if self.table is None:
-            self._nestings = nestings
-            self._begin(rows, count)
-        self._append(rows, following, ends["terminated"] | ends["truncated"], acting, resets=not single)
+        adder, values = self._adder, {"obs": obs, "action": action, **more}
+        if adder is not None and type(reward) is np.ndarray and reward.shape == adder.shape:
+            adder.add(values, reward, next_obs, terminated, truncated, active, single=False)
+            return
+        count, single = count_of(reward, self.num_envs)
+        if adder is None:
+            if self._table is None:
+                self._begin(values, count, single, next_obs, (terminated, truncated, active))
+            adder = self._adder = self._new_adder(count)
+        adder.add(values, reward, next_obs, terminated, truncated, active, single=single)
 
-    def _count(self, reward: Any) -> tuple[int, bool]:
-        """Number of environments of a call, and whether its values are those of one, without a dimension for it."""
-        shape = np.shape(reward) if not isinstance(reward, torch.Tensor) else tuple(reward.shape)
-        count = shape[0] if len(shape) == 1 else 1
-        if len(shape) > 1 or count == 0 or (self.num_envs or count) != count:
-            wanted = (
-                "a number, or one for each environment" if self.num_envs is None else f"[{self.num_envs}]"
-            )
-            raise SchemaError(f"reward has the shape {list(shape)}; expected {wanted}.")
-        return count, not shape
-
-    @staticmethod
-    def _nestings_of(values: Mapping[str, Any]) -> dict[str, Nesting]:
-        if taken := [name for name in values if (name in _OWN and name not in _FIELDS) or "." in name]:
-            raise SchemaError(
-                f"The columns {taken} were given; expected other names, without dots, than {_OWN}."
-            )
-        return {name: Nesting.of(name, value) for name, value in values.items()}
-
-    def _begin(self, rows: Mapping[str, Array], count: int) -> None:
-        """Create the table of the first rows."""
+    def _new_adder(self, count: int) -> Adder:
+        """What adds to the table, of which `num_envs` is known then."""
+        assert self._table is not None
+        growing = self._hindsight is None or self._hindsight.running
+        adder = Adder(self._table, self._nestings, count, self._piece, waits=self._waits, growing=growing)
         self.num_envs = count
-        known = {name: values for name, values in rows.items() if name not in ("reward", "terminated")}
+        return adder
+
+    def _begin(
+        self, values: Mapping[str, Any], count: int, single: bool, next_obs: Any, flags: tuple[Any, ...]
+    ) -> None:
+        """Create the table of the first row, all of which fits."""
+        nestings, columns = self._nestings, self._spaces or {}
+        if not nestings:
+            if taken := [name for name in values if (name in _OWN and name not in _FIELDS) or "." in name]:
+                raise SchemaError(
+                    f"The columns {taken} were given; expected other names, without dots, than {_OWN}."
+                )
+            nestings = {name: Nesting.of(name, value) for name, value in values.items()}
+            columns = {}
+            for name, value in values.items():
+                for column, leaf in nestings[name].leaves(value):
+                    array = as_array(leaf)
+                    if not single and array.shape[:1] != (count,):
+                        raise SchemaError(
+                            f"{column!r} has the shape {list(array.shape)}; expected [{count}, ...], one for each "
+                            "environment."
+                        )
+                    columns[column] = _column(column, array.dtype, array.shape if single else array.shape[1:])
+        for column, leaf in nestings["obs"].leaves(next_obs):
+            found, wanted = list(as_array(leaf).shape), columns[column][1]
+            wanted = wanted if single else (count, *wanted)
+            if found != list(wanted):
+                raise SchemaError(f"{'next_' + column!r} has the shape {found}; expected {list(wanted)}.")
+        for name, each in zip(("terminated", "truncated", "active"), flags, strict=True):
+            if each is not None:
+                flags_of(name, each, count)
+        known = self.num_envs
+        self._nestings, self.num_envs = nestings, count
         try:
-            self._make(
-                {name: _column(name, values.dtype, values.shape[1:]) for name, values in known.items()}
-            )
+            self._make(columns)
         except BaseException:
-            self._nestings = {}
+            self.num_envs = known
+            if self._spaces is None:
+                self._nestings = {}
             raise
 
-    def _append(
-        self,
-        rows: dict[str, Array],
-        following: dict[str, Array],
-        ended: Array,
-        acting: Array | None,
-        *,
-        resets: bool,
-    ) -> None:
-        """Write checked rows; `resets`: whether some may only reset their environment."""
-        assert self.table is not None
-        if self._writer is None:
-            self.num_envs = len(ended)
-            self._writer = self.table.writers(self.num_envs, commit_every_step=True)
-            self._over = np.zeros(self.num_envs, dtype=bool)
-        writer = self._writer
-        if self._before is not None:
-            same = _same(rows, self._before)
-            if resets and acting is None and (same & self._over).any():
-                acting = ~(same & self._over & (rows["reward"] == 0) & ~ended)
-            broken = ~same & (writer.num_steps > 0)
-            if acting is not None:
-                broken &= acting
-            if broken.any():
-                writer.commit(broken, final=self._before)
-        done = ended | (writer.num_steps >= self._piece - 1)
-        writer.append(rows, done=done, active=acting, final=following if done.any() else None)
-        self._over = ended if acting is None else ended & acting
-        if self._before is None:
-            self._before = {name: values.copy() for name, values in following.items()}
-        else:
-            for name, values in following.items():
-                np.copyto(self._before[name], values, casting="unsafe")
-
     def extend(self, transitions: Mapping[str, Any]) -> None:
-        """Add the transitions of one environment, one after another.
+        """Add the transitions of the only environment in their order, together.
 
         Args:
             transitions: the arguments of `add`, each ``[T, *shape]``.
+
+        Raises:
+            SchemaError: as `add`. Nothing was added.
         """
         missing = [
             name
@@ -336,25 +362,34 @@ class ReplayBuffer:
             raise SchemaError(
                 f"The transitions have no {missing}; expected the arguments of add, each [T, *shape]."
             )
-        nestings = {name: Nesting.of(name, value) for name, value in transitions.items()}
-        leaves = {
-            name: [(c, as_array(v)) for c, v in nestings[name].leaves(value)]
-            for name, value in transitions.items()
+        given = dict(transitions)
+        parts = {
+            name: [as_array(leaf) for _, leaf in Nesting.of(name, each).leaves(each)]
+            for name, each in given.items()
         }
         lengths = {
-            name: len(values) if values.ndim else -1 for parts in leaves.values() for name, values in parts
+            name: {len(array) if array.ndim else -1 for array in arrays} for name, arrays in parts.items()
         }
-        if len(set(lengths.values())) != 1 or -1 in lengths.values():
+        if len(found := set().union(*lengths.values())) != 1 or -1 in found:
+            shown_lengths = {name: sorted(each) for name, each in lengths.items()}
             raise SchemaError(
-                f"The transitions have the lengths {lengths}; expected the same length T of all."
+                f"The transitions have the lengths {shown_lengths}; expected the same length T of all."
             )
-        for step in range(next(iter(lengths.values()))):
-            self.add(
-                **{
-                    name: nestings[name].build({column: values[step] for column, values in parts})
-                    for name, parts in leaves.items()
-                }
+        if (self.num_envs or 1) != 1:
+            raise SchemaError(
+                f"extend got the transitions of one environment; the buffer has {self.num_envs}. Use add."
             )
+        flags = {name: given.pop(name) for name in ("terminated", "truncated")}
+        active = given.pop("active", None)
+        reward, next_obs = given.pop("reward"), given.pop("next_obs")
+        if found == {0}:
+            return
+        if self._adder is None:
+            if self._table is None:
+                first = {name: _first(name, each) for name, each in given.items()}
+                self._begin(first, 1, True, _first("obs", next_obs), (None, None, None))
+            self._adder = self._new_adder(1)
+        self._adder.extend(given, reward, next_obs, flags["terminated"], flags["truncated"], active)
 
     # ---------------------------------------------------------------- sampling
 
@@ -364,17 +399,21 @@ class ReplayBuffer:
         Raises:
             TableEmptyError: there is no transition that can be drawn.
         """
-        return self._finish(self._drawn_from().sample(n))
+        return self._drawn_from().sample(n)
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches without end, prepared ahead."""
         for batch in self._drawn_from():
-            yield self._finish(batch)
+            yield batch
+            self._flush()
 
     def _drawn_from(self) -> ReplayDataset:
-        if self.dataset is None or not len(self):
-            raise TableEmptyError("The replay buffer is empty; add a transition before the first sample.")
-        return self.dataset
+        self._flush()
+        if self._dataset is None or not len(self):
+            whole = self._hindsight is not None and not self._hindsight.running
+            what = "an episode that ends" if whole else "a transition"
+            raise TableEmptyError(f"The replay buffer is empty; add {what} before the first sample.")
+        return self._dataset
 
     def _finish(self, batch: Batch) -> Batch:
         """The batch of a user from that of the dataset."""
@@ -384,7 +423,6 @@ class ReplayBuffer:
             batch["discount"] = torch.where(batch.pop("terminated"), 0.0, self.gamma)
         else:
             target = batch.pop("target")
-            batch.pop(f"next_{self._nestings['obs'].columns()[0]}")
             batch["reward"], batch["discount"], following = (
                 target["return"],
                 target["discount"],
@@ -411,16 +449,17 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the draws; `save` keeps the transitions."""
-        if self.dataset is None:
+        self._flush()
+        if self._dataset is None:
             return {} if self._waiting is None else self._waiting
-        return self.dataset.state_dict()
+        return self._dataset.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the draws of a state; that of an empty buffer, when the first transition is added."""
-        if self.dataset is None:
+        if self._dataset is None:
             self._waiting = dict(state) or None
         elif state:
-            self.dataset.load_state_dict(dict(state))
+            self._dataset.load_state_dict(dict(state))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all transitions into the directory `path`; see `Table.save`.
@@ -428,9 +467,14 @@ class ReplayBuffer:
         Raises:
             TableEmptyError: nothing was added. CheckpointError: the directory cannot be written.
         """
-        if self.table is None:
+        self._flush()
+        if self._table is None:
             raise TableEmptyError("The replay buffer is empty; add a transition before the first save.")
-        self.table.save(path)
+        self._table.save(path)
+        self._describe(path)
+
+    def _describe(self, path: str | os.PathLike[str]) -> None:
+        """Write what the files of the table do not tell into its directory."""
         described = {
             "capacity": self.capacity,
             "num_envs": self.num_envs,
@@ -439,6 +483,17 @@ class ReplayBuffer:
         part = Path(path) / f"{_DESCRIPTION}.part"
         part.write_text(json.dumps(described), encoding="utf-8")
         part.replace(Path(path) / _DESCRIPTION)
+
+    def _recover(self, disk: Disk) -> None:
+        """Go on with what a buffer has written into the directory."""
+        capacity, envs, nestings = _description(disk.path)
+        if (capacity, envs) != (self.capacity, self.num_envs or envs):
+            raise SchemaError(
+                f"capacity is {self.capacity} and num_envs {self.num_envs}; expected {capacity} and {envs}, as of the "
+                f"buffer in {disk.path}. Give these, or another directory."
+            )
+        self._nestings, self.num_envs = nestings, envs
+        self._use(Table.recover(disk, name=self._name))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], **options: Any) -> ReplayBuffer:
@@ -450,17 +505,7 @@ class ReplayBuffer:
         Raises:
             CheckpointError: the directory does not hold a buffer.
         """
-        where = Path(path) / _DESCRIPTION
-        try:
-            described = json.loads(where.read_text(encoding="utf-8"))
-            nestings = {
-                name: Nesting.from_description(name, each) for name, each in described["nestings"].items()
-            }
-            capacity, envs = int(described["capacity"]), int(described["num_envs"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{where} cannot be read ({error}); expected what ReplayBuffer.save has written."
-            ) from error
+        capacity, envs, nestings = _description(path)
         buffer = cls(capacity, **{"num_envs": envs, **options})
         buffer._nestings = nestings
         buffer._use(Table.load(path, name=options.get("name")))
@@ -476,6 +521,31 @@ def _space_leaves(nesting: Nesting, space: Any) -> Iterator[tuple[str, Any]]:
         yield from _space_leaves(part, space[key])
 
 
+def _description(path: str | os.PathLike[str]) -> tuple[int, int, dict[str, Nesting]]:
+    """Capacity, environments and nestings of the buffer in a directory.
+
+    Raises:
+        CheckpointError: it does not hold a buffer.
+    """
+    where = Path(path) / _DESCRIPTION
+    try:
+        described = json.loads(where.read_text(encoding="utf-8"))
+        nestings = {
+            name: Nesting.from_description(name, each) for name, each in described["nestings"].items()
+        }
+        return int(described["capacity"]), int(described["num_envs"]), nestings
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{where} cannot be read ({error}); expected what a ReplayBuffer has written."
+        ) from error
+
+
+def _first(name: str, values: Any) -> Any:
+    """The first of values ``[T, *shape]``, which may be nested."""
+    nesting = Nesting.of(name, values)
+    return nesting.build({column: as_array(leaf)[0] for column, leaf in nesting.leaves(values)})
+
+
 def _column(name: str, dtype: Any, shape: Any) -> tuple[torch.dtype, tuple[int, ...]]:
     """dtype and shape of a column, for values of a numpy dtype."""
     found = None if dtype is None else np.dtype(dtype)
@@ -485,36 +555,3 @@ def _column(name: str, dtype: Any, shape: Any) -> tuple[torch.dtype, tuple[int, 
             f"{name!r} has dtype {dtype} and shape {shape}; expected arrays of {', '.join(map(str, _DTYPES))}."
         )
     return known, tuple(shape)
-
-
-def _row(name: str, value: Any, count: int, single: bool, schema: Schema | None, prefix: str = "") -> Array:
-    """The values of a column, [n, *shape], of the shape that it has in the schema, if there is one."""
-    array = as_array(value)
-    array = array[None] if single else array
-    shape = array.shape[1:] if schema is None else schema[name].shape
-    if array.shape != (count, *shape):
-        found, wanted = (array.shape[1:], shape) if single else (array.shape, (count, *shape))
-        raise SchemaError(f"{prefix + name!r} has the shape {list(found)}; expected {list(wanted)}.")
-    return array
-
-
-def _flags(name: str, value: Any, count: int) -> Array:
-    array = np.atleast_1d(as_array(value))
-    if array.shape != (count,) or array.dtype.kind not in "biu":
-        raise SchemaError(
-            f"{name} has the shape {list(array.shape)} and dtype {array.dtype}; expected bool [{count}]."
-        )
-    return array.astype(bool)
-
-
-def _same(rows: Mapping[str, Array], before: Mapping[str, Array]) -> Array:
-    """Whether each environment's observation is the one that followed before, bool [n]."""
-    same: Array | None = None
-    for name, values in before.items():
-        equal = rows[name] == values
-        if not equal.all():
-            equal |= (rows[name] != rows[name]) & (values != values)  # NaN is NaN
-        every = equal.reshape(len(equal), -1).all(1)
-        same = every if same is None else same & every
-    assert same is not None
-    return same

@@ -29,9 +29,12 @@ class CompleteAnchors:
 
     @classmethod
     def of(cls, schema: Schema, windows: Mapping[str, Any]) -> CompleteAnchors:
-        """Those of windows by name. Other values do not count: an `NStep` ends with the trajectory."""
+        """Those of windows by name. An `NStep` ends with the trajectory: with `next` one step must follow, or a final
+        one, others do not count."""
         first, ahead = 0, [0, 0]
         for name, window in windows.items():
+            for column in getattr(window, "delivered", ()):
+                ahead[schema[column].final] = max(ahead[schema[column].final], 1)
             if not isinstance(window, Window):
                 continue
             column = schema[name if window.column is None else window.column]

@@ -301,6 +301,23 @@ class BlockSink:
         self.index.abort_lanes(self.lanes, chosen)
 
 
+class RowsAhead(NamedTuple):
+    """Rows of all lanes in memory, and the values that follow each; see `appending.append_lanes`.
+
+    Attributes:
+        hold: owner of the memory.
+    """
+
+    sources: Array
+    following: Array
+    active: Array
+    done: Array
+    over: Array
+    cut: int
+    reward: int
+    hold: object
+
+
 class GrowingSink(BlockSink):
     """Commits each step at once: the trajectory in the table grows with it, and keeps its index until it is ended.
 
@@ -309,6 +326,12 @@ class GrowingSink(BlockSink):
     """
 
     grows = True
+
+    def __init__(self, table: Engine, n: int) -> None:
+        super().__init__(table, n)
+        self._all = np.arange(n)
+        self._finals = np.array([column.final for column in self._steps.values()], dtype=np.int64)
+        self._no_once = np.zeros((len(self._once_columns), 2), dtype=np.int64)
 
     def check_chunks(self, chunk: int, overlap: int) -> None:
         raise AssertionError("trajectories that grow are not cut")
@@ -335,6 +358,44 @@ class GrowingSink(BlockSink):
         chosen = np.arange(len(self.lanes)) if acting is None else np.flatnonzero(acting)
         self._add(chosen, rows, 0, 1, given)
         return ending is not None and bool((ending if acting is None else ending & acting).any())
+
+    def append_rows(self, rows: RowsAhead, at: Array, given: Given) -> None:
+        """Append rows to the trajectories of lanes; see `appending.append_lanes`.
+
+        Args:
+            at: int64 [2], as there: zeros at first; an error leaves it at the row that was not appended.
+            given: as for `add`.
+        """
+        lanes, index = self.lanes, self.index
+        evict, wait = self.table.policy
+        ops, where, here = index.arrays.ops, index.arrays.where, index.readers.here()
+        once = self._no_once
+        if given.once:
+            once = _located_bytes(given.once, list(self.schema.per_trajectory)).sources
+        told: tuple[Any, ...] = (self._columns, rows.sources, rows.following, self._finals)
+        told = (*told, self._once_columns, once)
+        told = (*told, rows.active, rows.done, rows.over, rows.cut, rows.reward, given.priorities, given.out)
+        self._thread = threading.get_ident()
+        limited = index.arrays.rules.rate_limiter is not None
+        if not limited and index.admission.max_age is None:
+            given_now = (time.monotonic_ns(), int(evict), *here)
+            answer = index.recovery.lock.run(ops.append_lanes, where, lanes, self._all, at, *told, *given_now)
+            if answer == DONE:
+                return
+        # It has to wait, or to be let in, lane by lane.
+        first, place = int(at[0]), np.array([0, at[1]])
+
+        def append(chosen: Array, upto: Array) -> int:
+            now = time.monotonic_ns()
+            answer: int = ops.append_lanes(where, lanes, chosen, place, *told, now, int(evict), *here)
+            at[0], at[1], upto[0] = first + place[0], place[1], place[0]
+            return answer
+
+        def missing(lane: int) -> tuple[int, int, int]:
+            return int(lanes[lane, LANE_STEPS] == 0), -(-2 // self._block_steps), 1
+
+        chosen = self._all[first:]
+        index.change_lanes(lanes, chosen, append, needed=missing, evict=evict, wait=wait, inserts=limited)
 
     def _add(self, chosen: Array, rows: StepSources, first: int, count: int, given: Given) -> None:
         """Add steps to the trajectories of lanes, and then to new ones of lanes that have none."""

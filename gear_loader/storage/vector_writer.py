@@ -12,15 +12,17 @@ import numpy as np
 from gear_loader.errors import GearError, SchemaError
 from gear_loader.kernels.special_priorities import UNSET
 from gear_loader.native.lanes import LANE_STEPS
-from gear_loader.storage.appender import Appender, Bytes, Given, Sink, here
+from gear_loader.storage.appender import Appender, Bytes, Given, Sink, here, too_long
+from gear_loader.storage.block_sink import RowsAhead
 from gear_loader.storage.final_rows import checked_finals, on_host
 from gear_loader.storage.incoming import checked_priorities
 from gear_loader.storage.schema import Schema, as_mapping, settled
+from gear_loader.storage.waiting_rows import WaitingRows
 from gear_loader.utils.arrays import Array, address_of, numbers, shown
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
 _BOOL = np.dtype(np.bool_)
-_OPTIONS = ("done", "active", "priority", "final")
+_OPTIONS = ("done", "active", "priority", "final", "next")
 """Options of `VectorWriter.append`."""
 
 
@@ -43,7 +45,8 @@ class VectorWriter:
                 )
                 observation, reset = following, done
 
-    With ``commit_every_step`` each row is visible when `append` returns, one environment after another.
+    With ``commit_every_step`` each row is visible when `append` returns, one environment after another; with `next` the
+    values that follow it too.
     With ``chunk_steps`` the stream of each environment is cut into chunks, as `Writer` does; `done` ends its stream.
 
     Attributes:
@@ -70,6 +73,8 @@ class VectorWriter:
         self._no_priorities = np.full(n, UNSET, dtype=np.float32)
         self._given = Given(n)
         self.appended: Array = self._nobody
+        self._moves = False  # whether rows have `next`
+        self._over = np.zeros(n, dtype=bool)
 
     # ---------------------------------------------------------------- appending
 
@@ -87,6 +92,7 @@ class VectorWriter:
         active: Any = None,
         priority: Any = None,
         final: Mapping[str, Any] | None = None,
+        next: Mapping[str, Any] | None = None,
         **columns: Any,
     ) -> Array:
         """Append one step of each environment, and commit the trajectories that end with it.
@@ -103,6 +109,11 @@ class VectorWriter:
                 ``Column(final=True)``, of which the rows of the environments that are done are read. Objects are taken
                 too, one for each environment, None where nothing ended: ``{"obs": info.get("final_obs")}`` in
                 Gymnasium's autoreset mode SAME_STEP; of a Dict space ``info.get("final_obs")`` itself.
+            next: with ``commit_every_step``: values after this step, ``[n, *shape]`` for each column with
+                ``Column(final=True)``, of every environment. They are the final step of its trajectory until its next
+                row comes, so that each transition can be drawn at once. A row with other values in these columns than
+                the row before has as `next` begins another trajectory. It is given in each call, or in none, and then
+                without `final`.
 
         Returns:
             Index of the trajectory (or chunk) that this call has committed for each environment, -1 without one,
@@ -123,18 +134,28 @@ class VectorWriter:
         ending = None if done is None else self._mask("done", done)
         acting = None if active is None else self._mask("active", active)
         self._describe(priority)
+        following = self._following(next, final)
         if final is not None:
             ends = self._nobody if ending is None else ending
             ends = ends if acting is None else ends & acting
             given.last = checked_finals(self._schema, final, ends)
         found = self._located(rows, columns)
+        if following is not None:
+            steps = self._lanes[:, LANE_STEPS]
+            longest = int((steps if acting is None else steps[acting]).max(initial=0)) + 2
+            if longest > sink.longest:
+                raise too_long(longest, sink.longest)
+            ahead = self._ahead(found, following, acting, ending)
         if final is not None:
             steps = self._lanes[:, LANE_STEPS] + (1 if acting is None else acting)
             appender.check_lengths(steps, ends, final=True)
         self.appended = self._nobody
         before = self._lanes.copy() if sink.grows else None
         try:
-            if sink.add_rows(found, acting, ending, given):
+            if following is not None:
+                self._moves = True
+                sink.append_rows(ahead, np.zeros(2, dtype=np.int64), given)  # type: ignore[attr-defined]
+            elif sink.add_rows(found, acting, ending, given):
                 self._end(ending, acting)
         except GearError:
             if before is not None:
@@ -172,7 +193,38 @@ class VectorWriter:
                 self._lanes[left, LANE_STEPS] -= 1
             raise
 
+    def staged(self, rows: int, *, cut: int, reward: str) -> WaitingRows:
+        """Memory for rows that are appended together, in the place of `append` with `next`; see `WaitingRows`."""
+        self._moves = True
+        return WaitingRows(self._sink, self._appender, rows, cut, reward)  # type: ignore[arg-type]
+
     # ---------------------------------------------------------------- checking
+
+    def _following(self, following: Any, final: Any) -> Bytes | None:
+        """Check `next`, and that it goes with `final` and with the calls before."""
+        if following is None and not self._moves:
+            return None
+        begun = not self._moves and bool((self._lanes[:, LANE_STEPS] > 0).any())
+        if following is None or final is not None or begun or not self._sink.grows:
+            raise SchemaError(
+                f"next is {'missing' if following is None else 'given'}"
+                f"{'' if final is None else ', and final too'}; expected it with commit_every_step=True, in each "
+                "call from the first on, or in none, and without final. Nothing was appended."
+            )
+        return checked_finals(self._schema, following, np.ones(self.num_envs, dtype=bool))
+
+    def _ahead(self, rows: Any, following: Bytes, acting: Array | None, ending: Array | None) -> RowsAhead:
+        """One row of each environment, and what follows it."""
+        after: Any = self._sink.plain(following)
+        apart = [
+            np.append(each, np.zeros((len(each), 1), np.int64), 1) for each in (rows.sources, after.sources)
+        ]
+        active, done = np.ones((1, self.num_envs), np.uint8), np.zeros((1, self.num_envs), bool)
+        if acting is not None:
+            active[0] = acting
+        if ending is not None:
+            done[0] = ending
+        return RowsAhead(apart[0], apart[1], active, done, self._over, -1, 0, (rows, after))
 
     def _describe(self, priority: Any) -> None:
         """Check what trajectories get beside their steps, but for their final ones, and have it ready."""
@@ -261,6 +313,8 @@ class VectorWriter:
         self._describe(priority)
         chosen, given = chosen & (self._lanes[:, LANE_STEPS] > 0), self._given
         if final is not None:
+            if self._moves:
+                self._following(None, final)
             given.last = checked_finals(self._schema, final, chosen)
             self._appender.check_lengths(self._lanes[:, LANE_STEPS] * chosen, chosen, final=True)
         try:

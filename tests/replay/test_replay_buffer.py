@@ -156,8 +156,6 @@ def test_batches_are_what_was_added(
     )
     for turn in range(40):
         add_all(buffer, world, kind)
-        if turn == 0:  # the only transition may have no successor yet
-            continue
         batch = buffer.sample(None if turn % 2 else 4)
         assert len(batch["reward"]) == (9 if turn % 2 else 4)
         check(buffer, world, kind, batch)
@@ -169,14 +167,17 @@ def test_batches_are_what_was_added(
         assert len(buffer) == total
 
 
-def test_a_transition_is_drawn_when_its_successor_is_there() -> None:
-    buffer = gear.ReplayBuffer(100, device="cpu")
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_a_transition_can_be_drawn_at_once(n_step: int) -> None:
+    buffer = gear.ReplayBuffer(100, n_step=n_step, gamma=GAMMA, device="cpu")
     for step in range(20):
         ends = step % 7 == 6
-        buffer.add(np.float32(step), step, 0.0, np.float32(step + 1), False, ends)
-        if step:
-            drawn = set(buffer.sample(400)["obs"].tolist())
-            assert drawn == set(range(step + ends))
+        buffer.add(np.float32(step), step, 1.0, np.float32(step + 1), False, ends)
+        batch = buffer.sample(400)
+        assert set(batch["obs"].tolist()) == set(range(step + 1))
+        episode_end = batch["obs"] // 7 * 7 + 7
+        reached = torch.minimum(torch.minimum(batch["obs"] + n_step, episode_end), torch.tensor(step + 1.0))
+        assert torch.equal(batch["next_obs"], reached)
 
 
 def test_a_full_buffer_drops_its_oldest_and_holds_nearly_its_capacity() -> None:
@@ -184,7 +185,7 @@ def test_a_full_buffer_drops_its_oldest_and_holds_nearly_its_capacity() -> None:
     for step in range(5_010):
         buffer.add(np.float32(step), step, 0.0, np.float32(step + 1), False, False)  # a stream without end
     drawn = set(buffer.sample(20_000)["action"].tolist())
-    assert max(drawn) == 5_008
+    assert max(drawn) == 5_009
     assert 800 <= len(buffer) <= 1_000
     assert min(drawn) == 5_010 - len(buffer)
 
@@ -203,23 +204,49 @@ def test_a_target_is_right_where_an_episode_is_cut_off() -> None:
     assert found == {(0.0, 1.0, 1.0, 0.5), (5.0, 6.0, 3.0, 0.0)}
 
 
-def test_extend_adds_what_add_adds() -> None:
-    one, other = (gear.ReplayBuffer(100, n_step=2, device="cpu") for _ in range(2))
-    world = World(1, 1)
-    rows = [world.step()[0] for _ in range(30)]
-    for row in rows:
-        one.add(shaped(row.obs, "nested"), *row[1:3], shaped(row.next_obs, "nested"), *row[4:])
-    obs, action, reward, following, terminated, truncated = (
-        np.array(part) for part in zip(*rows, strict=True)
-    )
-    other.extend({
-        "obs": shaped(obs, "nested"), "action": action, "reward": reward, "next_obs": shaped(following, "nested"),
-        "terminated": terminated, "truncated": truncated,
-    })  # fmt: skip
-    for a, b in zip(one.sample()["obs"]["eyes"], other.sample()["obs"]["eyes"], strict=True):
-        assert torch.equal(
-            a if isinstance(a, torch.Tensor) else a["left"], b if isinstance(b, torch.Tensor) else b["left"]
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 1 << 30), st.sampled_from([9, 200]), st.sampled_from([1, 30, 150]), st.booleans())
+def test_extend_adds_what_add_adds(seed: int, capacity: int, count: int, some: bool) -> None:
+    one, other = (gear.ReplayBuffer(capacity, n_step=2, device="cpu") for _ in range(2))
+    world, choose = World(seed, 1), np.random.default_rng(seed)
+    for _ in range(2):
+        rows = [world.step()[0] for _ in range(count)]
+        active = choose.random(count) < 0.8 if some else np.ones(count, bool)
+        for row, acts in zip(rows, active, strict=True):
+            one.add(
+                shaped(row.obs, "nested"), *row[1:3], shaped(row.next_obs, "nested"), *row[4:], active=[acts]
+            )
+        obs, action, reward, following, terminated, truncated = (
+            np.array(part) for part in zip(*rows, strict=True)
         )
+        other.extend({
+            "obs": shaped(obs, "nested"), "action": action, "reward": reward,
+            "next_obs": shaped(following, "nested"), "terminated": terminated, "truncated": truncated,
+            **({"active": active} if some else {}),
+        })  # fmt: skip
+        assert len(one) == len(other)
+        if not len(one):
+            continue
+        for a, b in zip(flat(one.sample()), flat(other.sample()), strict=True):
+            assert torch.equal(a, b)
+
+
+def flat(batch: Any) -> list[torch.Tensor]:
+    """The leaves of a batch."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    return [leaf for part in (batch.values() if isinstance(batch, dict) else batch) for leaf in flat(part)]
+
+
+@pytest.mark.parametrize(
+    "change", [{"obs": np.zeros((2, 3))}, {"reward": np.zeros(3)}, {"terminated": [0.5, 1]}]
+)
+def test_a_wrong_extend_adds_nothing(change: dict[str, Any]) -> None:
+    buffer = gear.ReplayBuffer(50, device="cpu")
+    buffer.add(**GOOD)
+    with pytest.raises(SchemaError):
+        buffer.extend({**{name: np.stack([value, value]) for name, value in GOOD.items()}, **change})
+    assert len(buffer) == 1
 
 
 def test_a_saved_buffer_goes_on(tmp_path: Path) -> None:
@@ -243,6 +270,27 @@ def test_a_saved_buffer_goes_on(tmp_path: Path) -> None:
         check(again, world, "nested", again.sample(8))
 
 
+def test_a_buffer_goes_on_with_what_its_directory_holds(tmp_path: Path) -> None:
+    world = World(5, 2)
+    buffer = gear.ReplayBuffer(200, gamma=GAMMA, device="cpu", disk=tmp_path / "here")
+    for _ in range(30):
+        add_all(buffer, world, "nested")
+    count = len(buffer)
+    assert buffer.table is not None
+    buffer.table.close()
+    for wrong in ({"capacity": 300}, {"capacity": 200, "num_envs": 3}):
+        with pytest.raises(SchemaError, match="expected 200 and 2"):
+            gear.ReplayBuffer(**wrong, device="cpu", disk=tmp_path / "here")
+    again = gear.ReplayBuffer(200, gamma=GAMMA, device="cpu", disk=tmp_path / "here")
+    assert len(again) == count
+    check(again, world, "nested", again.sample(64))
+    for _ in range(10):
+        add_all(again, world, "nested")
+    check(again, world, "nested", again.sample(64))
+    assert again.table is not None
+    again.table.close()
+
+
 def test_spaces_tell_the_columns() -> None:
     spaces = pytest.importorskip("gymnasium").spaces
     space = spaces.Dict(
@@ -252,7 +300,7 @@ def test_spaces_tell_the_columns() -> None:
         }
     )
     buffer = gear.ReplayBuffer(
-        50, observation_space=space, action_space=spaces.MultiDiscrete([2, 3]), device="cpu"
+        50, num_envs=1, observation_space=space, action_space=spaces.MultiDiscrete([2, 3]), device="cpu"
     )
     assert buffer.table is not None
     assert list(buffer.table.schema) == [

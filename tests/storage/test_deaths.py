@@ -217,8 +217,11 @@ def _final(table: gear.Table, index: Index) -> None:
     )  # gives the third block back
 
 
-def _lengthen(policy: int = 0, *, elsewhere: bool = False) -> Act:
-    """Steps that are added to a trajectory of two steps that begins at 5000, up to `_STAGES`, and a final one."""
+def _lengthen(policy: int = 0, *, elsewhere: bool = False, moves: bool = False) -> Act:
+    """Steps that are added to a trajectory of two steps that begins at 5000, up to `_STAGES`, and a final one.
+
+    moves: there is a final one after each stage, which the next one moves.
+    """
 
     def act(table: gear.Table, index: Index) -> None:
         arrays, ops = index.arrays, index.arrays.ops
@@ -240,10 +243,11 @@ def _lengthen(policy: int = 0, *, elsewhere: bool = False) -> Act:
             return True
 
         for before, after in itertools.pairwise(_STAGES):
-            if not index.recovery.locked(lambda count=after - before: more(count, 0)):
+            if not index.recovery.locked(lambda count=after - before: more(count, int(moves))):
                 index.recovery.locked(lambda: index.block_tables.move(slot))
-                assert index.recovery.locked(lambda count=after - before: more(count, 0))
-        index.recovery.locked(lambda: more(0, 1))
+                assert index.recovery.locked(lambda count=after - before: more(count, int(moves)))
+        if not moves:
+            index.recovery.locked(lambda: more(0, 1))
 
     return act
 
@@ -293,6 +297,10 @@ SCENES: dict[str, Scene] = {
     "lengthen": Scene(_lengthen(), stages=_STAGES),
     "lengthen elsewhere": Scene(_lengthen(elsewhere=True), some, stages=_STAGES),
     "lengthen and move": Scene(_lengthen(), worn(3), stages=_STAGES, reader=False),
+    "lengthen and move the final step": Scene(_lengthen(moves=True), stages=_STAGES),
+    "lengthen elsewhere and move the final step": Scene(
+        _lengthen(elsewhere=True, moves=True), some, stages=_STAGES
+    ),
     "lengthen evicts": Scene(_lengthen(1), full, stages=_STAGES, may_lose=_ALL, **_OLDEST),
     "grow, then discard": Scene(_write(10, "discard"), some),
     "grow elsewhere": Scene(_both("commit", 7), some, _TWO),

@@ -11,6 +11,7 @@ from numba import njit
 from gear_loader.native.compile import compiled
 from gear_loader.native.copying import scatter
 from gear_loader.storage.counters import DIRTY, INITIALIZED, NUM_WRITING
+from gear_loader.storage.operations.appending import append_lanes
 from gear_loader.storage.operations.growth import (
     abort_lanes,
     end_lanes,
@@ -56,7 +57,7 @@ from gear_loader.storage.operations.view import (
 
 _OPERATIONS = (
     *(commit, commit_as, raise_numbering, abort, reclaim, remove, expire, outdate, begin),
-    *(reserve_lanes, end_lanes, grow_lanes, abort_lanes),
+    *(reserve_lanes, end_lanes, grow_lanes, abort_lanes, append_lanes),
     *(spill, take_back, give_place, begin_stored, evict),
     *(begin_read, begin_unchanged, end_read, count_samples, set_priorities, walk),
 )
@@ -215,6 +216,104 @@ def _grow_lanes(p, lanes, chosen, at, columns, sources, first, count, final, evi
 
 
 @compiled
+def _append_lanes_light(  # type: ignore[no-untyped-def]
+    p,
+    lanes,
+    chosen,
+    at,
+    columns,
+    sources,
+    following,
+    finals,
+    once_columns,
+    once_sources,
+    active,
+    done,
+    over,
+    cut,
+    reward,
+    priorities,
+    out,
+    now,
+    evict,
+    pid,
+    start,
+):
+    return append_lanes(
+        view_at(p),
+        lanes,
+        chosen,
+        at,
+        columns,
+        sources,
+        following,
+        finals,
+        once_columns,
+        once_sources,
+        active,
+        done,
+        over,
+        cut,
+        reward,
+        priorities,
+        out,
+        now,
+        None,
+        pid,
+        start,
+    )
+
+
+@compiled
+def _append_lanes(  # type: ignore[no-untyped-def]
+    p,
+    lanes,
+    chosen,
+    at,
+    columns,
+    sources,
+    following,
+    finals,
+    once_columns,
+    once_sources,
+    active,
+    done,
+    over,
+    cut,
+    reward,
+    priorities,
+    out,
+    now,
+    evict,
+    pid,
+    start,
+):
+    return append_lanes(
+        view_at(p),
+        lanes,
+        chosen,
+        at,
+        columns,
+        sources,
+        following,
+        finals,
+        once_columns,
+        once_sources,
+        active,
+        done,
+        over,
+        cut,
+        reward,
+        priorities,
+        out,
+        now,
+        evict,
+        pid,
+        start,
+    )
+
+
+@compiled
 def _abort_lanes(p, lanes, chosen):  # type: ignore[no-untyped-def]
     return abort_lanes(view_at(p), lanes, chosen)
 
@@ -337,6 +436,7 @@ _ENTRIES = {operation.__name__: globals()[f"_{operation.__name__}"] for operatio
     "store": _on_demand(_store_light, _store),
     "reserve_lanes": _on_demand(_reserve_lanes_light, _reserve_lanes),
     "end_lanes": _on_demand(_end_lanes_light, _end_lanes),
+    "append_lanes": _on_demand(_append_lanes_light, _append_lanes),
 }
 COMPILED = types_module.SimpleNamespace(**_ENTRIES)
 """The compiled operations, and those that exist only compiled; the first argument is the result of `places_of`."""

@@ -120,21 +120,27 @@ def lengthen(v: Any, slot: Any, generation: Any, more: Any, final: Any, evict: A
     """Allocate the blocks for more steps of a trajectory that is visible already; `publish_steps` follows if DONE.
 
     Args:
-        generation: of the trajectory. more: steps to add. final: 1 if a final step is added instead, else 0.
+        generation: of the trajectory. more: steps to add. final: 1 if a final step follows them, else 0. A trajectory
+            that has one gets both, so the final step moves behind the new steps; else it is GONE.
         run: as for `grow`.
 
     Returns:
         As `make_room`, or GONE, or OUTSIDE. After DONE the index stays dirty until `publish_steps`.
     """
     counters = v.counters
-    if v.state[slot] != READY or v.generation[slot] != generation or v.extent[slot, 2] != 0:
+    if v.state[slot] != READY or v.generation[slot] != generation:
         return GONE
     before, start = v.extent[slot, 0], v.extent[slot, 1]
+    if v.extent[slot, 2] != 0 and (more == 0 or final == 0):
+        return GONE
     if start < 0:
         return OUTSIDE
-    had, count = blocks_of(v, before), blocks_of(v, before + more + final)
+    had, count = blocks_of(v, before + v.extent[slot, 2]), blocks_of(v, before + more + final)
     check_extent(v, start, had)
-    answer = make_room(v, 0, count - had, more, evict)
+    if evict is None:  # noqa: SIM108 - decided when it is compiled
+        answer = has_room(v, 0, count - had, more)
+    else:
+        answer = make_room(v, 0, count - had, more, evict)
     if answer != DONE and answer != FLIP:
         return answer
     if v.state[slot] != READY:
