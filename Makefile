@@ -4,7 +4,7 @@
 #   make test-all all tests: also benchmark runs, examples, storms and exhaustive loops
 #   make test-emulated  the kernels' tests on the code that Triton compiles for a GPU, executed on the host
 #   make rdma-check  one-sided reads and UCX over InfiniBand's verbs, in virtual machines (Debian, x86_64; 20 to 50 minutes)
-#   make docs     the API reference, into docs/_build            make clean   remove builds and caches, not .venv
+#   make docs     the documentation site, docs/_build            make clean   remove builds and caches, not .venv
 #   make bench    a benchmark (ARGS="run single-server")        make report  a page and plots of what was measured
 #   make graph-serving  train and serve a GraphSAGE on the call graph of the installed Python sources
 #   make peers    other libraries, to be measured beside ours
@@ -67,7 +67,7 @@ format: $(READY)
 
 # Built afresh each time (-E -a), so that a warning, which is an error (-n -W), is not shown only once.
 docs: $(READY)
-	$(RUN) -m sphinx -E -a -n -W --keep-going -q docs/reference docs/_build $(ARGS)
+	$(RUN) -m sphinx -E -a -n -W --keep-going -q docs docs/_build $(ARGS)
 	@echo Written: docs/_build/index.html
 
 bench: ARGS ?= run single-server

@@ -378,7 +378,7 @@ def test_the_picture_of_the_rooms_shows_their_floors() -> None:
 
 def test_links_between_documents_lead_somewhere() -> None:
     broken = []
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
             if "://" not in target and not (path.parent / target.partition("#")[0]).exists():
                 broken.append(f"{path.name}: {target}")
@@ -388,6 +388,7 @@ def test_links_between_documents_lead_somewhere() -> None:
 def test_the_version_has_a_section_in_the_changelog() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", gear_loader.__version__)
     assert f"\n## [{gear_loader.__version__}] - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\nversion: {gear_loader.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 def test_parts_that_some_users_have_are_imported_by_nothing_else() -> None:
@@ -437,7 +438,7 @@ def test_every_package_folder_is_packaged() -> None:
 def test_install_hints_name_what_can_be_installed() -> None:
     """No package index has this package: hints say ``pip install '.[extra]'``, of extras that there are."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    prose = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    prose = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     code = [
         path
         for folder in ("gear_loader", "triton_kernels", "examples")

@@ -1,7 +1,7 @@
 """The README and the pages of docs/: their snippets run as they stand, and their links lead somewhere.
 
-The snippets of a page run in order, in one process. Where a page names the lines that come before, each snippet runs
-alone after them, in a process of its own.
+A snippet runs alone, as a reader copies it, or where a page tells one program in pieces, after those before it. The
+recipes of docs/start and docs/howto are in test_recipes.py.
 """
 
 from __future__ import annotations
@@ -17,23 +17,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = {"docs/from-sb3.md": ["stable_baselines3"], "docs/from-torchrl.md": ["torchrl", "tensordict"]}
-PAGES = [
-    "README.md",
-    "docs/distributed.md",
-    "docs/from-reverb.md",
-    "docs/graph-serving.md",
-    "docs/hindsight.md",
-    "docs/lightning.md",
-    "docs/preemption.md",
-    "docs/sequences.md",
-    "docs/tiers.md",
-    "docs/transforms.md",
-    *NEEDS,
-]
-COMMON = "Each snippet below runs alone after these lines:\n\n"
-APART = ["docs/actors.md", "docs/datasets.md", "docs/tables.md"]
+IN_ORDER = ["docs/from-reverb.md", "docs/graph-serving.md", "docs/hindsight.md", "docs/transforms.md", *NEEDS]
+ALONE = ["README.md", "docs/datasets.md", "docs/index.md", "docs/sequences.md", "docs/tables.md"]
 TEXTS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
-TEXTS += sorted((ROOT / "docs").glob("*.md"))
+TEXTS += sorted((ROOT / "docs").rglob("*.md"))
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -65,14 +52,11 @@ def run(program: str, folder: Path) -> str:
     return done.stdout
 
 
-def alone(page: str) -> list[tuple[str, str]]:
-    """Snippets that run alone: name, and program."""
-    _, rest = (ROOT / page).read_text("utf-8").split(COMMON)
-    lines, *found = snippets(rest)
-    return [(f"{page}-{number}", lines + snippet) for number, snippet in enumerate(found, 1)]
-
-
-ALONE = dict(program for page in APART for program in alone(page))
+PROGRAMS = {
+    f"{page}-{number}": snippet
+    for page in ALONE
+    for number, snippet in enumerate(snippets((ROOT / page).read_text("utf-8")), 1)
+}
 
 
 def anchors(path: Path) -> set[str]:
@@ -91,13 +75,13 @@ def test_the_dqn_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("program", ALONE.values(), ids=ALONE)
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_a_snippet_runs_alone(program: str, tmp_path: Path) -> None:
     run(program, tmp_path)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", IN_ORDER)
 def test_the_snippets_of_a_page_run_in_order(page: str, tmp_path: Path) -> None:
     for package in NEEDS.get(page, []):
         pytest.importorskip(package)
@@ -108,10 +92,11 @@ def test_the_snippets_of_a_page_run_in_order(page: str, tmp_path: Path) -> None:
 
 def test_every_page_with_snippets_is_run() -> None:
     with_snippets = {str(path.relative_to(ROOT)) for path in TEXTS if snippets(path.read_text("utf-8"))}
-    assert with_snippets == {*PAGES, *APART, "docs/dqn.md"}
+    recipes = {name for name in with_snippets if name.startswith(("docs/start/", "docs/howto/"))}
+    assert with_snippets - recipes == {*IN_ORDER, *ALONE, "docs/dqn.md"}
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text("utf-8")):
         if not link.startswith("https://"):

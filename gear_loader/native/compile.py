@@ -110,8 +110,8 @@ class _Watch(event.Listener):  # type: ignore[misc]
         self._started.append((loop, time.perf_counter()))
         notice(
             "numba-compile",
-            f"numba compiles loops of the CPU path on their first use, {_name(loop)} to begin with: seconds for each, "
-            "once for this machine. `gear-loader warmup` compiles them all in advance.",
+            f"Compiling loops of the CPU path on first use ({_name(loop)} first): some seconds each, cached on this "
+            "machine. `gear-loader warmup` compiles all of them ahead.",
         )
 
     def on_end(self, event: Any) -> None:

@@ -93,7 +93,7 @@ class SequenceBuffer(ReplayBuffer):
             )
         if unknown := {"n_step", "gamma", "hindsight", "agents"} & options.keys():
             raise SchemaError(
-                f"{sorted(unknown)} were given; a SequenceBuffer delivers rewards and goals of one agent as they are."
+                f"{sorted(unknown)} were given; a SequenceBuffer delivers rewards and goals as they are, of one agent."
             )
         if isinstance(mutable, str) or not all(isinstance(name, str) for name in mutable):
             raise SchemaError(f"mutable is {shown(mutable)}; expected names of columns, such as ('state',).")

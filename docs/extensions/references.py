@@ -124,6 +124,13 @@ def accept_undescribed(
     return content if full_name(node["reftarget"], scopes) is not None else None
 
 
+def hide_constructor(
+    app: Sphinx, what: str, name: str, found: Any, options: Any, signature: str, returned: str
+) -> tuple[str, None] | None:
+    """No signature for a class that other calls make."""
+    return ("", None) if what == "class" and found.__name__ in app.config.made_by_calls else None
+
+
 def check_complete(app: Sphinx, env: BuildEnvironment) -> None:
     """Every public name has a description."""
     described = env.domains["py"].data["objects"]
@@ -136,6 +143,8 @@ def check_complete(app: Sphinx, env: BuildEnvironment) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_config_value("public_modules", [], "env")
     app.add_config_value("known_modules", [], "env")
+    app.add_config_value("made_by_calls", [], "env")
+    app.connect("autodoc-process-signature", hide_constructor)
     app.connect("autodoc-process-docstring", read_docstring)
     app.connect("missing-reference", accept_undescribed)
     app.connect("env-check-consistency", check_complete)
