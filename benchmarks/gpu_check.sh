@@ -118,12 +118,13 @@ tests() {
 stage loops 100 loops.log env PYTHONPATH=. "$python" tests/tools/compile_loops.py
 tests gather 60 tests/kernels/test_gather_gpu.py
 tests priority 30 tests/kernels/test_priority_gpu.py
-tests place 15 tests/kernels/test_place.py tests/kernels/test_split.py tests/kernels/test_store.py
+tests place 25 tests/kernels/test_place.py tests/kernels/test_split.py tests/kernels/test_store.py \
+    tests/storage/test_device_writer.py
 tests packed 40 tests/kernels/test_packed_kernel.py tests/kernels/test_cast.py tests/collection/test_packed_cuda.py
 tests shards 30 tests/distributed/test_packed_shards_cuda.py tests/distributed/test_shard_collector.py
 # Only files that hold GPU tests: others may import packages that are not here.
 mapfile -t files < <(grep -lE '\bmark\.gpu\b' tests/test_*.py tests/*/test_*.py |
-    grep -vE '/test_(gather_gpu|priority_gpu|place|split|packed_kernel|cast|packed_cuda|packed_shards_cuda|shard_collector|benchmarks.*)\.py$')
+    grep -vE '/test_(gather_gpu|priority_gpu|place|split|store|device_writer|packed_kernel|cast|packed_cuda|packed_shards_cuda|shard_collector|benchmarks.*)\.py$')
 ((${#files[@]})) && tests other 5 "${files[@]}"
 
 # benchmark NAME SECONDS
@@ -139,6 +140,7 @@ if missing=$("$python" -c 'import rich, typer' 2>&1); then
     benchmark select 45
     benchmark overlap 55
     benchmark batch-size 30
+    benchmark simulator 15
     if missing=$("$python" -c 'import gymnasium, mujoco' 2>&1); then
         benchmark train 20
     else

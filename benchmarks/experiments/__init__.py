@@ -53,6 +53,8 @@ overlap | cpu, cuda | |
     how much the loader beside it slows down a training step
 transitions | cpu | SB3, TorchRL, cpprb, Tianshou |
     drawing single transitions and appending steps, uniformly and by priority
+simulator | cpu, cuda | |
+    writing the steps of a simulator, on the GPU that it runs on
 packed | cpu, cuda | |
     packed batches of sequences of uneven length, by a budget of tokens
 graph | cpu | |

@@ -133,8 +133,8 @@ class DeviceWriter:
 
     Ends of episodes are not known to the host: chunks go on through them, and `done` is a column. Where memory cannot
     be pinned, chunks are copied to the host by the copy engine and stored by the CPU. With ``device="cpu"`` it behaves
-    in the same way. Two chunks of all environments are held, on the device and in the table. For one thread. As a
-    context manager it commits what is left at the end, or discards it if the block raises.
+    in the same way; a `VectorWriter` is faster there. Two chunks of all environments are held, on the device and in the
+    table. For one thread. As a context manager it commits what is left at the end, or discards it if the block raises.
 
     Attributes:
         num_envs: number of environments. device: where their values are. chunk_steps: steps of a trajectory.

@@ -116,6 +116,11 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
         {**TRANSITIONS, "append 1": APPENDED, "append 8": APPENDED},
         "left out: SB3",
     ),
+    "simulator": (
+        "--threads 1 --envs 3,8",
+        {"append": {"ring", "ours", "ours, without device"}},
+        "8 environments",
+    ),
     "packed": (
         "--threads 1 --columns 1,2",
         {

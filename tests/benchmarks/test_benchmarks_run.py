@@ -30,6 +30,7 @@ NAMES = (
     "memory",
     "overlap",
     "transitions",
+    "simulator",
     "packed",
     "graph",
     "learn",
@@ -282,7 +283,7 @@ def gpu_check(tmp_path: Path, lacks: str) -> tuple[int, str, list[str]]:
 def test_gpu_check_runs_the_most_important_first_within_ten_minutes(tmp_path: Path) -> None:
     status, summary, calls = gpu_check(tmp_path, lacks="")
     assert status == 1  # `select` failed, and those after it ran all the same
-    names = ["single-server", "collect", "select", "overlap", "batch-size", "train", "packed"]
+    names = ["single-server", "collect", "select", "overlap", "batch-size", "simulator", "train", "packed"]
     stages = [f"{name} tests" for name in ("gather", "priority", "place", "packed", "shards")]
     lines = ["loops", *stages, *names[:2], "predicted", *names[2:]]
     assert [line[:14].strip() for line in summary.splitlines()] == lines
