@@ -129,8 +129,8 @@ def _writing() -> None:
         on_full="evict_oldest",
     ) as table:
         writers, row = table.writers(2, commit_every_step=True), {"x": np.zeros((2, 3), dtype=np.float32)}
-        for done in ([False, False], [True, True]) * 4:
-            writers.append(row, next=row, done=done)
+        for ends in ([False, False], [True, True]) * 4:
+            writers.append(row, next=row, done=ends)
     with _filled() as table:
         slots, _ = table._engine.index.begin(np.array([1]), evict=EVICT_OLDEST)
         table._engine.index.abort(slots)

@@ -83,8 +83,9 @@ class Draws:
     """What is drawn, and how draws are counted: ``draws=gear.Draws(subset=lambda n: n % 10 > 0)``.
 
     Attributes:
-        complete: draw only anchors at which every window lies wholly inside the trajectory, its final step included. A
-            trajectory that has none is never drawn; `ReplayDataset.stats` counts them.
+        complete: draw only anchors at which every window lies wholly inside the trajectory, its final step included; of
+            an `NStep` with `next`, that a step follows. A trajectory that has none is never drawn; `ReplayDataset.stats`
+            counts them.
         subset: function of sequence numbers (int64 [n], the order of insertion into the table that stored the
             trajectories first) that returns bool [n]: whether they belong to this dataset. `ReplayDataModule` uses it
             to split training and validation.
