@@ -84,8 +84,8 @@ class Draws:
 
     Attributes:
         complete: draw only anchors at which every window lies wholly inside the trajectory, its final step included; of
-            an `NStep` with `next`, that a step follows. A trajectory that has none is never drawn; `ReplayDataset.stats`
-            counts them.
+            an `NStep` with `next`, that a step follows. A trajectory that has none is never drawn;
+            `ReplayDataset.stats` counts them.
         subset: function of sequence numbers (int64 [n], the order of insertion into the table that stored the
             trajectories first) that returns bool [n]: whether they belong to this dataset. `ReplayDataModule` uses it
             to split training and validation.
