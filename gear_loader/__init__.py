@@ -10,7 +10,7 @@ from gear_loader.utils.lazy import loader
 from gear_loader.utils.provided import provide
 
 if TYPE_CHECKING:
-    from gear_loader import distributed, graph, sources
+    from gear_loader import distributed, graph, sources, transforms
     from gear_loader.collection.batches import Batch
     from gear_loader.collection.n_step import NStep
     from gear_loader.collection.windows import Whole
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from gear_loader.graph.features import Features
     from gear_loader.lightning.datamodule import ReplayDataModule
     from gear_loader.lightning.monitor import ReplayMonitor
+    from gear_loader.replay.buffer import ReplayBuffer
+    from gear_loader.replay.hindsight import Hindsight
     from gear_loader.selection.balance import balance
     from gear_loader.selection.grouping import Groups
     from gear_loader.selection.selectors import Fifo, Lifo, LinearSchedule, Prioritized, TopK, Uniform
@@ -47,6 +49,7 @@ __all__ = [
     "Fifo",
     "Gpu",
     "Groups",
+    "Hindsight",
     "Lifo",
     "Limits",
     "LinearSchedule",
@@ -82,6 +85,7 @@ __all__ = [
     "graph",
     "serve",
     "sources",
+    "transforms",
 ]
 
 __version__ = "0.1.0"
@@ -99,6 +103,7 @@ _MODULES = {
     "Fifo": "selection.selectors",
     "Gpu": "dataset.options",
     "Groups": "selection.grouping",
+    "Hindsight": "replay.hindsight",
     "Lifo": "selection.selectors",
     "Limits": "storage.table_rules",
     "LinearSchedule": "selection.selectors",
@@ -159,7 +164,7 @@ provide(_part)
 
 
 def __getattr__(name: str) -> Any:
-    packages = ("distributed", "graph", "sources")
+    packages = ("distributed", "graph", "sources", "transforms")
     return importlib.import_module(f"{__name__}.{name}") if name in packages else _load(name)
 
 

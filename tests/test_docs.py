@@ -23,6 +23,7 @@ PUBLIC = (
     ".graph",
     ".integrations.torchrl",
     ".sources",
+    ".transforms",
     ".transport",
 )
 

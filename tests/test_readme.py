@@ -22,10 +22,12 @@ PAGES = [
     "docs/distributed.md",
     "docs/from-reverb.md",
     "docs/graph-serving.md",
+    "docs/hindsight.md",
     "docs/lightning.md",
     "docs/preemption.md",
     "docs/sequences.md",
     "docs/tiers.md",
+    "docs/transforms.md",
     *NEEDS,
 ]
 COMMON = "Each snippet below runs alone after these lines:\n\n"

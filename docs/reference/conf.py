@@ -28,6 +28,7 @@ public_modules = [
     "gear_loader.graph",
     "gear_loader.integrations.torchrl",
     "gear_loader.sources",
+    "gear_loader.transforms",
     "gear_loader.transport",
 ]
 known_modules = ["torch.utils.data", "torchdata.stateful_dataloader"]

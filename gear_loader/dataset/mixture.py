@@ -397,5 +397,13 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> Batch:
             )
         else:
             values = [part[key] for part in parts]
-            batch[key] = dict(joined(values)) if isinstance(values[0], Mapping) else torch.cat(values)
+            batch[key] = _joined_values(values)
     return batch
+
+
+def _joined_values(values: list[Any]) -> Any:
+    if isinstance(values[0], Mapping):
+        return dict(joined(values))
+    if isinstance(values[0], tuple):
+        return tuple(_joined_values(list(parts)) for parts in zip(*values, strict=True))
+    return torch.cat(values)

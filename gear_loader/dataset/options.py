@@ -11,6 +11,7 @@ import torch
 
 from gear_loader.collection.output import check_output
 from gear_loader.collection.windows import check_layout, check_windows, has_whole
+from gear_loader.dataset.transforming import transforms_of
 from gear_loader.errors import SchemaError
 from gear_loader.selection.grouping import Groups
 from gear_loader.selection.selectors import Selector
@@ -176,6 +177,7 @@ def check_options(
     ranks: Any,
     output: Any,
     layout: Any,
+    transform: Any,
     **_: Any,
 ) -> None:
     """Raise SchemaError for options of `ReplayDataset` that are invalid with any table."""
@@ -206,6 +208,7 @@ def check_options(
     ):
         at_least("batches_per_epoch", batches_per_epoch, otherwise=" or math.inf")
     check_output(output)
+    transforms_of(transform)
     if isinstance(batch_size, Steps):
         if layout == "padded" and not has_whole(windows):
             raise SchemaError(

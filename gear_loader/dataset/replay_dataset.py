@@ -38,6 +38,7 @@ from gear_loader.dataset.origin import HasOrigin, Origin, origin_of
 from gear_loader.dataset.position import Position
 from gear_loader.dataset.prepared import dealer, prepared_error
 from gear_loader.dataset.table_options import check_final, check_groups, step_budget_of
+from gear_loader.dataset.transforming import Moment, Transforms
 from gear_loader.errors import SchemaError
 from gear_loader.selection.base import Selection, SelectionContext
 from gear_loader.selection.budget_planner import BudgetPlanner, PlannedBatch
@@ -136,6 +137,8 @@ class ReplayDataset(IterableDataset[Batch]):
             batch, which is then copied from a packed one. ``"packed"``: rows lie one after another without padding, see
             below. ``"jagged"``: so they do, and are shown as `torch.nested` tensors of layout `torch.jagged`, without a
             copy.
+        transform: a function that takes a batch and returns it, or a sequence of them; `gear_loader.transforms` has
+            some. See below.
 
     **Late columns** (`Column.late`): a dataset draws only trajectories whose late columns are filled, of those that it
     reads. If there are none, or no complete groups, or no recent trajectories of a table with `max_lag`, a draw waits
@@ -155,6 +158,11 @@ class ReplayDataset(IterableDataset[Batch]):
     its window that exist, with ``Whole(final=True)`` a final step (`Column.final`) too; the windows of all columns are
     the same. On a GPU the host draws them, also by priority, because it lists their pieces; it does not wait for the
     GPU, except that memory grows to the longest batch so far.
+
+    **Transforms** are called with each batch when it is delivered, by the thread that asks for it, on the batch's
+    device and, on a GPU, on the current stream; in a `DataLoader` worker by the worker. They get a `Batch` as described
+    here, before `output` and ``"jagged"`` change its form, and may change its tensors in place. What draws random
+    numbers from the `generator` that it asks for gives the same results after a resumption, on any device.
 
     **Forked children:** an iterator belongs to the process that made it and raises `GearError` in a forked child.
     `sample` and new iterators work there, except over `Shards`, and for priorities that the parent was changing during
@@ -193,6 +201,7 @@ class ReplayDataset(IterableDataset[Batch]):
         ranks: Ranks = _RANKS,
         output: Literal["dict", "tensordict"] = "dict",
         layout: Literal["padded", "packed", "jagged"] = "padded",
+        transform: Any = None,
     ) -> None:
         self.check_options(
             batch_size=batch_size,
@@ -209,6 +218,7 @@ class ReplayDataset(IterableDataset[Batch]):
             ranks=ranks,
             output=output,
             layout=layout,
+            transform=transform,
         )
         self._origin: Origin = origin_of(table, ranks)
         self.table: Table = self._origin.table
@@ -265,6 +275,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self.batches_per_epoch = batches_per_epoch if endless else int(batches_per_epoch or 0)
         self.drop_last, self.subset = draws.drop_last, draws.subset
         self.sample_info, self.rate_limited = draws.sample_info, draws.rate_limited
+        self._transforms = Transforms(transform, self.windows, history=self.keep + 2)
         self._check_rate(self._num_drawn)
         self._origin.open(self, self._options())
         self._position = Position()
@@ -437,6 +448,7 @@ class ReplayDataset(IterableDataset[Batch]):
         first = before + number + workers * step
         planned: collections.deque[PlannedBatch] = collections.deque()  # not yet delivered
         filler = self._filler(prefetcher)
+        at = first  # number of the batch on this rank
         if self._budget is None:
             batches = prefetcher.batches(filler.fill, self._draws(epoch, first, workers))
         else:
@@ -452,7 +464,8 @@ class ReplayDataset(IterableDataset[Batch]):
                     if done is not None:  # first: it keeps the states before too, for the position
                         self._progress.delivered(epoch, done.state, done.counts, self._selected())
                     position.delivered(epoch, before, step)
-                    yield self._shown(batch)
+                    yield self._shown(batch, epoch, at)
+                    at += workers
                 if not in_worker:
                     # A worker keeps its end position, so that it ends again if resumed while others have batches left.
                     position.end(epoch)
@@ -599,7 +612,7 @@ class ReplayDataset(IterableDataset[Batch]):
             self._notice_uneven()
         batch = prefetcher.one(self._filler(prefetcher).fill, (draw, view))
         self._position.sampled(count)
-        shown: Batch = self._shown(batch)
+        shown: Batch = self._shown(batch, draw.epoch, self._position.samples - 1)
         return shown
 
     def _single(self, size: int) -> Prefetcher:
@@ -653,7 +666,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self._sampler = planner
         self._sample_progress.delivered(SAMPLE_EPOCH, plan.state, plan.counts, None)
         self._position.sampled(0)
-        shown: Batch = self._shown(batch)
+        shown: Batch = self._shown(batch, SAMPLE_EPOCH, self._position.samples - 1)
         return shown
 
     def seek_sample(self, number: int, items: int, *, stream: int = 0) -> None:
@@ -685,15 +698,30 @@ class ReplayDataset(IterableDataset[Batch]):
         if limiter is not None and self.rate_limited:
             limiter.check_batch(size)
 
-    def _shown(self, batch: Batch) -> Any:
-        """A batch in the form of `output` and `layout`."""
-        if self.layout == "jagged":
-            return as_jagged(batch, steps_only(self.table.schema, self.windows))
+    def _shown(self, batch: Batch, epoch: int, number: int) -> Any:
+        """A batch, transformed, in the form of `output` and `layout`; `number` is that on this rank."""
         if self._packs and self.layout == "padded":
             batch = as_padded(batch, list(steps_only(self.table.schema, self.windows)))
         if self.mask_names is not None and isinstance(mask := batch.get("mask"), torch.Tensor):
             batch = Batch({**batch, "mask": dict.fromkeys(self.mask_names, mask)})
+        if self._transforms:
+            rank, world = self._rank()
+            batch = self._transforms(
+                batch,
+                seed=self._draw_seed(),
+                slice_number=self._origin.number,
+                epoch=epoch,
+                number=number * world + rank,
+            )
+            self._transforms.record(self._moment)
+        if self.layout == "jagged":
+            return as_jagged(batch, steps_only(self.table.schema, self.windows))
         return batch if self.output == "dict" else as_tensordict(batch)
+
+    @property
+    def _moment(self) -> Moment:
+        epoch, before, step = self._position.current
+        return Moment(epoch, before + step, self._position.samples)
 
     # ---------------------------------------------------------------- selection
 
@@ -1034,6 +1062,7 @@ class ReplayDataset(IterableDataset[Batch]):
     def check_worker(self, number: int, in_worker: bool) -> None:
         """Raise an error if a `DataLoader` worker of this number cannot iterate."""
         if in_worker:
+            self._transforms.check_worker()
             self._origin.check_worker(number, selector=self.selector, device=self.device)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -1103,6 +1132,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
         With a selector that draws by priority, also ``"priorities"``: CPU tensors of all priorities, their running
         maximum, and the rows of the last batches, because prefetched batches were drawn by older priorities.
+        With transforms that have states also ``"transforms"``: these, after each of the last batches.
         With max_steps also ``"budget"``: which drawn trajectories no batch has had yet, after each of the last batches.
 
         Prefetched but undelivered batches do not count. In a `DataLoader` worker, as used by torchdata's
@@ -1115,6 +1145,8 @@ class ReplayDataset(IterableDataset[Batch]):
         if get_worker_info() is None and self.selector.by_priority:
             self._buffers.settle()
             state["priorities"] = self._origin.save(self._by_priority("state_dict").state_dict())
+        if transforms := self._transforms.state_dict():
+            state["transforms"] = transforms
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -1151,6 +1183,8 @@ class ReplayDataset(IterableDataset[Batch]):
                 f"The state belongs to a dataset with other options (saved, here): {different}. "
                 "Batches would not continue; make the dataset with the saved options."
             )
+        moment = Moment(values["epoch"], done, values["samples"])
+        self._transforms.load_state_dict(state.get("transforms", ()), moment)
         if self.selector.by_priority:
             if not isinstance(state.get("priorities"), Mapping):
                 raise SchemaError(

@@ -11,6 +11,7 @@ from gear_loader.collection.windows import Whole
 from gear_loader.dataset import ReplayDataset
 from gear_loader.dataset.epoch_draws import EpochDraws
 from gear_loader.dataset.options import Draws, Ranks
+from gear_loader.dataset.transforming import evaluating
 from gear_loader.distributed.shards import Shards
 from gear_loader.selection.selectors import Fifo, Selector, Uniform
 from gear_loader.storage.table import Table
@@ -89,6 +90,7 @@ def _pass(
         "selector": selector,
         "anchor": anchor,
         "batch_size": batch_size,
+        "transform": evaluating(options.get("transform")),
     }
     dataset = EvaluationDataset(source, **{**options, **replaced})
     dataset.most = most

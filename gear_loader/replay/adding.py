@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
+from gear_loader.replay.ended_rows import EndedRows
 from gear_loader.replay.nesting import Nesting, as_array
 from gear_loader.storage.casting import cast_to
 from gear_loader.storage.schema import Column
+from gear_loader.storage.staged_rows import StagedRows
 from gear_loader.storage.step_columns import StepColumn
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
@@ -78,17 +80,30 @@ class Adder:
         table: with the columns of `nestings`, ``reward`` and ``terminated``; those of ``obs`` have final steps.
         nestings: name of a value -> its columns. num_envs: n. piece: most steps of a trajectory.
         waits: whether rows may wait; else each is in the table when `add` has returned.
+        growing: whether a trajectory can be drawn before it has ended.
     """
 
     def __init__(
-        self, table: Table, nestings: Mapping[str, Nesting], num_envs: int, piece: int, *, waits: bool
+        self,
+        table: Table,
+        nestings: Mapping[str, Nesting],
+        num_envs: int,
+        piece: int,
+        *,
+        waits: bool,
+        growing: bool = True,
     ) -> None:
         self.num_envs, self.nestings, self.waits = num_envs, nestings, waits
         schema = table.schema
         row_bytes = num_envs * 2 * schema.step_bytes
         length = min(max(_STAGED_BYTES // row_bytes, 1), _MOST_ROWS)
-        writer = table.writers(num_envs, commit_every_step=True)
-        self._staged = staged = writer.staged(length, cut=piece, reward="reward")
+        self._staged: StagedRows | EndedRows
+        if growing:
+            writer = table.writers(num_envs, commit_every_step=True)
+            self._staged = writer.staged(length, cut=piece, reward="reward")
+        else:
+            self._staged = EndedRows(table, num_envs, piece)
+        staged = self._staged
         self._columns = {
             name: RowColumn(name, name, schema[name], rows) for name, rows in staged.rows.items()
         }

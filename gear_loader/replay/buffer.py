@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -16,8 +17,10 @@ from gear_loader.collection.batches import Batch
 from gear_loader.collection.n_step import NStep
 from gear_loader.dataset.options import Draws
 from gear_loader.dataset.replay_dataset import ReplayDataset
+from gear_loader.dataset.transforming import transforms_of
 from gear_loader.errors import CheckpointError, SchemaError, TableEmptyError
 from gear_loader.replay.adding import Adder, count_of, flags_of
+from gear_loader.replay.hindsight import Hindsight, Relabel
 from gear_loader.replay.nesting import Nesting, as_array
 from gear_loader.selection.selectors import Selector, Uniform
 from gear_loader.storage.disk import Disk
@@ -57,6 +60,7 @@ class ReplayBuffer:
     ``discount``     float32 ``[B]``: ``gamma ** k`` for k rewards; 0 where the episode terminates within them. A target
                      is ``reward + discount * value(next_obs)``, also at truncation.
     other columns    that `add` was given
+    ``relabelled``   with `hindsight`, bool ``[B]``: whether the goal was achieved later; see `Hindsight`
     ================ ==============================================================================
 
     and ``index``, ``anchor``, ``generation``, which identify its rows, and ``priority_weight``, as of `ReplayDataset`.
@@ -77,10 +81,13 @@ class ReplayBuffer:
         disk: a `Disk`, or a directory: the table is written there in the background; see `Table.create`. If a buffer
             has been written there, by a process that has ended or crashed, this one goes on with it: `Table.recover`.
         seed: of all draws.
+        hindsight: `Hindsight`: goals that were achieved take the place of desired ones.
+        transform: called with each of these batches; see `ReplayDataset` and `gear_loader.transforms`.
 
     Attributes:
-        table: the `Table`. dataset: the `ReplayDataset`. Both are None before the columns are known. Until the first of
-            them is read, added rows may wait in memory of the buffer until they are sampled, which makes `add` faster.
+        table: the `Table`. dataset: the `ReplayDataset`, whose batches are these; for a `DataLoader`, say. Both are
+            None before the columns are known. Until the first of them is read, added rows may wait in memory of the
+            buffer until they are sampled, which makes `add` faster.
 
     Raises:
         SchemaError: an invalid option. CheckpointError: the directory of `disk` cannot be used.
@@ -101,6 +108,8 @@ class ReplayBuffer:
         name: str | None = None,
         disk: Disk | str | os.PathLike[str] | None = None,
         seed: int = 0,
+        hindsight: Hindsight | None = None,
+        transform: Any = None,
     ) -> None:
         self.capacity, self.n_step = at_least("capacity", capacity), at_least("n_step", n_step)
         check_gamma(gamma)
@@ -111,7 +120,12 @@ class ReplayBuffer:
             )
         if (observation_space is None) != (action_space is None):
             raise SchemaError("One of observation_space and action_space was given; expected both, or none.")
+        if hindsight is not None and not isinstance(hindsight, Hindsight):
+            raise SchemaError(
+                f"hindsight is {shown(hindsight)}; expected gear_loader.Hindsight(compute_reward)."
+            )
         self.gamma = float(gamma)
+        self._hindsight, self._transforms = hindsight, transforms_of(transform)
         self._sampler = Uniform(unit="step") if sampler is None else sampler
         self._batch_size = at_least("batch_size", batch_size)
         self._device, self._name, self._seed = device, name, seed
@@ -169,6 +183,8 @@ class ReplayBuffer:
             for name, (dtype, shape) in columns.items()
         }
         schema |= {"reward": Column(torch.float32, cast=True), "terminated": Column(torch.bool, cast=True)}
+        if self._hindsight is not None:
+            self._hindsight.check(schema)
         envs = self.num_envs or 1
         steps = max(self.capacity, 2 * envs * (self._piece + 1))
         table = Table.create(
@@ -200,6 +216,7 @@ class ReplayBuffer:
             seed=self._seed,
             device=self._device,
             batches_per_epoch=math.inf,
+            transform=self._delivery(table),
         )
         self._table = table
         if self._waiting is not None:
@@ -221,8 +238,20 @@ class ReplayBuffer:
             windows["target"] = NStep("reward", self.n_step, self.gamma, "terminated", tuple(following))
         return windows
 
+    def _delivery(self, table: Table) -> list[Any]:
+        """What makes the batches of a user from those that are gathered."""
+        bare = copy.copy(
+            self
+        )  # has no table yet: no circle of references, and small for `DataLoader` workers
+        bare._waiting = None
+        steps: list[Any] = [bare._finish]
+        if self._hindsight is not None:
+            more = {name: each for name, each in self._nestings.items() if name not in _FIELDS}
+            steps.append(Relabel(self._hindsight, table, n_step=self.n_step, gamma=self.gamma, more=more))
+        return [*steps, *self._transforms]
+
     def __len__(self) -> int:
-        """Number of transitions."""
+        """Number of transitions that have been stored; with `Hindsight`, of episodes that have ended."""
         self._flush()
         return 0 if self._table is None else self._table.num_steps
 
@@ -272,7 +301,8 @@ class ReplayBuffer:
     def _new_adder(self, count: int) -> Adder:
         """What adds to the table, of which `num_envs` is known then."""
         assert self._table is not None
-        adder = Adder(self._table, self._nestings, count, self._piece, waits=self._waits)
+        growing = self._hindsight is None or self._hindsight.running
+        adder = Adder(self._table, self._nestings, count, self._piece, waits=self._waits, growing=growing)
         self.num_envs = count
         return adder
 
@@ -370,18 +400,20 @@ class ReplayBuffer:
         Raises:
             TableEmptyError: there is no transition that can be drawn.
         """
-        return self._finish(self._drawn_from().sample(n))
+        return self._drawn_from().sample(n)
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches without end, prepared ahead."""
         for batch in self._drawn_from():
-            yield self._finish(batch)
+            yield batch
             self._flush()
 
     def _drawn_from(self) -> ReplayDataset:
         self._flush()
         if self._dataset is None or not len(self):
-            raise TableEmptyError("The replay buffer is empty; add a transition before the first sample.")
+            whole = self._hindsight is not None and not self._hindsight.running
+            what = "an episode that ends" if whole else "a transition"
+            raise TableEmptyError(f"The replay buffer is empty; add {what} before the first sample.")
         return self._dataset
 
     def _finish(self, batch: Batch) -> Batch:

@@ -369,6 +369,25 @@ class TableReader:
 
         return self._recovery.locked(begin)
 
+    def begin_read_live(self, slots: Array, generations: Array, ticket: Ticket) -> tuple[Array, Array]:
+        """`begin_read` of rows that were drawn earlier, of which some may be gone.
+
+        Args:
+            slots, generations: int64 [n]. ticket: as for `begin_read`.
+
+        Returns:
+            Whether each row's trajectory is in the table, bool [n]; and its row of `extent`, int64 [n, 3], which for
+            others is that of anything.
+        """
+        arrays = self.arrays
+
+        def begin() -> tuple[Array, Array]:
+            live = arrays.live_rows(slots, generations, strict=False, what="")
+            ticket.begin(self._readers)
+            return live, arrays.extent[np.where(live, slots, 0)]
+
+        return self._recovery.locked(begin)
+
     def snapshot(self) -> Snapshot:
         """A snapshot of the live trajectories, oldest first; also for a signal handler amid another call."""
 
