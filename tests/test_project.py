@@ -49,7 +49,7 @@ IN_ONE_ROOM: dict[str, frozenset[str]] = {
     "checkpoint": frozenset({"safetensors", "xxhash"}),
     "collection": frozenset({"tensordict"}),
     "cli": frozenset({"psutil", "rich", "typer"}),
-    "integrations": frozenset({"gymnasium", "ray", "stable_baselines3"}),
+    "integrations": frozenset({"gymnasium", "ray", "stable_baselines3", "tensordict", "torchrl"}),
     "lightning": frozenset({"lightning"}),
     "native": frozenset({"llvmlite"}),
     "sources": frozenset({"gymnasium", "h5py", "minari"}),

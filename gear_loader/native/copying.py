@@ -322,8 +322,8 @@ def put_steps(  # type: ignore[no-untyped-def]
         blocks: int32 [E, W], blocks of each trajectory.
         open_steps: int64 [E, 3], slot, steps so far and capacity in steps of each trajectory; steps are counted up.
         sources: int64 [C], address of the E contiguous steps of each column.
-        ahead: address of E contiguous steps of column 0 that belong to the step after, or 0. They are written there,
-            and the next step's value must be the same.
+        ahead: int64 [A], for each of the first A columns the address of E contiguous steps that belong to the step
+            after. They are written there, and the next step's values must be the same.
         ended: bool [E], whether the step is the trajectory's last.
         places: int32 [N, E, 2], output: row `row` gets slot and step of each trajectory.
 
@@ -331,14 +331,14 @@ def put_steps(  # type: ignore[no-untyped-def]
         Number of trajectories that have ended or are full now; or -1 - e, having done nothing, if the step of
         trajectory e does not begin with the value that was written ahead.
     """
-    more = 1 if ahead != 0 else 0
-    if ahead != 0:
-        base, stride, step_bytes, every = columns[0, 0], columns[0, 1], columns[0, 2], columns[0, 3]
+    more = 1 if len(ahead) else 0
+    for c in range(len(ahead)):
+        base, stride, step_bytes, every = columns[c, 0], columns[c, 1], columns[c, 2], columns[c, 3]
         for e in range(len(open_steps)):
             step = open_steps[e, 1]
             if step > 0:
                 known = base + int64(blocks[e, step // block_steps]) * stride + step % block_steps * every
-                if differ(known, sources[0] + e * step_bytes, step_bytes):
+                if differ(known, sources[c] + e * step_bytes, step_bytes):
                     return -1 - e
     waiting = 0
     for e in range(len(open_steps)):
@@ -347,10 +347,10 @@ def put_steps(  # type: ignore[no-untyped-def]
         for c in range(len(columns)):
             base, stride, step_bytes, every = columns[c, 0], columns[c, 1], columns[c, 2], columns[c, 3]
             copy_bytes(base + block * stride + inside * every, sources[c] + e * step_bytes, step_bytes)
-        if ahead != 0:
-            base, stride, step_bytes, every = columns[0, 0], columns[0, 1], columns[0, 2], columns[0, 3]
-            block, inside = int64(blocks[e, (step + 1) // block_steps]), (step + 1) % block_steps
-            copy_bytes(base + block * stride + inside * every, ahead + e * step_bytes, step_bytes)
+        block, inside = int64(blocks[e, (step + more) // block_steps]), (step + more) % block_steps
+        for c in range(len(ahead)):
+            base, stride, step_bytes, every = columns[c, 0], columns[c, 1], columns[c, 2], columns[c, 3]
+            copy_bytes(base + block * stride + inside * every, ahead[c] + e * step_bytes, step_bytes)
         places[row, e, 0], places[row, e, 1] = open_steps[e, 0], step
         open_steps[e, 1] = step + 1
         waiting += ended[e] or step + 1 + more >= open_steps[e, 2]

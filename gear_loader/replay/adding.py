@@ -13,9 +13,9 @@ from gear_loader.replay.ended_rows import EndedRows
 from gear_loader.replay.nesting import Nesting, as_array
 from gear_loader.storage.casting import cast_to
 from gear_loader.storage.schema import Column
-from gear_loader.storage.staged_rows import StagedRows
 from gear_loader.storage.step_columns import StepColumn
 from gear_loader.storage.table import Table
+from gear_loader.storage.waiting_rows import WaitingRows
 from gear_loader.utils.arrays import Array
 
 _STAGED_BYTES, _MOST_ROWS = 4 << 20, 64
@@ -97,7 +97,7 @@ class Adder:
         schema = table.schema
         row_bytes = num_envs * 2 * schema.step_bytes
         length = min(max(_STAGED_BYTES // row_bytes, 1), _MOST_ROWS)
-        self._staged: StagedRows | EndedRows
+        self._staged: WaitingRows | EndedRows
         if growing:
             writer = table.writers(num_envs, commit_every_step=True)
             self._staged = writer.staged(length, cut=piece, reward="reward")

@@ -240,9 +240,8 @@ class ReplayBuffer:
 
     def _delivery(self, table: Table) -> list[Any]:
         """What makes the batches of a user from those that are gathered."""
-        bare = copy.copy(
-            self
-        )  # has no table yet: no circle of references, and small for `DataLoader` workers
+        # It has no table yet: no circle of references, and small for `DataLoader` workers.
+        bare = copy.copy(self)
         bare._waiting = None
         steps: list[Any] = [bare._finish]
         if self._hindsight is not None:

@@ -12,10 +12,10 @@ from gear_loader.utils.arrays import Array
 
 
 class EndedRows:
-    """In the place of `StagedRows`: one row of each environment waits, and a trajectory is committed at its end.
+    """In the place of `WaitingRows`: one row of each environment waits, and a trajectory is committed at its end.
 
     Attributes:
-        rows, following, active, done, count, length: as of `StagedRows`, with K = 1.
+        rows, following, active, done, count, length: as of `WaitingRows`, with K = 1.
 
     Args:
         table: with final steps. num_envs: n. cut: most steps of a trajectory.

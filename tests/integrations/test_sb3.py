@@ -21,9 +21,12 @@ stable_baselines3 = pytest.importorskip("stable_baselines3", reason="needs pip i
 from gymnasium import spaces  # noqa: E402
 from stable_baselines3.common import buffers, vec_env  # noqa: E402
 
-from gear_loader.integrations.sb3 import ReplayBuffer  # noqa: E402
+from gear_loader.integrations.sb3 import DictReplayBuffer, HerReplayBuffer, NStepReplayBuffer, ReplayBuffer  # noqa: E402
 
 BOX = spaces.Box(-np.inf, np.inf, (5,), np.float32)
+DICT = spaces.Dict(
+    {"vector": BOX, "image.left": spaces.Box(0, 255, (2, 3), np.uint8), "mode": spaces.Discrete(7)}
+)
 PARTS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
 
 
@@ -42,6 +45,27 @@ def calls(n_envs: int, steps: int, mean: float, seed: int = 0) -> Iterator[tuple
         observation = np.where(done[:, None], observe(), following)
 
 
+def as_dicts(call: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same arguments of `add` with observations of the space DICT."""
+
+    def parts(observation: np.ndarray) -> dict[str, np.ndarray]:
+        image = np.abs(observation[:, :3, None].repeat(2, 2).transpose(0, 2, 1) * 50)
+        mode = (np.abs(observation[:, 4]) * 2).astype(np.int64) % 7
+        return {"vector": observation, "image.left": image.astype(np.uint8), "mode": mode}
+
+    return parts(call[0]), parts(call[1]), *call[2:]
+
+
+def same(expected: Any, found: Any) -> bool:
+    """Whether arrays, tensors or dicts of them are the same, of the same dtypes."""
+    if isinstance(expected, dict):
+        return expected.keys() == found.keys() and all(same(expected[key], found[key]) for key in expected)
+    if expected is None:
+        return found is None
+    expected, found = (torch.as_tensor(each) for each in (expected, found))
+    return expected.dtype == found.dtype and torch.equal(expected, found)
+
+
 def same_samples(ours: ReplayBuffer, theirs: Any, seed: int, **options: Any) -> None:
     """The same batch, and the same random state after it."""
     drawn = []
@@ -49,8 +73,9 @@ def same_samples(ours: ReplayBuffer, theirs: Any, seed: int, **options: Any) -> 
         np.random.seed(seed)  # noqa: NPY002
         drawn.append((each.sample(32, **options), np.random.randint(1 << 30)))  # noqa: NPY002
     assert drawn[0][1] == drawn[1][1]
+    assert type(drawn[0][0]) is type(drawn[1][0])
     for expected, found in zip(drawn[0][0], drawn[1][0], strict=True):
-        assert expected is found is None or (expected.dtype == found.dtype and torch.equal(expected, found))
+        assert same(expected, found)
 
 
 @pytest.mark.parametrize(
@@ -74,12 +99,44 @@ def test_the_same_batches_as_the_buffer_of_sb3(n_envs: int, optimize: bool, copy
             ours = pickle.loads(pickle.dumps(ours))
             same_samples(ours, theirs, number)
     for part in PARTS:
-        np.testing.assert_array_equal(getattr(ours, part), getattr(theirs, part), strict=True)
+        assert same(getattr(theirs, part), getattr(ours, part)), part
     ours.table.check_valid()
     ours.reset()
     assert ours.size() == len(ours.table) == 0
     ours.add(*call)
     np.testing.assert_array_equal(ours.observations[0], call[0])
+
+
+@pytest.mark.parametrize(("n_envs", "optimize"), [(1, False), (3, True)])
+def test_the_same_batches_of_dict_observations(n_envs: int, optimize: bool) -> None:
+    theirs = buffers.DictReplayBuffer(600, DICT, spaces.Discrete(3), device="cpu", n_envs=n_envs)
+    ours = DictReplayBuffer(
+        600, DICT, spaces.Discrete(3), device="cpu", n_envs=n_envs, optimize_memory_usage=optimize
+    )
+    assert "next_observation.image.left" in ours.table.schema or optimize
+    for number, call in enumerate(calls(n_envs, 1500 // n_envs, mean=30)):
+        theirs.add(*as_dicts(call))
+        ours.add(*as_dicts(call))
+        if number % 50 == 0:
+            same_samples(ours, theirs, number)
+        if number == 400:
+            ours = pickle.loads(pickle.dumps(ours))
+    for part in PARTS:
+        assert same(getattr(theirs, part), getattr(ours, part)), part
+    with pytest.raises(SchemaError, match=r"obs dict, next_obs dict.*Nothing was added: .*image\.left"):
+        ours.add({"vector": 1, "image.left": 2}, {}, *call[2:])
+    assert ours.pos == theirs.pos
+
+
+def test_returns_end_at_a_truncation_without_done() -> None:
+    theirs, ours = (
+        kind(50, BOX, spaces.Discrete(3), device="cpu")
+        for kind in (buffers.NStepReplayBuffer, NStepReplayBuffer)
+    )
+    for number, call in enumerate(calls(1, 70, mean=1e9)):
+        for each in (theirs, ours):
+            each.add(*call[:5], [{"TimeLimit.truncated": number % 20 == 0}])
+    same_samples(ours, theirs, 1)
 
 
 def test_timeouts_and_normalisation_are_those_of_sb3() -> None:
@@ -149,10 +206,106 @@ def test_what_it_refuses() -> None:
     empty = ReplayBuffer(100, BOX, spaces.Discrete(3), device="cpu")
     with pytest.raises(TableEmptyError, match="add a transition before the first sample"):
         empty.sample(4)
-    with pytest.raises(SchemaError, match="expected one that is not a Dict"):
+    with pytest.raises(SchemaError, match="expected one that is not a Dict; use DictReplayBuffer"):
         ReplayBuffer(100, spaces.Dict({"a": BOX}), spaces.Discrete(3))
+    with pytest.raises(SchemaError, match="expected a Dict; use ReplayBuffer"):
+        DictReplayBuffer(100, BOX, spaces.Discrete(3))
     with pytest.raises(SchemaError, match="observation space has dtype uint16"):
         ReplayBuffer(100, spaces.Box(0, 9, (2,), np.uint16), spaces.Discrete(3))
+
+
+GOALS = spaces.Dict(dict.fromkeys(("observation", "achieved_goal", "desired_goal"), BOX))
+
+
+class GoalEnvs(vec_env.DummyVecEnv):
+    """Stands for environments that compute rewards of goals, and look at the infos."""
+
+    def __init__(self, n_envs: int) -> None:
+        vec_env.VecEnv.__init__(self, n_envs, GOALS, spaces.Discrete(3))
+
+    def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
+        return [None] * self.num_envs
+
+    def env_method(self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any) -> list[Any]:
+        achieved, desired, infos = args
+        assert (method_name, indices) == ("compute_reward", [0])
+        return [-np.linalg.norm(achieved - desired, axis=1) + [info.get("bonus", 0) for info in infos]]
+
+
+@pytest.mark.parametrize(
+    ("n_envs", "strategy", "optimize", "size"),
+    [
+        (1, "future", False, 600),
+        (3, "episode", True, 600),
+        (3, "future", False, 600),
+        (2, "final", True, 2000),
+    ],
+)
+def test_hindsight_draws_what_that_of_sb3_draws(
+    n_envs: int, strategy: str, optimize: bool, size: int
+) -> None:
+    """Through wrapping around, episodes longer than a trajectory may be, and pickling."""
+    made = []
+    for kind in (stable_baselines3.HerReplayBuffer, HerReplayBuffer):
+        options = {"copy_info_dict": True, "goal_selection_strategy": strategy, "n_envs": n_envs}
+        options |= {"optimize_memory_usage": optimize} if kind is HerReplayBuffer else {}
+        made.append(kind(size, GOALS, spaces.Discrete(3), GoalEnvs(n_envs), device="cpu", **options))
+    theirs, ours = made
+    with pytest.raises(TableEmptyError, match="No episode has ended, so there are no goals"):
+        ours.sample(4)
+    for number, (obs, following, action, reward, done, infos) in enumerate(calls(n_envs, 900, mean=25)):
+        goals = {"observation": obs, "achieved_goal": obs + 1, "desired_goal": obs * 2}
+        later = {"observation": following, "achieved_goal": following + 1, "desired_goal": following * 2}
+        for each in (theirs, ours):
+            told = [{**info, "bonus": number} for info in infos]
+            each.add(dict(goals), dict(later), action, reward, done, told)
+        if number % 20 == 0 and (theirs.ep_length > 0).any():
+            same_samples(ours, theirs, number)
+            same_samples(ours, theirs, number, env=vec_env.VecNormalize(GoalEnvs(n_envs)))
+            assert np.array_equal(ours.ep_length, theirs.ep_length)
+        if number == 333:
+            ours = pickle.loads(pickle.dumps(ours))
+            with pytest.raises(SchemaError, match="call set_env"):
+                ours.sample(4)
+            ours.set_env(GoalEnvs(n_envs))
+    for each in (theirs, ours):
+        with pytest.warns(UserWarning, match="last trajectory in the replay buffer will be truncated"):
+            each.truncate_last_trajectory()
+    same_samples(ours, theirs, 5)
+    for part in PARTS:
+        assert same(getattr(theirs, part), getattr(ours, part)), part
+    ours.table.check_valid()
+
+
+def test_hindsight_of_very_short_episodes_is_never_wrong() -> None:
+    """The table removes some early; each goal was achieved in the episode of its transition."""
+    ours = HerReplayBuffer(2000, GOALS, spaces.Discrete(3), GoalEnvs(1), device="cpu", n_sampled_goal=9)
+    episode = 0
+    for obs, following, action, reward, done, infos in calls(1, 5000, mean=1.5):
+        parts = {
+            "observation": obs * 0 + episode,
+            "achieved_goal": following * 0 + episode,
+            "desired_goal": obs - 1e6,
+        }
+        ours.add(parts, parts, action, reward, done, infos)
+        episode += int(done[0])
+    assert 200 < ours.size() < 2000
+    batch = ours.sample(500)
+    assert torch.equal(batch.observations["observation"][50:], batch.observations["desired_goal"][50:])
+    assert (batch.observations["desired_goal"][:50] < -1e5).all()
+    assert (ours.ep_length > 0).sum() <= ours.size()
+    for options, message in (
+        ({"goal_selection_strategy": "best"}, "goal_selection_strategy is 'best'; expected one of"),
+        ({"observation_space": DICT}, r"lacks \['achieved_goal', 'desired_goal'\]"),
+    ):
+        given = {
+            "observation_space": GOALS,
+            "action_space": spaces.Discrete(3),
+            "env": GoalEnvs(1),
+            **options,
+        }
+        with pytest.raises(SchemaError, match=message):
+            HerReplayBuffer(100, **given)
 
 
 TRAININGS = [("DQN", "CartPole-v1", 2), ("SAC", "Pendulum-v1", 1), ("TD3", "Pendulum-v1", 2)]

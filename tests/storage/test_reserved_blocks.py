@@ -36,7 +36,7 @@ def test_steps_of_several_open_trajectories_at_once(ahead: bool) -> None:
 
         def put(state: np.ndarray, step: int) -> int:
             sources = np.array([state.ctypes.data, flags[step].ctypes.data], dtype=np.int64)
-            following = states[step + 1].ctypes.data if ahead else 0
+            following = np.array([states[step + 1].ctypes.data] if ahead else [], dtype=np.int64)
             found: int = copying.put_steps(
                 table._engine.columns,
                 BLOCK_STEPS,

@@ -1,10 +1,4 @@
-"""A replay buffer for stable-baselines3 that keeps its transitions in a `gear_loader.Table`.
-
-::
-
-    from gear_loader.integrations.sb3 import ReplayBuffer
-    model = stable_baselines3.SAC("MlpPolicy", "Hopper-v5", replay_buffer_class=ReplayBuffer)
-"""
+"""Replay buffers for stable-baselines3 that keep their transitions in a `gear_loader.Table`."""
 
 from __future__ import annotations
 
@@ -14,6 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
+from stable_baselines3.common.buffers import BaseBuffer
+from stable_baselines3.common.buffers import DictReplayBuffer as _DictReplayBuffer
+from stable_baselines3.common.buffers import ReplayBuffer as _ReplayBuffer
+from stable_baselines3.common.preprocessing import get_obs_shape
+from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.buffer_pools import BufferPools
@@ -32,27 +32,13 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import at_least, check_gamma, flag
 
-try:
-    from gymnasium import spaces
-    from stable_baselines3.common.buffers import BaseBuffer
-    from stable_baselines3.common.buffers import ReplayBuffer as _ReplayBuffer
-    from stable_baselines3.common.type_aliases import ReplayBufferSamples
-except ImportError as error:
-    raise ImportError(
-        f"gear_loader.integrations.sb3 needs stable-baselines3, which cannot be imported ({error}). "
-        "Install it: pip install '.[sb3]' (in a clone of Gear Loader)",
-        name="stable_baselines3",
-    ) from error
-
-__all__ = ["ReplayBuffer"]
-
 _COLUMN_DTYPES = {dtype: torch_dtypes()[name] for name, dtype in NUMPY_DTYPES.items()}
-_NEXT = "next_observation"
+_NOW, _NEXT = "observation", "next_observation"
 _BLOCK_STEPS = 16
 _LONGEST = 1024  # steps at which an episode goes on in another trajectory, so that the oldest can be removed in pieces
 _SPARE = 1.75  # blocks for short episodes, relative to those of full blocks
 _SHORTEST = 8  # mean length of an episode in steps for which there are slots
-_randint: Any = np.random.randint  # of the global random state, as SB3 draws, so that its seeds hold here
+randint: Any = np.random.randint  # of the global random state, as SB3 draws, so that its seeds hold here
 # Attributes that belong to one table.
 _PARTS = (
     "table",
@@ -63,6 +49,8 @@ _PARTS = (
     "_columns",
     "_sources",
     "_given",
+    "_spaces",
+    "_parts",
     "_ahead",
     "_ended",
     "_reading",
@@ -111,6 +99,7 @@ class ReplayBuffer(_ReplayBuffer):
     full: bool
     n_steps: int = 1
     gamma: float = 0.99
+    _of_dicts = False
 
     def __init__(
         self,
@@ -134,10 +123,14 @@ class ReplayBuffer(_ReplayBuffer):
         self.copy = flag("copy", copy)
         check_gamma(gamma)
         self.gamma = gamma
-        if isinstance(observation_space, spaces.Dict):
+        if isinstance(observation_space, spaces.Dict) != self._of_dicts:
+            expected = (
+                "a Dict; use ReplayBuffer"
+                if self._of_dicts
+                else "one that is not a Dict; use DictReplayBuffer"
+            )
             raise SchemaError(
-                f"The observation space {observation_space} was received; expected one that is not a Dict. Flatten it "
-                "with gymnasium.wrappers.FlattenObservation, or use SB3's DictReplayBuffer."
+                f"The observation space {observation_space} was received; {type(self).__name__} expected {expected}."
             )
         # Not SB3's own constructor, which allocates its arrays.
         try:
@@ -148,7 +141,6 @@ class ReplayBuffer(_ReplayBuffer):
                 f"refused by stable-baselines3: {reprlib.repr(str(error))}. Expected spaces and a device that it takes."
             ) from error
         self.buffer_size = max(buffer_size // n_envs, 1)
-        self._discrete = isinstance(observation_space, spaces.Discrete)
         self._added = 0  # calls of `add`
         self._first = 0  # first of them of which all transitions are live
         self._places: Array = np.zeros((self.buffer_size, n_envs, 2), dtype=np.int32)
@@ -161,12 +153,21 @@ class ReplayBuffer(_ReplayBuffer):
     def _make_table(self, name: str | None) -> None:
         """Create the table, and everything that refers to it."""
         action_dtype = np.dtype(self._maybe_cast_dtype(self.action_space.dtype))
-        observation = _column("observation", self.observation_space.dtype, self.obs_shape)
-        schema = {"observation": observation, "action": _column("action", action_dtype, (self.action_dim,))}
+        # Parts of an observation by the names of their columns; of a plain one the only part.
+        self._spaces = (
+            {f"{_NOW}.{key}": space for key, space in self.observation_space.spaces.items()}
+            if isinstance(self.observation_space, spaces.Dict)
+            else {_NOW: self.observation_space}
+        )
+        schema = {
+            name: _column(name, space.dtype, get_obs_shape(space)) for name, space in self._spaces.items()
+        }
+        following = {f"next_{name}": column for name, column in schema.items()}
+        schema |= {"action": _column("action", action_dtype, (self.action_dim,))}
         schema |= {"reward": Column(torch.float32), "terminated": Column(torch.bool)}
         schema["truncated"] = Column(torch.bool)
         if not self.optimize_memory_usage:
-            schema[_NEXT] = observation
+            schema |= following
         piece = min(_LONGEST, self.buffer_size // 8 // _BLOCK_STEPS * _BLOCK_STEPS)
         # Transitions of a trajectory that fills its blocks.
         self._longest = max(piece, _BLOCK_STEPS) - self._extra
@@ -187,9 +188,20 @@ class ReplayBuffer(_ReplayBuffer):
             key: np.zeros((self.n_envs, *column.shape), dtype=column.numpy_dtype)
             for key, column in schema.items()
         }
-        self._given.setdefault(_NEXT, np.zeros_like(self._given["observation"]))
+        for name in self._spaces:
+            self._given.setdefault(f"next_{name}", np.zeros_like(self._given[name]))
+        self._parts = [
+            (
+                name[len(_NOW) + 1 :],
+                self._given[name],
+                self._given[f"next_{name}"],
+                isinstance(space, spaces.Discrete),
+            )
+            for name, space in self._spaces.items()
+        ]
         self._sources = np.array([self._given[key].ctypes.data for key in schema], dtype=np.int64)
-        self._ahead = self._given[_NEXT].ctypes.data if self.optimize_memory_usage else 0
+        ahead = self._spaces if self.optimize_memory_usage else ()
+        self._ahead = np.array([self._given[f"next_{name}"].ctypes.data for name in ahead], dtype=np.int64)
         self._ended = np.zeros(self.n_envs, dtype=bool)
         self._any_ended = False
         self._writers = [self.table.writer() for _ in range(self.n_envs)]
@@ -237,6 +249,15 @@ class ReplayBuffer(_ReplayBuffer):
         self._pieces.append((self._added - 1, writer.commit(), member))
         self._begin(member)
 
+    def _end_open(self, member: int, column: str) -> None:
+        """Set the bool `column` of an environment's newest transition, and commit its open trajectory."""
+        step = int(self._open[member, 1]) - 1
+        if step < 0:  # a full trajectory was committed just now, and stays as it is
+            return
+        block = self._ids[member, step // _BLOCK_STEPS]
+        self.table._engine.region.column(column)[block, step % _BLOCK_STEPS] = 1
+        self._close(member)
+
     def _begun(self, member: int) -> dict[str, Array]:
         """A copy of an environment's open trajectory, as it would be committed now."""
         steps = int(self._open[member, 1]) + self._extra
@@ -245,7 +266,7 @@ class ReplayBuffer(_ReplayBuffer):
             data = self.table._engine.region.column(name)[self._ids[member, : -(-steps // _BLOCK_STEPS)]]
             data = np.ascontiguousarray(data.reshape(-1, column.step_bytes)[:steps])
             rows[name] = data.view(self._given[name].dtype).reshape(steps, *column.shape)
-            if self.optimize_memory_usage and name != "observation":
+            if self.optimize_memory_usage and name not in self._spaces:
                 rows[name][-1] = 0
         return rows
 
@@ -253,8 +274,8 @@ class ReplayBuffer(_ReplayBuffer):
 
     def add(
         self,
-        obs: Array,
-        next_obs: Array,
+        obs: Any,
+        next_obs: Any,
         action: Array,
         reward: Array,
         done: Array,
@@ -273,16 +294,17 @@ class ReplayBuffer(_ReplayBuffer):
                 "[{'TimeLimit.truncated': bool(t)} for t in truncations]."
             )
         given, ended = self._given, self._ended
-        observation, following = given["observation"], given[_NEXT]
         try:
-            if self._discrete:  # [n_envs] -> [n_envs, 1]
-                obs, next_obs = obs.reshape(observation.shape), next_obs.reshape(observation.shape)
-            observation[...] = obs
-            following[...] = next_obs
+            for key, now, following, discrete in self._parts:
+                part, next_part = (obs[key], next_obs[key]) if self._of_dicts else (obs, next_obs)
+                if discrete:  # [n_envs] -> [n_envs, 1]
+                    part, next_part = part.reshape(now.shape), next_part.reshape(now.shape)
+                now[...] = part
+                following[...] = next_part
             given["action"][...] = action.reshape(given["action"].shape)
             given["reward"][...] = reward
             ended[...] = done
-            if self._any_ended or True in ended.tolist():
+            if self._any_ended or self.n_steps > 1 or True in ended.tolist():
                 self._note_ends(infos)
         except Exception as error:
             values = {"obs": obs, "next_obs": next_obs, "action": action, "reward": reward, "done": done}
@@ -322,7 +344,9 @@ class ReplayBuffer(_ReplayBuffer):
         """Set the columns ``terminated`` and ``truncated``, which are zeros while no episode ends."""
         terminated, truncated, ended = self._given["terminated"], self._given["truncated"], self._ended
         if self.handle_timeout_termination:
-            truncated[...] = [info.get("TimeLimit.truncated", False) for info in infos]
+            truncated[...] = np.array([info.get("TimeLimit.truncated", False) for info in infos])
+            if self.n_steps > 1:  # a return ends here, as in SB3's buffer, though the environment goes on
+                ended |= truncated
             truncated &= ended
         terminated[...] = ended & ~truncated
         self._any_ended = bool(ended.any())
@@ -390,14 +414,14 @@ class ReplayBuffer(_ReplayBuffer):
             self._pieces.append((last, slot, member))
 
     @property
-    def observations(self) -> Array:
+    def observations(self) -> Any:
         """A copy of all observations, as SB3's buffer holds them: ``[buffer_size, n_envs, *shape]``, else zeros."""
-        return self._all("observation")
+        return self._observed({name: self._all(name) for name in self._spaces})
 
     @property
-    def next_observations(self) -> Array:
+    def next_observations(self) -> Any:
         """A copy, as `observations`."""
-        return self._all(_NEXT)
+        return self._observed({name: self._all(f"next_{name}") for name in self._spaces})
 
     @property
     def actions(self) -> Array:
@@ -442,7 +466,7 @@ class ReplayBuffer(_ReplayBuffer):
 
     # ---------------------------------------------------------------- sampling
 
-    def sample(self, batch_size: int, env: Any = None) -> ReplayBufferSamples:
+    def sample(self, batch_size: int, env: Any = None) -> Any:
         """Draw transitions uniformly with replacement, by numpy's global random state, as SB3's buffer does.
 
         Args:
@@ -464,29 +488,43 @@ class ReplayBuffer(_ReplayBuffer):
         if size == 0:
             raise TableEmptyError("The replay buffer is empty; add a transition before the first sample.")
         if self._added - self.buffer_size < self._first:  # ... or fewer than SB3 would hold
-            rows = _randint(self._added - size, self._added, size=batch_size) % self.buffer_size
+            rows = randint(self._added - size, self._added, size=batch_size) % self.buffer_size
         else:
-            rows = _randint(0, size, size=batch_size)
+            rows = randint(0, size, size=batch_size)
         return self._get_samples(rows, env)
 
-    def _get_samples(self, batch_inds: Array, env: Any = None) -> ReplayBufferSamples:
+    def _get_samples(self, batch_inds: Array, env: Any = None) -> Any:
         count = len(batch_inds)
         # With one environment SB3's draw takes nothing from the random state.
-        members = _randint(0, self.n_envs, size=count) if self.n_envs > 1 else np.zeros(count, np.int64)
+        members = randint(0, self.n_envs, size=count) if self.n_envs > 1 else np.zeros(count, np.int64)
         if self.n_steps > 1:
             return self._n_step_samples(batch_inds, members, env)
         batch = self._gather(batch_inds, members)
-        keys = ("observation", "action", _NEXT)
-        observation, action, following = (batch[key] for key in keys)
-        dones = batch["terminated"].to(torch.float32).reshape(-1, 1)
         reward = batch["reward"].reshape(-1, 1)
         if env is not None:
-            observation = self._normalized(observation, env)
-            following = self._normalized(following, env)
             reward = self.to_torch(self._normalize_reward(reward.cpu().numpy(), env))
-        return ReplayBufferSamples(observation, action, following, dones, reward)
+        every = slice(None)
+        return self._as_samples(batch, every, every, reward, env)
 
-    def _n_step_samples(self, rows: Array, members: Array, env: Any) -> ReplayBufferSamples:
+    def _as_samples(
+        self, batch: Batch, firsts: slice, lasts: slice, reward: torch.Tensor, env: Any, **more: Any
+    ) -> Any:
+        """SB3's named tuple: what begins a transition from some rows of a batch, and what ends it from others."""
+        now = self._observed({name: batch[name][firsts] for name in self._spaces})
+        following = self._observed({name: batch[f"next_{name}"][lasts] for name in self._spaces})
+        if env is not None:
+            now, following = self._normalized(now, env), self._normalized(following, env)
+        dones = batch["terminated"][lasts].to(torch.float32).reshape(-1, 1)
+        kind = DictReplayBufferSamples if self._of_dicts else ReplayBufferSamples
+        return kind(now, batch["action"][firsts], following, dones, reward, **more)
+
+    def _observed(self, parts: dict[str, Any]) -> Any:
+        """An observation as SB3 has it: a dict by the keys of its space, or the only part."""
+        return (
+            {name[len(_NOW) + 1 :]: part for name, part in parts.items()} if self._of_dicts else parts[_NOW]
+        )
+
+    def _n_step_samples(self, rows: Array, members: Array, env: Any) -> Any:
         """As SB3's NStepReplayBuffer: returns up to the end of an episode, or to the newest transition."""
         count, steps = len(rows), np.arange(self.n_steps)
         newest = (self.pos - 1 - rows) % self.buffer_size  # calls of `add` after each row
@@ -500,15 +538,12 @@ class ReplayBuffer(_ReplayBuffer):
         returns = (self._normalize_reward(reward, env) * discounts * counted).sum(1, keepdims=True)
         ends = (rows + last) % self.buffer_size
         batch = self._gather(np.concatenate((rows, ends)), np.concatenate((members, members)))
-        observation, following = batch["observation"][:count], batch[_NEXT][count:]
-        if env is not None:
-            observation, following = self._normalized(observation, env), self._normalized(following, env)
-        return ReplayBufferSamples(
-            observation,
-            batch["action"][:count],
-            following,
-            batch["terminated"][count:].to(torch.float32).reshape(-1, 1),
+        return self._as_samples(
+            batch,
+            slice(count),
+            slice(count, None),
             self.to_torch(returns.astype(np.float32)),
+            env,
             discounts=self.to_torch(self.gamma ** (last[:, None] + 1).astype(np.float32)),
         )
 
@@ -518,14 +553,17 @@ class ReplayBuffer(_ReplayBuffer):
         reward, terminated, truncated = self._host_rows(windows, rows, members)
         return reward, terminated, truncated
 
-    def _normalized(self, observation: torch.Tensor, env: Any) -> torch.Tensor:
-        normalized: torch.Tensor = self.to_torch(self._normalize_obs(observation.cpu().numpy(), env))
-        return normalized
+    def _normalized(self, observation: Any, env: Any) -> Any:
+        if self._of_dicts:
+            host = {key: part.cpu().numpy() for key, part in observation.items()}
+            return {key: self.to_torch(part) for key, part in self._normalize_obs(host, env).items()}
+        return self.to_torch(self._normalize_obs(observation.cpu().numpy(), env))
 
     def _windows(self) -> dict[str, Window]:
         windows = {key: Window(1, squeeze=True) for key in self.table.schema if key != "truncated"}
         if self.optimize_memory_usage:
-            windows[_NEXT] = Window(1, 1, column="observation", squeeze=True)
+            for name in self._spaces:
+                windows[f"next_{name}"] = Window(1, 1, column=name, squeeze=True)
         return windows
 
     def _gather(self, rows: Array, members: Array) -> Batch:
@@ -561,6 +599,31 @@ class ReplayBuffer(_ReplayBuffer):
             prefetcher.abandon(buffers, ticket.end, ticket)
             raise
         return len(rows)
+
+
+class DictReplayBuffer(ReplayBuffer, _DictReplayBuffer):
+    """Drop-in for `stable_baselines3.common.buffers.DictReplayBuffer`, of environments with Dict observations.
+
+    As `ReplayBuffer`, with a column ``observation.<key>`` for each key of the observation space, and
+    ``next_observation.<key>``. Batches hold observations as dicts by key. Unlike SB3's buffer it takes
+    `optimize_memory_usage`, and `n_steps` above 1.
+
+    Raises:
+        SchemaError: a space that is not a Dict, or a dtype that columns do not support.
+    """
+
+    _of_dicts = True
+
+
+class NStepReplayBuffer(ReplayBuffer):
+    """Drop-in for `stable_baselines3.common.buffers.NStepReplayBuffer`: a `ReplayBuffer` with `n_steps` of 3.
+
+    An info with ``TimeLimit.truncated`` ends returns also where ``done`` is False, as in SB3's buffer. Unlike SB3's it
+    takes `optimize_memory_usage`.
+    """
+
+    def __init__(self, *args: Any, n_steps: int = 3, gamma: float = 0.99, **kwargs: Any) -> None:
+        super().__init__(*args, n_steps=n_steps, gamma=gamma, **kwargs)
 
 
 def _kind_of(value: Any) -> str:

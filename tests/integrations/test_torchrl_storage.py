@@ -1,0 +1,148 @@
+"""A storage for TorchRL's buffers in a table, and TorchRL's own tests of replay buffers run on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pickle
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gear_loader as gear
+from gear_loader.errors import SchemaError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    data = pytest.importorskip("torchrl.data", reason="needs pip install '.[torchrl]'")
+    from tensordict import TensorDict
+
+    from gear_loader.integrations.torchrl_storage import TableStorage
+
+TOOLS = Path(__file__).resolve().parents[1] / "tools"
+
+
+def rows(first: int, count: int) -> Any:
+    numbers = torch.arange(first, first + count)
+    following = {"reward": numbers.double().unsqueeze(-1), "done": numbers % 7 == 0}
+    entries = {"observation": numbers.float().unsqueeze(-1).repeat(1, 3), "next": following}
+    return TensorDict(entries, [count])
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_a_buffer_is_that_of_torchrl_with_rows_in_a_named_table(ndim: int, tmp_path: Path) -> None:
+    """Its rows after wrapping around, in a table that others attach to, through pickling, a state and files."""
+    name = f"torchrl-{np.random.default_rng().integers(1 << 40)}"
+    made = []
+    for storage in (data.LazyTensorStorage(40, ndim=ndim), TableStorage(40, name=name, ndim=ndim)):
+        generator = torch.Generator().manual_seed(3)
+        made.append(data.TensorDictReplayBuffer(storage=storage, batch_size=16, generator=generator))
+    theirs, ours = made
+    try:
+        for first in range(0, 100, 10):
+            given = rows(first, 10) if ndim == 1 else rows(first, 10).reshape(5, 2)
+            for each in made:
+                each.extend(given.clone())
+            assert len(ours) == len(theirs)
+            assert (ours.sample() == theirs.sample()).all()
+        with gear.Table.attach(name) as table:
+            known = theirs.storage.get(slice(None))["next", "reward"]
+            assert torch.equal(table[0]["next.reward"].reshape(known.shape), known)
+        other = pickle.loads(pickle.dumps(ours.storage))
+        ours.storage.get(slice(None))["observation"].fill_(1)
+        assert torch.equal(other.get(0)["observation"], ours.storage.get(0)["observation"])
+        ours.dumps(tmp_path / "buffer")
+        copied = data.TensorDictReplayBuffer(storage=TableStorage(40, ndim=ndim), batch_size=16)
+        copied.extend(rows(0, 10) if ndim == 1 else rows(0, 10).reshape(5, 2))
+        copied.loads(tmp_path / "buffer")
+        assert (copied.storage.get(slice(None)) == ours.storage.get(slice(None))).all()
+        fresh = data.TensorDictReplayBuffer(storage=TableStorage(40, ndim=ndim), batch_size=16)
+        fresh.load_state_dict(ours.state_dict())
+        assert (fresh.storage.get(slice(None)) == ours.storage.get(slice(None))).all()
+        assert fresh.storage.table is not None
+    finally:
+        ours.storage.table.unlink()
+
+
+def test_tensors_and_pytrees_are_columns_as_well() -> None:
+    storage = TableStorage(5)
+    storage.set(range(3), {"a": torch.arange(3), "b": (torch.ones(3, 2, dtype=torch.bfloat16),)})
+    assert storage.table is not None
+    assert {column.dtype for column in storage.table.schema.values()} == {torch.int64, torch.bfloat16}
+    assert storage.get(2)["a"] == 2
+    single = TableStorage(5)
+    single.set(range(3), torch.arange(3))
+    assert single.get([0, 2]).tolist() == [0, 2]
+
+
+def test_what_it_refuses() -> None:
+    with pytest.raises(SchemaError, match="given device='cuda'; expected rows in the host's memory"):
+        TableStorage(5, device="cuda")
+    with pytest.raises(SchemaError, match="given shared_init; expected rows"):
+        TableStorage(5, shared_init=True)
+    with pytest.raises(SchemaError, match="complex64"):
+        TableStorage(5).set(range(3), torch.zeros(3, dtype=torch.complex64))
+
+
+@pytest.fixture(scope="module")
+def own_tests(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with TorchRL's tests: TORCHRL_TESTS, or those of the installed version, of its repository."""
+    known = os.environ.get("TORCHRL_TESTS")
+    if known:
+        return Path(known)
+    folder = tmp_path_factory.mktemp("torchrl")
+    tag = f"v{importlib.metadata.version('torchrl').partition('+')[0]}"
+    command = [
+        "git",
+        "clone",
+        "-q",
+        "--depth=1",
+        f"--branch={tag}",
+        "https://github.com/pytorch/rl",
+        str(folder),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    if done.returncode != 0 or not (folder / "test" / "rb").is_dir():
+        pytest.skip(
+            f"TorchRL's tests cannot be fetched, and TORCHRL_TESTS names no test/rb: {done.stderr[-200:]}"
+        )
+    return folder / "test" / "rb"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("file", "least"), [("test_rb_core.py", 500), ("test_writers.py", 20)])
+def test_the_tests_of_torchrl_pass(own_tests: Path, file: str, least: int) -> None:
+    try:
+        import torchrl._torchrl  # noqa: F401
+    except ImportError:
+        pytest.skip("TorchRL's extension, which its priorities need, does not load beside this torch")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "torchrl_substitutes",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        file,
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{TOOLS}{os.pathsep}{TOOLS.parents[1]}",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=290, cwd=own_tests, env=environment
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= least, done.stdout[-500:]
