@@ -125,6 +125,16 @@ def _writing() -> None:
             with table.writers(2, commit_every_step=every) as writers:
                 for done in (False, False, True):
                     writers.append(_steps(2), done=[done, done])
+    with Table.create(
+        {"x": Column(torch.float32, (3,), final=True)},
+        max_steps=16,
+        max_trajectories=4,
+        on_full="evict_oldest",
+    ) as table:
+        writers, row = table.writers(2, commit_every_step=True), {"x": np.zeros((2, 3), dtype=np.float32)}
+        for ends in ([False, False], [True, True]) * 4:
+            writers.append(row, next=row, done=ends)
+    with _filled() as table:
         slots, _ = table._engine.index.begin(np.array([1]), evict=EVICT_OLDEST)
         table._engine.index.abort(slots)
     # With a rate limiter, writers take their room one by one.

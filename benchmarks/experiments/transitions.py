@@ -31,7 +31,8 @@ YARDSTICK = "plain torch"
 OWN = {
     YARDSTICK: "plain_transitions",
     **dict.fromkeys(
-        ("ours", "ours, copy=False", "ours, every step", "ours, per episode"), "gear_transitions"
+        ("ours", "ours, copy=False", "ours, ReplayBuffer", "ours, every step", "ours, per episode"),
+        "gear_transitions",
     ),
 }
 """Way -> module of `benchmarks.peers`, of those that this interpreter has."""

@@ -121,10 +121,78 @@ class Episodes(EveryStep):
     every_step = False
 
 
+class Buffer(transitions.Subject):
+    """`ReplayBuffer`, by its own calls."""
+
+    def open(self) -> None:
+        prioritized = gear.Prioritized(alpha=ALPHA, beta=BETA, unit="step")
+        self.store = gear.ReplayBuffer(
+            self.data.steps,
+            sampler=prioritized if self.prioritized else None,
+            batch_size=self.batch,
+            num_envs=self.envs,
+            device="cpu",
+            seed=self.data.seed,
+        )
+
+    def fill(self) -> None:
+        data = self.data
+        if self.envs > 1:
+            for call in self.calls(*self.stream()):
+                self.store.add(*call)
+            return
+        self.store.extend({**data.columns(), "truncated": data.truncated})
+        if self.prioritized:
+            table, dataset = self.store.table, self.store.dataset
+            assert table is not None
+            assert dataset is not None
+            self.store.sample()
+            index, begin = [], 0
+            pieces = table.lengths()
+            for slot, length in zip(table.indices().tolist(), pieces.tolist(), strict=True):
+                index.append((slot, length, begin))
+                begin += length
+            every = np.repeat(np.array([slot for slot, _, _ in index]), pieces)
+            anchor = np.arange(begin) - np.repeat(np.array([first for _, _, first in index]), pieces)
+            dataset.update_priority(every, data.priorities[data.steps - begin :], anchor=anchor)
+
+    def sample(self) -> Any:
+        return self.store.sample()
+
+    def found(self, batch: Any) -> Any:
+        return {**batch, "terminated": batch["discount"] == 0}
+
+    def values(self, values: np.ndarray) -> Any:
+        return torch.from_numpy(values)
+
+    def update(self, batch: Any, values: Any) -> None:
+        self.store.update_priority(batch, values)
+
+    def weights(self, batch: Any) -> np.ndarray:
+        return np.asarray(batch["priority_weight"])
+
+    def calls(self, steps: np.ndarray, ends: np.ndarray) -> Iterator[Any]:
+        data = self.data
+        for row, done in zip(steps if self.envs > 1 else steps[:, 0], ends, strict=True):
+            values = data.columns(row)
+            last = done if self.envs > 1 else bool(done[0])
+            terminated = values["terminated"] if self.envs > 1 else bool(values["terminated"])
+            reward = values["reward"] if self.envs > 1 else float(values["reward"])
+            yield values["obs"], values["action"], reward, values["next_obs"], terminated, last
+
+    def append(self, call: Any) -> None:
+        self.store.add(*call)
+
+    def close(self) -> None:
+        if self.store.table is not None:
+            self.store.table.close()
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "transitions": {
         "ours": Transitions,
         "ours, copy=False": Recycled,
+        "ours, ReplayBuffer": Buffer,
         "ours, every step": EveryStep,
         "ours, per episode": Episodes,
     }

@@ -84,8 +84,9 @@ class Draws:
     """What is drawn, and how draws are counted: ``draws=gear.Draws(subset=lambda n: n % 10 > 0)``.
 
     Attributes:
-        complete: draw only anchors at which every window lies wholly inside the trajectory, its final step included. A
-            trajectory that has none is never drawn; `ReplayDataset.stats` counts them.
+        complete: draw only anchors at which every window lies wholly inside the trajectory, its final step included; of
+            an `NStep` with `next`, that a step follows. A trajectory that has none is never drawn;
+            `ReplayDataset.stats` counts them.
         stride: draw sequences: only the anchors 0, `stride`, 2 * `stride`, ... of each trajectory, up to the first one
             whose windows reach the trajectory's end. With `complete`, each `stride`-th of the complete anchors. Needs a
             selector with ``unit="step"``, which is the default then; one that draws by priority a table whose

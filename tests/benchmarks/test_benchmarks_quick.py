@@ -23,8 +23,11 @@ FED = {"alone", "ours, prefetch 0", "ours, prefetch 2", "ours, prefetch 2, DataL
 LOADED = {"read", "read, kept", "ours", "torch.load", "cpprb"}
 RATIOS = {"no limit", *(f"{n} trajectory" for n in ("1 row a", "8 rows a", "64 rows a"))}
 
-TRANSITIONS = {key: {"plain torch", "ours", "ours, copy=False"} for key in ("uniform", "prioritized")}
-APPENDED = {"plain torch", "ours, every step", "ours, per episode"}
+TRANSITIONS = {
+    key: {"plain torch", "ours", "ours, copy=False", "ours, ReplayBuffer"}
+    for key in ("uniform", "prioritized")
+}
+APPENDED = {"plain torch", "ours, ReplayBuffer", "ours, every step", "ours, per episode"}
 
 RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
     "collect": (
