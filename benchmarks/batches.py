@@ -171,7 +171,7 @@ def ours(store: Store, batch: int, prefetch: int, device: torch.device | str = "
     """
     selector = gear.Prioritized(ALPHA, BETA) if store.prioritized else gear.Uniform()
     memory = _memory(prefetch, device)
-    options: Any = {"selector": selector, "seed": SEED, "device": device, "prefetch": prefetch, **memory}
+    options: Any = {"sampler": selector, "seed": SEED, "device": device, "prefetch": prefetch, **memory}
     return loading.dataset(store.data, store.table, batch, **options)
 
 

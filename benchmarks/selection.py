@@ -201,9 +201,7 @@ class DatasetSubject(OnDevice):
             "prefetch": gear.Prefetch(0, copy=False),
         }
         windows = gear.Window(1)
-        return gear.ReplayDataset(
-            self._table, batch_size=batch, windows=windows, selector=selector, **options
-        )
+        return gear.ReplayDataset(self._table, batch_size=batch, windows=windows, sampler=selector, **options)
 
     def draw(self, batch: int) -> Any:
         return self._dataset.sample(batch)

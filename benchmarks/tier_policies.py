@@ -107,7 +107,7 @@ def table_hit_rates(
             table,
             batch_size=256,
             windows=gear.Window(1),
-            selector=gear.Prioritized(alpha=1.0),
+            sampler=gear.Prioritized(alpha=1.0),
             device="cpu",
             prefetch=0,
             seed=seed,

@@ -179,7 +179,7 @@ class Trainer:
             table,
             batch_size=64,
             windows={"observation": now, "action": now, "following": following},
-            selector=gear.Uniform(unit="step"),
+            sampler=gear.Uniform(unit="step"),
             batches_per_epoch=1_000_000,
             device="cpu",
         )

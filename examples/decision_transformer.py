@@ -265,7 +265,7 @@ data = gear.ReplayDataModule(
     batch_size=64,
     windows=gear.Window(length=WINDOW, offset=-(WINDOW - 1), pad="tail"),
     columns=["observation", "action", "return_to_go"],
-    selector=gear.Uniform(unit="step"),
+    sampler=gear.Uniform(unit="step"),
     seed=args.seed,
     val_fraction=0.05,
     batches_per_epoch=args.steps // EPOCHS,

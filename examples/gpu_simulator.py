@@ -94,7 +94,7 @@ def main() -> None:
                 "action": gear.Window(1, squeeze=True),
                 "target": gear.NStep("reward", 3, GAMMA, "terminated", next="obs"),
             },
-            selector=gear.Uniform(unit="step"),
+            sampler=gear.Uniform(unit="step"),
             device=device,
         )
         reached, began = torch.zeros((), device=device), time.perf_counter()

@@ -97,7 +97,7 @@ def train(model, shards, rows, remote_shards, options):
         shards,
         batch_size=rows,
         windows=WINDOW,
-        selector=gear.Prioritized(alpha=0.6, beta=0.4),
+        sampler=gear.Prioritized(alpha=0.6, beta=0.4),
         batches_per_epoch=options.batches,
         seed=options.seed,
         prefetch=2,

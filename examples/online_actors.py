@@ -419,7 +419,7 @@ def main():
             name,
             batch_size=BATCH,
             windows=gear.Window(length=RETURN_STEPS),
-            selector=gear.Prioritized(
+            sampler=gear.Prioritized(
                 0.6, gear.LinearSchedule(0.4, 1.0, batches=options.updates), eps=1e-6, unit="step"
             ),
             draws=gear.Draws(sample_info=True),

@@ -63,7 +63,7 @@ dataset = gear.ReplayDataset(
         "position": gear.Window(length=HISTORY, offset=1 - HISTORY),
         "action": gear.Window(length=1),
     },
-    selector=gear.Uniform(replacement=False, unit="step"),
+    sampler=gear.Uniform(replacement=False, unit="step"),
     seed=0,
 )
 loader = DataLoader(dataset, batch_size=None)  # the dataset makes the batches

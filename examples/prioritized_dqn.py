@@ -113,16 +113,16 @@ def train(replay, options):
     )
     if replay == "prioritized":
         beta = gear.LinearSchedule(*BETA, batches=updates)
-        selector = gear.Prioritized(ALPHA, beta, eps=PRIORITY_EPS, unit="step")
+        sampler = gear.Prioritized(ALPHA, beta, eps=PRIORITY_EPS, unit="step")
     else:
-        selector = gear.Uniform(unit="step")
+        sampler = gear.Uniform(unit="step")
     # An item is a step, and its window that step with the next two. Where the piece ends first the mask says so. No
     # prefetch: a batch that is drawn ahead does not know the priorities that come from the batch before it.
     dataset = gear.ReplayDataset(
         table,
         batch_size=BATCH,
         windows=gear.Window(length=RETURN_STEPS),
-        selector=selector,
+        sampler=sampler,
         seed=options.seed,
         device="cpu",
         prefetch=0,

@@ -97,7 +97,7 @@ def train(config: dict[str, Any]) -> None:
             table,
             batch_size=64,
             windows={"observation": now, "action": now, "following": following},
-            selector=gear.Uniform(unit="step"),
+            sampler=gear.Uniform(unit="step"),
             batches_per_epoch=config["steps"],
             device="cpu",
         )

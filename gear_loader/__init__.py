@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gear_loader.replay.hindsight import Hindsight
     from gear_loader.selection.balance import balance
     from gear_loader.selection.grouping import Groups
-    from gear_loader.selection.selectors import Fifo, Lifo, LinearSchedule, Prioritized, TopK, Uniform
+    from gear_loader.selection.samplers import Fifo, Lifo, LinearSchedule, Prioritized, TopK, Uniform
     from gear_loader.selection.step_budget import Steps
     from gear_loader.sources.named import load_dataset
     from gear_loader.storage.device_writer import DeviceWriter
@@ -107,19 +107,19 @@ _MODULES = {
     "DiskStats": "storage.disk",
     "Draws": "dataset.options",
     "Features": "graph.features",
-    "Fifo": "selection.selectors",
+    "Fifo": "selection.samplers",
     "Gpu": "dataset.options",
     "Groups": "selection.grouping",
     "Hindsight": "replay.hindsight",
-    "Lifo": "selection.selectors",
+    "Lifo": "selection.samplers",
     "Limits": "storage.table_rules",
-    "LinearSchedule": "selection.selectors",
+    "LinearSchedule": "selection.samplers",
     "Memory": "storage.memory_options",
     "MinSize": "storage.limiters",
     "Mixture": "dataset",
     "NStep": "collection.n_step",
     "Prefetch": "dataset.options",
-    "Prioritized": "selection.selectors",
+    "Prioritized": "selection.samplers",
     "Queue": "storage.limiters",
     "Ranks": "dataset.options",
     "RateLimiter": "storage.limiters",
@@ -135,8 +135,8 @@ _MODULES = {
     "Steps": "selection.step_budget",
     "Table": "storage.table",
     "TableStats": "storage.stats",
-    "TopK": "selection.selectors",
-    "Uniform": "selection.selectors",
+    "TopK": "selection.samplers",
+    "Uniform": "selection.samplers",
     "VectorWriter": "storage.vector_writer",
     "Whole": "collection.windows",
     "Window": "storage.schema",

@@ -24,7 +24,7 @@ from gear_loader.graph.workload import access_probability, sampled_size
 from gear_loader.native import compile as native
 from gear_loader.native import gathering
 from gear_loader.native.row_cache import KEY
-from gear_loader.selection.selectors import Fifo, Lifo, Prioritized, Selector, TopK, Uniform
+from gear_loader.selection.samplers import Fifo, Lifo, Prioritized, Sampler, TopK, Uniform
 from gear_loader.selection.step_budget import Steps
 from gear_loader.storage.disk import Disk
 from gear_loader.storage.limiters import MinSize
@@ -145,14 +145,14 @@ def _writing() -> None:
                     writer.append(observation=np.zeros(3, dtype=np.float32), reward=0.0)
 
 
-def _draw(table: Table | Shards, selector: Selector, **options: Any) -> None:
+def _draw(table: Table | Shards, sampler: Sampler, **options: Any) -> None:
     dataset = ReplayDataset(
         table,
         **{"batch_size": 4, "windows": Window(3, -1), "device": "cpu", "prefetch": 0, **options},
-        selector=selector,
+        sampler=sampler,
     )
     for _, batch in zip(range(2), dataset, strict=False):
-        if isinstance(selector, (Prioritized, TopK)):
+        if isinstance(sampler, (Prioritized, TopK)):
             dataset.update_priority(batch, torch.ones(len(batch["index"]), device="cpu"))
     dataset.sample()
 
@@ -187,20 +187,20 @@ def _packing() -> None:
 
 def _prioritizing() -> None:
     for unit in ("trajectory", "step"):
-        for selector in (Prioritized(unit=unit), Prioritized(replacement=False, unit=unit), TopK(unit=unit)):
+        for sampler in (Prioritized(unit=unit), Prioritized(replacement=False, unit=unit), TopK(unit=unit)):
             with _filled() as table:
-                _draw(table, selector)
+                _draw(table, sampler)
                 table.add(_steps(10))
-                _draw(table, selector)
+                _draw(table, sampler)
     with _table(on_full="evict_lowest_priority") as table:
         table.extend([_steps(10) for _ in range(4)])
         _draw(table, Prioritized())
 
 
 def _sharding() -> None:
-    for selector in (Uniform(), Uniform(replacement=False), Prioritized(), Prioritized(unit="step")):
+    for sampler in (Uniform(), Uniform(replacement=False), Prioritized(), Prioritized(unit="step")):
         with _filled() as one, _filled() as two, Shards([one, two]) as shards:
-            _draw(shards, selector)
+            _draw(shards, sampler)
     gathering.place(np.empty((0, 3), dtype=np.int64), np.empty(0, dtype=np.int64))  # for rows of other nodes
     _caching()
     queries.warm_up()

@@ -47,7 +47,7 @@ def contents(table: gear.Table) -> dict[str, Any]:
 
 
 def draw(table: gear.Table, count: int) -> None:
-    """Draw the oldest `count` trajectories, as the selector `Fifo` does."""
+    """Draw the oldest `count` trajectories, as the sampler `Fifo` does."""
     ticket, _, times = table._engine.reader().take_ends(count, newest=False, samples=count)
     ticket.end()
     assert (times > 0).all()

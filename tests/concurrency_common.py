@@ -518,10 +518,10 @@ def _load_compiled() -> None:
         for _ in range(40):
             author.act()
         options: dict[str, Any] = {"windows": gear.Window(4, offset=-1), "device": "cpu", "sample_info": True}
-        for selector in (gear.Uniform(), gear.Prioritized(), gear.TopK(), gear.Fifo()):
-            dataset = gear.ReplayDataset(table, **nested({"batch_size": 4, "selector": selector, **options}))
+        for sampler in (gear.Uniform(), gear.Prioritized(), gear.TopK(), gear.Fifo()):
+            dataset = gear.ReplayDataset(table, **nested({"batch_size": 4, "sampler": sampler, **options}))
             batch = dataset.sample()
-            if isinstance(selector, gear.Prioritized):
+            if isinstance(sampler, gear.Prioritized):
                 dataset.update_priority(batch, torch.ones(4))
 
 

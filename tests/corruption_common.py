@@ -138,10 +138,10 @@ def use(case: Case) -> list[str]:
     table = attempt("attach", lambda: gear.Table.attach(case.name, on_full=policy, timeout=0.02))
     if table is None:
         return foreign
-    selector = SELECTORS[case.seed % 6]
+    sampler = SAMPLERS[case.seed % 6]
 
     def dataset() -> Any:
-        return gear.ReplayDataset(table, batch_size=16, windows=gear.Window(9, -4), selector=selector, seed=1)
+        return gear.ReplayDataset(table, batch_size=16, windows=gear.Window(9, -4), sampler=sampler, seed=1)
 
     drawn = attempt("dataset", dataset) if case.live else None
     if drawn is not None:
@@ -151,7 +151,7 @@ def use(case: Case) -> list[str]:
     if drawn is None:
         drawn = attempt("dataset", dataset)
     batch = attempt("sample", drawn.sample) if drawn is not None else None
-    if batch is not None and selector.__class__ is gear.Prioritized:
+    if batch is not None and sampler.__class__ is gear.Prioritized:
         attempt("update", lambda: drawn.update_priority(batch, torch.ones(16)))
     for what, action in {
         "look": lambda: (len(table), table.stats(), repr(table)),
@@ -216,7 +216,7 @@ class User:
             self._process = None
 
 
-SELECTORS: tuple[Any, ...] = (
+SAMPLERS: tuple[Any, ...] = (
     *(gear.Uniform(), gear.Prioritized(unit="step"), gear.Prioritized()),
     *(gear.Uniform(unit="step"), gear.Fifo(), gear.TopK()),
 )

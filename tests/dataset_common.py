@@ -25,7 +25,7 @@ LENGTHS = (5, 1, 12, 8, 3, 20, 2, 7, 9, 4, 16, 6)  # 93 steps
 ROW_KEYS = ("index", "anchor", "generation")
 
 
-SELECTORS = {
+SAMPLERS = {
     "trajectories": gear.Uniform(),
     "steps": gear.Uniform(unit="step"),
     "trajectories once": gear.Uniform(replacement=False),

@@ -92,7 +92,7 @@ def epochs(dataset: gear.ReplayDataset, count: int = 2) -> list[dict[str, Any]]:
 def learned(dataset: gear.ReplayDataset, batches: int = 40) -> list[dict[str, Any]]:
     """Batches, after each of which its items get new priorities that follow from what they hold."""
     seen: list[dict[str, Any]] = []
-    unit = dataset.selector.unit
+    unit = dataset.sampler.unit
     while len(seen) < batches:
         for batch in dataset:
             seen.append(batch)
@@ -106,9 +106,9 @@ def learned(dataset: gear.ReplayDataset, batches: int = 40) -> list[dict[str, An
     return seen
 
 
-def _dataset(source: Any, selector: gear.Uniform | None = None, **options: Any) -> gear.ReplayDataset:
+def _dataset(source: Any, sampler: gear.Uniform | None = None, **options: Any) -> gear.ReplayDataset:
     options = {"batch_size": SIZE, "windows": WINDOW, "seed": 5, "device": "cpu", "copy": True} | options
-    return gear.ReplayDataset(source, **nested({"selector": selector, **options}))
+    return gear.ReplayDataset(source, **nested({"sampler": sampler, **options}))
 
 
 def _uniform() -> str:
@@ -120,8 +120,8 @@ def _uniform_once() -> str:
 
 
 def _uniform_steps() -> str:
-    selector = gear.Uniform(replacement=False, unit="step")
-    return digest_of(epochs(_dataset(table(), selector, drop_last=True, prefetch=0)))
+    sampler = gear.Uniform(replacement=False, unit="step")
+    return digest_of(epochs(_dataset(table(), sampler, drop_last=True, prefetch=0)))
 
 
 def _large_epoch() -> str:
@@ -131,15 +131,15 @@ def _large_epoch() -> str:
     ) as large:
         for part in range(7):
             large.add({"x": np.arange(part * 10_000, part * 10_000 + 10_000, dtype=np.int32)})
-        selector = gear.Uniform(replacement=False, unit="step")
-        dataset = _dataset(large, selector, windows=gear.Window(1), batch_size=4096)
+        sampler = gear.Uniform(replacement=False, unit="step")
+        dataset = _dataset(large, sampler, windows=gear.Window(1), batch_size=4096)
         return digest_of(epochs(dataset, 1))
 
 
 def _ends() -> str:
     batches = []
-    for selector in (gear.Fifo(), gear.Lifo(), gear.Fifo(replacement=False), gear.Lifo(unit="step")):
-        batches += epochs(_dataset(table(), selector))
+    for sampler in (gear.Fifo(), gear.Lifo(), gear.Fifo(replacement=False), gear.Lifo(unit="step")):
+        batches += epochs(_dataset(table(), sampler))
     return digest_of(batches)
 
 
@@ -165,13 +165,13 @@ def _counted() -> str:
 
 
 def _prioritized() -> str:
-    selector = gear.Prioritized(alpha=0.7, beta=gear.LinearSchedule(0.4, 1.0, 30), eps=1e-3)
-    return digest_of(learned(_dataset(table(), selector)))
+    sampler = gear.Prioritized(alpha=0.7, beta=gear.LinearSchedule(0.4, 1.0, 30), eps=1e-3)
+    return digest_of(learned(_dataset(table(), sampler)))
 
 
 def _prioritized_steps() -> str:
-    selector = gear.Prioritized(alpha=0.5, unit="step", normalize="table")
-    return digest_of(learned(_dataset(table(), selector, prefetch=0)))
+    sampler = gear.Prioritized(alpha=0.5, unit="step", normalize="table")
+    return digest_of(learned(_dataset(table(), sampler, prefetch=0)))
 
 
 def _prioritized_distinct() -> str:
@@ -189,20 +189,20 @@ def _top_k() -> str:
 def _resumed() -> str:
     """A state in the middle of the second epoch, taken up by a new dataset."""
     batches = []
-    for selector in (gear.Uniform(replacement=False), gear.Prioritized(), gear.Prioritized(unit="step")):
+    for sampler in (gear.Uniform(replacement=False), gear.Prioritized(), gear.Prioritized(unit="step")):
         made = table()
-        dataset = _dataset(made, selector, batches_per_epoch=9)
+        dataset = _dataset(made, sampler, batches_per_epoch=9)
         epochs(dataset, 1)
         iterator = iter(dataset)
         for _ in range(4):
             batch = next(iterator)
-            steps = selector.unit == "step"
-            if isinstance(selector, gear.Prioritized):
+            steps = sampler.unit == "step"
+            if isinstance(sampler, gear.Prioritized):
                 dataset.update_priority(
                     batch["index"], batch["anchor"] + 0.5, anchor=batch["anchor"] if steps else None
                 )
         state = dataset.state_dict()
-        resumed = _dataset(made, selector, batches_per_epoch=9)
+        resumed = _dataset(made, sampler, batches_per_epoch=9)
         resumed.load_state_dict(state)
         batches += epochs(resumed, 2)
         batches.append(resumed.sample())
@@ -211,8 +211,8 @@ def _resumed() -> str:
 
 def _sampled() -> str:
     batches = []
-    for selector in (gear.Uniform(), gear.Prioritized()):
-        dataset = _dataset(table(), selector)
+    for sampler in (gear.Uniform(), gear.Prioritized()):
+        dataset = _dataset(table(), sampler)
         batches += [dataset.sample() for _ in range(10)]
     return digest_of(batches)
 
@@ -240,7 +240,7 @@ def rank_of_shards(rank: int, world: int, name: str) -> list[str]:
     with table(30, first=100 * rank, name=f"{name}-{rank}") as own:
         try:
             shards = gd.Shards(own)
-            for selector in (
+            for sampler in (
                 gear.Uniform(),
                 gear.Uniform(replacement=False),
                 gear.Uniform(replacement=False, unit="step"),
@@ -249,16 +249,16 @@ def rank_of_shards(rank: int, world: int, name: str) -> list[str]:
                 gear.TopK(),
                 gear.Fifo(),
             ):
-                dataset = _dataset(shards, selector, batches_per_epoch=8)
+                dataset = _dataset(shards, sampler, batches_per_epoch=8)
                 batches = []
                 for batch in epochs(dataset):
                     batches.append(batch)
-                    if isinstance(selector, gear.Prioritized):
+                    if isinstance(sampler, gear.Prioritized):
                         dataset.update_priority(
                             batch["index"],
                             (batch["index"] * 31 + batch["anchor"]) % 11 + 0.125,
                             shard=batch["shard"],
-                            anchor=batch["anchor"] if selector.unit == "step" else None,
+                            anchor=batch["anchor"] if sampler.unit == "step" else None,
                         )
                 found.append(digest_of(batches))
             for local in (gear.Uniform(), gear.Prioritized()):

@@ -29,8 +29,8 @@ from gear_loader.lightning import monitor
 COUNTS = [30, 12]
 BATCHES, EPOCHS, ROWS = 5, 2, 16  # batches of an epoch, rows of a batch on all ranks together
 RUNS: dict[str, dict[str, Any]] = {  # options of the data module
-    "prioritized": {"selector": gear.Prioritized(alpha=0.7, beta=0.5)},
-    "uniform pass": {"selector": gear.Uniform(replacement=False), "batches_per_epoch": None},  # of 3 batches
+    "prioritized": {"sampler": gear.Prioritized(alpha=0.7, beta=0.5)},
+    "uniform pass": {"sampler": gear.Uniform(replacement=False), "batches_per_epoch": None},  # of 3 batches
 }
 STEPS = {"prioritized": 3, "uniform pass": 4}
 """After which step each run is resumed: in the middle of an epoch."""

@@ -30,9 +30,9 @@ SIGNALS = 4
 CASES: dict[
     str, tuple[dict[str, Any], bool]
 ] = {  # options of the data module; whether signals come at any time
-    "uniform": ({"selector": gear.Uniform()}, True),
-    "once": ({"selector": gear.Uniform(replacement=False)}, True),
-    "prioritized": ({"selector": gear.Prioritized()}, False),
+    "uniform": ({"sampler": gear.Uniform()}, True),
+    "once": ({"sampler": gear.Uniform(replacement=False)}, True),
+    "prioritized": ({"sampler": gear.Prioritized()}, False),
 }
 
 

@@ -26,7 +26,7 @@ import gear_loader.distributed as gd
 
 Point = dict[str, Any]
 
-SELECTORS: dict[str, gear.selectors.Selector] = {
+SAMPLERS: dict[str, gear.samplers.Sampler] = {
     "uniform": gear.Uniform(),
     "each once": gear.Uniform(replacement=False),
     "steps": gear.Uniform(unit="step"),
@@ -36,13 +36,13 @@ SELECTORS: dict[str, gear.selectors.Selector] = {
     "distinct steps by priority": gear.Prioritized(replacement=False, unit="step"),
     "top k": gear.TopK(),
 }
-STEPS = tuple(name for name, selector in SELECTORS.items() if selector.unit == "step")
+STEPS = tuple(name for name, sampler in SAMPLERS.items() if sampler.unit == "step")
 BY_PRIORITY = (gear.Prioritized, gear.TopK)
 WHOLE = ("whole", "whole, final")
 PACKED = ("packed", "jagged", "budget")
 SHARDS = ("one process", "ranks")
 AXES: dict[str, tuple[Any, ...]] = {
-    "selector": tuple(SELECTORS),
+    "sampler": tuple(SAMPLERS),
     "windows": ("five", "edge", "several", *WHOLE),
     "layout": ("padded", *PACKED),
     "shards": ("none", *SHARDS),
@@ -52,16 +52,16 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 REFUSED: list[tuple[dict[str, tuple[Any, ...]], str]] = [
     ({"windows": WHOLE, "complete": (True,)}, "was given with whole trajectories, which always are"),
-    ({"windows": WHOLE, "selector": STEPS}, "were given with whole trajectories; expected a selector with unit="),
+    ({"windows": WHOLE, "sampler": STEPS}, "were given with whole trajectories; expected a sampler with unit="),
     ({"windows": ("edge", "several"), "layout": PACKED}, "or a gear_loader.Window without pad and squeeze"),
     ({"windows": ("whole, final",), "shards": SHARDS}, r"Whole\(final=True\) was given with Shards"),
     ({"windows": ("whole, final",), "final": (False,)}, "have final=True, and"),
     ({"group": (True,), "per_trajectory": (False,)}, "The column of the groups is 'prompt'; expected"),
-    ({"group": (True,), "selector": STEPS}, "size=2.* was given with .*; expected unit='trajectory'"),
+    ({"group": (True,), "sampler": STEPS}, "size=2.* was given with .*; expected unit='trajectory'"),
     ({"group": (True,), "shards": SHARDS, "scope": ("global",)}, "groups lie in one table, and are drawn whole"),
     ({"sample_info": (True,), "shards": SHARDS}, "Shards, which know their ranks and do not support sample_info"),
-    ({"layout": ("budget",), "selector": ("fifo of steps", "top k")}, "of which every batch has the same"),
-    ({"layout": ("budget",), "selector": ("distinct steps by priority",)}, "max_steps=.*was given with Prioritized"),
+    ({"layout": ("budget",), "sampler": ("fifo of steps", "top k")}, "of which every batch has the same"),
+    ({"layout": ("budget",), "sampler": ("distinct steps by priority",)}, "max_steps=.*was given with Prioritized"),
 ]  # fmt: skip
 """Values of some axes that do not go together, and words of the error."""
 
@@ -242,9 +242,9 @@ def dataset_of(point: Point, source: Any) -> gear.ReplayDataset:
         options["columns"] = list(schema_of(point))
     common = {name: point[name] for name in ("complete", "sample_info", "scope")}
     options |= {**common, "prefetch": 2 * point["prefetch"], "batches_per_epoch": BATCHES, "seed": 11}
-    selector = SELECTORS[point["selector"]]
+    sampler = SAMPLERS[point["sampler"]]
     return gear.ReplayDataset(
-        source, **nested({"selector": selector, "windows": windows, "device": "cpu", "copy": True, **options})
+        source, **nested({"sampler": sampler, "windows": windows, "device": "cpu", "copy": True, **options})
     )
 
 
@@ -315,7 +315,7 @@ def check_rows(point: Point, batch: Mapping[str, Any], numbers: list[int]) -> No
         pairs = np.array(numbers).reshape(-1, 2)
         assert (pairs[:, 0] % 2 == 0).all()
         assert (pairs[:, 1] == pairs[:, 0] + 1).all()
-    assert ("priority_weight" in batch) == isinstance(SELECTORS[point["selector"]], gear.Prioritized)
+    assert ("priority_weight" in batch) == isinstance(SAMPLERS[point["sampler"]], gear.Prioritized)
     if "priority_weight" in batch:
         assert (batch["priority_weight"] > 0).all()
     assert ("sample_info" in batch) == point["sample_info"]
@@ -331,7 +331,7 @@ def check_rows(point: Point, batch: Mapping[str, Any], numbers: list[int]) -> No
 
 def learn(data: gear.ReplayDataset, batch: Mapping[str, Any], number: int) -> None:
     """Priorities that follow from what batch `number` holds."""
-    if isinstance(data.selector, BY_PRIORITY):
+    if isinstance(data.sampler, BY_PRIORITY):
         data.update_priority(batch, (batch["index"] * 7 + batch["anchor"] * 3 + number) % 11 + 0.25)
 
 
@@ -368,8 +368,8 @@ def draw(point: Point, source: Any, shards: Sequence[Contents], own: int = 0) ->
             learn(data, batch, len(found))
             state = data.state_dict() if state is None else state
         few = point["complete"] and point["group"]  # a pass ends within the epoch
-        if not data.selector.replacement and not isinstance(data.selector, BY_PRIORITY) and not few:
-            items = seen if data.selector.unit == "step" else [number for number, _ in seen]
+        if not data.sampler.replacement and not isinstance(data.sampler, BY_PRIORITY) and not few:
+            items = seen if data.sampler.unit == "step" else [number for number, _ in seen]
             assert len(set(items)) == len(items), f"{name_of(point)}: drawn twice: {sorted(items)}"
     check_resumed(point, source, state, found)
     return found

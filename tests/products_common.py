@@ -38,7 +38,7 @@ LATE = {
     "score": gear.Column(torch.float32, late=True),
     "grade": gear.Column(torch.int32, per="trajectory", late=True),
 }
-SELECTORS = {
+SAMPLERS = {
     "uniform": gear.Uniform(),
     "uniform, each once": gear.Uniform(replacement=False),
     "uniform steps": gear.Uniform(unit="step"),
@@ -66,7 +66,7 @@ WINDOWS = {
     "whole, final": gear.Whole(final=True),
 }
 AXES: dict[str, tuple[Any, ...]] = {
-    "selector": tuple(SELECTORS),
+    "selector": tuple(SAMPLERS),
     "windows": tuple(WINDOWS),
     "layout": ("padded", "packed", "budget"),
     "complete": (False, False, True),
@@ -122,7 +122,7 @@ def shard(first: int, point: dict[str, Any], folder: Path) -> Iterator[gear.Tabl
 
 def batches(point: dict[str, Any]) -> list[dict[str, Any]]:
     """The batches of two short epochs of a point of the product, with priorities that change between them."""
-    selector = SELECTORS[point["selector"]]
+    sampler = SAMPLERS[point["selector"]]
     options: dict[str, Any] = {"batch_size": SIZE, "batches_per_epoch": 5}
     if point["layout"] != "padded":
         options["layout"] = "packed"
@@ -144,7 +144,7 @@ def batches(point: dict[str, Any]) -> list[dict[str, Any]]:
             source,
             **nested(
                 {
-                    "selector": selector,
+                    "sampler": sampler,
                     "windows": windows,
                     "complete": point["complete"],
                     "sample_info": point["sample_info"],
@@ -164,13 +164,13 @@ def batches(point: dict[str, Any]) -> list[dict[str, Any]]:
                         k: v for k, v in batch["sample_info"].items() if k != "age_seconds"
                     }
                 found.append(batch)
-            if isinstance(selector, gear.Prioritized | gear.TopK):
+            if isinstance(sampler, gear.Prioritized | gear.TopK):
                 last = found[-1]
                 dataset.update_priority(
                     last["index"],
                     (last["index"] * 31 + last["anchor"]) % 11 + 0.125,
                     generation=last["generation"],
-                    anchor=last["anchor"] if selector.unit == "step" else None,
+                    anchor=last["anchor"] if sampler.unit == "step" else None,
                     **({"shard": last["shard"]} if "shard" in last else {}),
                 )
         return found

@@ -114,9 +114,9 @@ def every_experiment(made: Made) -> list[dict[str, Any]]:
         limit, where = {"limit": 0.01} if kind == "whole" else {}, {"writers": writers}
         put("online", kind, f"{kind}, {writers} writers", speeds, "memcpy", where, "rows", ours=limit)
     more: dict[str, Any] = {"2 writers": {"extras": {"trajectories_per_s": 30000.0}}}
-    for selector in ("uniform", "prioritized"):
+    for sampler in ("uniform", "prioritized"):
         reading = {"0 writers": 1e6, "2 writers": 4e5}
-        put("online", f"read, {selector}", "reading", reading, "0 writers", {"batch": 256}, "rows", **more)
+        put("online", f"read, {sampler}", "reading", reading, "0 writers", {"batch": 256}, "rows", **more)
     for workload, yardstick in (("save", "write"), ("load", "read")):
         speeds = {yardstick: 2e9, "ours": 1.5e9, "Reverb": 3e8}
         put("checkpoint", workload, workload, speeds, yardstick, {"bytes": 1 << 30})
@@ -179,7 +179,7 @@ def _multi_server(made: Made, network: Mapping[str, Any]) -> None:
         put("W1", f"requests of {request}", speeds, "bare", **told, request_bytes=request)
     more = {}
     for world in (1, 2, 4):
-        told = {"world": world, "batch": 256, "selector": "prioritized", "part": "select"}
+        told = {"world": world, "batch": 256, "sampler": "prioritized", "part": "select"}
         put("selection", f"{world} ranks", {"ours": 1e5, "all_to_all": 3e5}, "all_to_all", "rows", **told)
         told = {"part": "all_to_all", "world": world, "each_bytes": 512}
         put("all_to_all", f"{world} ranks", {"all_to_all": 1e8}, "all_to_all", **told)

@@ -198,7 +198,7 @@ def test_updates_of_a_dataset_that_prefetches(shards: bool) -> None:
         source: Any = Shards([table]) if shards else table
         options: dict[str, Any] = {"batch_size": 4, "windows": gear.Window(1), "batches_per_epoch": 40}
         data = gear.ReplayDataset(
-            source, **nested({"selector": gear.Prioritized(), "prefetch": 4, "copy": True, **options})
+            source, **nested({"sampler": gear.Prioritized(), "prefetch": 4, "copy": True, **options})
         )
         for number, batch in enumerate(data):
             assert number < 10 or is_all(batch["index"], float(indices[1]))

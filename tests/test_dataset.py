@@ -16,8 +16,8 @@ import pytest
 import torch
 from dataset_common import (
     LENGTHS,
+    SAMPLERS,
     SCHEMA,
-    SELECTORS,
     Failing,
     append_all,
     check_batch,
@@ -42,7 +42,7 @@ from gear_loader.errors import SchemaError, TableClosedError, TableEmptyError
 WINDOW = gear.Window(length=6, offset=-3)
 WINDOWS = dict.fromkeys(SCHEMA, WINDOW)
 STEPS = sum(LENGTHS)
-KINDS = pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS)
+KINDS = pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 
 
 @pytest.fixture
@@ -79,16 +79,16 @@ def keys_of(rows: Any, unit: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["trajectories", "steps once"])
 def test_prefetch_and_copy_do_not_change_the_order(table: gear.Table, name: str, way: str) -> None:
-    expected = copies(data := dataset(table, selector=SELECTORS[name], prefetch=0, keep=1))
+    expected = copies(data := dataset(table, sampler=SAMPLERS[name], prefetch=0, keep=1))
     expected += copies(data)
     for prefetch, copy, keep in ((0, True, 2), (1, False, 1), (2, None, 1), (3, True, 5)):
-        data = dataset(table, selector=SELECTORS[name], prefetch=prefetch, copy=copy, keep=keep)
+        data = dataset(table, sampler=SAMPLERS[name], prefetch=prefetch, copy=copy, keep=keep)
         same_batches(expected, copies(data) + copies(DataLoader(data, batch_size=None)))
 
 
 @KINDS
-def test_seeds_and_epochs_are_different_draws(table: gear.Table, selector: gear.Uniform) -> None:
-    made = [dataset(table, selector=selector, seed=seed) for seed in (0, 1, -1, 2**63)]
+def test_seeds_and_epochs_are_different_draws(table: gear.Table, sampler: gear.Uniform) -> None:
+    made = [dataset(table, sampler=sampler, seed=seed) for seed in (0, 1, -1, 2**63)]
     runs = [tuple(drawn(copies(data))) for data in made for _ in range(3)]
     assert len(set(runs)) == len(runs)
 
@@ -98,7 +98,7 @@ def test_seeds_and_epochs_are_different_draws(table: gear.Table, selector: gear.
     [("trajectory", 1, False), ("trajectory", 5, True), ("step", 13, False), ("step", 93, True)],
 )
 def test_an_epoch_without_replacement(table: gear.Table, unit: Any, size: int, drop_last: bool) -> None:
-    data = dataset(table, selector=gear.Uniform(False, unit), batch_size=size, drop_last=drop_last)
+    data = dataset(table, sampler=gear.Uniform(False, unit), batch_size=size, drop_last=drop_last)
     full, rest = divmod(items_of(unit), size)
     for _ in range(2):
         batches = copies(data)
@@ -114,7 +114,7 @@ def test_an_epoch_without_replacement(table: gear.Table, unit: Any, size: int, d
 @pytest.mark.parametrize(("unit", "world"), [("trajectory", 5), ("step", 2)])
 def test_ranks_interleave_the_batches_of_one(table: gear.Table, unit: Any, world: int) -> None:
     for replacement in (True, False):
-        options = {"selector": gear.Uniform(replacement, unit), "batch_size": 5}
+        options = {"sampler": gear.Uniform(replacement, unit), "batch_size": 5}
         alone = copies(dataset(table, **options))
         ranks = [dataset(table, rank=rank, world_size=world, **options) for rank in range(world)]
         runs = [copies(rank) for rank in ranks]
@@ -145,7 +145,7 @@ def test_batches_per_epoch_and_endless(table: gear.Table) -> None:
 def test_a_longer_epoch_without_replacement_is_several_passes(
     table: gear.Table, unit: Any, batches: float
 ) -> None:
-    data = dataset(table, selector=gear.Uniform(False, unit), batch_size=5, batches_per_epoch=batches)
+    data = dataset(table, sampler=gear.Uniform(False, unit), batch_size=5, batches_per_epoch=batches)
     a_pass = -(-items_of(unit) // 5)
     found = copies(data, 2 * a_pass)
     first, second = drawn(found[:a_pass]), drawn(found[a_pass:])
@@ -182,14 +182,14 @@ def test_a_subset_of_trajectories(table: gear.Table) -> None:
         return sequences % 2 == 0
 
     members = {int(index) for index in table.indices()[::2]}
-    for selector in SELECTORS.values():
-        data = dataset(table, subset=even, selector=selector)
-        items = selector.num_items(table._engine.reader().snapshot().take(np.arange(len(LENGTHS)) % 2 == 0))
+    for sampler in SAMPLERS.values():
+        data = dataset(table, subset=even, sampler=sampler)
+        items = sampler.num_items(table._engine.reader().snapshot().take(np.arange(len(LENGTHS)) % 2 == 0))
         assert len(data) == -(-items // 4)
         found = {row[0] for row in drawn(copies(data))}
-        assert found <= members if selector.replacement else found == members
+        assert found <= members if sampler.replacement else found == members
         assert {row[0] for row in drawn([data.sample()])} <= members
-    assert len(calls) == len(SELECTORS)  # once a version of the table
+    assert len(calls) == len(SAMPLERS)  # once a version of the table
     table.remove(table.indices()[1])
     table.add(episode(12, 1))
     data = dataset(table, subset=even, batch_size=100)
@@ -317,29 +317,29 @@ def test_abandoning_an_iterator_leaves_nothing_behind(
 def test_an_error_while_preparing_reaches_the_consumer(
     table: gear.Table, prefetch: int, error: Exception, way: str
 ) -> None:
-    data = dataset(table, prefetch=prefetch, selector=Failing(3, error), batches_per_epoch=10)
+    data = dataset(table, prefetch=prefetch, sampler=Failing(3, error), batches_per_epoch=10)
     found: list[Any] = []
     with pytest.raises(RuntimeError if isinstance(error, StopIteration) else type(error)) as caught:
         append_all(data, found)
     assert error in (caught.value, caught.value.__cause__)
     same_batches(copies(dataset(table, batches_per_epoch=3)), found)
     nothing_left(table)
-    data.selector = gear.Uniform()
+    data.sampler = gear.Uniform()
     data.set_epoch(0)
     assert len(copies(data)) == 10
 
 
 @pytest.mark.parametrize("way", ["next", "prefetch", "while it is read"])
 def test_the_table_is_closed_meanwhile(way: str) -> None:
-    table, selector = make_table(), Slow() if way == "while it is read" else gear.Uniform()
+    table, sampler = make_table(), Slow() if way == "while it is read" else gear.Uniform()
     readers = table._engine.region.array("readers")
-    data = dataset(table, prefetch=0 if way == "next" else 2, selector=selector, batches_per_epoch=1000)
+    data = dataset(table, prefetch=0 if way == "next" else 2, sampler=sampler, batches_per_epoch=1000)
     iterator = iter(data)
     next(iterator)
-    if isinstance(selector, Slow):  # another process would wait for that read until this process ends
-        assert selector.reading.wait(10)
+    if isinstance(sampler, Slow):  # another process would wait for that read until this process ends
+        assert sampler.reading.wait(10)
         table.close()
-        selector.go_on.set()
+        sampler.go_on.set()
     else:
         table.close()
     with pytest.raises(TableClosedError, match=r"The table \(private\) is closed"):
@@ -371,7 +371,7 @@ class Slow(gear.Uniform):
     [("trajectories", 2, None), ("steps", 0, 3), ("trajectories once", 0, math.inf), ("steps once", 2, None)],
 )
 def test_a_table_that_is_or_becomes_empty_and_an_empty_subset(name: str, prefetch: int, batches: Any) -> None:
-    options = {"selector": SELECTORS[name], "prefetch": prefetch, "batches_per_epoch": batches}
+    options = {"sampler": SAMPLERS[name], "prefetch": prefetch, "batches_per_epoch": batches}
     with make_table([]) as table:
         data = dataset(table, **options)
         uses = [lambda: next(iter(data)), data.sample, *([lambda: len(data)] if batches is None else [])]
@@ -399,7 +399,7 @@ def test_a_table_that_is_or_becomes_empty_and_an_empty_subset(name: str, prefetc
 @pytest.mark.parametrize(("anchor", "prefetch"), [("uniform", 0), ("first", 2), ("last", 0)])
 def test_evicted_items_of_an_epoch_are_replaced_by_live_ones(prefetch: int, anchor: Any) -> None:
     with make_table([3] * 32, max_steps=96, max_trajectories=32, on_full="evict_oldest") as table:
-        data = dataset(table, selector=gear.Uniform(False), anchor=anchor, prefetch=prefetch, copy=True)
+        data = dataset(table, sampler=gear.Uniform(False), anchor=anchor, prefetch=prefetch, copy=True)
         iterator = iter(data)
         next(iterator)
         settle(data)
@@ -422,7 +422,7 @@ def test_evicted_items_of_an_epoch_are_replaced_by_live_ones(prefetch: int, anch
 @pytest.mark.parametrize(("name", "prefetch"), [("trajectories", 2), ("steps once", 0)])
 def test_an_endless_epoch_sees_additions(table: gear.Table, prefetch: int, name: str) -> None:
     table.remove(table.indices()[:4])  # room
-    data = dataset(table, selector=SELECTORS[name], prefetch=prefetch, batches_per_epoch=math.inf)
+    data = dataset(table, sampler=SAMPLERS[name], prefetch=prefetch, batches_per_epoch=math.inf)
     iterator = iter(data)
     next(iterator)
     index = table.add(episode(99, 9))
@@ -433,7 +433,7 @@ def test_an_endless_epoch_sees_additions(table: gear.Table, prefetch: int, name:
 def test_an_epoch_without_replacement_is_of_what_was_there_when_it_began(table: gear.Table) -> None:
     table.remove(table.indices()[:4])
     before = set(table.indices().tolist())
-    data = dataset(table, selector=gear.Uniform(False), batch_size=3)
+    data = dataset(table, sampler=gear.Uniform(False), batch_size=3)
     iterator = iter(data)
     found = [snapshot(next(iterator))]
     new = table.extend([episode(50, 3), episode(51, 3)])
@@ -446,8 +446,8 @@ def test_an_epoch_without_replacement_is_of_what_was_there_when_it_began(table: 
 
 
 @KINDS
-def test_sample_draws_by_its_own_count(table: gear.Table, selector: gear.Uniform) -> None:
-    data, other = dataset(table, selector=selector), dataset(table, selector=selector)
+def test_sample_draws_by_its_own_count(table: gear.Table, sampler: gear.Uniform) -> None:
+    data, other = dataset(table, sampler=sampler), dataset(table, sampler=sampler)
     first = [snapshot(data.sample()) for _ in range(3)]
     copies(data)
     data.set_epoch(7)
@@ -459,7 +459,7 @@ def test_sample_draws_by_its_own_count(table: gear.Table, selector: gear.Uniform
         check_batch(batch, contents(table), WINDOWS)
     # Neither are they the batches of an epoch, nor those of another rank.
     assert not seen & {tuple(drawn([batch])) for batch in copies(other)}
-    ranks = [dataset(table, selector=selector, rank=rank, world_size=3) for rank in range(3)]
+    ranks = [dataset(table, sampler=sampler, rank=rank, world_size=3) for rank in range(3)]
     assert len({tuple(drawn(snapshot(rank.sample()) for _ in range(4))) for rank in ranks}) == 3
 
 
@@ -476,7 +476,7 @@ def test_sample_of_another_size(table: gear.Table) -> None:
 
 @pytest.mark.parametrize("unit", ["trajectory", "step"])
 def test_sample_without_replacement_passes_over_all_items(table: gear.Table, unit: Any) -> None:
-    data = dataset(table, selector=gear.Uniform(False, unit), batch_size=5)
+    data = dataset(table, sampler=gear.Uniform(False, unit), batch_size=5)
     orders = []
     for _ in range(3):
         rows: list[tuple[int, int]] = []
@@ -491,7 +491,7 @@ def test_sample_without_replacement_passes_over_all_items(table: gear.Table, uni
 def test_sample_while_the_table_shrinks(
     table: gear.Table, unit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = dataset(table, selector=gear.Uniform(False, unit), batch_size=8)
+    data = dataset(table, sampler=gear.Uniform(False, unit), batch_size=8)
     look = table._engine.reader().snapshot
 
     def shrinks_afterwards() -> Any:
@@ -527,8 +527,8 @@ def test_sample_while_the_table_shrinks(
         ({"seed": 1.5}, r"seed is 1\.5; expected an integer"),
         ({"anchor": "middle"}, "anchor is 'middle'; expected 'uniform', 'first' or 'last'"),
         (
-            {"anchor": "last", "selector": gear.Uniform(unit="step")},
-            r"anchor='last' goes with a selector of trajectories; Uniform\(replacement=True, unit='step'\) chooses",
+            {"anchor": "last", "sampler": gear.Uniform(unit="step")},
+            r"anchor='last' goes with a sampler of trajectories; Uniform\(replacement=True, unit='step'\) chooses",
         ),
         ({"device": "mps"}, "device is 'mps'; expected 'auto', 'cpu' or a CUDA device"),
         ({"device": 1.5}, r"device is 1\.5; expected 'auto', 'cpu' or a CUDA device"),
@@ -549,8 +549,8 @@ def test_sample_while_the_table_shrinks(
         ),
         ({"subset": "even"}, "subset is 'even'; expected a function of the sequence numbers"),
         ({"scope": "all"}, "scope is 'all'; expected 'global' or 'local'"),
-        ({"selector": "prioritized"}, "selector is 'prioritized'; expected an object such as"),
-        ({"selector": gear.Prioritized}, r"selector is <class .*>; expected an object .*Prioritized\(\)"),
+        ({"sampler": "prioritized"}, "sampler is 'prioritized'; expected an object such as"),
+        ({"sampler": gear.Prioritized}, r"sampler is <class .*>; expected an object .*Prioritized\(\)"),
         ({"device": "cuda:0"}, r"device is 'cuda:0', but torch sees no CUDA device; use device='cpu' or"),
     ],
 )
@@ -572,7 +572,7 @@ def test_what_is_no_table_is_refused(given: Any) -> None:
 
 
 def test_what_only_an_epoch_shows_to_be_wrong(table: gear.Table) -> None:
-    data = dataset(table, selector=gear.Uniform(False), batch_size=13, drop_last=True)
+    data = dataset(table, sampler=gear.Uniform(False), batch_size=13, drop_last=True)
     message = "drop_last leaves no batch: 12 items are fewer than batch_size 13"
     for use in (lambda: len(data), lambda: next(iter(data))):
         with pytest.raises(SchemaError, match=message):

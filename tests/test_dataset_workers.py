@@ -23,7 +23,7 @@ import pytest
 import torch
 from cases import mostly_long
 from dataset_common import (
-    SELECTORS,
+    SAMPLERS,
     Failing,
     append_all,
     check_batch,
@@ -71,10 +71,10 @@ def table() -> Iterator[gear.Table]:
 
 
 def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
-    selector = options.get("selector", gear.Uniform())
-    size = 10 if selector.unit == "step" else 3
+    sampler = options.get("sampler", gear.Uniform())
+    size = 10 if sampler.unit == "step" else 3
     told = {"batch_size": size, "windows": WINDOW, "device": "cpu", "seed": 5, **options}
-    if selector.replacement:
+    if sampler.replacement:
         told.setdefault("batches_per_epoch", EPOCH)
     return gear.ReplayDataset(table, **nested(told))
 
@@ -96,10 +96,10 @@ def through_json(state: Any) -> Any:
 # Order ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", mostly_long(SELECTORS, "trajectories", "steps once"))
+@pytest.mark.parametrize("name", mostly_long(SAMPLERS, "trajectories", "steps once"))
 def test_the_number_of_workers_does_not_change_the_order(table: gear.Table, name: str) -> None:
     windows = {"reward": gear.Window(3, -1, "head"), "action": gear.Window(1), "observation": WINDOW}
-    options = {"selector": SELECTORS[name], "windows": windows, "batches_per_epoch": 5}
+    options = {"sampler": SAMPLERS[name], "windows": windows, "batches_per_epoch": 5}
     epochs = epochs_of(2, dataset(table, **options))
     everything = contents(table)
     for workers in (1, 6):
@@ -136,8 +136,8 @@ def sleep_in_worker_1(worker: int) -> None:
 
 
 def test_breaking_off_before_all_workers_have_begun(table: gear.Table) -> None:
-    epochs = epochs_of(3, dataset(table, selector=gear.Uniform(False)))
-    data = dataset(table, selector=gear.Uniform(False))
+    epochs = epochs_of(3, dataset(table, sampler=gear.Uniform(False)))
+    data = dataset(table, sampler=gear.Uniform(False))
     same_batches(epochs[0][:1], list(itertools.islice(loader(data, 2, worker_init_fn=sleep_in_worker_1), 1)))
     # Worker 1 never drew anything; still both go on with the second epoch.
     same_batches(epochs[1], list(loader(data, 2)))
@@ -190,7 +190,7 @@ def iterating(batches: DataLoader[Any]) -> Iterator[Iterator[Any]]:
 
 @pytest.mark.parametrize("method", mostly_long(["forkserver", "spawn"], "forkserver"))
 def test_started_workers(table: gear.Table, method: str) -> None:
-    options = {"selector": gear.Uniform(False), "subset": odd}
+    options = {"sampler": gear.Uniform(False), "subset": odd}
     epochs, data = epochs_of(2, dataset(table, **options)), dataset(table, **options)
     batches = loader(data, 2, multiprocessing_context=method, persistent_workers=True)
     for epoch in epochs:
@@ -203,7 +203,7 @@ def odd(sequences: Any) -> Any:
 
 
 def test_workers_see_additions_between_epochs(table: gear.Table) -> None:
-    batches = loader(dataset(table, selector=gear.Uniform(False)), 2, persistent_workers=True)
+    batches = loader(dataset(table, sampler=gear.Uniform(False)), 2, persistent_workers=True)
     before = set(table.indices().tolist())
     assert Counter(index for index, _ in drawn(batches)) == Counter(before)
     new = {table.add(episode(50 + i, 3)) for i in range(4)}
@@ -263,7 +263,7 @@ def test_an_error_in_a_worker_reaches_the_consumer(
         return found
 
     found = fails(
-        dataset(table, selector=Failing(3, FloatingPointError("from a worker"))),
+        dataset(table, sampler=Failing(3, FloatingPointError("from a worker"))),
         FloatingPointError,
         "from a worker",
     )
@@ -308,9 +308,9 @@ def test_loading_twice_while_iterating_and_set_epoch_after_loading(table: gear.T
 
 
 def test_resuming_an_endless_epoch_and_a_rank(table: gear.Table) -> None:
-    for selector in SELECTORS.values():
+    for sampler in SAMPLERS.values():
         for more in ({"batches_per_epoch": math.inf}, {"rank": 2, "world_size": 3, "batches_per_epoch": 40}):
-            options = {"selector": selector, **more}
+            options = {"sampler": sampler, **more}
             expected = copies(dataset(table, **options), 13)
             data = dataset(table, **options)
             copies(data, 7)
@@ -319,9 +319,9 @@ def test_resuming_an_endless_epoch_and_a_rank(table: gear.Table) -> None:
             same_batches(expected[7:], copies(resumed, 6))
 
 
-@pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS)
-def test_resuming_sample(table: gear.Table, selector: gear.Uniform) -> None:
-    whole, data, resumed = (dataset(table, selector=selector) for _ in range(3))
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_resuming_sample(table: gear.Table, sampler: gear.Uniform) -> None:
+    whole, data, resumed = (dataset(table, sampler=sampler) for _ in range(3))
     expected = [snapshot(whole.sample(size)) for size in (None, 2, None, None, 4, None, None, None, None)]
     for size in (None, 2, None):
         data.sample(size)
@@ -339,13 +339,13 @@ def test_resuming_sample(table: gear.Table, selector: gear.Uniform) -> None:
 def test_a_state_without_workers_goes_on_with_any_number_of_them(
     table: gear.Table, workers: int, taken: int
 ) -> None:
-    for selector in (gear.Uniform(), gear.Uniform(False, "step")):
-        whole = dataset(table, selector=selector)
+    for sampler in (gear.Uniform(), gear.Uniform(False, "step")):
+        whole = dataset(table, sampler=sampler)
         epochs = [copies(whole) for _ in range(3)]
-        data = dataset(table, selector=selector)
+        data = dataset(table, sampler=sampler)
         copies(data)
         copies(data, taken)
-        resumed = dataset(table, selector=selector)
+        resumed = dataset(table, sampler=sampler)
         resumed.load_state_dict(data.state_dict())
         loader = DataLoader(resumed, batch_size=None, num_workers=workers)
         same_batches(epochs[1][taken:], copies(loader))
@@ -367,10 +367,10 @@ def stateful(
     workers: int,
     state: Any = None,
     *,
-    selector: gear.Uniform | None = None,
+    sampler: gear.Uniform | None = None,
     **options: Any,
 ) -> Any:
-    data = dataset(table, selector=selector or gear.Uniform(False))
+    data = dataset(table, sampler=sampler or gear.Uniform(False))
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     loader = StatefulDataLoader(data, batch_size=None, num_workers=workers, **options)
@@ -403,7 +403,7 @@ def resumes_at(
 
 @pytest.fixture
 def epochs(table: gear.Table) -> list[list[Any]]:
-    data = dataset(table, selector=gear.Uniform(False))
+    data = dataset(table, sampler=gear.Uniform(False))
     return [copies(data) for _ in range(4)]
 
 
@@ -429,7 +429,7 @@ def test_stateful_dataloader_with_workers(
 def test_stateful_dataloader_with_snapshots_now_and_then_and_uneven_workers(
     table: gear.Table, epochs: Any
 ) -> None:
-    resumes_at(table, epochs, 0, 4, 2, selector=Uneven(False))
+    resumes_at(table, epochs, 0, 4, 2, sampler=Uneven(False))
     resumes_at(table, epochs, 0, 4, 2, snapshot_every_n_steps=3)
 
 
@@ -452,7 +452,7 @@ def test_a_worker_refuses_the_state_of_one_among_others(
         ({"anchor": "last"}, r"other options \(saved, here\): {'anchor': \('uniform', 'last'\)}"),
         ({"drop_last": True}, r"{'drop_last': \(False, True\)}"),
         (
-            {"selector": gear.Uniform(False)},
+            {"sampler": gear.Uniform(False)},
             r"""{'selector': \("Uniform\(replacement=True, .*", "Uniform\(rep.*=F""",
         ),
         (

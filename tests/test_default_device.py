@@ -79,7 +79,7 @@ def test_every_factory_names_its_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("selector", "prefetch"),
+    ("sampler", "prefetch"),
     [
         (gear.Uniform(replacement=False), 2),
         (gear.Prioritized(unit="step", replacement=False), 0),
@@ -88,17 +88,17 @@ def test_every_factory_names_its_device() -> None:
     ids=str,
 )
 def test_batches_are_on_the_cpu_whatever_the_default_device(
-    table: gear.Table, selector: gear.Selector, prefetch: int
+    table: gear.Table, sampler: gear.Sampler, prefetch: int
 ) -> None:
     def batches() -> list[dict[str, Any]]:
         windows = {"value": gear.Window(4, -3), "half": gear.Window(2)}
         options: dict[str, Any] = {"copy": True, "batches_per_epoch": 4, "sample_info": True, "device": "cpu"}
-        options |= {"selector": selector, "prefetch": prefetch}
+        options |= {"sampler": sampler, "prefetch": prefetch}
         data = gear.ReplayDataset(table, **nested({"batch_size": 8, "windows": windows, **options}))
         found = []
         for batch in data:
             found.append(batch)
-            if isinstance(selector, (gear.Prioritized, gear.TopK)):
+            if isinstance(sampler, (gear.Prioritized, gear.TopK)):
                 data.update_priority(batch, np.arange(8) + 1.0)
         found.append(data.sample())
         data.load_state_dict(data.state_dict())

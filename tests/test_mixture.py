@@ -121,7 +121,7 @@ def test_a_schedule_gives_the_shares(tables: Any) -> None:
 
 
 def test_every_dataset_draws_as_alone(tables: Any) -> None:
-    each = ({"selector": ONCE, "seed": 3}, {"selector": gear.Fifo(False), "seed": 4})
+    each = ({"sampler": ONCE, "seed": 3}, {"sampler": gear.Fifo(False), "seed": 4})
     mixed = mixture(tables, each=each, batch_size=7)
     numbers = torch.cat([batch["number"] for batch in mixed]).numpy()
     alone = [dataset(table, **own) for table, own in zip(tables, each, strict=True)]
@@ -154,7 +154,7 @@ def test_workers_give_the_same_batches(workers: int) -> None:
     names = [fresh_name(), fresh_name()]
     with make(0, name=names[0]) as one, make(100, name=names[1]) as other:
         try:
-            own = ({"selector": ONCE}, {})
+            own = ({"sampler": ONCE}, {})
             mixed = mixture((one, other), (2, 1), own)
             plain = [batch for _ in range(2) for batch in mixed]
             loader = DataLoader(mixture((one, other), (2, 1), own), batch_size=None, num_workers=workers)
@@ -169,7 +169,7 @@ def test_workers_give_the_same_batches(workers: int) -> None:
 @pytest.mark.parametrize("stop", [0, 5, 12, 17])
 @pytest.mark.parametrize("shares", ["exact", "expected"])
 def test_a_mixture_resumes(tables: Any, stop: int, shares: str) -> None:
-    own = ({"selector": ONCE}, {"selector": gear.Prioritized()})
+    own = ({"sampler": ONCE}, {"sampler": gear.Prioritized()})
 
     def made() -> gear.Mixture:
         return mixture(tables, (2, 1), own, shares=shares)
@@ -199,7 +199,7 @@ def test_a_mixture_resumes(tables: Any, stop: int, shares: str) -> None:
 @pytest.mark.parametrize("shares", ["exact", "expected"])
 def test_single_batches_are_a_stream_of_their_own(tables: Any, shares: str) -> None:
     def made() -> gear.Mixture:
-        return mixture(tables, (2, 1), ({"selector": ONCE}, {}), shares=shares)
+        return mixture(tables, (2, 1), ({"sampler": ONCE}, {}), shares=shares)
 
     plain, mixed, again = list(made()), made(), made()
     batches, singles = iter(mixed), []
@@ -219,7 +219,7 @@ def test_single_batches_are_a_stream_of_their_own(tables: Any, shares: str) -> N
 
 
 def test_priorities_go_to_the_datasets_that_draw_by_them(tables: Any) -> None:
-    own = ({}, {"selector": gear.Prioritized()})
+    own = ({}, {"sampler": gear.Prioritized()})
     mixed = mixture(tables, each=own, batch_size=200)
     batch = next(iter(mixed))
     assert (batch["priority_weight"][batch["source"] == 0] == 1).all()

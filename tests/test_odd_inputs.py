@@ -296,7 +296,7 @@ def of_dataset(table: gear.Table) -> Iterator[tuple[str, Call]]:
         return gear.ReplayDataset(table, **nested({**plain, **options}))
 
     def update(unit: Any, **change: Any) -> object:
-        data = make(selector=gear.Prioritized(unit=unit))
+        data = make(sampler=gear.Prioritized(unit=unit))
         batch = data.sample()
         given = {"index": batch["index"], "priority": np.ones(2), "anchor": batch["anchor"]}
         if unit == "trajectory":

@@ -23,7 +23,7 @@ ALONE = {"rank": 0, "world_size": 1}
 def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     options = {
         "windows": gear.Window(1, squeeze=True),
-        "selector": gear.Uniform(False, unit="step"),
+        "sampler": gear.Uniform(False, unit="step"),
     } | options
     return gear.ReplayDataset(table, **nested({"batch_size": 10, "device": "cpu", "seed": 1, **options}))
 
@@ -73,7 +73,7 @@ def with_accelerate(rank: int, table: gear.Table) -> Any:
         assert all(
             "ranks=gear_loader.Ranks(rank=0, world_size=1)" in error for error in errors(prepared(data))
         )
-    packed = dataset(table, windows=gear.Whole(), layout="packed", selector=None, **ALONE)
+    packed = dataset(table, windows=gear.Whole(), layout="packed", sampler=None, **ALONE)
     assert "packed ones cannot be" in errors(prepared(packed))[1]
     for data in (dataset(table, **ALONE), mixture):
         assert all("without dispatching" in error for error in errors(prepared(data, dispatch=False)))

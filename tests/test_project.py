@@ -338,7 +338,7 @@ def test_imports_point_down(module: str) -> None:
         ("gear_loader.storage.table", "def f():\n    from gear_loader import dataset", False),
         ("gear_loader.storage.table", "import triton", False),
         ("gear_loader.collection.collector", "from gear_loader.kernels import gather", True),
-        ("gear_loader.collection.collector", "from gear_loader.selection import selectors", False),
+        ("gear_loader.collection.collector", "from gear_loader.selection import samplers", False),
         ("gear_loader.selection.base", "from gear_loader.collection import collector", False),
         ("gear_loader.sources.hdf5", "from .episodes import Episode", True),
         ("gear_loader.sources.hdf5", "from ..storage.table import Table\nimport h5py", True),

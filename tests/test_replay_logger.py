@@ -60,7 +60,7 @@ def test_a_buffer_is_logged_from_its_first_transition_on(monkeypatch: pytest.Mon
 def test_steps_of_the_callers_own_and_all_metrics() -> None:
     with make_table() as table:
         dataset = gear.ReplayDataset(
-            table, batch_size=4, windows=gear.Window(1), selector=gear.Prioritized(), device="cpu",
+            table, batch_size=4, windows=gear.Window(1), sampler=gear.Prioritized(), device="cpu",
             draws=gear.Draws(sample_info=True),
         )  # fmt: skip
         run = Wandb()

@@ -183,7 +183,7 @@ class Reader:
             batch_size=batch,
             windows=gear.Window(length=spec["steps"]),
             anchor="first",
-            selector=selector,
+            sampler=selector,
             seed=spec["seed"],
             device="cpu",
             prefetch=gear.Prefetch(0, copy=False),

@@ -102,7 +102,7 @@ def _measured(session: Session, data: Sequences, count: int) -> None:
         device = torch.device("cuda" if session.cuda else "cpu")
         options: dict[str, Any] = {
             "windows": gear.Whole(), "layout": "packed", "batch_size": gear.Steps(TOKENS, LOOKAHEAD),
-            "device": device, "seed": SEED, "selector": gear.Uniform(replacement=False), "batches_per_epoch": math.inf,
+            "device": device, "seed": SEED, "sampler": gear.Uniform(replacement=False), "batches_per_epoch": math.inf,
         }  # fmt: skip
         ahead = 2 if session.cuda else 0
         kept = gear.ReplayDataset(table, prefetch=ahead, **options)

@@ -40,7 +40,7 @@ from gear_loader.distributed.records import SUMMARY, UPDATE, Message, Outbox, re
 from gear_loader.distributed.remote import PART_BYTES
 from gear_loader.distributed.topology import MeshCoordinates
 from gear_loader.selection.base import SelectionContext
-from gear_loader.selection.selectors import Draw
+from gear_loader.selection.samplers import Draw
 
 Array = np.ndarray[Any, Any]
 

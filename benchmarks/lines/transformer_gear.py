@@ -11,7 +11,7 @@ replay = gear.ReplayDataset(
     table,
     batch_size=64,
     windows=gear.Window(20, -19),
-    selector=gear.Uniform(unit="step"),
+    sampler=gear.Uniform(unit="step"),
     batches_per_epoch=20,
 )
 for batch in replay:

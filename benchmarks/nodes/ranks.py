@@ -330,7 +330,7 @@ class Batches(Subject):
             batch_size=batch,
             windows=rank.workload.window,
             anchor=rank.workload.anchor,
-            selector=SELECTORS[selector](),
+            sampler=SELECTORS[selector](),
             device="cpu",
             prefetch=gear.Prefetch(0, copy=False),
             batches_per_epoch=float("inf"),

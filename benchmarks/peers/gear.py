@@ -238,7 +238,7 @@ class Loader(episodes.Loader):
             self._table,
             batch_size=self.batch,
             windows=gear.Window(length=episodes.WINDOW, offset=1 - episodes.WINDOW, pad="tail"),
-            selector=gear.Uniform(unit="step"),
+            sampler=gear.Uniform(unit="step"),
             seed=self.seed,
             device=self.device,
             prefetch=gear.Prefetch(self.prefetch, copy=False),

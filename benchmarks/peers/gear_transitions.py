@@ -47,7 +47,7 @@ class Transitions(transitions.Subject):
             self.store,
             batch_size=self.batch,
             windows=_WINDOWS,
-            selector=prioritized if self.prioritized else gear.Uniform(unit="step"),
+            sampler=prioritized if self.prioritized else gear.Uniform(unit="step"),
             seed=self.data.seed,
             device="cpu",
             prefetch=gear.Prefetch(0, copy=self.copy),

@@ -10,7 +10,7 @@ from gear_loader.collection.buffers import Buffers
 from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.selection.base import Selection
 from gear_loader.selection.budget_planner import PlannedBatch
-from gear_loader.selection.selectors import Draw
+from gear_loader.selection.samplers import Draw
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.table import Table
 

@@ -11,7 +11,7 @@ from typing import Any
 from gear_loader.errors import SchemaError
 from gear_loader.selection.base import Selection
 from gear_loader.selection.budget_planner import BudgetPlanner, PlannedBatch
-from gear_loader.selection.selectors import Draw, Selector
+from gear_loader.selection.samplers import Draw, Sampler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class EpochDraws:
 
     Attributes:
         selection: returns the selection, which is made anew if the dataset's options have changed.
-        selector: of the dataset.
+        sampler: of the dataset.
         seed: of the draws.
         size: items of a batch: rows, or groups; of all its slices, if ranks get slices of it.
         batch_size: rows of a batch on one rank.
@@ -30,7 +30,7 @@ class EpochDraws:
     """
 
     selection: Callable[[], Selection]
-    selector: Selector
+    sampler: Sampler
     seed: int
     size: int
     batch_size: int
@@ -47,10 +47,10 @@ class EpochDraws:
             TableEmptyError: there are no items.
             SchemaError: `drop_last` leaves no batch.
         """
-        items = self.selector.num_items(view)
+        items = self.sampler.num_items(view)
         if items == 0:
             raise self.selection().context.empty()
-        if not (self.drop_last and self.selector.passes):
+        if not (self.drop_last and self.sampler.passes):
             return -(-items // self.size)
         if items < self.size:
             ranks = "" if self.size == self.batch_size else f" on {self.size // self.batch_size} ranks"
@@ -78,14 +78,14 @@ class EpochDraws:
         turn = 0
         while number < count:
             batch = number * self.world + self.rank  # number over all ranks
-            if not self.selector.passes:
+            if not self.sampler.passes:
                 yield Draw(self.seed, epoch, batch, 0, self.size, 0, past + number), None
             else:
                 if batch // self.pass_batches(view) != turn:  # a new pass, over the current items
                     view = self.selection().await_items()
                 turn, place = divmod(batch, self.pass_batches(view))
                 first = place * self.size
-                rows = min(self.size, self.selector.num_items(view) - first)
+                rows = min(self.size, self.sampler.num_items(view) - first)
                 yield Draw(self.seed, epoch, batch, first, rows, turn, past + number), view
             number += every
 

@@ -27,9 +27,9 @@ class Mixture(IterableDataset[Batch]):
     """Batches with rows of several datasets, in given shares: offline data and online data, say.
 
     ``Mixture({"offline": (a, 0.5), "online": (b, 0.5)}, batch_size=256)``. Each dataset draws its rows by its own
-    selector. A batch has their rows one after another, in the order of the mapping, in new memory, and ``source``,
+    sampler. A batch has their rows one after another, in the order of the mapping, in new memory, and ``source``,
     int64 ``[B]``: the number of each row's dataset. ``index`` and ``generation`` are of the row's table;
-    ``priority_weight`` is 1 in rows of a selector that does not weigh.
+    ``priority_weight`` is 1 in rows of a sampler that does not weigh.
 
     Iterate it, use ``DataLoader(mixture, batch_size=None)``, or call `sample`. Batch number, seed and options
     determine the shares and all draws, whatever the number of workers. Rows are drawn by `ReplayDataset.sample`, so
@@ -185,7 +185,7 @@ class Mixture(IterableDataset[Batch]):
                 parts.append(_drawn(dataset, count))
                 which.append(torch.full((count,), place, dtype=torch.int64, device="cpu"))
         batch = joined(parts)
-        if any(dataset.selector.weighs for dataset in self.sources.values()):
+        if any(dataset.sampler.weighs for dataset in self.sources.values()):
             batch.setdefault("priority_weight", torch.ones_like(batch["index"], dtype=torch.float32))
         batch["source"] = torch.cat(which).to(batch["index"].device)
         return batch
@@ -226,7 +226,7 @@ class Mixture(IterableDataset[Batch]):
             if bool(rows.any()):
                 here = rows.to(batch["index"].device)
                 names = {"generation": batch["generation"][here]}
-                if dataset.selector.unit == "step":
+                if dataset.sampler.unit == "step":
                     names["anchor"] = batch["anchor"][here]
                 dataset.update_priority(batch["index"][here], values[rows], **names)
 

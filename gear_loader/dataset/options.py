@@ -14,7 +14,7 @@ from gear_loader.collection.windows import check_layout, check_windows, has_whol
 from gear_loader.dataset.transforming import transforms_of
 from gear_loader.errors import SchemaError
 from gear_loader.selection.grouping import Groups
-from gear_loader.selection.selectors import Selector
+from gear_loader.selection.samplers import Sampler
 from gear_loader.selection.step_budget import Steps
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import at_least, flag, integer, one_of
@@ -89,7 +89,7 @@ class Draws:
             `ReplayDataset.stats` counts them.
         stride: draw sequences: only the anchors 0, `stride`, 2 * `stride`, ... of each trajectory, up to the first one
             whose windows reach the trajectory's end. With `complete`, each `stride`-th of the complete anchors. Needs a
-            selector with ``unit="step"``, which is the default then; one that draws by priority a table whose
+            sampler with ``unit="step"``, which is the default then; one that draws by priority a table whose
             `block_steps` is at most the stride. Without `complete`, an anchor needs in columns with final steps as many
             steps more as their windows are longer than others: ``{"obs": Window(9), "action": Window(8)}`` draws no
             sequence without its second observation.
@@ -176,7 +176,7 @@ def check_options(
     windows: Any,
     columns: Any,
     anchor: Any,
-    selector: Any,
+    sampler: Any,
     groups: Any,
     draws: Any,
     seed: Any,
@@ -198,21 +198,21 @@ def check_options(
     check_windows(windows, columns)
     check_layout(layout, windows)
     one_of("anchor", anchor, ("uniform", "first", "last"))
-    if selector is not None and not isinstance(selector, Selector):
+    if sampler is not None and not isinstance(sampler, Sampler):
         raise SchemaError(
-            f"selector is {shown(selector)}; expected an object such as gear_loader.Uniform() or "
+            f"sampler is {shown(sampler)}; expected an object such as gear_loader.Uniform() or "
             "gear_loader.Prioritized()."
         )
-    if selector is not None and selector.unit == "step" and anchor != "uniform":
+    if sampler is not None and sampler.unit == "step" and anchor != "uniform":
         raise SchemaError(
-            f"anchor={anchor!r} goes with a selector of trajectories; {selector!r} chooses the steps itself."
+            f"anchor={anchor!r} goes with a sampler of trajectories; {sampler!r} chooses the steps itself."
         )
     if draws.stride is not None and (
-        anchor != "uniform" or groups is not None or (selector is not None and selector.unit != "step")
+        anchor != "uniform" or groups is not None or (sampler is not None and sampler.unit != "step")
     ):
         raise SchemaError(
-            f"Draws(stride={draws.stride}) was given with selector={selector!r}, anchor={anchor!r} and "
-            f"groups={groups!r}; expected a selector with unit='step', and neither of the others."
+            f"Draws(stride={draws.stride}) was given with sampler={sampler!r}, anchor={anchor!r} and "
+            f"groups={groups!r}; expected a sampler with unit='step', and neither of the others."
         )
     integer("seed", seed)
     if not isinstance(device, Gpu):
@@ -231,17 +231,17 @@ def check_options(
                 f"batch_size={batch_size!r} was given with windows of one length and layout='padded'; expected "
                 "layout='packed' or 'jagged', or gear_loader.Whole()."
             )
-        batch_size.check_selector(selector)
-    _check_packed(layout, windows, anchor, selector, output, draws.complete or draws.stride is not None)
+        batch_size.check_sampler(sampler)
+    _check_packed(layout, windows, anchor, sampler, output, draws.complete or draws.stride is not None)
     if groups is None:
         return
     if not isinstance(groups, Groups):
         raise SchemaError(f"groups is {shown(groups)}; expected None or gear_loader.Groups(column, size).")
-    if selector is not None and selector.unit == "step":
-        raise SchemaError(f"{groups!r} was given with {selector!r}; expected unit='trajectory'.")
+    if sampler is not None and sampler.unit == "step":
+        raise SchemaError(f"{groups!r} was given with {sampler!r}; expected unit='trajectory'.")
 
 
-def _check_packed(layout: Any, windows: Any, anchor: Any, selector: Any, output: Any, complete: bool) -> None:
+def _check_packed(layout: Any, windows: Any, anchor: Any, sampler: Any, output: Any, complete: bool) -> None:
     """Check the options that packed batches do not go with."""
     if layout == "padded" and not has_whole(windows):
         return
@@ -256,8 +256,8 @@ def _check_packed(layout: Any, windows: Any, anchor: Any, selector: Any, output:
         raise SchemaError(
             "Draws(complete=True), or stride, was given with whole trajectories, which always are; leave it out."
         )
-    if anchor == "last" or (selector is not None and selector.unit == "step"):
+    if anchor == "last" or (sampler is not None and sampler.unit == "step"):
         raise SchemaError(
-            f"anchor={anchor!r} and selector={selector!r} were given with whole trajectories; expected a selector with "
+            f"anchor={anchor!r} and sampler={sampler!r} were given with whole trajectories; expected a sampler with "
             "unit='trajectory', and no anchor: theirs is step 0."
         )

@@ -18,7 +18,7 @@ from gear_loader.selection.base import Selection, SelectionContext
 from gear_loader.selection.budget_planner import BudgetPlanner
 from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
-from gear_loader.selection.selectors import Selector
+from gear_loader.selection.samplers import Sampler
 from gear_loader.selection.snapshot_selection import SnapshotSelection
 from gear_loader.selection.step_budget import StepBudget, Steps
 from gear_loader.storage.schema import Window
@@ -81,12 +81,12 @@ class Origin:
     # ---------------------------------------------------------------- checks
 
     def check(
-        self, *, selector: Selector, packed: bool, layout: str, steps: Steps | None, sample_info: bool
+        self, *, sampler: Sampler, packed: bool, layout: str, steps: Steps | None, sample_info: bool
     ) -> None:
         """Raise SchemaError for options of a dataset that do not go with what it draws from."""
-        if selector.freshness < 1 and (self.table.rules.version is None or self.is_global):
+        if sampler.freshness < 1 and (self.table.rules.version is None or self.is_global):
             raise SchemaError(
-                f"{selector!r} was given; expected a Table created with version= for a freshness below 1, or Shards of "
+                f"{sampler!r} was given; expected a Table created with version= for a freshness below 1, or Shards of "
                 "such with scope='local'."
             )
         ranks = self.ranks
@@ -111,14 +111,14 @@ class Origin:
         if world > 1 and (not fixed or by_priority):
             raise SchemaError(
                 f"batch_size=Steps(...) was given on {world} ranks; expected batches_per_epoch, so that all ranks "
-                "have as many batches, and a selector that does not draw by priority."
+                "have as many batches, and a sampler that does not draw by priority."
             )
 
-    def check_worker(self, number: int, *, selector: Selector, device: torch.device) -> None:
+    def check_worker(self, number: int, *, sampler: Sampler, device: torch.device) -> None:
         """Raise an error if a `DataLoader` worker of this number cannot iterate."""
-        if selector.by_priority:
+        if sampler.by_priority:
             raise SchemaError(
-                f"A DataLoader worker cannot draw for {selector!r}: update_priority would not reach it. Use "
+                f"A DataLoader worker cannot draw for {sampler!r}: update_priority would not reach it. Use "
                 "num_workers=0 (batches are prefetched in the background anyway)."
             )
         if self.table.name is None:
@@ -161,12 +161,12 @@ class Origin:
         """Make the selection of a dataset.
 
         Args:
-            context: selector, table, and the options that they go with.
+            context: sampler, table, and the options that they go with.
             history: batches whose rows a state keeps, because they may have been drawn ahead of it.
             device: that draws. windows: that are gathered.
             steps: of batches with a number of steps. packed: whether rows lie one after another.
         """
-        if not context.selector.by_priority:
+        if not context.sampler.by_priority:
             return SnapshotSelection(context)
         on_gpu = device.type == "cuda" and context.grouping is None and self.shards is None
         on_gpu = on_gpu and not reads_mutable(context.table.schema, windows)
@@ -176,8 +176,8 @@ class Origin:
 
     def _host_draws(self, context: SelectionContext) -> bool:
         """Whether the host has to know, batch by batch, what was drawn or updated."""
-        needs = context.counts or context.waits or context.selector.freshness < 1
-        needs |= self.is_shared and context.selector.unit == "trajectory"
+        needs = context.counts or context.waits or context.sampler.freshness < 1
+        needs |= self.is_shared and context.sampler.unit == "trajectory"
         if (
             not needs
             and context.table.rules.on_full != "evict_lowest_priority"
@@ -186,7 +186,7 @@ class Origin:
             return False
         notice(
             "host-draws",
-            f"{context.selector!r} is drawn on the host, because sample_info, max_times_sampled, late columns, "
+            f"{context.sampler!r} is drawn on the host, because sample_info, max_times_sampled, late columns, "
             "max_lag, freshness, on_full='evict_lowest_priority', a disk tier or other ranks of the same named table "
             "need to know what is drawn or updated: the GPU only gathers.",
         )

@@ -46,7 +46,7 @@ from gear_loader.selection.complete import CompleteAnchors
 from gear_loader.selection.epochs import notice_short_epoch, notice_uneven_lengths
 from gear_loader.selection.grouping import Groups
 from gear_loader.selection.prioritized import PrioritizedSelection
-from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector, Uniform
+from gear_loader.selection.samplers import SAMPLE_EPOCH, Draw, Sampler, Uniform
 from gear_loader.selection.step_budget import BudgetProgress, StepBudget, Steps, checked_positions
 from gear_loader.storage.priority_updates import is_strict
 from gear_loader.storage.schema import Window, as_mapping
@@ -75,7 +75,7 @@ class ReplayDataset(IterableDataset[Batch]):
     ``generation`` int64 ``[B]``: generation of the index, which changes when another trajectory reuses it
     ============== ==================================================================================
 
-    Drawn over `Shards`, also ``shard``, int64 ``[B]``: the shard of the index. With a selector that weighs, also
+    Drawn over `Shards`, also ``shard``, int64 ``[B]``: the shard of the index. With a sampler that weighs, also
     ``priority_weight``, float32 ``[B]``; with `Draws.sample_info`, a dict ``sample_info`` of
 
     ================= ===============================================================================
@@ -114,9 +114,9 @@ class ReplayDataset(IterableDataset[Batch]):
         windows: one `Window` for all columns, or a mapping of column name to window; columns without a window are not
             read. `Whole` in place of a `Window` for whole trajectories.
         columns: with one window: the columns to read (all by default).
-        anchor: ``"uniform"`` over the trajectory's steps, ``"first"`` or ``"last"``. A selector with
+        anchor: ``"uniform"`` over the trajectory's steps, ``"first"`` or ``"last"``. A sampler with
             ``unit="step"`` chooses the anchors itself.
-        selector: by default `Uniform()`, or where every window has one step ``Uniform(unit="step")``, unless `anchor`
+        sampler: by default `Uniform()`, or where every window has one step ``Uniform(unit="step")``, unless `anchor`
             or `groups` are given. The logger `gear_loader` says once if by default the shorter half of the
             trajectories, with half of the rows, has less than a quarter of the steps.
         groups: `Groups` of trajectories that are drawn together.
@@ -127,7 +127,7 @@ class ReplayDataset(IterableDataset[Batch]):
         prefetch: batches prepared ahead: by a thread on the CPU, on a side stream on a GPU; 0 disables prefetching. Or
             a `Prefetch`, which also says when memory is reused.
         batches_per_epoch: length of an epoch on each rank; by default that of one pass, ceil(items / batch_size) over
-            all ranks: items are trajectories, or steps if the selector has ``unit="step"``. The logger `gear_loader`
+            all ranks: items are trajectories, or steps if the sampler has ``unit="step"``. The logger `gear_loader`
             says once if such an epoch reads a small part of the table. ``math.inf`` never ends.
         ranks: `Ranks`, how ranks share the batches.
         output: ``"dict"``; ``"nested"``, in which a dot in a name is a level of nesting, ``batch["obs"]["image"]`` of
@@ -191,7 +191,7 @@ class ReplayDataset(IterableDataset[Batch]):
         windows: Window | Whole | Mapping[str, Any],
         columns: Sequence[str] | None = None,
         anchor: Literal["uniform", "first", "last"] = "uniform",
-        selector: Selector | None = None,
+        sampler: Sampler | None = None,
         groups: Groups | None = None,
         draws: Draws = _DRAWS,
         seed: int = 0,
@@ -208,7 +208,7 @@ class ReplayDataset(IterableDataset[Batch]):
             windows=windows,
             columns=columns,
             anchor=anchor,
-            selector=selector,
+            sampler=sampler,
             groups=groups,
             draws=draws,
             seed=seed,
@@ -234,12 +234,12 @@ class ReplayDataset(IterableDataset[Batch]):
         if output != "dict":
             check_nesting(self.windows, output)
         # Whether nothing tells if trajectories or steps are to be equally likely.
-        self._by_default = selector is None and anchor == "uniform" and groups is None
+        self._by_default = sampler is None and anchor == "uniform" and groups is None
         self._by_default &= not has_whole(self.windows)
         by_step = self._by_default and single_steps(table.schema, self.windows)
-        if selector is None:
-            selector = Uniform(unit="step" if by_step or draws.stride is not None else "trajectory")
-        self.selector: Selector = selector
+        if sampler is None:
+            sampler = Uniform(unit="step" if by_step or draws.stride is not None else "trajectory")
+        self.sampler: Sampler = sampler
         self.complete: CompleteAnchors | None = None
         if draws.complete or draws.stride is not None:
             self.complete = CompleteAnchors.of(
@@ -260,7 +260,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self._packs = whole or layout != "padded"  # rows are gathered one after another
         self._late = table.schema.late_bits(self._sources())
         self._origin.check(
-            selector=self.selector,
+            sampler=self.sampler,
             packed=self._packs,
             layout=layout,
             steps=budget,
@@ -276,7 +276,7 @@ class ReplayDataset(IterableDataset[Batch]):
             self._budget = step_budget_of(table, self.windows, budget, draws.drop_last)
         self._progress, self._sample_progress = BudgetProgress(self.keep), BudgetProgress(0)
         self._sample_progress.counts = self._progress.counts
-        self._sampler: BudgetPlanner | None = None  # of `sample` with `Steps`
+        self._planner: BudgetPlanner | None = None  # of `sample` with `Steps`
         endless = batches_per_epoch is None or batches_per_epoch == math.inf
         self.batches_per_epoch = batches_per_epoch if endless else int(batches_per_epoch or 0)
         self.drop_last, self.subset = draws.drop_last, draws.subset
@@ -327,7 +327,7 @@ class ReplayDataset(IterableDataset[Batch]):
         if self._budget is None:
             return self.batch_size
         size = 1 if self.groups is None else self.groups.size
-        return size * BudgetPlanner.draw_size(self.selector, self.groups)
+        return size * BudgetPlanner.draw_size(self.sampler, self.groups)
 
     @property
     def shards(self) -> Any:
@@ -359,7 +359,7 @@ class ReplayDataset(IterableDataset[Batch]):
             size = f"at most {self._budget.max_steps:,} steps"
         return (
             f"<{type(self).__name__} of {self._origin.given!r}\n"
-            f"  batches of {size} on {self.device}, drawn by {self.selector!r}, seed {self.seed}\n"
+            f"  batches of {size} on {self.device}, drawn by {self.sampler!r}, seed {self.seed}\n"
             f"  windows {windows}\n"
             f"  epoch {epoch}, {before + step:,}{length} batches delivered>"
         )
@@ -542,7 +542,7 @@ class ReplayDataset(IterableDataset[Batch]):
         rank, world = self._rank()
         return EpochDraws(
             self._selected,
-            self.selector,
+            self.sampler,
             seed=self._draw_seed(),
             size=self._items_of(self._global_size(self.batch_size)),
             batch_size=self.batch_size,
@@ -563,7 +563,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 "for which the draws of all workers would count. Use num_workers=0, or Draws(rate_limited=False)."
             )
         self._origin.check_sharing(
-            fixed=self.batches_per_epoch is not None, by_priority=self.selector.by_priority
+            fixed=self.batches_per_epoch is not None, by_priority=self.sampler.by_priority
         )
 
     def _draw_seed(self) -> int:
@@ -606,9 +606,9 @@ class ReplayDataset(IterableDataset[Batch]):
             self._items_of(self._global_size(size)),
             None,
         )
-        if self.selector.passes:
+        if self.sampler.passes:
             view = self._selected().await_items()
-            items = self.selector.num_items(view)
+            items = self.sampler.num_items(view)
             turn, first = divmod(self._position.sampled_items, max(items, 1))
             epoch, count = epoch + 1 + rank, min(count, items - first)
         draw = Draw(self._draw_seed(), epoch, number, first, count, turn, self._position.samples)
@@ -630,7 +630,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 "sample() was called during an iteration; over Shards all ranks must draw in the same order, so end "
                 "the iteration first, or make a second ReplayDataset."
             )
-        if self.selector.by_priority:
+        if self.sampler.by_priority:
             self._buffers.settle()  # they may be queued behind prefetched batches
         return prefetcher
 
@@ -646,7 +646,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self._check_rate(self._num_drawn)
         prefetcher = self._single(self.batch_size)
         selection = self._selected()
-        planner = self._sampler
+        planner = self._planner
         if planner is None or not planner.plans_for(selection):
             view = selection.await_items()
             state = self._sample_progress.start(SAMPLE_EPOCH, self._position.samples)
@@ -660,7 +660,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 view=view,
                 state=state,
             )
-        self._sampler = None  # after an error the next call goes on from the last delivered batch
+        self._planner = None  # after an error the next call goes on from the last delivered batch
         plan: PlannedBatch | None = None
         try:
             plan = planner.next()
@@ -669,7 +669,7 @@ class ReplayDataset(IterableDataset[Batch]):
         finally:
             if plan is not None:
                 plan.end()
-        self._sampler = planner
+        self._planner = planner
         self._sample_progress.delivered(SAMPLE_EPOCH, plan.state, plan.counts, None)
         self._position.sampled(0)
         shown: Batch = self._shown(batch, SAMPLE_EPOCH, self._position.samples - 1)
@@ -686,8 +686,8 @@ class ReplayDataset(IterableDataset[Batch]):
 
     @property
     def draws_by_priority(self) -> bool:
-        """Whether the selector draws by priority, so that `update_priority` can be called."""
-        return self.selector.by_priority
+        """Whether the sampler draws by priority, so that `update_priority` can be called."""
+        return self.sampler.by_priority
 
     @staticmethod
     def collate(batch: Any) -> Any:
@@ -744,7 +744,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self._origin.check_process()
         options = (
             self.table,
-            self.selector,
+            self.sampler,
             self.anchor,
             self.subset,
             self.rate_limited,
@@ -757,7 +757,7 @@ class ReplayDataset(IterableDataset[Batch]):
             self._selected_for = options
             for table in self._origin.tables:
                 if table._engine.has_tier:
-                    table._engine.prefer_in_memory(self.selector.keeps)
+                    table._engine.prefer_in_memory(self.sampler.keeps)
             self._selection = self._origin.selection(
                 SelectionContext(*options),
                 # A state may precede the prefetched batches and one that a trainer fetched ahead.
@@ -810,7 +810,7 @@ class ReplayDataset(IterableDataset[Batch]):
         Raises:
             PriorityError: a priority is NaN, infinite or negative; the message names the first. Nothing was changed.
             StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
-            SchemaError: other shapes or dtypes, a selector that does not draw by priority, or one of steps where
+            SchemaError: other shapes or dtypes, a sampler that does not draw by priority, or one of steps where
                 several ranks draw from one named table, because the others would not learn of it: `Shards` do that.
                 Nothing was changed.
         """
@@ -835,7 +835,7 @@ class ReplayDataset(IterableDataset[Batch]):
     def _share(self, selection: PrioritizedSelection) -> None:
         """Let the other ranks of the table learn of updates, or raise SchemaError if they cannot."""
         dispatched, ranks = self._dispatched, self._rank()[1]
-        if self.selector.unit == "step" and (ranks > 1 or dispatched):
+        if self.sampler.unit == "step" and (ranks > 1 or dispatched):
             raise SchemaError(
                 f"update_priority was called for single steps of table {self.table.name!r}, from which several ranks "
                 "draw: priorities of steps are each rank's own, so the others would not learn of them. Give each "
@@ -843,7 +843,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 "(unit='trajectory'), whose priorities all ranks share. If this table is this rank's alone, pass "
                 "rank=0, world_size=1. Nothing was changed."
             )
-        if self.selector.unit == "trajectory" and not selection.can_share:
+        if self.sampler.unit == "trajectory" and not selection.can_share:
             raise SchemaError(
                 "update_priority was called on several ranks, but the dataset has drawn on its GPU before "
                 "torch.distributed was initialised, and other ranks would not learn of it. Make it afterwards. "
@@ -853,7 +853,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _names(self, batch: Batch, generation: Any, anchor: Any, shard: Any) -> tuple[Any, Any, Any, Any]:
         """index, generation, anchor and shard of a batch's rows."""
-        wanted = ("index", "generation") + (("anchor",) if self.selector.unit == "step" else ())
+        wanted = ("index", "generation") + (("anchor",) if self.sampler.unit == "step" else ())
         wanted += ("shard",) if self._is_global else ()
         missing = [name for name in wanted if name not in batch]
         if missing or not generation is anchor is shard is None:
@@ -884,7 +884,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
         Args:
             by: quantity to equalise: ``"steps"``, or ``"mass"``, the sum of priorities (the number of items if the
-                selector does not draw by priority).
+                sampler does not draw by priority).
             max_bytes: most bytes that this call migrates, over all shards; call it again for more. 0 only removes
                 duplicates.
             tolerance: nothing moves if every shard is within this fraction of the mean.
@@ -932,7 +932,7 @@ class ReplayDataset(IterableDataset[Batch]):
             n quantiles, NaN if no priority is positive.
 
         Raises:
-            SchemaError: the selector does not draw by priority, or a share is invalid.
+            SchemaError: the sampler does not draw by priority, or a share is invalid.
         """
         selection = self._by_priority("priority_quantiles")
         values = np.asarray(shares, dtype=np.float64)
@@ -958,9 +958,9 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _by_priority(self, method: str) -> Any:
         selection = self._selected()
-        if not self.selector.by_priority:
+        if not self.sampler.by_priority:
             raise SchemaError(
-                f"{method} was called, but {self.selector!r} does not draw by priority; use gear_loader.Prioritized "
+                f"{method} was called, but {self.sampler!r} does not draw by priority; use gear_loader.Prioritized "
                 "or gear_loader.TopK."
             )
         return selection
@@ -1030,7 +1030,7 @@ class ReplayDataset(IterableDataset[Batch]):
         if self.batches_per_epoch is not None or self._origin.number:
             return False
         return notice_short_epoch(
-            self.selector,
+            self.sampler,
             batches=self._epoch_draws().pass_batches(view),
             batch_size=self._global_size(self.batch_size),
             trajectories=len(view),
@@ -1040,9 +1040,9 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _notice_uneven(self, view: Any = None) -> None:
         """Log a notice, once, if trajectories of very uneven lengths are drawn by default, whatever their length."""
-        if self._by_default and self.selector.unit == "trajectory" and self.shards is None:
+        if self._by_default and self.sampler.unit == "trajectory" and self.shards is None:
             view = self._selected().look() if view is None else view
-            self._by_default = not notice_uneven_lengths(self.selector, view.lengths)
+            self._by_default = not notice_uneven_lengths(self.sampler, view.lengths)
 
     def _rank(self) -> tuple[int, int]:
         return self._origin.rank()
@@ -1051,7 +1051,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _buffering(self, in_worker: bool) -> dict[str, Any]:
         """Options of `Prefetcher`, from those of the dataset."""
-        complete = self.selector.by_priority or self._is_global
+        complete = self.sampler.by_priority or self._is_global
         return {"keep": self.keep, "copy": in_worker or self.copy, "complete": complete}
 
     def _collector(self, size: int) -> Collector:
@@ -1062,22 +1062,22 @@ class ReplayDataset(IterableDataset[Batch]):
                 batch_size=size,
                 device=self.device,
                 packed=self._packs,
-                weighs=self.selector.weighs,
+                weighs=self.sampler.weighs,
                 informs=self.sample_info,
                 programs=self.programs,
                 stream_priority=self.stream_priority,
-                zero_copy=self._origin.pin(self.device, draws=self.selector.by_priority and not self._packs),
+                zero_copy=self._origin.pin(self.device, draws=self.sampler.by_priority and not self._packs),
             )
 
     def check_worker(self, number: int, in_worker: bool) -> None:
         """Raise an error if a `DataLoader` worker of this number cannot iterate."""
         if in_worker:
             self._transforms.check_worker()
-            self._origin.check_worker(number, selector=self.selector, device=self.device)
+            self._origin.check_worker(number, sampler=self.sampler, device=self.device)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_buffers=BufferPools(), _selection=None, _sampler=None)
+        state.update(_buffers=BufferPools(), _selection=None, _planner=None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -1090,9 +1090,9 @@ class ReplayDataset(IterableDataset[Batch]):
         if self._selection is not None:
             self._selection.after_fork()
         if self.device.type == "cuda":
-            keep_for_ever(self._buffers, self._sampler, self._selection)
+            keep_for_ever(self._buffers, self._planner, self._selection)
         self._buffers = BufferPools()
-        self._sampler = None
+        self._planner = None
 
     @property
     def position(self) -> tuple[int, int, int]:
@@ -1140,7 +1140,7 @@ class ReplayDataset(IterableDataset[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """The position of iteration: integers and the options they belong to, JSON-serialisable.
 
-        With a selector that draws by priority, also ``"priorities"``: CPU tensors of all priorities, their running
+        With a sampler that draws by priority, also ``"priorities"``: CPU tensors of all priorities, their running
         maximum, and the rows of the last batches, because prefetched batches were drawn by older priorities.
         With transforms that have states also ``"transforms"``: these, after each of the last batches.
         With max_steps also ``"budget"``: which drawn trajectories no batch has had yet, after each of the last batches.
@@ -1152,7 +1152,7 @@ class ReplayDataset(IterableDataset[Batch]):
         state: dict[str, Any] = {**self._position.state_dict(), "config": self._config()}
         if self._budget is not None:
             state["budget"] = self._progress.state_dict() + self._sample_progress.state_dict()
-        if get_worker_info() is None and self.selector.by_priority:
+        if get_worker_info() is None and self.sampler.by_priority:
             self._buffers.settle()
             state["priorities"] = self._origin.save(self._by_priority("state_dict").state_dict())
         if transforms := self._transforms.state_dict():
@@ -1168,7 +1168,7 @@ class ReplayDataset(IterableDataset[Batch]):
         `DataLoader` workers made afterwards resume there too, whatever their number.
 
         Raises:
-            SchemaError: an invalid state, or one of a dataset with another seed, batch size, selector, anchor or
+            SchemaError: an invalid state, or one of a dataset with another seed, batch size, sampler, anchor or
                 drop_last, or of a worker with another number of workers.
         """
         if not isinstance(state, Mapping) or not isinstance(state.get("config"), Mapping):
@@ -1195,7 +1195,7 @@ class ReplayDataset(IterableDataset[Batch]):
             )
         moment = Moment(values["epoch"], done, values["samples"])
         self._transforms.load_state_dict(state.get("transforms", ()), moment)
-        if self.selector.by_priority:
+        if self.sampler.by_priority:
             if not isinstance(state.get("priorities"), Mapping):
                 raise SchemaError(
                     "The state holds no priorities; expected the state_dict() of the main process."
@@ -1204,13 +1204,13 @@ class ReplayDataset(IterableDataset[Batch]):
         self._position.load_state_dict(values)
         self._progress.load([part for part in budget if part[0] != SAMPLE_EPOCH])
         self._sample_progress.load([part for part in budget if part[0] == SAMPLE_EPOCH])
-        self._sampler = None
+        self._planner = None
 
     def _config(self) -> dict[str, Any]:
         return {
             "seed": self.seed,
             "batch_size": self._global_size(self.batch_size),
-            "selector": repr(self.selector),
+            "selector": repr(self.sampler),
             "anchor": self.anchor,
             "drop_last": self.drop_last,
             **self._drawn,

@@ -72,7 +72,7 @@ class ReplayLogger:
     ============================= ===================================================================================
 
     Ages and numbers of draws are those of the batches that it was called with, and need ``Draws(sample_info=True)``;
-    priorities need a selector that draws by priority. Over `Shards` the metrics are those of all tables together, and
+    priorities need a sampler that draws by priority. Over `Shards` the metrics are those of all tables together, and
     all ranks call it, of which one or more have writers; priorities are those of the rank's shard.
 
     Between two logs nothing waits for a GPU. A log waits once, for ages and priorities.
@@ -178,7 +178,7 @@ class ReplayMetrics:
                 mine[name] += getattr(stats, name)
             for name in _LIMITS:
                 mine[name] += getattr(layout, name)
-        if dataset.selector.by_priority:
+        if dataset.sampler.by_priority:
             mine["num_stale"] = dataset.num_stale
         if shards is None:
             return mine
@@ -217,7 +217,7 @@ class ReplayMetrics:
         if inserted:
             metrics["samples_per_insert"] = sampled / inserted
         metrics.update(self._drawn.read())
-        if dataset.selector.by_priority:
+        if dataset.sampler.by_priority:
             quantiles = dataset.priority_quantiles(self._shares)
             for share, value in zip(self._shares, quantiles, strict=True):
                 metrics[f"priority_q{100 * share:g}"] = value

@@ -9,8 +9,8 @@ import numpy as np
 
 from gear_loader.distributed.failures import attempt
 from gear_loader.distributed.rank_exchange import SingleProcess
+from gear_loader.distributed.rank_samplers import Samplers
 from gear_loader.distributed.records import SUMMARY, UPDATE, Message, as_bytes, slice_rows
-from gear_loader.distributed.samplers import Samplers
 from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.distributed.update_routing import UpdateRouter
 from gear_loader.utils.arrays import Array

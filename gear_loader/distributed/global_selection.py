@@ -15,6 +15,7 @@ from gear_loader.distributed import shards_state
 from gear_loader.distributed.batch_exchange import BatchExchange
 from gear_loader.distributed.duplicates import migrated_ids
 from gear_loader.distributed.rank_exchange import SingleProcess
+from gear_loader.distributed.rank_samplers import Samplers
 from gear_loader.distributed.rebalance import Rebalance
 from gear_loader.distributed.row_drawing import (
     CandidateDrawing,
@@ -24,7 +25,6 @@ from gear_loader.distributed.row_drawing import (
     Rows,
     empty_error,
 )
-from gear_loader.distributed.samplers import Samplers
 from gear_loader.distributed.shard_sampler import records_of
 from gear_loader.distributed.shard_source import ReadTickets, ShardRows
 from gear_loader.distributed.shard_tables import ShardTables
@@ -32,7 +32,7 @@ from gear_loader.distributed.stage_rows import StageRows
 from gear_loader.distributed.update_routing import UpdateRouter
 from gear_loader.errors import PriorityError, SchemaError, TableEmptyError
 from gear_loader.selection.base import Selection, SelectionContext
-from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw
+from gear_loader.selection.samplers import SAMPLE_EPOCH, Draw
 from gear_loader.selection.state import BatchHistory, BatchRows
 from gear_loader.selection.weights import importance_weights
 from gear_loader.storage.selected_rows import Reach
@@ -58,7 +58,7 @@ class GlobalSelection(Selection):
     All ranks call `look`, `draw`, `state_dict` and `load_state_dict` at the same time.
 
     Args:
-        context: selector and options; its table is this rank's.
+        context: sampler and options; its table is this rank's.
         exchange: collective channel private to this selection.
         history: number of batches whose rows are remembered for `state_dict`.
         reach: of the windows, where rows are read one-sidedly: records
@@ -91,8 +91,8 @@ class GlobalSelection(Selection):
         self._history = BatchHistory(history)
         self._updates = UpdateRouter(shards, self.samplers.own, exchange)
         self._batches = BatchExchange(shards, exchange, self.samplers, self._updates, whole=deal is not None)
-        kind: type[RowDrawing] = CandidateDrawing if context.selector.merged else RowAssignment
-        self._drawing = kind(context.selector, self.samplers, self._batches, self._empty_error)
+        kind: type[RowDrawing] = CandidateDrawing if context.sampler.merged else RowAssignment
+        self._drawing = kind(context.sampler, self.samplers, self._batches, self._empty_error)
         self._stage_rows = StageRows(shards, exchange, self._batches, self.samplers)
         self._view: PassView | None = None
         self._looks = 0
@@ -104,11 +104,11 @@ class GlobalSelection(Selection):
         """Return a view of the trajectories in all shards now."""
         self.exchange.doing = "begins an epoch, or asks for its length"
         self._begin()
-        own = tuple(Selection(sampler.context).look() for sampler in self.samplers.own.values())
+        own = tuple(Selection(shard_sampler.context).look() for shard_sampler in self.samplers.own.values())
         counts = [np.array([len(view), view.num_steps], dtype=np.int64) for view in own]
         sizes = np.stack(self._batches.share_arrays(counts))
         order = None
-        if getattr(self.context.selector, "ordered", False) and self.context.selector.passes:
+        if getattr(self.context.sampler, "ordered", False) and self.context.sampler.passes:
             order = self._order(own)
         self._looks += 1
         self._view = PassView(self._looks, sizes[:, 0], sizes[:, 1], tuple(self.samplers.own), own, order)
@@ -119,7 +119,7 @@ class GlobalSelection(Selection):
         if self._begun:
             return
         self._begun = True
-        counts = [migrated_ids(sampler.table).size for sampler in self.samplers.own.values()]
+        counts = [migrated_ids(shard_sampler.table).size for shard_sampler in self.samplers.own.values()]
         total = sum(int(part.sum()) for part in self.exchange.share_array(np.array(counts, dtype=np.int64)))
         if total > _MOST_MIGRATED:
             _logger.warning(
@@ -163,8 +163,8 @@ class GlobalSelection(Selection):
     def _order(self, own: Sequence[Snapshot]) -> Snapshot:
         """Return the trajectories of all shards in the order of their ids; see `PassView.order`."""
         pairs = [
-            np.concatenate((sampler.table.ids(view.slots), view.lengths))
-            for sampler, view in zip(self.samplers.own.values(), own, strict=True)
+            np.concatenate((shard_sampler.table.ids(view.slots), view.lengths))
+            for shard_sampler, view in zip(self.samplers.own.values(), own, strict=True)
         ]
         parts = [part.reshape(2, -1) for part in self._batches.share_arrays(pairs)]
         ids, lengths = np.concatenate(parts, axis=1)
@@ -211,7 +211,7 @@ class GlobalSelection(Selection):
         Args:
             records: rows of the batch. summaries: of the shards from which it was drawn.
         """
-        if self.shards.cache is None or not self.context.selector.weighs:
+        if self.shards.cache is None or not self.context.sampler.weighs:
             return None
         rates: Array = records["leaf"] * (len(records) / max(float(summaries["mass"].sum()), 1e-300))
         return rates
@@ -233,13 +233,13 @@ class GlobalSelection(Selection):
         self._updates.draws += 1
         if self.shards.num_stages > 1:
             drawn = self._stage_rows.translate(drawn)
-        selector: Any = self.context.selector
+        sampler: Any = self.context.sampler
         least = drawn.least
-        if not selector.weighs:
+        if not sampler.weighs:
             return drawn, None
-        if selector.least_of_table:
+        if sampler.least_of_table:
             least = float(summaries["least"].min())
-        beta = selector.beta_at(draw.number)
+        beta = sampler.beta_at(draw.number)
         return drawn, lambda leaves: importance_weights(leaves, least, beta)
 
     def _empty_error(self) -> TableEmptyError | PriorityError:
@@ -248,7 +248,7 @@ class GlobalSelection(Selection):
         count = len(self.look())
         if self.context.waits:
             return self.context.starved("the shards have none")
-        return empty_error(self.context.selector, count)
+        return empty_error(self.context.sampler, count)
 
     def _spare(self, draw: Draw) -> Callable[[int, int], tuple[Array, int]]:
         """Return the function that draws spare rows of a batch; see `ShardRows.spare`."""
@@ -269,10 +269,10 @@ class GlobalSelection(Selection):
             return None
         shards = present.argmax(axis=0)
         own = {}
-        for shard, sampler in self.samplers.own.items():
+        for shard, shard_sampler in self.samplers.own.items():
             rows = np.flatnonzero(shards == shard)
-            records = records_of(sampler.table, slots[shard][rows], steps[rows])
-            own[shard] = (rows, self.samplers.with_blocks(sampler.table, records))
+            records = records_of(shard_sampler.table, slots[shard][rows], steps[rows])
+            own[shard] = (rows, self.samplers.with_blocks(shard_sampler.table, records))
         rows, records, least = self._batches.send_rows(shards, own, self.samplers.summarize(), None)
         restored = Rows(shards, rows, records, least)
         if self.shards.num_stages > 1:
@@ -317,7 +317,7 @@ class GlobalSelection(Selection):
                 "its priority later. Use 'ignore', and see num_stale."
             )
         updates = self._updates.validate(
-            self.context.selector, index, priority, generation=generation, anchor=anchor, shard=shard
+            self.context.sampler, index, priority, generation=generation, anchor=anchor, shard=shard
         )
         between(lambda: self._updates.put(updates))
 
@@ -343,11 +343,11 @@ class GlobalSelection(Selection):
         Raises:
             SchemaError: another kind of state; nothing was changed.
         """
-        restored = shards_state.parse_shards_state(saved, self.context.selector)
+        restored = shards_state.parse_shards_state(saved, self.context.sampler)
         received = []
-        for shard, sampler in self.samplers.own.items():
-            sampler.load(restored.part_of(sampler))
-            received.append(restored.updates_for(sampler, shard, self.samplers.slots_of))
+        for shard, shard_sampler in self.samplers.own.items():
+            shard_sampler.load(restored.part_of(shard_sampler))
+            received.append(restored.updates_for(shard_sampler, shard, self.samplers.slots_of))
         self._updates.reset(received)
         self._history.restore(restored.recent)
         self._batches.summaries = None
@@ -363,7 +363,7 @@ class GlobalSelection(Selection):
     @property
     def num_stale(self) -> int:
         """Number of updates of this rank's shards that were left out because their trajectory was gone."""
-        return sum(sampler.priorities.leaves.num_stale for sampler in self.samplers.own.values())
+        return sum(shard_sampler.priorities.leaves.num_stale for shard_sampler in self.samplers.own.values())
 
     def quantiles(self, shares: Array) -> Array:
         """Return quantiles of the priorities in this rank's first shard, float64 [n].

@@ -301,12 +301,12 @@ class Placement:
         weights: Array = np.where(priorities == UNSET, self._largest, priorities.astype(np.float64))
         if self._summaries is None:  # masses are sums of the tables' priorities
             return weights
-        selector = self._dataset.selector
-        if selector.by_priority:
-            weights = weigh(weights.astype(np.float32), *selector.exponent)
-        else:
-            weights = np.ones(len(lengths))
-        return weights * lengths if selector.unit == "step" else weights
+        sampler = self._dataset.sampler
+        by_priority = sampler.by_priority
+        weights = (
+            weigh(weights.astype(np.float32), *sampler.exponent) if by_priority else np.ones(len(lengths))
+        )
+        return weights * lengths if sampler.unit == "step" else weights
 
 
 def all_columns(schemas: Sequence[Schema]) -> dict[str, Column]:

@@ -14,11 +14,11 @@ import numpy as np
 
 from gear_loader.distributed.batch_exchange import BatchExchange
 from gear_loader.distributed.failures import attempt
+from gear_loader.distributed.rank_samplers import Samplers
 from gear_loader.distributed.records import SUMMARY
-from gear_loader.distributed.samplers import Samplers
 from gear_loader.errors import PriorityError, TableEmptyError
 from gear_loader.selection.priorities import draw_key
-from gear_loader.selection.selectors import Draw, Selector, SnapshotSelector
+from gear_loader.selection.samplers import Draw, Sampler, SnapshotSampler
 from gear_loader.selection.tree import uniforms
 from gear_loader.storage.snapshot import Snapshot
 from gear_loader.utils.arrays import Array
@@ -62,13 +62,13 @@ class PassView:
         return int(self.steps.sum())
 
 
-def empty_error(selector: Selector, trajectories: int) -> TableEmptyError | PriorityError:
+def empty_error(sampler: Sampler, trajectories: int) -> TableEmptyError | PriorityError:
     """Return the error for a draw from shards without items.
 
     Args:
         trajectories: number of trajectories in all shards.
     """
-    if trajectories == 0 or not selector.by_priority:
+    if trajectories == 0 or not sampler.by_priority:
         return TableEmptyError("All shards are empty: there is nothing to draw from. Add trajectories first.")
     return PriorityError(
         "Every priority in every shard is zero: there is nothing to draw. Set some with update_priority, add "
@@ -80,7 +80,7 @@ def empty_error(selector: Selector, trajectories: int) -> TableEmptyError | Prio
 
 
 def assign_rows(
-    selector: Selector, draw: Draw, masses: Array, view: PassView | None
+    sampler: Sampler, draw: Draw, masses: Array, view: PassView | None
 ) -> tuple[Array, Array | None]:
     """Assign each row of a batch to a shard.
 
@@ -91,16 +91,16 @@ def assign_rows(
     Returns:
         The shard of each row, int64 [n], and its item in that shard, int64 [n]; None if the shard draws the items.
     """
-    if selector.by_priority:
+    if sampler.by_priority:
         return assign_by_mass(draw, masses, draw.count), None
-    selector = cast(SnapshotSelector, selector)
+    sampler = cast(SnapshotSampler, sampler)
     if view is not None and view.order is not None:
-        return _assign_by_age(selector, draw, view, view.order)
+        return _assign_by_age(sampler, draw, view, view.order)
     counts = masses.astype(np.int64)
     if view is not None:
-        counts = view.trajectories if selector.unit == "trajectory" else view.steps
+        counts = view.trajectories if sampler.unit == "trajectory" else view.steps
     ends = np.cumsum(counts)
-    items = selector.items(int(ends[-1]), draw)
+    items = sampler.items(int(ends[-1]), draw)
     shards = np.searchsorted(ends, items, side="right")
     return shards, items - (ends - counts)[shards]
 
@@ -124,12 +124,12 @@ def assign_by_mass(draw: Draw, masses: Array, count: int, *, turn: int = 0) -> A
 
 
 def _assign_by_age(
-    selector: SnapshotSelector, draw: Draw, view: PassView, order: Snapshot
+    sampler: SnapshotSampler, draw: Draw, view: PassView, order: Snapshot
 ) -> tuple[Array, Array]:
-    if selector.unit == "trajectory":
-        places = selector.items(len(order), draw)
+    if sampler.unit == "trajectory":
+        places = sampler.items(len(order), draw)
         return order.generations[places], order.slots[places]
-    places, steps = order.locate(selector.items(order.num_steps, draw))
+    places, steps = order.locate(sampler.items(order.num_steps, draw))
     # The step's number in its own shard: only the shard's owner knows the steps before it, and uses only its own rows.
     shards = order.generations[places]
     items = np.full(len(places), -1, dtype=np.int64)
@@ -157,11 +157,11 @@ class Merge:
     more: Array
 
 
-def merge_candidates(selector: Selector, count: int, candidates: list[Array], complete: Array) -> Merge:
+def merge_candidates(sampler: Sampler, count: int, candidates: list[Array], complete: Array) -> Merge:
     """Merge the candidates that shards have shared so far.
 
     Args:
-        selector: selector of the draw; it defines the order.
+        sampler: sampler of the draw; it defines the order.
         candidates: records of each shard, in order; empty records with the id -1 mark the shard's end.
         complete: bool [S]: shards from which no further candidates are needed.
     """
@@ -170,7 +170,7 @@ def merge_candidates(selector: Selector, count: int, candidates: list[Array], co
     complete = complete | np.array(ended)
     shards = np.repeat(np.arange(len(candidates)), [len(part) for part in candidates])
     records = np.concatenate(candidates)
-    order = selector.merge_order(shards, records)
+    order = sampler.merge_order(shards, records)
     places = np.empty(len(order), dtype=np.int64)
     places[order] = np.arange(len(order))
     ends = np.cumsum([len(part) for part in candidates])
@@ -209,7 +209,7 @@ class RowDrawing(abc.ABC):
         empty_error: makes the error for shards without items; called by all ranks.
     """
 
-    selector: Selector
+    sampler: Sampler
     samplers: Samplers
     exchange: BatchExchange
     empty_error: Callable[[], TableEmptyError | PriorityError]
@@ -231,7 +231,7 @@ class RowAssignment(RowDrawing):
     """Assigns each row of a batch to a shard, which draws it: `Uniform`, `Prioritized`, and passes."""
 
     def draw(self, draw: Draw, masses: Array, view: PassView | None) -> Rows:
-        shards, items = assign_rows(self.selector, draw, masses, view)
+        shards, items = assign_rows(self.sampler, draw, masses, view)
         samplers = self.samplers.own
         views = {} if view is None else dict(zip(view.own_shards, view.own_views, strict=True))
 
@@ -296,13 +296,13 @@ class RowAssignment(RowDrawing):
 
         def resolve_own() -> tuple[dict[int, tuple[Array, Array]], Array]:
             found, least, emptied = {}, [], []
-            for shard, sampler in self.samplers.own.items():
+            for shard, shard_sampler in self.samplers.own.items():
                 rows = np.flatnonzero(assignment == shard)
                 records: Array = np.zeros(len(rows), dtype=self.exchange.dtype)
                 empty = False
                 try:
                     if len(rows):
-                        records = self.samplers.with_blocks(sampler.table, resolve(shard, rows))
+                        records = self.samplers.with_blocks(shard_sampler.table, resolve(shard, rows))
                 except (TableEmptyError, PriorityError):
                     empty = True
                 found[shard] = (rows, records)
@@ -330,8 +330,8 @@ class CandidateDrawing(RowDrawing):
         def find() -> tuple[list[Array], Array]:
             # All candidates before the summary: after `summarize` the trees are those of the next draw.
             own = [
-                self.samplers.with_blocks(sampler.table, sampler.candidates(draw, count))
-                for sampler in self.samplers.own.values()
+                self.samplers.with_blocks(shard_sampler.table, shard_sampler.candidates(draw, count))
+                for shard_sampler in self.samplers.own.values()
             ]
             return own, self.exchange.summarize(self.exchange.updates.draws)
 
@@ -343,7 +343,7 @@ class CandidateDrawing(RowDrawing):
             shared = self.exchange.share_candidates(count, own, first, end, summaries, failure)
             for shard, part in shared.items():
                 candidates[shard] = np.concatenate((candidates[shard], part))
-            merge = merge_candidates(self.selector, count, candidates, (end >= count) | (masses == 0))
+            merge = merge_candidates(self.sampler, count, candidates, (end >= count) | (masses == 0))
             if not merge.more.any():
                 break
             first, end = end, np.where(merge.more, np.clip(2 * end, 1, count), end)
@@ -355,7 +355,7 @@ class CandidateDrawing(RowDrawing):
         found = len(merge.shards)
         if found == 0:
             raise self.empty_error()
-        if found < draw.count and self.selector.weighs:
+        if found < draw.count and self.sampler.weighs:
             raise PriorityError(
                 f"{draw.count} items were to be drawn, but only {found} in all shards have a positive priority. Draw "
                 "fewer, draw with replacement, or set priorities (Prioritized(eps=...) keeps them all positive)."

@@ -25,7 +25,7 @@ from gear_loader.selection.base import Selection, SelectionContext, ShardShare
 from gear_loader.selection.budget_planner import BudgetPlanner
 from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.random import key
-from gear_loader.selection.selectors import Selector
+from gear_loader.selection.samplers import Sampler
 from gear_loader.selection.step_budget import StepBudget, Steps
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
@@ -67,9 +67,9 @@ class ShardOrigin(Origin):
     # ---------------------------------------------------------------- checks
 
     def check(
-        self, *, selector: Selector, packed: bool, layout: str, steps: Steps | None, sample_info: bool
+        self, *, sampler: Sampler, packed: bool, layout: str, steps: Steps | None, sample_info: bool
     ) -> None:
-        super().check(selector=selector, packed=packed, layout=layout, steps=steps, sample_info=sample_info)
+        super().check(sampler=sampler, packed=packed, layout=layout, steps=steps, sample_info=sample_info)
         if packed and self.is_global and self.shards.num_stages > 1:
             raise SchemaError(
                 f"layout={layout!r} was given with Shards of {self.shards.num_stages} pipeline stages; expected one "
@@ -88,7 +88,7 @@ class ShardOrigin(Origin):
                 "that all ranks have as many batches."
             )
 
-    def check_worker(self, number: int, *, selector: Selector, device: torch.device) -> None:
+    def check_worker(self, number: int, *, sampler: Sampler, device: torch.device) -> None:
         raise SchemaError(
             "A DataLoader worker cannot draw from Shards: it is not a rank. Use num_workers=0 (batches are "
             "prefetched in the background anyway)."

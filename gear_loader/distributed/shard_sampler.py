@@ -13,7 +13,7 @@ from gear_loader.distributed.records import SUMMARY, record_dtype
 from gear_loader.selection.base import REDRAWN, Selection, SelectionContext
 from gear_loader.selection.leaves import HostLeaves
 from gear_loader.selection.priorities import ANCHORS, LEAVES, Priorities, draw_key, keyed_anchors
-from gear_loader.selection.selectors import Draw, anchors
+from gear_loader.selection.samplers import Draw, anchors
 from gear_loader.selection.snapshot_selection import gone_rows, random_rows, rows_of
 from gear_loader.selection.state import PriorityState
 from gear_loader.selection.tree import uniforms
@@ -41,7 +41,7 @@ class ShardSampler(abc.ABC):
     then are replaced by others of the same shard.
 
     Args:
-        context: selector and options, with the shard's table.
+        context: sampler and options, with the shard's table.
 
     Attributes:
         context, shard: as given.
@@ -95,7 +95,7 @@ class ShardSampler(abc.ABC):
             return self._again(draw, count, _TURNS + turn)
 
     def candidates(self, draw: Draw, count: int) -> Array:
-        """Records of the shard's first `count` rows in the selector's order; fewer if the shard has fewer."""
+        """Records of the shard's first `count` rows in the sampler's order; fewer if the shard has fewer."""
         with self.guard:
             for _ in range(_TURNS):
                 records = self._candidates(draw, count)
@@ -182,7 +182,7 @@ class SnapshotShardSampler(ShardSampler):
 
     def summarize(self) -> Array:
         self._view = self._selection.look()
-        return summary_of(self.context.selector.num_items(self._view), 1.0, 1.0)
+        return summary_of(self.context.sampler.num_items(self._view), 1.0, 1.0)
 
     def _first(self, draw: Draw, rows: Array, items: Array | None, view: Snapshot | None) -> Array:
         assert items is not None
@@ -209,11 +209,11 @@ class SnapshotShardSampler(ShardSampler):
 
     def _candidates(self, draw: Draw, count: int) -> Array:
         """The oldest or the newest rows, by id."""
-        selector: Any = self.context.selector
+        sampler: Any = self.context.sampler
         view = self._by_age()
-        size = selector.num_items(view)
+        size = sampler.num_items(view)
         first = dataclasses.replace(draw, first=0, count=min(count, size))
-        slots, steps, lengths, generations = rows_of(self.context, view, selector.items(size, first))
+        slots, steps, lengths, generations = rows_of(self.context, view, sampler.items(size, first))
         if steps is None:
             # A candidate's row of the batch is not known yet: its anchor depends on its position in the shard.
             steps = keyed_anchors(self.context.anchor, lengths, draw, shard_stream(ANCHORS, self.shard))
@@ -232,7 +232,7 @@ class SnapshotShardSampler(ShardSampler):
         return np.empty(0, dtype=np.float32), np.zeros(len(view), dtype=np.int64)
 
     def masses(self, view: Snapshot, leaves: Array, counts: Array) -> Array:
-        steps = self.context.selector.unit == "step"
+        steps = self.context.sampler.unit == "step"
         return view.lengths.astype(np.float64) if steps else np.ones(len(view))
 
     def _by_age(self) -> Snapshot:
@@ -254,9 +254,9 @@ class PrioritizedShardSampler(ShardSampler):
 
     def __init__(self, context: SelectionContext, shard: int) -> None:
         super().__init__(context, shard)
-        selector: Any = context.selector
+        sampler: Any = context.sampler
         self.priorities = Priorities(
-            context, self._selection.view, lambda items, change: HostLeaves(items, selector, change)
+            context, self._selection.view, lambda items, change: HostLeaves(items, sampler, change)
         )
         self.guard = self.priorities.mutex
 
@@ -294,11 +294,11 @@ class PrioritizedShardSampler(ShardSampler):
 
     def _candidates(self, draw: Draw, count: int) -> Array:
         """By priority, or by simulated time of the draw."""
-        selector: Any = self.context.selector
+        sampler: Any = self.context.sampler
         key = draw_key(draw, shard_stream(LEAVES, self.shard))
-        items, leaves = selector.candidates(self.priorities.leaves.tree, count, key=key, step=draw.step)
+        items, leaves = sampler.candidates(self.priorities.leaves.tree, count, key=key, step=draw.step)
         records = self._describe(draw, items, leaves, shard_stream(ANCHORS, self.shard))
-        if selector.weighs:
+        if sampler.weighs:
             records["time"] = self._times(draw, leaves.astype(np.float64))
         return records
 
@@ -326,7 +326,7 @@ class PrioritizedShardSampler(ShardSampler):
         with priorities.mutex:
             lengths = self.table._engine.reader().arrays.extent[view.slots, 0]
             leaves: Array = priorities.leaves.read(priorities.all_items(view.slots, lengths))
-        steps = self.context.selector.unit == "step"
+        steps = self.context.sampler.unit == "step"
         return leaves, view.lengths if steps else np.ones_like(view.lengths)
 
     def masses(self, view: Snapshot, leaves: Array, counts: Array) -> Array:
@@ -378,4 +378,4 @@ class PrioritizedShardSampler(ShardSampler):
 
     def update(self, updates: PriorityUpdates) -> None:
         """Set priorities; count and leave out rows whose trajectory is gone."""
-        self.priorities.update(updates, checked_leaves(self.context.selector, updates.priorities))
+        self.priorities.update(updates, checked_leaves(self.context.sampler, updates.priorities))

@@ -14,7 +14,7 @@ from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.records import UPDATE
 from gear_loader.errors import SchemaError
 from gear_loader.selection.priorities import find
-from gear_loader.selection.selectors import Selector
+from gear_loader.selection.samplers import Sampler
 from gear_loader.selection.state import BatchKey, BatchRows, PriorityState, parse_common
 from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.states import READY
@@ -48,8 +48,8 @@ def save_samplers(samplers: Mapping[int, Any], received: Sequence[Array], draws:
     """
     parts: dict[str, list[Array]] = {name: [] for name in _ALL_PARTS}
     maximum, stale = 1.0, 0
-    for shard, sampler in samplers.items():
-        saved = sampler.state_with_ids()
+    for shard, shard_sampler in samplers.items():
+        saved = shard_sampler.state_with_ids()
         for name in _PARTS:
             parts[name].append(saved[name])
         placed = _NOTHING_PLACED
@@ -61,7 +61,7 @@ def save_samplers(samplers: Mapping[int, Any], received: Sequence[Array], draws:
         updates = np.concatenate([np.empty(0, dtype=UPDATE), *received])
         updates = updates[updates["shard"] == shard]
         updates = updates[np.argsort(updates["order"], kind="stable")]
-        state, generation, _ = sampler.table._engine.reader().slot_states()
+        state, generation, _ = shard_sampler.table._engine.reader().slot_states()
         slots = updates["slot"]
         inside = (slots >= 0) & (slots < len(state))
         slots = np.where(inside, slots, 0)
@@ -70,7 +70,7 @@ def save_samplers(samplers: Mapping[int, Any], received: Sequence[Array], draws:
         updates, slots = updates[known], slots[known]
         for name, values in zip(
             _UPDATES,
-            (sampler.table.ids(slots), updates["step"], updates["priority"], updates["draw"] - draws),
+            (shard_sampler.table.ids(slots), updates["step"], updates["priority"], updates["draw"] - draws),
             strict=True,
         ):
             parts[f"update_{name}"].append(values)
@@ -126,26 +126,26 @@ class ShardsState(PriorityState):
     updates: tuple[Array, ...] = ()
     placed: tuple[Array, ...] = ()
 
-    def part_of(self, sampler: Any) -> PriorityState:
+    def part_of(self, shard_sampler: Any) -> PriorityState:
         """The state of a shard sampler's trajectories, by the sequence numbers of its table, ascending."""
-        view = sampler.known()
-        places, found = find(self.names, sampler.table.ids(view.slots))
+        view = shard_sampler.known()
+        places, found = find(self.names, shard_sampler.table.ids(view.slots))
         known = np.flatnonzero(found)
         known = known[np.argsort(view.sequences[known], kind="stable")]
         places = places[known]
         counts = self.lengths if self.steps else np.ones_like(self.lengths)
         leaves = self.leaves[ranges((np.cumsum(counts) - counts)[places], counts[places])]
-        blocks = self._blocks_for(sampler, self.names[places], self.lengths[places])
+        blocks = self._blocks_for(shard_sampler, self.names[places], self.lengths[places])
         names, lengths = view.sequences[known], self.lengths[places]
         return PriorityState(names, lengths, leaves, self.maximum, 0, {}, blocks)
 
-    def _blocks_for(self, sampler: Any, wanted: Array, lengths: Array) -> Array | None:
+    def _blocks_for(self, shard_sampler: Any, wanted: Array, lengths: Array) -> Array | None:
         """Blocks of leaves of a shard's trajectories (ids and steps, int64 [n]), -1 if unknown; None if it has none."""
-        counts = sampler.priorities.num_blocks(lengths)
+        counts = shard_sampler.priorities.num_blocks(lengths)
         ids, shards, had, blocks = self.placed
-        if counts is None or not (shards == sampler.shard).any():
+        if counts is None or not (shards == shard_sampler.shard).any():
             return None
-        here = np.flatnonzero(shards == sampler.shard)
+        here = np.flatnonzero(shards == shard_sampler.shard)
         here = here[np.argsort(ids[here], kind="stable")]
         at = here[np.minimum(np.searchsorted(ids[here], wanted), len(here) - 1)]
         known = (ids[at] == wanted) & (had[at] == counts)
@@ -154,7 +154,7 @@ class ShardsState(PriorityState):
         found[ranges((ends - counts)[known], counts[known])] = blocks[ranges(starts[known], counts[known])]
         return found
 
-    def updates_for(self, sampler: Any, shard: int, slots_of: Callable[[int, Array], Array]) -> Array:
+    def updates_for(self, shard_sampler: Any, shard: int, slots_of: Callable[[int, Array], Array]) -> Array:
         """Return the updates on their way to a shard's trajectories, `UPDATE` [m].
 
         Args:
@@ -165,19 +165,19 @@ class ShardsState(PriorityState):
         known = slots >= 0
         updates: Array = np.zeros(int(known.sum()), dtype=UPDATE)
         updates["shard"], updates["slot"], updates["step"] = shard, slots[known], steps[known]
-        updates["generation"] = sampler.table._engine.reader().slot_states()[1][slots[known]]
+        updates["generation"] = shard_sampler.table._engine.reader().slot_states()[1][slots[known]]
         updates["priority"], updates["draw"] = priorities[known], delays[known]
         return updates
 
 
-def parse_shards_state(state: Mapping[str, Any], selector: Selector) -> ShardsState:
-    """Check the result of `join_states` for a selection with this selector.
+def parse_shards_state(state: Mapping[str, Any], sampler: Sampler) -> ShardsState:
+    """Check the result of `join_states` for a selection with this sampler.
 
     Raises:
-        SchemaError: another kind of state, or a state for another selector.
+        SchemaError: another kind of state, or a state for another sampler.
     """
     try:
-        common = parse_common(state, selector, "ids")
+        common = parse_common(state, sampler, "ids")
         updates = tuple(np.asarray(state[f"update_{name}"]) for name in _UPDATES)
         placed = tuple(
             np.asarray(state.get(f"placed_{name}", empty))  # not in states of earlier versions
@@ -189,9 +189,9 @@ def parse_shards_state(state: Mapping[str, Any], selector: Selector) -> ShardsSt
     if not fits:
         raise SchemaError(
             "The state's priorities are damaged, or belong to another selection; expected the state_dict() of a "
-            "ReplayDataset over Shards with the same selector. Nothing was changed."
+            "ReplayDataset over Shards with the same sampler. Nothing was changed."
         )
-    steps, order = selector.unit == "step", np.argsort(common.names, kind="stable")
+    steps, order = sampler.unit == "step", np.argsort(common.names, kind="stable")
     counts = common.lengths if steps else np.ones_like(common.lengths)
     fields = {field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
     fields |= {"names": common.names[order], "lengths": common.lengths[order]}

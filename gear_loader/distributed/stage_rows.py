@@ -9,9 +9,9 @@ import numpy as np
 from gear_loader.distributed.batch_exchange import BatchExchange
 from gear_loader.distributed.failures import attempt
 from gear_loader.distributed.rank_exchange import SingleProcess
+from gear_loader.distributed.rank_samplers import Samplers
 from gear_loader.distributed.records import SLOT_KEY, as_bytes
 from gear_loader.distributed.row_drawing import Rows
-from gear_loader.distributed.samplers import Samplers
 from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.errors import StaleIndexError
 from gear_loader.utils.arrays import Array

@@ -11,7 +11,7 @@ from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.records import UPDATE, Outbox
 from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.errors import SchemaError
-from gear_loader.selection.selectors import Selector
+from gear_loader.selection.samplers import Sampler
 from gear_loader.selection.updates import request
 from gear_loader.selection.weights import checked_leaves
 from gear_loader.storage.priority_updates import PriorityUpdates
@@ -70,15 +70,15 @@ class UpdateRouter:
         self.outbox = Outbox(self._shards.leads, self._exchange.size)
 
     def validate(
-        self, selector: Selector, index: Any, priority: Any, *, generation: Any, anchor: Any, shard: Any
+        self, sampler: Sampler, index: Any, priority: Any, *, generation: Any, anchor: Any, shard: Any
     ) -> Array:
         """Validate a user's priority updates; return them as `UPDATE` [n].
 
         Raises:
             PriorityError, SchemaError: as `ReplayDataset.update_priority`.
         """
-        new = request(index, priority, generation=generation, anchor=anchor, unit=selector.unit)
-        checked_leaves(selector, new.priorities)
+        new = request(index, priority, generation=generation, anchor=anchor, unit=sampler.unit)
+        checked_leaves(sampler, new.priorities)
         updates: Array = np.zeros(len(new.slots), dtype=UPDATE)
         updates["shard"] = self._validate_shards(shard, len(new.slots))
         updates["slot"], updates["step"], updates["priority"] = new.slots, new.steps, new.priorities
@@ -133,12 +133,12 @@ class UpdateRouter:
             return
         updates = np.concatenate(due)  # a message may hold updates of several batches
         updates = updates[np.argsort(updates["order"], kind="stable")]
-        for shard, sampler in self._samplers.items():
+        for shard, shard_sampler in self._samplers.items():
             own = updates[updates["shard"] == shard]
             changes = np.flatnonzero(np.diff(own["generation"] < 0)) + 1
             for part in np.split(own, changes):
                 if len(part):
-                    sampler.update(_as_priority_updates(part))
+                    shard_sampler.update(_as_priority_updates(part))
 
 
 def _as_priority_updates(updates: Array) -> PriorityUpdates:

@@ -67,7 +67,7 @@ class Features:
     it is first seen. Nodes whose trajectory has been removed are unknown from then on, and the others keep their ids.
     Over `Shards` the nodes are those of all ranks, shard after shard, as they are when all ranks make this.
 
-    Rows are read under a read ticket, without a selector: no row is torn or of another trajectory. The CPU reads by a
+    Rows are read under a read ticket, without a sampler: no row is torn or of another trajectory. The CPU reads by a
     compiled gather; a GPU reads the table in host memory by the zero-copy kernel. Rows of other nodes come from their
     servers, those that lie on disk only are read from there, and `place` copies what is read most nearer. Several
     threads may read at once, and other processes may add meanwhile.

@@ -13,7 +13,7 @@ from gear_loader.dataset.epoch_draws import EpochDraws
 from gear_loader.dataset.options import Draws, Ranks
 from gear_loader.dataset.transforming import evaluating
 from gear_loader.distributed.shards import Shards
-from gear_loader.selection.selectors import Fifo, Selector, Uniform
+from gear_loader.selection.samplers import Fifo, Sampler, Uniform
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
@@ -51,9 +51,9 @@ def evaluation_dataset(
         batch_size, subset: of the pass.
         most: see `EvaluationDataset`.
     """
-    selector = Uniform(replacement=False, unit="trajectory" if _whole(options) else "step")
+    sampler = Uniform(replacement=False, unit="trajectory" if _whole(options) else "step")
     draws = dataclasses.replace(options.get("draws", Draws()), subset=subset)
-    return _pass(source, {**options, "draws": draws}, selector, "uniform", batch_size, most)
+    return _pass(source, {**options, "draws": draws}, sampler, "uniform", batch_size, most)
 
 
 def prediction_dataset(
@@ -64,9 +64,9 @@ def prediction_dataset(
     Args:
         source, options, batch_size: as for `evaluation_dataset`.
     """
-    anchor, selector = options.get("anchor", "uniform"), options.get("selector")
+    anchor, sampler = options.get("anchor", "uniform"), options.get("sampler")
     by_step = (anchor == "uniform" and not _whole(options)) or (
-        selector is not None and selector.unit == "step"
+        sampler is not None and sampler.unit == "step"
     )
     chosen = Fifo(replacement=False, unit="step" if by_step else "trajectory")
     return _pass(source, options, chosen, anchor, batch_size, None)
@@ -75,7 +75,7 @@ def prediction_dataset(
 def _pass(
     source: Table | Shards,
     options: Mapping[str, Any],
-    selector: Selector,
+    sampler: Sampler,
     anchor: Any,
     batch_size: int,
     most: int | None,
@@ -87,7 +87,7 @@ def _pass(
             options.get("ranks", Ranks()), scope="global", balance=None, micro_batches=1
         ),
         "batches_per_epoch": None,
-        "selector": selector,
+        "sampler": sampler,
         "anchor": anchor,
         "batch_size": batch_size,
         "transform": evaluating(options.get("transform")),

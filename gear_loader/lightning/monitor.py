@@ -21,7 +21,7 @@ class ReplayMonitor(Callback):
     `ReplayLogger`; rates and means are those since the last log, at first since training began.
 
     Ages and numbers of draws are those of this process's batches, and need ``Draws(sample_info=True)``; priorities need
-    a selector that draws by priority. Without a logger, and with the trainer's `fast_dev_run`, it does nothing.
+    a sampler that draws by priority. Without a logger, and with the trainer's `fast_dev_run`, it does nothing.
 
     Over `Shards` the metrics are those of all tables together, rows drawn are those of the batches that all ranks have
     trained on, and priorities are those of the first rank's shard. All ranks must have the callback, because a log is a

@@ -23,7 +23,7 @@ from gear_loader.replay.adding import Adder, count_of, flags_of
 from gear_loader.replay.agents import AgentAdder, Agents
 from gear_loader.replay.hindsight import Hindsight, Relabel
 from gear_loader.replay.nesting import Nesting, as_array
-from gear_loader.selection.selectors import Selector, Uniform
+from gear_loader.selection.samplers import Sampler, Uniform
 from gear_loader.storage.disk import Disk
 from gear_loader.storage.dtypes import NUMPY_DTYPES, torch_dtypes
 from gear_loader.storage.schema import Column, Window
@@ -120,7 +120,7 @@ class ReplayBuffer:
         *,
         n_step: int = 1,
         gamma: float = 0.99,
-        sampler: Selector | None = None,
+        sampler: Sampler | None = None,
         batch_size: int = 256,
         num_envs: int | None = None,
         observation_space: Any = None,
@@ -135,7 +135,7 @@ class ReplayBuffer:
     ) -> None:
         self.capacity, self.n_step = at_least("capacity", capacity), at_least("n_step", n_step)
         check_gamma(gamma)
-        if sampler is not None and (not isinstance(sampler, Selector) or sampler.unit != "step"):
+        if sampler is not None and (not isinstance(sampler, Sampler) or sampler.unit != "step"):
             raise SchemaError(
                 f"sampler is {shown(sampler)}; expected one of steps, such as gear_loader.Uniform(unit='step') or "
                 "gear_loader.Prioritized(unit='step')."
@@ -262,7 +262,7 @@ class ReplayBuffer:
             table,
             batch_size=self._batch_size,
             windows=self._windows(table),
-            selector=self._sampler,
+            sampler=self._sampler,
             draws=self._draws(),
             seed=self._seed,
             device=self._device,

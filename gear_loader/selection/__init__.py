@@ -1,1 +1,1 @@
-"""Selection of a batch's rows: selectors, random numbers, priorities."""
+"""Selection of a batch's rows: samplers, random numbers, priorities."""

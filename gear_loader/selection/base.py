@@ -13,9 +13,9 @@ from gear_loader.errors import SchemaError, TableEmptyError
 from gear_loader.native.random import FIRST, LAST, UNIFORM
 from gear_loader.selection.complete import CompleteAnchors
 from gear_loader.selection.grouping import GroupFormer, Groups
-from gear_loader.selection.selectors import (
+from gear_loader.selection.samplers import (
     Draw,
-    Selector,
+    Sampler,
 )
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.ids import sequences_of
@@ -36,12 +36,12 @@ REDRAWN = 16  # first random number stream for redrawn rows
 
 @dataclasses.dataclass(frozen=True)
 class SelectionContext:
-    """The table, selector and options of a selection.
+    """The table, sampler and options of a selection.
 
     Attributes:
         table: the table to draw from.
-        selector: the selector.
-        anchor: anchor step of a row, if the selector chooses trajectories.
+        sampler: the sampler.
+        anchor: anchor step of a row, if the sampler chooses trajectories.
         subset: function of sequence numbers (int64 [n]) that returns a mask (bool [n]) of the trajectories to draw
             from; None for all.
         limited: whether draws wait for the table's rate limiter and count for it.
@@ -52,7 +52,7 @@ class SelectionContext:
     """
 
     table: Table
-    selector: Selector
+    sampler: Sampler
     anchor: Anchor
     subset: Callable[[Array], Array] | None
     limited: bool = True

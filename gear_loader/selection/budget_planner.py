@@ -28,7 +28,7 @@ from gear_loader.native.packed import (
 )
 from gear_loader.selection.base import Selection
 from gear_loader.selection.grouping import Groups
-from gear_loader.selection.selectors import Draw, Selector
+from gear_loader.selection.samplers import Draw, Sampler
 from gear_loader.selection.step_budget import BudgetCounts, BudgetState, DrawnPart, StepBudget
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.readers import Ticket
@@ -134,10 +134,10 @@ class BudgetPlanner:
         state: BudgetState | None = None,
     ) -> None:
         self._selection, self._budget = selection, budget
-        self._selector = selection.context.selector
+        self._sampler = selection.context.sampler
         self._reader = selection.context.table._engine.reader()
         self._seed, self._epoch, self._past, self._endless = seed, epoch, past, endless
-        self._size = self.draw_size(self._selector, selection.context.grouping)
+        self._size = self.draw_size(self._sampler, selection.context.grouping)
         self._view = view
         self._state = state = state or BudgetState()
         self._queue: Array = np.empty((QUEUE_WIDTH, 0), dtype=np.int64)
@@ -150,9 +150,9 @@ class BudgetPlanner:
             self._repeat(state)
 
     @staticmethod
-    def draw_size(selector: Selector, grouping: Groups | None = None) -> int:
+    def draw_size(sampler: Sampler, grouping: Groups | None = None) -> int:
         """Items of one draw: rows, or groups."""
-        rows = _DRAWN_BY_PRIORITY if selector.by_priority else _DRAWN
+        rows = _DRAWN_BY_PRIORITY if sampler.by_priority else _DRAWN
         return rows if grouping is None else max(1, rows // grouping.size)
 
     def plans_for(self, selection: Selection) -> bool:
@@ -260,15 +260,15 @@ class BudgetPlanner:
 
     def _draw(self, tickets: list[Any]) -> bool:
         """Queue the rows of one more draw under a new ticket; False at the end of the stream."""
-        state, selector = self._state, self._selector
+        state, sampler = self._state, self._sampler
         count = self._size
-        if selector.passes or not self._endless:
-            items = selector.num_items(self._view)
+        if sampler.passes or not self._endless:
+            items = sampler.num_items(self._view)
             if items and state.first >= items:
                 if not self._endless:
                     return False
                 self._view = self._selection.await_items()
-                items = selector.num_items(self._view)
+                items = sampler.num_items(self._view)
                 state = dataclasses.replace(state, turn=state.turn + 1, first=0)
             if items == 0:
                 raise self._selection.context.empty()
@@ -291,7 +291,7 @@ class BudgetPlanner:
         """The rows of a draw."""
         number, turn, first, count, past = drawn
         draw = Draw(self._seed, self._epoch, number, first, count, turn, past)
-        return self._selection.draw(draw, ticket, self._view if self._selector.passes else None)
+        return self._selection.draw(draw, ticket, self._view if self._sampler.passes else None)
 
     def _repeat(self, state: BudgetState) -> None:
         """Queue the waiting rows of a state."""

@@ -34,7 +34,7 @@ class CudaLeaves:
     """`HostLeaves` on a GPU, beside what finds a row's item there.
 
     Args:
-        context: the table and the selector. items: the items. view: returns the trajectories that can be drawn, now.
+        context: the table and the sampler. items: the items. view: returns the trajectories that can be drawn, now.
         device: the GPU; the CPU for Triton's interpreter, in tests.
 
     Attributes:
@@ -50,7 +50,7 @@ class CudaLeaves:
 
         self._context, self._items, self._view = context, items, view
         self.device, self.cuda = device, device.type == "cuda"
-        self.may_leave_range = may_leave_range(context.selector)
+        self.may_leave_range = may_leave_range(context.sampler)
         self.wide = SumTree(items.capacity, device)
         self.cut = torch.zeros(1, dtype=torch.bool, device=device)
         table, steps, complete = context.table, items.steps, context.complete
@@ -143,11 +143,11 @@ class CudaLeaves:
         if bad != NOWHERE:
             raise PriorityError(
                 f"priority[{bad}] of an earlier update_priority was NaN, infinite or negative, or too large for "
-                f"{self._context.selector!r}. Neither it nor the updates since have changed anything. The GPU detected "
+                f"{self._context.sampler!r}. Neither it nor the updates since have changed anything. The GPU detected "
                 "it, so this error is late."
             )
         if cut:
-            raise out_of_range(self._context.selector)
+            raise out_of_range(self._context.sampler)
         if len(self._view()) == 0:
             raise self._context.empty()
         raise PriorityError(
@@ -183,7 +183,7 @@ class CudaLeaves:
         """See `HostLeaves.set`; the host draws where leaves depend on freshness."""
         from gear_loader.kernels import priority
 
-        alpha, eps = self._context.selector.exponent
+        alpha, eps = self._context.sampler.exponent
         generations = self._context.table._engine.reader().slot_states()[1][leaves.slots].astype(np.int32)
         known = np.where(leaves.added, generations, np.int32(0))
         follows, blocks = self._items, self.index.blocks

@@ -32,7 +32,7 @@ class Groups:
     """Trajectories that are drawn together: ``groups=gear.Groups("prompt", 8)`` for the answers to one prompt.
 
     Trajectories with the same value of a column are a group; only complete groups are drawn, and whole: their members
-    are rows one after another, in order of addition. The selector chooses groups, and `batch_size` is a multiple of
+    are rows one after another, in order of addition. The sampler chooses groups, and `batch_size` is a multiple of
     `size`. With `Steps` a batch may end inside a group; the next one begins with the rest. A value that more
     trajectories have is an error. Over `Shards` with ``Ranks("local")``: of this rank's table.
 
@@ -89,7 +89,7 @@ class CompleteGroups:
     Attributes:
         version: of the index.
         slots, lengths, generations: int64 [G, size], members in order of commitment.
-        leaders: the first members, for selectors.
+        leaders: the first members, for samplers.
         constant: number of complete groups that were left out, because their members do not vary.
         incomplete: int64 [m], positions of the trajectories that are in no complete group.
     """

@@ -11,7 +11,7 @@ from gear_loader.kernels.sum_tree import GONE, LOWEST_LEAF, UNSET
 from gear_loader.native.priority_updates import known_items
 from gear_loader.selection.grouping import CompleteGroups, GroupFormer, Groups
 from gear_loader.selection.item_map import ItemMap, Leaves
-from gear_loader.selection.selectors import PrioritySelector
+from gear_loader.selection.samplers import PrioritySampler
 from gear_loader.selection.tree import PriorityTree
 from gear_loader.selection.weights import (
     LARGEST_LEAF,
@@ -34,7 +34,7 @@ class HostLeaves:
     """Leaves of a table's items, which know no table.
 
     Args:
-        items: the items, of which the map knows where they are. selector: weighs their priorities, and draws.
+        items: the items, of which the map knows where they are. sampler: weighs their priorities, and draws.
         change: makes changes of all leaves whole.
 
     Attributes:
@@ -42,12 +42,12 @@ class HostLeaves:
         maximum: largest priority so far, at least 1. num_stale: stale rows that updates have skipped.
     """
 
-    def __init__(self, items: ItemMap, selector: PrioritySelector, change: Change) -> None:
-        self._items, self._selector, self._change = items, selector, change
-        self.tree = PriorityTree(items.capacity, extremes=selector.keeps_extremes)
+    def __init__(self, items: ItemMap, sampler: PrioritySampler, change: Change) -> None:
+        self._items, self._sampler, self._change = items, sampler, change
+        self.tree = PriorityTree(items.capacity, extremes=sampler.keeps_extremes)
         self.maximum = 1.0
         self.num_stale = 0
-        self.may_leave_range = may_leave_range(selector)
+        self.may_leave_range = may_leave_range(sampler)
 
     def set(self, leaves: Leaves, freshen: Freshen | None) -> None:
         """Set the leaves of items that came, went, or got other priorities in the table."""
@@ -66,7 +66,7 @@ class HostLeaves:
         priorities = np.where(given == UNSET, np.float32(self.maximum), given)
         removed = given == GONE
         priorities[removed] = 0
-        leaves = first_leaves(self._selector, priorities)
+        leaves = first_leaves(self._sampler, priorities)
         leaves[removed] = 0
         return leaves
 
@@ -114,7 +114,7 @@ class HostLeaves:
         return leaves
 
     def draw(self, count: int, *, key: int, step: int) -> tuple[Array, Array]:
-        """Draw items by the selector, int64 [count], and their leaves, float32 [count].
+        """Draw items by the sampler, int64 [count], and their leaves, float32 [count].
 
         Raises:
             PriorityError: too few have a positive leaf; leaves clipped to float32's range have more than `SHARE` of
@@ -122,15 +122,15 @@ class HostLeaves:
         """
         if self.may_leave_range:
             self._check_range()
-        return self._selector.draw(self.tree, count, key=key, step=step)
+        return self._sampler.draw(self.tree, count, key=key, step=step)
 
     def _check_range(self) -> None:
         total, leaves = self.tree.total, self.tree.leaves
         if LOWEST_LEAF < total <= len(leaves) * LOWEST_LEAF / SHARE:
             if np.count_nonzero(leaves == LOWEST_LEAF) * LOWEST_LEAF > total * SHARE:
-                raise out_of_range(self._selector)
+                raise out_of_range(self._sampler)
         elif total > LARGEST_LEAF * (1 + SHARE) and (leaves == LARGEST_LEAF).any():
-            raise out_of_range(self._selector)
+            raise out_of_range(self._sampler)
 
     @property
     def is_empty(self) -> bool:
@@ -153,9 +153,9 @@ class GroupLeaves(HostLeaves):
     """
 
     def __init__(
-        self, items: ItemMap, selector: Any, change: Change, *, former: GroupFormer, grouping: Groups
+        self, items: ItemMap, sampler: Any, change: Change, *, former: GroupFormer, grouping: Groups
     ) -> None:
-        super().__init__(items, selector, change)
+        super().__init__(items, sampler, change)
         self._former, self._grouping = former, grouping
         self._members: Array = np.zeros(items.capacity, dtype=np.float32)  # leaf of each trajectory
         self._groups: CompleteGroups | None = None  # those that the tree holds

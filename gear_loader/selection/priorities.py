@@ -19,7 +19,7 @@ from gear_loader.selection.item_map import ItemMap, Leaves
 from gear_loader.selection.leaf_blocks import LeafBlocks
 from gear_loader.selection.leaves import Change
 from gear_loader.selection.random import key
-from gear_loader.selection.selectors import Draw, anchors
+from gear_loader.selection.samplers import Draw, anchors
 from gear_loader.selection.state import PriorityState
 from gear_loader.selection.tree import uniforms
 from gear_loader.selection.weights import LARGEST_LEAF, first_leaves, scaled
@@ -36,7 +36,7 @@ from gear_loader.utils.mutex import holds_any, new_mutex, uninterrupted
 
 _T = TypeVar("_T")
 _ANY: Array = np.empty(0, dtype=np.int64)  # generations of rows that may have any
-LEAVES, ANCHORS = 3, 4  # streams of random numbers, after those of `gear_loader.selection.selectors`
+LEAVES, ANCHORS = 3, 4  # streams of random numbers, after those of `gear_loader.selection.samplers`
 assert priority_updates.READY == READY
 _MAX_SAMPLE = 1 << 18  # most leaves read for statistics
 _MEANS_SECONDS = 1.0
@@ -61,7 +61,7 @@ class Priorities:
     """Items of a table, and their leaves in a priority tree.
 
     Args:
-        context: the table, and a selector that draws by priority.
+        context: the table, and a sampler that draws by priority.
         view: returns the trajectories of the table that can be drawn, now.
         make_leaves: makes the leaves, `HostLeaves` or such in the memory of a GPU.
 
@@ -82,16 +82,16 @@ class Priorities:
     ) -> None:
         self.context, self._view = context, view
         layout = context.table._engine.region.layout
-        steps, blocks = context.selector.unit == "step", _leaf_blocks(layout)
+        steps, blocks = context.sampler.unit == "step", _leaf_blocks(layout)
         if steps and blocks * layout.block_steps >= 2**31:
             fewer = "fewer blocks" if layout.tier is None else "a smaller max_steps"
             raise SchemaError(
-                f"{context.selector!r} would need {blocks * layout.block_steps:,} priorities, one for each place of a "
+                f"{context.sampler!r} would need {blocks * layout.block_steps:,} priorities, one for each place of a "
                 f"step; expected less than 2**31. Use unit='trajectory', or a table with {fewer}."
             )
         if steps and 1 < context.stride < layout.block_steps:
             raise SchemaError(
-                f"{context.selector!r} was given with Draws(stride={context.stride}) and a table of blocks of "
+                f"{context.sampler!r} was given with Draws(stride={context.stride}) and a table of blocks of "
                 f"{layout.block_steps} steps; expected a table with a block_steps of at most the stride."
             )
         self.items = ItemMap(
@@ -108,7 +108,7 @@ class Priorities:
         self._changes = 0  # of the map or of all leaves, by another thread: odd while one is under way
         # The next sequence number before changes that are being applied.
         self._known_before: int | None = None
-        self._freshness = context.selector.freshness
+        self._freshness = context.sampler.freshness
         self._freshen = self._freshened if self._freshness < 1 else None
         self._policy = context.table.policy_version  # the leaves are as of this version
         # Whether trajectories that the map knows are never drawn: it holds no steps that are no complete anchor.
@@ -232,7 +232,7 @@ class Priorities:
         self.keep_up()
         self.form()
         tree = self.leaves.tree
-        return tree.total, tree.minimum if self.context.selector.least_of_table else np.inf
+        return tree.total, tree.minimum if self.context.sampler.least_of_table else np.inf
 
     def anchors(self, slots: Array, draw: Draw, stream: int) -> Array:
         """Anchor steps of drawn trajectories (slots int64 [n]), int64 [n]."""
@@ -299,7 +299,7 @@ class Priorities:
 
         Called at most once in `_MEANS_SECONDS`, and so seldom that it takes at most a twentieth of the time.
         """
-        began, (alpha, eps), slots = time.monotonic(), self.context.selector.exponent, own.slots
+        began, (alpha, eps), slots = time.monotonic(), self.context.sampler.exponent, own.slots
         if alpha > 0:
             table = self.context.table._engine.index.arrays
             blocks, firsts = np.flatnonzero(self.items.owner >= 0), np.arange(own.num_blocks)
@@ -340,7 +340,7 @@ class Priorities:
         leaves = leaves[leaves > 0].astype(np.float64)
         if len(leaves) == 0:
             return np.full(len(shares), np.nan)
-        alpha, eps = self.context.selector.exponent
+        alpha, eps = self.context.sampler.exponent
         found: Array = np.quantile(leaves, shares)
         return found ** (1 / alpha) - eps if alpha else found
 
@@ -472,7 +472,7 @@ class Priorities:
         # Trajectories added since get their initial priority.
         new = self.context.table._engine.reader().arrays.priority[view.slots[~both]]
         maximum = max(state.maximum, float(new.max(initial=0)))
-        first = first_leaves(self.context.selector, np.where(new == UNSET, np.float32(maximum), new))
+        first = first_leaves(self.context.sampler, np.where(new == UNSET, np.float32(maximum), new))
         steps = self.items.steps
         if self._freshen is not None:
             first = self._freshen(view.slots[~both], first)

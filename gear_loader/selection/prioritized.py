@@ -15,7 +15,7 @@ from gear_loader.selection.item_map import ItemMap
 from gear_loader.selection.leaves import Change, GroupLeaves, HostLeaves
 from gear_loader.selection.priorities import ANCHORS, LEAVES, Priorities, draw_key, find
 from gear_loader.selection.random import key
-from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Prioritized
+from gear_loader.selection.samplers import SAMPLE_EPOCH, Draw, Prioritized
 from gear_loader.selection.state import BatchHistory, BatchRows, parse_state
 from gear_loader.selection.updates import request
 from gear_loader.selection.weights import checked_leaves, importance_weights
@@ -68,10 +68,10 @@ class PrioritizedSelection(Selection):
         super().__init__(context)
         self.history = BatchHistory(history)
         self.priorities = Priorities(context, self.view, self._make_leaves)
-        items, steps = self.priorities.items, context.selector.unit == "step"
+        items, steps = self.priorities.items, context.sampler.unit == "step"
         self._draws_compiled = (
-            type(context.selector) is Prioritized
-            and context.selector.replacement
+            type(context.sampler) is Prioritized
+            and context.sampler.replacement
             and not self.priorities.leaves.may_leave_range
             and not context.counts
             and context.grouping is None
@@ -85,10 +85,10 @@ class PrioritizedSelection(Selection):
         self._inline: tuple[int, Places] | None = None  # rows, and what `fill` draws so many from
 
     def _make_leaves(self, items: ItemMap, change: Change) -> Any:
-        selector: Any = self.context.selector
+        sampler: Any = self.context.sampler
         if self.former is None or self.context.grouping is None:
-            return HostLeaves(items, selector, change)
-        return GroupLeaves(items, selector, change, former=self.former, grouping=self.context.grouping)
+            return HostLeaves(items, sampler, change)
+        return GroupLeaves(items, sampler, change, former=self.former, grouping=self.context.grouping)
 
     def after_fork(self) -> None:
         self.priorities.after_fork()
@@ -117,7 +117,7 @@ class PrioritizedSelection(Selection):
             times = self.count_samples(
                 rows.slots, rows.generations, lambda which, turn: self._redraw(draw, rows, which, turn)
             )
-            if rows.leaves is not None and context.selector.weighs:
+            if rows.leaves is not None and context.sampler.weighs:
                 rows.weights = self._importance(draw, rows.leaves)
             likely = self._likely(rows) if context.informs else 1.0
             if draw.epoch < SAMPLE_EPOCH:
@@ -230,8 +230,8 @@ class PrioritizedSelection(Selection):
 
     def _weighing(self, draw: Draw) -> tuple[float, float, float]:
         """Smallest leaf that weighs 1 (negative: that of the batch), beta, and the factor of the weights."""
-        selector: Any = self.context.selector
-        beta, share, of_table = selector.beta_at(draw.number), self.share, selector.least_of_table
+        sampler: Any = self.context.sampler
+        beta, share, of_table = sampler.beta_at(draw.number), self.share, sampler.least_of_table
         if share is None:
             return self.priorities.leaves.tree.minimum if of_table else -1.0, beta, 1.0
         if of_table and share.least > 0:
@@ -240,7 +240,7 @@ class PrioritizedSelection(Selection):
 
     def _likely(self, rows: DrawnItems) -> Array | float:
         """Probabilities of the drawn rows, float [n] or one number for all."""
-        if not self.context.selector.weighs:
+        if not self.context.sampler.weighs:
             return 1.0
         if rows.likely is not None:
             return rows.likely
@@ -266,8 +266,8 @@ class PrioritizedSelection(Selection):
         between: Callable[[Callable[[], object]], None],
     ) -> None:
         """See `ReplayDataset.update_priority`; `between` calls a function between two draws."""
-        new = request(index, priority, generation=generation, anchor=anchor, unit=self.context.selector.unit)
-        weighed = checked_leaves(self.context.selector, new.priorities)
+        new = request(index, priority, generation=generation, anchor=anchor, unit=self.context.sampler.unit)
+        weighed = checked_leaves(self.context.sampler, new.priorities)
         if stale == "error":
             self.priorities.check_live(new)
         between(functools.partial(self.priorities.update, new, weighed))
@@ -291,7 +291,7 @@ class PrioritizedSelection(Selection):
         Raises:
             SchemaError: invalid state; nothing was changed.
         """
-        parsed = parse_state(state, self.context.selector)
+        parsed = parse_state(state, self.context.sampler)
         with self.priorities.mutex:
             self.priorities.load(parsed)
             self.history.restore(parsed.recent)

@@ -16,7 +16,7 @@ from gear_loader.selection.item_map import ItemMap
 from gear_loader.selection.leaves import Change
 from gear_loader.selection.priorities import ANCHORS, LEAVES, draw_key
 from gear_loader.selection.prioritized import PrioritizedSelection
-from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw
+from gear_loader.selection.samplers import SAMPLE_EPOCH, Draw
 from gear_loader.selection.state import BatchRows
 from gear_loader.selection.updates import request
 from gear_loader.selection.weights import checked_leaves
@@ -144,14 +144,14 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
     def _prepare_draw(self, draw: Draw, places: DrawPlaces) -> None:
         """Write what changes from draw to draw, and queue what only torch computes, which is not recorded."""
-        selector: Any = self.context.selector
+        sampler: Any = self.context.sampler
         places.random.numpy()[:] = (draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS))
         items = self._scratch(places.work.scratch, draw.count)[0]
-        if selector.weighs:
-            places.beta.numpy()[0] = selector.beta_at(draw.number)
+        if sampler.weighs:
+            places.beta.numpy()[0] = sampler.beta_at(draw.number)
             self._leaves.note_range()
         else:
-            items.copy_(self._leaves.top(selector.largest, draw.count))
+            items.copy_(self._leaves.top(sampler.largest, draw.count))
 
     def _launch_draw(self, draw: Draw, places: DrawPlaces) -> None:
         """Queue the launches of a draw, which are the same for each batch of as many rows."""
@@ -159,17 +159,17 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         from gear_loader.kernels import priority
 
         wide, count = self._leaves.wide, draw.count
-        selector: Any = self.context.selector
+        sampler: Any = self.context.sampler
         rows, ids, *weights = places.out
         items, leaves, *more = self._scratch(places.work.scratch, count)
-        if selector.weighs:
-            if selector.replacement:
+        if sampler.weighs:
+            if sampler.replacement:
                 priority.draw(wide, places.random, items, leaves)
             else:
                 priority.draw_distinct(wide, places.random, items, leaves, (more[0], more[1]))
-            table = selector.least_of_table
+            table = sampler.least_of_table
             kernels.weigh(wide, leaves, weights[0][:count], beta=places.beta, table=table)
-        anchor = "item" if selector.unit == "step" else self.context.anchor
+        anchor = "item" if sampler.unit == "step" else self.context.anchor
         reach = Reach(*places.reach)._asdict()
         kernels.resolve(self._leaves.index, items, places.random, rows, ids, anchor=anchor, **reach)
 
@@ -211,11 +211,11 @@ class CudaPrioritizedSelection(PrioritizedSelection):
     ) -> None:
         with self.priorities.mutex:
             self._leaves.raise_late()
-        unit = self.context.selector.unit
+        unit = self.context.sampler.unit
         given = [index, priority, generation, anchor]
         if stale == "error" or not all(part is None or self._is_here(part) for part in given):
             new = request(index, priority, generation=generation, anchor=anchor, unit=unit)
-            checked_leaves(self.context.selector, new.priorities)
+            checked_leaves(self.context.sampler, new.priorities)
             if stale == "error":
                 self.priorities.check_live(new)
             steps = new.steps if unit == "step" else None
@@ -273,7 +273,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         index, priority, generation, anchor = parts
         assert index is not None
         assert priority is not None
-        alpha, eps = self.context.selector.exponent
+        alpha, eps = self.context.sampler.exponent
         wide, found = self._leaves.wide, self._leaves.index
         kernels.locate(wide, found, index, items, anchor=anchor, generation=generation)
         tree_kernels.update(wide, items, priority, alpha=alpha, eps=eps)

@@ -10,7 +10,7 @@ import numpy as np
 from gear_loader.native.random import uniform_rows
 from gear_loader.selection.base import ANCHOR_KINDS, REDRAWN, Selection, SelectionContext
 from gear_loader.selection.random import signed
-from gear_loader.selection.selectors import REPLACED, Draw, SnapshotSelector, Uniform, anchors
+from gear_loader.selection.samplers import REPLACED, Draw, SnapshotSampler, Uniform, anchors
 from gear_loader.storage.counters import VERSION
 from gear_loader.storage.inline import InlineBatch, Places, uniform_batch
 from gear_loader.storage.reader import TableReader
@@ -31,7 +31,7 @@ def rows_of(context: SelectionContext, view: Any, items: Array) -> tuple[Array, 
         Slots, steps, lengths and generations, int64 [m]; no steps if items are no steps.
     """
     steps: Array | None = None
-    if context.selector.unit == "step":
+    if context.sampler.unit == "step":
         items, steps = view.locate(items)
     slots, lengths, generations = (
         part[items].reshape(-1) for part in (view.slots, view.lengths, view.generations)
@@ -55,7 +55,7 @@ def random_rows(context: SelectionContext, view: Any, draw: Draw, stream: int) -
         Slots, numbers of anchors and generations, int64 [m].
     """
     slots, steps, lengths, generations = rows_of(
-        context, view, draw.integers(stream, context.selector.num_items(view))
+        context, view, draw.integers(stream, context.sampler.num_items(view))
     )
     return slots, anchors(context.anchor, lengths, draw, stream + 1) if steps is None else steps, generations
 
@@ -65,12 +65,12 @@ class SnapshotSelection(Selection):
 
     def __init__(self, context: SelectionContext) -> None:
         super().__init__(context)
-        selector: Any = context.selector
-        self._selector: SnapshotSelector = selector
-        self._by_step, self._anchor = selector.unit == "step", ANCHOR_KINDS[context.anchor]
+        sampler: Any = context.sampler
+        self._sampler: SnapshotSampler = sampler
+        self._by_step, self._anchor = sampler.unit == "step", ANCHOR_KINDS[context.anchor]
         self._draws_uniformly = (
-            type(selector) is Uniform
-            and selector.replacement
+            type(sampler) is Uniform
+            and sampler.replacement
             and not context.counts
             and context.grouping is None
         )
@@ -112,8 +112,8 @@ class SnapshotSelection(Selection):
         return self.when_drawable(lambda: self._draw(draw, ticket, frozen), ticket)
 
     def _draw(self, draw: Draw, ticket: Ticket, frozen: Any) -> SelectedRows:
-        context, selector, reader = self.context, self._selector, self.context.table._engine.reader()
-        if selector.ordered and frozen is None and self.former is None and not context.filters:
+        context, sampler, reader = self.context, self._sampler, self.context.table._engine.reader()
+        if sampler.ordered and frozen is None and self.former is None and not context.filters:
             return self._draw_from_end(draw, ticket)
         if self.former is not None:
             self.former.expire()
@@ -123,16 +123,16 @@ class SnapshotSelection(Selection):
         if self._draws_uniformly and frozen is None and len(view):
             return self._draw_uniform(view, draw)
         items = view if frozen is None else frozen
-        size = selector.num_items(items)
+        size = sampler.num_items(items)
         if size == 0 or len(view) == 0:
             raise context.empty()
-        slots, steps, lengths, generations = rows_of(context, items, selector.items(size, draw))
+        slots, steps, lengths, generations = rows_of(context, items, sampler.items(size, draw))
         if items.version != view.version and len(gone := gone_rows(reader, slots, generations)):
             # Items with a row that is gone are replaced as a whole; all rows keep their random anchors.
             rows = count // draw.count
             gone = np.unique(gone // rows)
             gone = (gone[:, None] * rows + np.arange(rows)).reshape(-1)
-            others = rows_of(context, view, draw.integers(REPLACED, selector.num_items(view)))
+            others = rows_of(context, view, draw.integers(REPLACED, sampler.num_items(view)))
             for mine, other in zip((slots, steps, lengths, generations), others, strict=True):
                 if mine is not None and other is not None:
                     mine[gone] = other[gone]
@@ -140,7 +140,7 @@ class SnapshotSelection(Selection):
             steps = anchors(context.anchor, lengths, dataclasses.replace(draw, count=count))
         drawn = slots, context.anchor_steps(steps), generations
         times = self.count_samples(slots, generations, lambda *which: self._redraw(draw, drawn, *which))
-        return self.rows(*drawn, times, 1.0 if selector.ordered else 1 / size)
+        return self.rows(*drawn, times, 1.0 if sampler.ordered else 1 / size)
 
     def _draw_uniform(self, view: Snapshot, draw: Draw) -> SelectedRows:
         """`Uniform.items` and `anchors` in one compiled call."""
@@ -163,10 +163,10 @@ class SnapshotSelection(Selection):
     def _draw_from_end(self, draw: Draw, ticket: Ticket) -> SelectedRows:
         # Trajectories are linked in insertion order, so nothing is sorted. If this fails, the draws that `take_ends`
         # has counted stay counted.
-        context, selector, reader = self.context, self._selector, self.context.table._engine.reader()
+        context, sampler, reader = self.context, self._sampler, self.context.table._engine.reader()
         times: Array | None = None
         end: dict[str, Any] = {
-            "newest": selector.newest,
+            "newest": sampler.newest,
             "samples": context.samples(draw.count),
             "ticket": ticket,
         }
@@ -178,9 +178,9 @@ class SnapshotSelection(Selection):
             raise context.empty()
         lengths = reader.index_arrays()[0][slots, 0]
         _, generation, sequence = reader.slot_states()
-        order = slice(None, None, -1) if selector.newest else slice(None)
+        order = slice(None, None, -1) if sampler.newest else slice(None)
         part = Snapshot(-1, *(a[order] for a in (slots, lengths, generation[slots], sequence[slots])))
-        items = selector.items(selector.num_items(part), draw)
+        items = sampler.items(sampler.num_items(part), draw)
         slots, steps, lengths, generations = rows_of(context, part, items)
         if steps is None:
             steps = anchors(context.anchor, lengths, draw)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
-from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector
+from gear_loader.selection.samplers import SAMPLE_EPOCH, Draw, Sampler
 from gear_loader.selection.weights import LARGEST_LEAF
 from gear_loader.utils.arrays import Array
 
@@ -143,7 +143,7 @@ class PriorityState:
     policy: int | None = None
 
 
-def parse_common(state: Mapping[str, Any], selector: Selector, kind: str) -> PriorityState:
+def parse_common(state: Mapping[str, Any], sampler: Sampler, kind: str) -> PriorityState:
     """Check what states of one table and of shards have in common; `kind`: key of the names.
 
     Raises:
@@ -154,22 +154,22 @@ def parse_common(state: Mapping[str, Any], selector: Selector, kind: str) -> Pri
     fits = names.dtype == lengths.dtype == np.int64 and leaves.dtype == np.float32
     fits = fits and names.shape == lengths.shape and names.ndim == leaves.ndim == 1
     fits = fits and bool((lengths > 0).all()) and len(np.unique(names)) == len(names)
-    fits = fits and len(leaves) == (lengths.sum() if selector.unit == "step" else len(lengths))
+    fits = fits and len(leaves) == (lengths.sum() if sampler.unit == "step" else len(lengths))
     fits = fits and bool(np.isfinite(leaves).all() and (leaves >= 0).all())
     if not fits or not 0 <= maximum <= LARGEST_LEAF or num_stale < 0:
         raise ValueError
-    recent = batches_of(state["recent"], kind, weighs=selector.weighs)
+    recent = batches_of(state["recent"], kind, weighs=sampler.weighs)
     return PriorityState(names, lengths, leaves, maximum, num_stale, recent)
 
 
-def parse_state(state: Mapping[str, Any], selector: Selector) -> PriorityState:
+def parse_state(state: Mapping[str, Any], sampler: Sampler) -> PriorityState:
     """Check the state of a selection by priority from one table.
 
     Raises:
         SchemaError: it is invalid.
     """
     try:
-        parsed = parse_common(state, selector, "sequences")
+        parsed = parse_common(state, sampler, "sequences")
         policy = int(state["policy"]) if "policy" in state else None
         fits = bool((np.diff(parsed.names) > 0).all()) and (policy or 0) >= 0
         blocks = np.asarray(state["blocks"]) if "blocks" in state else None
@@ -181,7 +181,7 @@ def parse_state(state: Mapping[str, Any], selector: Selector) -> PriorityState:
         fits = False
     if not fits:
         raise SchemaError(
-            "The state's priorities are invalid; expected a state_dict() of a ReplayDataset with the same selector. "
+            "The state's priorities are invalid; expected a state_dict() of a ReplayDataset with the same sampler. "
             "Nothing was changed."
         )
     return dataclasses.replace(parsed, blocks=blocks, policy=policy)

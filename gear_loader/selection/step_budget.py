@@ -11,7 +11,7 @@ import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.selection.base import Selection
-from gear_loader.selection.selectors import Selector
+from gear_loader.selection.samplers import Sampler
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least, one_of
 
@@ -27,7 +27,7 @@ class Steps:
     A batch has the drawn trajectories in order until one does not fit, which begins the next batch. An epoch delivers
     every drawn trajectory exactly once, unless it was removed from the table meanwhile: as many as there are items, or
     with `batches_per_epoch` that number of batches. Order and resuming are as with a number of rows, for any `prefetch`
-    and `num_workers`. `ReplayDataset.stats` tells how full batches are. Not for `TopK`, `drop_last` and selectors of
+    and `num_workers`. `ReplayDataset.stats` tells how full batches are. Not for `TopK`, `drop_last` and samplers of
     which every batch has the same trajectories; `sample` draws so on one rank, from a `Table` or with
     ``Ranks("local")``.
 
@@ -54,20 +54,16 @@ class Steps:
         for name in ("max_steps", "lookahead"):
             object.__setattr__(self, name, int(getattr(self, name)))
 
-    def check_selector(self, selector: Selector | None) -> None:
-        """Raise SchemaError for a selector whose draws do not go on from batch to batch."""
-        if selector is not None and selector.repeats:
+    def check_sampler(self, sampler: Sampler | None) -> None:
+        """Raise SchemaError for a sampler whose draws do not go on from batch to batch."""
+        if sampler is not None and sampler.repeats:
             raise SchemaError(
-                f"{self!r} was given with {selector!r}, of which every batch has the same trajectories; expected "
+                f"{self!r} was given with {sampler!r}, of which every batch has the same trajectories; expected "
                 "Uniform, Prioritized, or Fifo or Lifo with replacement=False."
             )
-        if (
-            selector is not None
-            and selector.weighs
-            and not (selector.replacement and selector.least_of_table)
-        ):
+        if sampler is not None and sampler.weighs and not (sampler.replacement and sampler.least_of_table):
             raise SchemaError(
-                f"{self!r} was given with {selector!r}; expected Prioritized(replacement=True, normalize='table'): a "
+                f"{self!r} was given with {sampler!r}; expected Prioritized(replacement=True, normalize='table'): a "
                 "batch is made of several draws, so neither distinct rows nor the largest weight are known at one."
             )
 

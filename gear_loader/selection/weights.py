@@ -8,7 +8,7 @@ from gear_loader.errors import PriorityError
 from gear_loader.kernels.sum_tree import LOWEST_LEAF
 from gear_loader.native import sum_tree
 from gear_loader.native.priority_updates import leaves_of
-from gear_loader.selection.selectors import Selector
+from gear_loader.selection.samplers import Sampler
 from gear_loader.utils.arrays import Array
 
 LARGEST_LEAF = float(np.finfo(np.float32).max)
@@ -24,23 +24,23 @@ def weigh(values: Array, alpha: float, eps: float) -> Array:
     return weighed
 
 
-def first_leaves(selector: Selector, priorities: Array) -> Array:
+def first_leaves(sampler: Sampler, priorities: Array) -> Array:
     """Leaves of new items with these priorities (float32 [n]), float32 [n], clipped to float32's range."""
-    leaves: Array = np.minimum(weigh(priorities, *selector.exponent), LARGEST_LEAF).astype(np.float32)
+    leaves: Array = np.minimum(weigh(priorities, *sampler.exponent), LARGEST_LEAF).astype(np.float32)
     return leaves
 
 
-def checked_leaves(selector: Selector, priorities: Array) -> Array:
+def checked_leaves(sampler: Sampler, priorities: Array) -> Array:
     """Leaves of priorities (float32 [n]), float32 [n].
 
     Raises:
         PriorityError: a leaf exceeds float32's range.
     """
     leaves: Array = np.empty(len(priorities), dtype=np.float32)
-    bad = leaves_of(priorities, *selector.exponent, leaves)
+    bad = leaves_of(priorities, *sampler.exponent, leaves)
     if bad >= 0:
         raise PriorityError(
-            f"priority[{bad}] is {priorities[bad]}, which {selector!r} raises beyond float32's "
+            f"priority[{bad}] is {priorities[bad]}, which {sampler!r} raises beyond float32's "
             "range; expected a smaller one, or use a smaller alpha. Nothing was changed."
         )
     return leaves
@@ -53,16 +53,16 @@ def scaled(leaves: Array, factor: Array | float) -> Array:
     return result
 
 
-def may_leave_range(selector: Selector) -> bool:
+def may_leave_range(sampler: Sampler) -> bool:
     """Whether leaves of valid priorities may exceed float32's range."""
-    alpha, eps = selector.exponent
+    alpha, eps = sampler.exponent
     return alpha > 1 or eps > _DOUBTFUL_EPS
 
 
-def out_of_range(selector: Selector) -> PriorityError:
+def out_of_range(sampler: Sampler) -> PriorityError:
     """The error of a draw in which leaves clipped to float32's range have too much of the probability."""
     return PriorityError(
-        f"{selector!r} raises the priorities out of float32's range (1.2e-38 to 3.4e38), so that very different ones "
+        f"{sampler!r} raises the priorities out of float32's range (1.2e-38 to 3.4e38), so that very different ones "
         "would be drawn equally often. Use a smaller alpha (with 1 or less every priority fits), scale the priorities "
         "so that they are about 1, or use an eps that keeps small ones from vanishing."
     )

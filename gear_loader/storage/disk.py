@@ -39,7 +39,7 @@ class Disk:
         keep: with `size`, which trajectories stay in memory: the ``"newest"``, the ``"oldest"``, or those of the
             highest ``"priority"``, the latest that was given to a dataset's or the table's `update_priority`, or else
             to `Table.add` (those without one are the highest); where steps have priorities, the mean of a trajectory's.
-            ``"auto"`` takes what the selector of the last dataset, of any process, draws most: the highest priorities
+            ``"auto"`` takes what the sampler of the last dataset, of any process, draws most: the highest priorities
             for `Prioritized` and `TopK`, the oldest for `Fifo`, else the newest. Draws that are uniform gain from no
             choice.
 

@@ -383,7 +383,7 @@ class SampleToInsertRatio(RateLimiter):
 class Queue(RateLimiter):
     """A queue of at most `size` trajectories, each sampled once, in order.
 
-    For a table that samples each trajectory at most once, with the selector `Fifo`. Adding waits while the table has
+    For a table that samples each trajectory at most once, with the sampler `Fifo`. Adding waits while the table has
     `size` trajectories, sampling while it has fewer than the rows of a batch; a batch has at most `size` rows.
 
     Raises:

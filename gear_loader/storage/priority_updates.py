@@ -39,7 +39,7 @@ def request(
     Args:
         index: integers [n], slots. priority: numbers [n]. All are tensors or arrays.
         generation, anchor: integers [n] or None.
-        unit: unit of the selector.
+        unit: unit of the sampler.
 
     Raises:
         PriorityError: a priority that is NaN, infinite (as float32) or negative; the message names the first.
@@ -102,7 +102,7 @@ def check_names(anchor: Any, unit: Literal["trajectory", "step"]) -> None:
     if unit == "trajectory" and anchor is not None:
         raise SchemaError(
             "anchor was received; with unit='trajectory' a priority is that of the whole trajectory: leave it out, or "
-            "use a selector with unit='step'."
+            "use a sampler with unit='step'."
         )
 
 

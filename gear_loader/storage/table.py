@@ -524,8 +524,8 @@ class Table:
             trajectory: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype
                 (see `Column` for ``cast=True``), with the same T >= 1; ``[*shape]`` of a column per trajectory. It may
                 be a TensorDict. A nested dict or TensorDict has the columns ``outer.inner``.
-            priority: initial priority for prioritized selectors, finite and not negative. By default the largest
-                priority that the selector has seen (initially 1), so that new trajectories are drawn soon.
+            priority: initial priority for prioritized samplers, finite and not negative. By default the largest
+                priority that the sampler has seen (initially 1), so that new trajectories are drawn soon.
             final: values after the last step of all columns with ``Column(final=True)``, column name -> ``[*shape]``:
                 the observation that follows the last action. Windows read it, but it is never an anchor.
 

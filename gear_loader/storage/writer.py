@@ -54,7 +54,7 @@ class Writer:
     is one, so that `commit` has only the rest to send.
 
     Attributes:
-        priority: initial priority of chunks cut by `append`, and of trajectories that grow; None for the selector's
+        priority: initial priority of chunks cut by `append`, and of trajectories that grow; None for the sampler's
             running maximum.
         trajectory: values of the columns per trajectory, ``{name: [*shape]}``, of what is committed next, chunks too,
             unless `commit` gets them; None at first. Of a trajectory that grows they are set before its first step.

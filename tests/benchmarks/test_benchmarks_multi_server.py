@@ -243,8 +243,8 @@ def test_the_fit_finds_what_the_rows_were_made_of() -> None:
     assert simulation.fit([]) is None
 
 
-@pytest.mark.parametrize("selector", simulation.SELECTORS)
-def test_a_played_rank_draws(selector: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sampler", simulation.SELECTORS)
+def test_a_played_rank_draws(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[int, Any]] = []
 
     def see(self: Any, *arguments: Any) -> Any:
@@ -254,7 +254,7 @@ def test_a_played_rank_draws(selector: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     draw = GlobalSelection.draw
     monkeypatch.setattr(GlobalSelection, "draw", see)
-    assert simulation.work(selector, 6, 16, trajectories=300, batches=2) > 0
+    assert simulation.work(sampler, 6, 16, trajectories=300, batches=2) > 0
     assert [count for count, _ in drawn] == [16] * 4
     assert all((records["id"] >= 0).all() for _, records in drawn)
 

@@ -50,7 +50,7 @@ def draw(table: gear.Table, has: dict[int, tuple[int, int, set[str]]]) -> None:
         layout="packed",
         device="cpu",
         batch_size=gear.Steps(50),
-        selector=gear.Uniform(replacement=False),
+        sampler=gear.Uniform(replacement=False),
         prefetch=0,
     )
     found = []

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from options_common import nested
 from table_common import bury
 from test_tier_steps import EXACT, Twin
-from test_tier_steps import SELECTORS as BY_STEP
+from test_tier_steps import SAMPLERS as BY_STEP
 from tier_common import WINDOWS, batch_bits, everything, fitting, rows, tiered
 
 import gear_loader as gear
@@ -54,12 +54,12 @@ class Case:
     """What tables and datasets a history is played with.
 
     Attributes:
-        selectors: of the datasets, which share the other options.
+        samplers: of the datasets, which share the other options.
         late: the late columns of the tables. rules: their other options.
         steps: priorities are those of single steps.
     """
 
-    selectors: tuple[Any, ...]
+    samplers: tuple[Any, ...]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     late: dict[str, gear.Column] = dataclasses.field(default_factory=dict)
     rules: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -81,10 +81,10 @@ CASES = {
 class Pair:
     """A table with a tier and one that fits, with datasets and writers of both."""
 
-    def __init__(self, path: Path, case: Case, policy: str, selector: Any) -> None:
+    def __init__(self, path: Path, case: Case, policy: str, sampler: Any) -> None:
         sizes = {**SIZES, "on_full": policy, **case.rules}
         columns = {**COLUMNS, **case.late}
-        self.case, self.path, self.selector = case, path / "small", selector
+        self.case, self.path, self.sampler = case, path / "small", sampler
         self.table = tiered(self.path, columns, blocks=40, **sizes)
         # Leaves of steps lie by the blocks of a table with a tier.
         self.whole = (
@@ -97,13 +97,13 @@ class Pair:
         self.writers = (
             [[one.writer(commit_every_step=True) for _ in "abc"] for one in self.tables] if grows else []
         )
-        self.twin = Twin(self.table) if selector is EXACT else None
+        self.twin = Twin(self.table) if sampler is EXACT else None
         self.number = 0
 
     def dataset(self, table: gear.Table) -> gear.ReplayDataset:
         size = 2 * GROUP if "group" in self.case.options else 8
         given = {"batch_size": size, "windows": WINDOWS, "device": "cpu", "seed": 5, "prefetch": 0}
-        return gear.ReplayDataset(table, **nested({**given, "selector": self.selector, **self.case.options}))
+        return gear.ReplayDataset(table, **nested({**given, "sampler": self.sampler, **self.case.options}))
 
     def made(self, length: int, behind: int = 0) -> dict[str, Any]:
         """The next trajectory."""
@@ -271,7 +271,7 @@ def draw(pair: Pair, first: int, second: int) -> None:
 
 def update(pair: Pair, first: int, second: int) -> None:
     """Priorities of the rows of the last batch."""
-    if not isinstance(pair.selector, BY_PRIORITY) or not pair.batches:
+    if not isinstance(pair.sampler, BY_PRIORITY) or not pair.batches:
         return
     priorities = ((np.arange(len(pair.batches[0]["index"])) + second) % 41 / 8).tolist()
     before = pair.data[0].num_stale
@@ -318,9 +318,7 @@ def test_any_history_equals_that_of_a_table_that_fits(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(late, "_SMALL", small)
         case = CASES[name]
-        pair = Pair(
-            tmp_path_factory.mktemp("tier"), case, policy, case.selectors[which % len(case.selectors)]
-        )
+        pair = Pair(tmp_path_factory.mktemp("tier"), case, policy, case.samplers[which % len(case.samplers)])
         with pair.table, pair.whole:
             begin = [(add, 7 * number, number) for number in range(4 * GROUP)]
             for change, first, second in [*begin, *history] if len(history) > 7 else history:

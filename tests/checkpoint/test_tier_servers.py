@@ -102,7 +102,7 @@ def test_damage_leaves_trajectories_out_of_their_batch(tmp_path: Path) -> None:
         file = tmp_path / "segments" / f"{int(segments[0]):06d}" / "wide.npy"
         flip(file, os.path.getsize(file) - 1)
         options = {"windows": gear.Whole(), "layout": "packed", "device": "cpu", "max_steps": 60}
-        data = gear.ReplayDataset(table, **nested({**options, "selector": gear.Uniform(replacement=False)}))
+        data = gear.ReplayDataset(table, **nested({**options, "sampler": gear.Uniform(replacement=False)}))
         numbers = [n for batch in data for n in batch["task"][:, 0].tolist()]
         assert sorted(numbers) == sorted(set(range(40)) - set(hit))
         assert data.stats()["gone"] == len(hit) == table.stats().num_lost

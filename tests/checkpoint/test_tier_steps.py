@@ -33,7 +33,7 @@ from gear_loader.storage.tier_counts import unpack_priorities
 
 STEPS = [name for name, column in COLUMNS.items() if not column.trajectory]
 EXACT = gear.Prioritized(1.0, 0.5, unit="step", normalize="table")
-SELECTORS: dict[str, Any] = {
+SAMPLERS: dict[str, Any] = {
     "exact": EXACT,
     "batch": gear.Prioritized(0.6, 0.4, eps=1e-3, unit="step"),
     "distinct": gear.Prioritized(1.0, replacement=False, unit="step"),
@@ -45,7 +45,7 @@ ROOMY = 400
 
 def dataset(table: Any, **options: Any) -> gear.ReplayDataset:
     given: dict[str, Any] = {"batch_size": 8, "windows": WINDOWS, "device": "cpu", "seed": 5, "prefetch": 0}
-    return gear.ReplayDataset(table, **nested({**given, "selector": EXACT, **options}))
+    return gear.ReplayDataset(table, **nested({**given, "sampler": EXACT, **options}))
 
 
 def drawn(data: gear.ReplayDataset, size: int | None = None) -> gear.Batch | str:
@@ -371,7 +371,7 @@ def test_memory_keeps_the_steps_that_are_drawn_most(tmp_path: Path, monkeypatch:
         for number in range(40):
             table.add(rows(number, 24 if number % 2 else 4), priority=1.0)
         table.save(tmp_path)
-        data = dataset(table, selector=gear.Prioritized(0.5, unit="step"))
+        data = dataset(table, sampler=gear.Prioritized(0.5, unit="step"))
         slots, lengths = table.indices(), table.lengths()
         for hot in (slots[lengths == 4][::2], slots[lengths == 4][1::2]):
             for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
@@ -391,7 +391,7 @@ def test_means_of_any_priorities_are_numbers(tmp_path: Path, alpha: float) -> No
     with tiered(tmp_path, keep="priority") as table:
         for number in range(3):
             table.add(rows(number, 6), priority=1.0)
-        data = dataset(table, selector=gear.Prioritized(alpha, eps=1e-3, unit="step"))
+        data = dataset(table, sampler=gear.Prioritized(alpha, eps=1e-3, unit="step"))
         largest = 3e38 if alpha <= 1 else 4e9
         given = [0.0] * 6 + [largest] * 6 + [1e-38, 0.5, 1.5, 0.5, 1.5, 2.0]
         data.update_priority(table.indices().repeat(6), given, anchor=np.tile(np.arange(6), 3))

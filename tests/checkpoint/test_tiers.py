@@ -62,7 +62,7 @@ def test_rows_of_packed_batches_are_counted(tmp_path: Path) -> None:
         before = table.stats()
         windows = {"number": gear.Whole(), "value": gear.Whole()}
         data = dataset(
-            table, windows=windows, layout="packed", selector=gear.Uniform(replacement=False), batch_size=5
+            table, windows=windows, layout="packed", sampler=gear.Uniform(replacement=False), batch_size=5
         )
         for _ in range(4):
             data.sample()
@@ -142,7 +142,7 @@ def test_hot_trajectories_change_places_with_cold_ones(
             for one in (table, whole):
                 one.add(rows(number, 8), priority=float(40 - number))
         table.save(tmp_path)
-        sets = [dataset(one, selector=gear.Prioritized()) for one in (table, whole)]
+        sets = [dataset(one, sampler=gear.Prioritized()) for one in (table, whole)]
         for shift in (0, 13, 29):
             slots = table.indices()
             priorities = np.arange(40.0)[(np.arange(40) + shift) % 40]
@@ -153,18 +153,18 @@ def test_hot_trajectories_change_places_with_cold_ones(
             wait_until(inside)
             assert 20 < table._engine.num_spilled < 40
             assert everything(table) == everything(whole)
-            for pair in (sets, [dataset(one, selector=gear.Prioritized()) for one in (table, whole)]):
+            for pair in (sets, [dataset(one, sampler=gear.Prioritized()) for one in (table, whole)]):
                 assert batch_bits(pair[0].sample()) == batch_bits(pair[1].sample())
 
 
-def test_what_stays_in_memory_follows_the_selector(tmp_path: Path) -> None:
+def test_what_stays_in_memory_follows_the_sampler(tmp_path: Path) -> None:
     with tiered(tmp_path, keep="auto") as table:
         add(table, 1, 4)
         spiller = spilling.Spiller(table._engine.index, table._engine.region.layout, "auto")
         assert spiller._keep == "auto"  # as "newest"
         expected = [(gear.Fifo(), "oldest"), (gear.TopK(), "priority"), (gear.Lifo(), "newest")]
-        for selector, keep in [*expected, (gear.Prioritized(), "priority"), (gear.Uniform(), "newest")]:
-            dataset(table, selector=selector).sample()
+        for sampler, keep in [*expected, (gear.Prioritized(), "priority"), (gear.Uniform(), "newest")]:
+            dataset(table, sampler=sampler).sample()
             assert spiller._keep == keep
         assert spilling.Spiller(table._engine.index, table._engine.region.layout, "oldest")._keep == "oldest"
 

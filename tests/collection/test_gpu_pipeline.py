@@ -138,7 +138,7 @@ def test_a_smaller_last_batch_is_copied_alone(
     cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table
 ) -> None:
     options: dict[str, Any] = {
-        "selector": gear.Uniform(replacement=False), "batch_size": 8, "batches_per_epoch": None, "copy": True
+        "sampler": gear.Uniform(replacement=False), "batch_size": 8, "batches_per_epoch": None, "copy": True
     }  # fmt: skip
     found, expected = (list(dataset(table, device, **options)) for device in (DEVICE, "cpu"))
     assert [len(batch["index"]) for batch in found] == [8, 8, 8, 6]

@@ -19,15 +19,15 @@ from gear_loader.storage.counters import NUM_SAMPLED
 from gear_loader.storage.operations.view import READING
 from gear_loader.storage.reader import TableReader
 
-SELECTORS: dict[str, dict[str, Any]] = {
-    "trajectories": {"selector": gear.Uniform()},
-    "first steps": {"selector": gear.Uniform(), "anchor": "first"},
-    "steps": {"selector": gear.Uniform(unit="step")},
-    "steps of a subset": {"selector": gear.Uniform(unit="step"), "subset": lambda numbers: numbers % 3 > 0},
-    "complete windows": {"selector": gear.Uniform(), "complete": True},
-    "by priority": {"selector": gear.Prioritized(beta=gear.LinearSchedule(0.2, 1.0, batches=20))},
-    "by priority, table": {"selector": gear.Prioritized(normalize="table"), "anchor": "last"},
-    "steps by priority": {"selector": gear.Prioritized(unit="step", eps=0.1), "complete": True},
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "trajectories": {"sampler": gear.Uniform()},
+    "first steps": {"sampler": gear.Uniform(), "anchor": "first"},
+    "steps": {"sampler": gear.Uniform(unit="step")},
+    "steps of a subset": {"sampler": gear.Uniform(unit="step"), "subset": lambda numbers: numbers % 3 > 0},
+    "complete windows": {"sampler": gear.Uniform(), "complete": True},
+    "by priority": {"sampler": gear.Prioritized(beta=gear.LinearSchedule(0.2, 1.0, batches=20))},
+    "by priority, table": {"sampler": gear.Prioritized(normalize="table"), "anchor": "last"},
+    "steps by priority": {"sampler": gear.Prioritized(unit="step", eps=0.1), "complete": True},
 }
 
 
@@ -44,7 +44,7 @@ def run(table: gear.Table, **options: Any) -> tuple[list[Any], dict[str, Any], i
     for turn in range(12):
         batch = next(batches)
         found += copies([batch, data.sample(), data.sample(3)])
-        if turn % 3 == 2 and data.selector.weighs:
+        if turn % 3 == 2 and data.sampler.weighs:
             data.update_priority(batch, torch.arange(5.0))
         if turn % 4 == 3:
             table.add(episode(20 + turn, 6), priority=3.0)
@@ -59,7 +59,7 @@ def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("name", SAMPLERS)
 def test_it_is_the_batch_that_is_made_in_steps(name: str, held: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[bool] = []
     draw_inline = TableReader.draw_inline
@@ -71,11 +71,11 @@ def test_it_is_the_batch_that_is_made_in_steps(name: str, held: str, monkeypatch
     monkeypatch.setattr(TableReader, "draw_inline", counted)
     sizes = {"max_steps": 400, "max_trajectories": 32}
     with make_table(**sizes) as table:
-        at_once = run(table, **SELECTORS[name])
+        at_once = run(table, **SAMPLERS[name])
     assert sum(calls) > 12
     monkeypatch.setattr(TableReader, "draw_inline", lambda *_: False)
     with make_table(**sizes) as table:
-        plain = run(table, **SELECTORS[name])
+        plain = run(table, **SAMPLERS[name])
     torch.testing.assert_close(at_once[0], plain[0], rtol=0, atol=0, equal_nan=True)
     states = [
         {key: part for key, part in state.items() if key != "config"} for state in (at_once[1], plain[1])
@@ -106,11 +106,11 @@ def test_it_leaves_no_ticket_and_no_lock(held: str) -> None:
         assert os.waitpid(pid, 0)[1] == 0
 
 
-@pytest.mark.parametrize("selector", [gear.Uniform(), gear.Prioritized()])
+@pytest.mark.parametrize("sampler", [gear.Uniform(), gear.Prioritized()])
 @pytest.mark.usefixtures("held")
-def test_a_corrupt_block_table_is_an_error_and_counts_nothing(selector: Any) -> None:
+def test_a_corrupt_block_table_is_an_error_and_counts_nothing(sampler: Any) -> None:
     with make_table() as table:
-        batches = iter(dataset(table, selector=selector))
+        batches = iter(dataset(table, sampler=sampler))
         next(batches)
         next(batches)
         table._engine.region.array("block_ids")[:] = 1 << 30
@@ -134,7 +134,7 @@ def test_a_table_that_is_closed_in_between_is_an_error() -> None:
 
 def test_small_tensors_share_memory_by_dtype_and_can_be_saved(tmp_path: Path) -> None:
     with make_table() as table:
-        batch = next(iter(dataset(table, selector=gear.Prioritized())))
+        batch = next(iter(dataset(table, sampler=gear.Prioritized())))
         storages = {
             value.dtype: {v.untyped_storage().data_ptr() for v in batch.values() if v.dtype == value.dtype}
             for value in batch.values()

@@ -61,7 +61,7 @@ def test_against_a_naive_loop(final: bool, reward: torch.dtype, n: int, gamma: f
                 "target": gear.NStep("reward", n, gamma, "terminated", next="obs"),
                 "ahead": gear.Window(n + 1, column="obs"),
             },
-            selector=gear.Uniform(replacement=False, unit="step"),
+            sampler=gear.Uniform(replacement=False, unit="step"),
             device="cpu",
             prefetch=1,
         )

@@ -35,7 +35,7 @@ def table() -> Iterator[gear.Table]:
 def test_batches_have_the_entries_of_dicts_and_take_priorities(table: gear.Table) -> None:
     tensordict = pytest.importorskip("tensordict", reason="needs pip install '.[tensordict]'")
     options: dict[str, Any] = {"batch_size": 6, "windows": STEP, "device": "cpu", "seed": 3}
-    options["selector"] = gear.Prioritized(unit="step")
+    options["sampler"] = gear.Prioritized(unit="step")
     plain = gear.ReplayDataset(table, **nested(options))
     dictionary = gear.ReplayDataset(table, **nested({**options, "output": "tensordict"}))
     for _ in range(3):

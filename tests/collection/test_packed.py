@@ -148,7 +148,7 @@ def test_memory_that_could_not_grow_is_as_it_was(monkeypatch: pytest.MonkeyPatch
         return allocate(*shape, **options)
 
     with make_table([3] * 8, max_steps=4000) as table:
-        data = dataset(table, selector=gear.Fifo(), windows=GROWING, prefetch=0, sample_info=True)
+        data = dataset(table, sampler=gear.Fifo(), windows=GROWING, prefetch=0, sample_info=True)
         for _ in range(6):
             data.sample()
         fill_again(table, [400] * 8)
@@ -189,7 +189,7 @@ def test_memory_is_reused(table: gear.Table) -> None:
 def test_whole_trajectories_padded_to_the_longest_of_a_batch(
     table: gear.Table, sizes: dict[str, Any], output: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"selector": gear.Uniform(replacement=False), "anchor": "first", **sizes}
+    options = {"sampler": gear.Uniform(replacement=False), "anchor": "first", **sizes}
     if output == "tensordict":
         import tensordict_stand_in
 
@@ -259,7 +259,7 @@ def test_a_corrupt_block_is_an_error(table: gear.Table) -> None:
         ({"windows": {"token": gear.Whole(), "wide": gear.Window(3)}}, "of a packed batch differ"),
         ({"windows": {"position": gear.Whole(column="token")}}, "name 'position', which is a key of packed"),
         ({"windows": {"prompt": gear.Whole(), "token": gear.Whole()}}, "has one value per trajectory"),
-        ({"anchor": "last"}, "anchor='last' and selector=None were given with whole trajectories"),
+        ({"anchor": "last"}, "anchor='last' and sampler=None were given with whole trajectories"),
         ({"output": "tensordict"}, "output='tensordict' was given with layout='packed'"),
         ({"batch_size": None}, "batch_size is None; expected an integer"),
         ({"windows": {"end": gear.Whole("token", final=True), "wide": gear.Whole()}}, "differ in final"),
@@ -292,7 +292,7 @@ def test_final_steps_of_trajectories_that_are_cut(most: int) -> None:
         for length in (5, 2, 6):
             table.add({"x": torch.arange(length), "y": torch.ones(length)}, final={"x": length})
         windows = dict.fromkeys(schema, gear.Whole(final=True))
-        cut = {"batch_size": None, "max_steps": most, "too_long": "truncate", "selector": gear.Fifo(False)}
+        cut = {"batch_size": None, "max_steps": most, "too_long": "truncate", "sampler": gear.Fifo(False)}
         found = []
         for batch in dataset(table, windows=windows, **cut):
             assert len(batch["x"]) <= most

@@ -144,7 +144,7 @@ PADDED = {
     "reward": gear.Window(1, dtype=torch.bfloat16),
 }
 CASES: dict[str, tuple[bool, dict[str, Any]]] = {
-    "priorities": (True, {"sample_info": True, "selector": gear.Prioritized()}),
+    "priorities": (True, {"sample_info": True, "sampler": gear.Prioritized()}),
     "budget": (False, {"batch_size": None, "max_steps": 300, "lookahead": 2, "prefetch": 0}),
     "jagged": (False, {"windows": gear.Window(9, -4), "layout": "jagged", "copy": True}),
     "converted": (True, {"windows": CONVERTED}),
@@ -153,7 +153,7 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
 
 
 TIERED: dict[str, dict[str, Any]] = {
-    "priorities": {"sample_info": True, "selector": gear.Prioritized()},
+    "priorities": {"sample_info": True, "sampler": gear.Prioritized()},
     "budget": {"batch_size": None, "max_steps": 300, "lookahead": 2, "too_long": "truncate"},
     "jagged": {"windows": gear.Window(9, -4), "layout": "jagged", "copy": True},
     "padded": {"windows": gear.Whole(), "layout": "padded"},
@@ -178,7 +178,7 @@ def test_rows_that_cannot_be_read_leave_the_batch(on_cpu: OnCpu, tmp_path: Path)
         with made_tiered(tmp_path / name, packed=True, again=False) as table:
             for file in (tmp_path / name / "segments").glob("*/wide.npy"):
                 flip(file, os.path.getsize(file) - 1)
-            options = {"selector": gear.Uniform(replacement=False), "batches_per_epoch": None, **more}
+            options = {"sampler": gear.Uniform(replacement=False), "batches_per_epoch": None, **more}
             found = batches(table, DEVICE, **options)
             indices = torch.cat([batch["index"] for batch in found]).tolist()
             assert {1, 4, 6, 8, 11} == set(indices)
@@ -233,7 +233,7 @@ def test_memory_that_could_not_grow_is_as_it_was(
     with made_table(packed=True) as table:
         options: dict[str, Any] = {"batch_size": 2, "windows": CONVERTED, "layout": "packed", "prefetch": 0}
         data = [
-            gear.ReplayDataset(table, **nested({"device": device, "selector": gear.Fifo(), **options}))
+            gear.ReplayDataset(table, **nested({"device": device, "sampler": gear.Fifo(), **options}))
             for device in (DEVICE, "cpu")
         ]
         for which, times in (([1, 2], 4), ([3, 4], 1), ([9, 11], 3)):  # of 13 steps, of 203, and of 10

@@ -26,7 +26,7 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import holds_any
 
 PATIENCE = 120.0
-SELECTORS = [gear.Uniform(replacement=False), gear.Prioritized()]
+SAMPLERS = [gear.Uniform(replacement=False), gear.Prioritized()]
 
 
 def dataset_of(table: gear.Table, **options: Any) -> gear.ReplayDataset:
@@ -61,11 +61,11 @@ def _dropped(dataset: gear.ReplayDataset, held: contextlib.AbstractContextManage
     nothing_left(dataset.table)
 
 
-@pytest.mark.parametrize("selector", SELECTORS, ids=repr)
-def test_an_iterator_that_is_collected_while_the_index_is_locked(selector: Any) -> None:
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
+def test_an_iterator_that_is_collected_while_the_index_is_locked(sampler: Any) -> None:
     with make_table() as table:
         table._engine.region.lock.timeout = PATIENCE / 4
-        dataset = dataset_of(table, selector=selector)
+        dataset = dataset_of(table, sampler=sampler)
         with _dropped(dataset, table._engine.region.lock):
             pass
         table.check_valid()
@@ -78,7 +78,7 @@ def test_an_iterator_that_is_collected_while_the_index_is_locked(selector: Any) 
 
 def test_an_iterator_that_is_collected_while_priorities_are_locked() -> None:
     with make_table() as table:
-        dataset = dataset_of(table, selector=gear.Prioritized())
+        dataset = dataset_of(table, sampler=gear.Prioritized())
         with _dropped(dataset, dataset._selected().priorities.mutex):  # type: ignore[attr-defined]
             pass
         state = dataset.state_dict()
@@ -90,7 +90,7 @@ def test_an_iterator_that_is_collected_while_priorities_are_locked() -> None:
 def test_what_was_drawn_ahead_comes_before_what_follows_a_collected_iterator() -> None:
     """An update that comes after the iterator was dropped does not overtake the draws that it had been asked for."""
     with make_table() as table:
-        dataset = dataset_of(table, selector=gear.Prioritized())
+        dataset = dataset_of(table, sampler=gear.Prioritized())
         with _dropped(dataset, table._engine.region.lock) as batch:
             dataset.update_priority(batch, torch.full((4,), 9.0))
             dataset.sample()
@@ -100,12 +100,10 @@ def test_what_was_drawn_ahead_comes_before_what_follows_a_collected_iterator() -
 
 
 @contextlib.contextmanager
-def _iterated(
-    selector: Any, **options: Any
-) -> Iterator[tuple[gear.Table, gear.ReplayDataset, Iterator[Any]]]:
+def _iterated(sampler: Any, **options: Any) -> Iterator[tuple[gear.Table, gear.ReplayDataset, Iterator[Any]]]:
     """A dataset in the middle of an iteration, whose thread has nothing to do."""
     with named_table("forked") as table:
-        dataset = dataset_of(table, selector=selector, **options)
+        dataset = dataset_of(table, sampler=sampler, **options)
         batches = iter(dataset)
         for _ in range(3):
             next(batches)
@@ -118,9 +116,9 @@ def _iterated(
 
 
 @forks
-@pytest.mark.parametrize("selector", SELECTORS, ids=repr)
-def test_a_forked_child_draws_by_itself(selector: Any) -> None:
-    with _iterated(selector) as (table, dataset, batches):
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
+def test_a_forked_child_draws_by_itself(sampler: Any) -> None:
+    with _iterated(sampler) as (table, dataset, batches):
         parent = os.getpid()
 
         def work() -> None:
@@ -173,7 +171,7 @@ def test_a_fork_in_the_middle_of_a_draw_is_an_error_at_once() -> None:
                 assert go_on.wait(PATIENCE)
             return np.ones(len(numbers), dtype=bool)
 
-        dataset = dataset_of(table, selector=gear.Prioritized(), subset=subset)
+        dataset = dataset_of(table, sampler=gear.Prioritized(), subset=subset)
         batches = iter(dataset)
         asker = threading.Thread(target=next, args=(batches,))
         asker.start()
@@ -224,8 +222,8 @@ class _Owner:
 
 def test_threads_of_datasets_that_reach_themselves_end() -> None:
     with make_table() as table:
-        for selector in (gear.Uniform(), *SELECTORS):
-            _Owner(table, selector=selector)
+        for sampler in (gear.Uniform(), *SAMPLERS):
+            _Owner(table, sampler=sampler)
         assert prefetch_threads()
         gc.collect()
         wait_until(lambda: gc.collect() >= 0 and not prefetch_threads())

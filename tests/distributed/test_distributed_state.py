@@ -27,12 +27,12 @@ WINDOWS = gear.Window(3)
 LOCAL = [40, 10, 5]
 
 
-def dataset(shards: Shards, selector: gear.selectors.Selector, **options: Any) -> gear.ReplayDataset:
+def dataset(shards: Shards, sampler: gear.samplers.Sampler, **options: Any) -> gear.ReplayDataset:
     options = {"prefetch": 0, "batches_per_epoch": math.inf, **options}
     rows = ROWS // shards.num_slices
     return gear.ReplayDataset(
         shards,
-        **nested({"batch_size": rows, "windows": WINDOWS, "selector": selector, "copy": True, **options}),
+        **nested({"batch_size": rows, "windows": WINDOWS, "sampler": sampler, "copy": True, **options}),
     )
 
 
@@ -43,7 +43,7 @@ def steps(data: gear.ReplayDataset, first: int, count: int, iterator: Any = None
     for number in range(first, first + count):
         batch = next(iterator)
         found.append(kept(batch))
-        if isinstance(data.selector, (gear.Prioritized, gear.TopK)):
+        if isinstance(data.sampler, (gear.Prioritized, gear.TopK)):
             names = {key: batch.get(key, torch.zeros(1)) for key in ("index", "anchor", "shard")}
             data.update_priority(batch, new_priorities(names, number))
     return found, iterator
@@ -75,18 +75,18 @@ def saving_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
     found["local draws"] = local_draws(rank)
     with shards_of(rank, COUNTS) as shards:
         for scope in ("local", "global"):
-            for selector in (gear.Prioritized(unit="step"), gear.Prioritized()):
-                data = dataset(shards, selector, prefetch=1, scope=scope)
+            for sampler in (gear.Prioritized(unit="step"), gear.Prioritized()):
+                data = dataset(shards, sampler, prefetch=1, scope=scope)
                 _, iterator = steps(data, 0, BEFORE)
                 state = data.state_dict()
                 expected, iterator = steps(data, BEFORE, AFTER, iterator)
                 iterator.close()
-                again = dataset(shards, selector, prefetch=1, scope=scope)
+                again = dataset(shards, sampler, prefetch=1, scope=scope)
                 again.load_state_dict(state)
                 mine, iterator = steps(again, BEFORE, AFTER)
                 iterator.close()
                 same_rows([mine], expected, "resumed")
-                found[f"{scope} {selector.unit}"] = (state, expected)
+                found[f"{scope} {sampler.unit}"] = (state, expected)
         distributed.save(shards, Path(folder, "tables"))
         if rank == 0:
             torch.save(state, Path(folder, "state"))
@@ -98,7 +98,7 @@ def saving_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 def plain(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     """A dataset of a single table, of which each rank of a process group gets its batches unasked."""
-    options = {"selector": gear.Uniform(replacement=False, unit="step"), **options}
+    options = {"sampler": gear.Uniform(replacement=False, unit="step"), **options}
     return gear.ReplayDataset(
         table, **nested({"batch_size": 4, "windows": gear.Window(4, -2), "seed": 9, **options})
     )
@@ -117,7 +117,7 @@ def plain_batches(table: gear.Table) -> dict[str, Any]:
     found["resumed"] = copies(resumed)
     found["worker"] = copies(DataLoader(plain(table), batch_size=None, num_workers=1))
     found["given"] = copies(plain(table, rank=0, world_size=1))
-    found["with replacement"] = copies(plain(table, selector=gear.Uniform()))
+    found["with replacement"] = copies(plain(table, sampler=gear.Uniform()))
     return found
 
 
@@ -128,10 +128,10 @@ def local_draws(rank: int) -> Any:
     found: dict[str, Any] = {}
     options: dict[str, Any] = {"windows": gear.Window(1), "scope": "local"}
     for normalize in ("batch", "table"):
-        selector = gear.Prioritized(alpha=1.0, beta=1.0, normalize=normalize)
+        sampler = gear.Prioritized(alpha=1.0, beta=1.0, normalize=normalize)
         batches = list(
             gear.ReplayDataset(
-                shards, **nested({"batch_size": 64, "selector": selector, "copy": True, **options})
+                shards, **nested({"batch_size": 64, "sampler": sampler, "copy": True, **options})
             )
         )
         found[normalize] = (
@@ -141,7 +141,7 @@ def local_draws(rank: int) -> Any:
         )
     once = gear.Uniform(replacement=False)
     found["passes"] = len(
-        list(gear.ReplayDataset(shards, **nested({"batch_size": 8, "selector": once, **options})))
+        list(gear.ReplayDataset(shards, **nested({"batch_size": 8, "sampler": once, **options})))
     )
     mass = float(table._engine.reader().arrays.priority[: LOCAL[rank]].sum())
     shards.close()
@@ -250,7 +250,7 @@ def test_ranks_deal_the_batches_of_a_single_table(ranks: list[dict[str, Any]]) -
             assert part["pickled"] == (rank, WORLD)
         assert drawn(parts[0]["sample"]) != drawn(parts[1]["sample"])
         # Trajectories, with replacement.
-        expected = copies(plain(table, selector=gear.Uniform()))
+        expected = copies(plain(table, sampler=gear.Uniform()))
         runs = [part["with replacement"] for part in parts]
         assert {len(run) for run in runs} == {-(-len(expected) // WORLD)}
         dealt = [batch for batches in zip(*runs, strict=True) for batch in batches]

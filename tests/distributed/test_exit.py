@@ -21,7 +21,7 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 table = gear.Table.create({"x": gear.Column(torch.int64)}, name=f"{sys.argv[3]}-{rank}", max_steps=400,
                           max_trajectories=100)
 table.extend([{"x": torch.arange(4)} for _ in range(100)])
-dataset = gear.ReplayDataset(Shards(table, timeout=30), selector=gear.Uniform(), windows=gear.Window(1), batch_size=16,
+dataset = gear.ReplayDataset(Shards(table, timeout=30), sampler=gear.Uniform(), windows=gear.Window(1), batch_size=16,
                              prefetch=5, batches_per_epoch=10**6)
 batches = iter(dataset)
 busy = float(sys.argv[4])

@@ -20,7 +20,7 @@ WINDOWS = gear.Window(5, offset=-2)
 COUNTS = [40, 10, 25, 3]
 ROWS = 32
 BATCHES = 6
-SELECTORS: dict[str, gear.selectors.Selector] = {
+SAMPLERS: dict[str, gear.samplers.Sampler] = {
     "uniform": gear.Uniform(),
     "uniform steps": gear.Uniform(unit="step"),
     "uniform pass": gear.Uniform(replacement=False),
@@ -35,15 +35,15 @@ SELECTORS: dict[str, gear.selectors.Selector] = {
 }
 BY_PRIORITY = (gear.Prioritized, gear.TopK)
 KINDS = ("uniform pass", "lifo steps", "top", "prioritized distinct")
-"""One selector of each kind."""
+"""One sampler of each kind."""
 Batches = list[dict[str, Any]]
 
 
-def dataset(shards: Shards, selector: str, world: int = 1, **options: Any) -> gear.ReplayDataset:
+def dataset(shards: Shards, sampler: str, world: int = 1, **options: Any) -> gear.ReplayDataset:
     options = {"batches_per_epoch": BATCHES, "seed": 5, "copy": True, "prefetch": 0} | options
     rows = options.pop("rows", ROWS) // world
     return gear.ReplayDataset(
-        shards, **nested({"batch_size": rows, "windows": WINDOWS, "selector": SELECTORS[selector], **options})
+        shards, **nested({"batch_size": rows, "windows": WINDOWS, "sampler": SAMPLERS[sampler], **options})
     )
 
 
@@ -58,13 +58,13 @@ def draw(data: gear.ReplayDataset, first: int = 0) -> Batches:
     for number, batch in enumerate(data):
         check_batch(batch, WINDOWS)
         found.append(kept(batch))
-        if isinstance(data.selector, BY_PRIORITY):
+        if isinstance(data.sampler, BY_PRIORITY):
             data.update_priority(batch, new_priorities(batch, first + number))
     return found
 
 
 def draw_all(
-    shards: Shards, world: int, prefetch: int, names: Iterable[str] = SELECTORS
+    shards: Shards, world: int, prefetch: int, names: Iterable[str] = SAMPLERS
 ) -> dict[str, Batches]:
     return {name: draw(dataset(shards, name, world, prefetch=prefetch)) for name in names}
 
@@ -109,7 +109,7 @@ def emptying(shards: Shards, world: int, barrier: Any) -> dict[str, Batches]:
                     table.remove(table.indices())
                 elif (number, shard) == (3, 1):
                     refill(table, shard)
-            if isinstance(data.selector, BY_PRIORITY):
+            if isinstance(data.sampler, BY_PRIORITY):
                 data.update_priority(batch, new_priorities(batch, number))
             barrier()
     return found
@@ -180,7 +180,7 @@ def as_of_a_table(
 ) -> None:
     options = {
         "windows": WINDOWS,
-        "selector": SELECTORS[name],
+        "sampler": SAMPLERS[name],
         "seed": 5,
         "copy": True,
         "prefetch": 0,
@@ -202,7 +202,7 @@ def test_shards_are_drawn_from_as_one_table() -> None:
         keys = ("index", "generation") if name == "fifo" else None
         as_of_a_table(alone(COUNTS[:1]), filled(None, 0, COUNTS), name, keys)
     for name in EMPTY_SHARDS:
-        anchor = {"anchor": "first"} if SELECTORS[name].unit == "trajectory" else {}
+        anchor = {"anchor": "first"} if SAMPLERS[name].unit == "trajectory" else {}
         as_of_a_table(alone([0, 23, 0]), filled(None, 1, [0, 23, 0]), name, CONTENT, **anchor)
 
 
@@ -211,14 +211,14 @@ FIRST = np.array([0, 4, 5])
 WEIGHTS = np.concatenate(PRIORITIES)
 
 
-def frequencies(selector: gear.selectors.Selector, rows: int, batches: int) -> np.ndarray[Any, Any]:
+def frequencies(sampler: gear.samplers.Sampler, rows: int, batches: int) -> np.ndarray[Any, Any]:
     """How often each of ten trajectories of three shards comes."""
     tables = [filled(None, shard, [0, 0, 0]) for shard in range(3)]
     for shard, priorities in enumerate(PRIORITIES):
         for i, priority in enumerate(priorities):
             tables[shard].add(trajectory(100 * shard + i, 1), priority=priority)
     data = gear.ReplayDataset(
-        Shards(tables), batch_size=rows, windows=gear.Window(1), selector=selector, prefetch=0, seed=11
+        Shards(tables), batch_size=rows, windows=gear.Window(1), sampler=sampler, prefetch=0, seed=11
     )
     seen = np.zeros(10)
     for _ in range(batches):
@@ -295,7 +295,7 @@ def test_bad_input_is_refused_before_anything_changes() -> None:
 # ---------------------------------------------------------------- shards without anything to draw
 
 
-@pytest.mark.parametrize("name", list(SELECTORS))
+@pytest.mark.parametrize("name", list(SAMPLERS))
 def test_shards_that_are_empty_or_cannot_be_reached(name: str, monkeypatch: Any) -> None:
     def batches_of(shards: Shards) -> Batches:
         data = dataset(shards, name, batches_per_epoch=4)
@@ -313,14 +313,14 @@ def test_shards_that_are_empty_or_cannot_be_reached(name: str, monkeypatch: Any)
         found = batches_of(shards)
         if len(lost) == 3:  # no shard can be reached by all ranks: then each reads what it can reach
             same_rows([found], expected, name)
-        elif not SELECTORS[name].passes:  # a pass goes over what there was when it began
+        elif not SAMPLERS[name].passes:  # a pass goes over what there was when it began
             assert not any(set(lost) & set(batch["shard"].tolist()) for batch in found)
 
 
 def test_rows_that_vanish_before_they_are_read_come_from_a_shard_that_has_some(monkeypatch: Any) -> None:
     """This process's first shard is emptied between the draw and the read."""
     read = ShardSource.read
-    for name in SELECTORS:
+    for name in SAMPLERS:
         shards = alone([20, 20])
         data = dataset(shards, name)
 

@@ -25,7 +25,7 @@ COLUMNS = {
 SIZE, GROUPS = 3, 7
 ONCE = gear.Uniform(replacement=False)
 WEIGHTED = ("weighted", "table", "fresh")
-SELECTORS = {
+SAMPLERS = {
     "once": ONCE,
     "weighted": gear.Prioritized(),
     "table": gear.Prioritized(normalize="table"),
@@ -82,8 +82,8 @@ def drawing(rank: int, world: int) -> dict[str, Any]:
     try:
         with Shards(table, timeout=20, transport="socket", node=f"node-{rank}") as shards:
             found: dict[str, Any] = {}
-            for name, selector in SELECTORS.items():
-                options = {"selector": selector, "scope": "local"}
+            for name, sampler in SAMPLERS.items():
+                options = {"sampler": sampler, "scope": "local"}
                 if name != "once":
                     options["batches_per_epoch"] = 6
                 data = dataset(shards, **options)
@@ -100,7 +100,7 @@ def drawing(rank: int, world: int) -> dict[str, Any]:
                     plain = {"group": None, "group_size": None, **options}
                     found[f"{name}, no groups"] = batches_of(dataset(shards, **plain))
             budget = {"batch_size": None, "max_steps": 40, "batches_per_epoch": 3, "scope": "local"}
-            found["budget"] = batches_of(dataset(shards, selector=ONCE, **budget))
+            found["budget"] = batches_of(dataset(shards, sampler=ONCE, **budget))
             with pytest.raises(SchemaError, match=r"Ranks\('local'\): groups lie in one table"):
                 dataset(shards)
             shards.exchange.barrier()
@@ -121,19 +121,19 @@ def test_each_rank_draws_whole_groups_of_its_own() -> None:
     ranks = run_ranks(2, drawing)
     # The first shard's draws are those of its table alone; weights differ by the shares of the shards' masses.
     with make(0) as table:
-        alone = dataset(table, selector=ONCE)
+        alone = dataset(table, sampler=ONCE)
         same([*ranks[0]["once"]], batches_of(alone, 3))
         for name in WEIGHTED:
-            alone = dataset(table, selector=SELECTORS[name], batches_per_epoch=6)
+            alone = dataset(table, sampler=SAMPLERS[name], batches_per_epoch=6)
             same(ranks[0][name], batches_of(alone, 3), less=("weight", "priority_weight"))
-        budget = dataset(table, selector=ONCE, batch_size=None, max_steps=40, batches_per_epoch=3)
+        budget = dataset(table, sampler=ONCE, batch_size=None, max_steps=40, batches_per_epoch=3)
         same(ranks[0]["budget"], batches_of(budget))
     for rank, found in enumerate(ranks):
         groups = set(range(100 * rank, 100 * rank + GROUPS - rank))
         drawn = [int(p) for batch in found["once, whole"] for p in batch["prompt"][::SIZE]]
         assert set(drawn) == groups
         assert len(found["once, whole"]) == 4  # on both ranks, though the second has six groups
-        for name in SELECTORS:
+        for name in SAMPLERS:
             same([*found[name], *found[f"{name}, resumed"]], found[f"{name}, whole"])
         for name in WEIGHTED:
             assert {int(p) for batch in found[name] for p in batch["prompt"]} <= groups

@@ -61,7 +61,7 @@ def fill(table: gear.Table, slots: Any) -> None:
 def dataset(shards: Shards, **options: Any) -> gear.ReplayDataset:
     given = {"windows": gear.Whole(), "layout": "packed", "device": "cpu", "max_steps": 20, "seed": 3}
     return gear.ReplayDataset(
-        shards, **nested({**given, "selector": gear.Uniform(replacement=False), **options})
+        shards, **nested({**given, "sampler": gear.Uniform(replacement=False), **options})
     )
 
 
@@ -95,7 +95,7 @@ def drawing(rank: int, world: int) -> dict[str, Any]:
             barrier()
             found["more"] = numbers(dataset(shards, micro_batches=2))
             weighted = gear.Prioritized(normalize="table")
-            data = dataset(shards, selector=weighted, batches_per_epoch=10)
+            data = dataset(shards, sampler=weighted, batches_per_epoch=10)
             found["weighted"] = sorted(set(numbers(data)))
             sized = dataset(shards, max_steps=None, batch_size=3)
             found["sized"] = numbers(sized)

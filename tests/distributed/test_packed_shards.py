@@ -33,16 +33,16 @@ WHOLE = {"obs": gear.Whole(), "act": gear.Whole(), "flag": gear.Whole(dtype=torc
 PART = {"act": gear.Window(9, -4), "task": None, "obs": gear.Window(9, -4)}
 STEPPED = gear.Prioritized(unit="step", normalize="table")
 CASES: dict[str, dict[str, Any]] = {
-    "whole": {"windows": WHOLE, "selector": ONCE},
-    "weighted": {"windows": WHOLE, "selector": gear.Prioritized(), "batches_per_epoch": 8},
-    "newest": {"windows": WHOLE, "selector": gear.Lifo(), "batches_per_epoch": 3},
-    "steps": {"windows": PART, "selector": STEPPED, "batches_per_epoch": 8},
+    "whole": {"windows": WHOLE, "sampler": ONCE},
+    "weighted": {"windows": WHOLE, "sampler": gear.Prioritized(), "batches_per_epoch": 8},
+    "newest": {"windows": WHOLE, "sampler": gear.Lifo(), "batches_per_epoch": 3},
+    "steps": {"windows": PART, "sampler": STEPPED, "batches_per_epoch": 8},
 }
 BUDGETS: dict[str, dict[str, Any]] = {
-    "once": {"selector": ONCE, "lookahead": 4, "max_steps": 150},
-    "short": {"selector": ONCE, "max_steps": 40, "too_long": "truncate"},
-    "skipped": {"selector": gear.Fifo(replacement=False), "max_steps": 100, "too_long": "skip"},
-    "weighted": {"selector": gear.Prioritized(normalize="table"), "max_steps": 120, "batches_per_epoch": 6},
+    "once": {"sampler": ONCE, "lookahead": 4, "max_steps": 150},
+    "short": {"sampler": ONCE, "max_steps": 40, "too_long": "truncate"},
+    "skipped": {"sampler": gear.Fifo(replacement=False), "max_steps": 100, "too_long": "skip"},
+    "weighted": {"sampler": gear.Prioritized(normalize="table"), "max_steps": 120, "batches_per_epoch": 6},
 }
 MICRO = 2
 NO_NIXL = pytest.mark.skipif(nixl_agent.installed() is None, reason="NIXL is not installed")
@@ -88,7 +88,7 @@ def draw(shards: Shards, name: str, world: int, **more: Any) -> list[Kept]:
     found = []
     for number, batch in enumerate(data):
         found.append(check(batch, *(() if name != "steps" else (-4, 9))))
-        if isinstance(data.selector, gear.Prioritized):
+        if isinstance(data.sampler, gear.Prioritized):
             data.update_priority(batch, new_priorities(batch, number))
     return found
 
@@ -130,13 +130,13 @@ def draw_all(shards: Shards, rank: int, world: int) -> dict[str, Any]:
     found["squares"] = draw(shards, "weighted", world, balance="squares")
     found["budgets"] = {name: planned(shards, name, world) for name in BUDGETS}
     found["ahead"] = {name: planned(shards, name, world, prefetch=0) for name in BUDGETS}
-    found["local"] = sum(len(b["index"]) for b in dataset(shards, scope="local", batch_size=4, selector=ONCE))
+    found["local"] = sum(len(b["index"]) for b in dataset(shards, scope="local", batch_size=4, sampler=ONCE))
     local = dataset(shards, scope="local", max_steps=100, batches_per_epoch=5)
     found["local budget"] = [int(check(batch)["cu_seqlens"][-1]) for batch in local]
     with pytest.raises(SchemaError, match="scope='local'; expected batches_per_epoch"):
         next(iter(dataset(shards, scope="local", max_steps=100)))
     with pytest.raises(SchemaError, match=r"The trajectory of index \d+ in shard \d has \d+ steps, more"):
-        list(dataset(shards, max_steps=60, selector=ONCE))
+        list(dataset(shards, max_steps=60, sampler=ONCE))
     found["moved"] = {name: moved(shards, name) for name in BUDGETS} if world > 1 else {}
     found["resumed"] = [resumed(shards, name, stop) for name in BUDGETS for stop in (1, 2, 5)]
     if world > 1:
@@ -390,7 +390,7 @@ def test_every_trajectory_once_in_one_process(
     most = max(length for _, length in expected) + more
     with Shards(tables) as shards:
         options: dict[str, Any] = {
-            "windows": gear.Whole(), "selector": ONCE, "max_steps": most, "lookahead": lookahead,
+            "windows": gear.Whole(), "sampler": ONCE, "max_steps": most, "lookahead": lookahead,
             "micro_batches": micro, "prefetch": prefetch,
         }  # fmt: skip
         data, found = dataset(shards, **options), []
@@ -428,7 +428,7 @@ def test_ranks_are_equal_to_three_percent(kind: Any) -> None:
     ranks, micro = 4, 12
     with Shards(tables) as shards:
         data = dataset(
-            shards, windows=gear.Whole(), selector=ONCE, max_steps=16_384, lookahead=16,
+            shards, windows=gear.Whole(), sampler=ONCE, max_steps=16_384, lookahead=16,
             micro_batches=ranks * micro, balance=kind,
         )  # fmt: skip
         costs = [costs_of(np.diff(batch["cu_seqlens"].numpy()), kind).sum() for batch in data]

@@ -37,18 +37,18 @@ WHOLE = {
 PART = {"act": gear.Window(9, -4), "flag": gear.Window(9, -4)}
 ONCE = gear.Uniform(replacement=False)
 CASES: dict[str, dict[str, Any]] = {
-    "whole": {"windows": WHOLE, "selector": ONCE, "batch_size": 8},
-    "weighted": {"windows": WHOLE, "selector": gear.Prioritized(), "batch_size": 6, "batches_per_epoch": 3},
+    "whole": {"windows": WHOLE, "sampler": ONCE, "batch_size": 8},
+    "weighted": {"windows": WHOLE, "sampler": gear.Prioritized(), "batch_size": 6, "batches_per_epoch": 3},
     "steps": {
         "windows": PART,
-        "selector": gear.Prioritized(unit="step", normalize="table"),
+        "sampler": gear.Prioritized(unit="step", normalize="table"),
         "batch_size": 9,
         "batches_per_epoch": 3,
     },
-    "budget": {"windows": WHOLE, "selector": ONCE, "max_steps": 150, "lookahead": 2, "micro_batches": 2},
+    "budget": {"windows": WHOLE, "sampler": ONCE, "max_steps": 150, "lookahead": 2, "micro_batches": 2},
     "local": {
         "windows": WHOLE,
-        "selector": gear.Prioritized(),
+        "sampler": gear.Prioritized(),
         "batch_size": 4,
         "batches_per_epoch": 3,
         "scope": "local",
@@ -94,7 +94,7 @@ def drawn(shards: Shards, device: Any, **options: Any) -> list[dict[str, Any]]:
         found.append(
             {name: value if isinstance(value, int) else value.cpu().clone() for name, value in batch.items()}
         )
-        if isinstance(data.selector, gear.Prioritized):
+        if isinstance(data.sampler, gear.Prioritized):
             named = {
                 "shard": torch.zeros(1, dtype=torch.int64),
                 **found[-1],
@@ -138,7 +138,7 @@ def check_places(name: str, device: torch.device, path: Path, prefetch: int) -> 
     plain = [made(shard) for shard in range(3)]
     expected = drawn(shards_of(plain), "cpu", prefetch=prefetch, **CASES[name])
     for tiers, remote in (((), ()), ((0, 1), (2,)), ((), (1, 2)), ((2,), (0,))):
-        if name == "steps":  # tables with a disk tier refuse its selector
+        if name == "steps":  # tables with a disk tier refuse its sampler
             tiers = ()
         tables = [made(shard, path / f"{remote}" if shard in tiers else None) for shard in range(3)]
         found = drawn(shards_of(tables, remote), device, prefetch=prefetch, **CASES[name])
@@ -160,7 +160,7 @@ def test_rows_that_are_gone_or_lost_are_replaced_or_left_out(
     file = next((tmp_path / "1" / "segments").iterdir()) / "act.npy"
     flip(file, os.path.getsize(file) - 1)
     shards = shards_of(tables, (2,), {3, 5})
-    batches = drawn(shards, device, windows=WHOLE, selector=ONCE, prefetch=0, **sizes)
+    batches = drawn(shards, device, windows=WHOLE, sampler=ONCE, prefetch=0, **sizes)
     numbers = [number for batch in batches for number in check_rows(batch)]
     lost = [100 + i for i in range(COUNTS[1]) if i % 3]
     assert not {203, 205, *lost} & set(numbers)

@@ -23,14 +23,14 @@ WINDOWS: tuple[dict[str, gear.Window | None], ...] = (
     {"obs": gear.Window(5, offset=-2), "act": gear.Window(2)},
     {"flag": gear.Window(1), "act": gear.Window(3, offset=-1), "task": None},
 )
-SELECTORS: dict[str, gear.selectors.Selector] = {
+SAMPLERS: dict[str, gear.samplers.Sampler] = {
     "pass": gear.Uniform(replacement=False, unit="step"),
     "fifo pass": gear.Fifo(replacement=False, unit="step"),
     "top": gear.TopK(),
     "prioritized": gear.Prioritized(),
     "distinct": gear.Prioritized(replacement=False, unit="step", normalize="table"),
 }
-DRAWN = {"one": ("prioritized",), "two": tuple(SELECTORS)}
+DRAWN = {"one": ("prioritized",), "two": tuple(SAMPLERS)}
 ROWS, BATCHES, EACH = 24, 5, 13
 PREFETCH = {"one": 2, "two": 0}
 NAMES = ("index", "anchor", "generation", "shard", "act", "obs", "task", "flag", "mask", "priority_weight")
@@ -53,17 +53,17 @@ def draw_all(shards: Shards, stage: int, rows: int, variant: str, *, updates: bo
     found: dict[str, list[Any]] = {}
     options: dict[str, Any] = {"batches_per_epoch": BATCHES, "seed": 5, "prefetch": PREFETCH[variant]}
     for name in DRAWN[variant]:
-        selector = SELECTORS[name]
+        sampler = SAMPLERS[name]
         data = gear.ReplayDataset(
             shards,
             **nested(
-                {"batch_size": rows, "windows": WINDOWS[stage], "selector": selector, "copy": True, **options}
+                {"batch_size": rows, "windows": WINDOWS[stage], "sampler": sampler, "copy": True, **options}
             ),
         )
         found[name] = []
         for number, batch in enumerate(data):
             found[name].append({key: batch[key] for key in NAMES if key in batch})
-            if updates and isinstance(selector, (gear.Prioritized, gear.TopK)):
+            if updates and isinstance(sampler, (gear.Prioritized, gear.TopK)):
                 data.update_priority(batch, new_priorities(batch, number))
     return found
 
@@ -151,7 +151,7 @@ def moving(shards: Shards, table: gear.Table) -> Any:
     if dist.get_rank() == 1:
         placement.extend([trajectory(i, i % 7 + 1) for i in range(30)], priority=1.0)
     dist.barrier()
-    options: dict[str, Any] = {"selector": gear.Prioritized(), "prefetch": 1, "batches_per_epoch": 6}
+    options: dict[str, Any] = {"sampler": gear.Prioritized(), "prefetch": 1, "batches_per_epoch": 6}
     data = gear.ReplayDataset(
         shards, **nested({"batch_size": 8, "windows": gear.Window(1), "copy": True, **options})
     )

@@ -90,7 +90,7 @@ def test_priority_mass_goes_by_what_the_dataset_has_learnt() -> None:
     parts = [filled(None, shard, [4, 4]) for shard in range(2)]
     shards = Shards(parts)
     data = gear.ReplayDataset(
-        shards, batch_size=4, windows=gear.Window(1), selector=gear.Prioritized(alpha=1.0), prefetch=0
+        shards, batch_size=4, windows=gear.Window(1), sampler=gear.Prioritized(alpha=1.0), prefetch=0
     )
     data.sample()
     everything = np.arange(4)

@@ -232,7 +232,7 @@ def test_a_rank_that_leaves_its_loop_alone_is_named(then: str, tmp_path: Path) -
 DIFFERENT: dict[str, Any] = {
     "batch_size": 16,
     "seed": 4,
-    "selector": gear.Prioritized(alpha=0.7),
+    "sampler": gear.Prioritized(alpha=0.7),
     "windows": gear.Window(3),
     "anchor": "first",
     "drop_last": True,
@@ -275,7 +275,7 @@ def differing(rank: int) -> list[str]:
     found = [error_of(lambda: Shards(table, **mine))]
     with Shards(table, timeout=30) as shards:
         table.unlink()
-        same = {"batch_size": 8, "windows": WINDOWS, "seed": 3, "selector": gear.Prioritized()}
+        same = {"batch_size": 8, "windows": WINDOWS, "seed": 3, "sampler": gear.Prioritized()}
         for name, value in DIFFERENT.items():
             options = {**same, name: value} if one else same
             found.append(error_of(lambda options=options: gear.ReplayDataset(shards, **nested(options))))
@@ -324,7 +324,7 @@ def other_calls(rank: int) -> list[str]:
     }
     for mine, others in (("state", "length"), ("batch", "state")):
         with shards_of(rank, COUNTS, timeout=20) as shards:
-            data = gear.ReplayDataset(shards, batch_size=8, windows=WINDOWS, selector=gear.Prioritized())
+            data = gear.ReplayDataset(shards, batch_size=8, windows=WINDOWS, sampler=gear.Prioritized())
             found.append(error_of(lambda data=data, act=calls[mine if rank == 1 else others]: act(data)))
     return found
 

@@ -24,7 +24,7 @@ from gear_loader.distributed.rebalance import Rebalance, plan
 WINDOWS = gear.Window(5, offset=-2)
 COUNTS = [40, 4, 10, 2]
 ROWS = 32
-SELECTORS: dict[str, gear.selectors.Selector] = {
+SAMPLERS: dict[str, gear.samplers.Sampler] = {
     "prioritized": gear.Prioritized(),
     "steps": gear.Prioritized(unit="step", normalize="table"),
     "top": gear.TopK(),
@@ -37,7 +37,7 @@ BY_PRIORITY = ("prioritized", "steps", "top")
 def dataset(shards: Shards, name: str, rows: int = ROWS, **options: Any) -> gear.ReplayDataset:
     options = {"batches_per_epoch": 8, "seed": 5, "copy": True, "prefetch": 0} | options
     return gear.ReplayDataset(
-        shards, **nested({"batch_size": rows, "windows": WINDOWS, "selector": SELECTORS[name], **options})
+        shards, **nested({"batch_size": rows, "windows": WINDOWS, "sampler": SAMPLERS[name], **options})
     )
 
 
@@ -65,7 +65,7 @@ def held(tables: dict[int, gear.Table]) -> dict[int, dict[int, int]]:
 def leaves_by_id(data: gear.ReplayDataset) -> dict[int, list[float]]:
     """Learnt leaves of all trajectories of all shards; a trajectory that is there twice fails."""
     state = data.state_dict()["priorities"]
-    counts = state["lengths"] if data.selector.unit == "step" else torch.ones_like(state["lengths"])
+    counts = state["lengths"] if data.sampler.unit == "step" else torch.ones_like(state["lengths"])
     parts = [part.tolist() for part in torch.split(state["leaves"], counts.tolist())]
     ids = state["ids"].tolist()
     assert len(set(ids)) == len(ids)
@@ -272,7 +272,7 @@ def while_one_fails(rank: int) -> Any:
         return str(error.value), same, data.rebalance()["moved"]
 
 
-@pytest.mark.parametrize("name", list(SELECTORS))
+@pytest.mark.parametrize("name", list(SAMPLERS))
 def test_copies_of_an_interrupted_migration_are_gone_before_the_next_draw(name: str, caplog: Any) -> None:
     shards = Shards([filled(None, shard, [9, 5]) for shard in range(2)])
     slots = shards.own[0].indices()[3:7]

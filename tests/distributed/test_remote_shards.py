@@ -22,7 +22,7 @@ from gear_loader.distributed import Placement, Shards, shard_tables
 from gear_loader.distributed.shard_source import ShardSource
 
 ROWS, BATCHES = 24, 5
-SELECTORS = (gear.Prioritized(), gear.Uniform(unit="step"), gear.TopK())
+SAMPLERS = (gear.Prioritized(), gear.Uniform(unit="step"), gear.TopK())
 CONVERTED = {
     "act": gear.Window(5, -2),
     "obs": gear.Window(5, -2, dtype=torch.float16, scale=1 / 3),
@@ -49,21 +49,21 @@ def far_shards(rank: int, **options: Any) -> Shards:
         raise
 
 
-def dataset(shards: Shards, selector: gear.selectors.Selector, **options: Any) -> gear.ReplayDataset:
+def dataset(shards: Shards, sampler: gear.samplers.Sampler, **options: Any) -> gear.ReplayDataset:
     options = {"windows": WINDOWS, "seed": 9, "copy": True, "batches_per_epoch": BATCHES} | options
     return gear.ReplayDataset(
-        shards, **nested({"batch_size": ROWS // shards.num_slices, "selector": selector, **options})
+        shards, **nested({"batch_size": ROWS // shards.num_slices, "sampler": sampler, **options})
     )
 
 
 def draw(shards: Shards) -> list[dict[str, Any]]:
     found = []
-    for selector in SELECTORS:
-        data = dataset(shards, selector)
+    for sampler in SAMPLERS:
+        data = dataset(shards, sampler)
         for number, batch in enumerate(data):
             check_batch(batch, WINDOWS)
             found.append(kept(batch))
-            if not isinstance(selector, gear.Uniform):
+            if not isinstance(sampler, gear.Uniform):
                 data.update_priority(batch, new_priorities(batch, number))
     for batch in dataset(shards, gear.Uniform(unit="step"), windows=CONVERTED):
         found.append({name: batch[name].numpy().copy() for name in ("index", *CONVERTED)})

@@ -19,9 +19,9 @@ from played_peer import PlayedPeer
 from test_shard_collector import INTERPRETED, fake_stream, made, some_rows  # noqa: F401
 
 import gear_loader as gear
+from gear_loader.distributed.rank_samplers import Samplers
 from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.row_cache import CacheBudget, RowCache
-from gear_loader.distributed.samplers import Samplers
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import RankError, SchemaError
 
@@ -183,12 +183,12 @@ class Played:
         for shard, peer in enumerate(self.peers, 1):
             self.shards._sources[shard] = RemoteShard(peer, "played", tables[0].schema)
 
-    def batches(self, selector: gear.selectors.Selector) -> tuple[gear.ReplayDataset, Iterator[Any]]:
+    def batches(self, sampler: gear.samplers.Sampler) -> tuple[gear.ReplayDataset, Iterator[Any]]:
         data = gear.ReplayDataset(
             self.shards,
             batch_size=16,
             windows=WINDOWS,
-            selector=selector,
+            sampler=sampler,
             seed=4,
             prefetch=gear.Prefetch(0, copy=True),
             batches_per_epoch=10**6,
@@ -224,14 +224,14 @@ def changed(random: np.random.Generator, tables: list[gear.Table], growing: list
 
 @given(
     seed=st.integers(0, 10**6),
-    selector=st.sampled_from(
+    sampler=st.sampled_from(
         [gear.Uniform(), gear.Prioritized(), gear.Prioritized(unit="step"), gear.TopK(), gear.Lifo()]
     ),
     cache=st.sampled_from([3_000, 20_000, 10**6]),
 )
 @settings(max_examples=12, deadline=None)
 def test_batches_are_the_same_with_a_cache_while_tables_change(
-    seed: int, selector: gear.selectors.Selector, cache: int
+    seed: int, sampler: gear.samplers.Sampler, cache: int
 ) -> None:
     random = np.random.default_rng(seed)
     tables = [
@@ -240,12 +240,12 @@ def test_batches_are_the_same_with_a_cache_while_tables_change(
     ]
     growing = [[table.writer(commit_every_step=True), 0, 0] for table in tables]
     plain, cached = Played(tables, None), Played(tables, cache)
-    (one, ones), (two, twos) = plain.batches(selector), cached.batches(selector)
+    (one, ones), (two, twos) = plain.batches(sampler), cached.batches(sampler)
     for turn in range(25):
         expected, got = next(ones), next(twos)
         for name, values in expected.items():
             assert torch.equal(got[name], values), (turn, name)
-        if not isinstance(selector, (gear.Uniform, gear.Lifo)):
+        if not isinstance(sampler, (gear.Uniform, gear.Lifo)):
             for data, batch in ((one, expected), (two, got)):
                 data.update_priority(batch, new_priorities(batch, turn))
         if random.random() < 0.7:
@@ -308,17 +308,17 @@ def test_options_are_checked() -> None:
 def turns(
     shards: Shards, own: list[int], rank: int, world: int, *, kills: bool = False
 ) -> tuple[list[dict[str, Any]], Any]:
-    """Batches of two selectors, while each table changes between two of them; and the state of the cache then."""
+    """Batches of two samplers, while each table changes between two of them; and the state of the cache then."""
     found, stats = [], None
     random = [np.random.default_rng(shard) for shard in range(2)]
     tables = [shards.own.get(shard) for shard in range(2)]
     growing: list[Any] = [[table and table.writer(commit_every_step=True), 0, 0] for table in tables]
-    for selector in (gear.Prioritized(), gear.Uniform()):
+    for sampler in (gear.Prioritized(), gear.Uniform()):
         data = gear.ReplayDataset(
             shards,
             batch_size=24 // world,
             windows=WINDOWS,
-            selector=selector,
+            sampler=sampler,
             seed=4,
             prefetch=gear.Prefetch(0, copy=True),
             batches_per_epoch=14,
@@ -328,7 +328,7 @@ def turns(
             found.append(
                 {name: batch[name].numpy().copy() for name in ("index", "anchor", "shard", "act", "obs")}
             )
-            if isinstance(selector, gear.Prioritized):
+            if isinstance(sampler, gear.Prioritized):
                 data.update_priority(batch, new_priorities(batch, number))
             shards.exchange.barrier()  # all have read the batch
             for shard in own:

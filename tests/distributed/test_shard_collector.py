@@ -137,18 +137,18 @@ def test_stages_of_a_pipeline_draw_nothing_instead() -> None:
 
 
 def batches(
-    device: str, selector: gear.selectors.Selector, prefetch: int, remote: tuple[int, ...] = ()
+    device: str, sampler: gear.samplers.Sampler, prefetch: int, remote: tuple[int, ...] = ()
 ) -> list[Any]:
     tables = [filled(f"gear-gpu-{device}-{shard}", shard, COUNTS) for shard in range(3)]
     shards = Shards(tables)
     for shard in remote:
         shards._sources[shard] = RemoteShard(PlayedPeer(tables[shard], set()), "played", tables[0].schema)
     options: dict[str, Any] = {"device": device, "prefetch": prefetch, "batches_per_epoch": 8}
-    data = gear.ReplayDataset(shards, batch_size=24, windows=WINDOWS, selector=selector, **options)
+    data = gear.ReplayDataset(shards, batch_size=24, windows=WINDOWS, sampler=sampler, **options)
     found = []
     for number, batch in enumerate(data):
         found.append({key: value.cpu().clone() for key, value in batch.items()})
-        if not isinstance(selector, gear.Uniform):
+        if not isinstance(sampler, gear.Uniform):
             data.update_priority(batch, new_priorities(found[-1], number).to(device))
     for table in tables:
         table.unlink()
@@ -157,7 +157,7 @@ def batches(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("selector", "prefetch", "remote", "pins"),
+    ("sampler", "prefetch", "remote", "pins"),
     [
         (gear.Uniform(), 0, (0, 2), True),
         (gear.Prioritized(), 2, (1,), True),
@@ -167,12 +167,12 @@ def batches(
     ],
 )
 def test_a_gpu_gets_the_batches_of_the_cpu(
-    selector: Any, prefetch: int, remote: tuple[int, ...], pins: bool, monkeypatch: pytest.MonkeyPatch
+    sampler: Any, prefetch: int, remote: tuple[int, ...], pins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = batches("cpu", selector, prefetch)
+    expected = batches("cpu", sampler, prefetch)
     if not pins:
         monkeypatch.setattr(Shards, "pin", lambda *_: False)
-    for mine, other in zip(batches("cuda", selector, prefetch, remote), expected, strict=True):
+    for mine, other in zip(batches("cuda", sampler, prefetch, remote), expected, strict=True):
         check_batch(mine, WINDOWS)
         for key in other:
             assert torch.equal(mine[key], other[key]), key

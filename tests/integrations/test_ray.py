@@ -159,7 +159,7 @@ def test_each_worker_of_a_training_reads_its_shard(ray: Any, tmp_path: Path) -> 
             shards,
             batch_size=10,
             windows=gear.Window(1),
-            selector=gear.Uniform(replacement=False),
+            sampler=gear.Uniform(replacement=False),
             device="cpu",
         )
         seen = torch.cat([batch["number"].flatten() for batch in dataset])

@@ -181,8 +181,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "some columns": {"windows": Window(7, -3, "tail"), "columns": ["image", "token", "done"]},
     "windows of their own": {"windows": {
         "observation": Window(20, -19), "action": Window(1), "done": Window(5, 2, "tail"), "reward": Window(1)}},
-    "without replacement": {"windows": Window(5, -4), "selector": Uniform(replacement=False)},
-    "a pass over all steps": {"windows": Window(4, -3), "selector": Uniform(replacement=False, unit="step")},
+    "without replacement": {"windows": Window(5, -4), "sampler": Uniform(replacement=False)},
+    "a pass over all steps": {"windows": Window(4, -3), "sampler": Uniform(replacement=False, unit="step")},
     "part of the table": {"windows": Window(50, -25), "subset": lambda sequences: sequences % 3 == 0, "programs": 3},
     "odd batches": {"windows": Window(9, -4), "batch_size": 37, "rank": 1, "world_size": 2},
 }
@@ -358,7 +358,7 @@ def test_eviction_while_batches_are_in_flight(staged: bool, replacement: bool) -
         random = np.random.default_rng(0)
         for number in range(80):
             table.add(numbered(number, int(random.integers(1, 90))))
-        options: dict[str, Any] = {"selector": Uniform(replacement=replacement), "prefetch": 3, "keep": 1}
+        options: dict[str, Any] = {"sampler": Uniform(replacement=replacement), "prefetch": 3, "keep": 1}
         options |= {"windows": window, "device": DEVICE, "batches_per_epoch": 1_000_000}
         dataset = ReplayDataset(table, **nested({"batch_size": 64, **options}))
         stop, added, failures = threading.Event(), 80, []

@@ -174,11 +174,11 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     """Steps by priority, on the GPU."""
     settings = {"batch_size": 64, "windows": gear.Window(1), "device": "cuda"}
     return gear.ReplayDataset(
-        table, **nested({**settings, "selector": gear.Prioritized(unit="step"), **options})
+        table, **nested({**settings, "sampler": gear.Prioritized(unit="step"), **options})
     )
 
 
-SELECTORS = {
+SAMPLERS = {
     "trajectories": lambda: gear.Prioritized(1.0, eps=0.5),
     "steps": lambda: gear.Prioritized(1.0, unit="step", normalize="batch"),
     "distinct": lambda: gear.Prioritized(1.0, replacement=False, unit="step"),
@@ -191,14 +191,14 @@ def batches(
 ) -> list[dict[str, torch.Tensor]]:
     """Batches with an update after each."""
     options = {"windows": gear.Window(8, -4), "seed": 3, "prefetch": prefetch, "batches_per_epoch": 25}
-    data = dataset(table, selector=SELECTORS[name](), device=device, **options)
+    data = dataset(table, sampler=SAMPLERS[name](), device=device, **options)
     source: Any = (data.sample() for _ in range(25)) if sampled else data
     generator = torch.Generator().manual_seed(9)
     found = []
     for batch in source:
         found.append({key: value.cpu().clone() for key, value in batch.items()})
         priorities = torch.rand(64, generator=generator).to(batch["index"].device)
-        anchor = batch["anchor"] if data.selector.unit == "step" else None
+        anchor = batch["anchor"] if data.sampler.unit == "step" else None
         data.update_priority(batch["index"], priorities, generation=batch["generation"], anchor=anchor)
     assert data.num_stale == 0
     return found
@@ -206,7 +206,7 @@ def batches(
 
 @pytest.mark.parametrize(
     ("name", "prefetch", "sampled"),
-    [(name, (i + i // 4) % 2 * 2, i >= 4) for i, name in enumerate([*SELECTORS] * 2)],
+    [(name, (i + i // 4) % 2 * 2, i >= 4) for i, name in enumerate([*SAMPLERS] * 2)],
 )
 def test_batches_are_those_of_the_cpu(table: gear.Table, name: str, prefetch: int, sampled: bool) -> None:
     expected = batches(table, name, "cpu", prefetch, sampled=sampled)
@@ -274,7 +274,7 @@ def test_resumed_in_mid_stream(table: gear.Table) -> None:
 
 
 def test_a_bad_priority_is_raised_by_a_later_call(table: gear.Table) -> None:
-    data = dataset(table, selector=gear.Prioritized())
+    data = dataset(table, sampler=gear.Prioritized())
     batch = data.sample()
     priorities = torch.ones(64, device="cuda")
     priorities[3] = torch.nan

@@ -105,14 +105,14 @@ PACKED: dict[str, Any] = {
 }  # fmt: skip
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of the data module and of the trainer
     "plain": ({}, {}),
-    "trajectories once": ({"selector": gear.Uniform(False)}, {}),
-    "steps once": ({"selector": gear.Uniform(False, "step"), "prefetch": 0, "batch_size": 32}, {}),
+    "trajectories once": ({"sampler": gear.Uniform(False)}, {}),
+    "steps once": ({"sampler": gear.Uniform(False, "step"), "prefetch": 0, "batch_size": 32}, {}),
     "endless": ({"batches_per_epoch": math.inf}, {"max_steps": 14, "max_epochs": -1}),
-    "limited": ({"selector": gear.Uniform(False)}, {"limit_train_batches": 3}),
+    "limited": ({"sampler": gear.Uniform(False)}, {"limit_train_batches": 3}),
     "accumulated": ({"batches_per_epoch": 5}, {"accumulate_grad_batches": 2}),
     "no validation": ({"val_fraction": 0}, {}),
     "validation within": ({"batches_per_epoch": 6}, {"val_check_interval": 2}),
-    "workers": ({"num_workers": 2, "selector": gear.Uniform(False)}, {}),
+    "workers": ({"num_workers": 2, "sampler": gear.Uniform(False)}, {}),
     "packed": (PACKED, {}),
     "packed, workers": ({**PACKED, "num_workers": 2}, {}),
 }
@@ -253,7 +253,7 @@ def test_validation_without_training_and_as_a_trial_before_it(table: gear.Table)
 
 
 def test_training_sees_the_batches_of_the_dataset(table: gear.Table) -> None:
-    options: dict[str, Any] = {"batch_size": 8, "windows": WINDOW, "selector": gear.Uniform(False), "seed": 4}
+    options: dict[str, Any] = {"batch_size": 8, "windows": WINDOW, "sampler": gear.Uniform(False), "seed": 4}
     model = fit(module(table, **options), max_epochs=2)
     subset = Split(0.2, seed=0, second=False)
     data = gear.ReplayDataset(table, **nested({**options, "subset": subset, "device": "cpu"}))
@@ -364,7 +364,7 @@ def test_what_is_not_there(table: gear.Table, tmp_path: Path) -> None:
         ({"val_batch_size": 0}, "val_batch_size is 0; expected an integer of at least 1"),
         ({"batch_size": 0}, "batch_size is 0; expected an integer of at least 1"),  # the dataset's own
         ({"windows": {"reward": 4}}, "The window of column 'reward' is 4; expected"),
-        ({"selector": "prioritized"}, "selector is 'prioritized'; expected an object such as"),
+        ({"sampler": "prioritized"}, "sampler is 'prioritized'; expected an object such as"),
     ],
 )
 def test_wrong_options_are_refused_at_once(
@@ -409,7 +409,7 @@ def test_too_few_trajectories_for_a_part() -> None:
 
 def test_all_options_of_the_dataset_pass_through(table: gear.Table) -> None:
     options = {"anchor": "last", "seed": 4, "device": "cpu", "prefetch": 1, "copy": True, "keep": 3}
-    options |= {"drop_last": True, "programs": 2, "selector": gear.Uniform(False), "columns": ["reward"]}
+    options |= {"drop_last": True, "programs": 2, "sampler": gear.Uniform(False), "columns": ["reward"]}
     data = module(table, windows={"reward": WINDOW}, **options)
     data.setup()
     train, val = data.train_dataset, data.val_dataset
@@ -419,7 +419,7 @@ def test_all_options_of_the_dataset_pass_through(table: gear.Table) -> None:
     assert (train.drop_last, train.programs, list(train.windows)) == (True, 2, ["reward"])
     assert set(next(iter(data.train_dataloader()))) == {"reward", "mask", "index", "anchor", "generation"}
     assert (val.anchor, val.drop_last) == ("uniform", False)
-    assert repr(val.selector) == "Uniform(replacement=False, unit='step')"
+    assert repr(val.sampler) == "Uniform(replacement=False, unit='step')"
     (loader,) = data.val_dataloader()
     assert len(loader) == len(list(loader))
     assert module(table, val_fraction=0).val_dataloader() == []

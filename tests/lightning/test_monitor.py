@@ -121,7 +121,7 @@ def test_a_sequence_computed_by_hand(clock: Clock) -> None:
             counters[SAMPLE_WAIT] += 3_000_000_000 * (number == 2)
 
         memory, model = Memory(), Model(script)
-        data = module(table, selector=gear.Fifo(), sample_info=True, batches_per_epoch=8)
+        data = module(table, sampler=gear.Fifo(), sample_info=True, batches_per_epoch=8)
         trainer(memory, ReplayMonitor(every_n_steps=3)).fit(model, data)
         seconds = torch.stack([batch["sample_info"]["age_seconds"] for batch in model.batches[:6]])
         # First of 4, 4 and 5 trajectories, the oldest and the one after it; then of 7, 7 and 8 (numbers 3 to 10, as
@@ -158,7 +158,7 @@ def test_what_is_left_out_and_what_expires(clock: Clock) -> None:
         assert set(log) == {*FILL, *RATES}
         assert (log["insert_rate"], log["sample_rate"]) == (0.0, 2.0)
     with make_table([3] * 10, max_times_sampled=1) as table:
-        data, memory = module(table, selector=gear.Fifo(), batches_per_epoch=3), Memory()
+        data, memory = module(table, sampler=gear.Fifo(), batches_per_epoch=3), Memory()
         trainer(memory, ReplayMonitor(every_n_steps=3)).fit(Model(clock.script(4)), data)
     assert (memory.logs[0]["expire_rate"], memory.logs[0]["evict_rate"]) == (6 / 12, 0)
 
@@ -167,7 +167,7 @@ def test_priorities(clock: Clock) -> None:
     memory = Memory()
     with make_table((), max_steps=64, max_trajectories=11, on_full="evict_oldest") as table:
         table.extend([episode(number, 4) for number in range(11)], priority=np.arange(1.0, 12.0))
-        data = module(table, selector=gear.Prioritized(alpha=1.0), batches_per_epoch=2)
+        data = module(table, sampler=gear.Prioritized(alpha=1.0), batches_per_epoch=2)
 
         def script(number: int, batch: Any) -> None:
             if number == 1:

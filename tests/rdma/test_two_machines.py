@@ -60,17 +60,17 @@ def group(expected: list[dict[str, Any]]) -> Iterator[None]:
 
 
 def draw(shards: Shards) -> list[dict[str, Any]]:
-    """Batches of each selector, as numpy arrays, with new priorities after each."""
+    """Batches of each sampler, as numpy arrays, with new priorities after each."""
     found = []
-    for selector in (gear.Prioritized(), gear.Uniform(unit="step"), gear.TopK()):
+    for sampler in (gear.Prioritized(), gear.Uniform(unit="step"), gear.TopK()):
         size = ROWS // shards.num_slices
         options: dict[str, Any] = {"windows": WINDOW, "seed": 9, "copy": True, "batches_per_epoch": BATCHES}
-        data = gear.ReplayDataset(shards, **nested({"batch_size": size, "selector": selector, **options}))
+        data = gear.ReplayDataset(shards, **nested({"batch_size": size, "sampler": sampler, **options}))
         for number, batch in enumerate(data):
             check_batch(batch, WINDOW)
             names = ("index", "anchor", "generation", "shard", "act", "obs", "priority_weight")
             found.append({name: batch[name].numpy().copy() for name in names if name in batch})
-            if not isinstance(selector, gear.Uniform):
+            if not isinstance(sampler, gear.Uniform):
                 data.update_priority(batch, new_priorities(batch, number))
     return found
 
@@ -112,7 +112,7 @@ def test_a_cable_that_is_pulled(group: None) -> None:
     shards = shards_of("nixl", timeout=45.0)
     options: dict[str, Any] = {"batches_per_epoch": math.inf, "prefetch": 0, "seed": 3}
     data = gear.ReplayDataset(
-        shards, **nested({"windows": WINDOW, "batch_size": ROWS // 2, "selector": gear.Uniform(), **options})
+        shards, **nested({"windows": WINDOW, "batch_size": ROWS // 2, "sampler": gear.Uniform(), **options})
     )
     began = time.monotonic()
 

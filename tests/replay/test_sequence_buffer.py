@@ -125,7 +125,7 @@ def test_sequences_are_parts_of_episodes(data: Any) -> None:
         pieces = gear.ReplayDataset(
             buffer.table,
             windows=buffer.dataset.windows,
-            selector=sampler,
+            sampler=sampler,
             draws=gear.Draws(stride=stride),
             batch_size=16,
             device="cpu",

@@ -31,7 +31,7 @@ from gear_loader.storage.readers import Ticket
 BATCH = 6
 FIRST = 12
 DEVICE = torch.device("cuda", 1)
-SELECTORS = {
+SAMPLERS = {
     "uniform": lambda: gear.Uniform(),
     "steps": lambda: gear.Uniform(unit="step"),
     "pass": lambda: gear.Uniform(replacement=False),
@@ -78,7 +78,7 @@ class Scenario(Shrinkable):
     """What happens in a run.
 
     Attributes:
-        selector: key of `SELECTORS`.
+        sampler: key of `SELECTORS`.
         prefetch, copy, complete: of the dataset.
         pinned: whether the device can read the table; else batches are gathered on the host.
         pinning: whether a thread is still pinning it when the dataset is made.
@@ -103,7 +103,7 @@ class Scenario(Shrinkable):
         pairs: whether groups of two trajectories are drawn.
     """
 
-    selector: str = "uniform"
+    sampler: str = "uniform"
     prefetch: int = 2
     copy: bool | None = None
     complete: bool = False
@@ -133,7 +133,7 @@ class Scenario(Shrinkable):
     def flat(cls, seed: int) -> Scenario:
         """The scenario of a seed with packed batches, with conversions or without."""
         scenario, choose = cls.of(seed), random.Random(f"layout {seed}")
-        budget = choose.random() < 0.5 and scenario.selector in ("uniform", "pass")
+        budget = choose.random() < 0.5 and scenario.sampler in ("uniform", "pass")
         return dataclasses.replace(
             scenario,
             layout=choose.choice(["packed", "packed", "packed", "padded"]),
@@ -144,17 +144,17 @@ class Scenario(Shrinkable):
             complete=False,
             grows=False,
             pairs=choose.random() < 0.4
-            and "steps" not in scenario.selector
-            and scenario.selector != "distinct",
+            and "steps" not in scenario.sampler
+            and scenario.sampler != "distinct",
         )
 
     @classmethod
     def flat_tier(cls, seed: int) -> Scenario:
         """That of a seed with packed batches of a table with a disk tier, in half of them with a late column."""
         scenario = cls.flat(seed)
-        selector = scenario.selector.replace("prioritized steps", "prioritized")
+        sampler = scenario.sampler.replace("prioritized steps", "prioritized")
         return dataclasses.replace(
-            scenario, selector=selector, layout="packed", tier=True, late=seed % 2 == 0, pairs=False
+            scenario, sampler=sampler, layout="packed", tier=True, late=seed % 2 == 0, pairs=False
         )
 
     @classmethod
@@ -162,7 +162,7 @@ class Scenario(Shrinkable):
         """That of a seed with packed batches of pairs."""
         scenario, first = cls.flat(seed), seed % 2 == 0
         choices = (
-            {"selector": "uniform", "updates": ""} if first else {"selector": "prioritized", "budget": False}
+            {"sampler": "uniform", "updates": ""} if first else {"sampler": "prioritized", "budget": False}
         )
         return dataclasses.replace(scenario, pairs=True, **choices)
 
@@ -175,10 +175,10 @@ class Scenario(Shrinkable):
     def of(cls, seed: int, mode: str = "") -> Scenario:
         """The scenario of a seed."""
         choose = random.Random(f"scenario {seed}")
-        selector = choose.choice(list(SELECTORS))
-        steady = selector == "pass"  # looks at the table between two calls, where others may run
+        sampler = choose.choice(list(SAMPLERS))
+        steady = sampler == "pass"  # looks at the table between two calls, where others may run
         return cls(
-            selector=selector,
+            sampler=sampler,
             prefetch=choose.choice([0, 1, 2, 3]),
             copy=choose.choice([None, None, True, False]),
             complete=choose.random() < 0.25,
@@ -190,7 +190,7 @@ class Scenario(Shrinkable):
             epochs=choose.choice([1, 1, 2]),
             hold=choose.choice([0, 0, 1, 3]),
             updates=choose.choice(["", "device", "device", "host"])
-            if selector.startswith(("prior", "dist", "top"))
+            if sampler.startswith(("prior", "dist", "top"))
             else "",
             samples=choose.choice([0, 0, 2]),
             stops=choose.random() < 0.4,
@@ -312,7 +312,7 @@ class Run:
                 self.tier = tier
                 try:
                     if self.scenario.pinning:
-                        waits = SELECTORS[self.scenario.selector]().by_priority
+                        waits = SAMPLERS[self.scenario.sampler]().by_priority
                         batches = 0 if waits else self.choose.choice([1, 2])
                         self.cuda.may_pin = lambda: self.num_taken >= batches
                         table.pin(DEVICE, wait=False)
@@ -401,12 +401,12 @@ class Run:
                 {
                     **sizes,
                     "windows": windows,
-                    "selector": SELECTORS[scenario.selector](),
+                    "sampler": SAMPLERS[scenario.sampler](),
                     "prefetch": scenario.prefetch,
                     "copy": scenario.copy,
                     "complete": scenario.complete,
                     "device": DEVICE,
-                    "batches_per_epoch": None if scenario.selector == "pass" else scenario.batches,
+                    "batches_per_epoch": None if scenario.sampler == "pass" else scenario.batches,
                     "seed": 3,
                 }
             ),
@@ -475,7 +475,7 @@ class Run:
             priority.fill_(-1.0)  # it is the caller's again
         if scenario.looks and self.choose.random() < 0.3:
             self._asked(data.state_dict)
-            if data.selector.by_priority:
+            if data.sampler.by_priority:
                 assert self._asked(lambda: data.num_stale) >= 0
 
     # ---------------------------------------------------------------- the other thread
@@ -521,7 +521,7 @@ class Run:
             data.windows,
             device=torch.device("cpu"),
             packed=True,
-            weighs=data.selector.weighs,
+            weighs=data.sampler.weighs,
         )
         plans_here, filler_here, epochs = data._plans, data._filler, [0]
 
@@ -560,7 +560,7 @@ class Run:
             batch_size=BATCH,
             device=torch.device("cpu"),
             packed=packed,
-            weighs=data.selector.weighs,
+            weighs=data.sampler.weighs,
         )
         draw_here = selection.draw
 
@@ -590,7 +590,7 @@ class Run:
                 batch["index"],
                 priorities(batch, number, self._by_index),
                 generation=batch["generation"],
-                anchor=batch["anchor"] if selection.context.selector.unit == "step" else None,
+                anchor=batch["anchor"] if selection.context.sampler.unit == "step" else None,
                 stale="ignore",
                 between=lambda call: call(),
             )

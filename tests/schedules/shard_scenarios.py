@@ -30,7 +30,7 @@ WINDOWS = gear.Window(5, -2)
 HALF = gear.Window(WINDOWS.length, WINDOWS.offset, column="obs", dtype=torch.bfloat16, scale=1 / 3)
 PACKED = gear.Window(20, -10)
 PACKED_HALF = gear.Window(PACKED.length, PACKED.offset, column="obs", dtype=torch.bfloat16, scale=1 / 3)
-SELECTORS = {"uniform": gear.Uniform, "prioritized": gear.Prioritized, "top": gear.TopK}
+SAMPLERS = {"uniform": gear.Uniform, "prioritized": gear.Prioritized, "top": gear.TopK}
 _names = itertools.count()
 
 
@@ -39,7 +39,7 @@ class ShardScenario(Shrinkable):
     """What happens in a run.
 
     Attributes:
-        selector: key of `SELECTORS`.
+        sampler: key of `SELECTORS`.
         prefetch, copy: of the dataset.
         remote: shards of other nodes.
         pinned: whether the GPU reads this node's tables; else batches are put together on the host.
@@ -53,7 +53,7 @@ class ShardScenario(Shrinkable):
         budget: see `layout`.
     """
 
-    selector: str = "uniform"
+    sampler: str = "uniform"
     prefetch: int = 2
     copy: bool | None = None
     remote: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ class ShardScenario(Shrinkable):
         return dataclasses.replace(
             scenario,
             layout="packed",
-            budget=choose.random() < 0.5 and scenario.selector == "uniform",
+            budget=choose.random() < 0.5 and scenario.sampler == "uniform",
             tier=choose.random() < 0.5,
         )
 
@@ -83,7 +83,7 @@ class ShardScenario(Shrinkable):
         """The scenario of a seed."""
         choose = random.Random(f"shards {seed}")
         return cls(
-            choose.choice(list(SELECTORS)),
+            choose.choice(list(SAMPLERS)),
             choose.choice([0, 2]),
             choose.choice([None, True, False]),
             choose.choice([(), (1,), (1, 2)]),
@@ -143,7 +143,7 @@ def _batches(
                 **sizes,
                 "layout": scenario.layout,
                 "windows": {**windows, "half": half} if scenario.converts else window,
-                "selector": SELECTORS[scenario.selector](),
+                "sampler": SAMPLERS[scenario.sampler](),
                 "device": device,
                 "prefetch": scenario.prefetch,
                 "copy": scenario.copy,
@@ -158,7 +158,7 @@ def _batches(
     with torch.cuda.stream(stream):
         for number, batch in enumerate(data):
             found.append(cloned(dict(batch)))
-            if scenario.selector != "uniform":
+            if scenario.sampler != "uniform":
                 data.update_priority(batch, new_priorities(on_host(found[-1]), number).to(device))
     del batch
     if scenario.drops:
@@ -219,8 +219,8 @@ def check_rows(scenario: ShardScenario, number: int, batch: dict[str, Any], numb
 
 
 @functools.cache
-def _expected(selector: str, prefetch: int, layout: str, budget: bool) -> list[dict[str, Any]]:
-    scenario = ShardScenario(selector, prefetch, copy=True, layout=layout, budget=budget)
+def _expected(sampler: str, prefetch: int, layout: str, budget: bool) -> list[dict[str, Any]]:
+    scenario = ShardScenario(sampler, prefetch, copy=True, layout=layout, budget=budget)
     tables = _tables(scenario)
     try:
         return _batches(scenario, "cpu", tables)
@@ -231,7 +231,7 @@ def _expected(selector: str, prefetch: int, layout: str, budget: bool) -> list[d
 
 
 def _run(scenario: ShardScenario, seed: int, policy: Policy, *, ordered: bool) -> Cuda:
-    case = scenario.selector, scenario.prefetch, scenario.layout, scenario.budget
+    case = scenario.sampler, scenario.prefetch, scenario.layout, scenario.budget
     expected = None if scenario.writes else _expected(*case)
     cuda = Cuda(seed, policy)
     cuda.machine.checks_order = ordered

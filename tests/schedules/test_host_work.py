@@ -42,11 +42,11 @@ def work(cuda: Cuda, data: gear.ReplayDataset, *, updates: bool = False) -> dict
     return {name: (after[name] - before[name]) / 10 for name in after if after[name] != before[name]}
 
 
-def of_table(selector: Any, updates: bool, **options: Any) -> dict[str, float]:
+def of_table(sampler: Any, updates: bool, **options: Any) -> dict[str, float]:
     cuda = Cuda(0, "eager")
     cuda.refuse_pinning = options.pop("staged", False)
     with cuda.installed(), made_table(packed=options.pop("packed", False)) as table:
-        options = {"windows": WINDOWS, "batches_per_epoch": 30, "selector": selector} | options
+        options = {"windows": WINDOWS, "batches_per_epoch": 30, "sampler": sampler} | options
         data = gear.ReplayDataset(table, **nested({"batch_size": 4, "device": "cuda:1", **options}))
         found = work(cuda, data, updates=updates)
         del data
@@ -162,13 +162,13 @@ def test_what_changes_from_batch_to_batch_is_no_reason_to_record_again(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All batches are replayed but the first of each set of buffers, and are those that are queued call by call."""
-    selector, updates = CHANGING[case]
+    sampler, updates = CHANGING[case]
 
     def batches(cuda: Cuda) -> list[dict[str, Any]]:
         cuda.threads.frequency = 0.0
         with made_table() as table:
             data = gear.ReplayDataset(
-                table, batch_size=4, windows=WINDOWS, device="cuda:1", batches_per_epoch=40, selector=selector
+                table, batch_size=4, windows=WINDOWS, device="cuda:1", batches_per_epoch=40, sampler=sampler
             )
             found = []
             for number, batch in enumerate(data):
@@ -204,7 +204,7 @@ def test_a_change_of_the_table_is_one_copy() -> None:
             batch_size=4,
             device="cuda:1",
             windows=WINDOWS,
-            selector=gear.Prioritized(unit="step"),
+            sampler=gear.Prioritized(unit="step"),
             prefetch=0,
         )
         for _ in range(5):

@@ -101,7 +101,7 @@ CASES = {
     # Rows on disk are read into pinned memory, and placed, or gathered out of it; late columns are filled meanwhile.
     "disk tier": Case(Scenario.on_disk, 1, 24, seen="place", least=2),
     "steps of a disk tier": Case(
-        lambda seed: dataclasses.replace(Scenario.on_disk(seed), selector="prioritized steps"),
+        lambda seed: dataclasses.replace(Scenario.on_disk(seed), sampler="prioritized steps"),
         1,
         8,
         0,
@@ -217,11 +217,11 @@ def test_a_fork_between_two_batches(prefetch: int) -> None:
     cuda.check()
 
 
-@pytest.mark.parametrize("selector", [gear.Uniform(), gear.Prioritized()])
-def test_a_call_into_the_capture_of_its_own_stream_is_refused(selector: Any) -> None:
+@pytest.mark.parametrize("sampler", [gear.Uniform(), gear.Prioritized()])
+def test_a_call_into_the_capture_of_its_own_stream_is_refused(sampler: Any) -> None:
     """Before anything is touched: the next one goes on, and no read ticket is left."""
     cuda = Cuda(0, "latest")
-    options: dict[str, Any] = {"windows": gear.Window(2), "selector": selector, "batches_per_epoch": 9}
+    options: dict[str, Any] = {"windows": gear.Window(2), "sampler": sampler, "batches_per_epoch": 9}
 
     def run(table: gear.Table) -> None:
         data = gear.ReplayDataset(table, **nested({"batch_size": 4, "device": "cuda:1", **options}))
@@ -236,7 +236,7 @@ def test_a_call_into_the_capture_of_its_own_stream_is_refused(selector: Any) -> 
                         call()
                 assert not stream.captured
             batch = data.sample()
-            if isinstance(selector, gear.Prioritized) and turn == 0:
+            if isinstance(sampler, gear.Prioritized) and turn == 0:
                 calls += [functools.partial(data.update_priority, batch, torch.ones(4)), data.state_dict]
         assert len(list(data)) == 9
 
@@ -250,7 +250,7 @@ def test_a_call_into_the_capture_of_its_own_stream_is_refused(selector: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("selector", "kind", "name"),
+    ("sampler", "kind", "name"),
     [
         (gear.Uniform(), PaddedCuda, "_launch"),
         (gear.Prioritized(), CudaPrioritizedSelection, "_launch_draw"),
@@ -259,13 +259,13 @@ def test_a_call_into_the_capture_of_its_own_stream_is_refused(selector: Any) -> 
     ids=["gather", "draw", "update"],
 )
 def test_a_table_closed_between_a_draw_and_its_launch_stays_until_it_is_read(
-    selector: Any, kind: type, name: str, monkeypatch: pytest.MonkeyPatch
+    sampler: Any, kind: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda, launch = Cuda(0, "latest"), getattr(kind, name)
 
     def run(table: gear.Table) -> None:
         data = gear.ReplayDataset(
-            table, batch_size=4, windows=gear.Window(2), device="cuda:1", selector=selector, prefetch=0
+            table, batch_size=4, windows=gear.Window(2), device="cuda:1", sampler=sampler, prefetch=0
         )
         batch = data.sample()
         monkeypatch.setattr(kind, name, lambda *args, **options: (table.close(), launch(*args, **options)))
@@ -296,7 +296,7 @@ def test_an_interrupted_recording_leaves_the_stream_as_it_was(monkeypatch: pytes
 
     with cuda.installed(), made_table() as table:
         options: dict[str, Any] = {"batch_size": 4, "windows": gear.Window(2), "anchor": "first"}
-        options["selector"] = gear.Lifo()
+        options["sampler"] = gear.Lifo()
         data = gear.ReplayDataset(table, **nested({"device": "cuda:1", **options}))
         expected = gear.ReplayDataset(table, **nested({"device": "cpu", **options})).sample()
         monkeypatch.setattr(PaddedCuda, "_launch", interrupted)

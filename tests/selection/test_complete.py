@@ -52,10 +52,10 @@ def complete_anchors(table: gear.Table, windows: dict[str, gear.Window]) -> set[
     return found
 
 
-def dataset(table: gear.Table, windows: Any, selector: Any, **options: Any) -> gear.ReplayDataset:
+def dataset(table: gear.Table, windows: Any, sampler: Any, **options: Any) -> gear.ReplayDataset:
     defaults: dict[str, Any] = {"batch_size": 8, "device": "cpu", "prefetch": 0, "complete": True, "seed": 3}
     return gear.ReplayDataset(
-        table, **nested({"windows": windows, "selector": selector, **defaults, **options})
+        table, **nested({"windows": windows, "sampler": sampler, **defaults, **options})
     )
 
 
@@ -66,7 +66,7 @@ def rows_of(batch: Any) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
 @pytest.mark.parametrize("case", range(len(WINDOWS)))
 def test_a_pass_has_each_item_once(unit: Any, case: int) -> None:
-    """Also of what was added and removed since the dataset was made; `test_distributions` has the other selectors."""
+    """Also of what was added and removed since the dataset was made; `test_distributions` has the other samplers."""
     with filled() as table:
         replay = dataset(table, WINDOWS[case], gear.Uniform(replacement=False, unit=unit), batch_size=5)
         for turn in range(2):
@@ -94,8 +94,8 @@ def test_chunks_that_share_steps() -> None:
         with table.writer(chunk_steps=8, overlap_steps=4) as writer:
             steps = torch.arange(22)
             writer.append(obs=steps, action=steps)
-        for selector in (gear.Prioritized(unit="step"), gear.TopK(unit="step"), gear.Uniform(unit="step")):
-            replay = dataset(table, windows, selector, batch_size=64)
+        for sampler in (gear.Prioritized(unit="step"), gear.TopK(unit="step"), gear.Uniform(unit="step")):
+            replay = dataset(table, windows, sampler, batch_size=64)
             for _ in range(4):
                 assert set(rows_of(batch := replay.sample())) <= complete_anchors(table, windows)
                 assert all(mask.all() for mask in batch["mask"].values())
@@ -108,8 +108,8 @@ def test_errors() -> None:
         state = dataset(table, WINDOWS[1], gear.Prioritized(unit="step")).state_dict()
         with pytest.raises(gear.errors.SchemaError, match="complete"):
             dataset(table, WINDOWS[1], gear.Prioritized(unit="step"), complete=False).load_state_dict(state)
-        for selector in (gear.Uniform(), gear.Prioritized(), gear.Fifo()):
+        for sampler in (gear.Uniform(), gear.Prioritized(), gear.Fifo()):
             with pytest.raises(gear.errors.TableEmptyError, match="long enough for the windows"):
-                dataset(table, gear.Window(50), selector).sample()
+                dataset(table, gear.Window(50), sampler).sample()
         with pytest.raises(gear.errors.SchemaError, match="complete is 1"):
             dataset(table, WINDOWS[1], None, complete=1)

@@ -19,7 +19,7 @@ from gear_loader.selection.complete import CompleteAnchors
 from gear_loader.selection.cuda_leaves import CudaLeaves
 from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
-from gear_loader.selection.selectors import Draw, Selector
+from gear_loader.selection.samplers import Draw, Sampler
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import DrawPlaces
 from gear_loader.utils.launch_graph import RepeatedWork
@@ -56,12 +56,12 @@ def add(table: gear.Table, random: np.random.Generator, number: int) -> None:
 
 def both(
     table: gear.Table,
-    selector: Selector,
+    sampler: Sampler,
     anchor: Anchor = "uniform",
     subset: Any = None,
     complete: CompleteAnchors | None = None,
 ) -> Any:
-    context = SelectionContext(table, selector, anchor, subset, complete=complete)
+    context = SelectionContext(table, sampler, anchor, subset, complete=complete)
     return CudaPrioritizedSelection(context, history=4, device=CPU), PrioritizedSelection(context, history=4)
 
 
@@ -71,7 +71,7 @@ def drawn(selection: CudaPrioritizedSelection, draw: Draw) -> tuple[torch.Tensor
         torch.full((6, BATCH), -7, dtype=torch.int64),
         torch.full((BATCH, BLOCKS), -7, dtype=torch.int32),
     )
-    if selection.context.selector.weighs:
+    if selection.context.sampler.weighs:
         mirror += (torch.full((BATCH,), torch.nan),)
     random, beta = torch.empty(3, dtype=torch.int64), torch.empty(1)
     ticket = Ticket()
@@ -91,7 +91,7 @@ def expected(selection: PrioritizedSelection, draw: Draw) -> Any:
     try:
         selection.priorities.follow(ticket)
         rows = selection._draw(draw)
-        if rows.leaves is not None and selection.context.selector.weighs:
+        if rows.leaves is not None and selection.context.sampler.weighs:
             rows = dataclasses.replace(rows, weights=selection._importance(draw, rows.leaves))
         return rows
     finally:
@@ -103,7 +103,7 @@ def now(call: Callable[[], object]) -> None:
 
 
 def update(selection: PrioritizedSelection, rows: Any, priority: torch.Tensor, **options: Any) -> None:
-    step = selection.context.selector.unit == "step"
+    step = selection.context.sampler.unit == "step"
     selection.update_priority(
         torch.from_numpy(rows.slots),
         priority,
@@ -114,7 +114,7 @@ def update(selection: PrioritizedSelection, rows: Any, priority: torch.Tensor, *
     )
 
 
-SELECTORS = {
+SAMPLERS = {
     "prioritized": lambda unit: gear.Prioritized(eps=1e-3, unit=unit),
     "distinct": lambda unit: gear.Prioritized(1.0, replacement=False, normalize="batch", unit=unit),
     "top": lambda unit: gear.TopK(unit=unit),
@@ -135,7 +135,7 @@ DRAWN = [
 def test_batches_are_those_of_the_cpu_while_the_table_changes(
     table: gear.Table, name: str, unit: Any, anchor: Anchor, complete: CompleteAnchors | None
 ) -> None:
-    make = SELECTORS[name]
+    make = SAMPLERS[name]
     device, host = both(table, make(unit), anchor, complete=complete)
     random = np.random.default_rng(1)
     writer = table.writer(chunk_steps=24, overlap_steps=16)  # whose trajectories share blocks

@@ -23,7 +23,7 @@ from priority_common import host_of
 
 import gear_loader as gear
 from gear_loader.errors import PriorityError
-from gear_loader.selection.selectors import Draw
+from gear_loader.selection.samplers import Draw
 
 Array = np.ndarray[Any, Any]
 LEAVES = np.array([1.0, 0.0, 2.5, 2.0, 0.0, 4.0, 1.5], dtype=np.float32)
@@ -52,17 +52,17 @@ class Distribution:
     distinct: bool = False
 
 
-def numbered(selector: Any) -> Callable[[int, int], Array]:
-    return lambda count, step: selector.items(len(LEAVES), draw_of(count, step))
+def numbered(sampler: Any) -> Callable[[int, int], Array]:
+    return lambda count, step: sampler.items(len(LEAVES), draw_of(count, step))
 
 
-def from_tree(selector: Any) -> Callable[[int, int], Array]:
+def from_tree(sampler: Any) -> Callable[[int, int], Array]:
     leaves = np.zeros(1501, dtype=np.float32)
     leaves[PLACES] = LEAVES
     tree = host_of(leaves)
 
     def draw(count: int, step: int) -> Array:
-        items, values = selector.draw(tree, count, key=77, step=step)
+        items, values = sampler.draw(tree, count, key=77, step=step)
         assert (values == leaves[items]).all()
         assert (values > 0).all()
         return np.searchsorted(PLACES, items)
@@ -134,16 +134,16 @@ def test_distinct_items_are_drawn_one_after_another(distribution: Distribution) 
 
 @pytest.mark.parametrize("unit", ["trajectory", "step"])
 def test_a_pass_has_each_item_once(unit: Any) -> None:
-    for selector in (gear.Uniform(False, unit), gear.Fifo(False, unit), gear.Lifo(False, unit)):
+    for sampler in (gear.Uniform(False, unit), gear.Fifo(False, unit), gear.Lifo(False, unit)):
         for size in (1, 7, 100):
-            parts = [selector.items(size, draw_of(min(3, size - i), first=i)) for i in range(0, size, 3)]
+            parts = [sampler.items(size, draw_of(min(3, size - i), first=i)) for i in range(0, size, 3)]
             assert sorted(np.concatenate(parts).tolist()) == list(range(size))
 
 
 def test_nothing_with_a_leaf_is_an_error() -> None:
-    for selector in (gear.Prioritized(), gear.Prioritized(replacement=False), gear.TopK(), gear.TopK(False)):
+    for sampler in (gear.Prioritized(), gear.Prioritized(replacement=False), gear.TopK(), gear.TopK(False)):
         with pytest.raises(PriorityError, match="Every priority is zero"):
-            selector.draw(host_of(np.zeros(40, dtype=np.float32)), 3, key=1, step=0)
+            sampler.draw(host_of(np.zeros(40, dtype=np.float32)), 3, key=1, step=0)
 
 
 # ---------------------------------------------------------------- items
@@ -167,7 +167,7 @@ ITEMS: dict[str, tuple[str, dict[str, Any]]] = {
         {"groups": gear.Groups("group", SIZE), "draws": gear.Draws(complete=True), "anchor": "first"},
     ),
 }
-"""Unit of the selector, and options."""
+"""Unit of the sampler, and options."""
 
 
 def rows_of_items(kind: str, lengths: dict[int, int]) -> list[list[tuple[int, int]]]:
@@ -246,7 +246,7 @@ def check_counts(observed: Array, weights: Array) -> None:
         assert chi_square(observed[some], expected) < chi_square_limit(int(some.sum()) - 1)
 
 
-def dataset(source: Any, kind: str, selector: Any, items: int) -> gear.ReplayDataset:
+def dataset(source: Any, kind: str, sampler: Any, items: int) -> gear.ReplayDataset:
     size = SIZE if "groups" in kind else 1
     options: dict[str, Any] = {"batch_size": items * size, "device": "cpu", **ITEMS[kind][1]}
     return gear.ReplayDataset(
@@ -254,7 +254,7 @@ def dataset(source: Any, kind: str, selector: Any, items: int) -> gear.ReplayDat
         **nested(
             {
                 "windows": {"value": WINDOW, "group": None},
-                "selector": selector,
+                "sampler": sampler,
                 "prefetch": gear.Prefetch(0, copy=True),
                 **options,
             }
@@ -262,18 +262,18 @@ def dataset(source: Any, kind: str, selector: Any, items: int) -> gear.ReplayDat
     )
 
 
-SELECTORS: dict[str, Callable[[Any], Any]] = {
+SAMPLERS: dict[str, Callable[[Any], Any]] = {
     "uniform": lambda unit: gear.Uniform(unit=unit),
     "prioritized": lambda unit: gear.Prioritized(unit=unit),
     "prioritized, table": lambda unit: gear.Prioritized(alpha=2, unit=unit, normalize="table"),
 }
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_items_are_drawn_equally_often_while_the_table_changes(selector: str, store: Store) -> None:
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_items_are_drawn_equally_often_while_the_table_changes(sampler: str, store: Store) -> None:
     """Exactly those that there are, each as often as any other, before and after trajectories come and go."""
     kind = store.kind
-    data = dataset(store.source, kind, SELECTORS[selector](ITEMS[kind][0]), 300)
+    data = dataset(store.source, kind, SAMPLERS[sampler](ITEMS[kind][0]), 300)
     for turn in range(3):
         items = rows_of_items(kind, store.lengths)
         if len(store.tables) > 1:
@@ -288,8 +288,8 @@ def test_items_are_drawn_equally_often_while_the_table_changes(selector: str, st
 def test_priorities_of_items_are_found_again(normalize: Any, alpha: int, eps: float, store: Store) -> None:
     """Rows that a batch names get priorities; the next draws are in proportion to them, with weights that say so."""
     kind = store.kind
-    selector = gear.Prioritized(alpha, 0.75, eps=eps, unit=ITEMS[kind][0], normalize=normalize)
-    data = dataset(store.source, kind, selector, 1500)
+    sampler = gear.Prioritized(alpha, 0.75, eps=eps, unit=ITEMS[kind][0], normalize=normalize)
+    data = dataset(store.source, kind, sampler, 1500)
     batch = data.sample()
     rows = torch.tensor(rows_in(batch))
     data.update_priority(batch, rows[:, 0] % 4 + rows[:, 1] % 3)
@@ -306,6 +306,6 @@ def test_priorities_of_items_are_found_again(normalize: Any, alpha: int, eps: fl
     drawn = np.array([mass_of[row] for row in rows_in(batch)])
     least = drawn.min() if normalize == "batch" else masses[masses > 0].min()
     np.testing.assert_allclose(batch["priority_weight"], (least / drawn) ** 0.75, rtol=1e-5)
-    again, state = dataset(store.source, kind, selector, 1500), data.state_dict()
+    again, state = dataset(store.source, kind, sampler, 1500), data.state_dict()
     again.load_state_dict(state)
     assert torch.equal(again.state_dict()["priorities"]["leaves"], state["priorities"]["leaves"])

@@ -1,4 +1,4 @@
-"""The default selector, and notices about an epoch that reads little of the table, and about uneven lengths."""
+"""The default sampler, and notices about an epoch that reads little of the table, and about uneven lengths."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def told(caplog: pytest.LogCaptureFixture, **options: Any) -> list[str]:
 
 
 def test_a_short_epoch_is_told_once_for_each_dataset(caplog: pytest.LogCaptureFixture) -> None:
-    for selector in (gear.Uniform(), gear.Uniform(replacement=False), gear.Prioritized()):
-        (message,) = told(caplog, selector=selector)
+    for sampler in (gear.Uniform(), gear.Uniform(replacement=False), gear.Prioritized()):
+        (message,) = told(caplog, sampler=sampler)
         assert message.startswith("An epoch has 2 batches of 4: ")
         assert "(6), whatever their length (600 steps, or 150 batches of single steps)" in message
         assert "batches_per_epoch=" in message
@@ -38,7 +38,7 @@ def test_a_short_epoch_is_told_once_for_each_dataset(caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize(
     "options",
     [
-        {"selector": gear.Uniform(unit="step")},
+        {"sampler": gear.Uniform(unit="step")},
         {"batches_per_epoch": 2},
         {"windows": gear.Window(60)},  # an epoch can show most of the table
         {"batch_size": 64},  # more than a tenth of the batches that the steps would make
@@ -66,9 +66,9 @@ def test_all_steps_are_equally_likely_by_default_or_a_notice_says_how_not(how: s
             assert notices == 0
         for windows, options, expected in (
             (gear.Window(2), {}, 1),
-            (gear.Window(2), {"selector": gear.Uniform()}, 0),
+            (gear.Window(2), {"sampler": gear.Uniform()}, 0),
             (gear.Window(1), {"anchor": "last"}, 0),
-            (gear.Window(1), {"selector": gear.Uniform()}, 0),
+            (gear.Window(1), {"sampler": gear.Uniform()}, 0),
         ):
             share, notices = told_of(windows, **options)
             assert share > 0.4

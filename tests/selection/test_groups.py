@@ -60,22 +60,22 @@ def groups_of(batches: Iterable[Any]) -> list[tuple[int, tuple[int, ...]]]:
     return found
 
 
-SELECTORS = [gear.Uniform(), ONCE, gear.Fifo(), gear.Lifo(), gear.Prioritized(), gear.TopK()]
+SAMPLERS = [gear.Uniform(), ONCE, gear.Fifo(), gear.Lifo(), gear.Prioritized(), gear.TopK()]
 
 
 @given(
     acts=st.lists(st.tuples(st.sampled_from("aaaafr"), st.integers(0, 9)), max_size=60),
-    selector=st.sampled_from(SELECTORS),
+    sampler=st.sampled_from(SAMPLERS),
     reads=st.booleans(),
     varies=st.booleans(),
     whole=st.booleans(),
 )
 def test_only_complete_groups_are_drawn_and_whole(
-    acts: list[tuple[str, int]], selector: Any, reads: bool, varies: bool, whole: bool
+    acts: list[tuple[str, int]], sampler: Any, reads: bool, varies: bool, whole: bool
 ) -> None:
     twin: dict[int, tuple[int, int, float | None]] = {}  # slot -> prompt, number, reward
     with make(max_trajectories=20, on_full="evict_oldest") as table:
-        options: dict[str, Any] = {"selector": selector, "group_varies": "reward" if varies else None}
+        options: dict[str, Any] = {"sampler": sampler, "group_varies": "reward" if varies else None}
         if reads:
             options["windows"] = {"token": gear.Window(2), **dict.fromkeys(("prompt", "number", "reward"))}
         if whole:
@@ -124,7 +124,7 @@ def test_only_complete_groups_are_drawn_and_whole(
         assert stats["groups_complete"] == len(expected)
         assert stats["groups_constant"] == (len(constant) if varies else 0)
         assert stats["groups_incomplete"] == sum(len(each) for each in members.values() if len(each) < SIZE)
-        if selector.passes:
+        if sampler.passes:
             assert sorted(groups_of(data)) == sorted(expected)
 
 

@@ -34,7 +34,7 @@ class Trajectory:
     Attributes:
         slot, generation: where it is.
         given: the priority that it was added with.
-        priorities: of each item; None until the selector has seen it.
+        priorities: of each item; None until the sampler has seen it.
     """
 
     number: int
@@ -71,7 +71,7 @@ class Twin:
             windows=gear.Window(1),
             device="cpu",
             prefetch=0,
-            selector=gear.Prioritized(1, 0.5, unit=unit, normalize="table"),
+            sampler=gear.Prioritized(1, 0.5, unit=unit, normalize="table"),
             draws=gear.Draws(subset=chosen),
         )
         self.live: dict[int, Trajectory] = {}
@@ -115,7 +115,7 @@ class Twin:
         for number in numbers:
             del self.live[number]
 
-    # What the selector must know after a look.
+    # What the sampler must know after a look.
 
     def members(self) -> list[Trajectory]:
         if self.chosen is None:
@@ -123,7 +123,7 @@ class Twin:
         return [t for number, t in self.live.items() if self.chosen(np.array([number]))[0]]
 
     def seen(self) -> None:
-        """The selector has looked at the table."""
+        """The sampler has looked at the table."""
         new = [t for t in self.members() if t.priorities is None]
         self.maximum = max([self.maximum, *(t.given for t in new if t.given is not None)])
         for t in new:
@@ -131,7 +131,7 @@ class Twin:
             t.priorities = [self.maximum if t.given is None else t.given] * count
 
     def look(self) -> None:
-        """Let the selector look, and compare every leaf."""
+        """Let the sampler look, and compare every leaf."""
         state = self.data.state_dict()["priorities"]
         self.seen()
         members = self.members()
@@ -324,7 +324,7 @@ def test_blocks_that_do_not_exist_are_an_error(wrong: str) -> None:
         extent, block_ids = table._engine.reader().index_arrays()
         right = extent[0, 1], block_ids[extent[0, 1]]
         data = gear.ReplayDataset(
-            table, batch_size=8, windows=gear.Window(1), selector=gear.Prioritized(unit="step"), device="cpu"
+            table, batch_size=8, windows=gear.Window(1), sampler=gear.Prioritized(unit="step"), device="cpu"
         )
         if wrong == "block":
             block_ids[extent[0, 1]] = 1 << 30
@@ -343,7 +343,7 @@ def test_an_update_while_a_slot_becomes_another_trajectory_s() -> None:
         for number in range(3):
             table.add({"act": np.full(20, number)})
         data = gear.ReplayDataset(
-            table, batch_size=8, windows=gear.Window(1), selector=gear.Prioritized(unit="step"), device="cpu"
+            table, batch_size=8, windows=gear.Window(1), sampler=gear.Prioritized(unit="step"), device="cpu"
         )
         data.sample()
         follows = data._selection.priorities.items  # type: ignore[union-attr]

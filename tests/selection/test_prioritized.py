@@ -50,9 +50,9 @@ def table() -> Iterator[gear.Table]:
         nothing_left(table)
 
 
-def dataset(table: gear.Table, selector: gear.Selector, **options: Any) -> gear.ReplayDataset:
+def dataset(table: gear.Table, sampler: gear.Sampler, **options: Any) -> gear.ReplayDataset:
     settings = {"batch_size": 8, "windows": gear.Window(1), "device": "cpu", "seed": 3, "prefetch": 0}
-    return gear.ReplayDataset(table, selector=selector, **{**settings, **options})
+    return gear.ReplayDataset(table, sampler=sampler, **{**settings, **options})
 
 
 def items_of(batch: Mapping[str, Any], unit: str) -> list[Item]:
@@ -81,7 +81,7 @@ def leaves_of(data: gear.ReplayDataset) -> dict[Item, float]:
     """What the items weigh, by (number, step) of trajectories whose number is their sequence number."""
     state = data.state_dict()["priorities"]
     sequences, lengths, leaves = (state[name].tolist() for name in ("sequences", "lengths", "leaves"))
-    if data.selector.unit == "trajectory":
+    if data.sampler.unit == "trajectory":
         return dict(zip([(sequence, 0) for sequence in sequences], leaves, strict=True))
     steps = [(s, step) for s, length in zip(sequences, lengths, strict=True) for step in range(length)]
     return dict(zip(steps, leaves, strict=True))
@@ -96,7 +96,7 @@ def assign(data: gear.ReplayDataset, priorities: Mapping[Item, float], **options
     """Set priorities of items of a table whose trajectories lie in the slots of their numbers."""
     data.state_dict()  # a look at the table
     index = [number for number, _ in priorities]
-    anchor = np.array([step for _, step in priorities]) if data.selector.unit == "step" else None
+    anchor = np.array([step for _, step in priorities]) if data.sampler.unit == "step" else None
     data.update_priority(index, list(priorities.values()), anchor=anchor, **options)
 
 
@@ -112,8 +112,8 @@ def number_drawn(batch: Mapping[str, Any]) -> float:
 
 def scheduled(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     """Draws every trajectory in each batch; those in even slots have priority 2, the others 1."""
-    selector = gear.Prioritized(1, tenth, replacement=False)
-    data = dataset(table, selector, batch_size=12, **{"batches_per_epoch": 4, **options})
+    sampler = gear.Prioritized(1, tenth, replacement=False)
+    data = dataset(table, sampler, batch_size=12, **{"batches_per_epoch": 4, **options})
     assign(data, {(number, 0): 2.0 - number % 2 for number in NUMBERS})
     return data
 
@@ -290,8 +290,8 @@ def test_priorities_that_alpha_raises_out_of_range_are_not_drawn_uniformly(
 ) -> None:
     with make_table([]) as table:
         table.extend([episode(i, 2) for i in range(3)], priority=priorities)
-        selector = gear.Prioritized(alpha, eps=eps, replacement=replacement)
-        data = dataset(table, selector, batch_size=2)
+        sampler = gear.Prioritized(alpha, eps=eps, replacement=replacement)
+        data = dataset(table, sampler, batch_size=2)
         message = (
             r"^Prioritized\(alpha=.* raises the priorities out of float32's range .* Use a smaller alpha"
         )
@@ -350,7 +350,7 @@ def test_wrong_shapes_and_dtypes_are_refused(table: gear.Table) -> None:
     assert everything(data) == before
 
 
-def test_selectors_without_priorities_refuse_updates(table: gear.Table) -> None:
+def test_samplers_without_priorities_refuse_updates(table: gear.Table) -> None:
     data = dataset(table, gear.Fifo(False))
     message = r" was called, but Fifo\(.*\) does not draw by priority; use gear_loader\.Prioritized"
     with pytest.raises(SchemaError, match=r"^update_priority" + message):
@@ -375,7 +375,7 @@ def test_an_update_before_the_first_batch_and_of_what_was_just_added(table: gear
 
 
 @pytest.mark.parametrize(
-    ("selector", "prefetch"),
+    ("sampler", "prefetch"),
     [
         (gear.Prioritized(), 0),
         (gear.Prioritized(unit="step", replacement=False), 2),
@@ -383,9 +383,9 @@ def test_an_update_before_the_first_batch_and_of_what_was_just_added(table: gear
     ],
     ids=str,
 )
-def test_a_table_of_zeros(table: gear.Table, selector: gear.Selector, prefetch: int) -> None:
-    data = dataset(table, selector, prefetch=prefetch, batches_per_epoch=50, batch_size=2)
-    assign(data, dict.fromkeys(items_in(selector.unit), 0.0))
+def test_a_table_of_zeros(table: gear.Table, sampler: gear.Sampler, prefetch: int) -> None:
+    data = dataset(table, sampler, prefetch=prefetch, batches_per_epoch=50, batch_size=2)
+    assign(data, dict.fromkeys(items_in(sampler.unit), 0.0))
     message = "^Every priority is zero: there is nothing to draw. Set some with update_priority, "
     for draw in (data.sample, lambda: next(iter(data))):
         with pytest.raises(PriorityError, match=message):
@@ -428,13 +428,13 @@ def rows_of(batch: Mapping[str, Any], unit: str) -> list[Item]:
 def test_a_pass_over_a_table_that_changes_meanwhile() -> None:
     unit: Any = "step"
     with make_table(max_steps=93, max_trajectories=12, on_full="evict_oldest") as table:
-        for selector in (gear.Fifo(False, unit), gear.Lifo(False, unit)):
+        for sampler in (gear.Fifo(False, unit), gear.Lifo(False, unit)):
             order = by_age(table, unit)
-            order = order if type(selector) is gear.Fifo else order[::-1]
+            order = order if type(sampler) is gear.Fifo else order[::-1]
             generation = table._engine.region.array("generation")
             began = generation.copy()
             place = 0
-            for number, batch in enumerate(dataset(table, selector, batch_size=4)):
+            for number, batch in enumerate(dataset(table, sampler, batch_size=4)):
                 rows = rows_of(batch, unit)
                 assert batch["generation"].tolist() == generation[batch["index"].numpy()].tolist()
                 for row, expected in zip(rows, order[place:], strict=False):

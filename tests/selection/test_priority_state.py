@@ -23,7 +23,7 @@ from gear_loader.errors import SchemaError
 UNITS = ("trajectory", "step")
 EPOCH = 5  # batches
 SCHEDULE = gear.LinearSchedule(0.4, 1.0, batches=12)
-SELECTORS: dict[str, gear.Selector] = {
+SAMPLERS: dict[str, gear.Sampler] = {
     "prioritized": gear.Prioritized(0.6, SCHEDULE, eps=1e-3),
     "prioritized steps": gear.Prioritized(0.6, SCHEDULE, eps=1e-3, unit="step"),
     "distinct steps": gear.Prioritized(1, 0.5, eps=1e-3, replacement=False, unit="step"),
@@ -38,10 +38,10 @@ def table() -> Iterator[gear.Table]:
         nothing_left(table)
 
 
-def dataset(table: Any, selector: gear.Selector, **options: Any) -> gear.ReplayDataset:
+def dataset(table: Any, sampler: gear.Sampler, **options: Any) -> gear.ReplayDataset:
     settings = {"batch_size": 5, "windows": gear.Window(2, -1), "device": "cpu", "seed": 7, "prefetch": 0}
     return gear.ReplayDataset(
-        table, **nested({"selector": selector, **settings, "batches_per_epoch": EPOCH, **options})
+        table, **nested({"sampler": sampler, **settings, "batches_per_epoch": EPOCH, **options})
     )
 
 
@@ -50,7 +50,7 @@ def learn(data: gear.ReplayDataset, batch: Mapping[str, Any]) -> None:
     now = batch["observation"].sum((1, 2)) * 0.37 + batch["anchor"]
     if "priority_weight" in batch:
         now += batch["priority_weight"]
-    anchor = batch["anchor"] if data.selector.unit == "step" else None
+    anchor = batch["anchor"] if data.sampler.unit == "step" else None
     shard = {"shard": batch["shard"]} if "shard" in batch else {}
     data.update_priority(batch["index"], now % 2.5, generation=batch["generation"], anchor=anchor, **shard)
 
@@ -97,17 +97,17 @@ def standing(state: Mapping[str, Any]) -> Any:
 
 @pytest.mark.parametrize("name", ["prioritized steps", "largest"])
 def test_resuming_at_the_end_of_an_epoch(table: gear.Table, name: str) -> None:
-    data = dataset(table, SELECTORS[name])
+    data = dataset(table, SAMPLERS[name])
     for _ in range(2):
         train(data, data)
         state = through_file(data.state_dict())
-        resumed = dataset(table, SELECTORS[name])
+        resumed = dataset(table, SAMPLERS[name])
         resumed.load_state_dict(state)
         assert same(standing(resumed.state_dict()), standing(state))
-        data = dataset(table, SELECTORS[name])
+        data = dataset(table, SAMPLERS[name])
         data.load_state_dict(state)
         same_batches(train(data, data), train(resumed, resumed))
-    unbroken = dataset(table, SELECTORS[name])
+    unbroken = dataset(table, SAMPLERS[name])
     epochs = [train(unbroken, unbroken) for _ in range(5)]
     same_batches(epochs[4], train(data, data))
 
@@ -116,16 +116,16 @@ def test_resuming_at_the_end_of_an_epoch(table: gear.Table, name: str) -> None:
 def test_resuming_again_and_again(table: gear.Table, name: str, prefetch: int) -> None:
     """Also a state that is taken before a resumed run has come to where the first one had prefetched."""
     options = {"prefetch": prefetch, "batches_per_epoch": math.inf}
-    data = dataset(table, SELECTORS[name], **options)
+    data = dataset(table, SAMPLERS[name], **options)
     whole = train(data, data, 20)
-    data = dataset(table, SELECTORS[name], **options)
+    data = dataset(table, SAMPLERS[name], **options)
     found: list[Any] = []
     for count in (1, 1, 2, 3, 1, 1, 1, 5, 1, 4):
         iterator = iter(data)
         found += train(data, iterator, count)
         state = through_file(data.state_dict())
         del iterator
-        data = dataset(table, SELECTORS[name], **options)
+        data = dataset(table, SAMPLERS[name], **options)
         data.load_state_dict(state)
     same_batches(whole, found)
 
@@ -133,7 +133,7 @@ def test_resuming_again_and_again(table: gear.Table, name: str, prefetch: int) -
 def test_resuming_where_an_iteration_was_broken_off_while_it_prefetched(
     table: gear.Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unbroken = dataset(table, SELECTORS["prioritized steps"], prefetch=2)
+    unbroken = dataset(table, SAMPLERS["prioritized steps"], prefetch=2)
     expected = train(unbroken, unbroken)
     gather, calls = Collector.gather, itertools.count()
 
@@ -143,50 +143,50 @@ def test_resuming_where_an_iteration_was_broken_off_while_it_prefetched(
         gather(*args, **options)
 
     monkeypatch.setattr(Collector, "gather", slow)
-    data = dataset(table, SELECTORS["prioritized steps"], prefetch=2)
+    data = dataset(table, SAMPLERS["prioritized steps"], prefetch=2)
     iterator = iter(data)
     train(data, iterator, 2)
     del iterator
-    resumed = dataset(table, SELECTORS["prioritized steps"], prefetch=2)
+    resumed = dataset(table, SAMPLERS["prioritized steps"], prefetch=2)
     resumed.load_state_dict(through_file(data.state_dict()))
     same_batches(expected[2:], train(resumed, resumed))
 
 
 @pytest.mark.parametrize("name", ["prioritized", "distinct steps"])
 def test_resuming_samples_also_between_batches(table: gear.Table, name: str) -> None:
-    data = dataset(table, SELECTORS[name], prefetch=3, batches_per_epoch=20)
+    data = dataset(table, SAMPLERS[name], prefetch=3, batches_per_epoch=20)
     iterator = iter(data)
     train(data, iterator, 2)
     train_by_sampling(data, 9)
     state = through_file(data.state_dict())
     rest, more = train(data, iterator), train_by_sampling(data, 3)
-    resumed = dataset(table, SELECTORS[name], prefetch=3, batches_per_epoch=20)
+    resumed = dataset(table, SAMPLERS[name], prefetch=3, batches_per_epoch=20)
     resumed.load_state_dict(state)
     same_batches(rest, train(resumed, resumed))
     same_batches(more, train_by_sampling(resumed, 3))
 
 
 def test_a_state_is_of_its_time(table: gear.Table) -> None:
-    data = dataset(table, SELECTORS["prioritized steps"], prefetch=2)
+    data = dataset(table, SAMPLERS["prioritized steps"], prefetch=2)
     train(data, data)
     state = data.state_dict()
     kept = copy.deepcopy(state)
     train(data, data)
     assert same(state, kept)
     assert not same(standing(data.state_dict()), standing(kept))
-    resumed = dataset(table, SELECTORS["prioritized steps"], prefetch=2)
+    resumed = dataset(table, SAMPLERS["prioritized steps"], prefetch=2)
     resumed.load_state_dict(state)
     train(resumed, resumed)
     assert same(state, kept)
 
 
 def test_set_epoch_after_loading_draws_other_batches(table: gear.Table) -> None:
-    data = dataset(table, SELECTORS["prioritized"], prefetch=3)
+    data = dataset(table, SAMPLERS["prioritized"], prefetch=3)
     iterator = iter(data)
     expected = train(data, iterator, 1)
     state = through_file(data.state_dict())
     del iterator
-    resumed, plain = (dataset(table, SELECTORS["prioritized"], prefetch=3) for _ in range(2))
+    resumed, plain = (dataset(table, SAMPLERS["prioritized"], prefetch=3) for _ in range(2))
     resumed.load_state_dict(state)
     resumed.set_epoch(0)
     # As if the priorities had been there from the start, and none of the batches drawn.
@@ -203,7 +203,7 @@ def leaves_of(data: gear.ReplayDataset) -> dict[int, list[float]]:
     state = data.state_dict()["priorities"]
     leaves, found = state["leaves"].tolist(), {}
     for sequence, length in zip(state["sequences"].tolist(), state["lengths"].tolist(), strict=True):
-        count = length if data.selector.unit == "step" else 1
+        count = length if data.sampler.unit == "step" else 1
         found[sequence], leaves = leaves[:count], leaves[count:]
     assert leaves == []
     return found

@@ -43,7 +43,7 @@ def numbers_in(batch: dict[str, Any]) -> list[int]:
     return batch["number"][:, 1].tolist()
 
 
-SELECTORS = [
+SAMPLERS = [
     gear.Uniform(),
     gear.Uniform(replacement=False),
     gear.Uniform(unit="step"),
@@ -52,21 +52,19 @@ SELECTORS = [
     gear.Prioritized(replacement=False),
     gear.TopK(largest=False, unit="step"),
 ]
-SOME = pytest.mark.parametrize("selector", [gear.Fifo(), gear.Prioritized()], ids=repr)
+SOME = pytest.mark.parametrize("sampler", [gear.Fifo(), gear.Prioritized()], ids=repr)
 
 
-def probability_of(
-    selector: gear.selectors.Selector, table: gear.Table, batch: dict[str, Any]
-) -> list[float]:
+def probability_of(sampler: gear.samplers.Sampler, table: gear.Table, batch: dict[str, Any]) -> list[float]:
     """With which probability each row of a batch was drawn."""
-    steps, count = selector.unit == "step", len(batch["index"])
-    if isinstance(selector, gear.Uniform):
+    steps, count = sampler.unit == "step", len(batch["index"])
+    if isinstance(sampler, gear.Uniform):
         return [1 / (table.num_steps if steps else len(table))] * count
-    if not isinstance(selector, gear.Prioritized):
+    if not isinstance(sampler, gear.Prioritized):
         return [1.0] * count
     indices, lengths = table.indices(), table.lengths()
     each = {
-        index: float(table._engine.reader().arrays.priority[index]) ** selector.alpha
+        index: float(table._engine.reader().arrays.priority[index]) ** sampler.alpha
         for index in indices.tolist()
     }
     total = sum(
@@ -77,13 +75,13 @@ def probability_of(
 
 
 @pytest.mark.parametrize(
-    ("selector", "prefetch"), [(selector, i % 2 * 2) for i, selector in enumerate(SELECTORS)], ids=str
+    ("sampler", "prefetch"), [(sampler, i % 2 * 2) for i, sampler in enumerate(SAMPLERS)], ids=str
 )
-def test_sample_info_of_every_selector(selector: gear.selectors.Selector, prefetch: int) -> None:
+def test_sample_info_of_every_sampler(sampler: gear.samplers.Sampler, prefetch: int) -> None:
     floats = dict.fromkeys(("probability", "age_seconds"), torch.float32)
     dtypes = {**dict.fromkeys(("times_sampled", "age"), torch.int64), **floats}
     with table_of(17) as table:
-        data = dataset_of(table, selector=selector, sample_info=True, prefetch=prefetch, batches_per_epoch=9)
+        data = dataset_of(table, sampler=sampler, sample_info=True, prefetch=prefetch, batches_per_epoch=9)
         counts: collections.Counter[int] = collections.Counter()
         for batch in data:
             info = batch["sample_info"]
@@ -93,7 +91,7 @@ def test_sample_info_of_every_selector(selector: gear.selectors.Selector, prefet
                 counts[number] += 1
                 assert info["times_sampled"][row] == counts[number]
                 assert info["age"][row] == 17 - number
-            expected = torch.tensor(probability_of(selector, table, batch))
+            expected = torch.tensor(probability_of(sampler, table, batch))
             torch.testing.assert_close(info["probability"], expected)
             assert ((info["age_seconds"] > 0) & (info["age_seconds"] < 60)).all()
         assert sum(counts.values()) >= 32
@@ -110,13 +108,13 @@ def test_without_sample_info_nothing_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("selector", "limit"),
-    [(selector, 1 + i % 2 * 2) for i, selector in enumerate([gear.Fifo(), *SELECTORS])],
+    ("sampler", "limit"),
+    [(sampler, 1 + i % 2 * 2) for i, sampler in enumerate([gear.Fifo(), *SAMPLERS])],
     ids=str,
 )
-def test_each_is_drawn_so_often_and_not_once_more(selector: gear.selectors.Selector, limit: int) -> None:
+def test_each_is_drawn_so_often_and_not_once_more(sampler: gear.samplers.Sampler, limit: int) -> None:
     with table_of(16, max_times_sampled=limit, timeout=0.05) as table:
-        data = dataset_of(table, selector=selector, sample_info=True, batches_per_epoch=1000)
+        data = dataset_of(table, sampler=sampler, sample_info=True, batches_per_epoch=1000)
         counts: collections.Counter[int] = collections.Counter()
         with pytest.raises((TableEmptyError, PriorityError)):  # noqa: PT012 - it comes some time
             for batch in data:
@@ -126,7 +124,7 @@ def test_each_is_drawn_so_often_and_not_once_more(selector: gear.selectors.Selec
                 assert max(counts.values()) <= limit
                 if "priority_weight" in batch:  # of rows that were drawn once more, too
                     priorities = batch["number"][:, 1].double()
-                    weights = (priorities.min() / priorities) ** (selector.alpha * selector.beta_at(0))  # type: ignore[attr-defined]
+                    weights = (priorities.min() / priorities) ** (sampler.alpha * sampler.beta_at(0))  # type: ignore[attr-defined]
                     torch.testing.assert_close(batch["priority_weight"], weights.float())
                 table.check_valid()
         # The last batch may have lacked rows; what it had taken by then is gone too.
@@ -163,8 +161,8 @@ def adding_while_drawn(table: gear.Table, numbers: Iterable[int]) -> Iterator[No
 
 def test_a_batch_that_lacks_rows_waits_for_more() -> None:
     with table_of(6, max_times_sampled=1, timeout=20) as table:
-        for selector in (gear.Fifo(), gear.Uniform(), gear.Prioritized()):
-            data = dataset_of(table, selector=selector)
+        for sampler in (gear.Fifo(), gear.Uniform(), gear.Prioritized()):
+            data = dataset_of(table, sampler=sampler)
             seen = numbers_in(data.sample())
             with adding_while_drawn(table, range(100, 106)):
                 seen += numbers_in(data.sample())
@@ -176,7 +174,7 @@ def test_a_batch_that_lacks_rows_waits_for_more() -> None:
 def test_min_size_is_waited_for() -> None:
     with table_of(rate_limiter=gear.MinSize(5), timeout=20) as table:
         with adding_while_drawn(table, range(5)):
-            for data in (dataset_of(table), dataset_of(table, prefetch=2, selector=gear.Prioritized())):
+            for data in (dataset_of(table), dataset_of(table, prefetch=2, sampler=gear.Prioritized())):
                 batch = next(iter(data))
                 assert len(table) >= 5
                 assert len(batch["index"]) == 4
@@ -188,7 +186,7 @@ def test_an_error_at_the_deadline_names_the_limiter_and_its_counts() -> None:
         for data in (
             dataset_of(table),
             dataset_of(table, prefetch=2),
-            dataset_of(table, selector=gear.TopK()),
+            dataset_of(table, sampler=gear.TopK()),
         ):
             with pytest.raises(RateLimitError, match=r"Waited 0.05 s.*MinSize\(.*size 3"):
                 data.sample()
@@ -210,7 +208,7 @@ def test_a_draw_that_fails_does_not_count() -> None:
         for i in range(5):
             table.add(rows(i, 3), priority=0)
         nothing = dataset_of(table, subset=lambda sequences: sequences < 0)
-        for data in (dataset_of(table, selector=gear.Prioritized()), nothing):
+        for data in (dataset_of(table, sampler=gear.Prioritized()), nothing):
             for _ in range(12):
                 with pytest.raises((PriorityError, TableEmptyError)):
                     data.sample()
@@ -231,9 +229,9 @@ def test_batches_that_can_never_be_drawn_are_refused_at_once() -> None:
 
 
 @SOME
-def test_an_iterator_is_closed_although_its_thread_waits(selector: gear.selectors.Selector) -> None:
+def test_an_iterator_is_closed_although_its_thread_waits(sampler: gear.samplers.Sampler) -> None:
     with table_of(8, rate_limiter=gear.SampleToInsertRatio(1.0, 4, error_buffer=9), timeout=300) as table:
-        data = dataset_of(table, selector=selector, prefetch=2, batches_per_epoch=100)
+        data = dataset_of(table, sampler=sampler, prefetch=2, batches_per_epoch=100)
         iterator = iter(data)
         next(iterator)
         time.sleep(0.05)
@@ -254,7 +252,7 @@ def test_validation_is_not_limited() -> None:
 
 def test_updates_decide_who_is_evicted() -> None:
     with table_of(10, max_trajectories=10, on_full="evict_lowest_priority") as table:
-        data = dataset_of(table, selector=gear.Prioritized(), batch_size=10)
+        data = dataset_of(table, sampler=gear.Prioritized(), batch_size=10)
         indices = table.indices()
         data.update_priority(indices, np.arange(10, 0, -1))
         for number in range(3):
@@ -277,7 +275,7 @@ def test_a_shared_step_outlives_the_trajectory_that_it_belonged_to() -> None:
     with table_of() as table:
         indices = chunked(table, 28)
         data = dataset_of(
-            table, selector=gear.Prioritized(alpha=1.0, unit="step"), batch_size=64, windows=gear.Window(1)
+            table, sampler=gear.Prioritized(alpha=1.0, unit="step"), batch_size=64, windows=gear.Window(1)
         )
         data.sample()
         # Steps 8 to 11 belong to chunks 0, 1 and 2; this one gets all the weight.
@@ -300,11 +298,11 @@ def test_a_shared_step_outlives_the_trajectory_that_it_belonged_to() -> None:
 
 def test_quantiles_of_priorities() -> None:
     with table_of(9) as table:
-        data = dataset_of(table, selector=gear.Prioritized(alpha=0.5))
+        data = dataset_of(table, sampler=gear.Prioritized(alpha=0.5))
         np.testing.assert_allclose(data.priority_quantiles([0, 0.5, 1]), [1, 5, 9], rtol=1e-5)
         with pytest.raises(SchemaError, match=r"shares is \[2\]"):
             data.priority_quantiles([2])
         with pytest.raises(SchemaError, match="does not draw by priority"):
             dataset_of(table).priority_quantiles([0.5])
     with table_of() as empty:
-        assert np.isnan(dataset_of(empty, selector=gear.TopK()).priority_quantiles([0.5])).all()
+        assert np.isnan(dataset_of(empty, sampler=gear.TopK()).priority_quantiles([0.5])).all()

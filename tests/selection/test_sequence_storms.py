@@ -129,7 +129,7 @@ def check_groups(batches: Any) -> list[int]:
     "options",
     [
         {"batch_size": 2 * SIZE},
-        {"batch_size": 2 * SIZE, "selector": gear.Prioritized()},
+        {"batch_size": 2 * SIZE, "sampler": gear.Prioritized()},
         {"max_steps": 60, "lookahead": 2},
     ],
     ids=["uniform", "prioritized", "budget"],
@@ -156,4 +156,4 @@ def test_groups_beside_writers_evictions_and_kills(options: dict[str, Any], batc
         assert len(rows) > SIZE
         if complete:
             sizes = {"max_steps": 60} if "max_steps" in options else {"batch_size": SIZE}
-            assert sorted(check_groups(dataset(table, selector=ONCE, **sizes, **grouped))) == complete
+            assert sorted(check_groups(dataset(table, sampler=ONCE, **sizes, **grouped))) == complete

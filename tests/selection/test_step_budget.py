@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError, TableEmptyError
-from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw
+from gear_loader.selection.samplers import SAMPLE_EPOCH, Draw
 
 SCHEMA = {"token": gear.Column(torch.int32), "number": gear.Column(torch.int64, per="trajectory")}
 ONCE = gear.Uniform(replacement=False)
@@ -47,7 +47,7 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
         "layout": "packed",
         "device": "cpu",
         "seed": 5,
-        "selector": ONCE,
+        "sampler": ONCE,
         **options,
     }
     return gear.ReplayDataset(table, **nested(given))
@@ -81,10 +81,10 @@ def grouped(order: Sequence[int], lengths: Sequence[int], max_steps: int, lookah
     return batches
 
 
-def drawn(table: gear.Table, selector: Any, size: int, count: int) -> list[int]:
-    """The trajectories that a selector draws in batches of a size."""
+def drawn(table: gear.Table, sampler: Any, size: int, count: int) -> list[int]:
+    """The trajectories that a sampler draws in batches of a size."""
     data = gear.ReplayDataset(
-        table, windows=gear.Window(1), batch_size=size, device="cpu", seed=5, selector=selector,
+        table, windows=gear.Window(1), batch_size=size, device="cpu", seed=5, sampler=sampler,
         batches_per_epoch=math.inf, prefetch=0,
     )  # fmt: skip
     found: list[int] = []
@@ -102,18 +102,18 @@ LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=200)
     lengths=LENGTHS,
     more=st.integers(0, 100),
     lookahead=st.integers(0, 12),
-    selector=st.sampled_from([ONCE, gear.Uniform(), gear.Fifo(False), gear.Lifo(False), WEIGHED]),
+    sampler=st.sampled_from([ONCE, gear.Uniform(), gear.Fifo(False), gear.Lifo(False), WEIGHED]),
     prefetch=st.integers(0, 3),
 )
 def test_batches_are_those_of_the_plain_loop(
-    lengths: list[int], more: int, lookahead: int, selector: Any, prefetch: int
+    lengths: list[int], more: int, lookahead: int, sampler: Any, prefetch: int
 ) -> None:
     max_steps = max(lengths) + more
     with make_table(lengths) as table:
         data = dataset(
-            table, selector=selector, max_steps=max_steps, lookahead=lookahead, prefetch=prefetch, seed=5
+            table, sampler=sampler, max_steps=max_steps, lookahead=lookahead, prefetch=prefetch, seed=5
         )
-        order = drawn(table, selector, 16 if selector is WEIGHED else 64, len(lengths))
+        order = drawn(table, sampler, 16 if sampler is WEIGHED else 64, len(lengths))
         expected = grouped(order, lengths, max_steps, lookahead)
         found = numbers(data)
         assert found == expected
@@ -125,12 +125,12 @@ def test_batches_are_those_of_the_plain_loop(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("selector", [ONCE, gear.Uniform()], ids=repr)
-def test_workers_deliver_the_same_batches(workers: int, selector: Any) -> None:
+@pytest.mark.parametrize("sampler", [ONCE, gear.Uniform()], ids=repr)
+def test_workers_deliver_the_same_batches(workers: int, sampler: Any) -> None:
     lengths = np.random.default_rng(2).integers(1, 40, 100).tolist()
     with make_table(lengths, name=f"budget-{workers}") as table:
         try:
-            data = dataset(table, selector=selector, max_steps=120, lookahead=2)
+            data = dataset(table, sampler=sampler, max_steps=120, lookahead=2)
             expected = numbers(data)
             data.set_epoch(0)
             assert numbers(DataLoader(data, batch_size=None, num_workers=workers)) == expected
@@ -141,7 +141,7 @@ def test_workers_deliver_the_same_batches(workers: int, selector: Any) -> None:
 def test_ranks_take_turns() -> None:
     lengths = np.random.default_rng(3).integers(1, 40, 100).tolist()
     with make_table(lengths) as table:
-        options = {"max_steps": 120, "selector": gear.Uniform()}
+        options = {"max_steps": 120, "sampler": gear.Uniform()}
         together = numbers(dataset(table, **options, batches_per_epoch=9))
         ranks = [
             numbers(dataset(table, **options, batches_per_epoch=3, rank=rank, world_size=3))
@@ -157,7 +157,7 @@ def test_ranks_take_turns() -> None:
 def test_a_trajectory_that_is_too_long() -> None:
     lengths = [5, 9, 30, 4, 12]
     with make_table(lengths) as table:
-        fifo = {"selector": gear.Fifo(False), "max_steps": 12}
+        fifo = {"sampler": gear.Fifo(False), "max_steps": 12}
         data = dataset(table, **fifo)
         with pytest.raises(
             SchemaError, match=r"The trajectory of index 2 has 30 steps, more than max_steps=12\."
@@ -171,7 +171,7 @@ def test_a_trajectory_that_is_too_long() -> None:
         assert data.stats()["skipped"] == 1
     with make_table([30, 40]) as table:
         assert numbers(dataset(table, max_steps=12, too_long="skip")) == []
-        data = dataset(table, max_steps=12, too_long="skip", selector=gear.Uniform(), batches_per_epoch=3)
+        data = dataset(table, max_steps=12, too_long="skip", sampler=gear.Uniform(), batches_per_epoch=3)
         with pytest.raises(SchemaError, match="too_long='skip' leaves none"):
             next(iter(data))
 
@@ -189,7 +189,7 @@ def test_writers_between_batches(
     max_steps = max(lengths) + more
     with make_table(lengths, max_steps=2000, max_trajectories=100) as table:
         waiting, expected, found, place = list(range(len(lengths))), [], [], dict(enumerate(table.indices()))
-        data = dataset(table, selector=gear.Fifo(False), max_steps=max_steps, lookahead=lookahead, prefetch=0)
+        data = dataset(table, sampler=gear.Fifo(False), max_steps=max_steps, lookahead=lookahead, prefetch=0)
         number, gone, counted, iterator = len(lengths), 0, 0, iter(data)
         for batch in iterator:
             counted = gone
@@ -223,7 +223,7 @@ def test_writers_between_batches(
         ({"max_steps": 5, "lookahead": -1}, "lookahead is -1"),
         ({"max_steps": 5, "too_long": "cut"}, "too_long is 'cut'; expected 'error', 'truncate' or 'skip'"),
         ({"max_steps": 5, "drop_last": True}, "drop_last was given with Steps"),
-        ({"max_steps": 5, "selector": gear.Prioritized()}, "expected Prioritized"),
+        ({"max_steps": 5, "sampler": gear.Prioritized()}, "expected Prioritized"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
@@ -255,19 +255,19 @@ def test_what_a_dataset_of_steps_cannot_do() -> None:
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=80),
     lookahead=st.integers(0, 6),
-    selector=st.sampled_from([ONCE, gear.Uniform(), gear.Lifo(False), WEIGHED]),
+    sampler=st.sampled_from([ONCE, gear.Uniform(), gear.Lifo(False), WEIGHED]),
     seen=st.integers(0, 12),
     iterates=st.booleans(),
 )
 def test_sampled_batches_continue_one_another(
-    lengths: list[int], lookahead: int, selector: Any, seen: int, iterates: bool
+    lengths: list[int], lookahead: int, sampler: Any, seen: int, iterates: bool
 ) -> None:
-    options: dict[str, Any] = {"selector": selector, "max_steps": 35, "lookahead": lookahead}
+    options: dict[str, Any] = {"sampler": sampler, "max_steps": 35, "lookahead": lookahead}
     with make_table(lengths) as table:
         data, resumed, other = (dataset(table, **options) for _ in range(3))
         expected = numbers(iter(data.sample, None), 30)
-        if selector is ONCE or isinstance(
-            selector, gear.Lifo
+        if sampler is ONCE or isinstance(
+            sampler, gear.Lifo
         ):  # a pass has each once, and then the next begins
             order = list(itertools.chain(*expected))
             most, counts = len(order) // len(lengths), np.bincount(order, minlength=len(lengths))
@@ -283,25 +283,25 @@ def test_sampled_batches_continue_one_another(
         if iterates:  # has no effect on the stream of `sample`, nor has that on an iteration
             assert numbers(other, 3) == numbers(dataset(table, **options), 3)
         resumed.load_state_dict(json.loads(json.dumps(other.state_dict(), default=torch.Tensor.tolist))
-                                if selector is not WEIGHED else other.state_dict())  # fmt: skip
+                                if sampler is not WEIGHED else other.state_dict())  # fmt: skip
         assert numbers(iter(resumed.sample, None), 30 - seen) == expected[seen:]
         assert numbers(iter(other.sample, None), 30 - seen) == expected[seen:]
 
 
-def endless(table: gear.Table, selector: Any) -> Iterator[int]:
+def endless(table: gear.Table, sampler: Any) -> Iterator[int]:
     """The trajectories that calls of `sample` draw, pass after pass."""
-    if selector is WEIGHED:
+    if sampler is WEIGHED:
         data = gear.ReplayDataset(
-            table, windows=gear.Window(1), batch_size=16, device="cpu", seed=5, selector=selector
+            table, windows=gear.Window(1), batch_size=16, device="cpu", seed=5, sampler=sampler
         )
         while True:
             yield from data.sample()["number"].tolist()
     view = table._engine.reader().snapshot()
     turn = first = 0
     for number in itertools.count():
-        count = min(64, len(view.slots) - first) if selector.passes else 64
+        count = min(64, len(view.slots) - first) if sampler.passes else 64
         draw = Draw(5, SAMPLE_EPOCH, number, first, count, turn, 0)
-        yield from selector.items(len(view.slots), draw).tolist()  # the oldest trajectory is number 0
+        yield from sampler.items(len(view.slots), draw).tolist()  # the oldest trajectory is number 0
         first += count
         if first >= len(view.slots):
             turn, first = turn + 1, 0
@@ -312,17 +312,17 @@ def endless(table: gear.Table, selector: Any) -> Iterator[int]:
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=150),
     more=st.integers(0, 40),
     lookahead=st.integers(0, 6),
-    selector=st.sampled_from([ONCE, gear.Uniform(), gear.Fifo(False), gear.Lifo(False), WEIGHED]),
+    sampler=st.sampled_from([ONCE, gear.Uniform(), gear.Fifo(False), gear.Lifo(False), WEIGHED]),
 )
 def test_sampled_batches_are_those_of_the_plain_loop(
-    lengths: list[int], more: int, lookahead: int, selector: Any
+    lengths: list[int], more: int, lookahead: int, sampler: Any
 ) -> None:
     max_steps, count = max(lengths) + more, 12
     with make_table(lengths) as table:
         most = count * (max_steps + 1) + lookahead  # more than so many batches can take or pass over
-        order = list(itertools.islice(endless(table, selector), most))
+        order = list(itertools.islice(endless(table, sampler), most))
         expected = grouped(order, lengths, max_steps, lookahead)[:count]
-        data = dataset(table, selector=selector, max_steps=max_steps, lookahead=lookahead)
+        data = dataset(table, sampler=sampler, max_steps=max_steps, lookahead=lookahead)
         assert numbers(iter(data.sample, None), count) == expected
 
 
@@ -347,7 +347,7 @@ def test_a_sampled_pass_has_the_items_at_its_start_and_goes_on_after_an_error() 
 def test_a_batch_of_many_draws_takes_one_read_ticket() -> None:
     """20,000 rows of one step are more draws than there are tickets."""
     with make_table([1] * 50) as table:
-        data = dataset(table, max_steps=20_000, selector=gear.Uniform(), batches_per_epoch=2, prefetch=0)
+        data = dataset(table, max_steps=20_000, sampler=gear.Uniform(), batches_per_epoch=2, prefetch=0)
         for batch in data:
             assert len(batch["index"]) == 20_000
 
@@ -356,10 +356,10 @@ def test_tables_that_do_not_fit() -> None:
     message = r"Steps\(max_steps=.*\) was given with a table that has max_times_sampled"
     with make_table([3], max_times_sampled=2) as table, pytest.raises(SchemaError, match=message):
         dataset(table, max_steps=7)
-    for selector in (ONCE, gear.Uniform(), WEIGHED):
+    for sampler in (ONCE, gear.Uniform(), WEIGHED):
         for batches in (None, 3):
             with gear.Table.create(SCHEMA, max_steps=64, max_trajectories=4) as table:
-                data = dataset(table, max_steps=7, selector=selector, batches_per_epoch=batches, prefetch=0)
+                data = dataset(table, max_steps=7, sampler=sampler, batches_per_epoch=batches, prefetch=0)
                 with pytest.raises(TableEmptyError, match="The table is empty"):
                     next(iter(data))
 
@@ -368,7 +368,7 @@ def test_workers_and_a_rate_limiter() -> None:
     limiter = gear.MinSize(2)
     with make_table([3, 4, 5], name="budget-limited", rate_limiter=limiter) as table:
         try:
-            data = dataset(table, max_steps=7, selector=gear.Fifo(False))
+            data = dataset(table, max_steps=7, sampler=gear.Fifo(False))
             assert numbers(data) == [[0, 1], [2]]
             with pytest.raises(SchemaError, match="2 DataLoader workers and a table with a rate limiter"):
                 list(DataLoader(data, batch_size=None, num_workers=2))

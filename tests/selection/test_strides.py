@@ -47,11 +47,11 @@ def test_sequences_against_the_definition(data: Any) -> None:
     windows = {"obs": gear.Window(length + 1), "action": gear.Window(length)}
     with gear.Table.create(SCHEMA, max_steps=400, max_trajectories=40, block_steps=block_steps) as table:
 
-        def dataset(selector: Any, size: int) -> gear.ReplayDataset:
+        def dataset(sampler: Any, size: int) -> gear.ReplayDataset:
             return gear.ReplayDataset(
                 table,
                 windows=windows,
-                selector=selector,
+                sampler=sampler,
                 batch_size=size,
                 draws=gear.Draws(stride=stride, complete=complete),
                 device="cpu",
@@ -96,19 +96,19 @@ def test_states_resume_and_options_differ() -> None:
         for length in (20, 3, 11):
             table.add({"obs": np.arange(length), "action": np.arange(length)})
         options: dict[str, Any] = {"windows": gear.Window(6), "batch_size": 8, "device": "cpu", "prefetch": 0}
-        selector = gear.Prioritized(unit="step")
-        one = gear.ReplayDataset(table, selector=selector, draws=gear.Draws(stride=4), **options)
+        sampler = gear.Prioritized(unit="step")
+        one = gear.ReplayDataset(table, sampler=sampler, draws=gear.Draws(stride=4), **options)
         one.update_priority(one.sample(), np.arange(8.0))
-        two = gear.ReplayDataset(table, selector=selector, draws=gear.Draws(stride=4), **options)
+        two = gear.ReplayDataset(table, sampler=sampler, draws=gear.Draws(stride=4), **options)
         two.load_state_dict(one.state_dict())
         assert rows_of(one.sample()) == rows_of(two.sample())
-        other = gear.ReplayDataset(table, selector=selector, draws=gear.Draws(stride=5), **options)
+        other = gear.ReplayDataset(table, sampler=sampler, draws=gear.Draws(stride=5), **options)
         with pytest.raises(SchemaError, match="stride"):
             other.load_state_dict(one.state_dict())
         with pytest.raises(SchemaError, match="block_steps of at most the stride"):
-            gear.ReplayDataset(table, selector=selector, draws=gear.Draws(stride=3), **options).sample()
+            gear.ReplayDataset(table, sampler=sampler, draws=gear.Draws(stride=3), **options).sample()
         for wrong in (
-            {"selector": gear.Uniform()},
+            {"sampler": gear.Uniform()},
             {"anchor": "first"},
             {"draws": gear.Draws(stride=2), "windows": gear.Whole()},
         ):

@@ -25,9 +25,9 @@ def table_of(count: int, **options: object) -> gear.Table:
 
 
 def dataset(table: gear.Table, *, unit: Any = "trajectory", **options: Any) -> gear.ReplayDataset:
-    selector = gear.Prioritized(alpha=1.0, unit=unit)
+    sampler = gear.Prioritized(alpha=1.0, unit=unit)
     options = {"windows": gear.Window(1), "prefetch": 0, "seed": 5} | options
-    return gear.ReplayDataset(table, **nested({"batch_size": 64, "selector": selector, **options}))
+    return gear.ReplayDataset(table, **nested({"batch_size": 64, "sampler": sampler, **options}))
 
 
 def drawn(data: gear.ReplayDataset) -> set[int]:

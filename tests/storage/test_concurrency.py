@@ -135,19 +135,19 @@ _VARIOUS = {
     "check": gear.Window(12, offset=-4),
 }
 _READINGS: list[dict[str, Any]] = [
-    {"selector": gear.Uniform(), "windows": _WIDE, "prefetch": 0},
-    {"selector": gear.Prioritized(), "windows": _VARIOUS, "prefetch": 2},
-    {"selector": gear.Uniform(replacement=False), "windows": _VARIOUS, "prefetch": 2, "keep": 3},
-    {"selector": gear.Prioritized(unit="step", replacement=False), "windows": _WIDE, "prefetch": 2},
-    {"selector": gear.Uniform(unit="step"), "windows": _WIDE, "prefetch": 2, "sample_info": True},
-    {"selector": gear.Prioritized(eps=0.1), "windows": _WIDE, "prefetch": 0, "sample_info": True, "keep": 1},
-    {"selector": gear.Fifo(), "windows": _WIDE, "prefetch": 2, "anchor": "last", "copy": True},
-    {"selector": gear.TopK(), "windows": _VARIOUS, "prefetch": 0},
+    {"sampler": gear.Uniform(), "windows": _WIDE, "prefetch": 0},
+    {"sampler": gear.Prioritized(), "windows": _VARIOUS, "prefetch": 2},
+    {"sampler": gear.Uniform(replacement=False), "windows": _VARIOUS, "prefetch": 2, "keep": 3},
+    {"sampler": gear.Prioritized(unit="step", replacement=False), "windows": _WIDE, "prefetch": 2},
+    {"sampler": gear.Uniform(unit="step"), "windows": _WIDE, "prefetch": 2, "sample_info": True},
+    {"sampler": gear.Prioritized(eps=0.1), "windows": _WIDE, "prefetch": 0, "sample_info": True, "keep": 1},
+    {"sampler": gear.Fifo(), "windows": _WIDE, "prefetch": 2, "anchor": "last", "copy": True},
+    {"sampler": gear.TopK(), "windows": _VARIOUS, "prefetch": 0},
 ]
 
 
 def _read_batches(voice: Voice, name: str, seed: int) -> dict[str, int]:
-    """Every kind of selector in turn; all rows of all batches are checked."""
+    """Every kind of sampler in turn; all rows of all batches are checked."""
     seen = collections.Counter[str]()
     with attach(name) as table:
         for turn in itertools.count():
@@ -177,7 +177,7 @@ def _read_some(voice: Voice, table: gear.Table, dataset: Any, seen: Any, *, one_
         if dataset.sample_info:
             info = batch["sample_info"]
             assert all((info[key] >= 0).all() for key in ("times_sampled", "age", "age_seconds"))
-        if isinstance(dataset.selector, gear.Prioritized) and generator.random() < 0.7:
+        if isinstance(dataset.sampler, gear.Prioritized) and generator.random() < 0.7:
             if old is not None:  # some of it has gone meanwhile
                 dataset.update_priority(old, torch.rand(32) + 0.01)
             old = copy.deepcopy(batch)
@@ -480,7 +480,7 @@ def _counts(table: gear.Table) -> tuple[int, int]:
 @pytest.mark.parametrize(("readers", "prefetch"), [(1, 0), (2, 2)])
 def test_a_queue_gives_each_trajectory_out_once(readers: int, prefetch: int) -> None:
     with named(rate_limiter=gear.Queue(8), max_times_sampled=1, max_trajectories=20) as table:
-        options = {"batch_size": 4, "prefetch": prefetch, "selector": gear.Fifo()}
+        options = {"batch_size": 4, "prefetch": prefetch, "sampler": gear.Fifo()}
         writers = [Child(_feed, table.name, seed, 60, ("add", "extend", "writer")) for seed in (1, 2)]
         writers.append(Child(_feed_stream, table.name, 3, 40))
         wait_until(lambda: len(table) >= 7)

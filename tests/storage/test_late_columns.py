@@ -139,7 +139,7 @@ def test_a_packed_batch_is_filled_by_its_rows(table: gear.Table) -> None:
         add(table, number, length)
     data = gear.ReplayDataset(
         table, windows=gear.Whole(), columns=["token", "number"], layout="packed", batch_size=4, device="cpu",
-        selector=gear.Uniform(replacement=False), prefetch=0,
+        sampler=gear.Uniform(replacement=False), prefetch=0,
     )  # fmt: skip
     (batch,) = data
     pairs = list(zip(batch["number"].tolist(), batch["cu_seqlens"].diff().tolist(), strict=True))
@@ -190,7 +190,7 @@ def test_columns_that_cannot_be_late() -> None:
     assert "late=True" in repr(COLUMNS["reward"])
 
 
-SELECTORS = [
+SAMPLERS = [
     gear.Uniform(), gear.Uniform(replacement=False), gear.Fifo(), gear.Prioritized(), gear.TopK(),
     gear.Prioritized(unit="step"), gear.Uniform(unit="step"),
 ]  # fmt: skip
@@ -204,10 +204,10 @@ SELECTORS = [
         max_size=40,
     ),
     needed=st.sampled_from([("reward",), ("advantage", "logprob"), ()]),
-    selector=st.sampled_from(SELECTORS),
+    sampler=st.sampled_from(SAMPLERS),
 )
 def test_datasets_draw_exactly_what_is_filled(
-    acts: list[tuple[str, int, set[str]]], needed: tuple[str, ...], selector: gear.Uniform
+    acts: list[tuple[str, int, set[str]]], needed: tuple[str, ...], sampler: gear.Uniform
 ) -> None:
     """Adding, filling, removing and evicting, against a dict; draws after each act that has changed what is drawn."""
     twin: dict[int, tuple[int, int, set[str]]] = {}  # slot -> number, length, filled
@@ -217,7 +217,7 @@ def test_datasets_draw_exactly_what_is_filled(
             for name in ("number", "token", *needed)
         }
         data = gear.ReplayDataset(
-            table, windows=windows, batch_size=8, device="cpu", prefetch=0, selector=selector
+            table, windows=windows, batch_size=8, device="cpu", prefetch=0, sampler=sampler
         )
         for number, (act, place, names) in enumerate(acts):
             slots = list(twin)
@@ -247,7 +247,7 @@ def test_datasets_draw_exactly_what_is_filled(
             assert set(batch["number"].tolist()) <= allowed
             if "reward" in needed:
                 assert torch.equal(batch["reward"], (batch["number"] + 0.5).bfloat16())
-            if selector.passes and selector.unit == "trajectory" and len(allowed) <= 8:
+            if sampler.passes and sampler.unit == "trajectory" and len(allowed) <= 8:
                 epoch = [n for part in data for n in part["number"].tolist()]
                 assert sorted(epoch) == sorted(allowed)
         for slot, (_, _, filled) in twin.items():
@@ -307,7 +307,7 @@ def test_what_is_filled_while_a_draw_finds_nothing_is_drawn_next(monkeypatch: py
             table,
             batch_size=2,
             windows={"token": gear.Window(1), "reward": None},
-            selector=gear.Prioritized(),
+            sampler=gear.Prioritized(),
             device="cpu",
             prefetch=0,
         )
@@ -333,7 +333,7 @@ def test_a_pass_begins_with_what_was_seen_when_it_began(monkeypatch: pytest.Monk
 
         data = gear.ReplayDataset(
             table, batch_size=1, windows={"number": None, "token": gear.Window(1), "reward": None}, device="cpu",
-            prefetch=0, selector=gear.Uniform(replacement=False),
+            prefetch=0, sampler=gear.Uniform(replacement=False),
         )  # fmt: skip
         monkeypatch.setattr(SnapshotSelection, "look", look)
         assert data.sample()["number"].tolist() == [1]

@@ -107,7 +107,7 @@ def test_batches_are_nested(table: gear.Table) -> None:
             table,
             batch_size=6,
             windows=gear.Window(2),
-            selector=gear.Prioritized(),
+            sampler=gear.Prioritized(),
             output=output,
             device="cpu",
         )

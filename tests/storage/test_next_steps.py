@@ -34,7 +34,7 @@ def observation(number: np.ndarray) -> np.ndarray:
 
 def draws(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     return gear.ReplayDataset(
-        table, batch_size=64, windows=WINDOWS, selector=gear.Uniform(unit="step"), device="cpu",
+        table, batch_size=64, windows=WINDOWS, sampler=gear.Uniform(unit="step"), device="cpu",
         draws=gear.Draws(complete=True), **options,
     )  # fmt: skip
 

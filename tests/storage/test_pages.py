@@ -198,7 +198,7 @@ with made(12_000, name="reserved") as table:
     assert mapped(table, "KernelPageSize") == HUGE
     table.add({{"value": torch.ones(300, 64)}})
     subprocess.run([sys.executable, "-c", {attach!r}], check=True)
-    batch = gear.ReplayDataset(table, batch_size=2, windows=gear.Window(4), selector=gear.Fifo(), prefetch=0).sample()
+    batch = gear.ReplayDataset(table, batch_size=2, windows=gear.Window(4), sampler=gear.Fifo(), prefetch=0).sample()
     assert batch["value"][:, 0, 0].tolist() == [1, 2]
     table.check_valid()
     with pytest.raises(RegionError, match="does not fit .* enlarge it .sysctl vm.nr_hugepages"):

@@ -64,14 +64,14 @@ def test_only_recent_trajectories_stay(acts: list[int | None], max_lag: int) -> 
         table.check_valid()
 
 
-@pytest.mark.parametrize("selector", [gear.Uniform(), gear.Uniform(False), gear.Fifo(), gear.Prioritized()])
-def test_draws_of_other_handles_follow(selector: Any) -> None:
+@pytest.mark.parametrize("sampler", [gear.Uniform(), gear.Uniform(False), gear.Fifo(), gear.Prioritized()])
+def test_draws_of_other_handles_follow(sampler: Any) -> None:
     name = fresh_name()
     with make(1, name=name) as table, gear.Table.attach(name) as other:
         table.unlink()
         for policy in (0, 0, 0):
             add(table, policy)
-        data = dataset(other, selector=selector)
+        data = dataset(other, sampler=sampler)
         assert set(data.sample()["policy"].tolist()) == {0}
         table.advance_version()
         add(other, 1)
@@ -81,15 +81,15 @@ def test_draws_of_other_handles_follow(selector: Any) -> None:
         assert table.stats().num_outdated == 3
 
 
-@pytest.mark.parametrize("selector", [gear.Uniform(), gear.Uniform(False), gear.Prioritized(), gear.TopK()])
-def test_starvation_is_an_error_after_the_deadline(selector: Any) -> None:
+@pytest.mark.parametrize("sampler", [gear.Uniform(), gear.Uniform(False), gear.Prioritized(), gear.TopK()])
+def test_starvation_is_an_error_after_the_deadline(sampler: Any) -> None:
     with make(0, timeout=0.05) as table:
         add(table, 0)
         table.advance_version()
         with pytest.raises(TableEmptyError, match="of a policy at most 0 versions old"):
-            dataset(table, selector=selector).sample()
+            dataset(table, sampler=sampler).sample()
         with pytest.raises(TableEmptyError, match="Timed out"):
-            next(iter(dataset(table, selector=selector, prefetch=2)))
+            next(iter(dataset(table, sampler=sampler, prefetch=2)))
         assert not (table._engine.region.array("readers")[:, 2] != 0).any()  # no ticket is left
 
 
@@ -164,7 +164,7 @@ def test_a_table_without_versions_has_none_to_advance() -> None:
         with pytest.raises(SchemaError, match="created with version="):
             table.advance_version()
         with pytest.raises(SchemaError, match="freshness"):
-            dataset(table, selector=gear.Prioritized(freshness=0.5))
+            dataset(table, sampler=gear.Prioritized(freshness=0.5))
 
 
 # ---------------------------------------------------------------- freshness
@@ -174,7 +174,7 @@ FRESH = gear.Prioritized(alpha=1.0, freshness=0.5)
 
 def test_freshness_is_a_factor_for_each_version() -> None:
     with make(None) as table:
-        data = dataset(table, selector=FRESH, batch_size=4000)
+        data = dataset(table, sampler=FRESH, batch_size=4000)
         slots = []
         for policy, priority in enumerate((4.0, 1.0, 2.0)):
             slots.append(
@@ -198,7 +198,7 @@ def test_freshness_resumes_to_the_bit() -> None:
         for policy in (0, 0, 1, 2, 2):
             add(table, policy)
         table.advance_version()
-        options: dict[str, Any] = {"selector": FRESH, "batches_per_epoch": 40}
+        options: dict[str, Any] = {"sampler": FRESH, "batches_per_epoch": 40}
         data = dataset(table, **options)
         batches = iter(data)
         for number in range(5):

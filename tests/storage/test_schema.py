@@ -234,7 +234,7 @@ def test_batches_use_no_other_keys() -> None:
     ]
     for table in tables:
         table.add({"reward": np.ones(5, np.float32)})
-    options: dict[str, Any] = {"batch_size": 2, "windows": gear.Window(2), "selector": gear.Prioritized()}
+    options: dict[str, Any] = {"batch_size": 2, "windows": gear.Window(2), "sampler": gear.Prioritized()}
     keys: set[str] = set()
     keys |= set(gear.ReplayDataset(tables[0], **nested({**options, "sample_info": True})).sample())
     with gear.distributed.Shards(tables) as shards:

@@ -36,7 +36,7 @@ def test_each_step_is_there_at_once() -> None:
             made,
             batch_size=4,
             windows={"x": gear.Window(3, -2, "head")},
-            selector=gear.Lifo(unit="step"),
+            sampler=gear.Lifo(unit="step"),
             device="cpu",
             prefetch=0,
         )
@@ -75,19 +75,19 @@ def test_each_step_is_there_at_once() -> None:
 
 @pytest.mark.parametrize("complete", [False, True])
 @pytest.mark.parametrize(
-    "selector",
+    "sampler",
     [gear.Uniform(unit="step"), gear.Uniform(), gear.Prioritized(1.0, unit="step"), gear.Prioritized(1.0)],
     ids=repr,
 )
-def test_selections_follow(selector: Any, complete: bool) -> None:
+def test_selections_follow(sampler: Any, complete: bool) -> None:
     """What can be drawn, its priorities, and batches are those of a table to which whole trajectories were added."""
     generator = random.Random(5)
     options: dict[str, Any] = {"device": "cpu", "prefetch": 0, "complete": complete, "batch_size": 64}
     with table() as made:
         dataset = gear.ReplayDataset(
-            made, **nested({"windows": gear.Window(2, -1), "selector": selector, **options})
+            made, **nested({"windows": gear.Window(2, -1), "sampler": sampler, **options})
         )
-        by_priority, by_step = isinstance(selector, gear.Prioritized), selector.unit == "step"
+        by_priority, by_step = isinstance(sampler, gear.Prioritized), sampler.unit == "step"
         writers = [made.writer(commit_every_step=True) for _ in range(3)]
         given: dict[Any, float] = {}
         largest = 1.0

@@ -247,7 +247,7 @@ def test_a_tensor_without_its_data_is_refused(table: gear.Table, kind: str) -> N
 @pytest.mark.parametrize("kind", [kind for kind in WITHOUT_DATA if kind not in ("jagged", "nested")])
 def test_a_priority_without_its_data_is_refused(table: gear.Table, kind: str) -> None:
     make, message = WITHOUT_DATA[kind]
-    dataset = gear.ReplayDataset(table, batch_size=2, windows=gear.Window(1), selector=gear.Prioritized())
+    dataset = gear.ReplayDataset(table, batch_size=2, windows=gear.Window(1), sampler=gear.Prioritized())
     index = table.indices()
     with table.writer() as writer:
         writer.append(rows(9, 6))

@@ -66,10 +66,10 @@ class Subject:
         options: dict[str, Any] = {"batch_size": 4, "windows": gear.Window(2), "device": "cpu"}
         options["batches_per_epoch"] = math.inf
 
-        def dataset(prefetch: int, selector: Any = None) -> gear.ReplayDataset:
+        def dataset(prefetch: int, sampler: Any = None) -> gear.ReplayDataset:
             return gear.ReplayDataset(
                 self.table,
-                **nested({"prefetch": prefetch, "selector": selector or gear.Uniform(), **options}),
+                **nested({"prefetch": prefetch, "sampler": sampler or gear.Uniform(), **options}),
             )
 
         self.uniform, self.ahead = dataset(0), dataset(2)
@@ -85,7 +85,7 @@ class Subject:
             self.table, **nested({"max_steps": 30, "prefetch": 0, "device": "cpu", **whole})
         )
         self.from_disk = gear.ReplayDataset(
-            self.tiered, **nested({"selector": gear.Prioritized(unit="step"), **options})
+            self.tiered, **nested({"sampler": gear.Prioritized(unit="step"), **options})
         )
         self.packed_from_disk = gear.ReplayDataset(
             self.tiered, **nested({"batch_size": 4, "prefetch": 0, "device": "cpu", **whole})

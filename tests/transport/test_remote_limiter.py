@@ -35,7 +35,7 @@ def queue() -> Iterator[gear.Table]:
 def draw(table: gear.Table) -> int:
     """The first value of the oldest trajectory, which is removed."""
     options: dict[str, Any] = {"batch_size": 1, "windows": gear.Window(1, squeeze=True), "device": "cpu"}
-    return int(gear.ReplayDataset(table, selector=gear.Fifo(), **options).sample()["number"][0])
+    return int(gear.ReplayDataset(table, sampler=gear.Fifo(), **options).sample()["number"][0])
 
 
 def waits_for(then: Callable[[], object], call: Callable[[], object]) -> None:

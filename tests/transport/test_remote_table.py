@@ -318,8 +318,8 @@ def test_priorities_of_the_servers_table_are_set() -> None:
         Proxy(server.address) as proxy,
     ):
         table.extend([{"number": torch.tensor([number])} for number in range(4)], priority=1.0)
-        selector = gear.Prioritized(alpha=1.0)
-        data = gear.ReplayDataset(table, batch_size=64, windows=gear.Window(1), selector=selector, prefetch=0)
+        sampler = gear.Prioritized(alpha=1.0)
+        data = gear.ReplayDataset(table, batch_size=64, windows=gear.Window(1), sampler=sampler, prefetch=0)
         data.sample()
         with gear.connect(url_of(proxy.address, table), secret=SECRET, timeout=20.0) as remote:
             assert remote.update_priority([0, 2], torch.tensor([0.0, 3.0])) == 0

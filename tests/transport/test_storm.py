@@ -125,7 +125,7 @@ class Trainer(threading.Thread):
                 self._table,
                 batch_size=64,
                 windows=gear.Window(4),
-                selector=gear.Uniform(unit="step"),
+                sampler=gear.Uniform(unit="step"),
                 batches_per_epoch=1 << 40,
                 device="cpu",
             )

@@ -1,4 +1,4 @@
-"""Selectors: how the trajectories, or steps of trajectories, of a batch are chosen."""
+"""Samplers: how the trajectories, or steps of trajectories, of a batch are chosen."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Draw:
         return integers(high, self.count, seed=self.seed, stream=stream, epoch=self.epoch, step=self.step)
 
 
-class Selector:
-    """Base of the selectors. The `repr` names all options, because saved states are compared by it.
+class Sampler:
+    """Base of the samplers. The `repr` names all options, because saved states are compared by it.
 
     Attributes:
         unit: kind of an item: a trajectory, or a step, which is then the anchor of its window.
@@ -100,8 +100,8 @@ class Selector:
         raise NotImplementedError
 
 
-class SnapshotSelector(Selector):
-    """Base of the selectors that draw from a snapshot: they choose numbers of items, and know no table.
+class SnapshotSampler(Sampler):
+    """Base of the samplers that draw from a snapshot: they choose numbers of items, and know no table.
 
     Attributes:
         ordered: whether items are drawn in the order of insertion. newest: whether from its end.
@@ -118,7 +118,7 @@ class SnapshotSelector(Selector):
         raise NotImplementedError
 
 
-class Uniform(SnapshotSelector):
+class Uniform(SnapshotSampler):
     """Every item is equally likely.
 
     Args:
@@ -138,7 +138,7 @@ class Uniform(SnapshotSelector):
         return permutation(size, draw.seed, draw.epoch, draw.turn)[places]
 
 
-class Fifo(SnapshotSelector):
+class Fifo(SnapshotSampler):
     """Oldest first, in order of insertion.
 
     Args:
@@ -158,7 +158,7 @@ class Fifo(SnapshotSelector):
         self.repeats = self.merged = self.replacement
 
     def merge_order(self, shards: Array, records: Array) -> Array:
-        """See `Selector.merge_order`: by age."""
+        """See `Sampler.merge_order`: by age."""
         order: Array = np.lexsort((records["step"], records["id"]))
         return order[::-1] if self.newest else order
 
@@ -200,8 +200,8 @@ class LinearSchedule:
         return self.start + (self.end - self.start) * min(number / self.batches, 1.0)
 
 
-class PrioritySelector(Selector):
-    """Base of the selectors that draw from a priority tree, which they are given: they know no table."""
+class PrioritySampler(Sampler):
+    """Base of the samplers that draw from a priority tree, which they are given: they know no table."""
 
     keeps = "priority"
     by_priority = True
@@ -217,11 +217,11 @@ class PrioritySelector(Selector):
         raise NotImplementedError
 
     def candidates(self, tree: Any, count: int, *, key: int, step: int) -> tuple[Array, Array]:
-        """The first items that `draw` would draw, without repetition: at most `count`; see `Selector.merged`."""
+        """The first items that `draw` would draw, without repetition: at most `count`; see `Sampler.merged`."""
         raise NotImplementedError
 
 
-class Prioritized(PrioritySelector):
+class Prioritized(PrioritySampler):
     """Prioritized replay (Schaul et al., 2016): draws items in proportion to ``(priority + eps) ** alpha``.
 
     A batch carries ``priority_weight``, float32 [B]: the importance weights ``(N * P(i)) ** -beta``, divided by the
@@ -308,7 +308,7 @@ class Prioritized(PrioritySelector):
         return drawn
 
     def merge_order(self, shards: Array, records: Array) -> Array:
-        """See `Selector.merge_order`: by simulated time of the draw."""
+        """See `Sampler.merge_order`: by simulated time of the draw."""
         order: Array = np.lexsort((shards, records["time"]))
         return order
 
@@ -340,7 +340,7 @@ class Prioritized(PrioritySelector):
         )
 
 
-class TopK(PrioritySelector):
+class TopK(PrioritySampler):
     """Draws the items with the currently largest priorities.
 
     Ties are broken by storage order; items of priority 0 are skipped. If there are fewer items than the batch has
@@ -376,7 +376,7 @@ class TopK(PrioritySelector):
         return items[items >= 0], leaves[items >= 0]
 
     def merge_order(self, shards: Array, records: Array) -> Array:
-        """See `Selector.merge_order`: by priority."""
+        """See `Sampler.merge_order`: by priority."""
         leaves = records["leaf"]
         order: Array = np.lexsort((shards, -leaves if self.largest else leaves))
         return order

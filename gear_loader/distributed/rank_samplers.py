@@ -13,7 +13,7 @@ from gear_loader.distributed.shard_sampler import PrioritizedShardSampler, Snaps
 from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.errors import PriorityError, TableEmptyError
 from gear_loader.selection.base import SelectionContext
-from gear_loader.selection.selectors import Draw
+from gear_loader.selection.samplers import Draw
 from gear_loader.storage.reader import Changes
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import Reach
@@ -53,7 +53,7 @@ class Samplers:
     """Makes and holds the shard samplers of this rank, and looks rows up in its tables.
 
     Args:
-        context: selector and options of the selection.
+        context: sampler and options of the selection.
         reach: of the windows, where rows are read one-sidedly: records
             then carry the blocks of their windows. None elsewhere.
         extents: whether records tell the extents of their trajectories without blocks, too.
@@ -70,7 +70,7 @@ class Samplers:
         self._context = context
         self._shards = shards
         self._reach = reach
-        self.by_priority = context.selector.by_priority
+        self.by_priority = context.sampler.by_priority
         self.own: dict[int, Any] = {shard: self._new(shard, table) for shard, table in shards.own.items()}
         self._nearby: dict[int, Any] = {}  # samplers of other processes' shards, for spare rows
         self._maps: dict[int, IdMap] = {}
@@ -86,7 +86,7 @@ class Samplers:
 
     def summarize(self) -> Array:
         """Return the summaries of this rank's shards, `SUMMARY` [k]."""
-        summaries = [sampler.summarize() for sampler in self.own.values()]
+        summaries = [shard_sampler.summarize() for shard_sampler in self.own.values()]
         return np.concatenate(summaries) if summaries else np.empty(0, dtype=SUMMARY)
 
     def slots_of(self, shard: int, ids: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Selectors by themselves: options, and the compiled draw; `test_distributions` has what they draw."""
+"""Samplers by themselves: options, and the compiled draw; `test_distributions` has what they draw."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import gear_loader as gear
 from gear_loader.errors import SchemaError
 from gear_loader.native.random import uniform_rows
 from gear_loader.selection.base import ANCHOR_KINDS, SelectionContext
-from gear_loader.selection.selectors import Draw, anchors
+from gear_loader.selection.samplers import Draw, anchors
 from gear_loader.selection.snapshot_selection import rows_of
 from gear_loader.selection.weights import importance_weights
 from gear_loader.storage.snapshot import Snapshot
@@ -35,22 +35,22 @@ def draw(count: int, *, seed: int = 0, epoch: int = 0, step: int = 0, first: int
     return Draw(seed, epoch, step, first, count)
 
 
-def context_of(selector: Any, anchor: Any = "uniform") -> SelectionContext:
+def context_of(sampler: Any, anchor: Any = "uniform") -> SelectionContext:
     table: Any = None  # rows of a snapshot need none
-    return SelectionContext(table, selector, anchor, None)
+    return SelectionContext(table, sampler, anchor, None)
 
 
 @pytest.mark.parametrize("anchor", ["uniform", "first", "last"])
 @pytest.mark.parametrize("unit", ["trajectory", "step"])
-def test_the_compiled_draw_is_that_of_the_selector(unit: Any, anchor: Any) -> None:
+def test_the_compiled_draw_is_that_of_the_sampler(unit: Any, anchor: Any) -> None:
     """Also of a snapshot whose running sum began earlier; no digest covers steps with replacement."""
-    selector, whole = gear.Uniform(unit=unit), snapshot_of()
+    sampler, whole = gear.Uniform(unit=unit), snapshot_of()
     later = [part[2:] for part in (whole.slots, whole.lengths, whole.generations, whole.sequences)]
     for snapshot in (whole, Snapshot(1, *later, whole.ends[2:])):
         for step, count in enumerate((1, 4, 7, 130)):
             now = draw(count, seed=-5, epoch=2, step=step)
-            items = selector.items(selector.num_items(snapshot), now)
-            slots, steps, lengths, generations = rows_of(context_of(selector), snapshot, items)
+            items = sampler.items(sampler.num_items(snapshot), now)
+            slots, steps, lengths, generations = rows_of(context_of(sampler), snapshot, items)
             if steps is None:
                 steps = anchors(anchor, lengths, now)
             names = np.empty((3, count), dtype=np.int64)
@@ -71,12 +71,12 @@ NAMES = {
     [("Uniform", True, "trajectory"), ("Fifo", False, "step"), ("Lifo", True, "step")],
 )
 def test_repr_names_the_options(name: str, replacement: bool, unit: Any) -> None:
-    selector = NAMES[name](replacement=replacement, unit=unit)
-    assert repr(selector) == f"{name}(replacement={replacement}, unit={unit!r})"
-    assert repr(eval(repr(selector), NAMES)) == repr(selector)
-    assert (selector.replacement, selector.unit) == (replacement, unit)
-    assert selector.passes == (not replacement)
-    assert not selector.weighs
+    sampler = NAMES[name](replacement=replacement, unit=unit)
+    assert repr(sampler) == f"{name}(replacement={replacement}, unit={unit!r})"
+    assert repr(eval(repr(sampler), NAMES)) == repr(sampler)
+    assert (sampler.replacement, sampler.unit) == (replacement, unit)
+    assert sampler.passes == (not replacement)
+    assert not sampler.weighs
 
 
 OTHERS = {
@@ -95,11 +95,11 @@ OTHERS = {
 }
 
 
-def test_repr_names_the_options_of_selectors_by_priority() -> None:
-    for text, selector in OTHERS.items():
-        assert repr(selector) == repr(eval(text, NAMES)) == text
-        assert not selector.passes
-        assert selector.weighs == text.startswith("Prioritized")
+def test_repr_names_the_options_of_samplers_by_priority() -> None:
+    for text, sampler in OTHERS.items():
+        assert repr(sampler) == repr(eval(text, NAMES)) == text
+        assert not sampler.passes
+        assert sampler.weighs == text.startswith("Prioritized")
 
 
 def schedule(number: int) -> float:
@@ -114,15 +114,15 @@ def test_repr_of_a_schedule_of_ones_own_is_the_same_in_every_process() -> None:
 
 
 def test_how_many_items_there_are() -> None:
-    for selector in (gear.Uniform, gear.Fifo, gear.Lifo, gear.TopK, gear.Prioritized):
+    for sampler in (gear.Uniform, gear.Fifo, gear.Lifo, gear.TopK, gear.Prioritized):
         for lengths in ((), (1,), LENGTHS):
-            assert selector().num_items(snapshot_of(lengths)) == len(lengths)
-            assert selector(unit="step").num_items(snapshot_of(lengths)) == sum(lengths)
+            assert sampler().num_items(snapshot_of(lengths)) == len(lengths)
+            assert sampler(unit="step").num_items(snapshot_of(lengths)) == sum(lengths)
 
 
 # fmt: off
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    *((selector, options, message) for selector in (gear.Uniform, gear.Fifo, gear.Prioritized) for options, message in (
+    *((sampler, options, message) for sampler in (gear.Uniform, gear.Fifo, gear.Prioritized) for options, message in (
         ({"replacement": "no"}, "replacement is 'no'; expected True or False"),
         ({"replacement": 1}, "replacement is 1; expected True or False"),
         ({"unit": "window"}, "unit is 'window'; expected 'trajectory' or 'step'"),
@@ -158,9 +158,9 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 
 
 def test_wrong_options_are_refused() -> None:
-    for selector, options, message in WRONG:
+    for sampler, options, message in WRONG:
         with pytest.raises(SchemaError, match=message):
-            selector(**options)
+            sampler(**options)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -210,12 +210,12 @@ def test_beta_by_number_of_batches() -> None:
 
 def test_a_schedule_that_returns_no_beta() -> None:
     for value in (-0.1, math.nan, math.inf, None, "1", True):
-        selector = gear.Prioritized(beta=lambda number, value=value: value if number == 3 else 1)
-        assert selector.beta_at(2) == 1
+        sampler = gear.Prioritized(beta=lambda number, value=value: value if number == 3 else 1)
+        assert sampler.beta_at(2) == 1
         with pytest.raises(
             SchemaError, match=r"The schedule .* gave .* for batch 3; expected a finite number"
         ):
-            selector.beta_at(3)
+            sampler.beta_at(3)
 
 
 def test_options_at_their_limits() -> None:
