@@ -453,7 +453,7 @@ def test_a_worker_refuses_the_state_of_one_among_others(
         ({"drop_last": True}, r"{'drop_last': \(False, True\)}"),
         (
             {"sampler": gear.Uniform(False)},
-            r"""{'selector': \("Uniform\(replacement=True, .*", "Uniform\(rep.*=F""",
+            r"""{'sampler': \("Uniform\(replacement=True, .*", "Uniform\(rep.*=F""",
         ),
         (
             {"seed": 6, "batch_size": 4},
@@ -496,7 +496,7 @@ def test_a_damaged_state_is_refused(table: gear.Table, change: Any, message: str
     data = dataset(table)
     before = data.state_dict()
     counts = ("epoch", "before", "step", "past", "workers", "samples", "sampled_items")
-    config = {"seed": 5, "batch_size": 3, "selector": "Uniform(replacement=True, unit='trajectory')"}
+    config = {"seed": 5, "batch_size": 3, "sampler": "Uniform(replacement=True, unit='trajectory')"}
     config |= {"anchor": "uniform", "drop_last": False}
     assert before == {**dict.fromkeys(counts, 0), "config": config}
     damaged = {**before, **change} if isinstance(change, dict) and change else change

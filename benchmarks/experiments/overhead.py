@@ -124,7 +124,7 @@ def _single(session: Session, data: Data, table: gear.Table, told: Mapping[str, 
     count = 50 if session.quick else 2000
     variants = [_plain("plain torch", data.flat, 1, count)]
     for name, copy in itertools.product(SELECTORS, (None, False)):
-        batches = _batches(table, 1, windows=gear.Window(1), selector=SELECTORS[name], copy=copy)
+        batches = _batches(table, 1, windows=gear.Window(1), sampler=SELECTORS[name], copy=copy)
         full = name if copy is None else f"{name}, copy=False"
         checked, limit = _checked(data, table, batches, 1), LIMITS.get(full)
         measure, amount = _timed(batches.__next__, count), variants[0].amount

@@ -1174,7 +1174,9 @@ class ReplayDataset(IterableDataset[Batch]):
         if not isinstance(state, Mapping) or not isinstance(state.get("config"), Mapping):
             raise SchemaError(f"The state is {shown(state)}; expected a state_dict() of a ReplayDataset.")
         values, budget = Position.check_state(state), checked_positions(state)
-        saved, mine = state["config"], self._config()
+        saved, mine = dict(state["config"]), self._config()
+        if "selector" in saved:  # as states of before called it
+            saved["sampler"] = saved.pop("selector")
         different = {
             key: (saved.get(key), mine.get(key))
             for key in {**saved, **mine}
@@ -1210,7 +1212,7 @@ class ReplayDataset(IterableDataset[Batch]):
         return {
             "seed": self.seed,
             "batch_size": self._global_size(self.batch_size),
-            "selector": repr(self.sampler),
+            "sampler": repr(self.sampler),
             "anchor": self.anchor,
             "drop_last": self.drop_last,
             **self._drawn,

@@ -409,7 +409,7 @@ def test_options_that_differ_between_ranks_are_named_on_all_of_them(ranks: list[
         "The ranks' Shards have different options: on_failure is raise on ranks 0, 2, and redraw on rank 1; timeout is "
         "30.0 on ranks 0, 2, and 31.0 on rank 1. Expected the same on all ranks."
     )
-    shown = {"windows": "windows of pipeline stage 0", "selector": "selector", "scope": "scope"}
+    shown = {"windows": "windows of pipeline stage 0", "scope": "scope"}
     for (name, value), message in zip(DIFFERENT.items(), rest, strict=True):
         assert f"ReplayDatasets have different options: {shown.get(name, name)} is " in message, name
         assert "on rank 1" in message
