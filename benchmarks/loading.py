@@ -135,7 +135,7 @@ def dataset(
         table,
         batch_size=batch,
         windows=workload.window,
-        anchor=workload.anchor,
+        draws=gear.Draws(anchor=workload.anchor),
         device=gear.Gpu(device, programs=programs),
         prefetch=gear.Prefetch(prefetch, **kept),
         batches_per_epoch=math.inf,

@@ -196,7 +196,7 @@ class DatasetSubject(OnDevice):
 
     def _made(self, selector: gear.Prioritized, batch: int = 1024) -> gear.ReplayDataset:
         options: dict[str, Any] = {
-            "anchor": "first",
+            "draws": gear.Draws(anchor="first"),
             "device": self.device,
             "prefetch": gear.Prefetch(0, copy=False),
         }

@@ -23,8 +23,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from options_common import nested
 
 import gear_loader as gear
+from gear_loader.dataset import replay_metrics
 from gear_loader.distributed import Shards
-from gear_loader.lightning import monitor
 
 COUNTS = [30, 12]
 BATCHES, EPOCHS, ROWS = 5, 2, 16  # batches of an epoch, rows of a batch on all ranks together
@@ -150,7 +150,7 @@ def fit(data: gear.ReplayDataModule, folder: Path | None, ckpt_path: Path | None
     every = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     watch = gear.ReplayMonitor(every_n_steps=2)
     seconds = itertools.count()
-    monitor.monotonic = lambda: float(next(seconds))  # one from a log to the next
+    replay_metrics.monotonic = lambda: float(next(seconds))  # one from a log to the next
     callbacks = [watch] if folder is None else [every, watch]
     told = {"logger": memory, "enable_checkpointing": folder is not None, "max_epochs": EPOCHS}
     quiet(callbacks=callbacks, **told, **options).fit(model, data, ckpt_path=ckpt_path)

@@ -30,7 +30,7 @@ CALLS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # method, opti
     "validate": ("validate", {}, {}),
     "test": ("test", {}, {"val_batches": VAL_BATCHES}),
     "predict": ("predict", {}, {}),
-    "predict last": ("predict", {}, {"anchor": "last"}),
+    "predict last": ("predict", {}, {"draws": gear.Draws(anchor="last")}),
 }
 
 

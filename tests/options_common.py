@@ -30,7 +30,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     if groups.get("column") is not None:
         options["groups"] = gear.Groups(**groups)
     if draws := _taken(options, gear.Draws):
-        options["draws"] = gear.Draws(**draws)
+        options["draws"] = dataclasses.replace(options.get("draws", gear.Draws()), **draws)
     if ranks := _taken(options, gear.Ranks):
         options["ranks"] = gear.Ranks(**ranks)
     if (steps := _taken(options, gear.Steps)).get("max_steps") is not None:

@@ -304,7 +304,7 @@ def _dataset(table: gear.Table, kind: str) -> gear.ReplayDataset:
         table,
         batch_size=BATCH,
         windows=W1.window,
-        anchor=W1.anchor,
+        draws=gear.Draws(anchor=W1.anchor),
         sampler=selector,
         seed=SEED,
         device="cpu",

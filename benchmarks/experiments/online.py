@@ -182,7 +182,7 @@ class Reader:
             table,
             batch_size=batch,
             windows=gear.Window(length=spec["steps"]),
-            anchor="first",
+            draws=gear.Draws(anchor="first"),
             sampler=selector,
             seed=spec["seed"],
             device="cpu",

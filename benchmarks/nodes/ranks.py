@@ -329,7 +329,7 @@ class Batches(Subject):
             rank.shards,
             batch_size=batch,
             windows=rank.workload.window,
-            anchor=rank.workload.anchor,
+            draws=gear.Draws(anchor=rank.workload.anchor),
             sampler=SELECTORS[selector](),
             device="cpu",
             prefetch=gear.Prefetch(0, copy=False),

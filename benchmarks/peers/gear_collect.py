@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import secrets
@@ -18,6 +19,13 @@ from benchmarks.workloads import NAMED, Data
 PACKAGES = MODULES = ("torch", "numpy")
 KINDS: dict[str, dict[str, Any]] = {"gear_collect": {}}
 BLOCK_STEPS = 64
+
+
+def _anchored(anchor: str) -> dict[str, Any]:
+    """The option for anchors, also of the `gear_loader` of a commit before."""
+    if "anchor" in inspect.signature(gear.ReplayDataset).parameters:
+        return {"anchor": anchor}
+    return {"draws": gear.Draws(anchor=anchor)}
 
 
 class Worker:
@@ -39,7 +47,7 @@ class Worker:
                     table,
                     batch_size=batch,
                     windows=data.workload.window,
-                    anchor=data.workload.anchor,
+                    **_anchored(data.workload.anchor),
                     device="cpu",
                     prefetch=gear.Prefetch(0, keep=1, copy=False),
                     batches_per_epoch=math.inf,

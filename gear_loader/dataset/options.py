@@ -84,6 +84,8 @@ class Draws:
     """What is drawn, and how draws are counted: ``draws=gear.Draws(subset=lambda n: n % 10 > 0)``.
 
     Attributes:
+        anchor: ``"uniform"`` over the trajectory's steps, ``"first"`` or ``"last"``. A sampler with ``unit="step"``
+            chooses the anchors itself.
         complete: draw only anchors at which every window lies wholly inside the trajectory, its final step included; of
             an `NStep` with `next`, that a step follows. A trajectory that has none is never drawn;
             `ReplayDataset.stats` counts them.
@@ -105,6 +107,7 @@ class Draws:
         SchemaError: an invalid value.
     """
 
+    anchor: Literal["uniform", "first", "last"] = "uniform"
     complete: bool = False
     stride: int | None = None
     subset: Callable[[Array], Array] | None = None
@@ -113,6 +116,7 @@ class Draws:
     rate_limited: bool = True
 
     def __post_init__(self) -> None:
+        one_of("anchor", self.anchor, ("uniform", "first", "last"))
         for name in ("complete", "drop_last", "sample_info", "rate_limited"):
             flag(name, getattr(self, name))
         if self.stride is not None:
@@ -175,7 +179,6 @@ def check_options(
     batch_size: Any,
     windows: Any,
     columns: Any,
-    anchor: Any,
     sampler: Any,
     groups: Any,
     draws: Any,
@@ -197,7 +200,7 @@ def check_options(
         at_least("batch_size", batch_size, otherwise=" or gear_loader.Steps(...)")
     check_windows(windows, columns)
     check_layout(layout, windows)
-    one_of("anchor", anchor, ("uniform", "first", "last"))
+    anchor = draws.anchor
     if sampler is not None and not isinstance(sampler, Sampler):
         raise SchemaError(
             f"sampler is {shown(sampler)}; expected an object such as gear_loader.Uniform() or "

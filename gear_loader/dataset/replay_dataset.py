@@ -114,10 +114,8 @@ class ReplayDataset(IterableDataset[Batch]):
         windows: one `Window` for all columns, or a mapping of column name to window; columns without a window are not
             read. `Whole` in place of a `Window` for whole trajectories.
         columns: with one window: the columns to read (all by default).
-        anchor: ``"uniform"`` over the trajectory's steps, ``"first"`` or ``"last"``. A sampler with
-            ``unit="step"`` chooses the anchors itself.
-        sampler: by default `Uniform()`, or where every window has one step ``Uniform(unit="step")``, unless `anchor`
-            or `groups` are given. The logger `gear_loader` says once if by default the shorter half of the
+        sampler: by default `Uniform()`, or where every window has one step ``Uniform(unit="step")``, unless an
+            anchor or `groups` are given. The logger `gear_loader` says once if by default the shorter half of the
             trajectories, with half of the rows, has less than a quarter of the steps.
         groups: `Groups` of trajectories that are drawn together.
         draws: `Draws`, what is drawn and how it is counted.
@@ -190,7 +188,6 @@ class ReplayDataset(IterableDataset[Batch]):
         batch_size: int | Steps,
         windows: Window | Whole | Mapping[str, Any],
         columns: Sequence[str] | None = None,
-        anchor: Literal["uniform", "first", "last"] = "uniform",
         sampler: Sampler | None = None,
         groups: Groups | None = None,
         draws: Draws = _DRAWS,
@@ -207,7 +204,6 @@ class ReplayDataset(IterableDataset[Batch]):
             batch_size=batch_size,
             windows=windows,
             columns=columns,
-            anchor=anchor,
             sampler=sampler,
             groups=groups,
             draws=draws,
@@ -234,7 +230,7 @@ class ReplayDataset(IterableDataset[Batch]):
         if output != "dict":
             check_nesting(self.windows, output)
         # Whether nothing tells if trajectories or steps are to be equally likely.
-        self._by_default = sampler is None and anchor == "uniform" and groups is None
+        self._by_default = sampler is None and draws.anchor == "uniform" and groups is None
         self._by_default &= not has_whole(self.windows)
         by_step = self._by_default and single_steps(table.schema, self.windows)
         if sampler is None:
@@ -248,7 +244,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self._drawn: dict[str, Any] = {} if not draws.complete else {"complete": True}
         self._drawn |= {} if draws.stride is None else {"stride": int(draws.stride)}
         whole = has_whole(self.windows)
-        self.anchor: Literal["uniform", "first", "last"] = "first" if whole else anchor
+        self.anchor: Literal["uniform", "first", "last"] = "first" if whole else draws.anchor
         self.seed = int(seed)
         gpu = device if isinstance(device, Gpu) else Gpu(device)
         self.device = device_of(gpu.device)

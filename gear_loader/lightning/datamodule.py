@@ -293,9 +293,9 @@ class ReplayDataModule(LightningDataModule):
     def predict_dataloader(self) -> DataLoader[Batch]:
         """The loader of ``Trainer.predict``: once over all trajectories, of training and validation, oldest first.
 
-        With ``anchor="first"`` or ``"last"`` each trajectory is one row. Otherwise, and with a sampler of steps, each
-        step is a row: the windows of step 0 of the oldest trajectory, of its step 1, and so on. A row's ``index`` and
-        ``anchor`` say what it is. If the last batches do not suffice for all ranks, some repeat the first ones.
+        With ``Draws(anchor="first")`` or ``"last"`` each trajectory is one row. Otherwise, and with a sampler of steps,
+        each step is a row: the windows of step 0 of the oldest trajectory, of its step 1, and so on. A row's ``index``
+        and ``anchor`` say what it is. If the last batches do not suffice for all ranks, some repeat the first ones.
 
         Raises:
             SchemaError: `setup` has not been called.

@@ -64,7 +64,7 @@ def prediction_dataset(
     Args:
         source, options, batch_size: as for `evaluation_dataset`.
     """
-    anchor, sampler = options.get("anchor", "uniform"), options.get("sampler")
+    anchor, sampler = options.get("draws", Draws()).anchor, options.get("sampler")
     by_step = (anchor == "uniform" and not _whole(options)) or (
         sampler is not None and sampler.unit == "step"
     )
@@ -80,15 +80,17 @@ def _pass(
     batch_size: int,
     most: int | None,
 ) -> EvaluationDataset:
-    draws = options.get("draws", Draws())
+    draws, told = (
+        options.get("draws", Draws()),
+        {"sample_info": False, "rate_limited": False, "drop_last": False},
+    )
     replaced = {
-        "draws": dataclasses.replace(draws, sample_info=False, rate_limited=False, drop_last=False),
+        "draws": dataclasses.replace(draws, anchor=anchor, **told),
         "ranks": dataclasses.replace(
             options.get("ranks", Ranks()), scope="global", balance=None, micro_batches=1
         ),
         "batches_per_epoch": None,
         "sampler": sampler,
-        "anchor": anchor,
         "batch_size": batch_size,
         "transform": evaluating(options.get("transform")),
     }

@@ -67,7 +67,7 @@ def test_all_steps_are_equally_likely_by_default_or_a_notice_says_how_not(how: s
         for windows, options, expected in (
             (gear.Window(2), {}, 1),
             (gear.Window(2), {"sampler": gear.Uniform()}, 0),
-            (gear.Window(1), {"anchor": "last"}, 0),
+            (gear.Window(1), {"draws": gear.Draws(anchor="last")}, 0),
             (gear.Window(1), {"sampler": gear.Uniform()}, 0),
         ):
             share, notices = told_of(windows, **options)

@@ -109,7 +109,7 @@ def test_states_resume_and_options_differ() -> None:
             gear.ReplayDataset(table, sampler=sampler, draws=gear.Draws(stride=3), **options).sample()
         for wrong in (
             {"sampler": gear.Uniform()},
-            {"anchor": "first"},
+            {"draws": gear.Draws(anchor="first", stride=4)},
             {"draws": gear.Draws(stride=2), "windows": gear.Whole()},
         ):
             with pytest.raises(SchemaError, match="stride"):
