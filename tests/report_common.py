@@ -179,7 +179,7 @@ def _multi_server(made: Made, network: Mapping[str, Any]) -> None:
         put("W1", f"requests of {request}", speeds, "bare", **told, request_bytes=request)
     more = {}
     for world in (1, 2, 4):
-        told = {"world": world, "batch": 256, "sampler": "prioritized", "part": "select"}
+        told = {"world": world, "batch": 256, "selector": "prioritized", "part": "select"}
         put("selection", f"{world} ranks", {"ours": 1e5, "all_to_all": 3e5}, "all_to_all", "rows", **told)
         told = {"part": "all_to_all", "world": world, "each_bytes": 512}
         put("all_to_all", f"{world} ranks", {"all_to_all": 1e8}, "all_to_all", **told)

@@ -14,5 +14,6 @@ for number, transition in enumerate(play(1_000)):  # shared
             {"a": (offline.dataset, 0.5), "b": (online.dataset, 0.5)}, batch_size=64, batches_per_epoch=1_000
         )
         batch = mixed.sample()
-        discount = 0.99 * ~batch["terminated"]
-        learn_mixed(batch["obs"], batch["action"], batch["reward"], batch["next_obs"], discount)  # shared
+        learn_mixed(
+            batch["obs"], batch["action"], batch["reward"], batch["next_obs"], batch["discount"]
+        )  # shared

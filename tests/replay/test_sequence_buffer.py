@@ -174,7 +174,7 @@ def test_states_are_written_back_and_found_by_the_next_sequences() -> None:
     assert (buffer.sample()["state"]["h"] == 1).all()
     for wrong, message in (
         ({"action": torch.zeros(64)}, "expected columns in mutable"),
-        ({"state": torch.zeros(64)}, "expected a mapping"),
+        ({"state": torch.zeros(64)}, "expected a dict"),
         ({"state": {"h": torch.zeros(64, 3)}}, "has the shape"),
     ):
         with pytest.raises(SchemaError, match=message):
