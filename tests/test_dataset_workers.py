@@ -474,6 +474,16 @@ def test_a_state_of_other_options_is_refused(table: gear.Table, options: Any, me
 KEYS = ["config", "epoch", "past", "sampled_items", "samples", "workers"]
 
 
+def test_a_state_that_calls_the_sampler_selector_loads(table: gear.Table) -> None:
+    data, other = dataset(table), dataset(table)
+    data.sample()
+    state = data.state_dict()
+    config = {"selector" if name == "sampler" else name: value for name, value in state["config"].items()}
+    other.load_state_dict({**state, "config": config})
+    assert other.state_dict() == state
+    assert torch.equal(other.sample()["index"], data.sample()["index"])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
