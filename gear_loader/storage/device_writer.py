@@ -261,7 +261,7 @@ class DeviceWriter:
     @staticmethod
     def _given(rows: Any, columns: dict[str, Any]) -> dict[str, Any]:
         if rows is None:
-            return columns
+            return dict(as_mapping(columns))
         found = as_mapping(rows)
         if not isinstance(found, Mapping):
             raise SchemaError(f"The rows are {shown(rows)}; expected a mapping. Nothing was appended.")
