@@ -162,6 +162,15 @@ def _no_region_outlives_the_session() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _start_method_is_as_before() -> Iterator[None]:
+    # Importing torchrl changes how all later processes start.
+    before = multiprocessing.get_start_method(allow_none=True)
+    yield
+    if multiprocessing.get_start_method(allow_none=True) != before:
+        multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.fixture(autouse=True)
 def _no_region_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
     # pytest sets up wider fixtures first and this one before the test's own, and takes them down in reverse:
     # what wider fixtures hold is in `before`, what the test's own fixtures hold is gone by the check.
