@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import multiprocessing
 import os
 import pickle
 import re
@@ -19,12 +20,14 @@ import torch
 import gear_loader as gear
 from gear_loader.errors import SchemaError
 
+_start = multiprocessing.get_start_method(allow_none=True)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     data = pytest.importorskip("torchrl.data", reason="needs pip install '.[torchrl]'")
     from tensordict import TensorDict
 
     from gear_loader.integrations.torchrl_storage import TableStorage
+multiprocessing.set_start_method(_start, force=True)  # which torchrl has changed
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 
