@@ -249,7 +249,9 @@ class Normalize(_OfColumns):
         if not isinstance(state, Mapping) or (state and set(state) != set(_MOMENTS)):
             raise SchemaError(f"The state is {shown(state)}; expected that of a Normalize, {_MOMENTS}.")
         self._moments = (
-            tuple(torch.as_tensor(state[name], dtype=torch.float64) for name in _MOMENTS) if state else None  # type: ignore[assignment]
+            tuple(torch.as_tensor(state[name], dtype=torch.float64, device="cpu") for name in _MOMENTS)
+            if state
+            else None  # type: ignore[assignment]
         )
 
 
@@ -341,9 +343,9 @@ class RandomCrop(_OfColumns):
                 f"{[each - 2 * self.padding for each in size]}."
             )
         if self.center:
-            places = [torch.full((len(planes),), (each - 1) // 2) for each in room]
+            places = [torch.full((len(planes),), (each - 1) // 2, device="cpu") for each in room]
         else:
-            places = [torch.randint(each, (len(planes),), generator=generator) for each in room]
+            places = [torch.randint(each, (len(planes),), generator=generator, device="cpu") for each in room]
         cut = (_cut_on_host if planes.device.type == "cpu" else _cut)(planes, size, *places)
         return cut.reshape(*moved.shape[:-2], *size).movedim((-2, -1), self.dims)
 

@@ -124,6 +124,8 @@ def every_experiment(made: Made) -> list[dict[str, Any]]:
     for workload, (name, value) in itertools.product(("uniform 1 to 100", "two lengths"), values.items()):
         goal = {"at_most": 1.05} if name == "ours" else {}
         made.amount("memory", workload, name, value, "bytes resident / byte of payload", **goal)
+    writing = {"ring": 5e9, "ours": 4e9, "ours, without device": 1e9}
+    put("simulator", "append", "4,096 environments", writing, "ring", {"envs": 4096})
     beside = {"alone": 1000.0, "ours, prefetch 0": 900.0, "plain torch": 700.0}
     put("overlap", "step", "small network, batch 32", beside, "alone", {"batch": 32}, "rows")
     put(

@@ -48,6 +48,10 @@ _PICTURES: dict[
         partial(bars.draw_panels, "overhead"),
         "What a call costs beside plain torch or a plain copy; whiskers from p10 to p90.",
     ),
+    "simulator": (
+        partial(bars.draw_panels, "simulator"),
+        "Writing a step of all environments; whiskers from p10 to p90; the dashed line is a ring of plain tensors.",
+    ),
     "packed": (
         partial(bars.draw_panels, "packed"),
         "Packed batches of sequences of uneven length, by the token; whiskers from p10 to p90.",

@@ -108,8 +108,8 @@ class Relabel:
     def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
         count, goals = len(batch["index"]), self._options.n_sampled_goal
         number, rest = divmod(count * goals, goals + 1)
-        order = torch.randperm(count, generator=generator).numpy()
-        places = torch.rand(count + 1, dtype=torch.float64, generator=generator).numpy()
+        order = torch.randperm(count, generator=generator, device="cpu").numpy()
+        places = torch.rand(count + 1, dtype=torch.float64, generator=generator, device="cpu").numpy()
         number += bool(places[count] * (goals + 1) < rest)
         chosen, read = self._read(batch, order, number, places)
         where, device = torch.from_numpy(chosen), batch["reward"].device

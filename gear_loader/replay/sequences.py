@@ -167,7 +167,8 @@ class SequenceBuffer(ReplayBuffer):
                 mean`` over the batch's `loss_mask`, as in R2D2, and 0 where that is empty.
             eta: from 0 to 1.
         """
-        priority = torch.as_tensor(priority)
+        if not isinstance(priority, torch.Tensor):
+            priority = torch.as_tensor(priority, device="cpu")
         if priority.ndim == 2:
             if not finite(eta) or not 0 <= eta <= 1:
                 raise SchemaError(f"eta is {shown(eta)}; expected a number from 0 to 1.")

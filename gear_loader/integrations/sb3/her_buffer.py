@@ -256,8 +256,8 @@ class HerReplayBuffer(DictReplayBuffer, _HerReplayBuffer):
         achieved, desired = np.split(achieved, 2)
         infos = copies.deepcopy(self.infos[places, members]) if self.copy_info_dict else [{} for _ in places]
         rewards = self.env.env_method("compute_reward", achieved, desired, infos, indices=[0])[0]
-        goal = torch.as_tensor(desired)
+        goal = torch.as_tensor(desired, device="cpu")
         for column in (f"observation.{_DESIRED}", f"next_observation.{_DESIRED}"):
             batch[column][rows] = goal.to(batch[column].device)
-        found: torch.Tensor = torch.as_tensor(np.asarray(rewards, dtype=np.float32).reshape(-1))
+        found: torch.Tensor = torch.as_tensor(np.asarray(rewards, dtype=np.float32).reshape(-1), device="cpu")
         return found.to(batch["reward"].device)
