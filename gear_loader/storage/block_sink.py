@@ -30,7 +30,7 @@ from gear_loader.native.lanes import (
     LANE_STEPS,
     LANE_WIDTH,
 )
-from gear_loader.storage.appender import Bytes, Given, here, too_long
+from gear_loader.storage.appender import Bytes, Given, RowsAhead, here, too_long
 from gear_loader.storage.operations.view import DONE, OUTSIDE
 from gear_loader.utils.arrays import Array, data_address
 
@@ -299,23 +299,6 @@ class BlockSink:
 
     def abort(self, chosen: Array) -> None:
         self.index.abort_lanes(self.lanes, chosen)
-
-
-class RowsAhead(NamedTuple):
-    """Rows of all lanes in memory, and the values that follow each; see `appending.append_lanes`.
-
-    Attributes:
-        hold: owner of the memory.
-    """
-
-    sources: Array
-    following: Array
-    active: Array
-    done: Array
-    over: Array
-    cut: int
-    reward: int
-    hold: object
 
 
 class GrowingSink(BlockSink):

@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gear_loader.errors import GearError, SchemaError
 from gear_loader.kernels.special_priorities import UNSET
 from gear_loader.native.lanes import LANE_STEPS
-from gear_loader.storage.appender import Appender, Bytes, Given, Sink, here, too_long
-from gear_loader.storage.block_sink import RowsAhead
+from gear_loader.storage.appender import Appender, Bytes, Given, RowsAhead, Sink, here, too_long
 from gear_loader.storage.final_rows import checked_finals, on_host
 from gear_loader.storage.incoming import checked_priorities
 from gear_loader.storage.schema import Schema, as_mapping, settled
-from gear_loader.storage.waiting_rows import WaitingRows
 from gear_loader.utils.arrays import Array, address_of, numbers, shown
 from gear_loader.utils.lazy_torch import is_tensor, torch
+
+if TYPE_CHECKING:
+    from gear_loader.storage.waiting_rows import WaitingRows
 
 _BOOL = np.dtype(np.bool_)
 _OPTIONS = ("done", "active", "priority", "final", "next")
@@ -195,6 +196,10 @@ class VectorWriter:
 
     def staged(self, rows: int, *, cut: int, reward: str) -> WaitingRows:
         """Memory for rows that are appended together, in the place of `append` with `next`; see `WaitingRows`."""
+        from gear_loader.storage.waiting_rows import (
+            WaitingRows,  # which loads numba; clients have no need of it
+        )
+
         self._moves = True
         return WaitingRows(self._sink, self._appender, rows, cut, reward)  # type: ignore[arg-type]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.storage.appender import Appender, Given
-from gear_loader.storage.block_sink import GrowingSink, RowsAhead
+from gear_loader.storage.appender import Appender, Given, RowsAhead
+from gear_loader.storage.block_sink import GrowingSink
 from gear_loader.storage.operations.appending import UNLESS_RESET
 from gear_loader.utils.arrays import Array, data_address
 
