@@ -68,7 +68,7 @@ def test_names_that_cannot_be_nested_and_a_missing_package(
     table: gear.Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"batch_size": 6, "device": "cpu", "output": "tensordict"}
-    with pytest.raises(SchemaError, match="output is 'td'; expected 'dict' or 'tensordict'"):
+    with pytest.raises(SchemaError, match="output is 'td'; expected 'dict', 'nested' or 'tensordict'"):
         gear.ReplayDataset(table, batch_size=6, windows=STEP, output="td")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "tensordict", None)
     with pytest.raises(ImportError, match=r"pip install '.\[tensordict\]'"):
