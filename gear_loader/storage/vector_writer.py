@@ -195,7 +195,7 @@ class VectorWriter:
             raise
 
     def staged(self, rows: int, *, cut: int, reward: str) -> WaitingRows:
-        """Memory for rows that are appended together, in the place of `append` with `next`; see `WaitingRows`."""
+        """Memory for rows that are appended together, in the place of `append` with `next`."""
         from gear_loader.storage.waiting_rows import (
             WaitingRows,  # which loads numba; clients have no need of it
         )
