@@ -103,7 +103,7 @@ class Adder:
             self._staged = waiting(length)
         elif growing:
             writer = table.writers(num_envs, commit_every_step=True)
-            self._staged = writer.staged(length, cut=piece, reward="reward")
+            self._staged = WaitingRows.of(writer, length, cut=piece, reward="reward")
         else:
             self._staged = EndedRows(table, num_envs, piece)
         staged = self._staged

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +18,6 @@ from gear_loader.storage.incoming import checked_priorities
 from gear_loader.storage.schema import Schema, as_mapping, settled
 from gear_loader.utils.arrays import Array, address_of, numbers, shown
 from gear_loader.utils.lazy_torch import is_tensor, torch
-
-if TYPE_CHECKING:
-    from gear_loader.storage.waiting_rows import WaitingRows
 
 _BOOL = np.dtype(np.bool_)
 _OPTIONS = ("done", "active", "priority", "final", "next")
@@ -193,15 +190,6 @@ class VectorWriter:
                 left = ~self.appended if acting is None else acting & ~self.appended
                 self._lanes[left, LANE_STEPS] -= 1
             raise
-
-    def staged(self, rows: int, *, cut: int, reward: str) -> WaitingRows:
-        """Memory for rows that are appended together, in the place of `append` with `next`."""
-        from gear_loader.storage.waiting_rows import (
-            WaitingRows,  # which loads numba; clients have no need of it
-        )
-
-        self._moves = True
-        return WaitingRows(self._sink, self._appender, rows, cut, reward)  # type: ignore[arg-type]
 
     # ---------------------------------------------------------------- checking
 

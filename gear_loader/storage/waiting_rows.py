@@ -10,6 +10,7 @@ import numpy as np
 from gear_loader.storage.appender import Appender, Given, RowsAhead
 from gear_loader.storage.block_sink import GrowingSink
 from gear_loader.storage.operations.appending import UNLESS_RESET
+from gear_loader.storage.vector_writer import VectorWriter
 from gear_loader.utils.arrays import Array, data_address
 
 _SPREAD_BYTES = 512
@@ -30,6 +31,12 @@ class WaitingRows:
         length: K. cut: steps of a trajectory after which the next row begins another one, at least 1.
         reward: column of the reward.
     """
+
+    @classmethod
+    def of(cls, writer: VectorWriter, length: int, *, cut: int, reward: str) -> WaitingRows:
+        """Those of a writer with ``commit_every_step``, which appends nothing else."""
+        writer._moves = True
+        return cls(writer._sink, writer._appender, length, cut, reward)  # type: ignore[arg-type]
 
     def __init__(self, sink: GrowingSink, appender: Appender, length: int, cut: int, reward: str) -> None:
         n, schema = len(sink.lanes), sink.schema.steps
