@@ -15,6 +15,7 @@ from gear_loader.storage.casting import cast_to
 from gear_loader.storage.schema import Column
 from gear_loader.storage.step_columns import StepColumn
 from gear_loader.storage.table import Table
+from gear_loader.storage.waiting_rows import WaitingRows
 from gear_loader.utils.arrays import Array
 
 _STAGED_BYTES, _MOST_ROWS = 4 << 20, 64
