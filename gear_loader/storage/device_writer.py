@@ -475,8 +475,10 @@ def _drain(chunks: list[_Chunk], pid: int) -> None:
 def _copy(place: torch.Tensor, values: torch.Tensor) -> None:
     """Copy one step of a column, [n, *shape], to its place, on the current stream."""
     if place.dtype != values.dtype or place.shape != (values.shape or (1,)):
+        values = values.reshape(len(values), -1)
+        # A view as wider words begins on one of them, and has them side by side: one value of a slice has any stride.
         odd = values.storage_offset() * values.element_size() % place.dtype.itemsize
-        # A view as wider words begins on one of them.
-        values = values.clone(memory_format=torch.contiguous_format) if odd else values.contiguous()
-        values = values.reshape(len(values), -1).view(place.dtype).view(place.shape)
+        if odd or not values.is_contiguous() or values.stride(1) != 1:
+            values = values.clone(memory_format=torch.contiguous_format)
+        values = values.view(place.dtype).view(place.shape)
     place.copy_(values)
