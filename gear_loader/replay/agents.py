@@ -10,6 +10,7 @@ import numpy as np
 from gear_loader.errors import SchemaError
 from gear_loader.replay.adding import flags_of
 from gear_loader.replay.nesting import Nesting, as_array
+from gear_loader.replay.row_memory import same_rows
 from gear_loader.storage.schema import Column
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
@@ -211,8 +212,7 @@ class AgentAdder:
         )  # fmt: skip
         ended = self._begin(flags, rows)
         if before is not None:
-            same = np.stack([_equal(rows[name], values) for name, values in before.items()]).all(0)
-            broken = ~same & (writer.num_steps > 0)
+            broken = ~same_rows(rows, before) & (writer.num_steps > 0)
             if broken.any():
                 writer.commit(broken, final=before)
         done = ended | (writer.num_steps >= self._piece - 1)
@@ -249,14 +249,6 @@ def _row(name: str, value: Any, count: int, single: bool, shape: tuple[int, ...]
         found, wanted = (array.shape[1:], shape) if single else (array.shape, (count, *shape))
         raise SchemaError(f"{prefix + name!r} has the shape {list(found)}; expected {list(wanted)}.")
     return array
-
-
-def _equal(rows: Array, before: Array) -> Array:
-    """Whether each environment's values are equal, bool [n]; NaN is NaN."""
-    rows = rows.astype(before.dtype)  # as they are stored
-    equal = (rows == before) | ((rows != rows) & (before != before))
-    same: Array = equal.reshape(len(equal), -1).all(1)
-    return same
 
 
 class Blanks:

@@ -15,6 +15,7 @@ from gear_loader.dataset.options import Draws
 from gear_loader.errors import SchemaError, StaleIndexError, TableEmptyError
 from gear_loader.replay.adding import Adder
 from gear_loader.replay.buffer import ReplayBuffer
+from gear_loader.replay.row_memory import RowMemory, same_rows
 from gear_loader.storage.operations.appending import UNLESS_RESET
 from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
@@ -224,32 +225,19 @@ class SequenceBuffer(ReplayBuffer):
         }
 
 
-class SequenceRows:
-    """Rows of n environments that wait until they are appended, as `WaitingRows`; they tell where episodes begin, and
-    where an episode is cut, its next piece begins with the last steps of the one before.
+class SequenceRows(RowMemory):
+    """Rows of n environments that wait until they are appended; they tell where episodes begin, and where an episode is
+    cut, its next piece begins with the last steps of the one before.
 
     Args:
         table: with the column ``is_first``. num_envs: n. piece: most steps of a trajectory.
         overlap: steps that consecutive pieces have in common. length: K.
-
-    Attributes:
-        rows, following, active, done, count: as of `WaitingRows`.
     """
 
     def __init__(self, table: Table, num_envs: int, piece: int, overlap: int, length: int) -> None:
-        self._table, self._piece, self._overlap, self.length = table, piece, overlap, length
-        self._writer = table.writers(num_envs, commit_every_step=True)
-        schema = table.schema.steps
-        self.rows: dict[str, Array] = {
-            name: np.zeros((length, num_envs, *column.shape), column.numpy_dtype)
-            for name, column in schema.items()
-        }
-        self.following = {name: np.zeros_like(rows) for name, rows in self.rows.items() if schema[name].final}
-        self.active = np.full((length, num_envs), UNLESS_RESET, dtype=np.uint8)
-        self.done = np.zeros((length, num_envs), dtype=bool)
-        self.count = self._at = 0  # rows that are written, and those of them that are appended
-        self._before = {name: np.zeros_like(rows[0]) for name, rows in self.following.items()}
-        self._over = np.zeros(num_envs, dtype=bool)  # whether the last step of each ended its episode
+        super().__init__(table, table.writers(num_envs, commit_every_step=True), length)
+        self._table, self._piece, self._overlap = table, piece, overlap
+        self._at = 0  # rows of `count` that are appended
         self._cuts: dict[int, dict[str, Array]] = {}  # environment whose episode was cut -> last steps
 
     def append(self) -> None:
@@ -264,8 +252,8 @@ class SequenceRows:
 
     def _append(self, rows: dict[str, Array], following: dict[str, Array]) -> None:
         done, kind, steps = self.done[self._at], self.active[self._at], self._writer.num_steps
-        same = np.logical_and.reduce([_equal(rows[name], each) for name, each in self._before.items()])
-        resets = (kind == UNLESS_RESET) & same & self._over & (rows["reward"] == 0) & ~done
+        same = same_rows(rows, self._before)
+        resets = self._resets(self._at, same)
         acting = (kind != 0) & ~resets
         rows["is_first"][:] = (steps == 0) | ~same
         for lane in [lane for lane in self._cuts if acting[lane]]:
@@ -307,10 +295,3 @@ class SequenceRows:
                 if name in following and step + 1 < len(values):
                     following[name][lane] = values[step + 1]
             self._writer.append(row, next=following, active=active)
-
-
-def _equal(one: Array, other: Array) -> Array:
-    """Whether the values of each environment are the same, NaN too, bool [n]."""
-    equal = (one == other) | ((one != one) & (other != other))
-    found: Array = equal.reshape(len(equal), -1).all(1)
-    return found
