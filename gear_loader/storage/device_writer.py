@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -112,7 +113,7 @@ class _Chunk:
 
     def wait(self) -> None:
         """Wait for the copies that are queued."""
-        if self.sent and self.arrived is not None and not self.arrived.query():
+        if self.sent and self.arrived is not None and not self.has_arrived():
             self.arrived.synchronize()
 
 
@@ -171,8 +172,8 @@ class DeviceWriter:
         self._everyone = np.arange(n)
         self._ending = np.ones(n, dtype=bool)
         self.committed = 0
-        self._broken = False
-        self._drain = weakref.finalize(self, _drain, self._chunks, here.pid)
+        self._closed = False
+        weakref.finalize(self, _drain, self._chunks, here.pid)
 
     def _check_schema(self, schema: Schema) -> None:
         if schema.per_trajectory:
@@ -278,24 +279,18 @@ class DeviceWriter:
             wanted = {name: self._schema[name] for name in self._finals}
             last = self._checked("final values", as_mapping(final), wanted, (self.num_envs,))
         priorities = None if priority is None else checked_priorities(priority, self.num_envs)
-        try:
-            with beside_captures(self.device):
-                before = self.committed
-                self._commit_arrived()
-                self._put(checked, count, several)
-                if whole:
-                    self._send(last, priorities)
-                return self.committed - before
-        except GearError:
-            raise
-        except BaseException:
-            self.close()  # how far the call has come is not known
-            raise
+        with self._closed_by_interrupts():
+            before = self.committed
+            self._commit_arrived()
+            self._put(checked, count, several)
+            if whole:
+                self._send(last, priorities)
+            return self.committed - before
 
     def _checked(
         self, what: str, given: Any, wanted: dict[str, Column], leading: tuple[int, ...]
     ) -> dict[str, torch.Tensor]:
-        """The values as contiguous words' bytes; raises SchemaError."""
+        """The values, detached; raises SchemaError."""
         if not isinstance(given, Mapping) or given.keys() != wanted.keys():
             names = sorted(given) if isinstance(given, Mapping) else shown(given)
             raise SchemaError(
@@ -413,19 +408,25 @@ class DeviceWriter:
         """
         self._check_usable()
         before = self.committed
+        with self._closed_by_interrupts():
+            if self.num_steps:
+                self._send(None, None)
+            for chunk in self._chunks:
+                if chunk.sent:
+                    self._commit(chunk)
+        return self.committed - before
+
+    @contextlib.contextmanager
+    def _closed_by_interrupts(self) -> Iterator[None]:
+        """Work beside captures; after an exception that is none of ours, discard what is not committed."""
         try:
             with beside_captures(self.device):
-                if self._chunks[0].steps and not self._chunks[0].sent:
-                    self._send(None, None)
-                for chunk in self._chunks:
-                    if chunk.sent:
-                        self._commit(chunk)
+                yield
         except GearError:
             raise
         except BaseException:
-            self.close()
+            self.close()  # how far the call has come is not known
             raise
-        return self.committed - before
 
     def _check_usable(self) -> None:
         if here.pid != self._pid:
@@ -433,7 +434,7 @@ class DeviceWriter:
                 f"A device writer of process {self._pid} was used in process {here.pid}; a forked child has no GPU. "
                 "Make one in each process that has."
             )
-        if self._broken:
+        if self._closed:
             raise GearError(
                 "The device writer is closed; make another one with table.writers(n, device=...)."
             )
@@ -441,9 +442,9 @@ class DeviceWriter:
 
     def close(self) -> None:
         """Discard what is not committed; idempotent. Waits for copies that are under way."""
-        if here.pid != self._pid or self._broken:
+        if here.pid != self._pid or self._closed:
             return
-        self._broken = True
+        self._closed = True
         for chunk in self._chunks:
             chunk.wait()
             chunk.sink.abort(self._everyone)
