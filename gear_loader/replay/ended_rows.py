@@ -24,13 +24,13 @@ class EndedRows(RowMemory):
         rows = {name: values[0] for name, values in self.rows.items()}
         following = {name: values[0] for name, values in self.following.items()}
         same = same_rows(rows, self._before)
-        acting = (self.active[0] != 0) & ~self._resets(0, same)
+        resets = self._resets(0, same)
+        acting = (self.active[0] != 0) & ~resets
         broken = ~same & (writer.num_steps > 0) & acting
         if broken.any():
             writer.commit(broken, final=self._before)
         done = ended | (writer.num_steps >= self._cut - 1)
         writer.append(rows, done=done, active=acting, final=following if done.any() else None)
-        self._over = ended & acting
-        self._before = {name: values.copy() for name, values in following.items()}
+        self._passed(0, acting, resets)
         self.active[:] = UNLESS_RESET
         self.count = 0

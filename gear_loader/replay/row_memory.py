@@ -42,6 +42,13 @@ class RowMemory:
         found: Array = unless & same & self._over & (self.rows["reward"][at] == 0) & ~self.done[at]
         return found
 
+    def _passed(self, at: int, acting: Array, resets: Array) -> None:
+        """Note row `at` as the last one of the environments (bool [n]) that acted or were reset; others did nothing."""
+        known = acting | resets
+        for name, values in self.following.items():
+            self._before[name][known] = values[at][known]
+        self._over = np.where(known, self.done[at] & acting, self._over)
+
 
 def same_rows(rows: Mapping[str, Array], before: Mapping[str, Array]) -> Array:
     """Whether all values of each environment are those of `before` ([n, *shape] a column), NaN too; bool [n]."""

@@ -266,10 +266,7 @@ class SequenceRows(RowMemory):
         slots = self._writer.append(rows, next=following, done=done | cut, active=acting)
         for lane in np.flatnonzero(cut).tolist():
             self._cuts[lane] = self._last(int(slots[lane]))
-        known = acting | resets
-        for name, each in following.items():
-            self._before[name][known] = each[known]
-        self._over = np.where(known, done & acting, self._over)
+        self._passed(self._at, acting, resets)
 
     def _last(self, slot: int) -> dict[str, Array]:
         """The last steps of a piece; none if it was evicted by another process."""

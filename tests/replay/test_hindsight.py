@@ -390,3 +390,29 @@ def test_rewards_of_another_shape_are_refused() -> None:
         SchemaError, match=r"returned the shape \[\] for 16 goals; expected one reward for each"
     ):
         buffer.sample()
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_an_environment_that_pauses_goes_on_where_it_was(running: bool) -> None:
+    def goals(first: float, second: float) -> dict[str, np.ndarray]:
+        place = np.array([[first], [second]], dtype=np.float32)
+        return {"observation": place, "achieved_goal": place, "desired_goal": np.zeros_like(place)}
+
+    hindsight = gear.Hindsight(lambda achieved, desired, info: -np.ones(len(achieved)), running=running)
+    buffer = gear.ReplayBuffer(1000, num_envs=2, hindsight=hindsight, device="cpu")
+    second = 50.0
+    for step in range(6):
+        active = np.array([True, step != 2])
+        pair = (second, second + 1) if active[1] else (999.0, 777.0)  # ignored, as what is after it
+        ends = np.full(2, step == 5)
+        moved = goals(step + 1, pair[1])
+        args = goals(step, pair[0]), np.zeros((2, 1), np.float32), np.ones(2, np.float32), moved
+        buffer.add(*args, np.zeros(2, dtype=bool), ends, active=active)
+        second += active[1]
+    assert buffer.table is not None
+    found = {}
+    for index in buffer.table.indices().tolist():
+        steps, final = buffer.table[index]["obs.observation"][:, 0], buffer.table.final(index)
+        assert final is not None
+        found[float(steps[0])] = [*steps.tolist(), *final["obs.observation"].tolist()]
+    assert found == {0.0: [0, 1, 2, 3, 4, 5, 6], 50.0: [50, 51, 52, 53, 54, 55]}
