@@ -46,7 +46,7 @@ class Points:
         distance = (self.target - self.place).norm(dim=1)
         reached, following = distance < 0.1, self.obs()
         self.reset(reached)
-        return following, torch.where(reached, 1.0, -0.02), reached
+        return following, torch.where(reached, 1.0, -0.1 * distance), reached
 
 
 def network(inputs: int, outputs: int) -> nn.Module:

@@ -57,10 +57,11 @@ def test_prioritized_dqn_and_plain_pytorch(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_gpu_simulator(tmp_path: Path) -> None:
-    shown = run(EXAMPLES / "gpu_simulator.py", "--device", "cpu", cwd=tmp_path, OMP_NUM_THREADS="1")
-    steps = [int(number) for number in re.findall(r"(\d+) steps to a target", shown)]
-    assert len(steps) == 4
-    assert steps[-1] < 50 < steps[0]
+    shown = run(
+        EXAMPLES / "gpu_simulator.py", "--device", "cpu", "--steps", 1000, cwd=tmp_path, OMP_NUM_THREADS="1"
+    )
+    first, last = (int(number) for number in re.findall(r"(\d+) steps to a target", shown))
+    assert last < 20 < first
 
 
 @pytest.mark.long

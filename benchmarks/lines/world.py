@@ -60,7 +60,7 @@ def learn_td(obs: Any, action: Any, reward: Any, next_obs: Any, discount: Any, *
     assert (obs[:, 0] == next_obs[:, 0]).all(), "two episodes in one row"
     assert steps.min() >= 1
     assert steps.max() == n
-    assert (steps == n).mean() > 0.8  # fewer at an end, and at the newest step
+    assert (steps == n).mean() > 0.5  # fewer at an end, and at the newest step
     assert (action == obs[:, 1] % 2).all()
     np.testing.assert_allclose(reward, (1 - GAMMA**steps) / (1 - GAMMA), rtol=1e-5)
     terminated = (next_obs[:, 1] == LENGTH) & (obs[:, 0] % 2 == 0)
