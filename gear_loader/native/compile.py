@@ -110,8 +110,8 @@ class _Watch(event.Listener):  # type: ignore[misc]
         self._started.append((loop, time.perf_counter()))
         notice(
             "numba-compile",
-            f"Compiling loops of the CPU path on first use ({_name(loop)} first): some seconds each, cached on this "
-            "machine. `gear-loader warmup` compiles all of them ahead.",
+            f"Compiling loops of the CPU path on first use ({_name(loop)} first): up to 20 s of one core until the "
+            "first batch, cached on this machine. `gear-loader warmup` compiles all of them ahead.",
         )
 
     def on_end(self, event: Any) -> None:
