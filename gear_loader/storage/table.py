@@ -813,8 +813,9 @@ class Table:
         A row of the call is seen whole or not at all: batches, `gather` and ``table[i]``, in this process or another,
         have all columns of a row as they were before it or as they are after it. That is not so for two rows of a call.
         Of rows with a step in common the last one counts. Each row is copied under the table's lock; calls of all
-        processes, and of `fill`, follow one another. A process that is killed while a row is copied leaves it half
-        written. Prefetched batches, and copies on a GPU, have the values of the time when they were gathered.
+        processes, and of `fill`, follow one another. A row is copied by way of a log behind the table's memory: what a
+        process that is killed, or interrupted, leaves half copied, the next one that uses the table completes.
+        Prefetched batches, and copies on a GPU, have the values of the time when they were gathered.
         Trajectories that were cut with an overlap share the steps of whole blocks, and have copies of the others.
         `save` writes trajectories that were changed again.
 
@@ -836,6 +837,7 @@ class Table:
                 was changed.
             FilledError: a late column that is not filled. Nothing was changed.
             StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
+            RegionError: no room in `/dev/shm` for the log: as many bytes as a row, 512 KiB or more.
             LockTimeoutError: timed out waiting for the lock. Rows may have been written.
         """
         self._engine.check_open()
