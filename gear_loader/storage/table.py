@@ -564,10 +564,10 @@ class Table:
         Args:
             chunk_steps: steps of each trajectory that the stream is cut into; None for no cuts.
             overlap_steps: common steps of consecutive trajectories.
-            commit_every_step: make each step visible at once, in one trajectory that grows; see `Writer`.
+            commit_every_step: make each step visible at once, in a trajectory, or chunk, that grows; see `Writer`.
 
         Raises:
-            SchemaError: invalid options, or chunks that are to be committed step by step.
+            SchemaError: invalid options.
         """
         sink = self._sink(1, chunk_steps, overlap_steps, commit_every_step)
         return Writer(sink, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
@@ -640,11 +640,6 @@ class Table:
             raise SchemaError(
                 f"The columns {late} have late=True and a value for each step; expected a writer without overlap_steps "
                 "and commit_every_step: steps that several trajectories share, or that follow, cannot be filled once."
-            )
-        if commit_every_step and (chunk_steps is not None or overlap_steps):
-            raise SchemaError(
-                f"commit_every_step goes without chunk_steps ({chunk_steps}) and overlap_steps ({overlap_steps}): "
-                "the trajectory grows until commit()."
             )
         return GrowingSink(self._engine, n) if commit_every_step else BlockSink(self._engine, n)
 
