@@ -229,7 +229,8 @@ class Appender:
     def end(self, ending: Array | None, acting: Array | None, given: Given) -> None:
         """Commit the chunks of lanes that are complete, and the trajectories of lanes that end (masks, bool [n]).
 
-        Chunks that grow are not committed here: the next step begins another one. A stream that ends with a complete chunk has nothing more to commit, but for a final step.
+        Chunks that grow are not committed here: the next step begins another one. A stream that ends with a complete
+        chunk has nothing more to commit, but for a final step.
         """
         ended = self._nobody if ending is None else ending
         ended = ended if acting is None else ended & acting

@@ -32,7 +32,7 @@ _AT_ONCE = 1 << 19
 
 
 @dataclasses.dataclass(frozen=True)
-class _Values:
+class EditValues:
     """Values of one column for n rows.
 
     Attributes:
@@ -77,7 +77,37 @@ def set_columns(
     strict: bool,
 ) -> int:
     """See `Table.set`."""
-    schema = engine.schema
+    rows = checked_edits(engine.schema, index, anchor, generation, mask, columns)
+    if not len(rows.slots):
+        return 0
+    return engine.region.fill_lock.run(
+        _SetCall(engine, rows.slots, rows.generations, rows.values, strict).run
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Edits:
+    """The checked arguments of `Table.set`.
+
+    Attributes:
+        slots, generations, anchors: int64 [n]. mask: bool [n, L], or None. values: of each column.
+    """
+
+    slots: Array
+    generations: Array
+    anchors: Array
+    mask: Array | None
+    values: list[EditValues]
+
+
+def checked_edits(
+    schema: Schema, index: Any, anchor: Any, generation: Any, mask: Any, columns: Mapping[str, Any]
+) -> Edits:
+    """Check the arguments of `Table.set`, without the table.
+
+    Raises:
+        SchemaError: they do not fit the schema.
+    """
     wrong = [name for name in columns if name not in schema.mutable]
     if wrong or not columns:
         raise SchemaError(
@@ -98,15 +128,12 @@ def set_columns(
     values = [
         _values(name, schema[name], value, anchors, flags, single=single) for name, value in columns.items()
     ]
-    if not len(slots):
-        return 0
-    call = _SetCall(engine, slots, generations, values, strict)
-    return engine.region.fill_lock.run(call.run)
+    return Edits(slots, generations, anchors, None if flags is None else values[0].given, values)
 
 
 def _values(
     name: str, column: Column, value: Any, anchors: Array, flags: Array | None, *, single: bool
-) -> _Values:
+) -> EditValues:
     """Check the values of one column."""
     count, inner = len(anchors), len(column.shape)
     value = value if is_tensor(value) or isinstance(value, np.ndarray) else np.asarray(value)
@@ -136,10 +163,10 @@ def _values(
             )
         given = flags
     if not steps.size:
-        return _Values(name, np.empty((*steps.shape, column.step_bytes), dtype=np.uint8), steps, given)
+        return EditValues(name, np.empty((*steps.shape, column.step_bytes), dtype=np.uint8), steps, given)
     flat = value.reshape((count * length, *column.shape))
     data = plain.validate({name: flat}, what="the values")[1][name]
-    return _Values(name, data.reshape(count, length, -1), steps, given)
+    return EditValues(name, data.reshape(count, length, -1), steps, given)
 
 
 @dataclasses.dataclass
@@ -149,7 +176,7 @@ class _SetCall:
     engine: Engine
     slots: Array
     generations: Array
-    values: list[_Values]
+    values: list[EditValues]
     strict: bool
 
     def run(self) -> int:
