@@ -77,12 +77,17 @@ def set_columns(
     strict: bool,
 ) -> int:
     """See `Table.set`."""
-    rows = checked_edits(engine.schema, index, anchor, generation, mask, columns)
-    if not len(rows.slots):
-        return 0
-    return engine.region.fill_lock.run(
-        _SetCall(engine, rows.slots, rows.generations, rows.values, strict).run
+    return set_rows(
+        engine, checked_edits(engine.schema, index, anchor, generation, mask, columns), strict=strict
     )
+
+
+def set_rows(engine: Engine, edits: Edits, *, strict: bool) -> int:
+    """`set_columns` of arguments that were checked."""
+    if not len(edits.slots):
+        return 0
+    call = _SetCall(engine, edits.slots, edits.generations, edits.values, strict)
+    return engine.region.fill_lock.run(call.run)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +103,15 @@ class Edits:
     anchors: Array
     mask: Array | None
     values: list[EditValues]
+
+    def take(self, rows: Array | slice) -> Edits:
+        """Some of the rows."""
+        mask = None if self.mask is None else self.mask[rows]
+        values = [
+            dataclasses.replace(each, data=each.data[rows], steps=each.steps[rows], given=each.given[rows])
+            for each in self.values
+        ]
+        return Edits(self.slots[rows], self.generations[rows], self.anchors[rows], mask, values)
 
 
 def checked_edits(

@@ -256,12 +256,10 @@ class Overwrite(_RowChange):
         """Bytes of the bulk part."""
         return self._laid_out[1]
 
-    def bulk(self, edits: Edits, low: int) -> Array:
-        """The bulk part, uint8, of the rows from `low` on."""
+    def bulk(self, edits: Edits) -> Array:
+        """The bulk part, uint8."""
         data = np.zeros(self.bulk_bytes, dtype=np.uint8)
-        parts = [each.data[low : low + self.rows] for each in edits.values]
-        if edits.mask is not None:
-            parts.append(edits.mask[low : low + self.rows])
+        parts = [*(each.data for each in edits.values), *(() if edits.mask is None else (edits.mask,))]
         for (at, size), each in zip(self._laid_out[0], parts, strict=True):
             data[at : at + size] = each.reshape(-1)
         return data

@@ -286,8 +286,8 @@ class Delivery:
 
         return self._ask(request, "the columns may be filled or not", bulk=[request.bulk(values)])
 
-    def set(self, edits: Edits, low: int, high: int, *, strict: bool) -> int:
-        """Overwrite values of rows `low` to `high`, and wait for it; a request whose answer is lost is sent again.
+    def set(self, edits: Edits, *, strict: bool) -> int:
+        """Overwrite values of rows, and wait for it; a request whose answer is lost is sent again.
 
         Args:
             edits: one row or more. strict: whether a row of a removed trajectory is an error.
@@ -299,12 +299,12 @@ class Delivery:
             FilledError, StaleIndexError, SchemaError, RegionError: as `Table.set`. PeerTimeoutError: no answer before
             the deadline; they may be written or not. HandshakeError, TransportError: as `store`.
         """
-        rows = edits.slots[low:high], edits.anchors[low:high], edits.generations[low:high]
+        rows = edits.slots, edits.anchors, edits.generations
         lengths = np.array([each.data.shape[1] for each in edits.values], dtype=np.int64)
         names, identity = tuple(each.name for each in edits.values), int.from_bytes(os.urandom(8), "little")
         masked = edits.mask is not None
         request = Overwrite(self._table, self._schema, names, *rows, lengths, masked, identity, strict)
-        return self._ask(request, "the values may be written or not", bulk=[request.bulk(edits, low)])
+        return self._ask(request, "the values may be written or not", bulk=[request.bulk(edits)])
 
     def advance(self) -> int:
         """Raise the version of the policy by one, and wait for it; a request whose answer is lost is sent again.
@@ -362,7 +362,7 @@ def set_parts(filler: Delivery, edits: Edits, *, strict: bool) -> int:
     sizes = np.full(count, sum(each.data.size // count for each in edits.values) if count else 0)
     while low < count:
         high = low + filler.counts(sizes[low:])
-        skipped += filler.set(edits, low, high, strict=strict)
+        skipped += filler.set(edits.take(slice(low, high)), strict=strict)
         low = high
     return skipped
 

@@ -98,8 +98,11 @@ class AttachedTable:
         given = columns, rows, most, *self._index, out, status, gaps
         if len(out) <= _UNDER_LOCK:
             return self._readers[at_once].under_lock(lambda: int(serve(*given)))
+        reader, slots = self._readers[at_once], rows[0]
+        if reader.arrays.edit_unit:
+            slots = np.clip(slots, 0, reader.arrays.num_slots - 1)
         with self.reading(at_once=at_once):
-            return int(serve(*given))
+            return reader.read_whole(slots, lambda: int(serve(*given)))
 
     @contextlib.contextmanager
     def reading(self, *, at_once: bool) -> Iterator[None]:
