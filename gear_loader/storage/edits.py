@@ -58,11 +58,16 @@ class EditValues:
 
 
 def check_not_mutable(schema: Schema) -> None:
-    """Raise SchemaError for columns that may change in a table that is written to a disk in the background."""
+    """Raise SchemaError for columns that may change in a table that is written to a disk in the background.
+
+    The writer copies column after column, without the lock, so that nobody waits for the disk. If a row were
+    overwritten between two columns, a crash before the next write would leave it on disk in part.
+    """
     if schema.mutable:
         raise SchemaError(
-            f"The columns {list(schema.mutable)} have mutable=True, and disk was given; expected one of both: a table "
-            "that is written in the background keeps values as they were added. Table.save writes what was changed."
+            f"The columns {list(schema.mutable)} have mutable=True, and disk was given; expected one of both: what is "
+            "written in the background could have new values in one column of a row, and old ones in another, after a "
+            "crash. Leave out disk, and call Table.save, which writes what was changed at one moment."
         )
 
 

@@ -96,6 +96,7 @@ def rank_of(rank: int, world: int, layout: str) -> tuple[list[int], dict[int, in
     return sorted(read), {**dict(enumerate(mine)), 0: first}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_rows_are_written_to_their_owners(layout: str) -> None:
     """Ranks 0 and 1 share a node, rank 2 has its own: it is written to, and read, by requests."""

@@ -324,6 +324,7 @@ def test_a_row_of_a_killed_process_is_whole(moment: int, next_one: str) -> None:
         assert (table[0]["state"] == 4).all()
 
 
+@pytest.mark.long
 def test_processes_that_are_killed_leave_no_row_in_part() -> None:
     with named(COUNT) as table:
         numbers: set[int] = set()
