@@ -36,7 +36,8 @@ class Hindsight:
     it. Everything else, ``discount`` too, is as it was, as in Stable-Baselines3. If the ratio is no whole number of
     rows, a random number decides about the last one. The batch's ``relabelled``, bool ``[B]``, tells which rows.
 
-    Goals come from the row's trajectory: an episode, or the piece of at most 1,024 steps of a longer one. They are a
+    Goals come from the row's whole episode, which the buffer keeps and drops as one. (An episode of more than
+    ``capacity // (2 * num_envs)`` steps is kept in pieces of so many, and has goals of the row's piece.) They are a
     function of the seed, the number of the batch and the episode's length. With rows on a GPU their names are copied to
     the host, which waits for it; goals are gathered there. Rows whose episode was dropped after it had been drawn, of
     batches prepared ahead, keep their goals; others take their place.
@@ -49,7 +50,7 @@ class Hindsight:
         strategy: ``"future"``: a step of the episode from the row's own on, each equally likely; ``"final"``: its last
             step; ``"episode"``: any of its steps.
         running: whether steps of an episode that has not ended are drawn, with goals among those so far. By default
-            they are not, goals or no goals; then an episode can be drawn when it (or its piece) has ended.
+            they are not, goals or no goals; then an episode can be drawn when it has ended.
         tensors: whether `compute_reward` gets tensors, on the device of the batch; by default numpy arrays.
 
     Raises:
