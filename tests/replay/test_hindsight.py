@@ -282,7 +282,7 @@ def test_goals_come_from_the_whole_of_a_long_episode(envs: int, running: bool) -
             remaining = len(episodes.paths[episode]) - 1 - step
             if remaining >= 100:
                 counts[10 * (episodes.place[int(goal)][1] - step - 1) // remaining] += 1
-    assert len(counts) == 10 and counts.sum() > 3_000
+    assert counts.sum() > 3_000
     statistic = float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
     assert statistic < 35  # of 9 degrees of freedom: 99.99%
 
