@@ -466,7 +466,7 @@ class ReplayDataset(IterableDataset[Batch]):
                     if done is not None:  # first: it keeps the states before too, for the position
                         self._progress.delivered(epoch, done.state, done.counts, self._selected())
                     position.delivered(epoch, before, step)
-                    yield self._shown(batch, epoch, at)
+                    yield self._shown(batch, epoch, at, prefetcher)
                     at += workers
                 if not in_worker:
                     # A worker keeps its end position, so that it ends again if resumed while others have batches left.
@@ -614,7 +614,7 @@ class ReplayDataset(IterableDataset[Batch]):
             self._notice_uneven()
         batch = prefetcher.one(self._filler(prefetcher).fill, (draw, view))
         self._position.sampled(count)
-        shown: Batch = self._shown(batch, draw.epoch, self._position.samples - 1)
+        shown: Batch = self._shown(batch, draw.epoch, self._position.samples - 1, prefetcher)
         return shown
 
     def _single(self, size: int) -> Prefetcher:
@@ -668,7 +668,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self._planner = planner
         self._sample_progress.delivered(SAMPLE_EPOCH, plan.state, plan.counts, None)
         self._position.sampled(0)
-        shown: Batch = self._shown(batch, SAMPLE_EPOCH, self._position.samples - 1)
+        shown: Batch = self._shown(batch, SAMPLE_EPOCH, self._position.samples - 1, prefetcher)
         return shown
 
     def seek_sample(self, number: int, items: int, *, stream: int = 0) -> None:
@@ -700,8 +700,12 @@ class ReplayDataset(IterableDataset[Batch]):
         if limiter is not None and self.rate_limited:
             limiter.check_batch(size)
 
-    def _shown(self, batch: Batch, epoch: int, number: int) -> Any:
-        """A batch, transformed, in the form of `output` and `layout`; `number` is that on this rank."""
+    def _shown(self, batch: Batch, epoch: int, number: int, prefetcher: Prefetcher) -> Any:
+        """The batch that a prefetcher has just delivered, transformed, in the form of `output` and `layout`.
+
+        Args:
+            number: of the batch, on this rank.
+        """
         if self._packs and self.layout == "padded":
             batch = as_padded(batch, list(steps_only(self.table.schema, self.windows)))
         if self.mask_names is not None and isinstance(mask := batch.get("mask"), torch.Tensor):
@@ -714,6 +718,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 slice_number=self._origin.number,
                 epoch=epoch,
                 number=number * world + rank,
+                names=prefetcher.names,
             )
             self._transforms.record(self._moment)
         if self.layout == "jagged":
