@@ -79,6 +79,10 @@ class PaddedBuffers(Buffers):
         if memory.device.type == "cpu":
             self.values = RowValues.of(names.numpy(), tensors)
 
+    def names_on_host(self, count: int) -> tuple[Array, ...] | None:
+        values = self.values if self.gpu is None or self.gpu.staging is None else self.gpu.staging.values
+        return tuple(each[:count] for each in values.names[: len(ROW_KEYS)])
+
     def compute(self, count: int, limits: Array | None = None) -> None:
         """Compute what is computed of the first n rows; `limits`: see `Returns.compute`."""
         for each in self.computed:
