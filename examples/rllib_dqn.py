@@ -20,6 +20,7 @@ from collections import OrderedDict
 from typing import Any
 
 import numpy as np
+import torch
 
 import gear_loader as gear
 
@@ -148,6 +149,7 @@ def main() -> None:
     parser.add_argument("--stop", type=float, default=200, help="mean return to reach (default: %(default)s)")
     options = parser.parse_args()
     started = time.monotonic()
+    torch.set_num_threads(1)  # the network is small
     ray.init(num_cpus=2, include_dashboard=False, logging_level=logging.ERROR)
     config = (
         DQNConfig()

@@ -77,6 +77,7 @@ LOADED_ON_DEMAND = (
     "safetensors",
     "stable_baselines3",
     "tensordict",
+    "tianshou",
     "torchrl",
     "typer",
     "ucp",
