@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.integrations.table_rows import row_tensors, table_of_rows
+from gear_loader.integrations.ring_rows import row_tensors, table_of_rows
 from gear_loader.storage.dtypes import NUMPY_DTYPES, torch_dtypes
 from gear_loader.storage.schema import BATCH_KEYS, Column
 from gear_loader.storage.table import Table

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gear_loader.errors import SchemaError
-from gear_loader.integrations.table_rows import row_tensors, table_of_rows
+from gear_loader.integrations.ring_rows import row_tensors, table_of_rows
 from gear_loader.storage.schema import BATCH_KEYS, Column
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
