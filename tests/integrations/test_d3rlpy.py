@@ -59,7 +59,7 @@ def test_episodes_go_in_and_come_out_the_same(parts: bool) -> None:
 @pytest.mark.parametrize("actions", ["discrete", "continuous"])
 def test_d3rlpy_itself_takes_the_episodes_of_a_replay_buffer(actions: str) -> None:
     d3rlpy = pytest.importorskip(
-        "d3rlpy", reason="needs d3rlpy, in an environment of its own: make test-peers"
+        "d3rlpy", reason="needs d3rlpy: make peers ARGS='.peers d3rlpy', test_own_tests.py"
     )
     rng, buffer = np.random.default_rng(3), gear.ReplayBuffer(500)
     obs = rng.integers(0, 255, (3, 8, 8), dtype=np.uint8)

@@ -13,7 +13,7 @@ import torch
 import gear_loader as gear
 
 data = pytest.importorskip(
-    "tianshou.data", reason="needs Tianshou: make peers ARGS='.peers tianshou', test_peers.py"
+    "tianshou.data", reason="needs Tianshou: make peers ARGS='.peers tianshou', test_own_tests.py"
 )
 ours = pytest.importorskip("gear_loader.integrations.tianshou")
 
