@@ -1,9 +1,9 @@
 """Gather windows of trajectories from host memory, all columns of a batch in one launch.
 
-The work is split into units of the *source*: a 128-byte line, or two lines where no block ends within a pair. Row b of
-the batch gets `lines` units, of each column the most that its window can touch; `GatherPlan` lists them. A program
-processes one tile of adjacent units at a time, of any rows and columns: it computes each unit's address, reads the whole
-lines that the window touches, and writes the part of them within the window:
+The work is split into units of the *source*: a 128-byte line, or two lines where no block ends within a pair. Row b
+of the batch gets `lines` units, of each column the most that its window can touch; `GatherPlan` lists them. A program
+processes one tile of adjacent units at a time, of any rows and columns: it computes each unit's address, reads the
+whole lines that the window touches, and writes the part of them within the window:
 
     steps of a trajectory     | block 7         | block 2         |      window: steps 3 to 9
     lines of its blocks       |-----|-----|--pad|-----|-----|--pad|
@@ -70,8 +70,8 @@ PROGRAMS = {(16, 256): 2, (16, 128): 3, (4, 128): 4, (1, 128): 8}
 def launch_options(word: int, unit: int, shared: int = SHARED) -> dict[str, int]:
     """Launch options for GPUs whose blocks can have `shared` bytes of shared memory.
 
-    `TILE`: units of a tile, one a thread. `STAGES`: tiles whose lines are requested or stored at a time; all but one are
-    in flight. 128 KiB of them fill a bus from two programs; GPUs that have less shared memory get 64 or 32 KiB.
+    `TILE`: units of a tile, one a thread. `STAGES`: tiles whose lines are requested or stored at a time; all but one
+    are in flight: 128 KiB, or 64 or 32 on GPUs that have less shared memory.
     """
     ring = 128 << 10 if shared >= SHARED else 64 << 10 if shared >= 98 << 10 else 32 << 10
     tile = 256 if ring == 128 << 10 else 128

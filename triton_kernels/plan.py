@@ -22,11 +22,11 @@ __all__ = [
     "OFFSET",
     "OUT",
     "PAD",
-    "PAIR",
     "PAD_EDGE",
     "PAD_HEAD",
     "PAD_KEEP",
     "PAD_TAIL",
+    "PAIR",
     "PLACE_OUT",
     "PLACE_ROW_BYTES",
     "PLACE_WIDTH",
@@ -328,7 +328,7 @@ class GatherPlan:
 
 
 def _unit(columns: Sequence[GatherColumn], block_steps: int) -> int:
-    """Bytes of the units that a batch is read in: of two lines, if no block ends within a unit and few lines are idle."""
+    """Bytes of the units that a batch is read in: of two lines, if no block ends within one and few lines are idle."""
     if any(column.source.stride(0) % PAIR for column in columns):
         return LINE
     lines, pairs = (sum(column.lines(block_steps, unit) for column in columns) for unit in (LINE, PAIR))
