@@ -231,7 +231,7 @@ def collector_for(
             tables[0].schema,
             windows,
             batch_size=batch_size,
-            twice=source.only is not None and not on_gpu,
+            at_once=source.only is not None and not on_gpu,
             **options,
         )
     )

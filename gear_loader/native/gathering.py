@@ -20,11 +20,13 @@ from gear_loader.kernels.plan import (
     PAD_EDGE,
     PAD_HEAD,
     PAD_TAIL,
+    ROLE,
     STEP_BYTES,
     WIDTH,
 )
 from gear_loader.native.compile import compiled
 from gear_loader.native.memory import copy_bytes, copy_step, fill, order_stores
+from gear_loader.native.returns import NEXT, ROLES, n_step
 from gear_loader.native.spans import (
     ADJOINS,
     BEGIN,
@@ -46,8 +48,20 @@ STREAM_BATCH_BYTES = 1 << 22
 """Bytes of a batch from which on its rows are written past the caches: by the time that the batch is read, others have
 been gathered. Whole trajectories of 42 KB, 256 and 1,024 a batch, take 0.8 of the time on an EPYC with 32 MiB of L3,
 also where the batch is read at once."""
-assert (STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK, BLOCKS, FINAL, WIDTH) == (2, 3, 4, 5, 6, 7, 9, 10, 12)
+assert (STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK, ROLE, BLOCKS, FINAL, WIDTH) == (
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    9,
+    10,
+    12,
+)
 assert (PAD_HEAD, PAD_TAIL, PAD_EDGE) == (1, 2, 3)
+assert (NEXT, ROLES) == (3, 4)
 
 
 @njit(inline="always")
@@ -66,7 +80,7 @@ def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
 def _gather_single(  # type: ignore[no-untyped-def]
     table, groups, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
 ) -> int:
-    """`gather_rows` of windows of one step each, which need no segments: 0.7 to 0.75 of the time."""
+    """`_gather_rows` of windows of one step each, which need no segments: 0.7 to 0.75 of the time."""
     bad = 0
     found = np.empty(
         (_SINGLES, groups.shape[0], 3), dtype=np.int64
@@ -113,18 +127,62 @@ def _gather_single(  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def gather_rows(  # type: ignore[no-untyped-def]
+def gather_windows(  # type: ignore[no-untyped-def]
     columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
 ) -> int:
+    """`gather`, where `rows` counts if `chosen`."""
+    bad = _gather_rows(columns, 0, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen)
+    if columns[:, ROLE].max() > 0:
+        bad += _gather_returns(
+            columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+        )
+    return int64(bad)  # type: ignore[no-any-return]
+
+
+@njit  # type: ignore[untyped-decorator]
+def _gather_returns(  # type: ignore[no-untyped-def]
+    columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+) -> int:
+    """Compute n-step returns, and gather what is delivered at their bootstrap steps."""
+    bad, steps = 0, np.empty(len(slots), dtype=np.int64)
+    for number in range(columns[:, ROLE].max() // ROLES + 1):
+        bad += n_step(
+            columns,
+            number,
+            slots,
+            anchors,
+            extent,
+            block_ids,
+            block_steps,
+            first,
+            last,
+            rows,
+            chosen,
+            steps,
+        )
+        role = ROLES * number + NEXT
+        bad += _gather_rows(
+            columns, role, slots, steps, extent, block_ids, block_steps, first, last, rows, chosen
+        )
+    return bad
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _gather_rows(  # type: ignore[no-untyped-def]
+    columns, role, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+) -> int:
+    """Gather the columns of a role."""
     bad, waiting = 0, 0
-    table, groups = grouped(columns, block_steps)
-    if columns[:, LENGTH].max() == 1 and columns[:, STEP_BYTES].max() <= _SINGLE_BYTES:
+    table, groups = grouped(columns, role, block_steps)
+    if len(groups) == 0:
+        return int64(bad)  # type: ignore[no-any-return]
+    if table[:, LENGTH].max() == 1 and table[:, STEP_BYTES].max() <= _SINGLE_BYTES:
         bad += _gather_single(
             table, groups, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
         )
         return int64(bad)  # type: ignore[no-any-return]
     segments = segments_for()
-    streams = len(slots) * (columns[:, LENGTH] * columns[:, STEP_BYTES]).sum() >= STREAM_BATCH_BYTES
+    streams = len(slots) * (table[:, LENGTH] * table[:, STEP_BYTES]).sum() >= STREAM_BATCH_BYTES
     for b in range(first - 2 * ROWS_AHEAD, last):
         near, far = b + ROWS_AHEAD, b + 2 * ROWS_AHEAD
         request_index(
@@ -210,7 +268,8 @@ def gather(  # type: ignore[no-untyped-def]
     """Fill rows of a batch from entries `first` to `last - 1`: steps, padding and masks of every column.
 
     Args:
-        columns: int64 [C, WIDTH], one row a column, as defined in `gear_loader.kernels.plan`.
+        columns: int64 [C, WIDTH], one row a column, as defined in `gear_loader.kernels.plan`; those of n-step returns
+            as in `gear_loader.native.returns`.
         slots, anchors: int64 [n]. extent: int64 [T, 3]. block_ids: int32 [H]. block_steps: int.
         rows: int64 [n], entry b fills row ``rows[b]`` of the batch; None: row b.
 
@@ -219,9 +278,11 @@ def gather(  # type: ignore[no-untyped-def]
     """
     # An unused argument is an array of the right type.
     if rows is None:
-        bad = gather_rows(columns, slots, anchors, extent, block_ids, block_steps, first, last, slots, False)
+        bad = gather_windows(
+            columns, slots, anchors, extent, block_ids, block_steps, first, last, slots, False
+        )
     else:
-        bad = gather_rows(columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, True)
+        bad = gather_windows(columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, True)
     return int64(bad)
 
 
@@ -232,7 +293,7 @@ def gather_batch(  # type: ignore[no-untyped-def]
     """`gather` all n entries; write their slots, anchors and generations to `names`, int64 [3, at least n]."""
     for b in range(len(slots)):
         names[0, b], names[1, b], names[2, b] = slots[b], anchors[b], generations[b]
-    bad = gather_rows(columns, slots, anchors, extent, block_ids, block_steps, 0, len(slots), slots, False)
+    bad = gather_windows(columns, slots, anchors, extent, block_ids, block_steps, 0, len(slots), slots, False)
     return int64(bad)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gear_loader as gear
-from gear_loader.collection.n_step import n_step
+from gear_loader.collection.n_step import OUTPUTS, Returns, n_step
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
@@ -87,8 +87,6 @@ def test_against_a_naive_loop(final: bool, reward: torch.dtype, n: int, gamma: f
 @hypothesis.settings(max_examples=40, deadline=None)
 def test_tensor_operations_are_the_loop(seed: int, n: int) -> None:
     """What a GPU computes; the compiled loop is compared with the naive one above."""
-    from gear_loader.native import returns
-
     random = np.random.default_rng(seed)
     count, gamma = 9, float(random.choice([0.0, 0.3, 0.99, 1.0]))
     left = random.integers(1, n + 3, count)  # steps from the anchor to the end
@@ -97,11 +95,17 @@ def test_tensor_operations_are_the_loop(seed: int, n: int) -> None:
     rewards = random.normal(size=(count, n)).astype(np.float32)
     done = steps & (random.random((count, n)) < 0.2)
     anchors = random.integers(0, 50, count)
-    out = [np.empty(count, dtype) for dtype in (np.float32, np.float32, np.int64, np.bool_)]
-    returns.n_step(rewards, done, steps, follows, anchors, gamma, *out)
-    parts = (torch.from_numpy(part) for part in (rewards, done, steps, follows, anchors))
-    for found, expected in zip(n_step(*parts, gamma), out, strict=True):
-        torch.testing.assert_close(found, torch.from_numpy(expected))
+    parts = [torch.from_numpy(part) for part in (rewards, done, steps, follows, anchors)]
+    out = {name: torch.empty(count, dtype=dtype) for name, dtype in OUTPUTS.items()}
+    ahead, ends = torch.arange(2 * count * (n + 1)).view(count, n + 1, 2), torch.empty(count, 2).long()
+    windows = {"reward": parts[0], "done": parts[1], "next.obs": ahead}
+    spec = gear.NStep("reward", n, gamma, "terminated", next="obs")
+    Returns(spec, out, [ends], windows, *parts[2:4]).compute(parts[4])
+    for found, expected in zip(n_step(*parts, gamma), out.values(), strict=True):
+        torch.testing.assert_close(found, expected)
+    for row, step in enumerate((out["bootstrap"] - parts[4]).tolist()):
+        there = 0 <= step < n + 1 and follows[row, step]
+        assert ends[row].tolist() == (ahead[row, step] * bool(there)).tolist()
 
 
 @pytest.mark.parametrize(
