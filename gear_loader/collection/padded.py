@@ -117,6 +117,52 @@ class PaddedBuffers(Buffers):
         return Batch(self.batch if whole else {key: head(value) for key, value in self.batch.items()})
 
 
+class PaddedRows(Buffers):
+    """Some rows of a padded batch on the CPU, as buffers of their own.
+
+    Holds no reference to the batch's tensors, so that these can tell whether they are still in use.
+
+    Args:
+        whole: buffers of the batch, whose `compute` remains to be called. mover: fills the rows.
+        first, count: of the rows. weighs: whether what draws them weighs.
+
+    Attributes:
+        values: with names of their own, which `write_names` copies into the batch.
+    """
+
+    def __init__(
+        self, whole: PaddedBuffers, mover: PaddedHost, first: int, count: int, *, weighs: bool
+    ) -> None:
+        self.mover, self._whole, self._rows = mover, whole, slice(first, first + count)
+        own: Array = np.empty((len(whole.layout.keys), count), dtype=np.int64)
+        weights = whole.values.weights
+        self._unweighed = None if weights is None or weighs else weights[self._rows]
+        kept = weights[self._rows] if weighs and weights is not None else None
+        self.values = RowValues(own, kept, None, None)
+        self._columns: dict[int, Array] = {}
+        if mover.only is not None:
+            columns, given = (
+                self.columns_of(mover.only),
+                np.empty(0, dtype=np.float32) if kept is None else kept,
+            )
+            self.inline = InlineBatch(columns, own, given, whole.layout.row_bytes)
+
+    def columns_of(self, table: Table) -> Array:
+        """See `PaddedBuffers.columns_of`."""
+        if id(table) not in self._columns:
+            columns = self._columns[id(table)] = self._whole.columns_of(table).copy()
+            first, outputs = self._rows.start, self._whole.outputs
+            columns[:, OUT] += [first * output.out[0].nbytes for output in outputs]
+            columns[:, MASK] += [0 if each.mask is None else first * each.mask[0].nbytes for each in outputs]
+        return self._columns[id(table)]
+
+    def write_names(self) -> None:
+        """Complete the rows in the batch after they were filled."""
+        self._whole.values.names[:, self._rows] = self.values.names
+        if self._unweighed is not None:
+            self._unweighed[:] = 1.0
+
+
 class PaddedLayout:
     """What padded batches are made of.
 
@@ -288,9 +334,10 @@ class PaddedLayout:
 
 
 class PaddedHost(HostMover):
-    """Fills padded batches by the CPU's loop."""
+    """Fills padded batches by the CPU's loop; `kind`: the class of their buffers."""
 
     layout: PaddedLayout
+    kind: type[PaddedBuffers] = PaddedBuffers
 
     def __init__(self, layout: PaddedLayout, **options: Any) -> None:
         super().__init__(layout, **options)
@@ -299,11 +346,11 @@ class PaddedHost(HostMover):
     def buffers(self, *, shared: bool = False) -> PaddedBuffers:
         arena = None if shared or self._pinned else Arena()
         memory = TensorMemory(torch.device("cpu"), shared, self._pinned, arena)
-        made = PaddedBuffers(self.layout, memory, self)
+        made = self.kind(self.layout, memory, self)
         made.allocate_values(memory)
-        if self._only is not None and not self._pinned:
+        if self.only is not None and not self._pinned:
             weights = np.empty(0, dtype=np.float32) if made.values.weights is None else made.values.weights
-            columns = made.columns_of(self._only)
+            columns = made.columns_of(self.only)
             made.inline = InlineBatch(columns, made.values.names, weights, self.layout.row_bytes)
         return made
 
