@@ -237,7 +237,7 @@ def _described(tensor: torch.Tensor) -> str:
 def _padded(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[str, torch.Tensor]) -> Batch:
     count, key, known = len(rows), tuple(windows.items()), _known.get(table)
     if known is None or known[0] != key:  # a proxy: the value must not keep its key
-        layout = PaddedLayout(table.schema, windows, batch_size=0, at_once=True)
+        layout = PaddedLayout(table.schema, windows, batch_size=0, returns="at once")
         known = _known[table] = key, layout, RowGather(weakref.proxy(table), layout)
     layout, gatherer = known[1:]  # this call's; another thread may replace the entry
     kinds = layout.mask_kinds

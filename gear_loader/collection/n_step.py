@@ -131,8 +131,9 @@ class Returns:
 
     Attributes:
         out: see `OUTPUTS`. ends: the tensors of ``next``, ``[B, *shape]``.
-        windows: windows by the names of `NStep.windows`, and steps, follows: the masks of rewards and of ``follows``,
-            from which `compute` computes all; None where the CPU's loop does while it gathers.
+        windows: windows by the names of `NStep.windows`, those of ``next`` unless they are gathered later; and
+            steps, follows: the masks of rewards and of ``follows``. `compute` needs them. None where the CPU's loop
+            computes all while it gathers.
     """
 
     spec: NStep
@@ -150,6 +151,11 @@ class Returns:
         ends: Any = dict(zip(self.spec.delivered, self.ends, strict=True))
         return {**self.out, "next": ends if isinstance(self.spec.next, tuple) else self.ends[0]}
 
+    @property
+    def _takes(self) -> bool:
+        """Whether `compute` takes ``next`` out of windows."""
+        return self.windows is not None and any(name.startswith("next.") for name in self.windows)
+
     def compute(self, anchors: torch.Tensor) -> None:
         """Compute the first n rows of windows, for anchors, int64 [n]. Does not wait for a GPU."""
         assert self.windows is not None
@@ -164,7 +170,7 @@ class Returns:
         found = n_step(rewards.float(), done != 0, *masks, anchors, self.spec.gamma)
         for tensor, value in zip(self.out.values(), found, strict=True):
             tensor[rows].copy_(value)
-        if self.ends:
+        if self._takes:
             places = torch.arange(len(anchors), device=anchors.device) * self.follows.shape[1]
             places += self.out["bootstrap"][rows] - anchors
             for name, end in zip(self.spec.delivered, self.ends, strict=True):
@@ -180,11 +186,10 @@ class Returns:
         """Let the loop that gathers from a table read windows: each row is a trajectory of one block."""
         from gear_loader.native import gathering  # here, because it loads numba
 
-        read = [
-            windows[name] for name in ("reward", "done", *(f"next.{each}" for each in self.spec.delivered))
-        ]
-        written = [self.out["return"], self.out["discount"], *self.ends]
-        masks = [self.out["mask"].data_ptr(), self.out["bootstrap"].data_ptr(), *[0] * len(self.ends)]
+        delivered, ends = (self.spec.delivered, self.ends) if self._takes else ((), [])
+        read = [windows[name] for name in ("reward", "done", *(f"next.{each}" for each in delivered))]
+        written = [self.out["return"], self.out["discount"], *ends]
+        masks = [self.out["mask"].data_ptr(), self.out["bootstrap"].data_ptr(), *[0] * len(ends)]
         columns: Array = np.zeros((len(read), WIDTH), dtype=np.int64)
         for column, source, target, mask in zip(columns, read, written, masks, strict=True):
             column[BASE], column[OUT], column[MASK], column[LENGTH] = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -170,11 +170,13 @@ class PaddedLayout:
         schema: of the tables. windows: name in the batch -> window or `NStep`.
         batch_size: most rows of a batch. keys: that identify its rows.
         weighs: whether batches carry ``priority_weight``. informs: whether they carry ``sample_info``.
-        at_once: whether the CPU's loop computes n-step returns while it gathers, and gathers `NStep.next` at the
-            bootstrap steps; else they are computed of windows of all steps up to there.
+        returns: how n-step returns are computed: ``"at once"``: by the CPU's loop while it gathers, and gathers
+            `NStep.next` at the bootstrap steps; ``"between"``: of windows of rewards, before a second gather of
+            `NStep.next`; ``"after"``: of windows of all steps up to there.
 
     Attributes:
         windows: that are gathered, in the order of the schema. sources: the column that each reads.
+        late: names of those that a second gather fills, at the bootstrap steps -> name of the `NStep`.
         reach: what they read of a trajectory. row_bytes: bytes of a row over all windows.
     """
 
@@ -189,25 +191,36 @@ class PaddedLayout:
         keys: tuple[str, ...] = ROW_KEYS,
         weighs: bool = False,
         informs: bool = False,
-        at_once: bool = False,
+        returns: Literal["at once", "between", "after"] = "after",
     ) -> None:
         self.schema, self.batch_size, self.keys = schema, batch_size, keys
         self.weighs, self.informs = weighs, informs
         plain, self._hidden = expand(schema, windows)
         self.reach: Reach = reach_of(schema, plain)
-        self._at_once = at_once
-        if at_once:
-            for parts in self._hidden.values():
+        self._at_once = returns == "at once"
+        self.late: dict[str, str] = {}
+        self._only_masks: set[str] = set()
+        for spec, parts in self._hidden.items():
+            follows = parts["follows"]
+            if self._at_once:
                 del plain[parts.pop("follows")]  # the lengths of trajectories tell it
-                for part, name in parts.items():
-                    if part.startswith("next."):
-                        plain[name] = dataclasses.replace(plain[name], length=1)
+            elif returns == "between":
+                self._only_masks.add(follows)
+            elif same := parts.get(f"next.{plain[follows].column}"):
+                del plain[follows]
+                parts["follows"] = same
+            for name in (name for part, name in parts.items() if part.startswith("next.")):
+                if returns != "after":
+                    plain[name] = dataclasses.replace(plain[name], length=1)
+                if returns == "between":
+                    self.late[name] = spec
         self.windows = in_schema_order(schema, plain)
         self._computed = {name: window for name, window in windows.items() if isinstance(window, NStep)}
         self.sources = [source_of(name, window) for name, window in self.windows.items()]
         self.row_bytes = sum(
             schema[source].step_bytes * window.length
-            for source, window in zip(self.sources, self.windows.values(), strict=True)
+            for name, source, window in zip(self.windows, self.sources, self.windows.values(), strict=True)
+            if name not in self._only_masks
         )
 
     def row_layouts(self) -> dict[str, Any]:
@@ -265,7 +278,7 @@ class PaddedLayout:
             The batch; what each window fills; the distinct masks; and what is computed after the gather.
         """
         schema, hidden = self.schema, {part for parts in self._hidden.values() for part in parts.values()}
-        skipped = hidden if self._at_once else set()
+        skipped = hidden if self._at_once else set(self.late)
         # One mask for each key; in the plan it belongs to the column with the smallest steps.
         keys = {name: mask_of(schema, name, window) for name, window in self.windows.items()}
         masks: dict[Any, torch.Tensor] = {}
@@ -283,6 +296,10 @@ class PaddedLayout:
         for name, window in self.windows.items():
             if name in skipped:
                 continue
+            mask = masks[keys[name]] if owners.get(keys[name]) == name else None
+            if name in self._only_masks:
+                found[name] = Output(sources[name], window, None, mask)
+                continue
             column, dtype = schema[sources[name]], converted_dtype(name, window, schema[sources[name]])
             shape = (size, window.length, *column.shape)
             out = values = new("" if name in hidden else name, shape, dtype or column.dtype)
@@ -290,7 +307,6 @@ class PaddedLayout:
                 out = new("", shape, column.dtype)
                 casts.append(CastColumn(out, values, window.scale))
             batch[name] = values[:, 0] if window.squeeze else values
-            mask = masks[keys[name]] if owners.get(keys[name]) == name else None
             flat = out.view(size, window.length, math.prod(column.shape)).view(torch.uint8)
             found[name] = Output(sources[name], window, flat, mask)
         shown = {
@@ -300,13 +316,17 @@ class PaddedLayout:
         }
         returns = []
         for name, parts in self._hidden.items():
-            windows = {part: batch.pop(hidden) for part, hidden in parts.items() if hidden not in skipped}
-            kept = {part: shown.pop(hidden) for part, hidden in parts.items() if hidden not in skipped}
+            gathered = [(part, hidden) for part, hidden in parts.items() if hidden not in skipped]
+            windows = {part: batch[hidden] for part, hidden in gathered if hidden in batch}
+            kept = {part: shown[hidden] for part, hidden in gathered}
+            for _, hidden in gathered:
+                batch.pop(hidden, None)
+                shown.pop(hidden, None)
             spec = self._computed[name]
             outs = {each: new("", (size,), dtype) for each, dtype in OUTPUTS.items()}
             ends = [new("", (size, *schema[each].shape), schema[each].dtype) for each in spec.delivered]
+            found |= self._return_outputs(parts, outs, ends, skipped)
             if self._at_once:
-                found |= self._return_outputs(parts, outs, ends)
                 batch[name] = Returns(spec, outs, ends).shown
             else:
                 returns.append(Returns(spec, outs, ends, windows, kept["reward"], kept["follows"]))
@@ -317,19 +337,32 @@ class PaddedLayout:
         return batch, outputs, list(masks.values()), (*returns, *conversions)
 
     def _return_outputs(
-        self, parts: Mapping[str, str], outs: Mapping[str, torch.Tensor], ends: Sequence[torch.Tensor]
+        self,
+        parts: Mapping[str, str],
+        outs: Mapping[str, torch.Tensor],
+        ends: Sequence[torch.Tensor],
+        which: Collection[str],
     ) -> dict[str, Output]:
-        """What the windows of a return fill, see `gear_loader.native.returns`; `parts`: their names."""
-        filled = {
+        """What those windows of a return fill that are no windows of the batch; see `gear_loader.native.returns`.
+
+        Args:
+            parts: the names of its windows. which: of them.
+        """
+        filled: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {
             "reward": (outs["return"], outs["mask"]),
             "done": (outs["discount"], outs["bootstrap"]),
-            **{part: (end, None) for part, end in zip(list(parts)[2:], ends, strict=True)},
+        }
+        nexts = [part for part in parts if part.startswith("next.")]
+        filled |= {
+            part: (end.view(len(end), 1, math.prod(end.shape[1:])).view(torch.uint8), None)
+            for part, end in zip(nexts, ends, strict=True)
         }
         return {
             parts[part]: Output(
                 source_of(parts[part], self.windows[parts[part]]), self.windows[parts[part]], *pair
             )
             for part, pair in filled.items()
+            if parts[part] in which
         }
 
 

@@ -68,7 +68,9 @@ class MixedBatches:
         self._datasets = list(datasets)
         first, in_worker = self._datasets[0], get_worker_info() is not None
         weighs = any(dataset.sampler.weighs for dataset in datasets)
-        layout = PaddedLayout(first.table.schema, first.windows, batch_size=size, weighs=weighs, at_once=True)
+        layout = PaddedLayout(
+            first.table.schema, first.windows, batch_size=size, weighs=weighs, returns="at once"
+        )
         self._hosts = [PaddedHost(layout, only=dataset.table) for dataset in datasets]
         options: dict[str, Any] = {"prefetch": 0, "keep": 1, "copy": True if in_worker else None}
 

@@ -7,9 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cuda_common import played_on_cpu
 
 import gear_loader as gear
+from gear_loader.collection.collector import TableSource, collector_for
 from gear_loader.collection.n_step import OUTPUTS, Returns, n_step
+from gear_loader.collection.windows import windows_of
+from gear_loader.storage.selected_rows import SelectedRows
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
@@ -81,6 +85,62 @@ def test_against_a_naive_loop(final: bool, reward: torch.dtype, n: int, gamma: f
                 assert found == pytest.approx(list(expected), rel=1e-6), (slot, anchor)
                 rows_seen += 1
         assert rows_seen == table.num_steps
+
+
+@pytest.mark.parametrize("mover", ["gpu", "staged"])
+@pytest.mark.parametrize("small", [True, False])
+def test_a_gpu_gathers_one_observation_a_row(
+    mover: str, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device plays on the CPU, with the kernels' twins."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a real torch.cuda")
+    schema = {
+        "obs": gear.Column(torch.float32, (8 if small else 300,), final=True),
+        "reward": gear.Column(torch.float64),
+        "terminated": gear.Column(torch.bool),
+    }
+    spec = gear.NStep("reward", 3, 0.5, "terminated", next=("obs", "reward"))
+    windows = {
+        "obs": gear.Window(2, -1),
+        "target": spec,
+        "other": gear.NStep("reward", 2, 0.9, "terminated", "obs"),
+    }
+    rng = np.random.default_rng(0)
+    with gear.Table.create(schema, max_steps=400, max_trajectories=40, block_steps=3) as table:
+        for number in range(12):
+            length = int(rng.integers(1, 12))
+            done = torch.arange(length) == (length - 1 if number % 2 else -1)
+            values = torch.from_numpy(rng.normal(size=(length + 1, schema["obs"].shape[0]))).float()
+            rows = {
+                "obs": values[:-1],
+                "reward": torch.from_numpy(rng.normal(size=length)),
+                "terminated": done,
+            }
+            table.add(rows, final={"obs": values[-1]} if number % 3 else None)
+        steps, (extent, _) = table.indices(), table._engine.reader().index_arrays()
+        slots = rng.choice(steps, 24).astype(np.int64)
+        anchors = rng.integers(extent[slots, 0])
+        chosen = SelectedRows(slots, anchors, table._engine.reader().slot_states()[1][slots])
+
+        def gathered(device: str, zero_copy: bool) -> tuple[Any, Any]:
+            plain = windows_of(table.schema, windows, None)
+            options: dict[str, Any] = {"device": torch.device(device), "zero_copy": zero_copy}
+            collector = collector_for(TableSource(table), plain, batch_size=24, **options)
+            buffers = collector.buffers()
+            for rows in (chosen.take(np.arange(24) < 7), chosen):
+                collector.gather(buffers, rows)
+            return dict(buffers.rows(24)), buffers
+
+        expected = gathered("cpu", False)[0]
+        for _ in played_on_cpu(monkeypatch):
+            found, buffers = gathered("cuda:1", mover == "gpu")
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        if mover == "gpu":
+            read = [
+                each.out.shape[1] for each in buffers.outputs if each.column == "obs" and each.out is not None
+            ]
+            assert sorted(read) == [1, 1, 2]
 
 
 @hypothesis.given(st.integers(0, 10**6), st.integers(1, 6))
