@@ -78,6 +78,10 @@ class PaddedBuffers(Buffers):
         if memory.device.type == "cpu":
             self.values = RowValues.of(names.numpy(), tensors)
 
+    def names_on_host(self, count: int) -> tuple[Array, ...] | None:
+        values = self.values if self.gpu is None or self.gpu.staging is None else self.gpu.staging.values
+        return tuple(each[:count] for each in values.names[: len(ROW_KEYS)])
+
     def compute(self, count: int) -> None:
         for each in self.computed:
             each.compute(self.batch["anchor"][:count])
@@ -145,7 +149,8 @@ class PaddedRows(Buffers):
                 self.columns_of(mover.only),
                 np.empty(0, dtype=np.float32) if kept is None else kept,
             )
-            self.inline = InlineBatch(columns, own, given, whole.layout.row_bytes)
+            layout = whole.layout
+            self.inline = InlineBatch(columns, own, given, layout.row_bytes, layout.spans, layout.has_returns)
 
     def columns_of(self, table: Table) -> Array:
         """See `PaddedBuffers.columns_of`."""
@@ -178,6 +183,7 @@ class PaddedLayout:
         windows: that are gathered, in the order of the schema. sources: the column that each reads.
         late: names of those that a second gather fills, at the bootstrap steps -> name of the `NStep`.
         reach: what they read of a trajectory. row_bytes: bytes of a row over all windows.
+        spans, has_returns: as for `gathering.gather_batch`.
     """
 
     packed = False
@@ -217,11 +223,21 @@ class PaddedLayout:
         self.windows = in_schema_order(schema, plain)
         self._computed = {name: window for name, window in windows.items() if isinstance(window, NStep)}
         self.sources = [source_of(name, window) for name, window in self.windows.items()]
+        self.spans, self.has_returns = self._spans(), True if self._at_once and self._hidden else None
         self.row_bytes = sum(
             schema[source].step_bytes * window.length
             for name, source, window in zip(self.windows, self.sources, self.windows.values(), strict=True)
             if name not in self._only_masks
         )
+
+    def _spans(self) -> bool | None:
+        hidden = {parts[name] for parts in self._hidden.values() for name in ("reward", "done")}
+        single = all(
+            window.length == 1 and self.schema[source].step_bytes <= gathering.SINGLE_BYTES
+            for (name, window), source in zip(self.windows.items(), self.sources, strict=True)
+            if not self._at_once or name not in hidden
+        )
+        return None if single else True
 
     def row_layouts(self) -> dict[str, Any]:
         """Shapes and dtypes of what a batch has by row, beside its names; see `RowValues`."""
@@ -383,8 +399,9 @@ class PaddedHost(HostMover):
         made.allocate_values(memory)
         if self.only is not None and not self._pinned:
             weights = np.empty(0, dtype=np.float32) if made.values.weights is None else made.values.weights
-            columns = made.columns_of(self.only)
-            made.inline = InlineBatch(columns, made.values.names, weights, self.layout.row_bytes)
+            columns, spans, returns = made.columns_of(self.only), self.layout.spans, self.layout.has_returns
+            names, row_bytes = made.values.names, self.layout.row_bytes
+            made.inline = InlineBatch(columns, names, weights, row_bytes, spans, returns)
         return made
 
     def fill(self, buffers: PaddedBuffers, table: Table, rows: SelectedRows) -> None:
@@ -395,7 +412,8 @@ class PaddedHost(HostMover):
             values, (extent, block_ids) = buffers.values, table._engine.reader().index_arrays()
             columns, steps = buffers.columns_of(table), table._engine.region.layout.block_steps
             names = rows.slots, rows.anchors, rows.generations
-            bad = gathering.gather_batch(columns, *names, extent, block_ids, steps, values.names)
+            kind = self.layout.spans, self.layout.has_returns
+            bad = gathering.gather_batch(columns, *names, extent, block_ids, steps, values.names, *kind)
             if not bad:
                 values.write_more(rows)
                 if buffers.computed:

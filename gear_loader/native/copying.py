@@ -172,12 +172,11 @@ def copy_run(columns, block, inside, sources, lane, first, count) -> None:  # ty
         step_bytes, every, apart = columns[c, 2], columns[c, 3], sources[c, 2]
         target = columns[c, 0] + block * columns[c, 1] + inside * every
         source = sources[c, 0] + lane * sources[c, 1] + first * apart
-        if count == 1:
-            copy_step(target, source, step_bytes)
-        elif every == step_bytes and apart == step_bytes:
+        if every == step_bytes and apart == step_bytes:
             copy_bytes(target, source, count * step_bytes)
-        else:
-            copy_apart(target, every, source, apart, count, step_bytes)
+        else:  # `copy_apart` is faster by nanoseconds, and compiles for a second
+            for k in range(count):
+                copy_step(target + k * every, source + k * apart, step_bytes)
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]

@@ -178,7 +178,7 @@ def pointer(_context: Any, _address: Any) -> Any:
     return types.voidptr(types.int64), codegen
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[untyped-decorator]
 def copy_past_caches(target, source, count) -> None:  # type: ignore[no-untyped-def]
     """`copy_bytes` of which all whole lines are written past the caches; the caller calls `order_stores` at its end."""
     done = min(-target % 64, count)
@@ -245,7 +245,7 @@ def copy_apart(target, apart, source, every, count, size) -> None:  # type: igno
             _copy_64(to + size - 64, of + size - 64)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[untyped-decorator]
 def copy_step(target, source, size) -> None:  # type: ignore[no-untyped-def]
     """Copy one step: of the usual sizes without a call."""
     if size == 4:

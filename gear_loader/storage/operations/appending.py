@@ -70,7 +70,8 @@ def append_lanes(
     if not is_ready(v):
         return UNREADY
     rows = len(done)
-    one, final, slots = np.empty(1, np.int64), np.ones(1, np.int64), np.empty(1, np.int64)
+    one, final, slots = np.empty(1, np.int64), np.empty(1, np.int64), np.empty(1, np.int64)
+    final[0] = 1
     ids = np.empty(blocks_of(v, rows + 1), np.int32)
     for j in range(at[0], len(chosen)):
         at[0] = j
