@@ -335,9 +335,9 @@ class PaddedLayout:
             gathered = [(part, hidden) for part, hidden in parts.items() if hidden not in skipped]
             windows = {part: batch[hidden] for part, hidden in gathered if hidden in batch}
             kept = {part: shown[hidden] for part, hidden in gathered}
-            for _, hidden in gathered:
-                batch.pop(hidden, None)
-                shown.pop(hidden, None)
+            for _, done in gathered:
+                batch.pop(done, None)
+                shown.pop(done, None)
             spec = self._computed[name]
             outs = {each: new("", (size,), dtype) for each, dtype in OUTPUTS.items()}
             ends = [new("", (size, *schema[each].shape), schema[each].dtype) for each in spec.delivered]

@@ -106,7 +106,8 @@ class PaddedDeviceBuffers(PaddedBuffers):
         if id(table) not in self._plans:
             late, named = self.layout.late, dict(zip(self.layout.windows, self.outputs, strict=True))
             early = [output for name, output in named.items() if name not in late]
-            plans = [(plans_of(table, early, self.records), None)]
+            first = plans_of(table, early, self.records)
+            plans: list[tuple[Plans, torch.Tensor | None]] = [(first, None)]
             for spec in dict.fromkeys(late.values()):
                 outputs = [named[name] for name, which in late.items() if which == spec]
                 target: Any = self.batch[spec]
