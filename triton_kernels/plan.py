@@ -31,6 +31,7 @@ __all__ = [
     "PLACE_ROW_BYTES",
     "PLACE_WIDTH",
     "PLACE_WORD",
+    "ROLE",
     "STEP_BYTES",
     "STEP_STRIDE",
     "STRIDE",
@@ -62,6 +63,7 @@ BLOCKS = 9  # blocks of the column: a block id is below it
 FINAL = 10  # 1: the window may read the final step, which follows the last step; else 0
 STEP_STRIDE = 11  # bytes from step to step in a block; the GPU's kernels expect STEP_BYTES
 WIDTH = 12
+ROLE = LINES  # of the CPU's loop: what a column is for, see `gear_loader.native.returns`; 0: a window at the anchor
 
 PAD_KEEP, PAD_HEAD, PAD_TAIL, PAD_EDGE = range(4)
 

@@ -87,8 +87,9 @@ class Draws:
         anchor: ``"uniform"`` over the trajectory's steps, ``"first"`` or ``"last"``. A sampler with ``unit="step"``
             chooses the anchors itself.
         complete: draw only anchors at which every window lies wholly inside the trajectory, its final step included; of
-            an `NStep` with `next`, that a step follows. A trajectory that has none is never drawn;
-            `ReplayDataset.stats` counts them.
+            an `NStep` with `next`, that a step follows, so that every row has the observation to bootstrap from, as a
+            window of the next step has. So the last step of a trajectory without a final one is left out, also if it
+            terminates. A trajectory that has no such anchor is never drawn; `ReplayDataset.stats` counts them.
         stride: draw sequences: only the anchors 0, `stride`, 2 * `stride`, ... of each trajectory, up to the first one
             whose windows reach the trajectory's end. With `complete`, each `stride`-th of the complete anchors. Needs a
             sampler with ``unit="step"``, which is the default then; one that draws by priority a table whose

@@ -211,6 +211,11 @@ class ShardSource:
         self._cache: RowCache | None = None
 
     @property
+    def is_here(self) -> bool:
+        """Whether no rows are of other nodes."""
+        return not self.shards.remote
+
+    @property
     def tables(self) -> list[Table]:
         here = [self.table_of(shard) for shard in self.shards.local_shards()]
         own = self.shards.table

@@ -20,11 +20,13 @@ from gear_loader.kernels.plan import (
     PAD_EDGE,
     PAD_HEAD,
     PAD_TAIL,
+    ROLE,
     STEP_BYTES,
     WIDTH,
 )
 from gear_loader.native.compile import compiled
 from gear_loader.native.memory import copy_bytes, copy_step, fill, order_stores
+from gear_loader.native.returns import NEXT, ROLES, n_step
 from gear_loader.native.spans import (
     ADJOINS,
     BEGIN,
@@ -46,8 +48,10 @@ STREAM_BATCH_BYTES = 1 << 22
 """Bytes of a batch from which on its rows are written past the caches: by the time that the batch is read, others have
 been gathered. Whole trajectories of 42 KB, 256 and 1,024 a batch, take 0.8 of the time on an EPYC with 32 MiB of L3,
 also where the batch is read at once."""
-assert (STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK, BLOCKS, FINAL, WIDTH) == (2, 3, 4, 5, 6, 7, 9, 10, 12)
+assert (STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK) == (2, 3, 4, 5, 6, 7)
+assert (ROLE, BLOCKS, FINAL, WIDTH) == (8, 9, 10, 12)
 assert (PAD_HEAD, PAD_TAIL, PAD_EDGE) == (1, 2, 3)
+assert (NEXT, ROLES) == (3, 4)
 
 
 @njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -64,11 +68,11 @@ def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def _gather_singles(  # type: ignore[no-untyped-def]
-    columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+    columns, role, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
 ) -> int:
-    """`gather_rows` of windows of one step each, which need no segments: 0.7 to 0.75 of the time."""
+    """`_gather_spans` of windows of one step each, which need no segments: 0.7 to 0.75 of the time."""
     bad = 0
-    table, groups = grouped(columns, block_steps)
+    table, groups = grouped(columns, role, block_steps)
     found = np.empty(
         (_SINGLES, groups.shape[0], 3), dtype=np.int64
     )  # block or -1, step in it, whether it exists
@@ -114,32 +118,75 @@ def _gather_singles(  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def gather_rows(  # type: ignore[no-untyped-def]
+def gather_windows(  # type: ignore[no-untyped-def]
     columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
 ) -> int:
-    single = True
+    """`gather`, where `rows` counts if `chosen`."""
+    single, returns = True, False
     for c in range(columns.shape[0]):
-        single = single and columns[c, LENGTH] == 1 and columns[c, STEP_BYTES] <= SINGLE_BYTES
+        if columns[c, ROLE] == 0:
+            single = single and columns[c, LENGTH] == 1 and columns[c, STEP_BYTES] <= SINGLE_BYTES
+        else:
+            returns = True
     if single:
         bad = _gather_singles(
-            columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+            columns, 0, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
         )
     else:
         bad = _gather_spans(
-            columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+            columns, 0, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+        )
+    if returns:
+        bad += _gather_returns(
+            columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen, True
         )
     return int64(bad)  # type: ignore[no-any-return]
 
 
+@njit  # type: ignore[untyped-decorator]
+def _gather_returns(  # type: ignore[no-untyped-def]
+    columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen, spans
+) -> int:
+    """Compute n-step returns, and gather what is delivered at their bootstrap steps; `spans`: see `gather_batch`."""
+    bad, most, steps = 0, int64(0), np.empty(len(slots), dtype=np.int64)
+    for c in range(columns.shape[0]):
+        most = max(most, columns[c, ROLE])
+    for number in range(most // ROLES + 1):
+        bad += n_step(
+            columns,
+            number,
+            slots,
+            anchors,
+            extent,
+            block_ids,
+            block_steps,
+            first,
+            last,
+            rows,
+            chosen,
+            steps,
+        )
+        role = ROLES * number + NEXT
+        if spans is None:
+            bad += _gather_singles(
+                columns, role, slots, steps, extent, block_ids, block_steps, first, last, rows, chosen
+            )
+        else:
+            bad += _gather_spans(
+                columns, role, slots, steps, extent, block_ids, block_steps, first, last, rows, chosen
+            )
+    return bad
+
+
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def _gather_spans(  # type: ignore[no-untyped-def]
-    columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+    columns, role, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
 ) -> int:
     bad, waiting, row_bytes = 0, 0, 0
-    table, groups = grouped(columns, block_steps)
+    table, groups = grouped(columns, role, block_steps)
     segments = segments_for()
-    for c in range(columns.shape[0]):
-        row_bytes += columns[c, LENGTH] * columns[c, STEP_BYTES]
+    for c in range(table.shape[0]):
+        row_bytes += table[c, LENGTH] * table[c, STEP_BYTES]
     streams = len(slots) * row_bytes >= STREAM_BATCH_BYTES
     for b in range(first - 2 * ROWS_AHEAD, last):
         near, far = b + ROWS_AHEAD, b + 2 * ROWS_AHEAD
@@ -221,55 +268,56 @@ def _fill_masks(table, begin, end, place, head, count, length) -> None:  # type:
 
 @compiled
 def gather(  # type: ignore[no-untyped-def]
-    columns, slots, anchors, extent, block_ids, block_steps, first, last, rows=None, spans=True
+    columns, slots, anchors, extent, block_ids, block_steps, first, last, rows=None
 ):
     """Fill rows of a batch from entries `first` to `last - 1`: steps, padding and masks of every column.
 
     Args:
-        columns: int64 [C, WIDTH], one row a column, as defined in `gear_loader.kernels.plan`.
+        columns: int64 [C, WIDTH], one row a column, as defined in `gear_loader.kernels.plan`; those of n-step returns
+            as in `gear_loader.native.returns`.
         slots, anchors: int64 [n]. extent: int64 [T, 3]. block_ids: int32 [H]. block_steps: int.
         rows: int64 [n], entry b fills row ``rows[b]`` of the batch; None: row b.
-        spans: None if every window is one step of at most `SINGLE_BYTES`, for which less is compiled.
 
     Returns:
         Number of windows of which a slot or block is invalid, 0 unless the index is corrupt. Its steps are zeros.
     """
     # An unused argument is an array of the right type.
-    if spans is None:
-        bad = _gather_singles(
-            columns,
-            slots,
-            anchors,
-            extent,
-            block_ids,
-            block_steps,
-            first,
-            last,
-            slots if rows is None else rows,
-            rows is not None,
+    if rows is None:
+        bad = gather_windows(
+            columns, slots, anchors, extent, block_ids, block_steps, first, last, slots, False
         )
-    elif rows is None:
-        bad = gather_rows(columns, slots, anchors, extent, block_ids, block_steps, first, last, slots, False)
     else:
-        bad = gather_rows(columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, True)
+        bad = gather_windows(columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, True)
     return int64(bad)
 
 
 @compiled
 def gather_batch(  # type: ignore[no-untyped-def]
-    columns, slots, anchors, generations, extent, block_ids, block_steps, names, spans
+    columns, slots, anchors, generations, extent, block_ids, block_steps, names, spans, returns
 ):
     """`gather` all n entries; write their slots, anchors and generations to `names`, int64 [3, at least n].
 
-    `spans` other than None: all windows are treated as spans of steps.
+    Of what is None less is compiled.
+
+    Args:
+        spans: None if every window is one step of at most `SINGLE_BYTES`. Else all are treated as spans of steps.
+        returns: None if there are no n-step returns.
     """
     for b in range(len(slots)):
         names[0, b], names[1, b], names[2, b] = slots[b], anchors[b], generations[b]
     count = len(slots)
     if spans is None:
-        bad = _gather_singles(columns, slots, anchors, extent, block_ids, block_steps, 0, count, slots, False)
+        bad = _gather_singles(
+            columns, 0, slots, anchors, extent, block_ids, block_steps, 0, count, slots, False
+        )
     else:
-        bad = _gather_spans(columns, slots, anchors, extent, block_ids, block_steps, 0, count, slots, False)
+        bad = _gather_spans(
+            columns, 0, slots, anchors, extent, block_ids, block_steps, 0, count, slots, False
+        )
+    if returns is not None:
+        bad += _gather_returns(
+            columns, slots, anchors, extent, block_ids, block_steps, 0, count, slots, False, spans
+        )
     return int64(bad)
 
 

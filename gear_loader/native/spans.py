@@ -22,6 +22,7 @@ from gear_loader.kernels.plan import (
     OFFSET,
     OUT,
     PAD,
+    ROLE,
     STEP_BYTES,
     STEP_STRIDE,
     STRIDE,
@@ -29,7 +30,7 @@ from gear_loader.kernels.plan import (
 from gear_loader.native.memory import atomic_load, copy_apart, copy_bytes, copy_past_caches, fill, prefetch
 
 assert (BASE, STRIDE, STEP_BYTES, OUT, LENGTH, OFFSET, PAD) == (0, 1, 2, 3, 4, 5, 6)
-assert (LINES, BLOCKS, FINAL, STEP_STRIDE) == (8, 9, 10, 11)
+assert (LINES, ROLE, BLOCKS, FINAL, STEP_STRIDE) == (8, 8, 9, 10, 11)
 
 _SEGMENTS = 64
 """Segments that are resolved before the first of them is copied."""
@@ -50,18 +51,20 @@ _FRESH = LINES  # in the table of `grouped`: whether no column before has the sa
 
 
 @njit
-def grouped(columns, block_steps):  # type: ignore[no-untyped-def]
+def grouped(columns, role, block_steps):  # type: ignore[no-untyped-def]
     """Bring columns with the same window together.
 
     Args:
-        columns: int64 [C, WIDTH], of a gather plan.
+        columns: int64 [C, WIDTH], of a gather plan. role: of the columns, others are left out.
 
     Returns:
-        The columns in another order, int64 [C, WIDTH]; and where each group of them begins and ends, int64 [G, 3].
+        The columns in another order, int64 [n, WIDTH]; and where each group of them begins and ends, int64 [G, 3].
     """
     width, filled, count = columns.shape[0], 0, 0
     table, groups = np.empty(columns.shape, dtype=np.int64), np.empty((width, 3), dtype=np.int64)
-    taken = np.zeros(width, dtype=np.bool_)
+    taken = np.empty(width, dtype=np.bool_)
+    for c in range(width):
+        taken[c] = columns[c, ROLE] != role
     for first in range(width):
         if taken[first]:
             continue
@@ -79,7 +82,7 @@ def grouped(columns, block_steps):  # type: ignore[no-untyped-def]
             filled += 1
         groups[count, BEGIN], groups[count, END], groups[count, ADJOINS] = begin, filled, adjoins
         count += 1
-    return table, groups[:count]
+    return table[:filled], groups[:count]
 
 
 @njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
