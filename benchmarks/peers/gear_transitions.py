@@ -11,7 +11,7 @@ import torch
 import gear_loader as gear
 from benchmarks.peers import transitions
 from benchmarks.peers.select import ALPHA, BETA
-from benchmarks.peers.transitions import EIGHT, ONE, PRIORITIZED, UNIFORM
+from benchmarks.peers.transitions import ENVS, PRIORITIZED, UNIFORM
 
 PACKAGES = MODULES = ("torch", "numpy")
 _STEP = gear.Window(1, squeeze=True)
@@ -112,7 +112,7 @@ class Recycled(Transitions):
 class EveryStep(Transitions):
     """Appending steps that can be drawn as soon as `append` has returned."""
 
-    modes = (ONE, EIGHT)
+    modes = tuple(ENVS)
 
 
 class Episodes(EveryStep):
@@ -138,8 +138,10 @@ class Buffer(transitions.Subject):
     def fill(self) -> None:
         data = self.data
         if self.envs > 1:
-            for call in self.calls(*self.stream()):
-                self.store.add(*call)
+            calls = list(self.calls(*self.stream()))
+            for _ in range(-(-data.steps // (self.envs * len(calls)))):
+                for call in calls:
+                    self.store.add(*call)
             return
         self.store.extend({**data.columns(), "truncated": data.truncated})
         if self.prioritized:
