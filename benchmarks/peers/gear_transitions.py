@@ -11,7 +11,7 @@ import torch
 import gear_loader as gear
 from benchmarks.peers import transitions
 from benchmarks.peers.select import ALPHA, BETA
-from benchmarks.peers.transitions import ENVS, PRIORITIZED, UNIFORM
+from benchmarks.peers.transitions import EIGHT, ONE, PRIORITIZED, UNIFORM
 
 PACKAGES = MODULES = ("torch", "numpy")
 _STEP = gear.Window(1, squeeze=True)
@@ -112,7 +112,7 @@ class Recycled(Transitions):
 class EveryStep(Transitions):
     """Appending steps that can be drawn as soon as `append` has returned."""
 
-    modes = tuple(ENVS)
+    modes = (ONE, EIGHT)
 
 
 class Episodes(EveryStep):
