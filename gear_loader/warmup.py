@@ -164,6 +164,8 @@ def _drawing() -> None:
                 with _filled() as table:
                     _draw(table, kind(replacement=replacement, unit=unit))
     with _filled() as table:
+        _draw(table, Uniform(unit="step"), windows=Window(1, squeeze=True))
+    with _filled() as table:
         target = NStep("reward", n=2, gamma=0.9, done="reward")
         _draw(table, Uniform(unit="step"), windows={"target": target}, draws=Draws(complete=True))
     with _table(limits=Limits(max_times_sampled=100)) as table:
@@ -189,6 +191,7 @@ def _prioritizing() -> None:
     for unit in ("trajectory", "step"):
         for sampler in (Prioritized(unit=unit), Prioritized(replacement=False, unit=unit), TopK(unit=unit)):
             with _filled() as table:
+                _draw(table, sampler, windows=Window(1, squeeze=True))
                 _draw(table, sampler)
                 table.add(_steps(10))
                 _draw(table, sampler)

@@ -79,6 +79,10 @@ class PaddedBuffers(Buffers):
         if memory.device.type == "cpu":
             self.values = RowValues.of(names.numpy(), tensors)
 
+    def names_on_host(self, count: int) -> tuple[Array, ...] | None:
+        values = self.values if self.gpu is None or self.gpu.staging is None else self.gpu.staging.values
+        return tuple(each[:count] for each in values.names[: len(ROW_KEYS)])
+
     def compute(self, count: int, limits: Array | None = None) -> None:
         """Compute what is computed of the first n rows; `limits`: see `Returns.compute`."""
         for each in self.computed:
@@ -161,6 +165,7 @@ class PaddedLayout:
         late: windows that are gathered at the bootstrap step -> name of the `NStep`.
         windows: that are gathered, in the order of the schema. sources: the column that each reads.
         reach: what they read of a trajectory. row_bytes: bytes of a row over all windows.
+        spans, late_spans: of the windows but `late` and of these, as for `gathering.gather_batch`.
     """
 
     packed = False
@@ -195,11 +200,23 @@ class PaddedLayout:
         self.early_sources = [
             source for name, source in zip(self.windows, self.sources, strict=True) if name not in self.late
         ]
+        self.spans = self._spans(late=False)
+        self.late_spans = self._spans(late=True)
         self.row_bytes = sum(
             schema[source].step_bytes * window.length
             for source, window in zip(self.sources, self.windows.values(), strict=True)
         )
         self.reach: Reach = reach_of(schema, self.windows)
+
+    def _spans(self, *, late: bool) -> bool | None:
+        """`spans` of `gathering.gather_batch`, for the windows that are gathered at bootstrap steps or the others."""
+        each = zip(self.windows.items(), self.sources, strict=True)
+        single = all(
+            window.length == 1 and self.schema[source].step_bytes <= gathering.SINGLE_BYTES
+            for (name, window), source in each
+            if (name in self.late) == late
+        )
+        return None if single else True
 
     def row_layouts(self) -> dict[str, Any]:
         """Shapes and dtypes of what a batch has by row, beside its names; see `RowValues`."""
@@ -309,7 +326,9 @@ class PaddedHost(HostMover):
         if self._only is not None and not self._pinned and not self.layout.late:
             weights = np.empty(0, dtype=np.float32) if made.values.weights is None else made.values.weights
             columns = made.columns_of(self._only)
-            made.inline = InlineBatch(columns, made.values.names, weights, self.layout.row_bytes)
+            made.inline = InlineBatch(
+                columns, made.values.names, weights, self.layout.row_bytes, self.layout.spans
+            )
         return made
 
     def fill(self, buffers: PaddedBuffers, table: Table, rows: SelectedRows) -> None:
@@ -320,14 +339,17 @@ class PaddedHost(HostMover):
             values, (extent, block_ids) = buffers.values, table._engine.reader().index_arrays()
             columns, steps = buffers.columns_of(table), table._engine.region.layout.block_steps
             names = rows.slots, rows.anchors, rows.generations
-            bad = gathering.gather_batch(columns, *names, extent, block_ids, steps, values.names)
+            spans = self.layout.spans
+            bad = gathering.gather_batch(columns, *names, extent, block_ids, steps, values.names, spans)
             if not bad:
                 values.write_more(rows)
                 if buffers.computed:
                     buffers.compute(count, self._limits(table, rows))
                 for late, _, steps_at in buffers.late_of(table):
-                    at = steps_at.numpy()[:count]
-                    bad += gathering.gather(late, rows.slots, at, extent, block_ids, steps, 0, count)
+                    at, wide = steps_at.numpy()[:count], self.layout.late_spans
+                    bad += gathering.gather(
+                        late, rows.slots, at, extent, block_ids, steps, 0, count, None, wide
+                    )
                 if not bad:
                     return
             if not table._engine.has_tier:  # else a trajectory may have been on disk meanwhile

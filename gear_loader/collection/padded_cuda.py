@@ -52,6 +52,7 @@ class PaddedDeviceBuffers(PaddedBuffers):
     Attributes:
         host, mirror: views of both. memory: both. random: pinned int64 [3], key, counter and anchor key of a draw on
             the GPU; beta: pinned float32 [1], the exponent of its weights.
+        is_drawn_here: whether the GPU has drawn the rows.
         records: memory of gathered records. claims: what the host has prepared, and not launched. used, placed: entries
             of the extents and of `places` that the running batch has used.
     """
@@ -87,10 +88,14 @@ class PaddedDeviceBuffers(PaddedBuffers):
         self._plans: dict[int, Plans] = {}
         self.claims: list[_Claimed] = []
         self.used = self.placed = 0
+        self.is_drawn_here = False
 
     def begin(self) -> None:
         """Forget the last batch."""
-        self.claims, self.used, self.placed = [], 0, 0
+        self.claims, self.used, self.placed, self.is_drawn_here = [], 0, 0, False
+
+    def names_on_host(self, count: int) -> tuple[Array, ...] | None:
+        return None if self.is_drawn_here else super().names_on_host(count)
 
     def plans_of(self, table: Table) -> Plans:
         """The plans that gather the windows of a table; packing and blocks of tables may differ."""
@@ -144,6 +149,7 @@ class PaddedCuda(CudaMover):
     def fill(self, buffers: PaddedDeviceBuffers, table: Table, rows: Any) -> None:
         if isinstance(rows, CudaRows):
             self.begin(buffers, rows)
+            buffers.is_drawn_here = True
             self._draw(buffers, table, rows)
         else:
             super().fill(buffers, table, rows)

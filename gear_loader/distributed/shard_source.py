@@ -321,7 +321,7 @@ class ShardSource:
         for shard, part in self._by_shard(rows, which):
             while len(part):
                 try:
-                    mover.copy(buffers, self.table_of(shard), rows, part)
+                    self._copy_whole(mover, buffers, self.table_of(shard), rows, part)
                     break
                 except LostRowsError as error:
                     self.table_of(shard)._engine.remove_lost(error)
@@ -332,6 +332,12 @@ class ShardSource:
         unread: Array = np.concatenate(lost)
         self.num_gone += len(unread)
         return unread
+
+    @staticmethod
+    def _copy_whole(mover: RowMover, buffers: Any, table: Table, rows: ShardRows, which: Array) -> None:
+        """Move rows of a table of this node, which others may overwrite meanwhile."""
+        slots = rows.records["slot"][which] if table.schema.mutable else which
+        table._engine.reader().read_whole(slots, lambda: mover.copy(buffers, table, rows, which))
 
     def _received(
         self, requests: list[tuple[int, RowRequest]], place: Callable[[Any], None], keep: Callable[..., None]

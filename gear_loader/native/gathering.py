@@ -40,7 +40,7 @@ from gear_loader.native.spans import (
     source_of,
 )
 
-_SINGLES, _SINGLE_BYTES = 32, 1 << 12
+_SINGLES, SINGLE_BYTES = 32, 1 << 12
 """Single steps whose lines are requested before the first is copied, and the largest of them."""
 STREAM_BATCH_BYTES = 1 << 22
 """Bytes of a batch from which on its rows are written past the caches: by the time that the batch is read, others have
@@ -50,7 +50,7 @@ assert (STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK, BLOCKS, FINAL, WIDTH) == (2,
 assert (PAD_HEAD, PAD_TAIL, PAD_EDGE) == (1, 2, 3)
 
 
-@njit(inline="always")
+@njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
     """First existing step of a window, number of existing steps, and padding before them."""
     low = min(max(begin, 0), steps)
@@ -63,11 +63,12 @@ def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _gather_single(  # type: ignore[no-untyped-def]
-    table, groups, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+def _gather_singles(  # type: ignore[no-untyped-def]
+    columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
 ) -> int:
     """`gather_rows` of windows of one step each, which need no segments: 0.7 to 0.75 of the time."""
     bad = 0
+    table, groups = grouped(columns, block_steps)
     found = np.empty(
         (_SINGLES, groups.shape[0], 3), dtype=np.int64
     )  # block or -1, step in it, whether it exists
@@ -116,15 +117,30 @@ def _gather_single(  # type: ignore[no-untyped-def]
 def gather_rows(  # type: ignore[no-untyped-def]
     columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
 ) -> int:
-    bad, waiting = 0, 0
-    table, groups = grouped(columns, block_steps)
-    if columns[:, LENGTH].max() == 1 and columns[:, STEP_BYTES].max() <= _SINGLE_BYTES:
-        bad += _gather_single(
-            table, groups, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+    single = True
+    for c in range(columns.shape[0]):
+        single = single and columns[c, LENGTH] == 1 and columns[c, STEP_BYTES] <= SINGLE_BYTES
+    if single:
+        bad = _gather_singles(
+            columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
         )
-        return int64(bad)  # type: ignore[no-any-return]
+    else:
+        bad = _gather_spans(
+            columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+        )
+    return int64(bad)  # type: ignore[no-any-return]
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _gather_spans(  # type: ignore[no-untyped-def]
+    columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+) -> int:
+    bad, waiting, row_bytes = 0, 0, 0
+    table, groups = grouped(columns, block_steps)
     segments = segments_for()
-    streams = len(slots) * (columns[:, LENGTH] * columns[:, STEP_BYTES]).sum() >= STREAM_BATCH_BYTES
+    for c in range(columns.shape[0]):
+        row_bytes += columns[c, LENGTH] * columns[c, STEP_BYTES]
+    streams = len(slots) * row_bytes >= STREAM_BATCH_BYTES
     for b in range(first - 2 * ROWS_AHEAD, last):
         near, far = b + ROWS_AHEAD, b + 2 * ROWS_AHEAD
         request_index(
@@ -205,7 +221,7 @@ def _fill_masks(table, begin, end, place, head, count, length) -> None:  # type:
 
 @compiled
 def gather(  # type: ignore[no-untyped-def]
-    columns, slots, anchors, extent, block_ids, block_steps, first, last, rows=None
+    columns, slots, anchors, extent, block_ids, block_steps, first, last, rows=None, spans=True
 ):
     """Fill rows of a batch from entries `first` to `last - 1`: steps, padding and masks of every column.
 
@@ -213,12 +229,26 @@ def gather(  # type: ignore[no-untyped-def]
         columns: int64 [C, WIDTH], one row a column, as defined in `gear_loader.kernels.plan`.
         slots, anchors: int64 [n]. extent: int64 [T, 3]. block_ids: int32 [H]. block_steps: int.
         rows: int64 [n], entry b fills row ``rows[b]`` of the batch; None: row b.
+        spans: None if every window is one step of at most `SINGLE_BYTES`, for which less is compiled.
 
     Returns:
         Number of windows of which a slot or block is invalid, 0 unless the index is corrupt. Its steps are zeros.
     """
     # An unused argument is an array of the right type.
-    if rows is None:
+    if spans is None:
+        bad = _gather_singles(
+            columns,
+            slots,
+            anchors,
+            extent,
+            block_ids,
+            block_steps,
+            first,
+            last,
+            slots if rows is None else rows,
+            rows is not None,
+        )
+    elif rows is None:
         bad = gather_rows(columns, slots, anchors, extent, block_ids, block_steps, first, last, slots, False)
     else:
         bad = gather_rows(columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, True)
@@ -227,12 +257,19 @@ def gather(  # type: ignore[no-untyped-def]
 
 @compiled
 def gather_batch(  # type: ignore[no-untyped-def]
-    columns, slots, anchors, generations, extent, block_ids, block_steps, names
+    columns, slots, anchors, generations, extent, block_ids, block_steps, names, spans
 ):
-    """`gather` all n entries; write their slots, anchors and generations to `names`, int64 [3, at least n]."""
+    """`gather` all n entries; write their slots, anchors and generations to `names`, int64 [3, at least n].
+
+    `spans` other than None: all windows are treated as spans of steps.
+    """
     for b in range(len(slots)):
         names[0, b], names[1, b], names[2, b] = slots[b], anchors[b], generations[b]
-    bad = gather_rows(columns, slots, anchors, extent, block_ids, block_steps, 0, len(slots), slots, False)
+    count = len(slots)
+    if spans is None:
+        bad = _gather_singles(columns, slots, anchors, extent, block_ids, block_steps, 0, count, slots, False)
+    else:
+        bad = _gather_spans(columns, slots, anchors, extent, block_ids, block_steps, 0, count, slots, False)
     return int64(bad)
 
 

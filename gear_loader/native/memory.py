@@ -196,7 +196,7 @@ def pointer(_context: Any, _address: Any) -> Any:
     return types.voidptr(types.int64), codegen
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[untyped-decorator]
 def copy_past_caches(target, source, count) -> None:  # type: ignore[no-untyped-def]
     """`copy_bytes` of which all whole lines are written past the caches; the caller calls `order_stores` at its end."""
     done = min(-target % 64, count)
@@ -275,7 +275,7 @@ def differ_step(one, other, size):  # type: ignore[no-untyped-def]
     return differ(one, other, size)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[untyped-decorator]
 def copy_step(target, source, size) -> None:  # type: ignore[no-untyped-def]
     """Copy one step: of the usual sizes without a call."""
     if size == 4:

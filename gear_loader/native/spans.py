@@ -82,19 +82,19 @@ def grouped(columns, block_steps):  # type: ignore[no-untyped-def]
     return table, groups[:count]
 
 
-@njit(inline="always")
+@njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _same_window(columns, c, d):  # type: ignore[no-untyped-def]
     same = columns[c, LENGTH] == columns[d, LENGTH] and columns[c, OFFSET] == columns[d, OFFSET]
     return same and columns[c, PAD] == columns[d, PAD] and columns[c, FINAL] == columns[d, FINAL]
 
 
-@njit(inline="always")
+@njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _same_record(table, c, d):  # type: ignore[no-untyped-def]
     alike = table[c, STRIDE] == table[d, STRIDE] and table[c, STEP_STRIDE] == table[d, STEP_STRIDE]
     return alike and abs(table[c, BASE] - table[d, BASE]) < table[c, STEP_STRIDE]
 
 
-@njit(inline="always")
+@njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def extent_of(extent, slot):  # type: ignore[no-untyped-def]
     """Length, place of the block table, and final steps of a trajectory, which may grow meanwhile.
 
@@ -125,13 +125,13 @@ def segments_for():  # type: ignore[no-untyped-def]
     return np.empty((_SEGMENTS, _LINES + 1), dtype=np.int64)
 
 
-@njit(inline="always")
+@njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def source_of(table, c, number, inside):  # type: ignore[no-untyped-def]
     """Address of a step of a column in a block."""
     return table[c, BASE] + number * table[c, STRIDE] + inside * table[c, STEP_STRIDE]
 
 
-@njit(inline="always")
+@njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def request(table, begin, end, number, inside, take):  # type: ignore[no-untyped-def]
     """Request the first cache lines of `take` steps of a block, of columns `begin` to `end - 1`; returns how many."""
     total = 0

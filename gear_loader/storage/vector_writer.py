@@ -46,6 +46,7 @@ class VectorWriter:
     With ``commit_every_step`` each row is visible when `append` returns, one environment after another; with `next` the
     values that follow it too.
     With ``chunk_steps`` the stream of each environment is cut into chunks, as `Writer` does; `done` ends its stream.
+    With both the newest steps of the chunks that are being written can be drawn.
 
     Attributes:
         num_envs: number of environments.
@@ -200,11 +201,11 @@ class VectorWriter:
         if following is None and not self._moves:
             return None
         begun = not self._moves and bool((self._lanes[:, LANE_STEPS] > 0).any())
-        if following is None or final is not None or begun or not self._sink.grows:
+        if following is None or final is not None or begun or not self._sink.grows or self._sink.overlap:
             raise SchemaError(
                 f"next is {'missing' if following is None else 'given'}"
                 f"{'' if final is None else ', and final too'}; expected it with commit_every_step=True, in each "
-                "call from the first on, or in none, and without final. Nothing was appended."
+                "call from the first on, or in none, without final and without overlap_steps. Nothing was appended."
             )
         return checked_finals(self._schema, following, np.ones(self.num_envs, dtype=bool))
 

@@ -143,6 +143,7 @@ def run_packed(plan: PackedPlan, work: PackedWork, *, programs: int | None = Non
     )
 
 
+@pytest.mark.long
 def test_packed_batches_are_those_of_the_naive_account() -> None:
     """All words in one launch, columns per trajectory, rows of one step and of none, in one program and in several."""
     store = Store([4, 1, 48, 400], [63, 500, 1, 7, 129], 32)
