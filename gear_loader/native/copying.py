@@ -165,6 +165,12 @@ def place_of(columns, c, block, inside):  # type: ignore[no-untyped-def]
     return columns[c, 0] + block * columns[c, 1] + inside * columns[c, 3]
 
 
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def put_step(target, source, size) -> None:  # type: ignore[no-untyped-def]
+    """`copy_step`, also for Python."""
+    copy_step(target, source, size)
+
+
 @njit(inline="always")
 def row_of(sources, c, lane, row):  # type: ignore[no-untyped-def]
     """Address of a lane's row: sources are int64 [C, 3], address of the rows of each column, bytes from one lane's to

@@ -8,9 +8,9 @@ import numpy as np
 from numba import njit
 
 from gear_loader.native.compile import inlined
-from gear_loader.native.copying import is_zero, place_of, row_of
+from gear_loader.native.copying import is_zero, place_of, put_step, row_of
 from gear_loader.native.lanes import LANE_GENERATION, LANE_RUN, LANE_SLOT, LANE_STEPS
-from gear_loader.native.memory import copy_step, differ_step
+from gear_loader.native.memory import differ_step
 from gear_loader.storage.operations.growth import clear_lane, is_ready, lengthen, publish_steps
 from gear_loader.storage.operations.lifecycle import commit
 from gear_loader.storage.operations.quick_rows import TOGETHER, write_rows
@@ -234,9 +234,7 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
             inside_after = 1 % v.block_steps
             put_row(columns, sources, following, finals, loose, i, k, block, 0, after, inside_after, False)
             for c in range(count):
-                copy_step(
-                    place_of(once, c, block, 0), once_sources[c, 0] + i * once_sources[c, 1], once[c, 2]
-                )
+                put_step(place_of(once, c, block, 0), once_sources[c, 0] + i * once_sources[c, 1], once[c, 2])
             commit(v, slots, priorities[i : i + 1], now)
             lane[LANE_SLOT], lane[LANE_GENERATION] = slot, v.generation[slot]
             lane[LANE_STEPS] = 1
@@ -245,7 +243,7 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
                 over[i] = 1
                 for c in range(width):
                     if finals[c] == 1:
-                        copy_step(before[c, 0] + i * before[c, 1], row_of(following, c, i, k), columns[c, 2])
+                        put_step(before[c, 0] + i * before[c, 1], row_of(following, c, i, k), columns[c, 2])
             if ends or lane[LANE_STEPS] == cut:
                 out[i] = slot
                 clear_lane(lane, -1)
@@ -278,6 +276,6 @@ def put_row(
     for c in range(len(columns)):
         size = columns[c, 2]
         if finals[c] == 1:
-            copy_step(place_of(columns, c, after, inside_after), row_of(following, c, i, k), size)
+            put_step(place_of(columns, c, after, inside_after), row_of(following, c, i, k), size)
         if finals[c] != 1 or not known or (len(loose) > 0 and loose[i * len(columns) + c] != 0):
-            copy_step(place_of(columns, c, block, inside), row_of(sources, c, i, k), size)
+            put_step(place_of(columns, c, block, inside), row_of(sources, c, i, k), size)
