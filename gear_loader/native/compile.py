@@ -64,6 +64,13 @@ def inlined(function: Any) -> Any:
     return register_jitable(boundscheck=True, forceinline=True)(function)
 
 
+def entry_of(loop: Any) -> Any:
+    """The compiled code of a loop that was called with arguments of one kind: without a look at them, which takes half
+    of a short call. The loop itself, where numba keeps that elsewhere."""
+    found = list(getattr(loop, "overloads", {}).values())
+    return getattr(found[0], "entry_point", loop) if len(found) == 1 else loop
+
+
 def _stamp(loop: Any) -> None:
     """Make the cached code of a loop depend on all files that its machine code comes from.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -53,23 +53,6 @@ class Given:
         self.last: Bytes | None = None
         self.once: Bytes = {}
         self.out: Array = np.full(n, -1, dtype=np.int64)
-
-
-class RowsAhead(NamedTuple):
-    """Rows of all lanes in memory, and the values that follow each; see `appending.append_lanes`.
-
-    Attributes:
-        hold: owner of the memory.
-    """
-
-    sources: Array
-    following: Array
-    active: Array
-    done: Array
-    over: Array
-    cut: int
-    reward: int
-    hold: object
 
 
 class Rows(Protocol):

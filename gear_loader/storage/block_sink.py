@@ -30,7 +30,9 @@ from gear_loader.native.lanes import (
     LANE_STEPS,
     LANE_WIDTH,
 )
-from gear_loader.storage.appender import Bytes, Given, RowsAhead, here, too_long
+from gear_loader.storage.appender import Bytes, Given, here, too_long
+from gear_loader.storage.growing_rows import GrowingRows
+from gear_loader.storage.operations.appending import ENDS
 from gear_loader.storage.operations.view import DONE, OUTSIDE
 from gear_loader.utils.arrays import Array, data_address
 
@@ -315,9 +317,7 @@ class GrowingSink(BlockSink):
 
     def __init__(self, table: Engine, n: int) -> None:
         super().__init__(table, n)
-        self._all = np.arange(n)
-        self._finals = np.array([column.final for column in self._steps.values()], dtype=np.int64)
-        self._no_once = np.zeros((len(self._once_columns), 2), dtype=np.int64)
+        self._ahead: GrowingRows | None = None
 
     def show(self, columns: Sequence[StepColumn]) -> tuple[int, int]:
         return 0, 0
@@ -347,43 +347,24 @@ class GrowingSink(BlockSink):
         given.out[whole] = self.lanes[whole, LANE_SLOT]
         return ending is not None and bool((ending if acting is None else ending & acting).any())
 
-    def append_rows(self, rows: RowsAhead, at: Array, given: Given) -> None:
-        """Append rows to the trajectories of lanes; see `appending.append_lanes`.
+    def ahead(
+        self, rows: StepSources, following: Bytes, acting: Array | None, ending: Array | None, given: Given
+    ) -> GrowingRows:
+        """A row of each lane and the values after it, to be appended; see `appending.append_lanes`.
 
         Args:
-            at: int64 [2], as there: zeros at first; an error leaves it at the row that was not appended.
-            given: as for `add`.
+            acting, ending: bool [n], lanes whose row counts, and whose trajectory ends; None for all, and for none.
         """
-        lanes, index = self.lanes, self.index
-        evict, wait = self.table.policy
-        ops, where, here = index.arrays.ops, index.arrays.where, index.readers.here()
-        once = self._no_once
+        ahead = self._ahead = self._ahead or GrowingRows(self, cut=self.chunk)
+        after = self.plain(following)
+        ahead.sources[:, :2], ahead.following[:, :2] = rows.sources, after.sources
+        ahead.kinds[0] = 1 if acting is None else acting
+        if ending is not None:
+            ahead.kinds[0] += ENDS * ending
+        ahead.priorities[:], ahead.out[:] = given.priorities, -1
         if given.once:
-            once = _located_bytes(given.once, list(self.schema.per_trajectory)).sources
-        told: tuple[Any, ...] = (self._columns, rows.sources, rows.following, self._finals)
-        told = (*told, self._once_columns, once)
-        told = (*told, rows.active, rows.done, rows.over, rows.cut, rows.reward, given.priorities, given.out)
-        self._thread = threading.get_ident()
-        limited = index.arrays.rules.rate_limiter is not None
-        if not limited and index.admission.max_age is None:
-            given_now = (time.monotonic_ns(), int(evict), *here)
-            answer = index.recovery.lock.run(ops.append_lanes, where, lanes, self._all, at, *told, *given_now)
-            if answer == DONE:
-                return
-        # It has to wait, or to be let in, lane by lane.
-        first, place = int(at[0]), np.array([0, at[1]])
-
-        def append(chosen: Array, upto: Array) -> int:
-            now = time.monotonic_ns()
-            answer: int = ops.append_lanes(where, lanes, chosen, place, *told, now, int(evict), *here)
-            at[0], at[1], upto[0] = first + place[0], place[1], place[0]
-            return answer
-
-        def missing(lane: int) -> tuple[int, int, int]:
-            return int(lanes[lane, LANE_STEPS] == 0), -(-2 // self._block_steps), 1
-
-        chosen = self._all[first:]
-        index.change_lanes(lanes, chosen, append, needed=missing, evict=evict, wait=wait, inserts=limited)
+            ahead.once_sources[:] = _located_bytes(given.once, list(self.schema.per_trajectory)).sources
+        return ahead
 
     def _add(self, chosen: Array, rows: StepSources, first: int, count: int, given: Given) -> None:
         """Add steps to the trajectories of lanes, and then to new ones of lanes that have none, or a whole chunk."""
