@@ -21,6 +21,7 @@ import torch
 from gear_loader.errors import SchemaError
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import at_least, finite, flag
+from gear_loader.utils.packing import upload
 
 __all__ = ["Normalize", "RandomCrop", "RandomShift", "ToDtype"]
 
@@ -388,7 +389,7 @@ def _padded(planes: torch.Tensor, pad: int) -> torch.Tensor:
 def _cut(planes: torch.Tensor, size: tuple[int, ...], top: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
     """Rectangles [B, R, *size] of planes [B, R, H, W], at places int64 [B] of the CPU."""
     views = planes.unfold(2, size[0], 1).unfold(3, size[1], 1)  # [B, R, places, places, *size]
-    top, left = (each.to(planes.device, non_blocking=True) for each in (top, left))
+    top, left = upload(planes.device, top.numpy(), left.numpy())
     return views[torch.arange(len(planes), device=planes.device), :, top, left]
 
 

@@ -90,12 +90,12 @@ def _column(p_columns, tile):
 
 @triton.jit
 def _lines(base, stride, step_bytes, a_out, block, first, steps, place, i_line):
-    """Addresses of lines, of their first bytes in the output, and bytes within the piece (``start | end << 8``)."""
+    """Addresses of lines, of their first bytes in the output, and bytes within the piece (``start | end << 10``)."""
     o_first = first * step_bytes
     o_line = (o_first // 128 + i_line) * 128
     o_piece = o_line - o_first  # from the piece's first byte; may be below 0
-    end = _clip(steps * step_bytes - o_piece).to(tl.int32)
-    b_range = tl.where(end > 0, _clip(-o_piece).to(tl.int32) | (end << 8), 0)
+    end = _clip(steps * step_bytes - o_piece, 128).to(tl.int32)
+    b_range = tl.where(end > 0, _clip(-o_piece, 128).to(tl.int32) | (end << 10), 0)
     return base + block * stride + o_line, a_out + place * step_bytes + o_piece, b_range
 
 
@@ -164,11 +164,11 @@ def packed_kernel(
             eviction_policy="evict_first",
         )
         if i_tile < end_16:
-            _store(b_line, a_out, b_range, 0, 1, 16)
+            _store(b_line, a_out, b_range, 0, 1, 0, 16)
         elif i_tile < end_4:
-            _store(b_line, a_out, b_range, 0, 1, 4)
+            _store(b_line, a_out, b_range, 0, 1, 0, 4)
         else:
-            _store(b_line, a_out, b_range, 0, 1, 1)
+            _store(b_line, a_out, b_range, 0, 1, 0, 1)
 
     # The program's next tile, as if all were in one row.
     begin = line_tiles + (program + programs - line_tiles % programs) % programs

@@ -246,6 +246,10 @@ class Buffers:
             self.references = BatchReferences(self.batch)
         return self.rows(count)
 
+    def names_on_host(self, count: int) -> tuple[Array, ...] | None:
+        """`ROW_KEYS` of the `count` rows that were gathered last, int64 [count] each; None if only a GPU has them."""
+        return None
+
     def follow(self, staged: Any, count: int) -> None:
         """Make room for the batch of `count` rows that other buffers of this layout hold."""
 

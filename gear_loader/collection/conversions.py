@@ -38,7 +38,7 @@ class Casts:
         self._columns = columns
         self._plan = CastPlan(columns) if device.type == "cuda" else None
 
-    def compute(self, anchors: torch.Tensor, limits: object = None) -> None:
+    def compute(self, anchors: torch.Tensor) -> None:
         """Convert as many rows as there are anchors. Does not wait for a GPU."""
         self.convert(len(anchors))
 

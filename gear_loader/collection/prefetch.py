@@ -21,9 +21,10 @@ from gear_loader.collection.buffers import Buffers, clone_batch
 from gear_loader.collection.collector import Collector
 from gear_loader.collection.references import can_count
 from gear_loader.collection.ticket_releaser import TicketReleaser, failure_of, keep_reserved
+from gear_loader.collection.windows import ROW_KEYS
 from gear_loader.errors import GearError, LockTimeoutError
 from gear_loader.storage.lock import LOCK_TIMEOUT
-from gear_loader.utils.arrays import outside_inference
+from gear_loader.utils.arrays import Array, outside_inference
 from gear_loader.utils.background import background_thread, is_ending, stop_at_end
 from gear_loader.utils.captures import beside_captures, refuse_capture
 from gear_loader.utils.mutex import holds_any
@@ -129,6 +130,8 @@ class Prefetcher:
         # Guards `_accepting`; a signal handler may find it taken by what it interrupted.
         self._turn: Any = threading.RLock()
         self._ready: collections.deque[tuple[Buffers, int]] = collections.deque()  # filled, not yet delivered
+        self._last: Buffers | None = None  # of the last delivered batch, on a GPU
+        self._names_stream: torch.cuda.Stream | None = None
 
     # ---------------------------------------------------------------- delivering
 
@@ -362,6 +365,7 @@ class Prefetcher:
 
     def _deliver(self, buffers: Buffers, count: int) -> Batch:
         gpu = buffers.gpu
+        self._last = None if gpu is None else buffers
         if gpu is not None:
             consumer = current_stream(self.collector.device)
             consumer.wait_event(gpu.filled)
@@ -377,6 +381,26 @@ class Prefetcher:
         if not self._fresh:
             self._delivered.append(buffers)
         return buffers.lend(count) if self._lends else buffers.rows(count)
+
+    def names(self, batch: Batch) -> tuple[Array, ...]:
+        """`ROW_KEYS` of the batch that was delivered last, int64 [B] each, on the host.
+
+        Waits for nothing if the host has drawn the rows; else until the GPU has gathered them, not for the consumer.
+        """
+        gpu = None if self._last is None else self._last.gpu
+        count = len(batch["index"])
+        if self._last is not None and gpu is not None:
+            known = self._last.names_on_host(count)
+            if known is not None:
+                return known
+            gpu.filled.synchronize()
+            device = self.collector.device
+            if self._names_stream is None:
+                self._names_stream = own_stream(device, self.collector.stream_priority, self)
+            with beside_captures(device), on_stream(device, self._names_stream):
+                found = torch.stack([self._last.batch[key][:count] for key in ROW_KEYS]).cpu()
+            return tuple(found.numpy())
+        return tuple(batch[key].cpu().numpy() for key in ROW_KEYS)
 
     def _recycle(self) -> None:
         if self._stream is not None:

@@ -14,7 +14,7 @@ from gear_loader.collection.batches import Batch
 from gear_loader.collection.windows import ROW_KEYS
 from gear_loader.errors import SchemaError
 from gear_loader.selection.random import raw
-from gear_loader.utils.arrays import shown
+from gear_loader.utils.arrays import Array, shown
 
 Transform = Callable[..., Any]
 _STREAM = 0x7472616E  # of random numbers; the number of a slice is added
@@ -96,8 +96,21 @@ class Transforms:
                 "use num_workers=0 (batches are prefetched anyway), or set its `frozen`."
             )
 
-    def __call__(self, batch: Batch, *, seed: int, slice_number: int, epoch: int, number: int) -> Batch:
-        """The transformed batch. seed, epoch and number identify the draw."""
+    def __call__(
+        self,
+        batch: Batch,
+        *,
+        seed: int,
+        slice_number: int,
+        epoch: int,
+        number: int,
+        names: Callable[[Batch], tuple[Array, ...]],
+    ) -> Batch:
+        """The transformed batch. seed, epoch and number identify the draw.
+
+        Args:
+            names: returns what identifies the batch's rows, on the host, for a transform with `takes_names`.
+        """
         generator: torch.Generator | None = None
         for one, asks in self._calls:
             if asks:
@@ -106,7 +119,8 @@ class Transforms:
                     word = raw(1, seed=seed, stream=stream, epoch=epoch, step=number)
                     generator = torch.Generator("cpu")
                     generator.manual_seed(int(word[0] >> 1))
-                found = one(batch, generator=generator)
+                told = {"names": names(batch)} if getattr(one, "takes_names", False) else {}
+                found = one(batch, generator=generator, **told)
             else:
                 found = one(batch)
             if not isinstance(found, Mapping):

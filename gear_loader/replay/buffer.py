@@ -80,7 +80,8 @@ class ReplayBuffer:
     False for these. Where one agent is truncated while others go on, returns of all end.
 
     Each transition can be drawn when `add` has returned. A full buffer drops its oldest trajectory, which is an episode
-    or a piece of at most 1,024 steps of one; so it holds nearly `capacity` transitions.
+    or a piece of at most 1,024 steps of one; so it holds nearly `capacity` transitions. With `hindsight` episodes of up
+    to ``capacity // (2 * num_envs)`` steps are kept and dropped whole.
 
     Args:
         capacity: most transitions of all environments together.
@@ -253,8 +254,9 @@ class ReplayBuffer:
 
     @property
     def _piece(self) -> int:
-        """Most steps of a trajectory."""
-        return max(min(self.capacity // (8 * (self.num_envs or 1)), _LONGEST), 1)
+        """Most steps of a trajectory; with goals, which come from the same one, an episode that fits is one."""
+        share = self.capacity // (self.num_envs or 1)
+        return max(min(share // 8, _LONGEST) if self._hindsight is None else share // 2, 1)
 
     def _use(self, table: Table) -> None:
         """Draw from this table, and write into it."""
@@ -343,10 +345,11 @@ class ReplayBuffer:
         Raises:
             SchemaError: a value does not fit the columns. Nothing was added.
         """
-        adder, values = self._adder, {"obs": obs, "action": action, **more}
-        if adder is not None and type(reward) is np.ndarray and reward.shape == adder.shape:
-            adder.add(values, reward, next_obs, terminated, truncated, active, single=False)
+        adder = self._adder
+        quick = adder is not None and adder.plain and active is None and not more
+        if quick and adder.quick((obs, action, reward, next_obs, terminated, truncated)):  # type: ignore[union-attr]
             return
+        values = {"obs": obs, "action": action, **more}
         number = reward if self._agents is None else self._agents.first("reward", reward)
         count, single = count_of(number, self.num_envs)
         if adder is None:
@@ -485,7 +488,7 @@ class ReplayBuffer:
         self._flush()
         if self._dataset is None or not len(self):
             whole = self._hindsight is not None and not self._hindsight.running
-            what = "an episode that ends" if whole else "a transition"
+            what = "an episode that ends (or give Hindsight running=True)" if whole else "a transition"
             raise TableEmptyError(f"The replay buffer is empty; add {what} before the first sample.")
         return self._dataset
 

@@ -19,6 +19,7 @@ from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import at_least, flag, one_of
+from gear_loader.utils.packing import upload
 
 ACHIEVED, DESIRED = "obs.achieved_goal", "obs.desired_goal"
 
@@ -36,10 +37,14 @@ class Hindsight:
     it. Everything else, ``discount`` too, is as it was, as in Stable-Baselines3. If the ratio is no whole number of
     rows, a random number decides about the last one. The batch's ``relabelled``, bool ``[B]``, tells which rows.
 
-    Goals come from the row's trajectory: an episode, or the piece of at most 1,024 steps of a longer one. They are a
-    function of the seed, the number of the batch and the episode's length. With rows on a GPU their names are copied to
-    the host, which waits for it; goals are gathered there. Rows whose episode was dropped after it had been drawn, of
-    batches prepared ahead, keep their goals; others take their place.
+    Goals come from the row's whole episode, which the buffer keeps and drops as one. (An episode of more than
+    ``capacity // (2 * num_envs)`` steps is kept in pieces of so many, and has goals of the row's piece.) They are a
+    function of the seed, the number of the batch and the episode's length. Rows whose episode was dropped after it had
+    been drawn, of batches prepared ahead, keep their goals; others take their place.
+
+    On a GPU the host gathers the goals, and copies them to the batch on the consumer's stream. It does not wait for the
+    GPU, unless that draws the rows (`Prioritized`): then until the batch has been gathered, not for what the consumer
+    has queued. Rewards are computed on the host, or with `tensors` on the GPU.
 
     Attributes:
         compute_reward: function of (achieved_goal ``[N, *shape]``, desired_goal ``[N, *shape]``, info) that returns the
@@ -49,8 +54,9 @@ class Hindsight:
         strategy: ``"future"``: a step of the episode from the row's own on, each equally likely; ``"final"``: its last
             step; ``"episode"``: any of its steps.
         running: whether steps of an episode that has not ended are drawn, with goals among those so far. By default
-            they are not, goals or no goals; then an episode can be drawn when it (or its piece) has ended.
-        tensors: whether `compute_reward` gets tensors, on the device of the batch; by default numpy arrays.
+            they are not, goals or no goals; then an episode can be drawn when it has ended.
+        tensors: whether `compute_reward` gets tensors, on the device of the batch; by default numpy arrays. On a GPU it
+            should not wait either: it returns a tensor there.
 
     Raises:
         SchemaError: an invalid value; at the first batch: rewards of another shape.
@@ -92,6 +98,9 @@ class Relabel:
             observations, actions and rewards.
     """
 
+    takes_names = True
+    """See `Transforms`."""
+
     def __init__(
         self, options: Hindsight, table: Table, *, n_step: int, gamma: float, more: Mapping[str, Nesting]
     ) -> None:
@@ -105,56 +114,60 @@ class Relabel:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_gatherers": ()}
 
-    def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
-        count, goals = len(batch["index"]), self._options.n_sampled_goal
+    def __call__(self, batch: Batch, generator: torch.Generator, names: tuple[Array, ...]) -> Batch:
+        """names: slots, anchors and generations of the rows, int64 [B]."""
+        count, goals = len(names[0]), self._options.n_sampled_goal
         number, rest = divmod(count * goals, goals + 1)
         order = torch.randperm(count, generator=generator, device="cpu").numpy()
         places = torch.rand(count + 1, dtype=torch.float64, generator=generator, device="cpu").numpy()
         number += bool(places[count] * (goals + 1) < rest)
-        chosen, read = self._read(batch, order, number, places)
-        where, device = torch.from_numpy(chosen), batch["reward"].device
-        if device.type != "cpu":
-            where, read = where.to(device), {name: values.to(device) for name, values in read.items()}
+        device = batch["reward"].device
+        # What `compute_reward` gets is in the batch already, unless it is of several steps or must be on the host.
+        inside = self._n_step == 1 and (device.type == "cpu" or self._options.tensors)
+        chosen, read = self._read(names, order, number, places, steps=not inside)
+        relabelled = torch.zeros(count, dtype=torch.bool, device="cpu")
+        relabelled[chosen] = True
         goal = read["goal"].flatten(0, 1)
-        if self._n_step == 1:
+        where, goals_there, relabelled = self._moved(device, torch.from_numpy(chosen), goal, relabelled)
+        if inside:
             leaves = [leaf for name, each in self._more.items() for leaf in each.leaves(batch[name])]
             info = {column: values[where] for column, values in leaves}
-            reward = self._rewards(batch["next_obs"]["achieved_goal"][where], goal, info)
+            reward = self._rewards(batch["next_obs"]["achieved_goal"][where], goals_there, info)
         else:
-            reward = self._returns(read, goal)
+            reward = self._returns(read, goal, device)
         for part in ("obs", "next_obs"):
-            desired = batch[part]["desired_goal"]
-            desired[where] = goal.to(desired.dtype)
+            batch[part]["desired_goal"][where] = goals_there
         batch["reward"][where] = reward
-        batch["relabelled"] = torch.zeros(count, dtype=torch.bool, device=device)
-        batch["relabelled"][where] = True
+        batch["relabelled"] = relabelled
         return batch
+
+    @staticmethod
+    def _moved(device: torch.device, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Tensors of the host on a device. Does not wait for a GPU."""
+        return values if device.type == "cpu" else upload(device, *(each.numpy() for each in values))
 
     # ---------------------------------------------------------------- reading
 
     def _read(
-        self, batch: Batch, order: Array, number: int, places: Array
+        self, names: tuple[Array, ...], order: Array, number: int, places: Array, *, steps: bool
     ) -> tuple[Array, dict[str, torch.Tensor]]:
         """Choose rows and their goals.
 
         Args:
+            names: of all rows. steps: whether to read what `_returns` needs.
             order: rows in random order, int64 [B]. number: rows to choose. places: float64 [B or more] from 0 to 1,
                 of the goals.
 
         Returns:
-            The rows, int64 [n]; ``goal``, ``[n, 1, *shape]``; and with n-step returns ``achieved``, ``terminated``, the
+            The rows, int64 [n]; ``goal``, ``[n, 1, *shape]``; and with `steps` ``achieved``, ``terminated``, the
             columns of info, ``[n, n_step, ...]``, and ``mask``, whether the transition exists, bool ``[n, n_step]``.
         """
-        slots, anchors, generations = (
-            batch[name].cpu().numpy() for name in ("index", "anchor", "generation")
-        )
+        slots, anchors, generations = names
         if not self._gatherers:
             windows = {"achieved": Window(self._n_step, 1, column=ACHIEVED)}
             windows |= {name: Window(self._n_step) for name in ("terminated", *self._info_columns)}
             every: list[dict[str, Window]] = [{"goal": Window(1, 1, column=ACHIEVED)}]
-            self._gatherers = tuple(
-                _Gatherer(self._table, each) for each in every + [windows] * (self._n_step > 1)
-            )
+            self._gatherers = tuple(_Gatherer(self._table, each) for each in every + [windows] * steps)
         gatherers = self._gatherers
 
         def read() -> tuple[Array, dict[str, torch.Tensor]]:
@@ -187,18 +200,29 @@ class Relabel:
 
     # ---------------------------------------------------------------- rewards
 
-    def _returns(self, read: Mapping[str, torch.Tensor], goal: torch.Tensor) -> torch.Tensor:
-        """n-step returns ``[n]`` with other goals."""
+    def _returns(
+        self, read: Mapping[str, torch.Tensor], goal: torch.Tensor, device: torch.device
+    ) -> torch.Tensor:
+        """n-step returns ``[n]`` with other goals, on `device`. The arguments are on the host."""
         ends = read["terminated"]
         counted = read["mask"] & (ends.cumsum(1) - ends.long() == 0)  # [n, n_step]
         goals = goal[:, None].expand(-1, self._n_step, *goal.shape[1:])
-        info = {name: read[name][counted] for name in self._info_columns}
-        rewards = torch.zeros(counted.shape, dtype=torch.float64, device=goal.device)
-        rewards[counted] = self._rewards(read["achieved"][counted], goals[counted], info).double()
-        factors = torch.full((), self._gamma, dtype=torch.float64, device=goal.device) ** torch.arange(
-            self._n_step, device=goal.device
+        given = [
+            read["achieved"][counted],
+            goals[counted],
+            *(read[name][counted] for name in self._info_columns),
+        ]
+        place = counted.flatten().nonzero().flatten()
+        if self._options.tensors:
+            place, *given = self._moved(device, place, *given)
+        found = self._rewards(given[0], given[1], dict(zip(self._info_columns, given[2:], strict=True)))
+        rewards = torch.zeros(counted.numel(), dtype=torch.float64, device=found.device)
+        rewards[place] = found.double()
+        factors = torch.full((), self._gamma, dtype=torch.float64, device=found.device) ** torch.arange(
+            self._n_step, device=found.device
         )
-        return (rewards * factors).sum(1).float()
+        total = (rewards.view(counted.shape) * factors).sum(1).float()
+        return total if self._options.tensors else self._moved(device, total)[0]
 
     @property
     def _info_columns(self) -> list[str]:
@@ -207,12 +231,13 @@ class Relabel:
     def _rewards(self, achieved: torch.Tensor, goal: torch.Tensor, info: Mapping[str, Any]) -> torch.Tensor:
         """float32 [N], by the user's function. info: column -> values."""
         given: Any = (achieved, goal, info)
-        if not self._options.tensors:
-            host = {name: values.cpu().numpy() for name, values in info.items()}
-            given = achieved.cpu().numpy(), goal.cpu().numpy(), host
+        if not self._options.tensors:  # they are on the host
+            given = achieved.numpy(), goal.numpy(), {name: values.numpy() for name, values in info.items()}
         nested = {name: each.build(given[2]) for name, each in self._more.items()}
         found = self._options.compute_reward(given[0], given[1], nested)
-        rewards = torch.as_tensor(found, device=goal.device)
+        rewards = (found if isinstance(found, torch.Tensor) else torch.as_tensor(found, device="cpu")).to(
+            goal.device
+        )
         if rewards.shape not in ((len(goal),), (len(goal), 1)):
             raise SchemaError(
                 f"compute_reward returned the shape {list(rewards.shape)} for {len(goal)} goals; expected one reward "

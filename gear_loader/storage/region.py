@@ -31,6 +31,8 @@ from gear_loader.utils.notices import notice
 
 _WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # MADV_WIPEONFORK and MADV_KEEPONFORK, missing in `mmap`
 _MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
+_LOG_BYTES = 1 << 20
+"""Largest memory behind a region that is kept for the next log."""
 _ATTACH_TIMEOUT = 10.0  # seconds; removing or inspecting a region takes milliseconds
 
 
@@ -74,6 +76,8 @@ class _Mapping:
         )
         self.lock = IndexLock(name, fd)
         self.fill_lock = IndexLock(f"those who fill late columns of {name}", fd, place=1)
+        self._log: np.ndarray[Any, Any] = np.empty(0, dtype=np.uint8)  # see `Region.log`
+        self._log_place = 0  # where it begins in the file
         self.pinned: bool | None = None  # False if CUDA refuses
         self.pinning: Pinning | None = None  # in progress; counts as a user, so that its memory stays mapped
         self.registered: list[int] = []
@@ -220,6 +224,28 @@ class _Mapping:
         if self._file is not None:
             self._file.close()
             self._file = self.fd = None
+
+    def log(self, region_bytes: int, count: int) -> np.ndarray[Any, Any]:
+        """`Region.log`."""
+        if self.fd is None:
+            if len(self._log) < count:
+                self._log = np.empty(count, dtype=np.uint8)
+            return self._log
+        if len(self._log) < count:
+            self._log_place = pages.file_bytes(region_bytes)
+            size = pages.file_bytes(max(count, _LOG_BYTES // 4))
+            memory, offset = pages.map_file(self.fd, size, self._log_place)
+            self._log = np.frombuffer(memory, dtype=np.uint8, count=size, offset=offset)
+        if os.fstat(self.fd).st_size < self._log_place + len(self._log):  # else another process has made it
+            os.posix_fallocate(self.fd, self._log_place, len(self._log))
+        return self._log
+
+    def trim_log(self) -> None:
+        """`Region.trim_log`."""
+        if len(self._log) > _LOG_BYTES:
+            self._log = np.empty(0, dtype=np.uint8)
+            if self.fd is not None:
+                os.ftruncate(self.fd, self._log_place)
 
     def pin(self, base: int, total: int, device: int) -> None:
         """Begin to register the memory with CUDA in a thread; the caller holds the guard."""
@@ -463,6 +489,28 @@ class Region:
                 "processes share; or fork before the first batch is drawn for a GPU."
             )
         return TableClosedError(f"The table {self.name or '(private)'} is closed; attach or create it again.")
+
+    # ---------------------------------------------------------------- beyond the region
+
+    def log(self, count: int) -> np.ndarray[Any, Any]:
+        """Memory of `count` bytes or more behind the region, uint8, for `gear_loader.storage.edit_log`.
+
+        The same for all processes, until `trim_log`. The caller holds the lock.
+
+        Raises:
+            RegionError: there is no room for it.
+        """
+        try:
+            return self._mapping.log(self.layout.region_bytes, count)
+        except OSError as error:
+            raise RegionError(
+                f"{_size(count)} are needed for values that are overwritten ({error}). Nothing was changed. Overwrite "
+                f"fewer steps in a row, or enlarge {shared_memory.DIRECTORY}."
+            ) from error
+
+    def trim_log(self) -> None:
+        """Free the memory of a large log; the caller holds the lock."""
+        self._mapping.trim_log()
 
     # ---------------------------------------------------------------- pinning
 

@@ -264,6 +264,29 @@ def test_goals_are_distributed_as_those_of_sb3(strategy: Any) -> None:
     assert statistic < cells - 1 + 3.3 * np.sqrt(2 * (cells - 1)) + 5  # about the 99.95% quantile
 
 
+@pytest.mark.parametrize(("envs", "running"), [(1, False), (3, True)])
+def test_goals_come_from_the_whole_of_a_long_episode(envs: int, running: bool) -> None:
+    """Of 1,500 steps and more; the place of a goal among what remains is uniform, by chi-square."""
+    buffer = make(capacity=3_100 * envs, running=running, batch_size=500)
+    episodes = Episodes(buffer, envs=envs)
+    for step in range(3_600):  # the first episodes have been dropped whole, the last ones go on
+        episodes.step(ends=step % 1_500 == 1_499)
+    counts = torch.zeros(10)
+    for _ in range(12):
+        batch = buffer.sample()
+        episodes.check(batch, "future", 1, whole=not running)
+        there = batch["relabelled"]
+        numbers, goals = batch["obs"]["observation"][there], batch["obs"]["desired_goal"][there, 0]
+        for number, goal in zip(numbers.tolist(), goals.tolist(), strict=True):
+            episode, step = episodes.place[int(number)]
+            remaining = len(episodes.paths[episode]) - 1 - step
+            if remaining >= 100:
+                counts[10 * (episodes.place[int(goal)][1] - step - 1) // remaining] += 1
+    assert counts.sum() > 3_000
+    statistic = float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
+    assert statistic < 35  # of 9 degrees of freedom: 99.99%
+
+
 def test_draws_go_on_from_a_state(tmp_path: Path) -> None:
     buffer = make(n_step=2, transform=transforms.Normalize("obs.observation", "next_obs.observation"))
     episodes = Episodes(buffer)
@@ -310,6 +333,7 @@ def test_rows_that_are_gone_keep_their_goals() -> None:
     assert not next(iterator)["relabelled"].any()
 
 
+@pytest.mark.long
 def test_batches_of_workers_are_those_of_this_process() -> None:
     buffer = make(name=fresh_name())
     try:

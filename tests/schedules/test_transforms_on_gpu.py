@@ -11,6 +11,7 @@ import torch
 from dataset_common import on_host
 from streams.cuda import Cuda
 from streams.machine import Policy
+from test_host_work import WAITS, work
 
 import gear_loader as gear
 from gear_loader import transforms
@@ -23,10 +24,11 @@ def reward(achieved: Any, desired: Any, info: Any) -> Any:
     return achieved[:, 0] * 3 - desired[:, 0] + info["bonus"]
 
 
-def filled(device: Any, n_step: int, tensors: bool) -> gear.ReplayBuffer:
+def filled(device: Any, n_step: int, tensors: bool, *, sampler: Any = None) -> gear.ReplayBuffer:
     buffer = gear.ReplayBuffer(
         300,
         n_step=n_step,
+        sampler=sampler,
         batch_size=8,
         device=device,
         hindsight=gear.Hindsight(reward, tensors=tensors),
@@ -72,3 +74,24 @@ def test_batches_are_those_of_the_cpu(policy: Policy, n_step: int) -> None:
             for part, each in parts.items():
                 mine = one[name][part] if isinstance(values, dict) else one[name]
                 torch.testing.assert_close(mine, each, msg=f"{name} {part}")
+
+
+@pytest.mark.parametrize(
+    ("sampler", "n_step", "tensors"),
+    [(None, 1, False), (None, 1, True), (None, 3, True), (gear.Prioritized(unit="step"), 3, False)],
+    ids=["host", "tensors", "n-step", "priority"],
+)
+def test_hindsight_does_not_wait_for_the_consumer(sampler: Any, n_step: int, tensors: bool) -> None:
+    """Nor for the GPU at all, unless that has drawn the rows: then for their gather."""
+    cuda = Cuda(0, "eager")
+    with cuda.installed():
+        buffer = filled(DEVICE, n_step, tensors, sampler=sampler)
+        assert buffer.dataset is not None
+        found = work(cuda, buffer.dataset)
+        buffer.table.close()  # type: ignore[union-attr]
+        del buffer
+        gc.collect()
+    cuda.check()
+    assert "copies of pageable memory" not in found
+    waits = {name: found[name] for name in WAITS if name in found}
+    assert waits == ({} if sampler is None else {"blocking copies": 1.0, "stream.synchronize": 1.0})

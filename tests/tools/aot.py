@@ -87,12 +87,12 @@ CASTS = [
 VARIANTS = [
     *(
         Variant(
-            f"gather_{word}{kind}",
+            f"gather_{word}_{unit}{kind}",
             gather.gather_kernel,
-            {"WORD": word, "CHOSEN": kind == "_rows"},
-            gather.LAUNCH,
+            {"WORD": word, "UNIT": unit, "CHOSEN": kind == "_rows"},
+            gather.launch_options(word, unit),
         )
-        for word, kind in itertools.product((16, 4, 1), ("", "_rows"))
+        for (word, unit), kind in itertools.product(gather.PROGRAMS, ("", "_rows"))
     ),
     Variant("place", place.place_kernel, {}, place.LAUNCH),
     Variant("store", store.store_kernel, {}, store.LAUNCH),

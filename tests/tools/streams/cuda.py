@@ -373,7 +373,11 @@ class Cuda(CurrentDevice):
             "current_stream": self.current_stream,
             "default_stream": lambda device=None: self._defaults[self.index(device)],
             "stream": self.on_stream,
-            "get_device_properties": lambda device=None: types.SimpleNamespace(multi_processor_count=8),
+            "get_device_properties": lambda device=None: types.SimpleNamespace(
+                multi_processor_count=8,
+                shared_memory_per_block=48 << 10,
+                shared_memory_per_block_optin=227 << 10,
+            ),
         }
 
     @contextlib.contextmanager
