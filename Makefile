@@ -7,7 +7,7 @@
 #   make docs     the documentation site, docs/_build            make clean   remove builds and caches, not .venv
 #   make bench    a benchmark (ARGS="run single-server")        make report  a page and plots of what was measured
 #   make graph-serving  train and serve a GraphSAGE on the call graph of the installed Python sources
-#   make peers    other libraries, to be measured beside ours
+#   make peers    other libraries, to be measured beside ours, and tested with (ARGS=".peers torchrl tianshou d3rlpy rllib")
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python

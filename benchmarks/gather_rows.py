@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -152,7 +153,16 @@ class SweepRows(QueueRows):
             raise Incorrect("the mask is False where the steps exist")
 
 
-def launch(rows: QueueRows, i: int, programs: int | None) -> Launch:
-    """The gather kernel on batch `i` of the queue; without `programs` with the launcher's choice of them."""
+def launch(rows: QueueRows, i: int, programs: int | None, shared: int | None = None) -> Launch:
+    """The gather kernel on batch `i` of the queue; without `programs` with the launcher's choice of them.
+
+    With `shared` as it is launched on a GPU whose blocks have so many bytes of shared memory.
+    """
     plan, slots, anchors = rows.plans[i % 2], rows.slots[i], rows.anchors[i]
-    return lambda: kernel.gather(plan, slots, anchors, *rows.index, programs=programs)
+
+    def queue() -> None:
+        known = (lambda *_: shared) if shared else kernel.shared_memory
+        with mock.patch.object(kernel, "shared_memory", known):
+            kernel.gather(plan, slots, anchors, *rows.index, programs=programs)
+
+    return queue

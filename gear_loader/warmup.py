@@ -24,6 +24,7 @@ from gear_loader.graph.workload import access_probability, sampled_size
 from gear_loader.native import compile as native
 from gear_loader.native import gathering
 from gear_loader.native.row_cache import KEY
+from gear_loader.replay.buffer import ReplayBuffer
 from gear_loader.selection.samplers import Fifo, Lifo, Prioritized, Sampler, TopK, Uniform
 from gear_loader.selection.step_budget import Steps
 from gear_loader.storage.disk import Disk
@@ -134,6 +135,9 @@ def _writing() -> None:
         writers, row = table.writers(2, commit_every_step=True), {"x": np.zeros((2, 3), dtype=np.float32)}
         for ends in ([False, False], [True, True]) * 4:
             writers.append(row, next=row, done=ends)
+    buffer, obs = ReplayBuffer(16, device="cpu"), np.zeros(3, dtype=np.float32)
+    for _ in range(2):
+        buffer.add(obs, 0, 0.0, obs, False, False)
     with _filled() as table:
         slots, _ = table._engine.index.begin(np.array([1]), evict=EVICT_OLDEST)
         table._engine.index.abort(slots)
@@ -164,6 +168,8 @@ def _drawing() -> None:
                 with _filled() as table:
                     _draw(table, kind(replacement=replacement, unit=unit))
     with _filled() as table:
+        _draw(table, Uniform(unit="step"), windows=Window(1, squeeze=True))
+    with _filled() as table:
         target = NStep("reward", n=2, gamma=0.9, done="reward")
         _draw(table, Uniform(unit="step"), windows={"target": target}, draws=Draws(complete=True))
     with _table(limits=Limits(max_times_sampled=100)) as table:
@@ -189,6 +195,7 @@ def _prioritizing() -> None:
     for unit in ("trajectory", "step"):
         for sampler in (Prioritized(unit=unit), Prioritized(replacement=False, unit=unit), TopK(unit=unit)):
             with _filled() as table:
+                _draw(table, sampler, windows=Window(1, squeeze=True))
                 _draw(table, sampler)
                 table.add(_steps(10))
                 _draw(table, sampler)

@@ -136,6 +136,38 @@ def test_every_dataset_draws_as_alone(tables: Any) -> None:
         assert found.tolist() == expected
 
 
+TARGET = {"x": gear.Window(2), "target": gear.NStep("x", 3, 0.9, "x", next="x")}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "uniform": ({}, {}, {}),
+    "converted": ({"windows": {"x": gear.Window(2, dtype=torch.float32, scale=0.5), "number": None}},) * 2
+    + ({},),
+    "n-step returns": ({"windows": TARGET}, {"windows": TARGET}, {"shares": "expected"}),
+    "one weighs": ({"sampler": gear.Prioritized()}, {}, {}),
+    "passes end inside": ({"sampler": ONCE}, {"sampler": ONCE}, {"batch_size": 30, "parts": (1, 2)}),
+    "shares that vary": ({"sampler": gear.Fifo()}, {}, {"parts": (1, math.pi)}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_gathered_into_their_places_are_those_of_joined_batches(
+    kind: str, tables: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *each, options = KINDS[kind]
+
+    def run() -> list[Any]:
+        mixed = mixture(tables, each=each, **options)
+        assert (mixed._mixed_batches() is None) == joins
+        kept = [*itertools.islice(mixed, 5), mixed.sample(), mixed.sample()]
+        mixed.update_priority(kept[-1], torch.arange(len(kept[-1]["source"]), dtype=torch.float32))
+        return [*kept, *itertools.islice(mixed, 3), mixed.sample()]
+
+    joins = False
+    found = run()
+    joins = True
+    monkeypatch.setattr("gear_loader.dataset.mixture.can_mix", lambda _: False)
+    torch.testing.assert_close(found, run(), rtol=0, atol=0)
+
+
 def test_packed_batches_are_joined(tables: Any) -> None:
     own = {"windows": gear.Whole(), "layout": "packed", "sample_info": True}
     mixed = mixture(tables, each=(own, own))

@@ -49,7 +49,9 @@ IN_ONE_ROOM: dict[str, frozenset[str]] = {
     "checkpoint": frozenset({"safetensors", "xxhash"}),
     "collection": frozenset({"tensordict"}),
     "cli": frozenset({"psutil", "rich", "typer"}),
-    "integrations": frozenset({"gymnasium", "ray", "stable_baselines3", "tensordict", "torchrl"}),
+    "integrations": frozenset(
+        {"gymnasium", "minari", "ray", "stable_baselines3", "tensordict", "tianshou", "torchrl"}
+    ),
     "lightning": frozenset({"lightning"}),
     "native": frozenset({"llvmlite"}),
     "sources": frozenset({"gymnasium", "h5py", "minari"}),
@@ -75,6 +77,7 @@ LOADED_ON_DEMAND = (
     "safetensors",
     "stable_baselines3",
     "tensordict",
+    "tianshou",
     "torchrl",
     "typer",
     "ucp",

@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = {"docs/from-sb3.md": ["stable_baselines3"], "docs/from-torchrl.md": ["torchrl", "tensordict"]}
+NEEDS["docs/other-libraries.md"] = ["minari"]
 IN_ORDER = ["docs/datasets.md", "docs/from-reverb.md", "docs/graph-serving.md", "docs/hindsight.md"]
 IN_ORDER += ["docs/transforms.md", *NEEDS]
 ALONE = ["README.md", "docs/index.md", "docs/sequences.md", "docs/tables.md"]
@@ -40,6 +41,7 @@ def run(program: str, folder: Path) -> str:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    alone["MINARI_DATASETS_PATH"] = str(folder / "minari")
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, str(path)],

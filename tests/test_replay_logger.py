@@ -98,3 +98,31 @@ def test_tensorboard(tmp_path: Path) -> None:
 def test_wrong_options(arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(SchemaError, match=message):
         gear.ReplayLogger(*arguments, **options)
+
+
+@pytest.mark.long  # their imports take seconds
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
+    with make_table() as table, mlflow.start_run() as run:
+        dataset = gear.ReplayDataset(table, batch_size=4, windows=gear.Window(1), device="cpu")
+        log = gear.ReplayLogger(dataset, mlflow, every_n_steps=2)
+        logged = [log(dataset.sample()) for _ in range(4)]
+    values = mlflow.MlflowClient().get_metric_history(run.info.run_id, "replay/fill_steps")
+    assert [value.step for value in values] == [1, 3]
+    assert values[0].value == pytest.approx(logged[1]["replay/fill_steps"])  # type: ignore[index]
+
+
+@pytest.mark.long
+def test_wandb_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with make_table() as table, wandb.init(project="replay", mode="offline", dir=tmp_path) as run:
+        dataset = gear.ReplayDataset(table, batch_size=4, windows=gear.Window(1), device="cpu")
+        log = gear.ReplayLogger(dataset, run, every_n_steps=2)
+        logged = [log(dataset.sample()) for _ in range(4)]
+        assert logged[1] is not None  # W&B commits a step when the next one begins
+        assert {name: run.summary[name] for name in logged[1]} == pytest.approx(logged[1])
+        assert run.step == 3

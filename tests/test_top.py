@@ -55,6 +55,7 @@ def test_what_a_table_says_without_its_lock() -> None:
         assert (found.inserted, found.sampled, found.removed) == (30, 8, 10)
 
 
+@pytest.mark.long
 def test_a_server_tells_the_size_and_the_disk_tier(tmp_path: Path) -> None:
     disk = gear.Disk(tmp_path / "disk", size="1MiB")
     with named(**SIZES) as plain, named(**SIZES, memory="64KiB", disk=disk) as tiered:

@@ -7,7 +7,7 @@ import functools
 
 import torch
 
-__all__ = ["BUS_PROGRAMS", "bus_programs", "multiprocessors", "on_device"]
+__all__ = ["BUS_PROGRAMS", "bus_programs", "multiprocessors", "on_device", "shared_memory"]
 
 BUS_PROGRAMS = 16
 """Programs that read host memory at a time, each on a multiprocessor of its own, unless a launch says otherwise.
@@ -26,6 +26,17 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return _NOTHING
     return torch.cuda.device(device)
+
+
+@functools.cache
+def _shared_memory(index: int | None) -> int:
+    properties = torch.cuda.get_device_properties(index)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+
+
+def shared_memory(device: torch.device, interpreted: int) -> int:
+    """Bytes of shared memory that a block can have on a GPU; `interpreted` for Triton's interpreter."""
+    return _shared_memory(device.index) if device.type == "cuda" else interpreted
 
 
 @functools.cache

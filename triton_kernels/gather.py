@@ -1,27 +1,31 @@
 """Gather windows of trajectories from host memory, all columns of a batch in one launch.
 
-The work is split into 128-byte lines of the *source*. Row b of the batch gets `lines` of them, of each column the most
-that its window can touch; `GatherPlan` lists them. A program processes one tile of adjacent lines at a time, of any
-rows and columns: it computes each line's address, reads the whole line, and writes the part of it within the window:
+The work is split into units of the *source*: a 128-byte line, or two lines where no block ends within a pair. Row b
+of the batch gets `lines` units, of each column the most that its window can touch; `GatherPlan` lists them. A program
+processes one tile of adjacent units at a time, of any rows and columns: it computes each unit's address, reads the
+whole lines that the window touches, and writes the part of them within the window:
 
     steps of a trajectory     | block 7         | block 2         |      window: steps 3 to 9
     lines of its blocks       |-----|-----|--pad|-----|-----|--pad|
     lines that are read          ===== =====     ===== =====
 
 So host memory is read only in whole, aligned lines, whatever the size of a step, and small rows fill a tile as well as
-large ones. The line with the same number of the *output* is the one whose padding the program writes. Masks have tiles
+large ones. The unit with the same number of the *output* is the one whose padding the program writes. Masks have tiles
 of their own, of `ENTRIES` entries.
 
-**Pipeline.** Three loads, one after another, lead to a line's address. A program has several tiles under way and waits
-only for loads that it issued at least a tile ago; it requests the lines of the next tile before it stores a tile:
+**Pipeline.** Three loads, one after another, lead to a unit's address. A program has several tiles under way and waits
+only for loads that it issued at least a tile ago. Lines are copied asynchronously into a ring of tiles in shared memory
+(`cp.async`), S = `STAGES` - 1 tiles ahead, before a tile is stored:
 
-    slot, anchor    of tile k + 4   into registers
-    extent          of tile k + 3
-    block id        of tile k + 2
-    lines           of tile k + 1   into shared memory, asynchronously
+    slot, anchor    of tile k + S + 3   into registers
+    extent          of tile k + S + 2
+    block id        of tile k + S + 1
+    lines           of tile k + S       into shared memory
     stores          of tile k
 
-One thread computes the address of a line; the threads that move its words read it from shared memory.
+With 128 KiB in flight in each program, two fill the bus; with 32 KiB it took 16. What bounds a program then are the
+instructions for a tile, so it has 8 warps, and one thread computes the address of a unit; the threads that move its
+words read it from shared memory.
 """
 
 from __future__ import annotations
@@ -31,11 +35,11 @@ import triton
 import triton.language as tl
 
 from gear_loader.kernels import plan as _plan
-from gear_loader.kernels.devices import bus_programs, on_device
+from gear_loader.kernels.devices import BUS_PROGRAMS, on_device, shared_memory
 from gear_loader.kernels.plan import GatherPlan
 from gear_loader.kernels.tensor_checks import check_programs, check_tensor, grid_size
 
-__all__ = ["gather", "reciprocal"]
+__all__ = ["gather", "launch_options", "launch_programs", "reciprocal"]
 
 BASE = tl.constexpr(_plan.BASE)
 STRIDE = tl.constexpr(_plan.STRIDE)
@@ -50,22 +54,39 @@ WIDTH = tl.constexpr(_plan.WIDTH)
 PAD_KEEP = tl.constexpr(_plan.PAD_KEEP)
 PAD_HEAD = tl.constexpr(_plan.PAD_HEAD)
 PAD_EDGE = tl.constexpr(_plan.PAD_EDGE)
-EDGE = tl.constexpr(1 << 24)  # in a line's padding: it repeats a step
-PART = tl.constexpr(32)  # lines whose padding is written at a time
-
-TILE = 128
-"""Lines of a tile, one a thread: 16 KiB, of which up to two tiles are in flight a program."""
+EDGE = tl.constexpr(1 << 30)  # in a unit's padding: it repeats a step
+PART = tl.constexpr(1024)  # words whose padding is written at a time
 
 ENTRIES = 512
 """Entries per tile of a mask."""
 
-LAUNCH = {"TILE": TILE, "ENTRIES": ENTRIES, "STAGES": 3, "num_warps": 4}
-"""Launch options. `STAGES`: tiles whose lines are requested or stored at a time."""
+SHARED = 163 << 10
+"""Bytes of shared memory that a block can have on the smallest of the GPUs that the kernel is made for, sm_80."""
+
+PROGRAMS = {(16, 256): 2, (16, 128): 3, (4, 128): 4, (1, 128): 8}
+"""Word and unit -> programs that fill a PCIe 5.0 bus, predicted by `python -m benchmarks predict`."""
+
+
+def launch_options(word: int, unit: int, shared: int = SHARED) -> dict[str, int]:
+    """Launch options for GPUs whose blocks can have `shared` bytes of shared memory.
+
+    `TILE`: units of a tile, one a thread. `STAGES`: tiles whose lines are requested or stored at a time; all but one
+    are in flight: 128 KiB, or 64 or 32 on GPUs that have less shared memory.
+    """
+    ring = 128 << 10 if shared >= SHARED else 64 << 10 if shared >= 98 << 10 else 32 << 10
+    tile = 256 if ring == 128 << 10 else 128
+    return {"TILE": tile, "ENTRIES": ENTRIES, "STAGES": ring // (tile * unit) + 1, "num_warps": tile // 32}
+
+
+def launch_programs(word: int, unit: int, shared: int = SHARED) -> int:
+    """Default size of the grid: enough programs to fill the bus, see `PROGRAMS`."""
+    fill = PROGRAMS[word, unit]
+    return fill if shared >= SHARED else 2 * fill if shared >= 98 << 10 else BUS_PROGRAMS
 
 
 @triton.jit
-def _clip(x):
-    return tl.minimum(tl.maximum(x, 0), 128)
+def _clip(x, UNIT: tl.constexpr):
+    return tl.minimum(tl.maximum(x, 0), UNIT)
 
 
 @triton.jit
@@ -130,6 +151,7 @@ def _lines(
     block_steps,
     magic,
     shift,
+    UNIT: tl.constexpr,
 ):
     """Where lines come from and go to; loads their block ids.
 
@@ -156,7 +178,7 @@ def _lines(
 
     # The line's block, counted from the window's first, and the line's first byte within it. Lines are numbered as if
     # a trajectory's blocks were adjacent.
-    o_lines = (first * step_bytes // 128 + i_line) * 128
+    o_lines = (first * step_bytes // UNIT + i_line) * UNIT
     n_block = (o_lines.to(tl.uint32) // stride.to(tl.uint32)).to(tl.int32)
     o_inside = o_lines - n_block * stride
     block_bytes = block_steps * step_bytes
@@ -165,18 +187,18 @@ def _lines(
     window_bytes = count * step_bytes
     m_line = m_row & (o_steps < window_bytes)
     block_id = tl.load(p_block_ids + o_ids + i_block + n_block, mask=m_line, other=0)
-    end = tl.where(m_line, _clip(tl.minimum(block_bytes - o_inside, window_bytes - o_steps)), 0)
-    b_range = _clip(-o_steps) | (end << 8)
+    end = tl.where(m_line, _clip(tl.minimum(block_bytes - o_inside, window_bytes - o_steps), UNIT), 0)
+    b_range = _clip(-o_steps, UNIT) | (end << 10)
     row_bytes = length * step_bytes
     a_out += i_out * row_bytes
 
-    pad_from = head * step_bytes - i_line * 128
-    pad_to = _clip(pad_from + window_bytes)
-    pad_from = _clip(pad_from)
-    pad_stop = tl.where(m_row, _clip(row_bytes - i_line * 128), 0)
-    b_pad = pad_from | (pad_to << 8) | (pad_stop << 16) | tl.where(pad == PAD_EDGE, EDGE, 0)
+    pad_from = head * step_bytes - i_line * UNIT
+    pad_to = _clip(pad_from + window_bytes, UNIT)
+    pad_from = _clip(pad_from, UNIT)
+    pad_stop = tl.where(m_row, _clip(row_bytes - i_line * UNIT, UNIT), 0)
+    b_pad = pad_from | (pad_to << 10) | (pad_stop << 20) | tl.where(pad == PAD_EDGE, EDGE, 0)
     b_pad = tl.where((tl.minimum(pad_from, pad_stop) > 0) | (pad_to < pad_stop), b_pad, 0)
-    a_line = a_out + i_line.to(tl.int64) * 128
+    a_line = a_out + i_line.to(tl.int64) * UNIT
     a_out += head * step_bytes + o_steps
     return block_id, a_source + o_inside, stride, a_out, tl.where(m_line, b_range, 0), a_line, b_pad
 
@@ -198,6 +220,7 @@ def _edges(
     shift,
     CHOSEN: tl.constexpr,
     TILE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """Addresses of the first and of the last step of windows, or of the step next to them, and bytes of a step.
 
@@ -225,7 +248,7 @@ def _edges(
     tail = tl.load(p_block_ids + o_ids + n_block, mask=m_row, other=0).to(tl.int64)
     a_tail = a_source + tail * stride + (last - n_block * block_steps) * step_bytes
     i_line = (b_name >> 32).to(tl.int32)
-    return a_head, a_tail, step_bytes, i_line * 128 % step_bytes
+    return a_head, a_tail, step_bytes, i_line * UNIT % step_bytes
 
 
 @triton.jit
@@ -251,12 +274,15 @@ def _pointers(address, WORD: tl.constexpr):
 
 
 @triton.jit
-def _store(b_line, a_out, b_range, i_tile, line_tiles, WORD: tl.constexpr):
-    """Write the parts of lines, int32 [TILE, 32], that are within their ranges; bytes if the tile is one of lines."""
-    o_word = tl.arange(0, 32)[None, :]
+def _store(b_line, a_out, b_range, i_tile, line_tiles, FIRST: tl.constexpr, WORD: tl.constexpr):
+    """Write the parts of lines, int32 [TILE, 32], that are within their ranges; bytes if the tile is one of lines.
+
+    `a_out` and `b_range` are those of units, of which each line is the one that begins at byte `FIRST`.
+    """
+    o_word = tl.arange(0, 32)[None, :] + FIRST // 4
     p_out = _pointers(a_out, WORD)
     b_range = b_range[:, None]
-    start, end = _words(b_range & 255, WORD), _words(b_range >> 8, WORD)
+    start, end = _words(b_range & 1023, WORD), _words(b_range >> 10, WORD)
     if WORD == 1:
         if i_tile < line_tiles:
             for k in range(4):
@@ -268,16 +294,27 @@ def _store(b_line, a_out, b_range, i_tile, line_tiles, WORD: tl.constexpr):
 
 
 @triton.jit
-def _store_padding(a_line, b_pad, a_head, a_tail, step_bytes, phase, WORD: tl.constexpr, EDGES: tl.constexpr):
-    """Write the padding of lines of the outputs: zeros, or with `EDGES` the step next to it where lines have `EDGE`."""
-    o_word = tl.arange(0, 32)[None, :]
+def _store_padding(
+    a_line,
+    b_pad,
+    a_head,
+    a_tail,
+    step_bytes,
+    phase,
+    WORD: tl.constexpr,
+    EDGES: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Write the padding of units of the outputs: zeros, or with `EDGES` the step next to it where units have `EDGE`."""
+    PARTS: tl.constexpr = PART // (UNIT // 4)
+    o_word = tl.arange(0, UNIT // 4)[None, :]
     SIZE: tl.constexpr = 1 if WORD == 1 else 4
-    for i_part in range(a_line.shape[0] // PART):
-        i_line = i_part * PART + tl.arange(0, PART)
-        b_part = tl.gather(b_pad, i_line, 0)[:, None]  # [PART, 1]
+    for i_part in range(a_line.shape[0] // PARTS):
+        i_line = i_part * PARTS + tl.arange(0, PARTS)
+        b_part = tl.gather(b_pad, i_line, 0)[:, None]  # [PARTS, 1]
         p_out = _pointers(tl.gather(a_line, i_line, 0), WORD)
-        pad_from, pad_to = _words(b_part & 255, WORD), _words((b_part >> 8) & 255, WORD)
-        pad_stop = _words((b_part >> 16) & 255, WORD)
+        pad_from, pad_to = _words(b_part & 1023, WORD), _words((b_part >> 10) & 1023, WORD)
+        pad_stop = _words((b_part >> 20) & 1023, WORD)
         if EDGES:
             a_from = tl.gather(a_head, i_line, 0)[:, None]
             a_to = tl.gather(a_tail, i_line, 0)[:, None]
@@ -293,7 +330,7 @@ def _store_padding(a_line, b_pad, a_head, a_tail, step_bytes, phase, WORD: tl.co
                 if WORD == 1:
                     b_edge = (b_edge >> (a_edge % 4 * 8).to(tl.int32)).to(tl.int8)
             else:
-                b_edge = tl.zeros([PART, 32], dtype=tl.int8 if WORD == 1 else tl.int32)
+                b_edge = tl.zeros([PARTS, UNIT // 4], dtype=tl.int8 if WORD == 1 else tl.int32)
             tl.store(p_out + o_out, b_edge, mask=m_pad)
 
 
@@ -360,6 +397,7 @@ def gather_kernel(
     magic,  # see `reciprocal`
     shift,
     WORD: tl.constexpr,  # bytes of which steps are whole multiples: 16, 4 or 1
+    UNIT: tl.constexpr,  # bytes of a unit: a line, or two that lie side by side
     CHOSEN: tl.constexpr,  # whether entry b goes to row p_rows[b] of the outputs, or to row b
     TILE: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -379,7 +417,7 @@ def gather_kernel(
         p_lines, p_slots, p_anchors, p_rows, i_next, lines, batch, CHOSEN, TILE
     )
     block_id, a_first, stride, a_out, b_range, a_line, b_pad = _lines(
-        p_columns, p_block_ids, i_out, b_name, anchor, steps, o_ids, finals, block_steps, magic, shift
+        p_columns, p_block_ids, i_out, b_name, anchor, steps, o_ids, finals, block_steps, magic, shift, UNIT
     )
     steps, o_ids, finals = _extents(p_extent, y_out, slot)
     i_next = tl.minimum(i_next + programs, line_tiles)
@@ -404,6 +442,7 @@ def gather_kernel(
                 block_steps,
                 magic,
                 shift,
+                UNIT,
             )
             y_out, y_name, y_anchor = z_out, z_name, z_anchor
             steps, o_ids, finals = _extents(p_extent, z_out, z_slot)
@@ -416,13 +455,15 @@ def gather_kernel(
             x_out, x_range, x_line, x_pad = a_out, b_range, a_line, b_pad
         # Whole lines, in words of 4 bytes.                                                   [TILE, 32]
         p_source = tl.multiple_of((a_source // 128 * 128).to(tl.pointer_type(tl.int32)), 128)
-        b_line = tl.load(
-            p_source[:, None] + tl.arange(0, 32)[None, :],
-            mask=(x_range > 0)[:, None],
-            other=0,
-            eviction_policy="evict_first",
-        )
-        _store(b_line, x_out, x_range, i_tile, line_tiles, WORD)
+        for i in tl.static_range(UNIT // 128):
+            m_line = (x_range >> 10 > i * 128) & (x_range & 1023 < i * 128 + 128)
+            b_line = tl.load(
+                p_source[:, None] + (i * 32 + tl.arange(0, 32)[None, :]),
+                mask=m_line[:, None],
+                other=0,
+                eviction_policy="evict_first",
+            )
+            _store(b_line, x_out, x_range, i_tile, line_tiles, i * 128, WORD)
         padded = tl.max(x_pad, axis=0)
         if padded > 0:
             if padded >= EDGE:
@@ -442,10 +483,11 @@ def gather_kernel(
                     shift,
                     CHOSEN,
                     TILE,
+                    UNIT,
                 )
-                _store_padding(x_line, x_pad, a_head, a_tail, step_bytes, phase, WORD, True)
+                _store_padding(x_line, x_pad, a_head, a_tail, step_bytes, phase, WORD, True, UNIT)
             else:
-                _store_padding(x_line, x_pad, x_line, x_line, x_pad, x_pad, WORD, False)
+                _store_padding(x_line, x_pad, x_line, x_line, x_pad, x_pad, WORD, False, UNIT)
 
     o_tile = line_tiles
     for i_column in range(num_columns, num_columns + num_masks):
@@ -488,8 +530,8 @@ def gather(
         rows: int64 [n] on the plan's device, distinct: window b goes to row ``rows[b]`` of the outputs and masks; by
             default to row b. Values of `rows` and `slots` are not checked: an invalid one is written to, or read from,
             other memory.
-        programs: programs of the grid, each of which processes several tiles; by default `BUS_PROGRAMS`,
-            which saturate the bus and leave the rest of the GPU free.
+        programs: programs of the grid, each of which processes several tiles; by default `PROGRAMS`, which
+            should fill the bus and leave the rest of the GPU free.
 
     Does not wait for the GPU. Other rows of the outputs do not change, so a batch can be gathered from several tables
     with one launch per table (see `gear_loader.collection.plans`).
@@ -506,8 +548,11 @@ def gather(
     magic, shift = reciprocal(plan.block_steps)
     with on_device(plan.device):
         for word, table, device_table in plan.launches:
-            lines, masks, line_tiles, mask_tiles = plan.tiles(table, count, TILE, ENTRIES)
-            gather_kernel[grid_size(programs, bus_programs(plan.device), line_tiles + mask_tiles)](
+            unit, shared = plan.unit_of(word), shared_memory(plan.device, SHARED)
+            options = launch_options(word, unit, shared)
+            lines, masks, line_tiles, mask_tiles = plan.tiles(table, count, options["TILE"], ENTRIES)
+            default = launch_programs(word, unit, shared)
+            gather_kernel[grid_size(programs, default, line_tiles + mask_tiles)](
                 device_table,
                 slots,
                 anchors,
@@ -523,6 +568,7 @@ def gather(
                 magic,
                 shift,
                 WORD=word,
+                UNIT=unit,
                 CHOSEN=rows is not None,
-                **LAUNCH,
+                **options,
             )

@@ -26,10 +26,12 @@ __all__ = [
     "PAD_HEAD",
     "PAD_KEEP",
     "PAD_TAIL",
+    "PAIR",
     "PLACE_OUT",
     "PLACE_ROW_BYTES",
     "PLACE_WIDTH",
     "PLACE_WORD",
+    "ROLE",
     "STEP_BYTES",
     "STEP_STRIDE",
     "STRIDE",
@@ -44,6 +46,9 @@ __all__ = [
 LINE = 128
 """Bytes of a line, which a GPU reads from host memory in one request."""
 
+PAIR = 2 * LINE
+"""Bytes of a unit of two lines: half as many addresses have to be computed."""
+
 # One row of the table: int64 [WIDTH].
 BASE = 0  # address of the column in host memory
 STRIDE = 1  # bytes from block to block, a multiple of LINE
@@ -53,11 +58,12 @@ LENGTH = 4  # steps of the window
 OFFSET = 5  # first step of the window relative to the anchor
 PAD = 6  # PAD_KEEP, PAD_HEAD, PAD_TAIL, PAD_EDGE
 MASK = 7  # address of the mask [batch, length], or 0
-LINES = 8  # most lines that one row of the batch can touch; 0 marks a mask, whose address is OUT
+LINES = 8  # most units (lines, or pairs of lines) that a row of the batch can touch; 0: a mask, whose address is OUT
 BLOCKS = 9  # blocks of the column: a block id is below it
 FINAL = 10  # 1: the window may read the final step, which follows the last step; else 0
 STEP_STRIDE = 11  # bytes from step to step in a block; the GPU's kernels expect STEP_BYTES
 WIDTH = 12
+ROLE = LINES  # of the CPU's loop: what a column is for, see `gear_loader.native.returns`; 0: a window at the anchor
 
 PAD_KEEP, PAD_HEAD, PAD_TAIL, PAD_EDGE = range(4)
 
@@ -151,17 +157,17 @@ class GatherColumn:
         if self.pad not in range(PAD_KEEP, PAD_EDGE + 1):
             raise ValueError(f"pad is {self.pad}; expected {PAD_KEEP} to {PAD_EDGE}.")
 
-    def lines(self, block_steps: int) -> int:
-        """Most 128-byte lines of the source that one window can touch.
+    def lines(self, block_steps: int, unit: int = LINE) -> int:
+        """Most units of `unit` bytes of the source, by default lines, that one window can touch.
 
-        A window starts at a multiple of gcd(step bytes, 128) within a line, and passes the padding at the end of
+        A window starts at a multiple of gcd(step bytes, unit) within a unit, and passes the padding at the end of
         each block that it crosses.
         """
         length, step_bytes = self.out.shape[1], self.stride
         crossings = -(-(length - 1) // block_steps)
         padding = self.source.stride(0) - block_steps * step_bytes
-        span = length * step_bytes + crossings * padding + LINE - math.gcd(step_bytes, LINE)
-        return -(-span // LINE)
+        span = length * step_bytes + crossings * padding + unit - math.gcd(step_bytes, unit)
+        return -(-span // unit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +214,7 @@ class GatherPlan:
 
     Attributes:
         table: int64 [C, WIDTH] on the CPU.
+        unit: bytes that a launch with 16-byte words reads from an address: 128, or 256 where blocks and windows allow.
         launches: (word bytes, table on the CPU, table on the device) of each kernel launch: one launch with 16-byte
             words if all steps are whole such words; otherwise one with 4-byte words for the columns that allow it, and
             one with single bytes for the rest. The masks are additional rows of the first launch, after its columns.
@@ -236,6 +243,7 @@ class GatherPlan:
             mask.check(first)
         self.columns, self.masks = tuple(columns), tuple(masks)
         self.block_steps = block_steps
+        self.unit = _unit(columns, block_steps)
         self.batch_size = first.shape[0]
         self.device = first.device
         self.table = torch.tensor(
@@ -243,6 +251,10 @@ class GatherPlan:
         ).reshape(-1, WIDTH)
         self.launches = [(word, table, with_lines(table).to(self.device)) for word, table in self._launches()]
         self._tiles: dict[tuple[int, int, int, int], tuple[int, int, int, int]] = {}
+
+    def unit_of(self, word: int) -> int:
+        """Bytes of the units of a launch; narrow words, of which a thread writes more, leave no registers for pairs."""
+        return self.unit if word == 16 else LINE
 
     def _row(self, column: GatherColumn) -> list[int]:
         row = [0] * WIDTH
@@ -264,12 +276,16 @@ class GatherPlan:
         def fits(row: list[int], word: int) -> bool:
             return row[STEP_BYTES] % word == 0 and row[OUT] % word == 0
 
-        rows = self.table.tolist()
-        if all(fits(row, 16) for row in rows):
-            parts = [(16, rows)]
+        rows = [(column, row) for column, row in zip(self.columns, self.table.tolist(), strict=True)]
+        if all(fits(row, 16) for _, row in rows):
+            chosen = [(16, rows)]
         else:
-            words = [row for row in rows if fits(row, 4)]
-            parts = [(4, words), (1, [row for row in rows if not fits(row, 4)])]
+            words = [each for each in rows if fits(each[1], 4)]
+            chosen = [(4, words), (1, [each for each in rows if not fits(each[1], 4)])]
+        for word, part in chosen:
+            for column, row in part:
+                row[LINES] = column.lines(self.block_steps, self.unit_of(word))
+        parts = [(word, [row for _, row in part]) for word, part in chosen]
         masks = [
             GatherMask(column.mask, column.offset, column.pad, column.final).row()
             for column in self.columns
@@ -284,10 +300,10 @@ class GatherPlan:
         """What a launch over `count` rows is made of.
 
         Args:
-            table: of one of `launches`. tile, entries: lines, and entries of a mask, of a tile.
+            table: of one of `launches`. tile, entries: units, and entries of a mask, of a tile.
 
         Returns:
-            Lines of a row; masks; tiles of lines; tiles of masks.
+            Units of a row; masks; tiles of units; tiles of masks.
         """
         key = (id(table), count, tile, entries)
         if key not in self._tiles:
@@ -313,10 +329,18 @@ class GatherPlan:
         return len(slots)
 
 
-def with_lines(table: torch.Tensor) -> torch.Tensor:
-    """The table of a launch as the kernel reads it, int64 on the CPU: its entries, then those of the lines of a row.
+def _unit(columns: Sequence[GatherColumn], block_steps: int) -> int:
+    """Bytes of the units that a batch is read in: of two lines, if no block ends within one and few lines are idle."""
+    if any(column.source.stride(0) % PAIR for column in columns):
+        return LINE
+    lines, pairs = (sum(column.lines(block_steps, unit) for column in columns) for unit in (LINE, PAIR))
+    return PAIR if 2 * pairs <= 1.25 * lines else LINE
 
-    The entry of a line: its number within its column << 32 | the column.
+
+def with_lines(table: torch.Tensor) -> torch.Tensor:
+    """The table of a launch as the kernel reads it, int64 on the CPU: its entries, then those of the units of a row.
+
+    The entry of a unit: its number within its column << 32 | the column.
     """
     # By numpy: threads of torch, which `repeat_interleave` uses, hang in a forked child.
     counts = table[:, LINES].numpy()

@@ -1,13 +1,15 @@
 """``python -m benchmarks overhead``: what a call costs beside the copy that it makes, on the CPU.
 
-Batches of one step, of which nearly all is overhead; adding whole trajectories of W1 one by one, stacked, and as a list
-of dicts; and with `disk=`, at a steady rate. Plain torch or memcpy copies as many bytes in the same turn. With
+Batches of one step, of which nearly all is overhead; n-step returns beside plain transitions, and a `Mixture` beside
+its two sources; adding whole trajectories of W1 one by one, stacked, and as a list of dicts; and with `disk=`, at a
+steady rate. Plain torch or memcpy copies as many bytes in the same turn. With
 ``--busy N`` beside N processes that never wait. Larger batches: `collect`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import subprocess
@@ -58,6 +60,7 @@ def command(
     with _busy(busy):
         with data.table(W1.steps) as table:
             _single(session, data, table, told)
+        _transitions(session, told)
         _adding(session, data, told)
         _writing_behind(session, data, told)
 
@@ -131,6 +134,81 @@ def _single(session: Session, data: Data, table: gear.Table, told: Mapping[str, 
         variants.append(Variant(full, measure, checked, amount, count, limit=limit))
     if not session.late("a batch of one"):
         session.compare("step", "a batch of one", variants, "plain torch", {**told, "batch": 1})
+
+
+def _check_following(call: Callable[[], Any]) -> None:
+    """Compare the observations that follow, which are the numbers of their steps."""
+    found = call()
+    for part in found if isinstance(found, list) else [found]:
+        ahead, following = 1, part.get("next")
+        if following is None:
+            ahead, following = part["target"]["bootstrap"] - part["anchor"], part["target"]["next"]
+        steps = (part["anchor"] + ahead).view(-1, *[1] * (following.ndim - 1))
+        expect({"next": following}, {"next": steps.expand_as(following).to(following.dtype)})
+
+
+def _transitions(session: Session, told: Mapping[str, Any]) -> None:
+    """Batches of 256 transitions: of 3 steps beside those of one, and of a mixture beside both of its sources."""
+    count, batch, steps = (20 if session.quick else 500), 256, 200
+    one = gear.Window(1, squeeze=True)
+    plain = dict.fromkeys(("obs", "action", "reward", "terminated"), one)
+    plain["next"] = gear.Window(1, 1, column="obs", squeeze=True)
+    windows = {"obs": one, "action": one, "target": gear.NStep("reward", 3, 0.99, "terminated", next="obs")}
+    for name, dtype, shape, episodes in (
+        ("state", torch.float32, (4,), 100),
+        ("image", torch.uint8, (84, 84, 4), 10),
+    ):
+        schema = {
+            "obs": gear.Column(dtype, shape, final=True),
+            "action": gear.Column(torch.int64),
+            "reward": gear.Column(torch.float32),
+            "terminated": gear.Column(torch.bool),
+        }
+        with gear.Table.create(
+            schema, max_steps=2 * episodes * steps, max_trajectories=2 * episodes
+        ) as table:
+            values = torch.arange(steps + 1).view(-1, *[1] * len(shape)).expand(-1, *shape).to(dtype)
+            numbers = torch.arange(steps)
+            episode = {
+                "obs": values[:-1],
+                "action": numbers,
+                "reward": torch.ones(steps),
+                "terminated": numbers < 0,
+            }
+            for _ in range(episodes):
+                table.add(episode, final={"obs": values[-1]})
+            for sampler in ("uniform, steps", "prioritized, steps"):
+                label = f"{batch} transitions, {name}, {sampler}"
+                made = functools.partial(
+                    gear.ReplayDataset, table, sampler=SELECTORS[sampler], device="cpu", prefetch=0
+                )
+                half = functools.partial(made, batch_size=batch // 2, windows=plain)
+                mixed = gear.Mixture({"a": (half(), 0.5), "b": (half(), 0.5)}, batch_size=batch)
+                sources = half(), half()
+                calls: dict[str, Callable[[], Any]] = {
+                    "plain": made(batch_size=batch, windows=plain).sample,
+                    "3 steps": made(batch_size=batch, windows=windows).sample,
+                    "two sources": lambda sources=sources: [each.sample() for each in sources],
+                    "mixture": mixed.sample,
+                }
+                amount = batch * sum(schema[each].step_bytes for each in (*schema, "obs"))
+
+                targets = {"3 steps": {"plain": 1 / 1.3}, "mixture": {"two sources": 1 / 1.1}}
+                variants = [
+                    Variant(
+                        each,
+                        _timed(call, count),
+                        functools.partial(_check_following, call),
+                        amount,
+                        count,
+                        targets=targets.get(each, {}),
+                    )
+                    for each, call in calls.items()
+                ]
+                if not session.late(label):
+                    session.compare(
+                        "transitions", label, variants, "plain", {**told, "batch": batch}, ["two sources"]
+                    )
 
 
 def _adding(session: Session, data: Data, told: Mapping[str, Any]) -> None:

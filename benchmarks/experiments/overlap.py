@@ -120,13 +120,15 @@ def _step_seconds(feed: Feed, training: Training) -> float:
 class Sizes:
     """What to measure.
 
-    programs: sizes of the gather kernel's grid; urgent: of these, on a stream of higher priority. load_bytes: of a
+    programs: sizes of the gather kernel's grid; shallow: with 32 KiB in flight in a program instead of 128; urgent: on
+    a stream of higher priority. load_bytes: of a
     load: a few batches, or a copy. matrix, products: rows and columns of the matrices, and products of a measurement.
     width, layers, heads: of the transformer. steps: of it.
     """
 
-    programs: tuple[int, ...] = (2, 8, 16, 32, 132)
-    urgent: tuple[int, ...] = (8, 16, 32, 132)
+    programs: tuple[int, ...] = (1, 2, 4, 8, 16)
+    shallow: tuple[int, ...] = (1, 2, 4, 8, 16)
+    urgent: tuple[int, ...] = (2,)
     batch: int = 256
     load_bytes: int = 32 << 20
     matrix: int = 8192
@@ -138,7 +140,14 @@ class Sizes:
 
 
 QUICK = Sizes(
-    programs=(1, 8, 132), urgent=(8,), batch=64, load_bytes=8 << 20, matrix=4096, products=8, steps=4
+    programs=(1, 8, 132),
+    shallow=(8,),
+    urgent=(8,),
+    batch=64,
+    load_bytes=8 << 20,
+    matrix=4096,
+    products=8,
+    steps=4,
 )
 
 
@@ -259,16 +268,19 @@ def _loads(engine: Engine, data: Data, table: gear.Table, sizes: Sizes) -> list[
             rows.check(i)
             poison(rows.buffers[i % 2].batch)
 
-    def kernel(programs: int, urgent: bool = False) -> Load:
-        queue = _queue(engine, [launch(rows, i, programs) for i in range(count)])
-        name = f"kernel, {programs} programs" + (", high priority" if urgent else "")
-        told = {"programs": programs, "high priority": urgent}
+    def kernel(programs: int, urgent: bool = False, shared: int | None = None) -> Load:
+        queue = _queue(engine, [launch(rows, i, programs, shared) for i in range(count)])
+        name = (
+            f"kernel, {programs} programs" + ", high priority" * urgent + ", 32 KiB in flight" * bool(shared)
+        )
+        told = {"programs": programs, "high priority": urgent, "shared": shared}
         return Load(name, rows.bytes * count, told, queue, check, rows.refresh, urgent)
 
     copies = Copies.of_table(engine, table, sizes.load_bytes)
     copy = Load(YARDSTICK, copies.bytes, {}, copies.copy, copies.compare)
+    shallow = [kernel(programs, shared=64 << 10) for programs in sizes.shallow]
     urgent = [kernel(programs, urgent=True) for programs in sizes.urgent]
-    return [*map(kernel, sizes.programs), *urgent, copy]
+    return [*map(kernel, sizes.programs), *shallow, *urgent, copy]
 
 
 def moved(ends: Sequence[float], seconds: float) -> float:

@@ -3,14 +3,14 @@
 A batch takes as long as the slowest of four, plus a launch:
 
 bus        all bytes at the rate of the link, where each request of 128 bytes carries a header;
-programs   each program has two tiles under way: it requests the lines of the next one before it stores a tile. The
+programs   each program has a ring of tiles under way, and requests the lines of a tile before it stores another. The
            first waits for the loads that lead to a line's address too;
 requests   the bytes that the GPU may have outstanding, once in each latency;
 rows       each row lies on a page of its own, whose address is translated first.
 
 Counted: the tiles and requests of a batch. Emulated: the time of a program for a tile, beside the bus (`WORK`).
 Assumed: what `BUSES` states, and the latencies of tests/tools/emulation/timing.py. Fitted to what a H100 on PCIe 5.0
-measured (benchmarks/results/collect-cuda.jsonl): `LAUNCH`, `WALK` and `ROW`.
+measured (benchmarks/results/collect-cuda.jsonl) with tiles of 16 KiB, two of them under way: `LAUNCH`, `WALK`, `ROW`.
 `PUBLISHED` holds figures that others have measured, which the model has to reproduce within a fifth.
 """
 
@@ -26,17 +26,15 @@ import typer
 from rich.table import Table
 
 from benchmarks.showing import grid, standard_console
-from gear_loader.kernels.gather import TILE
+from gear_loader.kernels.gather import launch_options
 
 LINE = 128
 HEADER = 24
 """Bytes of a completion beside its payload: header, sequence number, checksum and framing."""
 
-UNDER_WAY = 2
-"""Tiles of a program whose lines are under way."""
-
-WORK = {16: 0.8e-6, 4: 1.6e-6}
-"""Seconds of a program for a tile beside the wait for its lines, by word size: its instructions, issued in order."""
+WORK = {(16, 256): 1.6e-6, (16, 128): 1.35e-6, (4, 128): 2.0e-6, (1, 128): 3.9e-6}
+"""Seconds of a program for a tile of 256 units beside the wait for its lines, by word size and bytes of a unit: its
+instructions, issued in order."""
 
 CHAIN = 3 * 0.35e-6
 """Seconds of three loads from the GPU's memory, one after another, before the first line's address is known."""
@@ -78,17 +76,18 @@ BUSES = {"Gen4": Bus(31.5e9, 1.4e-6, 768), "Gen5": Bus(63e9, 1.4e-6, 1024)}
 
 def seconds(bus: Bus, row_bytes: int, batch: int, programs: int, *, step_bytes: int = LINE) -> float:
     """Seconds of a batch of rows of adjacent lines, with a grid of so many programs."""
-    word = 16 if step_bytes % 16 == 0 else 4
+    word = 16 if step_bytes % 16 == 0 else 4 if step_bytes % 4 == 0 else 1
+    unit = 2 * LINE if word == 16 and row_bytes > 4 * LINE else LINE
     lines = batch * -(-row_bytes // LINE)
-    tiles = -(-lines // TILE)
-    first = CHAIN + bus.latency + WALK + WORK[word]
-    by_programs = first + (-(-tiles // min(programs, tiles)) - 1) * a_tile(bus, word)
+    tiles = -(-lines * LINE // (launch_options(word, unit)["TILE"] * unit))
+    first = CHAIN + bus.latency + WALK + WORK[word, unit]
+    by_programs = first + (-(-tiles // min(programs, tiles)) - 1) * a_tile(bus, word, unit)
     return LAUNCH + max(lines * LINE / bus.reads(), by_programs, batch * ROW)
 
 
-def a_tile(bus: Bus, word: int, walk: float = WALK) -> float:
-    """Seconds of a program from tile to tile, on a bus that is idle."""
-    return max(WORK[word], (bus.latency + walk + WORK[word]) / UNDER_WAY)
+def a_tile(bus: Bus, word: int, unit: int, walk: float = WALK) -> float:
+    """Seconds of a program from tile to tile, on a bus that is idle: by its instructions, or by Little's law."""
+    return max(WORK[word, unit], (bus.latency + walk) / (launch_options(word, unit)["STAGES"] - 1))
 
 
 def predicted(bus: Bus, row_bytes: int, batch: int, programs: int, *, step_bytes: int = LINE) -> float:

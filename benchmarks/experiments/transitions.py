@@ -2,7 +2,7 @@
 
 From a million steps of CartPole's size, in episodes of 9 to 500 steps, batches of 256 are drawn uniformly; or by
 priority, and then the steps drawn get new priorities. To the same store, which is full, steps of one environment are
-appended, and of eight side by side. Ours is what docs/dqn.md does: a table of episodes, and
+appended, and of 8, 64 and 4,096 side by side. Ours is what docs/dqn.md does: a table of episodes, and
 `ReplayDataset` with ``unit="step"``. `ours, SB3's calls` is our replay buffer for Stable-Baselines3, beside its own.
 
 The yardstick is plain torch: a tensor for each column, `index_select`, `torch.multinomial`. Every way is in a process
@@ -24,7 +24,7 @@ from benchmarks.options import experiment, numbers, some_of
 from benchmarks.peers.catalog import library_of, peers_of
 from benchmarks.peers.process import PeerFailed, PeerProcess, start
 from benchmarks.peers.select import ALPHA, BETA
-from benchmarks.peers.transitions import EIGHT, MODES, ONE, PRIORITIZED, UNIFORM
+from benchmarks.peers.transitions import ENVS, MODES, PRIORITIZED, UNIFORM
 
 SEED = 3
 YARDSTICK = "plain torch"
@@ -41,8 +41,7 @@ OTHERS = tuple(peers_of("transitions"))
 LABELS = {
     UNIFORM: "uniform: sample",
     PRIORITIZED: "by priority: sample, update_priority",
-    ONE: "append, 1 environment",
-    EIGHT: "append, 8 environments",
+    **{mode: f"append, {n:,} environment{'s' if n > 1 else ''}" for mode, n in ENVS.items()},
 }
 
 
@@ -125,7 +124,7 @@ def _variant(
     while (seconds := min(timed(count) for _ in range(2))) < short / 4 and count < 1 << 16:
         count *= 2
     count = max(4, round(count * short / seconds))
-    rows = {UNIFORM: batch, PRIORITIZED: batch, ONE: 1, EIGHT: 8}[mode]
+    rows = ENVS.get(mode, batch)
     about = {} if name in OWN else {"peer": process.about}
     targets = dict.fromkeys(OTHERS, 1.0) if name.startswith("ours") else {}
     parameters = {**setting, **about}

@@ -138,8 +138,10 @@ class Buffer(transitions.Subject):
     def fill(self) -> None:
         data = self.data
         if self.envs > 1:
-            for call in self.calls(*self.stream()):
-                self.store.add(*call)
+            calls = list(self.calls(*self.stream()))
+            for _ in range(-(-data.steps // (self.envs * len(calls)))):
+                for call in calls:
+                    self.store.add(*call)
             return
         self.store.extend({**data.columns(), "truncated": data.truncated})
         if self.prioritized:

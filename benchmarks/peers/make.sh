@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Environments with the libraries that the benchmarks compare with, one each: Reverb, TorchRL, cpprb, Tianshou, SB3,
-# TransferQueue, PyG.
+# TransferQueue, PyG; and d3rlpy and RLlib, with which tests of gear_loader.integrations run.
 #
 #     bash benchmarks/peers/make.sh [FOLDER [NAME...]]        NAME: reverb torchrl cpprb tianshou sb3
-#                                                         transferqueue pyg; all by default
+#                                                         transferqueue pyg d3rlpy rllib; all by default
 #
 # FOLDER is .peers of this project by default, which the benchmarks look into by themselves; another one is named to
 # them by --peers FOLDER. What is there already is kept. One that cannot be made does not keep the others away: the
@@ -21,18 +21,21 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd) || exit 2
 folder=${1:-$root/.peers}
 (($#)) && shift
 names=("$@")
-((${#names[@]})) || names=(reverb torchrl cpprb tianshou sb3 transferqueue pyg)
+((${#names[@]})) || names=(reverb torchrl cpprb tianshou sb3 transferqueue pyg d3rlpy rllib)
 torch=${TORCH:-$(sed -n 's/^torch==//p' "$root/constraints.txt")}
 python=${PYTHON:-$(command -v python3.11 || echo python3)}
 status=0
+tested=(-e "$root" pytest pytest-timeout hypothesis) # where tests of integrations run too
 
 for name in "${names[@]}"; do
     sources=() # packages without wheels, which compile against the torch of the environment
     case $name in
         reverb) packages=("numpy<2" tensorflow-cpu==2.15.1 dm-reverb==0.14.0 "torch==$torch") module=reverb ;;
-        torchrl) packages=("torch==${TORCHRL_TORCH:-2.14.1}" torchrl==0.14.1) module=torchrl.data ;;
+        torchrl) packages=("torch==${TORCHRL_TORCH:-2.14.1}" torchrl==0.14.1 "${tested[@]}") module=torchrl.data ;;
         cpprb) packages=(cpprb==11.0.0) module=cpprb ;;
-        tianshou) packages=("torch==$torch" tianshou==2.0.1) module=tianshou.data ;;
+        tianshou) packages=("torch==$torch" tianshou==2.0.1 "${tested[@]}") module=tianshou.data ;;
+        d3rlpy) packages=("torch==$torch" d3rlpy==2.8.1 "${tested[@]}") module=d3rlpy ;;
+        rllib) packages=("torch==$torch" "ray[rllib]==2.60.0" "${tested[@]}") module=ray.rllib.algorithms.dqn ;;
         sb3) packages=("torch==$torch" stable-baselines3==2.9.2 -e "$root") module=gear_loader.integrations.sb3 ;;
         transferqueue) packages=("torch==$torch" TransferQueue==0.1.11) module=transfer_queue ;;
         pyg)
@@ -40,7 +43,7 @@ for name in "${names[@]}"; do
             sources=(torch-scatter==2.1.2 torch-sparse==0.6.18)
             ;;
         *)
-            echo "make.sh: no peer is called $name; expected some of: reverb torchrl cpprb tianshou sb3 transferqueue pyg" >&2
+            echo "make.sh: no peer is called $name; expected some of: reverb torchrl cpprb tianshou sb3 transferqueue pyg d3rlpy rllib" >&2
             exit 2
             ;;
     esac

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers import learn, transitions
-from benchmarks.peers.transitions import EIGHT, ONE, UNIFORM
+from benchmarks.peers.transitions import ENVS, UNIFORM
 
 PACKAGES = ("stable-baselines3", "gymnasium", "torch", "numpy")
 MODULES = ("stable_baselines3", "torch")
@@ -17,7 +17,7 @@ MODULES = ("stable_baselines3", "torch")
 class Transitions(transitions.Subject):
     """`ReplayBuffer`, with the time limits that it has by default; calls of `add` are those of its learners."""
 
-    modes = (UNIFORM, ONE, EIGHT)
+    modes = (UNIFORM, *ENVS)
 
     def open(self) -> None:
         from gymnasium import spaces

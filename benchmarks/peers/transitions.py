@@ -19,8 +19,10 @@ import numpy as np
 from benchmarks.peers import source
 from benchmarks.peers.select import ALPHA, BETA
 
-UNIFORM, PRIORITIZED, ONE, EIGHT = MODES = ("uniform", "prioritized", "append 1", "append 8")
-"""Draw a batch; draw one by priority and set the priorities of its steps; a step of one environment, of eight."""
+ENVS = {"append 1": 1, "append 8": 8, "append 64": 64, "append 4096": 4096}
+"""Modes in which a step of each environment is appended, and number of environments."""
+UNIFORM, PRIORITIZED, ONE, EIGHT, *_ = MODES = ("uniform", "prioritized", *ENVS)
+"""Draw a batch; draw one by priority and set the priorities of its steps; append."""
 COLUMNS = ("obs", "action", "reward", "next_obs", "terminated")
 SHORTEST, LONGEST = 9, 500
 _MEAN = 100.0  # steps of an episode beyond the shortest, before the longest are cut off
@@ -85,7 +87,7 @@ class Data:
 class Subject(source.Subject):
     """A store of transitions, in one mode.
 
-    `open` makes an empty one with room for the data; with environments side by side if `envs` is 8. `fill` stores all
+    `open` makes an empty one with room for the data; with `envs` environments side by side. `fill` stores all
     of the data, by whatever is quickest. `sample()` draws a batch, `found(batch)` are its columns by name. In the mode
     "prioritized" all steps have the data's priorities to the power of alpha, `update(batch, values)` sets new ones, in
     the form that `values` makes of float32 [B], and `weights` are importance weights. `calls(steps)` makes what
@@ -104,7 +106,7 @@ class Subject(source.Subject):
 
     def __init__(self, data: Data, mode: str, batch: int, setting: dict[str, Any]) -> None:
         self.data, self.mode, self.batch, self.setting = data, mode, batch, setting
-        self.envs = 8 if mode == EIGHT else 1
+        self.envs = ENVS.get(mode, 1)
         self.prioritized = mode == PRIORITIZED
         self.open()
 
@@ -120,7 +122,8 @@ class Subject(source.Subject):
     def stream(self) -> tuple[np.ndarray, np.ndarray]:
         """Steps that are appended over and over, int64 ``[calls, envs]``, of which each environment plays its own part
         of the data; and whether an episode ends with them, which all do in the last call."""
-        data, calls = self.data, 2048 if self.envs == 1 else 1024
+        data, calls = self.data, 2048 if self.envs == 1 else min(1024, (1 << 17) // self.envs)
+        calls = max(min(calls, data.steps // (2 * self.envs)), 2)
         first = data.begins[np.arange(self.envs) * (len(data.begins) // self.envs)]
         steps = first + np.arange(calls)[:, None]
         ends = data.terminated[steps] | data.truncated[steps]

@@ -119,7 +119,7 @@ def _programs(comparison: Comparison) -> list[tuple[float, float, float, float]]
         row
         for row in comparison.ours
         if isinstance(row["parameters"].get("programs"), int | float)
-        and not row["parameters"].get("high priority")
+        and not (row["parameters"].get("high priority") or row["parameters"].get("shared"))
     ]
     return [(float(row["parameters"]["programs"]), *per(1, row["ratio"])) for row in rows]
 

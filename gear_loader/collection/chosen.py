@@ -55,19 +55,26 @@ class RowGather:
 
     Args:
         source: a table of this machine, or any other source with a schema. windows: name -> window, as `expand` gives
-            them.
+            them; or a layout, with what its windows need.
 
     Attributes:
         row_bytes: bytes of a row over all windows. sources: the column that each window reads.
         tier: of a table with a disk tier, what reads its rows; else None.
     """
 
-    def __init__(self, source: Table | SchemaSource, windows: Mapping[str, Window]) -> None:
+    def __init__(self, source: Table | SchemaSource, windows: Mapping[str, Window] | PaddedLayout) -> None:
+        layout = windows if isinstance(windows, PaddedLayout) else None
+        if isinstance(windows, PaddedLayout):
+            windows = windows.windows
         self.source, self.windows = source, dict(windows)
         self.sources = [source_of(name, window) for name, window in windows.items()]
-        self._plan = window_columns(source.schema, self.sources, windows.values())
+        self._plan = (
+            window_columns(source.schema, self.sources, windows.values())
+            if layout is None
+            else layout.columns()
+        )
         self.row_bytes = int((self._plan[:, LENGTH] * self._plan[:, STEP_BYTES]).sum())
-        reach = reach_of(source.schema, windows)
+        reach = reach_of(source.schema, windows) if layout is None else layout.reach
         self._reader: Any
         if isinstance(source, Table):
             locate_columns(self._plan, self.sources, source._engine.region)
@@ -230,8 +237,8 @@ def _described(tensor: torch.Tensor) -> str:
 def _padded(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[str, torch.Tensor]) -> Batch:
     count, key, known = len(rows), tuple(windows.items()), _known.get(table)
     if known is None or known[0] != key:  # a proxy: the value must not keep its key
-        layout = PaddedLayout(table.schema, windows, batch_size=0)
-        known = _known[table] = key, layout, RowGather(weakref.proxy(table), layout.windows)
+        layout = PaddedLayout(table.schema, windows, batch_size=0, returns="at once")
+        known = _known[table] = key, layout, RowGather(weakref.proxy(table), layout)
     layout, gatherer = known[1:]  # this call's; another thread may replace the entry
     kinds = layout.mask_kinds
     if "mask" in given and len(kinds) != 1:

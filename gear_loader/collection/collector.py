@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -38,6 +38,10 @@ class RowSource(Protocol):
         """Whether `read` may wait for other processes, so that the training thread must not call it."""
 
     @property
+    def is_here(self) -> bool:
+        """Whether it reads rows of this machine alone."""
+
+    @property
     def tables(self) -> Sequence[Table]:
         """The tables of this machine whose memory it reads; the first has the schema of all."""
 
@@ -52,7 +56,7 @@ class RowSource(Protocol):
 class TableSource:
     """The rows of one table. The caller of `read` holds their read ticket."""
 
-    keys, waits = ROW_KEYS, False
+    keys, waits, is_here = ROW_KEYS, False, True
 
     def __init__(self, table: Table) -> None:
         self.only = table
@@ -224,23 +228,21 @@ def collector_for(
         pinning = on_gpu and region.is_pinning
         zero_copy = on_gpu and region.pin(device, wait=not pinning)
         pinning = pinning and not zero_copy
-    layout: Any = (
-        PackedLayout(tables[0].schema, windows, **options)
-        if packed
-        else PaddedLayout(
-            tables[0].schema,
-            windows,
-            batch_size=batch_size,
-            twice=source.only is not None and not on_gpu,
-            **options,
-        )
-    )
     splits = source.only is None or source.only._engine.has_tier
-    host: Any = (PackedHost if packed else PaddedHost)(layout, pinned=on_gpu, only=source.only)
+
+    def layout(returns: Literal["at once", "between", "after"]) -> Any:
+        if packed:
+            return PackedLayout(tables[0].schema, windows, **options)
+        return PaddedLayout(tables[0].schema, windows, batch_size=batch_size, returns=returns, **options)
+
+    host: Any = (PackedHost if packed else PaddedHost)(
+        layout("at once" if source.is_here else "after"), pinned=on_gpu, only=source.only
+    )
 
     def cuda() -> Any:
         kind: Any = PackedCuda if packed else PaddedCuda
-        return kind(layout, device=device, programs=programs, tables=tables, splits=splits)
+        given = {"device": device, "programs": programs, "tables": tables, "splits": splits}
+        return kind(layout("after" if splits else "between"), **given)
 
     return Collector(
         source,

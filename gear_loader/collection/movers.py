@@ -89,7 +89,7 @@ class HostMover(RowMover):
     """
 
     def __init__(self, layout: Any, *, pinned: bool = False, only: Table | None = None) -> None:
-        self.layout, self._pinned, self._only = layout, pinned, only
+        self.layout, self._pinned, self.only = layout, pinned, only
         self.staging = Staging(pinned=False)
 
 

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
+from gear_loader.kernels.plan import (
+    BASE,
+    BLOCKS,
+    FINAL,
+    LENGTH,
+    MASK,
+    OFFSET,
+    OUT,
+    PAD,
+    ROLE,
+    STEP_BYTES,
+    STEP_STRIDE,
+    STRIDE,
+    WIDTH,
+)
 from gear_loader.storage.schema import Schema, Window
-from gear_loader.utils.arrays import shown
+from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import at_least, check_gamma
 
 
@@ -101,52 +116,32 @@ class NStep:
         }
 
 
+OUTPUTS = {
+    "return": torch.float32,
+    "discount": torch.float32,
+    "bootstrap": torch.int64,
+    "mask": torch.bool,
+}
+"""What `Returns.out` has, [B] each."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Returns:
     """The tensors of one `NStep` in a batch's buffers, all on the same device.
 
     Attributes:
-        rewards, done: ``[B, n]`` or ``[B, n, 1]``. steps: bool ``[B, n]``. follows: bool ``[B, n + 1]``; see `n_step`.
-            Where it was not gathered, `compute` gets limits.
-        nexts: windows of the columns of `next`, ``[B, n + 1, *shape]``; or ``[B, 1, *shape]``, gathered at the
-            bootstrap step when it is known.
-        out: the dict that `NStep` describes, without ``next``. ends: the tensors of ``next``, as `nexts`.
+        out: see `OUTPUTS`. ends: the tensors of ``next``, ``[B, *shape]``.
+        windows: windows by the names of `NStep.windows`, those of ``next`` unless they are gathered later; and
+            steps, follows: the masks of rewards and of ``follows``. `compute` needs them. None where the CPU's loop
+            computes all while it gathers.
     """
 
     spec: NStep
-    rewards: torch.Tensor
-    done: torch.Tensor
-    steps: torch.Tensor
-    follows: torch.Tensor
-    nexts: list[torch.Tensor]
     out: dict[str, torch.Tensor]
     ends: list[torch.Tensor]
-    _made: list[Any] = dataclasses.field(default_factory=list, repr=False, compare=False)
-
-    @classmethod
-    def of(cls, spec: NStep, parts: Mapping[str, torch.Tensor], masks: Mapping[str, torch.Tensor]) -> Returns:
-        """Allocate the outputs for windows and masks by the names of `NStep.windows`."""
-        rewards = parts["reward"]
-        device, pinned, count = rewards.device, rewards.is_pinned(), len(rewards)
-        shared = rewards.is_shared() and device.type == "cpu"
-
-        def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            tensor = torch.zeros(count, *shape, dtype=dtype, device=device, pin_memory=pinned)
-            return tensor.share_memory_() if shared else tensor
-
-        dtypes = {
-            "return": torch.float32,
-            "discount": torch.float32,
-            "bootstrap": torch.int64,
-            "mask": torch.bool,
-        }
-        out = {name: new(dtype) for name, dtype in dtypes.items()}
-        nexts = [parts[f"next.{name}"] for name in spec.delivered]
-        ends = [each[:, 0] if each.shape[1] == 1 else new(each.dtype, *each.shape[2:]) for each in nexts]
-        follows = masks.get("follows")
-        if follows is None:
-            follows = torch.zeros((count, spec.n + 1), dtype=torch.bool, device=device)
-        return cls(spec, rewards, parts["done"], masks["reward"], follows, nexts, out, ends)
+    windows: Mapping[str, torch.Tensor] | None = None
+    steps: torch.Tensor | None = None
+    follows: torch.Tensor | None = None
 
     @property
     def shown(self) -> dict[str, Any]:
@@ -156,53 +151,83 @@ class Returns:
         ends: Any = dict(zip(self.spec.delivered, self.ends, strict=True))
         return {**self.out, "next": ends if isinstance(self.spec.next, tuple) else self.ends[0]}
 
-    def _loop(self) -> Any:
-        """What computes the first n rows on the CPU, of n and the anchors."""
-        if self._made:
-            return self._made[0]
-        from gear_loader.native import returns  # here, because it loads numba
+    @property
+    def _takes(self) -> bool:
+        """Whether `compute` takes ``next`` out of windows."""
+        return self.windows is not None and any(name.startswith("next.") for name in self.windows)
 
-        rewards, done, gamma = self.rewards.flatten(1), self.done.flatten(1), float(self.spec.gamma)
-        # Flags and rewards of these dtypes are read where they are; others are converted for each batch.
-        plain = rewards.dtype == torch.float32 and done.dtype == torch.bool
-        shared = [rewards.numpy(), done.numpy()] if plain else []
-        masks, out = [self.steps.numpy(), self.follows.numpy()], [each.numpy() for each in self.out.values()]
-
-        steps, follows = np.arange(self.spec.n + 1), masks[1]
-
-        def loop(count: int, anchors: np.ndarray, limits: np.ndarray | None) -> None:
-            if limits is not None:
-                np.less(steps, (limits - anchors)[:, None], out=follows[:count])
-            read = shared or [rewards[:count].float().numpy(), (done[:count] != 0).numpy()]
-            returns.n_step(*read, *masks, np.ascontiguousarray(anchors), gamma, *out)
-
-        self._made.append(loop)
-        return loop
-
-    def compute(self, anchors: torch.Tensor, limits: np.ndarray | None = None) -> None:
-        """Compute the first n rows. Does not wait for a GPU.
-
-        Args:
-            anchors: int64 [n], on the device of the tensors.
-            limits: of rows gathered by the CPU at anchors and bootstrap steps, int64 [n]: steps and final steps of
-                their trajectories.
-        """
+    def compute(self, anchors: torch.Tensor) -> None:
+        """Compute the first n rows of windows, for anchors, int64 [n]. Does not wait for a GPU."""
+        assert self.windows is not None
+        assert self.steps is not None
+        assert self.follows is not None
         rows = slice(len(anchors))
         if anchors.device.type == "cpu":
-            self._loop()(len(anchors), anchors.numpy(), limits)
-        else:
-            rewards, done = self.rewards[rows].flatten(1).float(), self.done[rows].flatten(1) != 0
-            parts = (rewards, done, self.steps[rows], self.follows[rows])
-            for tensor, value in zip(
-                self.out.values(), n_step(*parts, anchors, self.spec.gamma), strict=True
-            ):
-                tensor[rows].copy_(value)
-        if self.ends and self.nexts[0].shape[1] > 1:
-            width = self.follows.shape[1]
-            places = torch.arange(len(anchors), device=anchors.device) * width
+            self._compute_on_cpu(anchors, self.windows, self.steps[rows], self.follows[rows])
+            return
+        rewards, done = (self.windows[name][rows].flatten(1) for name in ("reward", "done"))
+        masks = self.steps[rows], self.follows[rows]
+        found = n_step(rewards.float(), done != 0, *masks, anchors, self.spec.gamma)
+        for tensor, value in zip(self.out.values(), found, strict=True):
+            tensor[rows].copy_(value)
+        if self._takes:
+            places = torch.arange(len(anchors), device=anchors.device) * self.follows.shape[1]
             places += self.out["bootstrap"][rows] - anchors
-            for window, end in zip(self.nexts, self.ends, strict=True):
-                torch.index_select(window.flatten(0, 1), 0, places, out=end[rows])
+            for name, end in zip(self.spec.delivered, self.ends, strict=True):
+                torch.index_select(self.windows[f"next.{name}"].flatten(0, 1), 0, places, out=end[rows])
+
+    def _compute_on_cpu(
+        self,
+        anchors: torch.Tensor,
+        windows: Mapping[str, torch.Tensor],
+        steps: torch.Tensor,
+        follows: torch.Tensor,
+    ) -> None:
+        """Let the loop that gathers from a table read windows: each row is a trajectory of one block."""
+        from gear_loader.native import gathering  # here, because it loads numba
+
+        delivered, ends = (self.spec.delivered, self.ends) if self._takes else ((), [])
+        read = [windows[name] for name in ("reward", "done", *(f"next.{each}" for each in delivered))]
+        written = [self.out["return"], self.out["discount"], *ends]
+        masks = [self.out["mask"].data_ptr(), self.out["bootstrap"].data_ptr(), *[0] * len(ends)]
+        columns: Array = np.zeros((len(read), WIDTH), dtype=np.int64)
+        for column, source, target, mask in zip(columns, read, written, masks, strict=True):
+            column[BASE], column[OUT], column[MASK], column[LENGTH] = (
+                source.data_ptr(),
+                target.data_ptr(),
+                mask,
+                1,
+            )
+            column[STRIDE] = source[0].nbytes
+            column[STEP_BYTES] = column[STEP_STRIDE] = source[0, 0].nbytes
+            column[BLOCKS], column[FINAL] = len(source), 1
+        columns[:2, FINAL] = 0  # `steps` says all
+        mark_returns(self.spec, 0, columns, [tensor.dtype for tensor in read])
+        count, rows = len(anchors), np.arange(len(anchors))
+        extent: Array = np.empty((count, 3), dtype=np.int64)
+        extent[:, 0], extent[:, 1] = steps.sum(1), rows
+        extent[:, 2] = follows.sum(1).numpy() - extent[:, 0]
+        ids, size = rows.astype(np.int32), self.spec.n + 1
+        gathering.gather(columns, rows, np.zeros_like(rows), extent, ids, size, 0, count)
+        self.out["bootstrap"][:count] += anchors
+
+
+def mark_returns(spec: NStep, number: int, columns: Array, dtypes: Sequence[torch.dtype]) -> None:
+    """Let the loop compute a return, number `number` of a plan; see `gear_loader.native.returns`.
+
+    Args:
+        columns: rows of the plan, a view, that read rewards, ends, and the columns to deliver. dtypes: of these.
+    """
+    from gear_loader.native import returns
+
+    reward, done = columns[0], columns[1]
+    columns[:, ROLE] = returns.ROLES * number + returns.NEXT
+    reward[ROLE], done[ROLE] = returns.ROLES * number + returns.REWARD, returns.ROLES * number + returns.DONE
+    reward[LENGTH] = spec.n
+    reward[PAD] = returns.DTYPES.index(str(dtypes[0]).removeprefix("torch."))
+    reward[OFFSET] = np.float64(spec.gamma).view(np.int64)
+    # -0.0 is no end.
+    done[OFFSET] = (1 << 8 * dtypes[1].itemsize - 1) - 1 if dtypes[1].is_floating_point else -1
 
 
 def n_step(
@@ -213,7 +238,7 @@ def n_step(
     anchors: torch.Tensor,
     gamma: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The outputs of `NStep` by tensor operations; for a GPU, where it waits for nothing.
+    """The outputs of `NStep` by tensor operations, of windows; on a GPU it waits for nothing.
 
     Args:
         rewards: float32 [B, n], from the anchor on. done: bool [B, n], whether the trajectory terminates at the step.

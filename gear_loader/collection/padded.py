@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from gear_loader.collection.batches import Batch
 from gear_loader.collection.buffers import Buffers, Part, RowValues, TensorMemory, shown_values
 from gear_loader.collection.conversions import Casts, converted_dtype
 from gear_loader.collection.movers import HostMover
-from gear_loader.collection.n_step import NStep, Returns
+from gear_loader.collection.n_step import OUTPUTS, NStep, Returns, mark_returns
 from gear_loader.collection.plans import Output, locate_columns, window_columns
 from gear_loader.collection.references import Arena, BatchReferences
 from gear_loader.collection.tier_rows import TierRows
@@ -65,7 +65,6 @@ class PaddedBuffers(Buffers):
         self.batch, self.outputs, self.masks, self.computed = made
         self.values: RowValues
         self._columns: dict[int, Array] = {}
-        self._early: tuple[Table, Array, list[tuple[Array, list[int], torch.Tensor]]] | None = None
         self._place: PlacePlan | None = None
         self.only_launches = all(isinstance(each, Casts) for each in self.computed)
 
@@ -83,40 +82,12 @@ class PaddedBuffers(Buffers):
         values = self.values if self.gpu is None or self.gpu.staging is None else self.gpu.staging.values
         return tuple(each[:count] for each in values.names[: len(ROW_KEYS)])
 
-    def compute(self, count: int, limits: Array | None = None) -> None:
-        """Compute what is computed of the first n rows; `limits`: see `Returns.compute`."""
+    def compute(self, count: int) -> None:
         for each in self.computed:
-            each.compute(self.batch["anchor"][:count], limits)
-
-    def late_of(self, table: Table) -> list[tuple[Array, list[int], torch.Tensor]]:
-        """`_late_columns` of a table, made once."""
-        self.columns_of(table)
-        return [] if self._early is None else self._early[2]
-
-    def _late_columns(self, table: Table) -> list[tuple[Array, list[int], torch.Tensor]]:
-        """The windows of a table that are gathered at bootstrap steps: as `columns_of`, their numbers, these steps."""
-        columns, names = self._all_columns(table), list(self.layout.windows)
-        found = []
-        for returns, name in zip(self.computed, self.layout.returns, strict=False):
-            which = [i for i, each in enumerate(names) if self.layout.late.get(each) == name]
-            if which:
-                found.append((np.ascontiguousarray(columns[which]), which, returns.out["bootstrap"]))
-        return found
+            each.compute(self.batch["anchor"][:count])
 
     def columns_of(self, table: Table) -> Array:
-        """How the CPU's loop gathers the windows of a table that are gathered at anchors, int64 [C, WIDTH]."""
-        if not self.layout.late:
-            return self._all_columns(table)
-        if self._early is None or self._early[0] is not table:
-            chosen = [name not in self.layout.late for name in self.layout.windows]
-            self._early = (
-                table,
-                np.ascontiguousarray(self._all_columns(table)[chosen]),
-                self._late_columns(table),
-            )
-        return self._early[1]
-
-    def _all_columns(self, table: Table) -> Array:
+        """How the CPU's loop gathers the windows of a table, int64 [C, WIDTH]."""
         if id(table) not in self._columns:
             columns = self.layout.columns()
             columns[:, OUT] = [output.out.data_ptr() for output in self.outputs]
@@ -150,6 +121,53 @@ class PaddedBuffers(Buffers):
         return Batch(self.batch if whole else {key: head(value) for key, value in self.batch.items()})
 
 
+class PaddedRows(Buffers):
+    """Some rows of a padded batch on the CPU, as buffers of their own.
+
+    Holds no reference to the batch's tensors, so that these can tell whether they are still in use.
+
+    Args:
+        whole: buffers of the batch, whose `compute` remains to be called. mover: fills the rows.
+        first, count: of the rows. weighs: whether what draws them weighs.
+
+    Attributes:
+        values: with names of their own, which `write_names` copies into the batch.
+    """
+
+    def __init__(
+        self, whole: PaddedBuffers, mover: PaddedHost, first: int, count: int, *, weighs: bool
+    ) -> None:
+        self.mover, self._whole, self._rows = mover, whole, slice(first, first + count)
+        own: Array = np.empty((len(whole.layout.keys), count), dtype=np.int64)
+        weights = whole.values.weights
+        self._unweighed = None if weights is None or weighs else weights[self._rows]
+        kept = weights[self._rows] if weighs and weights is not None else None
+        self.values = RowValues(own, kept, None, None)
+        self._columns: dict[int, Array] = {}
+        if mover.only is not None:
+            columns, given = (
+                self.columns_of(mover.only),
+                np.empty(0, dtype=np.float32) if kept is None else kept,
+            )
+            layout = whole.layout
+            self.inline = InlineBatch(columns, own, given, layout.row_bytes, layout.spans, layout.has_returns)
+
+    def columns_of(self, table: Table) -> Array:
+        """See `PaddedBuffers.columns_of`."""
+        if id(table) not in self._columns:
+            columns = self._columns[id(table)] = self._whole.columns_of(table).copy()
+            first, outputs = self._rows.start, self._whole.outputs
+            columns[:, OUT] += [first * output.out[0].nbytes for output in outputs]
+            columns[:, MASK] += [0 if each.mask is None else first * each.mask[0].nbytes for each in outputs]
+        return self._columns[id(table)]
+
+    def write_names(self) -> None:
+        """Complete the rows in the batch after they were filled."""
+        self._whole.values.names[:, self._rows] = self.values.names
+        if self._unweighed is not None:
+            self._unweighed[:] = 1.0
+
+
 class PaddedLayout:
     """What padded batches are made of.
 
@@ -157,14 +175,15 @@ class PaddedLayout:
         schema: of the tables. windows: name in the batch -> window or `NStep`.
         batch_size: most rows of a batch. keys: that identify its rows.
         weighs: whether batches carry ``priority_weight``. informs: whether they carry ``sample_info``.
-        twice: whether rows can be gathered twice: then the columns of `NStep.next` are gathered at the bootstrap step
-            alone, when the returns are known; else a window of all steps up to it.
+        returns: how n-step returns are computed: ``"at once"``: by the CPU's loop while it gathers, and gathers
+            `NStep.next` at the bootstrap steps; ``"between"``: of windows of rewards, before a second gather of
+            `NStep.next`; ``"after"``: of windows of all steps up to there.
 
     Attributes:
-        returns: names of the windows that are computed. early_sources: `sources` of the windows but `late`.
-        late: windows that are gathered at the bootstrap step -> name of the `NStep`.
         windows: that are gathered, in the order of the schema. sources: the column that each reads.
+        late: names of those that a second gather fills, at the bootstrap steps -> name of the `NStep`.
         reach: what they read of a trajectory. row_bytes: bytes of a row over all windows.
+        spans, has_returns: as for `gathering.gather_batch`.
     """
 
     packed = False
@@ -178,32 +197,47 @@ class PaddedLayout:
         keys: tuple[str, ...] = ROW_KEYS,
         weighs: bool = False,
         informs: bool = False,
-        twice: bool = False,
+        returns: Literal["at once", "between", "after"] = "after",
     ) -> None:
         self.schema, self.batch_size, self.keys = schema, batch_size, keys
         self.weighs, self.informs = weighs, informs
         plain, self._hidden = expand(schema, windows)
-        self.late = {
-            hidden: name
-            for name, parts in self._hidden.items()
-            for part, hidden in parts.items()
-            if twice and part.startswith("next.")
-        }
-        plain.update((name, dataclasses.replace(plain[name], length=1)) for name in self.late)
-        for name in set(self.late.values()):  # the lengths of trajectories tell it
-            del plain[self._hidden[name].pop("follows")]
+        self.reach: Reach = reach_of(schema, plain)
+        self._at_once = returns == "at once"
+        self.late: dict[str, str] = {}
+        self._only_masks: set[str] = set()
+        for spec, parts in self._hidden.items():
+            follows = parts["follows"]
+            if self._at_once:
+                del plain[parts.pop("follows")]  # the lengths of trajectories tell it
+            elif returns == "between":
+                self._only_masks.add(follows)
+            elif same := parts.get(f"next.{plain[follows].column}"):
+                del plain[follows]
+                parts["follows"] = same
+            for name in (name for part, name in parts.items() if part.startswith("next.")):
+                if returns != "after":
+                    plain[name] = dataclasses.replace(plain[name], length=1)
+                if returns == "between":
+                    self.late[name] = spec
         self.windows = in_schema_order(schema, plain)
-        self.returns = list(self._hidden)
         self._computed = {name: window for name, window in windows.items() if isinstance(window, NStep)}
         self.sources = [source_of(name, window) for name, window in self.windows.items()]
-        self.early_sources = [
-            source for name, source in zip(self.windows, self.sources, strict=True) if name not in self.late
-        ]
+        self.spans, self.has_returns = self._spans(), True if self._at_once and self._hidden else None
         self.row_bytes = sum(
             schema[source].step_bytes * window.length
-            for source, window in zip(self.sources, self.windows.values(), strict=True)
+            for name, source, window in zip(self.windows, self.sources, self.windows.values(), strict=True)
+            if name not in self._only_masks
         )
-        self.reach: Reach = reach_of(schema, self.windows)
+
+    def _spans(self) -> bool | None:
+        hidden = {parts[name] for parts in self._hidden.values() for name in ("reward", "done")}
+        single = all(
+            window.length == 1 and self.schema[source].step_bytes <= gathering.SINGLE_BYTES
+            for (name, window), source in zip(self.windows.items(), self.sources, strict=True)
+            if not self._at_once or name not in hidden
+        )
+        return None if single else True
 
     def row_layouts(self) -> dict[str, Any]:
         """Shapes and dtypes of what a batch has by row, beside its names; see `RowValues`."""
@@ -222,7 +256,15 @@ class PaddedLayout:
 
     def columns(self) -> Array:
         """Rows of a gather plan for the windows, without addresses."""
-        return window_columns(self.schema, self.sources, self.windows.values())
+        columns, names = window_columns(self.schema, self.sources, self.windows.values()), list(self.windows)
+        for number, (name, parts) in enumerate(self._hidden.items() if self._at_once else ()):
+            which = [names.index(hidden) for hidden in parts.values()]
+            marked = columns[which]
+            mark_returns(
+                self._computed[name], number, marked, [self.schema[self.sources[i]].dtype for i in which]
+            )
+            columns[which] = marked
+        return columns
 
     def piece_bytes(self) -> list[int]:
         """Bytes of a row in each piece of staging memory; see `PaddedBuffers.place`."""
@@ -252,21 +294,28 @@ class PaddedLayout:
             The batch; what each window fills; the distinct masks; and what is computed after the gather.
         """
         schema, hidden = self.schema, {part for parts in self._hidden.values() for part in parts.values()}
+        skipped = hidden if self._at_once else set(self.late)
         # One mask for each key; in the plan it belongs to the column with the smallest steps.
         keys = {name: mask_of(schema, name, window) for name, window in self.windows.items()}
         masks: dict[Any, torch.Tensor] = {}
         owners: dict[Any, str] = {}
         sources = dict(zip(self.windows, self.sources, strict=True))
         for name, window in steps_only(schema, self.windows).items():
-            if name in self.late:  # they have none
+            if name in skipped:
                 continue
             if keys[name] not in masks:
                 masks[keys[name]] = new("" if name in hidden else "mask", (size, window.length), torch.bool)
             owner = owners.setdefault(keys[name], name)
             if schema[sources[name]].step_bytes < schema[sources[owner]].step_bytes:
                 owners[keys[name]] = name
-        batch, outputs, casts = Batch(), list[Output](), list[CastColumn]()
+        batch, casts, found = Batch(), list[CastColumn](), dict[str, Output]()
         for name, window in self.windows.items():
+            if name in skipped:
+                continue
+            mask = masks[keys[name]] if owners.get(keys[name]) == name else None
+            if name in self._only_masks:
+                found[name] = Output(sources[name], window, None, mask)
+                continue
             column, dtype = schema[sources[name]], converted_dtype(name, window, schema[sources[name]])
             shape = (size, window.length, *column.shape)
             out = values = new("" if name in hidden else name, shape, dtype or column.dtype)
@@ -274,32 +323,70 @@ class PaddedLayout:
                 out = new("", shape, column.dtype)
                 casts.append(CastColumn(out, values, window.scale))
             batch[name] = values[:, 0] if window.squeeze else values
-            mask = masks[keys[name]] if owners.get(keys[name]) == name else None
             flat = out.view(size, window.length, math.prod(column.shape)).view(torch.uint8)
-            outputs.append(Output(sources[name], window, flat, mask))
+            found[name] = Output(sources[name], window, flat, mask)
         shown = {
             name: masks[keys[name]][:, 0] if window.squeeze else masks[keys[name]]
             for name, window in steps_only(schema, self.windows).items()
-            if name not in self.late
+            if name not in skipped
         }
-        returns = [
-            Returns.of(
-                self._computed[name],
-                {part: batch.pop(hidden) for part, hidden in parts.items()},
-                {part: shown.pop(hidden) for part, hidden in parts.items() if hidden not in self.late},
-            )
-            for name, parts in self._hidden.items()
-        ]
-        batch.update((name, each.shown) for name, each in zip(self._hidden, returns, strict=True))
+        returns = []
+        for name, parts in self._hidden.items():
+            gathered = [(part, hidden) for part, hidden in parts.items() if hidden not in skipped]
+            windows = {part: batch[hidden] for part, hidden in gathered if hidden in batch}
+            kept = {part: shown[hidden] for part, hidden in gathered}
+            for _, done in gathered:
+                batch.pop(done, None)
+                shown.pop(done, None)
+            spec = self._computed[name]
+            outs = {each: new("", (size,), dtype) for each, dtype in OUTPUTS.items()}
+            ends = [new("", (size, *schema[each].shape), schema[each].dtype) for each in spec.delivered]
+            found |= self._return_outputs(parts, outs, ends, skipped)
+            if self._at_once:
+                batch[name] = Returns(spec, outs, ends).shown
+            else:
+                returns.append(Returns(spec, outs, ends, windows, kept["reward"], kept["follows"]))
+                batch[name] = returns[-1].shown
         batch["mask"] = next(iter(shown.values())) if len(self.mask_kinds) == 1 else shown
         conversions = [Casts(casts, device)] if casts else []
+        outputs = [found[name] for name in self.windows]
         return batch, outputs, list(masks.values()), (*returns, *conversions)
+
+    def _return_outputs(
+        self,
+        parts: Mapping[str, str],
+        outs: Mapping[str, torch.Tensor],
+        ends: Sequence[torch.Tensor],
+        which: Collection[str],
+    ) -> dict[str, Output]:
+        """What those windows of a return fill that are no windows of the batch; see `gear_loader.native.returns`.
+
+        Args:
+            parts: the names of its windows. which: of them.
+        """
+        filled: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {
+            "reward": (outs["return"], outs["mask"]),
+            "done": (outs["discount"], outs["bootstrap"]),
+        }
+        nexts = [part for part in parts if part.startswith("next.")]
+        filled |= {
+            part: (end.view(len(end), 1, math.prod(end.shape[1:])).view(torch.uint8), None)
+            for part, end in zip(nexts, ends, strict=True)
+        }
+        return {
+            parts[part]: Output(
+                source_of(parts[part], self.windows[parts[part]]), self.windows[parts[part]], *pair
+            )
+            for part, pair in filled.items()
+            if parts[part] in which
+        }
 
 
 class PaddedHost(HostMover):
-    """Fills padded batches by the CPU's loop."""
+    """Fills padded batches by the CPU's loop; `kind`: the class of their buffers."""
 
     layout: PaddedLayout
+    kind: type[PaddedBuffers] = PaddedBuffers
 
     def __init__(self, layout: PaddedLayout, **options: Any) -> None:
         super().__init__(layout, **options)
@@ -308,12 +395,13 @@ class PaddedHost(HostMover):
     def buffers(self, *, shared: bool = False) -> PaddedBuffers:
         arena = None if shared or self._pinned else Arena()
         memory = TensorMemory(torch.device("cpu"), shared, self._pinned, arena)
-        made = PaddedBuffers(self.layout, memory, self)
+        made = self.kind(self.layout, memory, self)
         made.allocate_values(memory)
-        if self._only is not None and not self._pinned and not self.layout.late:
+        if self.only is not None and not self._pinned:
             weights = np.empty(0, dtype=np.float32) if made.values.weights is None else made.values.weights
-            columns = made.columns_of(self._only)
-            made.inline = InlineBatch(columns, made.values.names, weights, self.layout.row_bytes)
+            columns, spans, returns = made.columns_of(self.only), self.layout.spans, self.layout.has_returns
+            names, row_bytes = made.values.names, self.layout.row_bytes
+            made.inline = InlineBatch(columns, names, weights, row_bytes, spans, returns)
         return made
 
     def fill(self, buffers: PaddedBuffers, table: Table, rows: SelectedRows) -> None:
@@ -324,39 +412,23 @@ class PaddedHost(HostMover):
             values, (extent, block_ids) = buffers.values, table._engine.reader().index_arrays()
             columns, steps = buffers.columns_of(table), table._engine.region.layout.block_steps
             names = rows.slots, rows.anchors, rows.generations
-            bad = gathering.gather_batch(columns, *names, extent, block_ids, steps, values.names)
+            kind = self.layout.spans, self.layout.has_returns
+            bad = gathering.gather_batch(columns, *names, extent, block_ids, steps, values.names, *kind)
             if not bad:
                 values.write_more(rows)
                 if buffers.computed:
-                    buffers.compute(count, self._limits(table, rows))
-                for late, _, steps_at in buffers.late_of(table):
-                    at = steps_at.numpy()[:count]
-                    bad += gathering.gather(late, rows.slots, at, extent, block_ids, steps, 0, count)
-                if not bad:
-                    return
+                    buffers.compute(count)
+                return
             if not table._engine.has_tier:  # else a trajectory may have been on disk meanwhile
                 table._engine.reader().check_gathered(bad)
         self.copy(buffers, table, rows)
-        buffers.values.write(rows)
-        buffers.compute(count, self._limits(table, rows))
-        for late, which, steps_at in buffers.late_of(table):
-            sources = [self.layout.sources[i] for i in which]
-            names = rows.slots, np.ascontiguousarray(steps_at.numpy()[:count]), rows.generations
-            self._tables[id(table)].gather(late, sources, *names)
-
-    def _limits(self, table: Table, rows: SelectedRows) -> Array | None:
-        """See `Returns.compute`."""
-        if not self.layout.late:
-            return None
-        extent = table._engine.reader().index_arrays()[0][rows.slots]
-        limits: Array = extent[:, 0] + extent[:, 2]
-        return limits
+        self.finish(buffers, rows)
 
     def copy(self, buffers: PaddedBuffers, table: Table, rows: Any, which: Array | None = None) -> None:
         if id(table) not in self._tables:
             self._tables[id(table)] = TierRows(table, self.layout.reach, self.layout.row_bytes)
         names = names_of(rows, which)
-        self._tables[id(table)].gather(buffers.columns_of(table), self.layout.early_sources, *names, which)
+        self._tables[id(table)].gather(buffers.columns_of(table), self.layout.sources, *names, which)
 
     def place(self, buffers: PaddedBuffers, part: Part, numbers: Array) -> None:
         gathering.place(buffers.place.pieces(part.memory, len(part.rows)).numpy(), part.rows)

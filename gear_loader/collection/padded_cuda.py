@@ -85,7 +85,7 @@ class PaddedDeviceBuffers(PaddedBuffers):
         self.beta = torch.empty(1, dtype=torch.float32, device="cpu", pin_memory=pinned)
         self.gpu = GpuSide()
         self.records: Records = {}
-        self._plans: dict[int, Plans] = {}
+        self._plans: dict[int, list[tuple[Plans, torch.Tensor | None]]] = {}
         self.claims: list[_Claimed] = []
         self.used = self.placed = 0
         self.is_drawn_here = False
@@ -97,10 +97,22 @@ class PaddedDeviceBuffers(PaddedBuffers):
     def names_on_host(self, count: int) -> tuple[Array, ...] | None:
         return None if self.is_drawn_here else super().names_on_host(count)
 
-    def plans_of(self, table: Table) -> Plans:
-        """The plans that gather the windows of a table; packing and blocks of tables may differ."""
+    def plans_of(self, table: Table) -> list[tuple[Plans, torch.Tensor | None]]:
+        """The plans that gather the windows of a table; packing and blocks of tables may differ.
+
+        Returns:
+            That of the windows at anchors, and None; then those at bootstrap steps, and these, int64 [B].
+        """
         if id(table) not in self._plans:
-            self._plans[id(table)] = plans_of(table, self.outputs, self.records)
+            late, named = self.layout.late, dict(zip(self.layout.windows, self.outputs, strict=True))
+            early = [output for name, output in named.items() if name not in late]
+            first = plans_of(table, early, self.records)
+            plans: list[tuple[Plans, torch.Tensor | None]] = [(first, None)]
+            for spec in dict.fromkeys(late.values()):
+                outputs = [named[name] for name, which in late.items() if which == spec]
+                target: Any = self.batch[spec]
+                plans.append((plans_of(table, outputs, self.records), target["bootstrap"]))
+            self._plans[id(table)] = plans
             self.references = None  # the plan refers to the batch's memory
         return self._plans[id(table)]
 
@@ -172,7 +184,13 @@ class PaddedCuda(CudaMover):
         places = DrawPlaces(buffers.random, buffers.beta, out, buffers.memory[1], reach, work, whole, queue)
         rows.write(places, current_stream(self._device))
         if not buffers.only_launches:
-            buffers.compute(count)
+            self._compute(buffers, count, [_Claimed(table, slice(count), whole=True)])
+
+    def _compute(self, buffers: PaddedDeviceBuffers, count: int, claims: Sequence[_Claimed]) -> None:
+        """Compute returns, then gather at their bootstrap steps."""
+        buffers.compute(count)
+        for claim in claims if self.layout.late else ():
+            self._launch(buffers, claim, late=True)
 
     def copy(self, buffers: PaddedDeviceBuffers, table: Table, rows: Any, which: Array | None = None) -> None:
         # Host memory is slow for the kernel, so the index entries of the rows are copied; only the steps are read
@@ -262,15 +280,26 @@ class PaddedCuda(CudaMover):
         repeats = count == self.layout.batch_size and [claim.whole for claim in claims] == [True]
         buffers.gpu.work.run("rows" if repeats else None, queue, current_stream(self._device))
         if not buffers.only_launches:
-            buffers.compute(count)
+            self._compute(buffers, count, claims)
 
-    def _launch(self, buffers: PaddedDeviceBuffers, claim: _Claimed) -> None:
-        """Gather rows of one table, with the index entries on the device."""
+    def _launch(self, buffers: PaddedDeviceBuffers, claim: _Claimed, *, late: bool = False) -> None:
+        """Gather rows of one table, with the index entries on the device; `late`: at the bootstrap steps."""
+        plans = buffers.plans_of(claim.table)
+        for plan, steps in plans[1:] if late else plans[:1]:
+            self._gather(buffers, claim, plan, steps)
+
+    def _gather(
+        self, buffers: PaddedDeviceBuffers, claim: _Claimed, plans: Plans, steps: torch.Tensor | None
+    ) -> None:
+        """`_launch` of plans; steps: where they differ from the anchors, of rows of the whole batch."""
         from gear_loader.kernels import gather, split
 
-        plans, mirror, part = buffers.plans_of(claim.table), buffers.mirror, claim.part
+        mirror, part = buffers.mirror, claim.part
         count, programs, ids = part.stop - (part.start or 0), self._programs, mirror["blocks"][part]
         anchors, rows = (mirror["rows"][1], None) if claim.whole else mirror["local"][:, part]
+        if steps is not None:
+            assert claim.whole
+            anchors = steps
         numbers, extent = self._numbers[:count], mirror["rows"][3:].view(-1, 3)[part]
         gather.gather(
             plans.steps, numbers, anchors[:count], extent, ids.view(-1), rows=rows, programs=programs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,12 +47,13 @@ class Output:
 
     Attributes:
         column: the column that it reads. window: the window.
-        out: uint8 [B, L, step_bytes]. mask: bool [B, L] if this window fills it, or None.
+        out: uint8 [B, L, step_bytes]; None of a GPU's window of which only the mask is wanted.
+        mask: bool [B, L] if this window fills it, or None.
     """
 
     column: str
     window: Window
-    out: torch.Tensor
+    out: Any
     mask: torch.Tensor | None
 
 
@@ -121,6 +123,12 @@ def plans_of(
             step_stride=place.step_stride,
         )
 
+    masks = [
+        GatherMask(output.mask, output.window.offset, PADS[output.window.pad], schema[output.column].final)
+        for output in outputs
+        if output.out is None and output.mask is not None
+    ]
+    outputs = [output for output in outputs if output.out is not None]
     # A batch brings the blocks of its windows, and the first one of its trajectory in a place apart.
     once = [column_of(output) for output in outputs if schema[output.column].trajectory]
     packed = [output for output in outputs if layout.columns[output.column].is_packed]
@@ -129,7 +137,6 @@ def plans_of(
         for output in outputs
         if not schema[output.column].trajectory and not layout.columns[output.column].is_packed
     ]
-    masks: list[GatherMask] = []
     split: list[SplitColumn] = []
     for span, group in _record_spans(packed, lambda output: schema[output.column].final):
         assert layout.record is not None

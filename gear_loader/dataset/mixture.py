@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,11 +13,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from gear_loader.collection.batches import Batch, loader_error, refuse
 from gear_loader.collection.windows import has_whole
+from gear_loader.dataset.mixed_batches import MixedBatches, can_mix
 from gear_loader.dataset.position import Position
 from gear_loader.dataset.replay_dataset import ReplayDataset
 from gear_loader.errors import SchemaError
 from gear_loader.selection.random import uniforms
-from gear_loader.utils.arrays import Array, shown
+from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import at_least, integer, one_of
 
 _ROWS = 0x6D697874  # random number stream of the sources of rows
@@ -27,9 +29,10 @@ class Mixture(IterableDataset[Batch]):
     """Batches with rows of several datasets, in given shares: offline data and online data, say.
 
     ``Mixture({"offline": (a, 0.5), "online": (b, 0.5)}, batch_size=256)``. Each dataset draws its rows by its own
-    sampler. A batch has their rows one after another, in the order of the mapping, in new memory, and ``source``,
-    int64 ``[B]``: the number of each row's dataset. ``index`` and ``generation`` are of the row's table;
-    ``priority_weight`` is 1 in rows of a sampler that does not weigh.
+    sampler. A batch has their rows one after another, in the order of the mapping, and ``source``, int64 ``[B]``: the
+    number of each row's dataset. It does not change while anything refers to it. Padded batches on the CPU, without
+    transforms and ``sample_info``, are gathered right into their places; others are joined. ``index`` and
+    ``generation`` are of the row's table; ``priority_weight`` is 1 in rows of a sampler that does not weigh.
 
     Iterate it, use ``DataLoader(mixture, batch_size=None)``, or call `sample`. Batch number, seed and options
     determine the shares and all draws, whatever the number of workers. Rows are drawn by `ReplayDataset.sample`, so
@@ -80,6 +83,8 @@ class Mixture(IterableDataset[Batch]):
         self._position = Position()
         # Of iteration, and of `sample`.
         self._counted = [self._uncounted(), self._uncounted()]
+        self._last: list[tuple[int, list[int]]] = [(-1, []), (-1, [])]
+        self._mixed: tuple[int, MixedBatches | None] | None = None
 
     # ---------------------------------------------------------------- shares
 
@@ -89,38 +94,45 @@ class Mixture(IterableDataset[Batch]):
         Raises:
             SchemaError: the schedule returned other names, or invalid shares.
         """
-        return dict(zip(self.sources, self._rows(number, self._given(number)).tolist(), strict=True))
+        return dict(zip(self.sources, self._rows(number, *self._given(number)), strict=True))
 
-    def _uncounted(self) -> tuple[int, Array, Array]:
+    def _uncounted(self) -> tuple[int, list[int], list[float]]:
         """A batch's number, rows that each source has given before, and the sum of its exact shares until then."""
-        return 0, np.zeros(len(self.sources), dtype=np.int64), np.zeros(len(self.sources))
+        return 0, [0] * len(self.sources), [0.0] * len(self.sources)
 
-    def _given(self, number: int, stream: int = 0) -> tuple[Array, Array]:
-        """Rows of each source in the batches before `number`, and the sum of its exact shares, [sources] each."""
+    def _given(self, number: int, stream: int = 0) -> tuple[list[int], list[float]]:
+        """Rows of each source in the batches before `number`, and the sum of its exact shares."""
         before, given, due = self._counted[stream]
         if number < before:
             before, given, due = self._uncounted()
         while before < number:
-            given = given + self._rows(before, (given, due))
-            due = due + self._shares_at(before) * self.batch_size
+            rows = self._counts(before, stream, given, due)
+            given = [one + more for one, more in zip(given, rows, strict=True)]
+            shares = self._shares_at(before)
+            due = [one + share * self.batch_size for one, share in zip(due, shares, strict=True)]
             before += 1
         self._counted[stream] = before, given, due
         return given, due
 
-    def _rows(self, number: int, before: tuple[Array, Array]) -> Array:
-        """Rows of each source in a batch, int64 [sources]; for the arguments see `_given`."""
+    def _counts(self, number: int, stream: int, given: list[int], due: list[float]) -> list[int]:
+        """`_rows`; the last ones are kept, as the next batch asks for them again."""
+        if self._last[stream][0] != number:
+            self._last[stream] = number, self._rows(number, given, due)
+        return self._last[stream][1]
+
+    def _rows(self, number: int, given: list[int], due: list[float]) -> list[int]:
+        """Rows of each source in a batch; for the arguments see `_given`."""
         shares, size = self._shares_at(number), self.batch_size
         if self.shares == "expected":
             drawn = uniforms(size, seed=self.seed, stream=_ROWS, epoch=0, step=number)
             which = np.minimum(np.searchsorted(np.cumsum(shares), drawn, side="right"), len(shares) - 1)
-            rows: Array = np.bincount(which, minlength=len(shares)).astype(np.int64)
+            rows: list[int] = np.bincount(which, minlength=len(shares)).tolist()
             return rows
-        given, due = before
-        wanted = np.maximum(due + shares * size - given, 0)
-        wanted[shares == 0] = 0
+        parts = zip(given, due, shares, strict=True)
+        wanted = [max(rest + share * size - have, 0.0) if share else 0.0 for have, rest, share in parts]
         return _rounded(wanted, size)
 
-    def _shares_at(self, number: int) -> Array:
+    def _shares_at(self, number: int) -> list[float]:
         if self.schedule is None:
             return self._fixed
         return _normalized(self.schedule(number), list(self.sources))
@@ -156,10 +168,10 @@ class Mixture(IterableDataset[Batch]):
         endless = self.batches_per_epoch == math.inf
         first = self._position.past if endless else epoch * int(self.batches_per_epoch)
         while (place := before + number + workers * step) < self.batches_per_epoch:
-            batch = self._batch(first + place)
+            batch = [self._batch(first + place)]
             step += 1
             self._position.delivered(epoch, before, step)
-            yield batch
+            yield batch.pop()  # the next one may use its memory, unless the consumer refers to it
         if not in_worker:
             self._position.end(epoch)
 
@@ -176,12 +188,17 @@ class Mixture(IterableDataset[Batch]):
     def _batch(self, number: int, stream: int = 0) -> Batch:
         """Batch `number` over all epochs, or of `sample`."""
         before = self._given(number, stream)
-        rows, given = self._rows(number, before), before[0]
+        rows, given = self._counts(number, stream, *before), before[0]
+        mixed = self._mixed_batches()
+        if mixed is not None:
+            for place, dataset in enumerate(self.sources.values()):
+                dataset.seek_sample(number, given[place], stream=stream)
+            return next(iter(self.sources.values())).named(mixed.batch(rows))
         parts, which = [], []
         for place, dataset in enumerate(self.sources.values()):
-            count = int(rows[place])
+            count = rows[place]
             if count:
-                dataset.seek_sample(number, int(given[place]), stream=stream)
+                dataset.seek_sample(number, given[place], stream=stream)
                 parts.append(_drawn(dataset, count))
                 which.append(torch.full((count,), place, dtype=torch.int64, device="cpu"))
         batch = joined(parts)
@@ -189,6 +206,17 @@ class Mixture(IterableDataset[Batch]):
             batch.setdefault("priority_weight", torch.ones_like(batch["index"], dtype=torch.float32))
         batch["source"] = torch.cat(which).to(batch["index"].device)
         return batch
+
+    def _mixed_batches(self) -> MixedBatches | None:
+        """What gathers batches in this process; None if batches of the datasets have to be joined."""
+        if self._mixed is None or self._mixed[0] != os.getpid():
+            datasets = list(self.sources.values())
+            mixed = MixedBatches(datasets, self.batch_size) if can_mix(datasets) else None
+            self._mixed = os.getpid(), mixed
+        return self._mixed[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mixed": None}
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch number `epoch`, from its start. Otherwise epochs count up."""
@@ -260,7 +288,7 @@ class Mixture(IterableDataset[Batch]):
         schedule = self.schedule
         return {
             "sources": list(self.sources),
-            "fixed": self._fixed.tolist(),
+            "fixed": self._fixed,
             "batch_size": self.batch_size,
             "batches_per_epoch": self.batches_per_epoch,
             "shares": self.shares,
@@ -337,8 +365,8 @@ def _dtypes(one: ReplayDataset, other: ReplayDataset) -> dict[str, tuple[Any, An
     return found  # type: ignore[return-value]
 
 
-def _normalized(shares: Any, names: list[str]) -> Array:
-    """Shares in the order of `names`, float64 [n], with the sum 1."""
+def _normalized(shares: Any, names: list[str]) -> list[float]:
+    """Shares in the order of `names`, with the sum 1."""
     if not isinstance(shares, Mapping) or set(shares) != set(names):
         raise SchemaError(f"The shares are {shown(shares)}; expected a number for each of {names}.")
     for name in names:
@@ -351,19 +379,22 @@ def _normalized(shares: Any, names: list[str]) -> Array:
     values = np.array([float(shares[name]) for name in names])
     if values.sum() <= 0:
         raise SchemaError(f"The shares are {dict(shares)}; expected at least one above 0.")
-    normalized: Array = values / values.sum()
+    normalized: list[float] = (values / values.sum()).tolist()
     return normalized
 
 
-def _rounded(wanted: Array, total: int) -> Array:
+def _rounded(wanted: list[float], total: int) -> list[int]:
     """Integers with the sum `total`, from numbers whose sum is about that, by largest remainders; ties by order."""
-    scaled = wanted * (total / wanted.sum())
+    factor = total / (
+        sum(wanted) if len(wanted) < 8 else float(np.sum(wanted))
+    )  # as numpy adds up to 7 of them
+    scaled = [each * factor for each in wanted]
     # A share such as 1/3 is not exact: what is a whole number but for that stays one.
-    rows = np.floor(scaled + 1e-9)
-    rest = int(total - rows.sum())
-    rows[np.argsort(-(scaled - rows), kind="stable")[:rest]] += 1
-    result: Array = rows.astype(np.int64)
-    return result
+    rows = [math.floor(each + 1e-9) for each in scaled]
+    order = sorted(range(len(rows)), key=lambda i: rows[i] - scaled[i])
+    for i in order[: total - sum(rows)]:
+        rows[i] += 1
+    return rows
 
 
 def _drawn(dataset: ReplayDataset, count: int) -> Batch:

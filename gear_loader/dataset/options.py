@@ -55,8 +55,8 @@ class Gpu:
 
     Attributes:
         device: as `device` of `ReplayDataset`.
-        programs: programs of the gather kernel's grid; by default 16, which saturate the bus. 8 move 0.85 of that, and
-            slow training down less; see docs/gpu.md.
+        programs: programs of the gather kernel's grid, each with a multiprocessor; by default 2 to 8, by the words that
+            steps are made of, which should fill the bus; see docs/gpu.md.
         stream_priority: of the side stream that prepares batches, as for `torch.cuda.Stream`: -1 gives its kernels the
             next free multiprocessors, before blocks of training kernels that are queued already. Beside products of
             matrices and a transformer on a H100 it made no difference.
@@ -87,8 +87,9 @@ class Draws:
         anchor: ``"uniform"`` over the trajectory's steps, ``"first"`` or ``"last"``. A sampler with ``unit="step"``
             chooses the anchors itself.
         complete: draw only anchors at which every window lies wholly inside the trajectory, its final step included; of
-            an `NStep` with `next`, that a step follows. A trajectory that has none is never drawn;
-            `ReplayDataset.stats` counts them.
+            an `NStep` with `next`, that a step follows, so that every row has the observation to bootstrap from, as a
+            window of the next step has. So the last step of a trajectory without a final one is left out, also if it
+            terminates. A trajectory that has no such anchor is never drawn; `ReplayDataset.stats` counts them.
         stride: draw sequences: only the anchors 0, `stride`, 2 * `stride`, ... of each trajectory, up to the first one
             whose windows reach the trajectory's end. With `complete`, each `stride`-th of the complete anchors. Needs a
             sampler with ``unit="step"``, which is the default then; one that draws by priority a table whose

@@ -21,6 +21,7 @@ from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.selection.samplers import Sampler
 from gear_loader.selection.snapshot_selection import SnapshotSelection
 from gear_loader.selection.step_budget import StepBudget, Steps
+from gear_loader.storage.edits import set_columns
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
@@ -191,6 +192,13 @@ class Origin:
             "need to know what is drawn or updated: the GPU only gathers.",
         )
         return True
+
+    def set(self, rows: Mapping[str, Any], mask: Any, columns: Mapping[str, Any], *, strict: bool) -> int:
+        """See `ReplayDataset.set`; `rows` is a batch."""
+        engine = self.table._engine
+        engine.check_open()
+        names = rows["index"], rows["anchor"], rows["generation"]
+        return set_columns(engine, *names, mask, columns, strict=strict)
 
     def source(self) -> RowSource:
         """Make the source of the drawn rows."""

@@ -9,7 +9,7 @@ import math
 import os
 import queue
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -449,7 +449,7 @@ class ReplayDataset(IterableDataset[Batch]):
         )
         first = before + number + workers * step
         planned: collections.deque[PlannedBatch] = collections.deque()  # not yet delivered
-        filler = self._filler(prefetcher)
+        filler = self.filler(prefetcher)
         at = first  # number of the batch on this rank
         if self._budget is None:
             batches = prefetcher.batches(filler.fill, self._draws(epoch, first, workers))
@@ -548,7 +548,8 @@ class ReplayDataset(IterableDataset[Batch]):
             world=world,
         )
 
-    def _filler(self, prefetcher: Prefetcher) -> Filler:
+    def filler(self, prefetcher: Prefetcher) -> Filler:
+        """What draws and gathers batches into buffers of a prefetcher's collector."""
         return Filler(self.table, self._selected, prefetcher)
 
     def _check_sharing(self, workers: int) -> None:
@@ -592,7 +593,14 @@ class ReplayDataset(IterableDataset[Batch]):
         if self.groups is not None and size % self.groups.size:
             raise SchemaError(f"batch_size is {size}; expected a multiple of group_size={self.groups.size}.")
         self._check_rate(size)
-        prefetcher = self._single(size)
+        prefetcher, item = self._single(size), self._sample_draw(size)
+        batch = prefetcher.one(self.filler(prefetcher).fill, item)
+        self._position.sampled(item[0].count)
+        shown: Batch = self._shown(batch, item[0].epoch, self._position.samples - 1, prefetcher)
+        return shown
+
+    def _sample_draw(self, size: int) -> tuple[Draw, Any]:
+        """The next draw of `sample`, and the items to draw from, or None for those present at the draw."""
         rank, world = self._rank()
         number = self._position.samples * world + rank
         epoch, turn, first, count, view = (
@@ -607,15 +615,21 @@ class ReplayDataset(IterableDataset[Batch]):
             items = self.sampler.num_items(view)
             turn, first = divmod(self._position.sampled_items, max(items, 1))
             epoch, count = epoch + 1 + rank, min(count, items - first)
-        draw = Draw(self._draw_seed(), epoch, number, first, count, turn, self._position.samples)
         if (
             self._by_default and self._position.samples & (self._position.samples - 1) == 0
         ):  # the table may grow
             self._notice_uneven()
-        batch = prefetcher.one(self._filler(prefetcher).fill, (draw, view))
-        self._position.sampled(count)
-        shown: Batch = self._shown(batch, draw.epoch, self._position.samples - 1, prefetcher)
-        return shown
+        return Draw(self._draw_seed(), epoch, number, first, count, turn, self._position.samples), view
+
+    def sample_by(self, fill: Callable[[Any, tuple[Draw, Any]], int], buffers: Any, size: int) -> int:
+        """`sample` of a `Mixture`, by `fill` of a `filler`; return the number of rows."""
+        self._check_rate(size)
+        if self.sampler.by_priority:
+            self._buffers.settle()
+        item = self._sample_draw(size)
+        count = fill(buffers, item)
+        self._position.sampled(item[0].count)
+        return count
 
     def _single(self, size: int) -> Prefetcher:
         """The prefetcher of single batches of `size` rows, after the updates of priorities that precede the next."""
@@ -661,7 +675,7 @@ class ReplayDataset(IterableDataset[Batch]):
         try:
             plan = planner.next()
             assert plan is not None, "an endless stream has ended"
-            batch = prefetcher.one(self._filler(prefetcher).fill_planned, plan)
+            batch = prefetcher.one(self.filler(prefetcher).fill_planned, plan)
         finally:
             if plan is not None:
                 plan.end()
@@ -708,8 +722,7 @@ class ReplayDataset(IterableDataset[Batch]):
         """
         if self._packs and self.layout == "padded":
             batch = as_padded(batch, list(steps_only(self.table.schema, self.windows)))
-        if self.mask_names is not None and isinstance(mask := batch.get("mask"), torch.Tensor):
-            batch = Batch({**batch, "mask": dict.fromkeys(self.mask_names, mask)})
+        batch = self.named(batch)
         if self._transforms:
             rank, world = self._rank()
             batch = self._transforms(
@@ -728,6 +741,12 @@ class ReplayDataset(IterableDataset[Batch]):
         if self.layout == "jagged":
             return batch
         return batch if self.output == "dict" else as_tensordict(batch)
+
+    def named(self, batch: Batch) -> Batch:
+        """A batch, whose mask is a dict by the names of windows where they were given as a mapping."""
+        if self.mask_names is not None and isinstance(mask := batch.get("mask"), torch.Tensor):
+            batch["mask"] = dict.fromkeys(self.mask_names, mask)
+        return batch
 
     @property
     def _moment(self) -> Moment:
@@ -833,6 +852,45 @@ class ReplayDataset(IterableDataset[Batch]):
         with beside_captures(self.device):  # tensors may be copied to the host
             selection.update_priority(index, priority, **names, stale=stale, between=self._buffers.between)
 
+    def set(
+        self,
+        batch: Batch,
+        /,
+        *,
+        mask: Any = None,
+        stale: Literal["ignore", "error"] = "ignore",
+        **columns: Any,
+    ) -> int:
+        """Overwrite values of mutable columns, from the anchor of each row of a batch on; see `Table.set`.
+
+        ``dataset.set(batch, mask=batch["mask"], state=states)``. Over `Shards` the rows are written to the tables of
+        their owners before the call returns: directly on this machine, else by a request that is executed once. Other
+        ranks need not call it. Rows that `rebalance` has moved are skipped.
+
+        Args:
+            batch: of this dataset. mask: bool ``[n, L]``, steps to write; those outside of a trajectory must be left
+                out. stale: as for `Table.set`.
+            columns: ``[n, L, *shape]``, of the steps ``anchor`` to ``anchor + L - 1``; or ``[n, *shape]``.
+
+        Returns:
+            Number of rows that were skipped, because their trajectories were removed.
+
+        Raises:
+            As `Table.set`. Over `Shards`, of an error of one shard rows of others may have been written; and
+            PeerTimeoutError, TransportError: another node did not answer.
+        """
+        strict = is_strict(stale)
+        rows = as_mapping(batch)
+        wanted = ["index", "anchor", "generation"] + (["shard"] if self._is_global else [])
+        missing = [name for name in wanted if not isinstance(rows, Mapping) or name not in rows]
+        if missing:
+            raise SchemaError(
+                f"{shown(batch)} was received, without {missing}; expected a batch of this dataset."
+            )
+        refuse_capture(self.device, "a change of values")
+        with beside_captures(self.device):  # tensors may be copied to the host
+            return self._origin.set(rows, mask, columns, strict=strict)
+
     def _share(self, selection: PrioritizedSelection) -> None:
         """Let the other ranks of the table learn of updates, or raise SchemaError if they cannot."""
         dispatched, ranks = self._dispatched, self._rank()[1]
@@ -907,6 +965,11 @@ class ReplayDataset(IterableDataset[Batch]):
             raise SchemaError(
                 "rebalance was called, but this dataset has a subset, or does not draw over all Shards; make one with "
                 "Shards, scope='global' and without a subset."
+            )
+        if self.table.schema.mutable:
+            raise SchemaError(
+                f"rebalance was called, and the tables have the columns {list(self.table.schema.mutable)} with "
+                "mutable=True; expected none: values that are overwritten meanwhile would be lost."
             )
         selection: Any = self._selected()
         answers: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()

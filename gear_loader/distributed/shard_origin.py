@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from gear_loader.collection.windows import packed_span, reach_of
@@ -20,6 +21,7 @@ from gear_loader.distributed.local_selection import begin_epoch, gather_states, 
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.shard_source import ShardSource
 from gear_loader.distributed.shard_tables import ShardTables
+from gear_loader.distributed.update_routing import checked_shards
 from gear_loader.errors import GearError, RankError, SchemaError
 from gear_loader.selection.base import Selection, SelectionContext, ShardShare
 from gear_loader.selection.budget_planner import BudgetPlanner
@@ -27,6 +29,7 @@ from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.random import key
 from gear_loader.selection.samplers import Sampler
 from gear_loader.selection.step_budget import StepBudget, Steps
+from gear_loader.storage.edits import checked_edits
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
 
@@ -159,6 +162,19 @@ class ShardOrigin(Origin):
             packed=packed,
             deal=deal,
         )
+
+    def set(self, rows: Mapping[str, Any], mask: Any, columns: Mapping[str, Any], *, strict: bool) -> int:
+        if not self.is_global:
+            return super().set(rows, mask, columns, strict=strict)
+        edits = checked_edits(
+            self.table.schema, rows["index"], rows["anchor"], rows["generation"], mask, columns
+        )
+        owners = checked_shards(rows.get("shard"), len(edits.slots), self.shards.num_shards)
+        skipped = 0
+        for shard in np.unique(owners).tolist():
+            part = edits.take(np.flatnonzero(owners == shard))
+            skipped += self.shards.stage_table(shard, 0).set(part, strict=strict)
+        return skipped
 
     def source(self) -> Any:
         return ShardSource(self.shards) if self.is_global else super().source()

@@ -211,6 +211,11 @@ class ShardSource:
         self._cache: RowCache | None = None
 
     @property
+    def is_here(self) -> bool:
+        """Whether no rows are of other nodes."""
+        return not self.shards.remote
+
+    @property
     def tables(self) -> list[Table]:
         here = [self.table_of(shard) for shard in self.shards.local_shards()]
         own = self.shards.table
@@ -321,7 +326,7 @@ class ShardSource:
         for shard, part in self._by_shard(rows, which):
             while len(part):
                 try:
-                    mover.copy(buffers, self.table_of(shard), rows, part)
+                    self._copy_whole(mover, buffers, self.table_of(shard), rows, part)
                     break
                 except LostRowsError as error:
                     self.table_of(shard)._engine.remove_lost(error)
@@ -332,6 +337,12 @@ class ShardSource:
         unread: Array = np.concatenate(lost)
         self.num_gone += len(unread)
         return unread
+
+    @staticmethod
+    def _copy_whole(mover: RowMover, buffers: Any, table: Table, rows: ShardRows, which: Array) -> None:
+        """Move rows of a table of this node, which others may overwrite meanwhile."""
+        slots = rows.records["slot"][which] if table.schema.mutable else which
+        table._engine.reader().read_whole(slots, lambda: mover.copy(buffers, table, rows, which))
 
     def _received(
         self, requests: list[tuple[int, RowRequest]], place: Callable[[Any], None], keep: Callable[..., None]

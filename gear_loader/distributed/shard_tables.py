@@ -100,7 +100,7 @@ class ShardTables:
             raise SchemaError(f"{shown(table)} was given; expected a gear_loader.Table, or a list of them.")
         tables = [table] if isinstance(table, Table) else list(table)
         for each in tables:
-            _check_table(each, self.transport)
+            _check_table(each, self.transport, caches=self.cache is not None)
         if dist.is_available() and dist.is_initialized():
             try:
                 self._join(tables, mesh, node)
@@ -180,15 +180,12 @@ class ShardTables:
                 "This rank's table is private, so that other processes cannot read it. Create it with a name of its "
                 f"own, Table.create(..., name=f'replay-{rank}')."
             )
-        if self.table.schema.mutable:
+        schema = self.table.schema
+        if self.num_stages > 1 and (schema.late or schema.mutable or self.table.rules.max_lag is not None):
             raise SchemaError(
-                f"The table {self.table.name!r} has the columns {list(self.table.schema.mutable)} with mutable=True; "
-                "expected none: other ranks could read values that are being overwritten."
-            )
-        if self.num_stages > 1 and (self.table.schema.late or self.table.rules.max_lag is not None):
-            raise SchemaError(
-                f"The table {self.table.name!r} has late columns or max_lag, and there are {self.num_stages} pipeline "
-                "stages; expected one stage: the others would not know which trajectories may be drawn."
+                f"The table {self.table.name!r} has late or mutable columns or max_lag, and there are "
+                f"{self.num_stages} pipeline stages; expected one stage: the others would not know which trajectories "
+                "may be drawn, or have been changed."
             )
         _number(self.table, self.place.data)
         me = Member(
@@ -394,7 +391,7 @@ def _chosen(transport: Transport) -> str:
     return "ucx" if find_spec("ucxx") is not None or find_spec("ucp") is not None else "socket"
 
 
-def _check_table(table: Any, transport: str) -> None:
+def _check_table(table: Any, transport: str, *, caches: bool) -> None:
     if not isinstance(table, Table):
         raise SchemaError(
             f"A {type(table).__name__} was given; expected a gear_loader.Table, this rank's shard."
@@ -404,6 +401,12 @@ def _check_table(table: Any, transport: str) -> None:
         raise SchemaError(
             f"The table {table.name or '(private)'} has a rate limiter or max_times_sampled, which do not count "
             "the draws of other ranks. Create the tables of Shards without them."
+        )
+    if table.schema.mutable and (transport == "nixl" or caches):
+        raise SchemaError(
+            f"The table {table.name or '(private)'} has the columns {list(table.schema.mutable)} with mutable=True, "
+            f"with {'cache=' if caches else 'transport=nixl'}; expected neither a cache, which would keep old values, "
+            "nor NIXL, which would read values that are being overwritten. Use transport='socket' or 'ucx'."
         )
     if table._engine.has_tier and transport == "nixl":
         raise SchemaError(

@@ -14,12 +14,13 @@ import numpy as np
 from gear_loader.errors import GearError, StaleIndexError, TransportError
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.counters import NEXT_SEQUENCE
+from gear_loader.storage.edits import Edits, set_rows
 from gear_loader.storage.late_values import checked_fill
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.transport.capacity import free_steps, parse_capacity_report, priority_sum
-from gear_loader.transport.delivery import Delivery, fill_parts
+from gear_loader.transport.delivery import Delivery, fill_parts, set_parts
 from gear_loader.transport.store_message import Rows
 from gear_loader.utils.arrays import Array
 
@@ -153,6 +154,21 @@ class StageTable:
             return
         filler = Delivery(self.peer, self.name, self.schema, self.peer.timeout)
         fill_parts(filler, *checked_fill(self.schema, slots, generations, columns), strict=False)
+
+    def set(self, edits: Edits, *, strict: bool) -> int:
+        """Overwrite values of rows of the table; return the number of rows of trajectories that are gone.
+
+        Raises:
+            As `Table.set`, or `RemoteTable.set`.
+        """
+        try:
+            if self.table is not None:
+                return set_rows(self.table._engine, edits, strict=strict)
+            return set_parts(
+                Delivery(self.peer, self.name, self.schema, self.peer.timeout), edits, strict=strict
+            )
+        except GearError as error:
+            raise self.named(error) from error
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -21,6 +21,24 @@ _MIGRATIONS = 4  # migrations that the history remembers
 _KEY = ("shard", "slot", "generation")
 
 
+def checked_shards(shard: Any, count: int, num_shards: int) -> Array:
+    """The shards of a user's rows, int64 [count]; SchemaError if they do not fit."""
+    if shard is None and num_shards == 1:
+        return np.zeros(count, dtype=np.int64)
+    values = None if shard is None else np.asarray(as_array(shard, "shard"))
+    if values is None or values.dtype.kind not in "iu" or values.shape != (count,):
+        got = "missing" if values is None else f"{values.dtype} {list(values.shape)}"
+        raise SchemaError(
+            f"shard is {got}; expected integers [{count}] beside index: give the whole batch, or "
+            "shard=batch['shard']. Nothing was changed."
+        )
+    if count and not (values.min() >= 0 and values.max() < num_shards):
+        raise SchemaError(
+            f"shard has {values.min()} to {values.max()}; expected 0 to {num_shards - 1}. Nothing was changed."
+        )
+    return values.astype(np.int64)
+
+
 class MoveHistory:
     """The last migrations, by which updates of old slots find the new ones."""
 
@@ -80,27 +98,10 @@ class UpdateRouter:
         new = request(index, priority, generation=generation, anchor=anchor, unit=sampler.unit)
         checked_leaves(sampler, new.priorities)
         updates: Array = np.zeros(len(new.slots), dtype=UPDATE)
-        updates["shard"] = self._validate_shards(shard, len(new.slots))
+        updates["shard"] = checked_shards(shard, len(new.slots), self._shards.num_shards)
         updates["slot"], updates["step"], updates["priority"] = new.slots, new.steps, new.priorities
         updates["generation"] = -1 if new.generations is None else new.generations
         return updates
-
-    def _validate_shards(self, shard: Any, count: int) -> Array:
-        if shard is None and self._shards.num_shards == 1:
-            return np.zeros(count, dtype=np.int64)
-        values = None if shard is None else np.asarray(as_array(shard, "shard"))
-        if values is None or values.dtype.kind not in "iu" or values.shape != (count,):
-            got = "missing" if values is None else f"{values.dtype} {list(values.shape)}"
-            raise SchemaError(
-                f"shard is {got}; expected integers [{count}] beside index: give the whole batch, or "
-                "shard=batch['shard']. Nothing was changed."
-            )
-        if count and not (values.min() >= 0 and values.max() < self._shards.num_shards):
-            raise SchemaError(
-                f"shard has {values.min()} to {values.max()}; expected 0 to {self._shards.num_shards - 1}. Nothing was "
-                "changed."
-            )
-        return values.astype(np.int64)
 
     def put(self, updates: Array) -> None:
         """Queue updates for the next exchange."""

@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.errors import SchemaError, SourceError
+from gear_loader.errors import SourceError
+from gear_loader.integrations.exported_columns import exported_columns, numbers
 from gear_loader.sources import Episode
+from gear_loader.sources.episodes import Columns
 from gear_loader.storage.table import Table
 
 __all__ = ["from_episodes", "to_episodes"]
@@ -67,33 +69,37 @@ def from_episodes(episodes: Iterable[Any]) -> Iterator[Episode]:
         yield Episode(found)
 
 
-def to_episodes(table: Table, make: Callable[..., Any]) -> list[Any]:
+def to_episodes(table: Table, make: Callable[..., Any], *, columns: Columns = None) -> list[Any]:
     """The trajectories of a table as d3rlpy's episodes, the oldest first; the arrays are copies.
 
+    Rewards become float32 ``[T, 1]``, and numbers ``[T]`` of observations and actions ``[T, 1]``; other arrays keep
+    dtype and shape. Final steps are left out: d3rlpy has no place for them.
+
     Args:
-        table: has the columns ``observation`` (or ``observation.0`` and so on), ``action``, ``reward`` and
-            ``terminated``.
+        table: has the columns ``observation`` (or ``obs``, as in a `ReplayBuffer`; ``observation.0`` and so on become a
+            tuple), ``action``, ``reward`` and ``terminated``.
         make: makes an episode of the four fields, given by name: ``d3rlpy.dataset.Episode``.
+        columns: ``{one of the four: name in the table}``; None takes these names.
 
     Raises:
         SchemaError: a column is missing.
+        StaleIndexError: a trajectory was evicted or removed meanwhile.
     """
-    parts = [name for name in table.schema if name.startswith("observation.")]
-    missing = [
-        name for name in _COLUMNS if name not in table.schema and not (parts and name == "observation")
-    ]
-    if missing:
-        raise SchemaError(f"The table has the columns {list(table.schema)}; missing: {missing}.")
+    chosen = exported_columns(table, columns, _COLUMNS)
     episodes = []
-    for index in table.indices():
-        rows = {name: values.numpy().copy() for name, values in table[int(index)].items()}
-        actions = rows["action"]
+    for index in table.indices().tolist():
+        rows = numbers(table[index], chosen)
+        rows = {
+            name: values.reshape(len(values), -1) if values.ndim == 1 else values
+            for name, values in rows.items()
+        }
+        parts = [name for name in rows if name.startswith("observation.")]
         episodes.append(
             make(
                 observations=tuple(rows[name] for name in parts) if parts else rows["observation"],
-                actions=actions if actions.ndim > 1 else actions.reshape(-1, 1),
-                rewards=rows["reward"].astype(np.float32).reshape(-1, 1),
-                terminated=bool(rows["terminated"][-1]),
+                actions=rows["action"],
+                rewards=rows["reward"].astype(np.float32),
+                terminated=bool(rows["terminated"][-1, 0]),
             )
         )
     return episodes

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gear_loader.errors import SchemaError
-from gear_loader.storage.memory_options import Memory
+from gear_loader.integrations.ring_rows import row_tensors, table_of_rows
 from gear_loader.storage.schema import BATCH_KEYS, Column
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
@@ -96,29 +96,13 @@ class TableStorage(LazyTensorStorage):
         leaves = _leaves(rows)
         (count,) = {len(leaf) for leaf in leaves.values()}
         schema = {name: Column(leaf.dtype, tuple(leaf.shape[1:])) for name, leaf in leaves.items()}
-        self.table = Table.create(
-            schema,
-            max_steps=count,
-            max_trajectories=1,
-            block_steps=count,
-            memory=Memory(packed=False),  # each column is contiguous
-            name=self.name,
-        )
-        writer = self.table.writer()
-        writer.reserve(count)
-        writer.written(count)
-        writer.commit()
+        self.table = table_of_rows(schema, count, self.name)
         return self._columns(rows)
 
     def _columns(self, like: Any) -> Any:
         """A structure like this one of the columns of the table, which has one block."""
         assert self.table is not None
-        columns = {}
-        for name, column in self.table.schema.items():
-            steps: Any = self.table._engine.region.column(name)[0]
-            columns[name] = torch.from_numpy(steps).view(column.dtype).unflatten(1, column.shape or (1,))
-            if not column.shape:
-                columns[name] = columns[name].squeeze(1)
+        columns = row_tensors(self.table)
         if not is_tensor_collection(like):
             names = iter(_leaves(like))
             return tree_map(lambda _: columns[next(names)], like)

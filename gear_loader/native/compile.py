@@ -64,6 +64,13 @@ def inlined(function: Any) -> Any:
     return register_jitable(boundscheck=True, forceinline=True)(function)
 
 
+def entry_of(loop: Any) -> Any:
+    """The compiled code of a loop that was called with arguments of one kind: without a look at them, which takes half
+    of a short call. The loop itself, where numba keeps that elsewhere."""
+    found = list(getattr(loop, "overloads", {}).values())
+    return getattr(found[0], "entry_point", loop) if len(found) == 1 else loop
+
+
 def _stamp(loop: Any) -> None:
     """Make the cached code of a loop depend on all files that its machine code comes from.
 
@@ -110,8 +117,8 @@ class _Watch(event.Listener):  # type: ignore[misc]
         self._started.append((loop, time.perf_counter()))
         notice(
             "numba-compile",
-            f"Compiling loops of the CPU path on first use ({_name(loop)} first): some seconds each, cached on this "
-            "machine. `gear-loader warmup` compiles all of them ahead.",
+            f"Compiling loops of the CPU path on first use ({_name(loop)} first): up to 20 s of one core until the "
+            "first batch, cached on this machine. `gear-loader warmup` compiles all of them ahead.",
         )
 
     def on_end(self, event: Any) -> None:

@@ -159,58 +159,23 @@ def copy_steps(columns, block, inside, sources, row, first, count) -> None:  # t
             copy_apart(target, every, source, step_bytes, count, step_bytes)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def copy_run(columns, block, inside, sources, lane, first, count) -> None:  # type: ignore[no-untyped-def]
-    """Copy rows of a lane into one block, which has room for them.
-
-    Args:
-        columns, block, inside: as for `copy_steps`.
-        sources: int64 [C, 3], address of the rows of each column, bytes from one lane's to the next's, and bytes from
-            row to row. lane: the lane. first, count: its rows.
-    """
-    for c in range(columns.shape[0]):
-        step_bytes, every, apart = columns[c, 2], columns[c, 3], sources[c, 2]
-        target = columns[c, 0] + block * columns[c, 1] + inside * every
-        source = sources[c, 0] + lane * sources[c, 1] + first * apart
-        if count == 1:
-            copy_step(target, source, step_bytes)
-        elif every == step_bytes and apart == step_bytes:
-            copy_bytes(target, source, count * step_bytes)
-        else:
-            copy_apart(target, every, source, apart, count, step_bytes)
+@njit(inline="always")
+def place_of(columns, c, block, inside):  # type: ignore[no-untyped-def]
+    """Address of a step in a block; `columns` as for `scatter`."""
+    return columns[c, 0] + block * columns[c, 1] + inside * columns[c, 3]
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def copy_final(columns, block, inside, sources, lane, row, finals) -> None:  # type: ignore[no-untyped-def]
-    """`copy_run` of one row, of the columns whose entry in `finals` (int64 [C]) is 1."""
-    for c in range(columns.shape[0]):
-        if finals[c] == 1:
-            target = columns[c, 0] + block * columns[c, 1] + inside * columns[c, 3]
-            copy_step(target, sources[c, 0] + lane * sources[c, 1] + row * sources[c, 2], columns[c, 2])
+def put_step(target, source, size) -> None:  # type: ignore[no-untyped-def]
+    """`copy_step`, also for Python."""
+    copy_step(target, source, size)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def holds(columns, block, inside, sources, lane, row, finals) -> bool:  # type: ignore[no-untyped-def]
-    """Whether a step in a block has what `copy_final` would copy there."""
-    for c in range(columns.shape[0]):
-        if finals[c] == 1:
-            known = columns[c, 0] + block * columns[c, 1] + inside * columns[c, 3]
-            row_at = sources[c, 0] + lane * sources[c, 1] + row * sources[c, 2]
-            if differ(known, row_at, columns[c, 2]):
-                return False
-    return True
-
-
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def continues(columns, following, sources, lane, row, finals) -> bool:  # type: ignore[no-untyped-def]
-    """Whether a row has the values that followed the row before, in the columns whose entry in `finals` is 1."""
-    for c in range(columns.shape[0]):
-        if finals[c] == 1:
-            before = following[c, 0] + lane * following[c, 1] + (row - 1) * following[c, 2]
-            row_at = sources[c, 0] + lane * sources[c, 1] + row * sources[c, 2]
-            if differ(before, row_at, columns[c, 2]):
-                return False
-    return True
+@njit(inline="always")
+def row_of(sources, c, lane, row):  # type: ignore[no-untyped-def]
+    """Address of a lane's row: sources are int64 [C, 3], address of the rows of each column, bytes from one lane's to
+    the next's, and bytes from row to row."""
+    return sources[c, 0] + lane * sources[c, 1] + row * sources[c, 2]
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]

@@ -20,11 +20,13 @@ from gear_loader.kernels.plan import (
     PAD_EDGE,
     PAD_HEAD,
     PAD_TAIL,
+    ROLE,
     STEP_BYTES,
     WIDTH,
 )
 from gear_loader.native.compile import compiled
 from gear_loader.native.memory import copy_bytes, copy_step, fill, order_stores
+from gear_loader.native.returns import NEXT, ROLES, n_step
 from gear_loader.native.spans import (
     ADJOINS,
     BEGIN,
@@ -40,17 +42,19 @@ from gear_loader.native.spans import (
     source_of,
 )
 
-_SINGLES, _SINGLE_BYTES = 32, 1 << 12
+_SINGLES, SINGLE_BYTES = 32, 1 << 12
 """Single steps whose lines are requested before the first is copied, and the largest of them."""
 STREAM_BATCH_BYTES = 1 << 22
 """Bytes of a batch from which on its rows are written past the caches: by the time that the batch is read, others have
 been gathered. Whole trajectories of 42 KB, 256 and 1,024 a batch, take 0.8 of the time on an EPYC with 32 MiB of L3,
 also where the batch is read at once."""
-assert (STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK, BLOCKS, FINAL, WIDTH) == (2, 3, 4, 5, 6, 7, 9, 10, 12)
+assert (STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK) == (2, 3, 4, 5, 6, 7)
+assert (ROLE, BLOCKS, FINAL, WIDTH) == (8, 9, 10, 12)
 assert (PAD_HEAD, PAD_TAIL, PAD_EDGE) == (1, 2, 3)
+assert (NEXT, ROLES) == (3, 4)
 
 
-@njit(inline="always")
+@njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
     """First existing step of a window, number of existing steps, and padding before them."""
     low = min(max(begin, 0), steps)
@@ -63,11 +67,12 @@ def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _gather_single(  # type: ignore[no-untyped-def]
-    table, groups, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+def _gather_singles(  # type: ignore[no-untyped-def]
+    columns, role, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
 ) -> int:
-    """`gather_rows` of windows of one step each, which need no segments: 0.7 to 0.75 of the time."""
+    """`_gather_spans` of windows of one step each, which need no segments: 0.7 to 0.75 of the time."""
     bad = 0
+    table, groups = grouped(columns, role, block_steps)
     found = np.empty(
         (_SINGLES, groups.shape[0], 3), dtype=np.int64
     )  # block or -1, step in it, whether it exists
@@ -113,18 +118,76 @@ def _gather_single(  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def gather_rows(  # type: ignore[no-untyped-def]
+def gather_windows(  # type: ignore[no-untyped-def]
     columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
 ) -> int:
-    bad, waiting = 0, 0
-    table, groups = grouped(columns, block_steps)
-    if columns[:, LENGTH].max() == 1 and columns[:, STEP_BYTES].max() <= _SINGLE_BYTES:
-        bad += _gather_single(
-            table, groups, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+    """`gather`, where `rows` counts if `chosen`."""
+    single, returns = True, False
+    for c in range(columns.shape[0]):
+        if columns[c, ROLE] == 0:
+            single = single and columns[c, LENGTH] == 1 and columns[c, STEP_BYTES] <= SINGLE_BYTES
+        else:
+            returns = True
+    if single:
+        bad = _gather_singles(
+            columns, 0, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
         )
-        return int64(bad)  # type: ignore[no-any-return]
+    else:
+        bad = _gather_spans(
+            columns, 0, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+        )
+    if returns:
+        bad += _gather_returns(
+            columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen, True
+        )
+    return int64(bad)  # type: ignore[no-any-return]
+
+
+@njit  # type: ignore[untyped-decorator]
+def _gather_returns(  # type: ignore[no-untyped-def]
+    columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen, spans
+) -> int:
+    """Compute n-step returns, and gather what is delivered at their bootstrap steps; `spans`: see `gather_batch`."""
+    bad, most, steps = 0, int64(0), np.empty(len(slots), dtype=np.int64)
+    for c in range(columns.shape[0]):
+        most = max(most, columns[c, ROLE])
+    for number in range(most // ROLES + 1):
+        bad += n_step(
+            columns,
+            number,
+            slots,
+            anchors,
+            extent,
+            block_ids,
+            block_steps,
+            first,
+            last,
+            rows,
+            chosen,
+            steps,
+        )
+        role = ROLES * number + NEXT
+        if spans is None:
+            bad += _gather_singles(
+                columns, role, slots, steps, extent, block_ids, block_steps, first, last, rows, chosen
+            )
+        else:
+            bad += _gather_spans(
+                columns, role, slots, steps, extent, block_ids, block_steps, first, last, rows, chosen
+            )
+    return bad
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _gather_spans(  # type: ignore[no-untyped-def]
+    columns, role, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+) -> int:
+    bad, waiting, row_bytes = 0, 0, 0
+    table, groups = grouped(columns, role, block_steps)
     segments = segments_for()
-    streams = len(slots) * (columns[:, LENGTH] * columns[:, STEP_BYTES]).sum() >= STREAM_BATCH_BYTES
+    for c in range(table.shape[0]):
+        row_bytes += table[c, LENGTH] * table[c, STEP_BYTES]
+    streams = len(slots) * row_bytes >= STREAM_BATCH_BYTES
     for b in range(first - 2 * ROWS_AHEAD, last):
         near, far = b + ROWS_AHEAD, b + 2 * ROWS_AHEAD
         request_index(
@@ -210,7 +273,8 @@ def gather(  # type: ignore[no-untyped-def]
     """Fill rows of a batch from entries `first` to `last - 1`: steps, padding and masks of every column.
 
     Args:
-        columns: int64 [C, WIDTH], one row a column, as defined in `gear_loader.kernels.plan`.
+        columns: int64 [C, WIDTH], one row a column, as defined in `gear_loader.kernels.plan`; those of n-step returns
+            as in `gear_loader.native.returns`.
         slots, anchors: int64 [n]. extent: int64 [T, 3]. block_ids: int32 [H]. block_steps: int.
         rows: int64 [n], entry b fills row ``rows[b]`` of the batch; None: row b.
 
@@ -219,20 +283,41 @@ def gather(  # type: ignore[no-untyped-def]
     """
     # An unused argument is an array of the right type.
     if rows is None:
-        bad = gather_rows(columns, slots, anchors, extent, block_ids, block_steps, first, last, slots, False)
+        bad = gather_windows(
+            columns, slots, anchors, extent, block_ids, block_steps, first, last, slots, False
+        )
     else:
-        bad = gather_rows(columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, True)
+        bad = gather_windows(columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, True)
     return int64(bad)
 
 
 @compiled
 def gather_batch(  # type: ignore[no-untyped-def]
-    columns, slots, anchors, generations, extent, block_ids, block_steps, names
+    columns, slots, anchors, generations, extent, block_ids, block_steps, names, spans, returns
 ):
-    """`gather` all n entries; write their slots, anchors and generations to `names`, int64 [3, at least n]."""
+    """`gather` all n entries; write their slots, anchors and generations to `names`, int64 [3, at least n].
+
+    Of what is None less is compiled.
+
+    Args:
+        spans: None if every window is one step of at most `SINGLE_BYTES`. Else all are treated as spans of steps.
+        returns: None if there are no n-step returns.
+    """
     for b in range(len(slots)):
         names[0, b], names[1, b], names[2, b] = slots[b], anchors[b], generations[b]
-    bad = gather_rows(columns, slots, anchors, extent, block_ids, block_steps, 0, len(slots), slots, False)
+    count = len(slots)
+    if spans is None:
+        bad = _gather_singles(
+            columns, 0, slots, anchors, extent, block_ids, block_steps, 0, count, slots, False
+        )
+    else:
+        bad = _gather_spans(
+            columns, 0, slots, anchors, extent, block_ids, block_steps, 0, count, slots, False
+        )
+    if returns is not None:
+        bad += _gather_returns(
+            columns, slots, anchors, extent, block_ids, block_steps, 0, count, slots, False, spans
+        )
     return int64(bad)
 
 

@@ -84,6 +84,24 @@ def differ(_context: Any, _one: Any, _other: Any, _count: Any) -> Any:
     return types.boolean(types.int64, types.int64, types.int64), codegen
 
 
+def _difference_of(size: int) -> Any:
+    """A function that says whether two addresses hold so many different bytes."""
+    kind = ir.IntType(8 * size).as_pointer()
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def compare(_context: Any, _one: Any, _other: Any) -> Any:
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            one, other = (builder.load(builder.inttoptr(place, kind), align=1) for place in args)
+            return builder.icmp_unsigned("!=", one, other)
+
+        return types.boolean(types.int64, types.int64), codegen
+
+    return compare
+
+
+_differ_4, _differ_8, _differ_16 = map(_difference_of, (4, 8, 16))
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def _stream_line(_context: Any, _target: Any, _source: Any) -> Any:
     """Copy 64 bytes to an address aligned to 64 with non-temporal stores, which do not read the line first."""
@@ -178,7 +196,7 @@ def pointer(_context: Any, _address: Any) -> Any:
     return types.voidptr(types.int64), codegen
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[untyped-decorator]
 def copy_past_caches(target, source, count) -> None:  # type: ignore[no-untyped-def]
     """`copy_bytes` of which all whole lines are written past the caches; the caller calls `order_stores` at its end."""
     done = min(-target % 64, count)
@@ -245,7 +263,19 @@ def copy_apart(target, apart, source, every, count, size) -> None:  # type: igno
             _copy_64(to + size - 64, of + size - 64)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit(inline="always")
+def differ_step(one, other, size):  # type: ignore[no-untyped-def]
+    """`differ` of one step: of the usual sizes without a call."""
+    if size == 16:
+        return _differ_16(one, other)
+    if size == 4:
+        return _differ_4(one, other)
+    if size == 8:
+        return _differ_8(one, other)
+    return differ(one, other, size)
+
+
+@njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[untyped-decorator]
 def copy_step(target, source, size) -> None:  # type: ignore[no-untyped-def]
     """Copy one step: of the usual sizes without a call."""
     if size == 4:

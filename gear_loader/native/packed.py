@@ -148,7 +148,7 @@ def gather_packed(  # type: ignore[no-untyped-def]
     both = np.zeros((width + once.shape[0], WIDTH), dtype=np.int64)
     both[:width], both[width:] = columns, once
     both[width:, LENGTH] = 1  # a window of its own
-    table, groups = grouped(both, block_steps)
+    table, groups = grouped(both, 0, block_steps)
     segments = segments_for()
     last = len(rows)
     for i in range(-2 * ROWS_AHEAD, last):

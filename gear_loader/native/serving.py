@@ -5,7 +5,7 @@ from __future__ import annotations
 from numba import int64
 
 from gear_loader.native.compile import compiled
-from gear_loader.native.gathering import gather_rows
+from gear_loader.native.gathering import gather_windows
 
 
 @compiled
@@ -41,7 +41,7 @@ def serve(  # type: ignore[no-untyped-def]
     if gone == 0:
         for i in range(len(gaps)):
             out[gaps[i, 0] : gaps[i, 1]] = 0
-        bad = gather_rows(columns, slots, anchors, extent, block_ids, block_steps, 0, n, slots, False)
+        bad = gather_windows(columns, slots, anchors, extent, block_ids, block_steps, 0, n, slots, False)
         return int64(bad)  # type: ignore[no-any-return]
     out[:status] = 0
     out[status + n :] = 0
@@ -53,5 +53,5 @@ def serve(  # type: ignore[no-untyped-def]
             count += 1
     bad = 0
     if count:
-        bad = gather_rows(columns, some, at, extent, block_ids, block_steps, 0, count, where, True)
+        bad = gather_windows(columns, some, at, extent, block_ids, block_steps, 0, count, where, True)
     return int64(bad)  # type: ignore[no-any-return]

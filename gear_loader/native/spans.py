@@ -22,6 +22,7 @@ from gear_loader.kernels.plan import (
     OFFSET,
     OUT,
     PAD,
+    ROLE,
     STEP_BYTES,
     STEP_STRIDE,
     STRIDE,
@@ -29,7 +30,7 @@ from gear_loader.kernels.plan import (
 from gear_loader.native.memory import atomic_load, copy_apart, copy_bytes, copy_past_caches, fill, prefetch
 
 assert (BASE, STRIDE, STEP_BYTES, OUT, LENGTH, OFFSET, PAD) == (0, 1, 2, 3, 4, 5, 6)
-assert (LINES, BLOCKS, FINAL, STEP_STRIDE) == (8, 9, 10, 11)
+assert (LINES, ROLE, BLOCKS, FINAL, STEP_STRIDE) == (8, 8, 9, 10, 11)
 
 _SEGMENTS = 64
 """Segments that are resolved before the first of them is copied."""
@@ -50,18 +51,20 @@ _FRESH = LINES  # in the table of `grouped`: whether no column before has the sa
 
 
 @njit
-def grouped(columns, block_steps):  # type: ignore[no-untyped-def]
+def grouped(columns, role, block_steps):  # type: ignore[no-untyped-def]
     """Bring columns with the same window together.
 
     Args:
-        columns: int64 [C, WIDTH], of a gather plan.
+        columns: int64 [C, WIDTH], of a gather plan. role: of the columns, others are left out.
 
     Returns:
-        The columns in another order, int64 [C, WIDTH]; and where each group of them begins and ends, int64 [G, 3].
+        The columns in another order, int64 [n, WIDTH]; and where each group of them begins and ends, int64 [G, 3].
     """
     width, filled, count = columns.shape[0], 0, 0
     table, groups = np.empty(columns.shape, dtype=np.int64), np.empty((width, 3), dtype=np.int64)
-    taken = np.zeros(width, dtype=np.bool_)
+    taken = np.empty(width, dtype=np.bool_)
+    for c in range(width):
+        taken[c] = columns[c, ROLE] != role
     for first in range(width):
         if taken[first]:
             continue
@@ -79,22 +82,22 @@ def grouped(columns, block_steps):  # type: ignore[no-untyped-def]
             filled += 1
         groups[count, BEGIN], groups[count, END], groups[count, ADJOINS] = begin, filled, adjoins
         count += 1
-    return table, groups[:count]
+    return table[:filled], groups[:count]
 
 
-@njit(inline="always")
+@njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _same_window(columns, c, d):  # type: ignore[no-untyped-def]
     same = columns[c, LENGTH] == columns[d, LENGTH] and columns[c, OFFSET] == columns[d, OFFSET]
     return same and columns[c, PAD] == columns[d, PAD] and columns[c, FINAL] == columns[d, FINAL]
 
 
-@njit(inline="always")
+@njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _same_record(table, c, d):  # type: ignore[no-untyped-def]
     alike = table[c, STRIDE] == table[d, STRIDE] and table[c, STEP_STRIDE] == table[d, STEP_STRIDE]
     return alike and abs(table[c, BASE] - table[d, BASE]) < table[c, STEP_STRIDE]
 
 
-@njit(inline="always")
+@njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def extent_of(extent, slot):  # type: ignore[no-untyped-def]
     """Length, place of the block table, and final steps of a trajectory, which may grow meanwhile.
 
@@ -125,13 +128,13 @@ def segments_for():  # type: ignore[no-untyped-def]
     return np.empty((_SEGMENTS, _LINES + 1), dtype=np.int64)
 
 
-@njit(inline="always")
+@njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def source_of(table, c, number, inside):  # type: ignore[no-untyped-def]
     """Address of a step of a column in a block."""
     return table[c, BASE] + number * table[c, STRIDE] + inside * table[c, STEP_STRIDE]
 
 
-@njit(inline="always")
+@njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def request(table, begin, end, number, inside, take):  # type: ignore[no-untyped-def]
     """Request the first cache lines of `take` steps of a block, of columns `begin` to `end - 1`; returns how many."""
     total = 0

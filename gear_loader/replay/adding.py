@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
+from gear_loader.native.row_values import RowReader
 from gear_loader.replay.ended_rows import EndedRows
 from gear_loader.replay.nesting import Nesting, as_array
 from gear_loader.storage.casting import cast_to
+from gear_loader.storage.growing_rows import GrowingRows
+from gear_loader.storage.operations.appending import ENDS, UNLESS_RESET
 from gear_loader.storage.schema import Column
 from gear_loader.storage.step_columns import StepColumn
 from gear_loader.storage.table import Table
-from gear_loader.storage.waiting_rows import WaitingRows
-from gear_loader.utils.arrays import Array
+from gear_loader.utils.arrays import Array, data_address
 
-_STAGED_BYTES, _MOST_ROWS = 4 << 20, 64
-"""Most memory for rows that wait, unless one needs more, and most of them."""
-_BOOL, _FLOAT, _DOUBLE = np.dtype(np.bool_), np.dtype(np.float32), np.dtype(np.float64)
+_TOGETHER = 256
+"""Most rows of the only environment that `extend` appends at once."""
 
 
 class RowColumn(StepColumn):
-    """Checks the rows of one column, and writes them into memory [K, n, *shape].
+    """Checks the rows of one column, and writes them into memory [n, *shape].
 
     Args:
         name: of the column. what: of the values, in errors. column: as in the schema. rows: that memory.
@@ -32,37 +33,25 @@ class RowColumn(StepColumn):
 
     def __init__(self, name: str, what: str, column: Column, rows: Array) -> None:
         super().__init__(name, column)
-        self.what, self.rows, self._many = what, rows, rows.shape[1:]
-        # `put` writes the row of the only environment.
-        self.view = rows[:, 0] if rows.shape[1] == 1 else self._spare
-        self._flat = rows.reshape(len(rows), -1)
-        self._zeros = np.zeros_like(self._flat[0])
+        self.what, self.rows = what, rows
+        if len(rows) == 1:
+            self.view = rows  # `put` writes the row of the only environment
 
-    def put_rows(self, place: int, value: Any) -> bool:
-        """Take a row of each environment, [n, *shape]; return False if it needs `convert`."""
-        if type(value) is not np.ndarray or value.shape != self._many:
-            return False
-        if value.dtype is self._dtype:
-            self.rows[place] = value
-            return True
-        if value.dtype is _DOUBLE and self._dtype is _FLOAT:
-            self.rows[place] = value
-            return bool(self._flat[place].dot(self._zeros) == 0)  # NaN if one is infinite now, or was NaN
-        return False
-
-    def convert(self, place: int, value: Any, *, single: bool) -> None:
+    def take(self, value: Any, *, single: bool) -> None:
         """Take a row of each environment, or of the only one, of whatever can be converted.
 
         Raises:
             SchemaError: another shape, or a dtype that cannot be cast.
         """
-        wanted = self._many[1:] if single else self._many
-        self.rows[place] = self._cast(as_array(value), wanted)
+        if not single:
+            self.rows[...] = self._cast(as_array(value), self.rows.shape)
+        elif not self.put(0, value):
+            self.rows[0] = self._cast(as_array(value), self.rows.shape[1:])
 
     def converted(self, values: Any) -> Array:
-        """T rows of the only environment as an array of the column's dtype, [T, *shape]; raises as `convert`."""
+        """T rows of the only environment as a contiguous array of the column's dtype, [T, *shape]; raises as `take`."""
         array = as_array(values)
-        return self._cast(array, (len(array), *self._many[1:]))
+        return np.ascontiguousarray(self._cast(array, (len(array), *self.rows.shape[1:])))
 
     def _cast(self, array: Array, shape: tuple[int, ...]) -> Array:
         if array.shape != shape:
@@ -74,13 +63,11 @@ class RowColumn(StepColumn):
 class Adder:
     """Appends transitions of n environments to a table, each observation once, and ends trajectories.
 
-    Rows wait until there are enough of them, or `flush` is called: to append many costs little more than one.
-
     Args:
         table: with the columns of `nestings`, ``reward`` and ``terminated``; those of ``obs`` have final steps.
         nestings: name of a value -> its columns. num_envs: n. piece: most steps of a trajectory.
-        waits: whether rows may wait; else each is in the table when `add` has returned.
-        waiting: makes the memory of rows that wait, for so many of them; by default that of a writer.
+        waits: whether rows may wait in the table until `flush` makes them visible; else that is when `add` returns.
+        appending: makes what appends rows, of which each ends its trajectory later; by default that of a writer.
         growing: whether a trajectory can be drawn before it has ended.
     """
 
@@ -92,44 +79,110 @@ class Adder:
         piece: int,
         *,
         waits: bool,
-        waiting: Callable[[int], Any] | None = None,
+        appending: Callable[[], Any] | None = None,
         growing: bool = True,
     ) -> None:
-        self.num_envs, self.nestings, self.waits = num_envs, nestings, waits
+        self.num_envs, self.nestings = num_envs, nestings
         schema = table.schema
-        row_bytes = num_envs * 2 * schema.step_bytes
-        length = min(max(_STAGED_BYTES // row_bytes, 1), _MOST_ROWS)
-        self._staged: Any
-        if waiting is not None:
-            self._staged = waiting(length)
+        self._appending: Any
+        self._writer: Any = None
+        if appending is not None:
+            self._appending = appending()
         elif growing:
-            writer = table.writers(num_envs, commit_every_step=True)
-            self._staged = WaitingRows.of(writer, length, cut=piece, reward="reward")
+            self._writer = table.writers(num_envs, commit_every_step=True)
+            length = _TOGETHER if num_envs == 1 else 1
+            self._appending = GrowingRows.of(self._writer, length=length, cut=piece, reward="reward")
         else:
-            self._staged = EndedRows(table, num_envs, piece)
-        staged = self._staged
-        self._columns = {
-            name: RowColumn(name, name, schema[name], rows) for name, rows in staged.rows.items()
-        }
+            self._appending = EndedRows(table, num_envs, piece)
+        grows = isinstance(self._appending, GrowingRows)
+        self._growing: GrowingRows | None = self._appending if grows else None
+        if self._growing is not None:
+            rows, following = (
+                {name: _row(schema[name], num_envs) for name in names}
+                for names in (self._growing.names, self._growing.finals)
+            )
+        else:
+            rows, following = self._appending.rows, self._appending.following
+        self._columns = {name: RowColumn(name, name, schema[name], each) for name, each in rows.items()}
         self._following = {
-            name: RowColumn(name, f"next_{name}", schema[name], rows)
-            for name, rows in staged.following.items()
+            name: RowColumn(name, f"next_{name}", schema[name], each) for name, each in following.items()
         }
-        # A value that is one column is looked up at once.
-        leaves = [name for name, nesting in nestings.items() if nesting.columns() == [name]]
-        self._leaves = {name: self._columns[name] for name in leaves}
-        self._next_leaf = self._following["obs"] if "obs" in leaves else None
-        self._reward = self._columns["reward"]
-        self._terminated = staged.rows["terminated"]
-        self._truncated = np.zeros_like(self._terminated)
-        self.shape = (num_envs,)
+        self._truncated = np.zeros(num_envs, dtype=bool)
+        self._kinds = self._appending.kinds[0]
+        self._names = list(nestings)
+        # In the order of `_leaves`.
+        self._order = [
+            *(self._columns[column] for nesting in nestings.values() for column in nesting.columns()),
+            *(self._columns["reward"], *(self._following[column] for column in nestings["obs"].columns())),
+            self._columns["terminated"],
+        ]
+        memory = [column.rows for column in self._order] + [self._truncated]
+        self._found: list[Array | None] = [None] * len(memory)
+        if self._growing is not None:
+            self._found = [*self._places(self._growing), None]
+        self._reader = RowReader(memory, self._found, self._kinds, single=1, envs=UNLESS_RESET, ends=ENDS)
+        self.plain = len(nestings) == 2 and all(nesting.kind == "leaf" for nesting in nestings.values())
+        self.waits = waits
+
+    def _places(self, growing: GrowingRows) -> Iterator[Array]:
+        """Where the address of each value goes, int64 [1], but for the last."""
+        following = set(map(id, self._following.values()))
+        for table in (growing.sources, growing.following):
+            table[:, 0] = growing.sources[:, 0]
+        for column in self._order:
+            table = growing.following if id(column) in following else growing.sources
+            place = table[growing.names.index(column.name)]
+            place[1] = place[2] = column.step_bytes
+            yield place[:1]
+
+    @property
+    def waits(self) -> bool:
+        """Whether rows may wait until `flush`."""
+        return self._growing is not None and not self._growing.at_once
+
+    @waits.setter
+    def waits(self, value: bool) -> None:
+        if self._growing is not None:
+            self._growing.at_once = not value
 
     def flush(self) -> None:
-        """Append what waits to the table."""
-        staged, count = self._staged, self._staged.count
-        if count:
-            np.logical_or(self._terminated[:count], self._truncated[:count], out=staged.done[:count])
-            staged.append()
+        """Make all rows visible in the table."""
+        if self._appending.left:
+            self._appending.resume()
+        if self.waits:
+            self._appending.publish()
+
+    def quick(self, values: tuple[Any, ...]) -> bool:
+        """Add a row, if it needs no other look; return whether it was added.
+
+        Args:
+            values: observation, action, other columns, reward, next observation, terminated, truncated.
+        """
+        appending = self._appending
+        if appending.left:
+            appending.resume()
+        if not self._reader.read(values):
+            return False
+        try:
+            appending.append()
+        except BaseException:
+            self._keep(values)
+            raise
+        return True
+
+    def _keep(self, values: tuple[Any, ...]) -> None:
+        """Copy values that are not appended, after an error, into memory of this object."""
+        if self._appending.left and self._growing is not None:
+            single = self.num_envs == 1 and np.ndim(as_array(values[-2])) == 0
+            for column, value in zip(self._order, values, strict=False):
+                column.take(value, single=single)
+            self._use_memory()
+
+    def _use_memory(self) -> None:
+        """Append what the memory holds."""
+        for column, found in zip(self._order, self._found, strict=False):
+            if found is not None:
+                found[0] = data_address(column.rows)
 
     def add(
         self,
@@ -147,42 +200,28 @@ class Adder:
         Args:
             values: as for `nestings`. single: whether values are those of one environment, without a dimension for it.
         """
-        leaves, staged = self._leaves, self._staged
-        if values.keys() != self.nestings.keys():
-            self._check_names(values)
-        place = staged.count
-        if place == staged.length:  # an error has left them there
-            self.flush()
-            place = 0
-        for name, value in values.items():
-            column = leaves.get(name)
-            if column is None or not (column.put(place, value) if single else column.put_rows(place, value)):
-                self._convert(self._columns, name, place, value, single=single)
-        column = self._next_leaf
-        if column is None or not (
-            column.put(place, next_obs) if single else column.put_rows(place, next_obs)
-        ):
-            self._convert(self._following, "obs", place, next_obs, single=single)
-        column = self._reward
-        if not (column.put(place, reward) if single else column.put_rows(place, reward)):
-            column.convert(place, reward, single=single)
-        shape = self.shape
-        if type(terminated) is bool and type(truncated) is bool and single:
-            self._terminated[place, 0], self._truncated[place, 0] = terminated, truncated
-        else:
-            for flags, name, value in (
-                (self._terminated, "terminated", terminated),
-                (self._truncated, "truncated", truncated),
-            ):
-                known = type(value) is np.ndarray and value.dtype is _BOOL and value.shape == shape
-                flags[place] = value if known else flags_of(name, value, self.num_envs)
-        if single:
-            staged.active[place, 0] = 1
+        self._check_names(values)
+        nestings = self.nestings
+        leaves = [leaf for name in self._names for _, leaf in nestings[name].leaves(values[name])]
+        leaves += [reward, *(leaf for _, leaf in nestings["obs"].leaves(next_obs))]
+        if active is None and self.quick((*leaves, terminated, truncated)):
+            return
+        if self._appending.left:
+            self._appending.resume()
+        *columns, last = self._order
+        for column, leaf in zip(columns, leaves, strict=True):
+            column.take(leaf, single=single)
+        n = self.num_envs
+        last.rows[:], self._truncated[:] = (
+            flags_of("terminated", terminated, n),
+            flags_of("truncated", truncated, n),
+        )
+        kinds: Any = 1 if single else UNLESS_RESET
         if active is not None:
-            staged.active[place] = flags_of("active", active, self.num_envs)
-        staged.count = place + 1
-        if staged.count == staged.length or not self.waits:
-            self.flush()
+            kinds = flags_of("active", active, n).astype(np.int64)
+        self._kinds[:] = kinds + ENDS * (last.rows | self._truncated)
+        self._use_memory()
+        self._appending.append()
 
     def extend(
         self,
@@ -199,33 +238,37 @@ class Adder:
             values: as for `add`, each [T, *shape], as the others.
         """
         self._check_names(values)
-        columns, nestings, staged = self._columns, self.nestings, self._staged
-        pairs = [
-            (columns[c], leaf) for name, each in values.items() for c, leaf in nestings[name].leaves(each)
+        nestings = self.nestings
+        leaves = [leaf for name in self._names for _, leaf in nestings[name].leaves(values[name])]
+        leaves += [reward, *(leaf for _, leaf in nestings["obs"].leaves(next_obs))]
+        arrays = [column.converted(leaf) for column, leaf in zip(self._order, leaves, strict=False)]
+        count = len(arrays[0])
+        flags = [
+            flags_of(name, each, count)
+            for name, each in (("terminated", terminated), ("truncated", truncated))
         ]
-        pairs += [(self._following[c], leaf) for c, leaf in nestings["obs"].leaves(next_obs)]
-        pairs.append((self._reward, reward))
-        parts = [(column.rows, column.converted(leaf)) for column, leaf in pairs]
-        count = len(parts[0][1])
-        flags = (self._terminated, terminated, "terminated"), (self._truncated, truncated, "truncated")
-        parts += [(rows, flags_of(name, each, count)) for rows, each, name in flags]
+        arrays.append(flags[0])
+        kinds = 1 + ENDS * (flags[0] | flags[1])
         if active is not None:
             chosen = flags_of("active", active, count)
-            parts = [(rows, array[chosen]) for rows, array in parts]
-            count = int(chosen.sum())
-        done = 0
-        while done < count:
-            if staged.count == staged.length:
-                self.flush()
-            place = staged.count
-            upto = min(place + count - done, staged.length)
-            for rows, array in parts:
-                rows[place:upto, 0] = array[done : done + upto - place]
-            staged.active[place:upto] = 1
-            done += upto - place
-            staged.count = upto
-        if staged.count == staged.length or not self.waits:
-            self.flush()
+            arrays, kinds = [array[chosen] for array in arrays], kinds[chosen]
+        if self._appending.left:
+            self._appending.resume()
+        growing, done = self._growing, 0
+        while done < len(kinds):
+            upto = min(done + (1 if growing is None else _TOGETHER), len(kinds))
+            self._appending.kinds[: upto - done, 0] = kinds[done:upto]
+            for column, found, array in zip(self._order, self._found, arrays, strict=False):
+                if found is None:
+                    column.rows[0] = array[done]
+                else:
+                    found[0] = data_address(array[done:])
+            try:
+                self._appending.append(upto - done)
+            except BaseException:
+                self._appending.drop()
+                raise
+            done = upto
 
     def _check_names(self, values: Mapping[str, Any]) -> None:
         if values.keys() != self.nestings.keys():
@@ -234,11 +277,10 @@ class Adder:
                 f"{sorted(values.keys() ^ self.nestings.keys())}."
             )
 
-    def _convert(
-        self, columns: Mapping[str, RowColumn], name: str, place: int, value: Any, *, single: bool
-    ) -> None:
-        for column, leaf in self.nestings[name].leaves(value):
-            columns[column].convert(place, leaf, single=single)
+
+def _row(column: Column, num_envs: int) -> Array:
+    """Zeros for a row of each environment."""
+    return np.zeros((num_envs, *column.shape), column.numpy_dtype)
 
 
 def flags_of(name: str, value: Any, count: int) -> Array:

@@ -181,7 +181,7 @@ class AgentAdder:
     """
 
     waits = False
-    shape = None  # of rewards that are one array: there are none
+    plain = False
 
     def __init__(
         self, agents: Agents, table: Table, nestings: Mapping[str, Nesting], num_envs: int, piece: int

@@ -380,10 +380,11 @@ class ReplayBuffer:
         Raises:
             SchemaError: a value does not fit the columns. Nothing was added.
         """
-        adder, values = self._adder, {"obs": obs, "action": action, **more}
-        if adder is not None and type(reward) is np.ndarray and reward.shape == adder.shape:
-            adder.add(values, reward, next_obs, terminated, truncated, active, single=False)
+        adder = self._adder
+        quick = adder is not None and adder.plain and active is None and not more
+        if quick and adder.quick((obs, action, reward, next_obs, terminated, truncated)):  # type: ignore[union-attr]
             return
+        values = {"obs": obs, "action": action, **more}
         number = reward if self._agents is None else self._agents.first("reward", reward)
         count, single = count_of(number, self.num_envs)
         if adder is None:

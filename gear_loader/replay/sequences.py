@@ -16,7 +16,6 @@ from gear_loader.errors import SchemaError, StaleIndexError, TableEmptyError
 from gear_loader.replay.adding import Adder
 from gear_loader.replay.buffer import ReplayBuffer
 from gear_loader.replay.row_memory import RowMemory, same_rows
-from gear_loader.storage.operations.appending import UNLESS_RESET
 from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
@@ -134,9 +133,9 @@ class SequenceBuffer(ReplayBuffer):
 
     def _new_adder(self, count: int) -> Adder:
         assert self._table is not None
-        waiting = functools.partial(SequenceRows, self._table, count, self._piece, self.overlap)
+        appending = functools.partial(SequenceRows, self._table, count, self._piece, self.overlap)
         self.num_envs = count
-        return Adder(self._table, self._nestings, count, self._piece, waits=self._waits, waiting=waiting)
+        return Adder(self._table, self._nestings, count, self._piece, waits=self._waits, appending=appending)
 
     # ---------------------------------------------------------------- sampling
 
@@ -226,35 +225,24 @@ class SequenceBuffer(ReplayBuffer):
 
 
 class SequenceRows(RowMemory):
-    """Rows of n environments that wait until they are appended; they tell where episodes begin, and where an episode is
+    """A row of n environments; it tells where episodes begin, and where an episode is
     cut, its next piece begins with the last steps of the one before.
 
     Args:
         table: with the column ``is_first``. num_envs: n. piece: most steps of a trajectory.
-        overlap: steps that consecutive pieces have in common. length: K.
+        overlap: steps that consecutive pieces have in common.
     """
 
-    def __init__(self, table: Table, num_envs: int, piece: int, overlap: int, length: int) -> None:
-        super().__init__(table, table.writers(num_envs, commit_every_step=True), length)
+    def __init__(self, table: Table, num_envs: int, piece: int, overlap: int) -> None:
+        super().__init__(table, table.writers(num_envs, commit_every_step=True))
         self._table, self._piece, self._overlap = table, piece, overlap
-        self._at = 0  # rows of `count` that are appended
         self._cuts: dict[int, dict[str, Array]] = {}  # environment whose episode was cut -> last steps
 
-    def append(self) -> None:
-        """Append the rows that wait; see `WaitingRows.append`."""
-        while self._at < self.count:
-            self._append(
-                *({name: each[self._at] for name, each in p.items()} for p in (self.rows, self.following))
-            )
-            self._at += 1
-        self.active[: self.count] = UNLESS_RESET
-        self.count = self._at = 0
-
-    def _append(self, rows: dict[str, Array], following: dict[str, Array]) -> None:
-        done, kind, steps = self.done[self._at], self.active[self._at], self._writer.num_steps
+    def _append(self, kinds: Array, done: Array) -> None:
+        rows, steps = self.rows, self._writer.num_steps
         same = same_rows(rows, self._before)
-        resets = self._resets(self._at, same)
-        acting = (kind != 0) & ~resets
+        resets = self._resets(same)
+        acting = (kinds != 0) & ~resets
         rows["is_first"][:] = (steps == 0) | ~same
         for lane in [lane for lane in self._cuts if acting[lane]]:
             kept = self._cuts.pop(lane)
@@ -263,10 +251,10 @@ class SequenceRows(RowMemory):
                 self._repeat(lane, kept)
         steps = np.where(rows["is_first"], 0, self._writer.num_steps)
         cut = acting & ~done & (steps >= self._piece - 1)
-        slots = self._writer.append(rows, next=following, done=done | cut, active=acting)
+        slots = self._writer.append(rows, next=self.following, done=done | cut, active=acting)
         for lane in np.flatnonzero(cut).tolist():
             self._cuts[lane] = self._last(int(slots[lane]))
-        self._passed(self._at, acting, resets)
+        self._passed(acting, resets)
 
     def _last(self, slot: int) -> dict[str, Array]:
         """The last steps of a piece; none if it was evicted by another process."""
@@ -285,7 +273,7 @@ class SequenceRows(RowMemory):
         """Begin a piece with the last steps of the one before."""
         active = np.arange(len(self._over)) == lane
         for step in range(len(kept.get("is_first", ()))):
-            row = {name: np.zeros_like(each[0]) for name, each in self.rows.items()}
+            row = {name: np.zeros_like(each) for name, each in self.rows.items()}
             following = {name: each.copy() for name, each in self._before.items()}
             for name, values in kept.items():
                 row[name][lane] = values[step]

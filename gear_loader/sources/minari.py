@@ -43,9 +43,9 @@ def read_minari(
 
     Minari keeps T + 1 observations for T steps: `observation` holds the first T of them, `next_observation`
     (when `columns` asks for it) the last T, and `Episode.final` the last one. Infos, where the data set has them, are
-    columns `info.<key>`, aligned with `observation`. An info that `reset` does not give has T values, those of the
-    observations 1 to T; at step 0 it is NaN, or 0 or False in a dtype without NaN. Dict and Tuple spaces become one
-    column for each leaf.
+    columns `info.<key>`, aligned with `observation`, and their last one is in `Episode.final` too. An info that `reset`
+    does not give has T values, those of the observations 1 to T; at step 0 it is NaN, or 0 or False in a dtype without
+    NaN. Dict and Tuple spaces become one column for each leaf.
 
     Args:
         dataset: a `minari.MinariDataset` (with its selection of episodes), the id of one, or the directory
@@ -131,7 +131,8 @@ class MinariEpisodes(EpisodeReader):
             name: self._column(role, f"{source}: column {role!r}", keep_float64)
             for name, role in self._chosen.items()
         }
-        super().__init__(source, lengths, schema, [n for n, role in self._chosen.items() if role in observed])
+        last = {*observed, *self._infos}
+        super().__init__(source, lengths, schema, [n for n, role in self._chosen.items() if role in last])
 
     def _column(self, role: str, what: str, keep_float64: bool) -> Column:
         if role in self._leaves:
@@ -224,7 +225,6 @@ class MinariEpisodes(EpisodeReader):
                 f"column {role!r} has shape {list(values.shape)}; expected {[expected, *shape]} for {steps} steps",
             )
         values = values[1:] if kind == "next_observation" else values
-        values = values[:steps] if kind == "info" else values
         finite = is_finite_role(role, self._allow_nonfinite)
 
         def place(step: int | None) -> str:

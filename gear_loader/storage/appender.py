@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -53,23 +53,6 @@ class Given:
         self.last: Bytes | None = None
         self.once: Bytes = {}
         self.out: Array = np.full(n, -1, dtype=np.int64)
-
-
-class RowsAhead(NamedTuple):
-    """Rows of all lanes in memory, and the values that follow each; see `appending.append_lanes`.
-
-    Attributes:
-        hold: owner of the memory.
-    """
-
-    sources: Array
-    following: Array
-    active: Array
-    done: Array
-    over: Array
-    cut: int
-    reward: int
-    hold: object
 
 
 class Rows(Protocol):
@@ -218,7 +201,8 @@ class Appender:
     def check_lengths(self, steps: Array, ending: Array, *, final: bool) -> None:
         """Raise SchemaError if a trajectory of these steps (int64 [n]) is too long, with a final step if it ends."""
         if self.cuts:
-            if final and not self.overlap and (ending & (steps == self.chunk)).any():
+            appends = self.overlap or self.sink.grows
+            if final and not appends and (ending & (steps == self.chunk)).any():
                 raise SchemaError(f"{no_final_step()} Nothing was appended.")
             return
         longest = int((steps + (ending if final else 0)).max())
@@ -228,12 +212,13 @@ class Appender:
     def end(self, ending: Array | None, acting: Array | None, given: Given) -> None:
         """Commit the chunks of lanes that are complete, and the trajectories of lanes that end (masks, bool [n]).
 
-        A stream that ends with a complete chunk has nothing more to commit, but for a final step.
+        Chunks that grow are not committed here: the next step begins another one. A stream that ends with a complete
+        chunk has nothing more to commit, but for a final step.
         """
         ended = self._nobody if ending is None else ending
         ended = ended if acting is None else ended & acting
         chosen = ended
-        if self.cuts:
+        if self.cuts and not self.sink.grows:
             steps = self.lanes[:, LANE_STEPS]
             whole = steps == self.chunk
             whole = whole if acting is None else whole & acting

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gear_loader.errors import SchemaError, TableFullError
+from gear_loader.errors import SchemaError, StaleIndexError, TableFullError
 from gear_loader.native import copying
 from gear_loader.native.array_headers import ArrayHeaders
 from gear_loader.native.copying import (
@@ -30,7 +30,9 @@ from gear_loader.native.lanes import (
     LANE_STEPS,
     LANE_WIDTH,
 )
-from gear_loader.storage.appender import Bytes, Given, RowsAhead, here, too_long
+from gear_loader.storage.appender import Bytes, Given, here, too_long
+from gear_loader.storage.growing_rows import GrowingRows
+from gear_loader.storage.operations.appending import ENDS
 from gear_loader.storage.operations.view import DONE, OUTSIDE
 from gear_loader.utils.arrays import Array, data_address
 
@@ -135,7 +137,8 @@ class BlockSink:
 
     def check_chunks(self, chunk: int, overlap: int) -> None:
         layout, size = self.table.region.layout, self._block_steps
-        blocks = -(-chunk // size) + (0 if (chunk - overlap) % size == 0 else -(-overlap // size))
+        shares = (chunk - overlap) % size == 0 and not self.grows
+        blocks = -(-chunk // size) + (0 if shares else -(-overlap // size))
         if layout.max_trajectories < 2 or chunk + overlap > layout.max_steps or blocks > layout.num_blocks:
             raise SchemaError(
                 f"chunk_steps is {chunk:,} and overlap_steps {overlap:,}; expected that a chunk and the overlap fit "
@@ -262,6 +265,7 @@ class BlockSink:
         lanes, index, blocks, size = self.lanes, self.index, self._blocks, self._block_steps
         ops, where, chunk, overlap = index.arrays.ops, index.arrays.where, self.chunk, self.overlap
         evict, wait = self.table.policy
+        chunk = -1 if self.grows else chunk  # a trajectory that grows is not cut when it begins
         told = (blocks, self._columns, chunk, overlap, ending, int(given.last is not None), given.priorities)
 
         def finish(chosen: Array, at: Array) -> int:
@@ -305,24 +309,23 @@ class GrowingSink(BlockSink):
     """Commits each step at once: the trajectory in the table grows with it, and keeps its index until it is ended.
 
     If it is evicted or removed meanwhile, the next step begins another one. If it lies on disk only, the next step
-    brings it back into memory first.
+    brings it back into memory first. The step after a complete chunk begins the next one, with copies of their common
+    steps.
     """
 
     grows = True
 
     def __init__(self, table: Engine, n: int) -> None:
         super().__init__(table, n)
-        self._all = np.arange(n)
-        self._finals = np.array([column.final for column in self._steps.values()], dtype=np.int64)
-        self._no_once = np.zeros((len(self._once_columns), 2), dtype=np.int64)
-
-    def check_chunks(self, chunk: int, overlap: int) -> None:
-        raise AssertionError("trajectories that grow are not cut")
+        self._ahead: GrowingRows | None = None
 
     def show(self, columns: Sequence[StepColumn]) -> tuple[int, int]:
         return 0, 0
 
     def add(self, rows: StepSources, first: int, count: int, given: Given) -> int:
+        if self.chunk > 0:
+            steps = int(self.lanes[0, LANE_STEPS])
+            count = min(count, self.chunk - (steps if steps < self.chunk else self.overlap))
         if not self._add_at_once(rows, first, count):
             self._add(_ONE_LANE, rows, first, count, given)
         return count
@@ -340,68 +343,89 @@ class GrowingSink(BlockSink):
     def add_rows(self, rows: StepSources, acting: Array | None, ending: Array | None, given: Given) -> bool:
         chosen = np.arange(len(self.lanes)) if acting is None else np.flatnonzero(acting)
         self._add(chosen, rows, 0, 1, given)
+        whole = chosen[self.lanes[chosen, LANE_STEPS] == self.chunk]
+        given.out[whole] = self.lanes[whole, LANE_SLOT]
         return ending is not None and bool((ending if acting is None else ending & acting).any())
 
-    def append_rows(self, rows: RowsAhead, at: Array, given: Given) -> None:
-        """Append rows to the trajectories of lanes; see `appending.append_lanes`.
+    def ahead(
+        self, rows: StepSources, following: Bytes, acting: Array | None, ending: Array | None, given: Given
+    ) -> GrowingRows:
+        """A row of each lane and the values after it, to be appended; see `appending.append_lanes`.
 
         Args:
-            at: int64 [2], as there: zeros at first; an error leaves it at the row that was not appended.
-            given: as for `add`.
+            acting, ending: bool [n], lanes whose row counts, and whose trajectory ends; None for all, and for none.
         """
-        lanes, index = self.lanes, self.index
-        evict, wait = self.table.policy
-        ops, where, here = index.arrays.ops, index.arrays.where, index.readers.here()
-        once = self._no_once
+        ahead = self._ahead = self._ahead or GrowingRows(self, cut=self.chunk)
+        after = self.plain(following)
+        ahead.sources[:, :2], ahead.following[:, :2] = rows.sources, after.sources
+        ahead.kinds[0] = 1 if acting is None else acting
+        if ending is not None:
+            ahead.kinds[0] += ENDS * ending
+        ahead.priorities[:], ahead.out[:] = given.priorities, -1
         if given.once:
-            once = _located_bytes(given.once, list(self.schema.per_trajectory)).sources
-        told: tuple[Any, ...] = (self._columns, rows.sources, rows.following, self._finals)
-        told = (*told, self._once_columns, once)
-        told = (*told, rows.active, rows.done, rows.over, rows.cut, rows.reward, given.priorities, given.out)
-        self._thread = threading.get_ident()
-        limited = index.arrays.rules.rate_limiter is not None
-        if not limited and index.admission.max_age is None:
-            given_now = (time.monotonic_ns(), int(evict), *here)
-            answer = index.recovery.lock.run(ops.append_lanes, where, lanes, self._all, at, *told, *given_now)
-            if answer == DONE:
-                return
-        # It has to wait, or to be let in, lane by lane.
-        first, place = int(at[0]), np.array([0, at[1]])
-
-        def append(chosen: Array, upto: Array) -> int:
-            now = time.monotonic_ns()
-            answer: int = ops.append_lanes(where, lanes, chosen, place, *told, now, int(evict), *here)
-            at[0], at[1], upto[0] = first + place[0], place[1], place[0]
-            return answer
-
-        def missing(lane: int) -> tuple[int, int, int]:
-            return int(lanes[lane, LANE_STEPS] == 0), -(-2 // self._block_steps), 1
-
-        chosen = self._all[first:]
-        index.change_lanes(lanes, chosen, append, needed=missing, evict=evict, wait=wait, inserts=limited)
+            ahead.once_sources[:] = _located_bytes(given.once, list(self.schema.per_trajectory)).sources
+        return ahead
 
     def _add(self, chosen: Array, rows: StepSources, first: int, count: int, given: Given) -> None:
-        """Add steps to the trajectories of lanes, and then to new ones of lanes that have none."""
+        """Add steps to the trajectories of lanes, and then to new ones of lanes that have none, or a whole chunk."""
         lanes = self.lanes
         self._drop_half_begun(chosen)
-        longest = int(lanes[chosen, LANE_STEPS].max(initial=0)) + count
-        if longest > self.most:
-            raise too_long(longest, self.longest)
-        self._grow(chosen, rows, first, count, final=False)
-        chosen = chosen[lanes[chosen, LANE_STEPS] == 0]
-        if not len(chosen):
-            return
+        whole = chosen[lanes[chosen, LANE_STEPS] == self.chunk]
+        common = {lane: self._common_steps(lane) for lane in whole.tolist()} if self.overlap else {}
+        before = lanes[whole].copy()
+        lanes[whole] = EMPTY_LANE
         try:
-            self.room(chosen, count)
-            self._put(chosen, rows, first, count)
-            lanes[chosen, LANE_STEPS] = count
-            self._put_once(chosen, given.once)
-            begun = Given(len(lanes))
-            begun.priorities = given.priorities
-            self._finish(chosen, np.zeros(len(lanes), dtype=bool), begun)
+            longest = int(lanes[chosen, LANE_STEPS].max(initial=0)) + count
+            if longest > self.most:
+                raise too_long(longest, self.longest)
+            self._grow(chosen, rows, first, count, final=False)
+            chosen = chosen[lanes[chosen, LANE_STEPS] == 0]
+            others = [lane for lane, steps in common.items() if steps is not None]
+            self._begin(chosen[~np.isin(chosen, others)], rows, first, count, given, None)
+            for lane in others:
+                self._begin(np.array([lane]), rows, first, count, given, common[lane])
         except BaseException:
             self._drop_half_begun(chosen)
+            left = lanes[whole, LANE_STEPS] == 0
+            lanes[whole[left]] = before[left]
             raise
+
+    def _begin(
+        self,
+        chosen: Array,
+        rows: StepSources,
+        first: int,
+        count: int,
+        given: Given,
+        common: StepSources | None,
+    ) -> None:
+        """Begin the trajectories of lanes that have none, with the steps `common` before the others."""
+        if not len(chosen):
+            return
+        lanes = self.lanes
+        self.room(chosen, count + (0 if common is None else common.length))
+        if common is not None:
+            self._put(chosen, common, 0, common.length)
+            lanes[chosen, LANE_STEPS] = common.length
+        self._put(chosen, rows, first, count)
+        lanes[chosen, LANE_STEPS] += count
+        self._put_once(chosen, given.once)
+        begun = Given(len(lanes))
+        begun.priorities = given.priorities
+        self._finish(chosen, np.zeros(len(lanes), dtype=bool), begun)
+
+    def _common_steps(self, lane: int) -> StepSources | None:
+        """The last `overlap` steps of a lane's chunk, which may lie on disk; None if it is gone."""
+        slot, generation = self.lanes[lane, [LANE_SLOT, LANE_GENERATION]].tolist()
+        try:
+            steps = self.table.rows(slot)
+        except StaleIndexError:
+            return None
+        if steps is None or self.index.arrays.generation[slot] != generation:
+            return None
+        rows = {name: steps[name][self.chunk - self.overlap : self.chunk] for name in self._steps}
+        length, addresses, hold = self._steps.locate(rows, what="the chunk")
+        return _sources(length, addresses, [0] * len(addresses), (rows, hold))
 
     def _drop_half_begun(self, chosen: Array) -> None:
         """Free what lanes have begun and not committed."""

@@ -66,6 +66,8 @@ import zlib
     LAG_CHECKED,  # NUM_TOUCHED up to which versions of trajectories were compared with it; -1: compare all
     NUM_OUTDATED,  # removed by `max_lag`
 ) = range(55)
+LOGGED = slice(55, 56)
+"""Bytes of the sealed log of `gear_loader.storage.edit_log`, or 0."""
 BELL = 56
 """The futex of `gear_loader.storage.lock`, 8 bytes."""
 TOLD = slice(57, 58)

@@ -3,6 +3,7 @@
 A trajectory has a count of its edits, above the bits of its late columns (`gear_loader.storage.filled_bits`): odd while
 one is copied, which happens under the table's lock. Who reads without the lock compares the counts before and after,
 and reads once more under the lock if one has changed: `TableReader.read_whole`. Checkpoints compare the same counts.
+What a killed process has begun to copy the next one copies: `gear_loader.storage.edit_log`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gear_loader.errors import FilledError, SchemaError
-from gear_loader.native.editing import write_runs
 from gear_loader.storage.dtypes import DtypeName
-from gear_loader.storage.filled_bits import filled_bits, set_filled
+from gear_loader.storage.edit_log import Runs
+from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.priority_updates import checked_rows
 from gear_loader.storage.schema import Column, Schema
-from gear_loader.utils.arrays import Array, data_address, numbers
+from gear_loader.utils.arrays import Array, numbers
 from gear_loader.utils.lazy_torch import is_tensor
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _AT_ONCE = 1 << 19
 
 
 @dataclasses.dataclass(frozen=True)
-class _Values:
+class EditValues:
     """Values of one column for n rows.
 
     Attributes:
@@ -43,26 +44,30 @@ class _Values:
     steps: Array
     given: Array
 
-    @functools.cached_property
-    def runs(self) -> tuple[Array, Array, Array, Array]:
-        """Runs of consecutive steps to write, in order: row, first step, number of steps, and address of the values,
-        int64 [m] each."""
-        row, at = np.nonzero(self.given)
+    def runs(self, schema: Schema, rows: Array, slots: Array) -> Runs:
+        """What is to be written of `rows`, int64 [m], whose trajectories are `slots`."""
+        given = self.given[rows]
+        row, at = np.nonzero(given)
         begins = np.ones(len(row), dtype=bool)
         begins[1:] = (np.diff(row) != 0) | (np.diff(at) != 1)
         first = np.flatnonzero(begins)
         counts = np.diff(np.append(first, len(row)))
-        row, at = row[first], at[first]
-        places = row * self.data.strides[0] + at * self.data.strides[1]
-        return row, self.steps[row, at], counts, places + data_address(self.data)
+        where = np.stack((slots[row[first]], self.steps[rows][row[first], at[first]], counts))
+        steps = rows[row] * given.shape[1] + at
+        return Runs(schema.mutable.index(self.name), where, self.data.reshape(-1, self.data.shape[-1]), steps)
 
 
 def check_not_mutable(schema: Schema) -> None:
-    """Raise SchemaError for columns that may change in a table that is written to a disk in the background."""
+    """Raise SchemaError for columns that may change in a table that is written to a disk in the background.
+
+    The writer copies column after column, without the lock, so that nobody waits for the disk. If a row were
+    overwritten between two columns, a crash before the next write would leave it on disk in part.
+    """
     if schema.mutable:
         raise SchemaError(
-            f"The columns {list(schema.mutable)} have mutable=True, and disk was given; expected one of both: a table "
-            "that is written in the background keeps values as they were added. Table.save writes what was changed."
+            f"The columns {list(schema.mutable)} have mutable=True, and disk was given; expected one of both: what is "
+            "written in the background could have new values in one column of a row, and old ones in another, after a "
+            "crash. Leave out disk, and call Table.save, which writes what was changed at one moment."
         )
 
 
@@ -77,7 +82,51 @@ def set_columns(
     strict: bool,
 ) -> int:
     """See `Table.set`."""
-    schema = engine.schema
+    return set_rows(
+        engine, checked_edits(engine.schema, index, anchor, generation, mask, columns), strict=strict
+    )
+
+
+def set_rows(engine: Engine, edits: Edits, *, strict: bool) -> int:
+    """`set_columns` of arguments that were checked."""
+    if not len(edits.slots):
+        return 0
+    call = _SetCall(engine, edits.slots, edits.generations, edits.values, strict)
+    return engine.region.fill_lock.run(call.run)
+
+
+@dataclasses.dataclass(frozen=True)
+class Edits:
+    """The checked arguments of `Table.set`.
+
+    Attributes:
+        slots, generations, anchors: int64 [n]. mask: bool [n, L], or None. values: of each column.
+    """
+
+    slots: Array
+    generations: Array
+    anchors: Array
+    mask: Array | None
+    values: list[EditValues]
+
+    def take(self, rows: Array | slice) -> Edits:
+        """Some of the rows."""
+        mask = None if self.mask is None else self.mask[rows]
+        values = [
+            dataclasses.replace(each, data=each.data[rows], steps=each.steps[rows], given=each.given[rows])
+            for each in self.values
+        ]
+        return Edits(self.slots[rows], self.generations[rows], self.anchors[rows], mask, values)
+
+
+def checked_edits(
+    schema: Schema, index: Any, anchor: Any, generation: Any, mask: Any, columns: Mapping[str, Any]
+) -> Edits:
+    """Check the arguments of `Table.set`, without the table.
+
+    Raises:
+        SchemaError: they do not fit the schema.
+    """
     wrong = [name for name in columns if name not in schema.mutable]
     if wrong or not columns:
         raise SchemaError(
@@ -98,15 +147,12 @@ def set_columns(
     values = [
         _values(name, schema[name], value, anchors, flags, single=single) for name, value in columns.items()
     ]
-    if not len(slots):
-        return 0
-    call = _SetCall(engine, slots, generations, values, strict)
-    return engine.region.fill_lock.run(call.run)
+    return Edits(slots, generations, anchors, None if flags is None else values[0].given, values)
 
 
 def _values(
     name: str, column: Column, value: Any, anchors: Array, flags: Array | None, *, single: bool
-) -> _Values:
+) -> EditValues:
     """Check the values of one column."""
     count, inner = len(anchors), len(column.shape)
     value = value if is_tensor(value) or isinstance(value, np.ndarray) else np.asarray(value)
@@ -136,10 +182,10 @@ def _values(
             )
         given = flags
     if not steps.size:
-        return _Values(name, np.empty((*steps.shape, column.step_bytes), dtype=np.uint8), steps, given)
+        return EditValues(name, np.empty((*steps.shape, column.step_bytes), dtype=np.uint8), steps, given)
     flat = value.reshape((count * length, *column.shape))
     data = plain.validate({name: flat}, what="the values")[1][name]
-    return _Values(name, data.reshape(count, length, -1), steps, given)
+    return EditValues(name, data.reshape(count, length, -1), steps, given)
 
 
 @dataclasses.dataclass
@@ -149,7 +195,7 @@ class _SetCall:
     engine: Engine
     slots: Array
     generations: Array
-    values: list[_Values]
+    values: list[EditValues]
     strict: bool
 
     def run(self) -> int:
@@ -191,24 +237,10 @@ class _SetCall:
 
     def _write(self, rows: Array) -> int:
         """Write those of the rows (int64 [m]) that are live, and return their number; the caller holds the lock."""
-        arrays, region = self.engine.index.arrays, self.engine.region
-        live = arrays.live_rows(self.slots[rows], self.generations[rows], strict=False, what="")
+        index = self.engine.index
+        live = index.arrays.live_rows(self.slots[rows], self.generations[rows], strict=False, what="")
         rows = rows[live]
         slots = self.slots[rows]
-        touched, streams = np.unique(slots), arrays.stream[slots]
-        if (streams != 0).any():  # others may have the same steps
-            touched = np.union1d(touched, np.flatnonzero(np.isin(arrays.stream, streams[streams != 0])))
-        unit, bad = arrays.edit_unit, 0
-        set_filled(arrays, touched, unit)
-        for each in self.values:
-            row, steps, counts, sources = each.runs
-            which = np.flatnonzero(np.isin(row, rows))
-            given = sources[which], self.slots[row[which]], steps[which], counts[which]
-            where = arrays.extent, arrays.block_ids, arrays.num_blocks, region.column_place(each.name)
-            bad += write_runs(*given, *where)
-        arrays.filled[touched, 1] += unit
-        if bad:
-            raise arrays.corrupt(
-                f"{bad} of {len(rows)} rows that are overwritten have blocks that do not exist"
-            )
+        columns = [each.runs(self.engine.schema, rows, slots) for each in self.values]
+        index.edit_log.write([each for each in columns if each.where.size])
         return len(rows)

@@ -31,6 +31,7 @@ from gear_loader.storage.counters import (
     WANTED_BLOCKS,
 )
 from gear_loader.storage.disk_copies import are_current
+from gear_loader.storage.edit_log import EditLog
 from gear_loader.storage.filled_bits import filled_bits, set_filled
 from gear_loader.storage.ids import (
     CLIENT_ORIGIN,
@@ -71,7 +72,7 @@ class Index:
         lock_timeout: seconds until a wait for the lock times out; by default the timeout of the region's lock.
 
     Attributes:
-        arrays, recovery, block_tables, readers, admission, allocator: the parts, see the module.
+        arrays, edit_log, recovery, block_tables, readers, admission, allocator: the parts, see the module.
         reader: the read interface.
     """
 
@@ -82,7 +83,8 @@ class Index:
             lock.timeout = lock_timeout
         self.arrays = IndexArrays(region)
         self.block_tables = BlockTables(self.arrays)
-        self.recovery = Recovery(self.arrays, lock, self.block_tables)
+        self.edit_log = EditLog(self.arrays, region)
+        self.recovery = Recovery(self.arrays, lock, self.block_tables, self.edit_log)
         self.readers = Readers(self.arrays)
         self.admission = Admission(self.arrays, self.recovery)
         self.allocator = Allocator(

@@ -19,7 +19,8 @@ _REASONS = at.NUM_EVICTED, at.NUM_REMOVED, at.NUM_EXPIRED, at.NUM_OUTDATED
 def damage(index: IndexArrays) -> str | None:
     """Description of the first out-of-range value in the index, or None."""
     marks = (at.COMMITTING, at.REMOVING, at.DRAWING, at.LEAVING, at.RAISING, at.MOVING)
-    if not index.counters[at.DIRTY] and any(index.counters[mark] for mark in marks):
+    logged = int(index.counters[at.LOGGED][0])
+    if not index.counters[at.DIRTY] and (logged or any(index.counters[mark] for mark in marks)):
         return "a change is marked as unfinished and as finished"
     return bad_marks(index) or bad_slots(index) or _bad_derived(index)
 
@@ -35,6 +36,8 @@ def bad_marks(index: IndexArrays) -> str | None:
         return f"a slot is being counted at {counters[at.LEAVING_COUNT]}"
     if not 0 <= counters[at.NUM_PARKED] <= len(index.parked):
         return f"{counters[at.NUM_PARKED]} blocks are parked"
+    if counters[at.LOGGED] < 0 or (counters[at.LOGGED] and not index.edit_unit):
+        return f"{counters[at.LOGGED][0]} bytes of values are to be overwritten"
     return _outside("parked", index.parked, 0, index.num_blocks - 1)
 
 

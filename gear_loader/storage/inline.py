@@ -79,17 +79,27 @@ class InlineBatch:
         names: int64 [3, B], index, anchor and generation.
         weights: float32 [B], importance weights; [0] for batches without them.
         row_bytes: bytes of a row over all windows.
+        spans, returns: as for `gather_batch`.
 
     Attributes:
-        count: rows of the batch, B. row_bytes: as given.
+        count: rows of the batch, B. row_bytes, spans, returns: as given.
         under_lock: whether the batch is small enough to be gathered under the lock.
         places: of names, columns (as [C * WIDTH]) and weights.
     """
 
-    __slots__ = ("count", "places", "row_bytes", "under_lock")
+    __slots__ = ("count", "places", "returns", "row_bytes", "spans", "under_lock")
 
-    def __init__(self, columns: Array, names: Array, weights: Array, row_bytes: int) -> None:
+    def __init__(
+        self,
+        columns: Array,
+        names: Array,
+        weights: Array,
+        row_bytes: int,
+        spans: bool | None,
+        returns: bool | None,
+    ) -> None:
         self.count, self.row_bytes = names.shape[1], row_bytes
+        self.spans, self.returns = spans, returns
         self.under_lock = self.count * row_bytes <= INLINE_BATCH_BYTES
         self.places = Places(names, columns.reshape(-1), weights)
 
@@ -115,13 +125,23 @@ def _float32(table: Any, i: Any) -> Any:
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _gather(index: Any, batch: Any, slots: Any, anchors: Any, generations: Any, block_steps: Any) -> Any:
+def _gather(
+    index: Any,
+    batch: Any,
+    slots: Any,
+    anchors: Any,
+    generations: Any,
+    block_steps: Any,
+    spans: Any,
+    returns: Any,
+) -> Any:
     """`gather_batch` of a whole batch, and count its rows as drawn, if no window is invalid."""
     names = carray(pointer(batch[0, 0]), (3, batch[0, 1]), np.int64)
     columns = carray(pointer(batch[1, 0]), (batch[1, 1] // WIDTH, WIDTH), np.int64)
     extent = carray(pointer(index[1, 0]), (index[3, 1], 3), np.int64)
     # The machine code of these loops is linked into the cached code of this file, which depends on their files too.
-    return gather_batch(columns, slots, anchors, generations, extent, _int32(index, 2), block_steps, names)
+    ids = _int32(index, 2)
+    return gather_batch(columns, slots, anchors, generations, extent, ids, block_steps, names, spans, returns)
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -131,7 +151,21 @@ def _has_changed(counters: Any, counter: Any, value: Any) -> Any:
 
 @compiled
 def uniform_batch(  # type: ignore[no-untyped-def]
-    index, batch, items, version, samples, block_steps, steps, anchor, first, stride, seed, step, epoch
+    index,
+    batch,
+    items,
+    spans,
+    returns,
+    version,
+    samples,
+    block_steps,
+    steps,
+    anchor,
+    first,
+    stride,
+    seed,
+    step,
+    epoch,
 ):
     """Draw a batch as `uniform_rows` does, and gather it.
 
@@ -139,6 +173,7 @@ def uniform_batch(  # type: ignore[no-untyped-def]
         index: places of `counters`, `extent`, `block_ids`, `generation` and `sequence`.
         batch: places of an `InlineBatch`.
         items: places of `slots`, `lengths`, `generations` and `sums`, as for `uniform_rows`.
+        spans, returns: as for `gather_batch`.
         version: expected value of `VERSION`, or HELD. samples: rows to add to `NUM_SAMPLED`.
         block_steps: steps of a block.
         steps, anchor, seed, step, epoch: as for `uniform_rows`, which draws the numbers of anchors. first: the step of
@@ -164,7 +199,7 @@ def uniform_batch(  # type: ignore[no-untyped-def]
     if first != 0 or stride != 1:
         for b in range(names.shape[1]):
             names[1, b] = first + stride * names[1, b]
-    bad = _gather(index, batch, names[0], names[1], names[2], block_steps)
+    bad = _gather(index, batch, names[0], names[1], names[2], block_steps, spans, returns)
     if bad == 0:
         counters[NUM_SAMPLED] += samples
     return bad
@@ -175,6 +210,8 @@ def prioritized_batch(  # type: ignore[no-untyped-def]
     index,
     batch,
     tree,
+    spans,
+    returns,
     position,
     samples,
     block_steps,
@@ -195,6 +232,7 @@ def prioritized_batch(  # type: ignore[no-untyped-def]
         index, batch: as for `uniform_batch`.
         tree: places of `leaves`, `sums`, `offsets`, `us`, `words`, `nodes`, `rest`, `partial`, `owner` and `number`, as
             for `draw_rows`.
+        spans, returns: as for `gather_batch`.
         position: expected value of `NUM_TOUCHED`, or HELD. samples: rows to add to `NUM_SAMPLED`.
         block_steps: steps of a block.
         wide_depth, anchor, key, anchor_key, step: as for `draw_rows`. item_steps: its `block_steps`.
@@ -239,7 +277,7 @@ def prioritized_batch(  # type: ignore[no-untyped-def]
         return UNCHANGED
     importance(values, least, beta, scale, weighed)
     _float32(batch, 2)[:] = weighed
-    bad = _gather(index, batch, drawn[0], drawn[1], drawn[2], block_steps)
+    bad = _gather(index, batch, drawn[0], drawn[1], drawn[2], block_steps, spans, returns)
     if bad == 0:
         counters[NUM_SAMPLED] += samples
     return bad

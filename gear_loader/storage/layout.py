@@ -48,6 +48,7 @@
                                                           trajectory's first block
                     column 1   ...
                     tail       128 B, then up to a whole page
+    region bytes    log        of values that are being overwritten, see `edit_log.py`; once there were any
 
 T is `max_trajectories`, N the number of blocks, H = ceil(1.5 N), G the number of groups of slots, about sqrt(T). Every
 array starts on a multiple of 128 B. A trajectory that lies on disk only has no entries in block_ids: its first entry is
@@ -84,7 +85,7 @@ from gear_loader.storage.tier_counts import COPIES_WIDTH, COUNTS
 LINE = 128
 """Bytes of one line: the unit in which a GPU reads host memory, and the alignment of all arrays."""
 
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 _WORD = 16  # bytes that a GPU copies with fewest instructions; a record is padded to whole ones where that costs little
 HEADER_LIMIT = 1 << 20
 """Largest size of preamble and JSON, in bytes."""

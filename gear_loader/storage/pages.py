@@ -61,8 +61,8 @@ def map_private(count: int) -> tuple[mmap.mmap, int]:
     return memory, -address_of(memory) % HUGE_PAGE
 
 
-def map_file(fd: int, count: int) -> tuple[mmap.mmap, int]:
-    """Map the first `count` bytes of a file, shared; returns as `map_private`.
+def map_file(fd: int, count: int, first: int = 0) -> tuple[mmap.mmap, int]:
+    """Map `count` bytes of a file, shared, from `first` on, a multiple of its pages; returns as `map_private`.
 
     The file lies in the place of a part of private memory, because `mmap` takes no address. Closing that memory unmaps
     both. It holds no descriptor of the file.
@@ -75,7 +75,8 @@ def map_file(fd: int, count: int) -> tuple[mmap.mmap, int]:
     start = address_of(memory)
     offset = -start % HUGE_PAGE
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    if _libc.mmap(start + offset, count, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != start + offset:
+    shared = mmap.MAP_SHARED | _MAP_FIXED
+    if _libc.mmap(start + offset, count, protection, shared, fd, first) != start + offset:
         code = ctypes.get_errno()
         memory.close()
         raise OSError(code, os.strerror(code))
@@ -119,7 +120,7 @@ def file_bytes(count: int) -> int:
         RegionError: the directory is on a hugetlbfs of pages other than 2 MiB.
     """
     if shared_memory.filesystem() != "hugetlbfs":
-        return count
+        return round_up(count, mmap.PAGESIZE)
     page = os.statvfs(shared_memory.DIRECTORY).f_bsize
     if page != HUGE_PAGE:
         raise RegionError(

@@ -113,7 +113,7 @@ class TableReader:
         Returns:
             False, having done nothing, if the batch must be drawn and gathered in steps.
         """
-        tables = self._places.table, batch.places.table, places.table
+        tables = self._places.table, batch.places.table, places.table, batch.spans, batch.returns
         if batch.under_lock:
             bad = self._recovery.lock.run(loop, *tables, since, samples, *given)
         elif self._needs_lock or not threads.alone(batch.count, batch.row_bytes):

@@ -20,6 +20,7 @@ import numpy as np
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage import counters as at
 from gear_loader.storage.block_tables import BlockTables
+from gear_loader.storage.edit_log import EditLog
 from gear_loader.storage.ids import first_free, ids_of, origin_of
 from gear_loader.storage.index_arrays import IndexArrays, ranges
 from gear_loader.storage.index_checks import bad_marks, bad_slots, damage, require_whole
@@ -35,11 +36,13 @@ class Recovery:
     """Runs critical sections under the lock; rebuilds a dirty index first.
 
     Args:
-        arrays: index arrays. lock: lock of the table. block_tables: part of the same index.
+        arrays: index arrays. lock: lock of the table. block_tables: part of the same index. edit_log: of the table.
     """
 
-    def __init__(self, arrays: IndexArrays, lock: IndexLock, block_tables: BlockTables) -> None:
-        self.arrays = arrays
+    def __init__(
+        self, arrays: IndexArrays, lock: IndexLock, block_tables: BlockTables, edit_log: EditLog
+    ) -> None:
+        self.arrays, self.edit_log = arrays, edit_log
         self.lock = lock
         self._block_tables = block_tables
 
@@ -118,6 +121,8 @@ class Recovery:
         """Replay the intent records: finish or undo operations on several slots."""
         index = self.arrays
         counters = index.counters
+        if self.edit_log.apply():
+            raise index.corrupt("steps that were being overwritten have blocks that do not exist")
         if counters[at.MOVING]:
             self._block_tables.finish_move()
         writing = np.flatnonzero(index.state == WRITING)
@@ -240,6 +245,7 @@ class Recovery:
         assert not counters[at.DRAWING], "a draw was left half counted"
         assert not counters[at.LEAVING], "a trajectory was left half retired"
         assert not counters[at.RAISING], "the numbering was left half raised"
+        assert not counters[at.LOGGED], "values were left half overwritten"
         assert (index.readers[:, READING] <= counters[at.EPOCH]).all(), "a reader has a future epoch"
 
     def _check_sharing(self, blocks: Array, streams: Array) -> None:

@@ -24,12 +24,15 @@ from gear_loader.storage.layout import HEADER_LIMIT, Layout, round_up
 from gear_loader.storage.lock import IndexLock
 from gear_loader.storage.pinning import Pinning, unregister
 from gear_loader.storage.shared_memory import guarded, region_path
+from gear_loader.utils import driver
 from gear_loader.utils.descriptors import Descriptor, open_descriptor
 from gear_loader.utils.mutex import uninterrupted
 from gear_loader.utils.notices import notice
 
 _WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # MADV_WIPEONFORK and MADV_KEEPONFORK, missing in `mmap`
 _MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
+_LOG_BYTES = 1 << 20
+"""Largest memory behind a region that is kept for the next log."""
 _ATTACH_TIMEOUT = 10.0  # seconds; removing or inspecting a region takes milliseconds
 
 
@@ -73,6 +76,8 @@ class _Mapping:
         )
         self.lock = IndexLock(name, fd)
         self.fill_lock = IndexLock(f"those who fill late columns of {name}", fd, place=1)
+        self._log: np.ndarray[Any, Any] = np.empty(0, dtype=np.uint8)  # see `Region.log`
+        self._log_place = 0  # where it begins in the file
         self.pinned: bool | None = None  # False if CUDA refuses
         self.pinning: Pinning | None = None  # in progress; counts as a user, so that its memory stays mapped
         self.registered: list[int] = []
@@ -220,6 +225,28 @@ class _Mapping:
             self._file.close()
             self._file = self.fd = None
 
+    def log(self, region_bytes: int, count: int) -> np.ndarray[Any, Any]:
+        """`Region.log`."""
+        if self.fd is None:
+            if len(self._log) < count:
+                self._log = np.empty(count, dtype=np.uint8)
+            return self._log
+        if len(self._log) < count:
+            self._log_place = pages.file_bytes(region_bytes)
+            size = pages.file_bytes(max(count, _LOG_BYTES // 4))
+            memory, offset = pages.map_file(self.fd, size, self._log_place)
+            self._log = np.frombuffer(memory, dtype=np.uint8, count=size, offset=offset)
+        if os.fstat(self.fd).st_size < self._log_place + len(self._log):  # else another process has made it
+            os.posix_fallocate(self.fd, self._log_place, len(self._log))
+        return self._log
+
+    def trim_log(self) -> None:
+        """`Region.trim_log`."""
+        if len(self._log) > _LOG_BYTES:
+            self._log = np.empty(0, dtype=np.uint8)
+            if self.fd is not None:
+                os.ftruncate(self.fd, self._log_place)
+
     def pin(self, base: int, total: int, device: int) -> None:
         """Begin to register the memory with CUDA in a thread; the caller holds the guard."""
         self.keep_from_children()
@@ -238,7 +265,7 @@ class _Mapping:
         if pinned:
             self.registered = self.pinning.registered
             self.devices.add(device)
-        else:
+        if not self.registered:
             self.keep_from_children(undo=True)
         self.pinned, self.pinning = pinned, None
         self.release()
@@ -463,6 +490,28 @@ class Region:
             )
         return TableClosedError(f"The table {self.name or '(private)'} is closed; attach or create it again.")
 
+    # ---------------------------------------------------------------- beyond the region
+
+    def log(self, count: int) -> np.ndarray[Any, Any]:
+        """Memory of `count` bytes or more behind the region, uint8, for `gear_loader.storage.edit_log`.
+
+        The same for all processes, until `trim_log`. The caller holds the lock.
+
+        Raises:
+            RegionError: there is no room for it.
+        """
+        try:
+            return self._mapping.log(self.layout.region_bytes, count)
+        except OSError as error:
+            raise RegionError(
+                f"{_size(count)} are needed for values that are overwritten ({error}). Nothing was changed. Overwrite "
+                f"fewer steps in a row, or enlarge {shared_memory.DIRECTORY}."
+            ) from error
+
+    def trim_log(self) -> None:
+        """Free the memory of a large log; the caller holds the lock."""
+        self._mapping.trim_log()
+
     # ---------------------------------------------------------------- pinning
 
     @property
@@ -476,7 +525,8 @@ class Region:
         return self._mapping.pinning is not None
 
     def pin(self, device: torch.device | None = None, *, wait: bool = True) -> bool:
-        """Register the region with CUDA in this process, so that kernels can read it; idempotent.
+        """Register the region with CUDA in this process, so that kernels can read it; idempotent. A GPU that reads host
+        memory as it is needs no registration.
 
         A thread does it, which allocates and locks every page. The region can be read and written meanwhile, and
         closed: the thread then unregisters and unmaps it. Does not wait for the GPU. Forked processes do not receive a
@@ -502,6 +552,13 @@ class Region:
                 "No CUDA device: tables lie in plain host memory and batches are gathered on the CPU.",
             )
             return False
+        if torch.version.hip:
+            notice(
+                "pin",
+                f"This is PyTorch for ROCm ({torch.version.hip}): batches are gathered on the CPU and copied to the "
+                "GPU. The kernels that would read the table there have run on GPUs of NVIDIA only.",
+            )
+            return False
         index = None if device is None else device.index
         index = torch.cuda.current_device() if index is None else index
         if index in mapping.devices:
@@ -518,10 +575,11 @@ class Region:
                 break
             if pinning is not None:
                 pinning.wait()
-        if mapping.pinned:
-            with guarded():
-                mapping.devices.add(index)
-        return bool(mapping.pinned)
+        if not mapping.pinned or not (mapping.registered or driver.reads_pageable_memory(index)):
+            return index in mapping.devices
+        with guarded():
+            mapping.devices.add(index)
+        return True
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:

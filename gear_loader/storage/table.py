@@ -564,10 +564,10 @@ class Table:
         Args:
             chunk_steps: steps of each trajectory that the stream is cut into; None for no cuts.
             overlap_steps: common steps of consecutive trajectories.
-            commit_every_step: make each step visible at once, in one trajectory that grows; see `Writer`.
+            commit_every_step: make each step visible at once, in a trajectory, or chunk, that grows; see `Writer`.
 
         Raises:
-            SchemaError: invalid options, or chunks that are to be committed step by step.
+            SchemaError: invalid options.
         """
         sink = self._sink(1, chunk_steps, overlap_steps, commit_every_step)
         return Writer(sink, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
@@ -640,11 +640,6 @@ class Table:
             raise SchemaError(
                 f"The columns {late} have late=True and a value for each step; expected a writer without overlap_steps "
                 "and commit_every_step: steps that several trajectories share, or that follow, cannot be filled once."
-            )
-        if commit_every_step and (chunk_steps is not None or overlap_steps):
-            raise SchemaError(
-                f"commit_every_step goes without chunk_steps ({chunk_steps}) and overlap_steps ({overlap_steps}): "
-                "the trajectory grows until commit()."
             )
         return GrowingSink(self._engine, n) if commit_every_step else BlockSink(self._engine, n)
 
@@ -813,8 +808,9 @@ class Table:
         A row of the call is seen whole or not at all: batches, `gather` and ``table[i]``, in this process or another,
         have all columns of a row as they were before it or as they are after it. That is not so for two rows of a call.
         Of rows with a step in common the last one counts. Each row is copied under the table's lock; calls of all
-        processes, and of `fill`, follow one another. A process that is killed while a row is copied leaves it half
-        written. Prefetched batches, and copies on a GPU, have the values of the time when they were gathered.
+        processes, and of `fill`, follow one another. A row is copied by way of a log behind the table's memory: what a
+        process that is killed, or interrupted, leaves half copied, the next one that uses the table completes.
+        Prefetched batches, and copies on a GPU, have the values of the time when they were gathered.
         Trajectories that were cut with an overlap share the steps of whole blocks, and have copies of the others.
         `save` writes trajectories that were changed again.
 
@@ -836,6 +832,7 @@ class Table:
                 was changed.
             FilledError: a late column that is not filled. Nothing was changed.
             StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
+            RegionError: no room in `/dev/shm` for the log: as many bytes as a row, 512 KiB or more.
             LockTimeoutError: timed out waiting for the lock. Rows may have been written.
         """
         self._engine.check_open()

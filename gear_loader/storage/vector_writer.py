@@ -12,7 +12,7 @@ import numpy as np
 from gear_loader.errors import GearError, SchemaError
 from gear_loader.kernels.special_priorities import UNSET
 from gear_loader.native.lanes import LANE_STEPS
-from gear_loader.storage.appender import Appender, Bytes, Given, RowsAhead, Sink, here, too_long
+from gear_loader.storage.appender import Appender, Bytes, Given, Sink, here, too_long
 from gear_loader.storage.final_rows import checked_finals, on_host
 from gear_loader.storage.incoming import checked_priorities
 from gear_loader.storage.schema import Schema, as_mapping, settled
@@ -46,6 +46,7 @@ class VectorWriter:
     With ``commit_every_step`` each row is visible when `append` returns, one environment after another; with `next` the
     values that follow it too.
     With ``chunk_steps`` the stream of each environment is cut into chunks, as `Writer` does; `done` ends its stream.
+    With both the newest steps of the chunks that are being written can be drawn.
 
     Attributes:
         num_envs: number of environments.
@@ -72,7 +73,6 @@ class VectorWriter:
         self._given = Given(n)
         self.appended: Array = self._nobody
         self._moves = False  # whether rows have `next`
-        self._over = np.zeros(n, dtype=bool)
 
     # ---------------------------------------------------------------- appending
 
@@ -143,7 +143,7 @@ class VectorWriter:
             longest = int((steps if acting is None else steps[acting]).max(initial=0)) + 2
             if longest > sink.longest:
                 raise too_long(longest, sink.longest)
-            ahead = self._ahead(found, following, acting, ending)
+            ahead = sink.ahead(found, following, acting, ending, given)  # type: ignore[attr-defined]
         if final is not None:
             steps = self._lanes[:, LANE_STEPS] + (1 if acting is None else acting)
             appender.check_lengths(steps, ends, final=True)
@@ -152,7 +152,10 @@ class VectorWriter:
         try:
             if following is not None:
                 self._moves = True
-                sink.append_rows(ahead, np.zeros(2, dtype=np.int64), given)  # type: ignore[attr-defined]
+                try:
+                    ahead.append()
+                finally:
+                    given.out[:] = ahead.out
             elif sink.add_rows(found, acting, ending, given):
                 self._end(ending, acting)
         except GearError:
@@ -198,26 +201,13 @@ class VectorWriter:
         if following is None and not self._moves:
             return None
         begun = not self._moves and bool((self._lanes[:, LANE_STEPS] > 0).any())
-        if following is None or final is not None or begun or not self._sink.grows:
+        if following is None or final is not None or begun or not self._sink.grows or self._sink.overlap:
             raise SchemaError(
                 f"next is {'missing' if following is None else 'given'}"
                 f"{'' if final is None else ', and final too'}; expected it with commit_every_step=True, in each "
-                "call from the first on, or in none, and without final. Nothing was appended."
+                "call from the first on, or in none, without final and without overlap_steps. Nothing was appended."
             )
         return checked_finals(self._schema, following, np.ones(self.num_envs, dtype=bool))
-
-    def _ahead(self, rows: Any, following: Bytes, acting: Array | None, ending: Array | None) -> RowsAhead:
-        """One row of each environment, and what follows it."""
-        after: Any = self._sink.plain(following)
-        apart = [
-            np.append(each, np.zeros((len(each), 1), np.int64), 1) for each in (rows.sources, after.sources)
-        ]
-        active, done = np.ones((1, self.num_envs), np.uint8), np.zeros((1, self.num_envs), bool)
-        if acting is not None:
-            active[0] = acting
-        if ending is not None:
-            done[0] = ending
-        return RowsAhead(apart[0], apart[1], active, done, self._over, -1, 0, (rows, after))
 
     def _describe(self, priority: Any) -> None:
         """Check what trajectories get beside their steps, but for their final ones, and have it ready."""

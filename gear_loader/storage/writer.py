@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import GearError, SchemaError
-from gear_loader.native.lanes import LANE_COMMON, LANE_HELD, LANE_LAST, LANE_SLOT, LANE_STEPS
+from gear_loader.native.lanes import LANE_COMMON, LANE_GENERATION, LANE_HELD, LANE_LAST, LANE_SLOT, LANE_STEPS
 from gear_loader.storage.appender import Appender, Bytes, Given, Sink, here, no_final_step, too_long
 from gear_loader.storage.incoming import checked_final, single_priority
 from gear_loader.storage.schema import as_mapping, settled
@@ -44,7 +44,8 @@ class Writer:
 
     **Each step at once.** With ``commit_every_step`` the trajectory in the table grows with every `append`. A learner
     can draw a step as soon as `append` has returned, and windows reach across all steps so far. The trajectory keeps
-    its index, and its place in the order of insertion; `commit` ends it. If the process dies, what was appended stays.
+    its index, and its place in the order of insertion; `commit` ends it, and so does the step after a whole chunk,
+    which begins the next one, with copies of their common steps. If the process dies, what was appended stays.
     In a table with a disk tier a trajectory that waited long for its next step may have been moved to disk; that step
     brings it back into memory first. If the trajectory is evicted or removed while it grows, the next step begins
     another one.
@@ -67,7 +68,7 @@ class Writer:
         self._columns = [StepColumn(name, column) for name, column in self._schema.items()]
         self._puts = [(column.name, column.put) for column in self._columns]
         self._lane = sink.lanes.reshape(-1).data
-        self._cut_at = sink.chunk
+        self._cut_at = -1 if sink.grows else sink.chunk
         self._first = self._end = 0  # steps that the columns' views show: the first one, and the end
         self._single = sink.plain({column.name: column.spare for column in self._columns})
         self._given = Given(1)
@@ -98,7 +99,8 @@ class Writer:
 
         Returns:
             Indices of the chunks completed by this call; () without chunks, and in a remote table, where they are not
-            known yet. With ``commit_every_step`` the index of the trajectory.
+            known yet. With ``commit_every_step`` the indices of the trajectories that got the steps, in order: one
+            without chunks.
 
         Raises:
             SchemaError: a value does not fit, or the trajectory would be longer than the table can hold.
@@ -133,10 +135,11 @@ class Writer:
     def _append(self, rows: Any) -> tuple[int, ...]:
         """Append steps that have been checked."""
         sink, lane, length = self._sink, self._lane, rows.length
-        if self._cut_at < 0 and lane[LANE_STEPS] + length > self._appender.chunk:
+        if not self._appender.cuts and lane[LANE_STEPS] + length > self._appender.chunk:
             raise too_long(lane[LANE_STEPS] + length, sink.longest)
         if sink.grows:  # also if the trajectory has a step: it may be gone
             self._describe(self.priority, self.trajectory)
+            return self._grow(rows)
         self._end = done = 0
         indices: tuple[int, ...] = ()
         while done < length:
@@ -147,11 +150,20 @@ class Writer:
             done += count
             if lane[LANE_STEPS] == self._cut_at:
                 indices += self._cut(count)
-        if sink.grows:
-            self._committed += lane[LANE_STEPS] == length
-            return (lane[LANE_SLOT],)
         self._first, self._end = sink.show(self._columns)
         return indices
+
+    def _grow(self, rows: Any) -> tuple[int, ...]:
+        """Append steps that are visible at once; return the trajectories that have them."""
+        lane, done = self._lane, 0
+        known, indices = (lane[LANE_SLOT], lane[LANE_GENERATION]), []
+        while done < rows.length:
+            done += self._sink.add(rows, done, rows.length - done, self._given)
+            indices.append(lane[LANE_SLOT])
+            now = lane[LANE_SLOT], lane[LANE_GENERATION]
+            self._committed += now != known
+            known = now
+        return tuple(indices)
 
     def _cut(self, count: int) -> tuple[int, ...]:
         """Commit a chunk, and begin the next one with their common steps; take back `count` steps if that fails."""

@@ -10,7 +10,7 @@ from gear_loader.utils.arrays import shown
 
 Allow = Literal["all", "read", "write"]
 
-WRITES = frozenset({Kind.ADVANCE, Kind.FILL, Kind.PART, Kind.STORE, Kind.UPDATE})
+WRITES = frozenset({Kind.ADVANCE, Kind.FILL, Kind.PART, Kind.SET, Kind.STORE, Kind.UPDATE})
 """Requests that change a table."""
 _READS = frozenset({Kind.OPEN, Kind.FETCH})
 _REFUSED: dict[str, frozenset[Kind]] = {"all": frozenset(), "read": WRITES, "write": _READS}

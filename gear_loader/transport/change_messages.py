@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 
 from gear_loader.errors import TransportError
+from gear_loader.storage.edits import Edits
 from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import wire_messages as messages
@@ -197,8 +198,7 @@ class Fill(_RowChange):
         return dataclasses.replace(self, again=True)
 
     def pack(self) -> bytes:
-        described = json.dumps([self.schema.to_json(), list(self.names)], separators=(",", ":")).encode()
-        return messages.FILL.pack(described=described, **vars(self))
+        return messages.FILL.pack(described=_described(self.schema, self.names), **vars(self))
 
     @classmethod
     def parse(cls, small: Bytes, bulk: int = 0, limits: Limits | None = None) -> Fill:
@@ -208,26 +208,138 @@ class Fill(_RowChange):
             raise ProtocolError(
                 f"lengths of a message FILL has a number outside of 1 to {limits.store_bytes:,}."
             )
-        try:
-            rows, names = json.loads(str(found.described, "utf-8"))
-            schema = read_schema(rows)
-        except (ValueError, TypeError, RecursionError):
-            raise ProtocolError("schema and names of a message FILL are not JSON.") from None
-        except TransportError as error:
-            raise ProtocolError(f"schema of a message FILL: {error}") from None
-        known = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        if not known or not names or len(set(names)) != len(names) or not set(names) <= set(schema.late):
-            raise ProtocolError(
-                f"names of a message FILL is {shown(names)}; expected different late columns of its schema."
-            )
+        schema, names = _read_described("FILL", found.described, "late")
         rows_of = found.slots, found.generations, lengths
-        fill = cls(found.table, schema, tuple(names), *rows_of, found.identity, found.strict, found.again)
+        fill = cls(found.table, schema, names, *rows_of, found.identity, found.strict, found.again)
         if fill.bulk_bytes != bulk:
             raise ProtocolError(
                 f"The bulk part of a message FILL has {bulk:,} bytes; expected {fill.bulk_bytes:,} for {n:,} "
                 f"trajectories of {int(lengths.sum()):,} steps."
             )
         return fill
+
+
+@dataclasses.dataclass(frozen=True)
+class Overwrite(_RowChange):
+    """Values of mutable columns of trajectories in a table.
+
+    Attributes:
+        table: name of the table. schema: its columns. names: of the overwritten ones.
+        slots, anchors, generations: int64 [n], the rows. lengths: int64 [m], steps of each row in each column.
+        masked: whether a mask tells which steps are written.
+        identity: of the request, the same each time that it is sent.
+        strict: whether a row of a removed trajectory is an error. again: whether it may have been executed before.
+    """
+
+    message, answer = messages.SET, messages.WRITTEN
+
+    table: str
+    schema: Schema
+    names: tuple[str, ...]
+    slots: Array
+    anchors: Array
+    generations: Array
+    lengths: Array
+    masked: bool
+    identity: int
+    strict: bool
+    again: bool = False
+
+    @functools.cached_property
+    def _laid_out(self) -> tuple[list[tuple[int, int]], int]:
+        steps = [int(count) * self.rows for count in self.lengths]
+        sizes = [count * self.schema[name].step_bytes for count, name in zip(steps, self.names, strict=True)]
+        return laid_out([*sizes, *steps[: self.masked]])
+
+    @property
+    def bulk_bytes(self) -> int:
+        """Bytes of the bulk part."""
+        return self._laid_out[1]
+
+    def bulk(self, edits: Edits) -> Array:
+        """The bulk part, uint8."""
+        data = np.zeros(self.bulk_bytes, dtype=np.uint8)
+        parts = [*(each.data for each in edits.values), *(() if edits.mask is None else (edits.mask,))]
+        for (at, size), each in zip(self._laid_out[0], parts, strict=True):
+            data[at : at + size] = each.reshape(-1)
+        return data
+
+    def values(self, data: Array) -> tuple[Array | None, dict[str, Any]]:
+        """Mask and values of each column, as `set_columns` takes them, of the bulk part."""
+        places, found = self._laid_out[0], {}
+        for name, length, (at, size) in zip(self.names, self.lengths.tolist(), places, strict=False):
+            column = self.schema[name]
+            values = column.values_of(data[at : at + size].reshape(-1, column.step_bytes))
+            found[name] = values.reshape((self.rows, length, *column.shape))
+        at, size = places[-1]
+        mask = data[at : at + size].reshape(self.rows, -1) != 0 if self.masked else None
+        return mask, found
+
+    def what(self) -> str:
+        return f"{self.rows:,} rows ({self.bulk_bytes:,} bytes) to be overwritten in table {self.table!r}"
+
+    def repeated(self) -> Overwrite:
+        return dataclasses.replace(self, again=True)
+
+    def pack(self) -> bytes:
+        return messages.SET.pack(described=_described(self.schema, self.names), **vars(self))
+
+    @classmethod
+    def parse(cls, small: Bytes, bulk: int = 0, limits: Limits | None = None) -> Overwrite:
+        found, limits = messages.SET.parse(small, limits), limits or Limits()
+        lengths = found.lengths
+        schema, names = _read_described("SET", found.described, "mutable")
+        fits = len(lengths) == len(names) and lengths.min() >= 1 and lengths.max() <= limits.store_bytes
+        if not fits or (found.masked and (lengths != lengths[0]).any()):
+            raise ProtocolError(
+                f"lengths of a message SET are {shown(lengths.tolist())} for {len(names)} columns; expected numbers of "
+                f"1 to {limits.store_bytes:,}, with a mask the same."
+            )
+        rows = found.slots, found.anchors, found.generations
+        made = cls(
+            found.table,
+            schema,
+            names,
+            *rows,
+            lengths,
+            found.masked,
+            found.identity,
+            found.strict,
+            found.again,
+        )
+        if made.bulk_bytes != bulk or not made.rows:
+            raise ProtocolError(
+                f"The bulk part of a message SET has {bulk:,} bytes; expected {made.bulk_bytes:,} for {made.rows:,} "
+                "rows, and a row."
+            )
+        return made
+
+
+def _described(schema: Schema, names: Sequence[str]) -> bytes:
+    """A schema, and names of columns of it, in a message."""
+    return json.dumps([schema.to_json(), list(names)], separators=(",", ":")).encode()
+
+
+def _read_described(what: str, described: Any, kind: str) -> tuple[Schema, tuple[str, ...]]:
+    """Parse `_described` of a message `what`, with names of "late" or "mutable" columns."""
+    try:
+        rows, names = json.loads(str(described, "utf-8"))
+        schema = read_schema(rows)
+    except (ValueError, TypeError, RecursionError):
+        raise ProtocolError(f"schema and names of a message {what} are not JSON.") from None
+    except TransportError as error:
+        raise ProtocolError(f"schema of a message {what}: {error}") from None
+    known = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if (
+        not known
+        or not names
+        or len(set(names)) != len(names)
+        or not set(names) <= set(getattr(schema, kind))
+    ):
+        raise ProtocolError(
+            f"names of a message {what} is {shown(names)}; expected different {kind} columns of its schema."
+        )
+    return schema, tuple(names)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Connection:
             Kind.PART: self._keep_part,
             Kind.METADATA: self._describe,
         }
-        bulk = {Kind.STORE: limits.store_bytes, Kind.FILL: limits.store_bytes, Kind.PART: MOST_PART}
+        bulk = dict.fromkeys((Kind.STORE, Kind.FILL, Kind.SET), limits.store_bytes) | {Kind.PART: MOST_PART}
         kinds = [messages.MESSAGES[kind] for kind in sorted((*HANDLERS, *self._own))]
         self._allowed = {each.kind: (each.most(limits), bulk.get(each.kind, 0)) for each in kinds}
         self._allowed[Kind.FETCH] = messages.FETCH.most() + 8 * PackedSpec.FIELDS * limits.rows, 0

@@ -19,11 +19,20 @@ from gear_loader.errors import (
     TableFullError,
     TransportError,
 )
+from gear_loader.storage.edits import Edits
 from gear_loader.storage.ids import CLIENT_ORIGIN, joined, joined_one
 from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
-from gear_loader.transport.change_messages import Advance, Advanced, Fill, Question, Unfilled, Update
+from gear_loader.transport.change_messages import (
+    Advance,
+    Advanced,
+    Fill,
+    Overwrite,
+    Question,
+    Unfilled,
+    Update,
+)
 from gear_loader.transport.client import Peer
 from gear_loader.transport.store_message import OneStore, Rows, Stacked
 from gear_loader.transport.wire import PartsMissingError
@@ -277,6 +286,26 @@ class Delivery:
 
         return self._ask(request, "the columns may be filled or not", bulk=[request.bulk(values)])
 
+    def set(self, edits: Edits, *, strict: bool) -> int:
+        """Overwrite values of rows, and wait for it; a request whose answer is lost is sent again.
+
+        Args:
+            edits: one row or more. strict: whether a row of a removed trajectory is an error.
+
+        Returns:
+            Number of rows of removed trajectories, which were skipped.
+
+        Raises:
+            FilledError, StaleIndexError, SchemaError, RegionError: as `Table.set`. PeerTimeoutError: no answer before
+            the deadline; they may be written or not. HandshakeError, TransportError: as `store`.
+        """
+        rows = edits.slots, edits.anchors, edits.generations
+        lengths = np.array([each.data.shape[1] for each in edits.values], dtype=np.int64)
+        names, identity = tuple(each.name for each in edits.values), int.from_bytes(os.urandom(8), "little")
+        masked = edits.mask is not None
+        request = Overwrite(self._table, self._schema, names, *rows, lengths, masked, identity, strict)
+        return self._ask(request, "the values may be written or not", bulk=[request.bulk(edits)])
+
     def advance(self) -> int:
         """Raise the version of the policy by one, and wait for it; a request whose answer is lost is sent again.
 
@@ -323,6 +352,17 @@ def fill_parts(
         high = low + filler.counts(sizes[low:])
         part = [_part(each, low, high) for each in values]
         skipped += filler.fill(slots[low:high], generations[low:high], part, strict=strict)
+        low = high
+    return skipped
+
+
+def set_parts(filler: Delivery, edits: Edits, *, strict: bool) -> int:
+    """`Delivery.set` of any number of rows, in requests of a limited size; the number of stale ones."""
+    count, low, skipped = len(edits.slots), 0, 0
+    sizes = np.full(count, sum(each.data.size // count for each in edits.values) if count else 0)
+    while low < count:
+        high = low + filler.counts(sizes[low:])
+        skipped += filler.set(edits.take(slice(low, high)), strict=strict)
         low = high
     return skipped
 

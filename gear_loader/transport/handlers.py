@@ -11,13 +11,14 @@ import numpy as np
 
 from gear_loader.errors import LockTimeoutError, PriorityError, SchemaError
 from gear_loader.kernels.sum_tree import UNSET
+from gear_loader.storage.edits import set_columns
 from gear_loader.storage.ids import CLIENT_ORIGIN, LARGEST_ID, LARGEST_ORIGIN, check_ids
 from gear_loader.storage.incoming import Steps
 from gear_loader.storage.late import fill_columns
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import wire_messages as messages
-from gear_loader.transport.change_messages import Advance, Advanced, Fill, Unfilled, Update
+from gear_loader.transport.change_messages import Advance, Advanced, Fill, Overwrite, Unfilled, Update
 from gear_loader.transport.channel import Bytes
 from gear_loader.transport.store_message import One, OneStore, Store
 from gear_loader.transport.table_cache import AttachedTable, TableCache
@@ -176,6 +177,25 @@ def _fill(tables: TableCache, request: Fill, data: Array, at_once: bool) -> Repl
     return Reply(Kind.FILLED, messages.FILLED.pack(stale=stale))
 
 
+def _set(tables: TableCache, request: Overwrite, data: Array, at_once: bool) -> Reply:
+    """Overwrite values of rows, once also if the request comes again to this process.
+
+    Raises:
+        As `Table.set`. Nothing was changed.
+    """
+    table = tables.open(request.table, at_once=at_once)
+    table.check_schema(request.schema)
+
+    def write() -> Array:
+        mask, values = request.values(data)
+        rows = request.slots, request.anchors, request.generations
+        return np.array([set_columns(table.engine, *rows, mask, values, strict=request.strict)])
+
+    identity = np.array([request.identity], dtype=np.uint64)
+    (stale,) = table.set_once.run(identity, write, again=request.again).tolist()
+    return Reply(Kind.WRITTEN, messages.WRITTEN.pack(stale=stale))
+
+
 def _update(tables: TableCache, request: Update, _: Array, at_once: bool) -> Reply:
     """Set priorities.
 
@@ -231,6 +251,7 @@ def _unfilled(tables: TableCache, request: Unfilled, _: Array, at_once: bool) ->
 HANDLERS = {
     Kind.STORE: Handler(Store.parse, _store, "storing into", 1 << 20, overlaps=True),
     Kind.FILL: Handler(Fill.parse, _fill, "filling columns of"),
+    Kind.SET: Handler(Overwrite.parse, _set, "overwriting values of"),
     Kind.UPDATE: Handler(Update.parse, _update, "setting priorities in", 1 << 14),
     Kind.ADVANCE: Handler(Advance.parse, _advance, "advancing the version of"),
     Kind.UNFILLED: Handler(Unfilled.parse, _unfilled, "unfilled trajectories of", changes=False),

@@ -247,7 +247,10 @@ class SpanQuery(Query):
         starts = np.cumsum(counts) - counts
 
         def read(which: Array) -> None:
-            inside = self._gather(attached, tables, rows, starts, which, at_once=at_once)
+            def gather() -> Array:
+                return self._gather(attached, tables, rows, starts, which, at_once=at_once)
+
+            inside = attached.reader(at_once).read_whole(slots[which], gather)
             outside = np.setdiff1d(which, inside)
             if len(outside):
                 self._read_disk(attached, rows, starts, outside, spans, out)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from gear_loader.errors import FilledError, GearError, HandshakeError, SchemaError, TransportError
+from gear_loader.storage.edits import checked_edits
 from gear_loader.storage.incoming import (
     checked_priorities,
     checked_priority,
@@ -32,7 +33,7 @@ from gear_loader.storage.writer import Writer
 from gear_loader.transport.access import refusal
 from gear_loader.transport.change_messages import Metadata
 from gear_loader.transport.client import Peer
-from gear_loader.transport.delivery import Delivery, fill_parts, until_done
+from gear_loader.transport.delivery import Delivery, fill_parts, set_parts, until_done
 from gear_loader.transport.handshake import check_secret, read_secret
 from gear_loader.transport.spool import Spool
 from gear_loader.transport.spool_sink import SpoolSink
@@ -316,6 +317,35 @@ class RemoteTable:
         if len(np.unique(slots)) != count:
             raise FilledError("An index was given twice; a late column is filled once. Nothing was changed.")
         return fill_parts(self._filler, slots, generations, values, strict=strict)
+
+    def set(
+        self,
+        index: Any,
+        anchor: Any,
+        /,
+        *,
+        generation: Sequence[int] | Array | torch.Tensor | int | None = None,
+        mask: Any = None,
+        stale: Literal["ignore", "error"] = "ignore",
+        **columns: Any,
+    ) -> int:
+        """Overwrite values of columns with ``Column(mutable=True)`` in the server's table; see `Table.set`.
+
+        Args:
+            index, anchor, generation, mask, stale, columns: as for `Table.set`. They are sent in requests of a limited
+                size, each of which is executed once, though its answer is lost. If the server is killed before it
+                answers, the rows are written again when it is back, also over what others have written since.
+
+        Returns:
+            Number of rows that were skipped.
+
+        Raises:
+            As `Table.set`; what earlier requests wrote stays. PeerTimeoutError: no answer before the deadline; rows may
+            be written or not. TransportError: the server's clients may only read.
+        """
+        self._check()
+        edits = checked_edits(self.schema, index, anchor, generation, mask, columns)
+        return set_parts(self._filler, edits, strict=is_strict(stale))
 
     def unfilled(self, *columns: str) -> tuple[Array, Array]:
         """The trajectories of the server's table of which a late column is not filled; see `Table.unfilled`."""

@@ -38,7 +38,7 @@ class AttachedTable:
         table, engine: the table, and its internals.
         at_once: an index whose calls never wait, neither for the lock nor for space.
         extent, block_ids, block_steps: the index, as the compiled gather takes it.
-        stored_once, filled_once, advanced_once: execute a request that is sent again once.
+        stored_once, filled_once, set_once, advanced_once: execute a request that is sent again once.
         memory: number of what these remember.
         is_dirty: whether the next lock holder must repair the index, which can take long.
     """
@@ -59,6 +59,7 @@ class AttachedTable:
         self.stored_once = StoredOnce(self.engine.index.slots_of)
         # Values are compared where an earlier process may have written them.
         self.filled_once = StoredOnce(lambda ids: ids[:0])
+        self.set_once = StoredOnce(lambda ids: ids[:0])
         self.advanced_once = StoredOnce(lambda ids: ids[:0])
         self.memory = 1 + secrets.randbelow((1 << 64) - 1)
         self._fits: Schema | None = None
@@ -97,8 +98,11 @@ class AttachedTable:
         given = columns, rows, most, *self._index, out, status, gaps
         if len(out) <= _UNDER_LOCK:
             return self._readers[at_once].under_lock(lambda: int(serve(*given)))
+        reader, slots = self._readers[at_once], rows[0]
+        if reader.arrays.edit_unit:
+            slots = np.clip(slots, 0, reader.arrays.num_slots - 1)
         with self.reading(at_once=at_once):
-            return int(serve(*given))
+            return reader.read_whole(slots, lambda: int(serve(*given)))
 
     @contextlib.contextmanager
     def reading(self, *, at_once: bool) -> Iterator[None]:

@@ -37,7 +37,7 @@ from gear_loader.errors import GearError, HandshakeError, TransportError
 from gear_loader.transport.channel import Bytes, Channel, as_bytes
 from gear_loader.utils.arrays import Array
 
-VERSION = 4
+VERSION = 5
 HEADER = 64
 NONCE = 32
 MAX_TEXT = 4096
@@ -89,6 +89,8 @@ class Kind(enum.IntEnum):
     UNFILLED = 22
     ADVANCE = 23
     ADVANCED = 24
+    SET = 25
+    WRITTEN = 26
 
 
 _KINDS = {int(kind): kind for kind in Kind}

@@ -231,7 +231,25 @@ FILL = WireMessage(
 )
 """generations: -1 for any. described: a list of the schema and the names of the filled columns. Bulk part: as that of
 STORE, or a value of each trajectory. FILLED is as UPDATED."""
-UPDATED, FILLED = (WireMessage(kind, stale=u64) for kind in (Kind.UPDATED, Kind.FILLED))
+SET = WireMessage(
+    Kind.SET,
+    n=u32.to("rows"),
+    m=u32.to(MAX_COLUMNS),
+    flags=_flags("strict", "again", "masked"),
+    identity=u64,
+    slots=i64["n"],
+    anchors=i64["n"],
+    generations=i64["n"],
+    lengths=i64["m"],
+    table=_name,
+    described=_json,
+)
+"""Values of `lengths[i]` steps from each anchor on, for column i of those described, as FILL describes them. Bulk part:
+column after column, each from a multiple of 128 bytes on: the steps of one row after another; then, if masked, bool
+[n, L]. WRITTEN is as UPDATED."""
+UPDATED, FILLED, WRITTEN = (
+    WireMessage(kind, stale=u64) for kind in (Kind.UPDATED, Kind.FILLED, Kind.WRITTEN)
+)
 UNFILLED = WireMessage(Kind.UNFILLED, n=u32.to(MAX_COLUMNS), table=_name, names=Field("text", MAX_TEXT)["n"])
 """DESCRIBED answers it: slots and generations, int64 [2, m]."""
 

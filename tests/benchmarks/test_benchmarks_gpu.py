@@ -145,6 +145,7 @@ SIZES = collect.Sizes(
 )
 LOADS = overlap.Sizes(
     programs=(1, 3),
+    shallow=(3,),
     urgent=(3,),
     batch=2,
     load_bytes=8_000,
@@ -224,7 +225,10 @@ def test_batches_are_measured_in_all_ways(tmp_path: Path, monkeypatch: pytest.Mo
 def test_work_is_measured_beside_every_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rehearsal = Rehearsal()
     by_work: dict[str, set[str]] = {}
-    ours = {f"kernel, {told}" for told in ("1 programs", "3 programs", "3 programs, high priority")}
+    ours = {
+        f"kernel, {told}"
+        for told in ("1 programs", "3 programs", "3 programs, high priority", "3 programs, 32 KiB in flight")
+    }
     loads = {*ours, "cudaMemcpyAsync"}
     for row in overlapped(tmp_path / "rows.jsonl", 5, rehearsal):
         check_row(row, "overlap")

@@ -85,6 +85,7 @@ def report_of(folder: Path, rows: Any) -> _Reader:
 # The page --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_page_needs_nothing_else_and_has_the_pictures_in_it(made: Path, read: _Reader) -> None:
     for tag, attributes in read.tags:
         assert tag not in ("script", "link", "iframe", "object"), tag

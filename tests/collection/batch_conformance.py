@@ -67,6 +67,26 @@ class Made:
     shards: list[int] | None = None
 
 
+def mover_fixture(*long: str) -> Any:
+    """The movers of a class of tests, of which those in `long` are marked so. The device plays on the CPU."""
+
+    @pytest.fixture(
+        params=[pytest.param(each, marks=pytest.mark.long if each in long else ()) for each in MOVERS]
+    )
+    def mover(self: BatchConformance, request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+        if request.param not in self.movers:
+            pytest.skip("not for this source")
+        if request.param == "cpu":
+            yield "cpu"
+        elif torch.cuda.is_available():
+            pytest.skip("there is a real torch.cuda")
+        else:
+            for _ in played_on_cpu(monkeypatch):
+                yield request.param
+
+    return mover
+
+
 class BatchConformance:
     """Tests of a source with every mover and layout. A subclass makes it by `make`."""
 
@@ -82,18 +102,7 @@ class BatchConformance:
         with contextlib.ExitStack() as stack:
             yield stack
 
-    @pytest.fixture(params=MOVERS)
-    def mover(self, request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-        """The device plays on the CPU, with the kernels' twins."""
-        if request.param not in self.movers:
-            pytest.skip("not for this source")
-        if request.param == "cpu":
-            yield "cpu"
-        elif torch.cuda.is_available():
-            pytest.skip("there is a real torch.cuda")
-        else:
-            for _ in played_on_cpu(monkeypatch):
-                yield request.param
+    mover = mover_fixture()
 
     @pytest.mark.parametrize(("layout", "windows", "records"), CASES)
     def test_batches(self, stack: Any, mover: str, layout: str, windows: Any, records: bool) -> None:

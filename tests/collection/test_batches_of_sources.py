@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batch_conformance import BatchConformance, Made
+from batch_conformance import BatchConformance, Made, mover_fixture
 from options_common import nested_table
 from played_peer import PlayedPeer
 from source_conformance import SCHEMA, TRAJECTORIES
@@ -95,9 +95,11 @@ class TestOtherNodes(TestShards):
     """Two of them are of other nodes."""
 
     remote = (1, 2)
+    mover = mover_fixture("gpu")
 
 
 class TestCache(TestShards):
     """What has been received is kept."""
 
     remote, cache = (0, 1, 2), 1 << 20
+    mover = mover_fixture("gpu")

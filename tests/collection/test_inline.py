@@ -19,6 +19,10 @@ from gear_loader.storage.counters import NUM_SAMPLED
 from gear_loader.storage.operations.view import READING
 from gear_loader.storage.reader import TableReader
 
+N_STEP = {
+    "reward": gear.Window(2, -1),
+    "target": gear.NStep("reward", 3, 0.9, "reward", ("observation", "action")),
+}
 SAMPLERS: dict[str, dict[str, Any]] = {
     "trajectories": {"sampler": gear.Uniform()},
     "first steps": {"sampler": gear.Uniform(), "anchor": "first"},
@@ -28,6 +32,8 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "by priority": {"sampler": gear.Prioritized(beta=gear.LinearSchedule(0.2, 1.0, batches=20))},
     "by priority, table": {"sampler": gear.Prioritized(normalize="table"), "anchor": "last"},
     "steps by priority": {"sampler": gear.Prioritized(unit="step", eps=0.1), "complete": True},
+    "n-step returns": {"sampler": gear.Uniform(unit="step"), "windows": N_STEP},
+    "n-step returns by priority": {"sampler": gear.Prioritized(), "windows": N_STEP},
 }
 
 

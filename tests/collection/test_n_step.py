@@ -7,9 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cuda_common import played_on_cpu
 
 import gear_loader as gear
-from gear_loader.collection.n_step import n_step
+from gear_loader.collection.collector import TableSource, collector_for
+from gear_loader.collection.n_step import OUTPUTS, Returns, n_step
+from gear_loader.collection.windows import windows_of
+from gear_loader.storage.selected_rows import SelectedRows
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
@@ -83,12 +87,66 @@ def test_against_a_naive_loop(final: bool, reward: torch.dtype, n: int, gamma: f
         assert rows_seen == table.num_steps
 
 
+@pytest.mark.parametrize("mover", ["gpu", "staged"])
+@pytest.mark.parametrize("small", [True, False])
+def test_a_gpu_gathers_one_observation_a_row(
+    mover: str, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device plays on the CPU, with the kernels' twins."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a real torch.cuda")
+    schema = {
+        "obs": gear.Column(torch.float32, (8 if small else 300,), final=True),
+        "reward": gear.Column(torch.float64),
+        "terminated": gear.Column(torch.bool),
+    }
+    spec = gear.NStep("reward", 3, 0.5, "terminated", next=("obs", "reward"))
+    windows = {
+        "obs": gear.Window(2, -1),
+        "target": spec,
+        "other": gear.NStep("reward", 2, 0.9, "terminated", "obs"),
+    }
+    rng = np.random.default_rng(0)
+    with gear.Table.create(schema, max_steps=400, max_trajectories=40, block_steps=3) as table:
+        for number in range(12):
+            length = int(rng.integers(1, 12))
+            done = torch.arange(length) == (length - 1 if number % 2 else -1)
+            values = torch.from_numpy(rng.normal(size=(length + 1, schema["obs"].shape[0]))).float()
+            rows = {
+                "obs": values[:-1],
+                "reward": torch.from_numpy(rng.normal(size=length)),
+                "terminated": done,
+            }
+            table.add(rows, final={"obs": values[-1]} if number % 3 else None)
+        steps, (extent, _) = table.indices(), table._engine.reader().index_arrays()
+        slots = rng.choice(steps, 24).astype(np.int64)
+        anchors = rng.integers(extent[slots, 0])
+        chosen = SelectedRows(slots, anchors, table._engine.reader().slot_states()[1][slots])
+
+        def gathered(device: str, zero_copy: bool) -> tuple[Any, Any]:
+            plain = windows_of(table.schema, windows, None)
+            options: dict[str, Any] = {"device": torch.device(device), "zero_copy": zero_copy}
+            collector = collector_for(TableSource(table), plain, batch_size=24, **options)
+            buffers = collector.buffers()
+            for rows in (chosen.take(np.arange(24) < 7), chosen):
+                collector.gather(buffers, rows)
+            return dict(buffers.rows(24)), buffers
+
+        expected = gathered("cpu", False)[0]
+        for _ in played_on_cpu(monkeypatch):
+            found, buffers = gathered("cuda:1", mover == "gpu")
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        if mover == "gpu":
+            read = [
+                each.out.shape[1] for each in buffers.outputs if each.column == "obs" and each.out is not None
+            ]
+            assert sorted(read) == [1, 1, 2]
+
+
 @hypothesis.given(st.integers(0, 10**6), st.integers(1, 6))
 @hypothesis.settings(max_examples=40, deadline=None)
 def test_tensor_operations_are_the_loop(seed: int, n: int) -> None:
     """What a GPU computes; the compiled loop is compared with the naive one above."""
-    from gear_loader.native import returns
-
     random = np.random.default_rng(seed)
     count, gamma = 9, float(random.choice([0.0, 0.3, 0.99, 1.0]))
     left = random.integers(1, n + 3, count)  # steps from the anchor to the end
@@ -97,11 +155,17 @@ def test_tensor_operations_are_the_loop(seed: int, n: int) -> None:
     rewards = random.normal(size=(count, n)).astype(np.float32)
     done = steps & (random.random((count, n)) < 0.2)
     anchors = random.integers(0, 50, count)
-    out = [np.empty(count, dtype) for dtype in (np.float32, np.float32, np.int64, np.bool_)]
-    returns.n_step(rewards, done, steps, follows, anchors, gamma, *out)
-    parts = (torch.from_numpy(part) for part in (rewards, done, steps, follows, anchors))
-    for found, expected in zip(n_step(*parts, gamma), out, strict=True):
-        torch.testing.assert_close(found, torch.from_numpy(expected))
+    parts = [torch.from_numpy(part) for part in (rewards, done, steps, follows, anchors)]
+    out = {name: torch.empty(count, dtype=dtype) for name, dtype in OUTPUTS.items()}
+    ahead, ends = torch.arange(2 * count * (n + 1)).view(count, n + 1, 2), torch.empty(count, 2).long()
+    windows = {"reward": parts[0], "done": parts[1], "next.obs": ahead}
+    spec = gear.NStep("reward", n, gamma, "terminated", next="obs")
+    Returns(spec, out, [ends], windows, *parts[2:4]).compute(parts[4])
+    for found, expected in zip(n_step(*parts, gamma), out.values(), strict=True):
+        torch.testing.assert_close(found, expected)
+    for row, step in enumerate((out["bootstrap"] - parts[4]).tolist()):
+        there = 0 <= step < n + 1 and follows[row, step]
+        assert ends[row].tolist() == (ahead[row, step] * bool(there)).tolist()
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def end_without_closing(tmp_path: Path, busy: float) -> None:
     assert [out for out, _ in outputs] == ["done\n"] * 2
 
 
+@pytest.mark.long
 def test_ranks_that_end_while_batches_are_prefetched(tmp_path: Path) -> None:
     end_without_closing(tmp_path, busy=0)
 

@@ -117,6 +117,7 @@ def same(found: list[dict[str, Any]], expected: list[dict[str, Any]], *, less: t
             torch.testing.assert_close(one[name], other[name], rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.long
 def test_each_rank_draws_whole_groups_of_its_own() -> None:
     ranks = run_ranks(2, drawing)
     # The first shard's draws are those of its table alone; weights differ by the shares of the shards' masses.

@@ -127,6 +127,7 @@ def drawing(rank: int, world: int) -> dict[str, Any]:
         table.unlink()
 
 
+@pytest.mark.long
 def test_all_ranks_draw_what_is_filled_and_recent() -> None:
     ranks = run_ranks(2, drawing)
     together = {

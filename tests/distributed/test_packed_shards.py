@@ -203,6 +203,7 @@ def rows_of(batch: Kept) -> list[dict[str, bytes]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_get_the_batches_of_one_process(transport: str) -> None:
     ranks = run_ranks(3, rank_of, draw_all, transport)

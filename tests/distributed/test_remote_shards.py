@@ -182,6 +182,7 @@ def stopped_server_rank(rank: int, world: int) -> tuple[list[list[int]], int]:
         return seen, data.num_lost
 
 
+@pytest.mark.long
 def test_rows_of_a_node_that_is_lost_are_drawn_elsewhere_until_it_is_back() -> None:
     (seen, lost), (own, _) = run_ranks(2, stopped_server_rank)
     assert lost > 0

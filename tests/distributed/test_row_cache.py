@@ -222,6 +222,7 @@ def changed(random: np.random.Generator, tables: list[gear.Table], growing: list
                 growing[shard][1:] = 0, 0
 
 
+@pytest.mark.long
 @given(
     seed=st.integers(0, 10**6),
     sampler=st.sampled_from(

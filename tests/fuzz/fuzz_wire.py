@@ -22,7 +22,15 @@ if __name__ == "__main__":
     _watched = atheris.instrument_imports(include=["gear_loader.transport"])
 
 with _watched:
-    from gear_loader.transport.change_messages import Advance, Advanced, Fill, Part, Unfilled, Update
+    from gear_loader.transport.change_messages import (
+        Advance,
+        Advanced,
+        Fill,
+        Overwrite,
+        Part,
+        Unfilled,
+        Update,
+    )
     from gear_loader.transport.channel import Address
     from gear_loader.transport.spec import WindowSpec, read_spec
     from gear_loader.transport.store_message import Store
@@ -67,6 +75,17 @@ def parse_fill(data: bytes) -> None:
     assert again.slots.tolist() == fill.slots.tolist()
     assert (again.table, again.names, again.identity) == (fill.table, fill.names, fill.identity)
     assert set(fill.values(np.zeros(bulk, dtype=np.uint8))) == set(fill.names)
+
+
+def parse_overwrite(data: bytes) -> None:
+    """A request that is read is written the same, and describes its bulk part."""
+    bulk = int.from_bytes(data[:3], "little")
+    change = Overwrite.parse(data[3:], bulk, LIMITS)
+    again = Overwrite.parse(change.pack(), bulk, LIMITS)
+    assert again.lengths.tolist() == change.lengths.tolist()
+    mask, values = change.values(np.zeros(bulk, dtype=np.uint8))
+    assert set(values) == set(change.names)
+    assert (mask is not None) == change.masked
 
 
 def parse_unfilled(data: bytes) -> None:
@@ -128,6 +147,7 @@ TARGETS: tuple[Callable[[bytes], None], ...] = (
     parse_error,
     parse_fields,
     parse_address,
+    parse_overwrite,
 )
 
 

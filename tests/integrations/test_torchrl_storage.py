@@ -1,14 +1,9 @@
-"""A storage for TorchRL's buffers in a table, and TorchRL's own tests of replay buffers run on it."""
+"""A storage for TorchRL's buffers in a table."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import multiprocessing
-import os
 import pickle
-import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -28,8 +23,6 @@ with warnings.catch_warnings():
 
     from gear_loader.integrations.torchrl_storage import TableStorage
 multiprocessing.set_start_method(_start, force=True)  # which torchrl has changed
-
-TOOLS = Path(__file__).resolve().parents[1] / "tools"
 
 
 def rows(first: int, count: int) -> Any:
@@ -92,60 +85,3 @@ def test_what_it_refuses() -> None:
         TableStorage(5, shared_init=True)
     with pytest.raises(SchemaError, match="complex64"):
         TableStorage(5).set(range(3), torch.zeros(3, dtype=torch.complex64))
-
-
-@pytest.fixture(scope="module")
-def own_tests(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with TorchRL's tests: TORCHRL_TESTS, or those of the installed version, of its repository."""
-    known = os.environ.get("TORCHRL_TESTS")
-    if known:
-        return Path(known)
-    folder = tmp_path_factory.mktemp("torchrl")
-    tag = f"v{importlib.metadata.version('torchrl').partition('+')[0]}"
-    command = [
-        "git",
-        "clone",
-        "-q",
-        "--depth=1",
-        f"--branch={tag}",
-        "https://github.com/pytorch/rl",
-        str(folder),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
-    if done.returncode != 0 or not (folder / "test" / "rb").is_dir():
-        pytest.skip(
-            f"TorchRL's tests cannot be fetched, and TORCHRL_TESTS names no test/rb: {done.stderr[-200:]}"
-        )
-    return folder / "test" / "rb"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("file", "least"), [("test_rb_core.py", 500), ("test_writers.py", 20)])
-def test_the_tests_of_torchrl_pass(own_tests: Path, file: str, least: int) -> None:
-    try:
-        import torchrl._torchrl  # noqa: F401
-    except ImportError:
-        pytest.skip("TorchRL's extension, which its priorities need, does not load beside this torch")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "torchrl_substitutes",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        file,
-    ]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{TOOLS}{os.pathsep}{TOOLS.parents[1]}",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=290, cwd=own_tests, env=environment
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
-    assert int(passed[1]) >= least, done.stdout[-500:]

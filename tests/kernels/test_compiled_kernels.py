@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from emulation import launch
 from emulation.machine import Counts, Machine
-from emulation.memory import InvalidAccessError, Memory
+from emulation.memory import InvalidAccessError, Memory, RaceError
+from emulation.ptx import parse
 from emulation.timing import NANOSECONDS, ROUND_TRIPS, Latencies
 from gather_common import Outputs, Spec, Store, check_gather
 from packed_common import PackedBatch
@@ -27,7 +28,7 @@ from records_common import CARTPOLE, HOPPER, Records
 from benchmarks.experiments import predict
 from gear_loader.kernels import cast, gather, items, place, split
 from gear_loader.kernels.cast_plan import CAST_DTYPES, CastColumn, CastPlan
-from gear_loader.kernels.packed_plan import PackedPlan, PackedWork
+from gear_loader.kernels.packed_plan import PackedPlan
 from gear_loader.kernels.plan import LINES, GatherPlan
 from gear_loader.kernels.priority import DRAW
 from gear_loader.kernels.priority_reference import draw, update
@@ -54,7 +55,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Gathers of 16-byte words and places run on the emulator."""
 
     def find(name: str) -> Machine | None:
-        if name not in aot_common.SAMPLE:
+        if not name.startswith(aot_common.SAMPLE):
             return None
         return launch.machine(name, aot_common.INSTALLED, aot_common.SAMPLE)
 
@@ -78,14 +79,16 @@ def test_gathers_are_those_of_the_naive_account(emulated: None) -> None:
     random = np.random.default_rng(3)
     for case in range(6):
         sizes = (16 * random.integers(1, 12, 2)).tolist()
-        store = Store(sizes, random.integers(1, 80, 5).tolist(), int(random.integers(1, 40)), seed=case)
+        block_steps = int(random.integers(1, 40)) if case < 3 else 16 * int(random.integers(1, 3))
+        store = Store(sizes, random.integers(1, 80, 5).tolist(), block_steps, seed=case)
         specs = [
             Spec(size, int(random.integers(1, 24)), int(random.integers(-40, 40)), pad=case % 4)
             for size in sizes
         ]
         slots, anchors = store.draw(5, case)
         check_gather(gather.gather, store, specs, slots, anchors, compact=case % 2 == 0)
-    assert launch.LAUNCHES["gather_16"] == 6
+    assert launch.LAUNCHES["gather_16_128"] + launch.LAUNCHES["gather_16_256"] == 6
+    assert launch.LAUNCHES["gather_16_256"] >= 2
 
 
 def test_a_gather_from_an_invalid_slot_is_found(emulated: None) -> None:
@@ -111,9 +114,10 @@ def test_draws_are_those_of_the_twin() -> None:
         assert torch.equal(found[1], expected[1])
 
 
-@pytest.mark.parametrize("chosen", [False, True])
-def test_records_are_split_as_by_the_twin(chosen: bool) -> None:
-    name = "split_rows" if chosen else "split"
+@pytest.mark.parametrize("name", ["split", "split_rows", "split_counted"])
+def test_records_are_split_as_by_the_twin(name: str) -> None:
+    """The number of rows is an argument, or lies in memory."""
+    chosen, counted = name == "split_rows", name == "split_counted"
     runner = launch.machine(name, aot_common.INSTALLED, aot_common.SAMPLE)
 
     def run(plan: SplitPlan, count: int, *, rows: Any = None, programs: int | None = None) -> None:
@@ -121,28 +125,30 @@ def test_records_are_split_as_by_the_twin(chosen: bool) -> None:
         for column in plan.columns:
             memory.add_tensor(column.records, "records")
             memory.add_tensor(column.out, "an output")
-        given = (plan.device_table, plan.device_table if rows is None else rows)
+        number = torch.tensor([count])
+        given = (plan.device_table, plan.device_table if rows is None else rows, number)
         tiles = plan.tiles(count, split.LAUNCH["TILE"])
+        count, tiles = (9999, 9999) if counted else (count, tiles)
         launch.launch(runner, name, 2, (*given, len(plan.columns), count, tiles), memory)
 
     Records(32, 7, CARTPOLE, 40, 33, chosen=chosen).run(run)
     Records(64, 20, HOPPER, 40, 33, chosen=chosen, shift=4).run(run)
 
 
-def run_packed(plan: PackedPlan, work: PackedWork, *, programs: int | None = None) -> Counts:
+def run_packed(plan: PackedPlan, work: torch.Tensor, *, programs: int | None = None) -> Counts:
     """A packed gather on the emulator."""
     memory = Memory()
     for column in plan.columns:
+        assert column.source is not None
         memory.add_tensor(column.source, "a source", host=True)
         memory.add_tensor(column.out, "an output")
     runner = launch.machine("packed", aot_common.INSTALLED, aot_common.SAMPLE)
-    tensors = (plan.device_table, work.tiles, work.groups, work.pieces, plan.position)
-    end_16, end_4, lines, tiles = work.ends
     return launch.launch(
-        runner, "packed", min(programs or 2, tiles), (*tensors, end_16, end_4, lines, tiles), memory
+        runner, "packed", programs or 2, (work, work.view(torch.int32), plan.position), memory
     )
 
 
+@pytest.mark.long
 def test_packed_batches_are_those_of_the_naive_account() -> None:
     """All words in one launch, columns per trajectory, rows of one step and of none, in one program and in several."""
     store = Store([4, 1, 48, 400], [63, 500, 1, 7, 129], 32)
@@ -218,17 +224,21 @@ def test_casts_are_those_of_torch(kind: tuple[str, str, str]) -> None:
     name = f"cast_{given}_{target}{'_scaled' * bool(product)}"
     kernels = aot_common.SAMPLE if kind[:2] == ("uint8", "bfloat16") else ()
     ((_, table, device_table),) = plan.launches
-    arguments = (device_table, 1, 2990, plan.tiles(table, 2990, cast.LAUNCH["TILE"]))
-    launch.launch(launch.machine(name, aot_common.INSTALLED, kernels), name, 2, arguments, memory)
+    numbers = 1, 2990, plan.tiles(table, 2990, cast.LAUNCH["TILE"])
+    runs = [(name, (device_table, device_table, *numbers))]
+    if kernels:  # the number of rows lies in memory
+        runs.append((f"{name}_counted", (device_table, torch.tensor([2990]), 1, 9999, 9999)))
     values = source[:2990] * column.scale if column.scale else source[:2990]
     expected = torch.zeros_like(column.out)
     expected[:2990] = values.to(column.out.dtype)
-    if expected.dtype.is_floating_point:
-        assert torch.equal(column.out.isnan(), expected.isnan())
-        expected, found = expected.nan_to_num(0.0), column.out.nan_to_num(0.0)
-    else:
-        found = column.out
-    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    for variant, arguments in runs:
+        column.out.zero_()
+        launch.launch(launch.machine(variant, aot_common.INSTALLED, kernels), variant, 2, arguments, memory)
+        found, right = column.out, expected
+        if right.dtype.is_floating_point:
+            assert torch.equal(found.isnan(), right.isnan())
+            right, found = right.nan_to_num(0.0), found.nan_to_num(0.0)
+        assert torch.equal(found.view(torch.uint8), right.view(torch.uint8))
 
 
 # The last is what 44, 12, 4 and 4 bytes take in a packed table.
@@ -254,12 +264,37 @@ EVERY = [
 def test_lines_of_the_next_tile_are_requested_before_a_tile_is_stored(
     word: int, version: str, kernels: tuple[str, ...]
 ) -> None:
-    step_bytes = {16: 128, 4: 132, 1: 129}[word]
-    counts, _, tiles = measure(step_bytes, 20, word=word, version=version, kernels=kernels)
+    step_bytes, batch = ({16: 128, 4: 132, 1: 129}[word], 320)
+    counts, _, tiles = measure(step_bytes, 20, batch, word=word, version=version, kernels=kernels)
     requested = counts.host_bytes_at_stores
-    assert min(requested) > gather.TILE * 128  # more than a tile before the first store
+    assert min(requested) > RING - (
+        RING >> 3
+    )  # the whole ring before the first store, but for lines outside windows
     # It grows from tile to tile, and all has been requested before the last tile but one is stored.
     assert tiles // 2 < len(set(requested)) < tiles
+
+
+RING = 128 << 10
+"""Bytes that a program has in flight."""
+
+
+@pytest.mark.parametrize("defect", ["cp.async.wait_group", "barrier"])
+def test_a_wait_that_is_missing_is_found(defect: str) -> None:
+    """Copies land as late as the waits allow, so a tile that is stored without them, or by others' waits, is found."""
+    name = "gather_16_256"
+    report = aot_common.reports((aot_common.INSTALLED, launch.ARCH, aot_common.SAMPLE))[name]
+    measure(128, 20, 16, runner=Machine(parse(report["ptx"]), report["shared"]))
+    waits = list(re.finditer(r"cp\.async\.wait_group\s+(\d+);", report["ptx"]))
+    assert waits
+    first = next(wait for wait in waits if int(wait[1]) > 0)
+    if defect == "barrier":  # between the wait and what reads the tile
+        at = report["ptx"].index("bar.sync", first.end())
+        broken = report["ptx"][:at] + "// " + report["ptx"][at:]
+    else:
+        left = f"cp.async.wait_group {int(first[1]) + 2};"
+        broken = report["ptx"][: first.start()] + left + report["ptx"][first.end() :]
+    with pytest.raises(RaceError):
+        measure(128, 20, 16, runner=Machine(parse(broken), report["shared"]))
 
 
 @pytest.mark.long
@@ -270,14 +305,14 @@ def test_a_tile_waits_for_memory_once_at_most() -> None:
 
 @pytest.mark.long
 def test_the_time_of_a_tile_is_that_of_the_model() -> None:
-    """Of two tiles under way, each waits for the bus: what `benchmarks predict` takes a tile to cost."""
-    expected = predict.a_tile(predict.BUSES["Gen5"], 16, walk=0.0)
+    """What `benchmarks predict` takes a tile to cost."""
+    expected = predict.a_tile(predict.BUSES["Gen5"], 16, 256, walk=0.0)
     assert a_tile(NANOSECONDS) / 1e9 == pytest.approx(expected, rel=0.1)
 
 
 def a_tile(latencies: Latencies) -> float:
     """Time from tile to tile of one program."""
-    (few, _, tiles), (many, _, more) = (measure(128, 20, batch, latencies=latencies) for batch in (64, 192))
+    (few, _, tiles), (many, _, more) = (measure(128, 20, batch, latencies=latencies) for batch in (256, 640))
     return (many.time - few.time) / (more - tiles)
 
 
@@ -290,9 +325,10 @@ def measure(
     version: str = aot_common.INSTALLED,
     kernels: tuple[str, ...] = aot_common.SAMPLE,
     latencies: Latencies | None = None,
+    runner: Machine | None = None,
 ) -> tuple[Counts, int, int]:
     """What a gather of one column counts, in one program, the bytes it delivers, and its tiles."""
-    store = Store([step_bytes], [100] * 8, 32, finals=False)
+    store = Store([step_bytes], [100] * max(8, batch // 4), 32, finals=False)
     slots, anchors = store.draw(batch)
     anchors = anchors.clamp(min=length)
     outputs = Outputs([Spec(step_bytes, length, 1 - length, mask=False)], batch)
@@ -302,9 +338,10 @@ def measure(
         memory.add_tensor(column.out, "an output")
     ((found, table, device_table),) = plan.launches
     assert found == word
-    _, _, tiles, _ = plan.tiles(table, batch, gather.TILE, gather.ENTRIES)
-    name = f"gather_{word}"
-    runner = launch.machine(name, version, kernels)
+    options = gather.launch_options(word, plan.unit_of(word))
+    _, _, tiles, _ = plan.tiles(table, batch, options["TILE"], gather.ENTRIES)
+    name = f"gather_{word}_{plan.unit_of(word)}"
+    runner = launch.machine(name, version, kernels) if runner is None else runner
     inputs = (device_table, slots, anchors, store.extent, store.block_ids, slots)
     numbers = (1, 0, int(table[0, LINES]), batch, tiles, store.block_steps)
     arguments = (*inputs, *numbers, *gather.reciprocal(store.block_steps))

@@ -333,6 +333,7 @@ def test_rows_that_are_gone_keep_their_goals() -> None:
     assert not next(iterator)["relabelled"].any()
 
 
+@pytest.mark.long
 def test_batches_of_workers_are_those_of_this_process() -> None:
     buffer = make(name=fresh_name())
     try:

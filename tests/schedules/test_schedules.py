@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cases import mostly_long
 from defects import DEFECTS, put_back
 from options_common import nested
 from scenarios import Scenario, Shrinkable, cloned, compare, made_table, on_host
@@ -94,9 +95,9 @@ def pinned_meanwhile(of: Callable[[int], Scenario]) -> Callable[[int], Scenario]
 
 
 CASES = {
-    "padded": Case(Scenario.of, 4, 32, 1000),
+    "padded": Case(Scenario.of, 2, 32, 1000),
     # Rows of different lengths, budgets of steps, other dtypes; buffers that grow while batches are held.
-    "packed": Case(Scenario.flat, 4, 32),
+    "packed": Case(Scenario.flat, 2, 32),
     "groups": Case(Scenario.groups, 2, 8),
     # Rows on disk are read into pinned memory, and placed, or gathered out of it; late columns are filled meanwhile.
     "disk tier": Case(Scenario.on_disk, 1, 24, seen="place", least=2),
@@ -109,11 +110,11 @@ CASES = {
     ),
     "packed, disk tier": Case(Scenario.flat_tier, 2, 32, seen="staged", least=5),
     # Rows of this node are read by the device, in memory and on disk, and those of others where they arrive.
-    "shards": Case(ShardScenario.of, 3, 16, 400),
+    "shards": Case(ShardScenario.of, 2, 16, 400),
     "shards, disk tier": Case(
         lambda seed: dataclasses.replace(ShardScenario.of(seed), tier=True), 1, 24, seen="place", least=5
     ),
-    "shards, packed": Case(ShardScenario.flat, 4, 32),
+    "shards, packed": Case(ShardScenario.flat, 2, 32),
     "pinned meanwhile": Case(pinned_meanwhile(Scenario.of), 3, 16, 0, "both kinds", 0.5),
     "packed, pinned meanwhile": Case(pinned_meanwhile(Scenario.flat), 0, 16, 0, "both kinds", 0.5),
 }
@@ -149,7 +150,7 @@ def test_batches_are_those_of_the_cpu_in_thousands_of_schedules(name: str, part:
     check_case(name, range(FIRST + 1000 + 50 * part, FIRST + 1050 + 50 * part))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mostly_long(MODES, "capture", "device"))
 def test_modes_of_torch_change_nothing(mode: str) -> None:
     check_all(range(FIRST, FIRST + 1), lambda seed: Scenario.of(seed, mode))
 
@@ -322,12 +323,14 @@ def first_found(
         return next((seed for seed in seeds if play(of(seed), seed, policy) is not None), None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_defect_put_back_is_found(name: str) -> None:
     _, of, first = DEFECTS[name]
     assert first_found(name, of, "random", (*range(first, 100), *range(first))) is not None
 
 
+@pytest.mark.long
 def test_rows_of_a_disk_tier_read_too_early_are_found() -> None:
     """Pinned memory that the device still places rows out of is written by the host."""
     name = "the host writes pinned buffers that a copy still reads"
@@ -350,6 +353,7 @@ def test_threads_that_may_disturb_a_capture_are_found(
     assert any("ended the capture of a graph" in str(error) for error in errors)
 
 
+@pytest.mark.long
 def test_a_failure_is_shrunk() -> None:
     name = "a batch is delivered without waiting for the stream that fills it"
 

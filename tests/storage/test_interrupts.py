@@ -66,7 +66,10 @@ def test_signals_leave_nothing(count: int) -> None:
 
 @pytest.mark.parametrize(
     "count",
-    [1, pytest.param(40, marks=[pytest.mark.long, pytest.mark.exhaustive, pytest.mark.timeout(3700)])],
+    [
+        pytest.param(1, marks=pytest.mark.long),
+        pytest.param(40, marks=[pytest.mark.long, pytest.mark.exhaustive, pytest.mark.timeout(3700)]),
+    ],
 )
 def test_a_handler_gets_the_state_in_the_middle_of_any_call(count: int) -> None:
     assert interrupted("states", "all", count, 7, timeout=3600) > len(CALLS) * count // 2

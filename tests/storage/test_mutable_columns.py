@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from table_common import fresh_name, unchanged
 
 import gear_loader as gear
 from gear_loader.errors import FilledError, SchemaError, StaleIndexError
+from gear_loader.storage import edit_log, shared_memory
 
 SCHEMA = {
     "obs": gear.Column(torch.int64),
@@ -188,12 +193,13 @@ def _overwrite(voice: Voice, name: str) -> int:
     """Give whole trajectories one number after another, until called."""
     number = 0
     with gear.Table.attach(name) as table:
-        voice.say()
         while not voice.is_called:
             for slot in table.indices().tolist():
                 number += 1
                 wide = np.full((LENGTH, 80), number % 30_000, np.int16)
                 table.set(slot, 0, state=np.full((LENGTH, 3), number % 30_000, np.float32), wide=wide)
+                if number == 1:
+                    voice.say()
     return number
 
 
@@ -207,14 +213,24 @@ def uniform(batch: Any, mask: Any = None) -> set[int]:
     return set(least.tolist())
 
 
+@contextlib.contextmanager
+def named(count: int) -> Iterator[gear.Table]:
+    """A table that other processes attach to."""
+    sizes = {"max_steps": 4_000, "max_trajectories": count, "block_steps": 16}
+    with gear.Table.create(SCHEMA, **sizes, name=fresh_name()) as table:
+        try:
+            for _ in range(count):
+                table.add(steps(LENGTH, 0))
+            yield table
+        finally:
+            table.unlink()
+            Nursery.shared().clear()
+
+
 @pytest.mark.parametrize("way", ["dataset", "packed", "prefetched", "chosen", "item", "saved"])
 def test_nothing_is_seen_in_part(way: str, tmp_path: Path) -> None:
-    name = fresh_name()
-    table = gear.Table.create(SCHEMA, max_steps=4_000, max_trajectories=COUNT, block_steps=16, name=name)
-    try:
-        for _ in range(COUNT):
-            table.add(steps(LENGTH, 0))
-        child = Child(_overwrite, name)
+    with named(COUNT) as table:
+        child = Child(_overwrite, table.name)
         child.hear()
         options: dict[str, Any] = {"batch_size": 48, "device": "cpu", "batches_per_epoch": 10}
         if way == "packed":
@@ -248,7 +264,91 @@ def test_nothing_is_seen_in_part(way: str, tmp_path: Path) -> None:
         assert child.result() > 50
         assert len(numbers) > 3
         table.check_valid()
-    finally:
-        table.unlink()
-        table.close()
-        Nursery.shared().clear()
+
+
+# ---------------------------------------------------------------- by a process that is killed
+
+
+def _die_amid(voice: Voice, name: str, moment: int) -> None:
+    """Overwrite three trajectories by one call, and die at a moment of it."""
+    real, calls = edit_log.write_runs, iter(range(9))
+
+    def write_half(sources: Any, slots: Any, steps: Any, counts: Any, *where: Any) -> int:
+        half = len(slots) // 2 if next(calls) == moment else len(slots)
+        bad = real(sources[:half], slots[:half], steps[:half], counts[:half], *where)
+        if half < len(slots):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return int(bad)
+
+    with gear.Table.attach(name) as table:
+        edit_log.write_runs = write_half  # type: ignore[assignment]
+        if moment < 0:  # before the log is sealed
+
+            def begin(view: Any) -> None:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            edit_log.begin_change = begin
+        mask = np.ones((3, LENGTH), bool)
+        mask[:, 5] = False
+        rows = np.full((3, LENGTH, 3), 9, np.float32), np.full((3, LENGTH, 80), 9, np.int16)
+        table.set([0, 1, 2], [0, 0, 0], mask=mask, state=rows[0], wide=rows[1])
+
+
+@pytest.mark.parametrize("moment", [-1, 0, 1])
+@pytest.mark.parametrize("next_one", ["attach", "gather", "dataset", "set"])
+def test_a_row_of_a_killed_process_is_whole(moment: int, next_one: str) -> None:
+    with named(COUNT) as table:
+        replay = gear.ReplayDataset(
+            table, windows=gear.Window(40, -20), batch_size=48, device="cpu", prefetch=0
+        )
+        replay.sample()
+        child = Child(_die_amid, table.name, moment)
+        assert os.WTERMSIG(child.reap()) == signal.SIGKILL
+        if next_one == "dataset":
+            batch = replay.sample()
+            hidden = batch["mask"] & (batch["anchor"][:, None] - 20 + torch.arange(40) != 5)
+            uniform(batch, hidden)
+        elif next_one == "set":
+            table.set([7], [0], state=np.ones((1, LENGTH, 3), np.float32))
+        elif next_one == "attach":
+            with gear.Table.attach(table.name) as other:
+                other.check_valid()
+        state = table.gather(np.arange(3), windows=gear.Window(LENGTH))
+        for column in ("state", "wide"):
+            values = state[column].clone()
+            assert (values[:, 5] == 0).all()
+            values[:, 5] = values[:, 4]
+            assert (values == (0 if moment < 0 else 9)).all()
+        table.check_valid()
+        assert table.set([0], [0], state=np.full((1, LENGTH, 3), 4, np.float32)) == 0
+        assert (table[0]["state"] == 4).all()
+
+
+@pytest.mark.long
+def test_processes_that_are_killed_leave_no_row_in_part() -> None:
+    with named(COUNT) as table:
+        numbers: set[int] = set()
+        for turn in range(12):
+            child = Child(_overwrite, table.name)
+            child.hear()
+            time.sleep(0.002 * turn)
+            child.kill()
+            numbers |= uniform(table.gather(np.arange(COUNT), windows=gear.Window(LENGTH)))
+            table.check_valid()
+        assert len(numbers) > 3
+
+
+def test_the_memory_of_a_large_row_is_freed() -> None:
+    schema = {"x": gear.Column(torch.float32, (1000,), mutable=True)}
+    with gear.Table.create(schema, max_steps=2_000, max_trajectories=2, name=fresh_name()) as table:
+        try:
+            slot = table.add({"x": np.zeros((2_000, 1000), np.float32)})
+            size = table.stats().reserved_bytes
+            table.set(slot, 3, x=np.ones((1_500, 1000), np.float32))
+            path = shared_memory.region_path(table.name)
+            assert os.stat(path).st_size == size
+            table.set(slot, 3, x=np.full((10, 1000), 2, np.float32))
+            assert size < os.stat(path).st_size < size + (1 << 21)
+            assert table[slot]["x"].sum() == 1_000 * (1_500 + 10)
+        finally:
+            table.unlink()

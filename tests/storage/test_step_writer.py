@@ -69,8 +69,6 @@ def test_each_step_is_there_at_once() -> None:
         assert made[other]["x"].tolist() == [50]
         writer.discard()
         assert made[other]["x"].tolist() == [50]
-    with table() as made, pytest.raises(gear.errors.SchemaError, match="without chunk_steps"):
-        made.writer(commit_every_step=True, chunk_steps=4)
 
 
 @pytest.mark.parametrize("complete", [False, True])

@@ -38,7 +38,7 @@ from gear_loader.errors import TableFullError
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import Limits, Peer, WindowSpec, start_server
-from gear_loader.transport.change_messages import Advance, Advanced, Fill, Part, Unfilled, Update
+from gear_loader.transport.change_messages import Advance, Advanced, Fill, Overwrite, Part, Unfilled, Update
 from gear_loader.transport.spec import PackedSpec
 from gear_loader.transport.store_message import Store, step_places
 from gear_loader.transport.wire import Header, Kind, pack_error, pack_text
@@ -86,7 +86,10 @@ def requests_of(name: str) -> list[bytes]:
     late = Schema({"number": schema["number"], "late": gear.Column(torch.float32, late=True)})
     numbers = np.array([1, 9]), np.array([1, -1]), np.array([2, 3])
     fill = Fill(name, late, ("late",), *numbers, 7, False)
+    mutable = Schema({"number": schema["number"], "state": gear.Column(torch.float32, (2,), mutable=True)})
+    change = Overwrite(name, mutable, ("state",), *numbers, np.array([3]), True, 7, False)
     return [
+        message(Kind.SET, change.pack(), bytes(change.bulk_bytes)),
         message(Kind.OPEN, open_message(packed, 1)),
         message(Kind.FETCH, fetch_message([[1, 3], [0, 2], [1, 1], [2, 9]], 1)),
         message(Kind.FILL, fill.pack(), bytes(fill.bulk_bytes)),

@@ -209,6 +209,7 @@ def test_kinds_out_of_turn(shelf: Shelf) -> None:
         Kind.UPDATE,
         Kind.PART,
         Kind.FILL,
+        Kind.SET,
         Kind.UNFILLED,
         Kind.ADVANCE,
         Kind.BYE,

@@ -5,179 +5,277 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import njit
 
 from gear_loader.native.compile import inlined
-from gear_loader.native.copying import continues, copy_final, copy_run, copy_steps, holds, is_zero
+from gear_loader.native.copying import is_zero, place_of, put_step, row_of
 from gear_loader.native.lanes import LANE_GENERATION, LANE_RUN, LANE_SLOT, LANE_STEPS
+from gear_loader.native.memory import differ_step
 from gear_loader.storage.operations.growth import clear_lane, is_ready, lengthen, publish_steps
 from gear_loader.storage.operations.lifecycle import commit
+from gear_loader.storage.operations.quick_rows import TOGETHER, write_rows
 from gear_loader.storage.operations.room import begin
-from gear_loader.storage.operations.view import DONE, GONE, UNREADY, blocks_of, require
+from gear_loader.storage.operations.view import DONE, GONE, UNREADY, require
 from gear_loader.storage.states import READY
 
 # Compiled into the cached machine code.
 assert (LANE_SLOT, LANE_GENERATION, LANE_STEPS, LANE_RUN) == (0, 1, 2, 5)
 
-UNLESS_RESET = 2
-"""Of `active`, see `append_lanes`."""
+UNLESS_RESET, ENDS = 2, 4
+"""A row's kind is 0 if it does not count, 1 if it does, or UNLESS_RESET: if it does not repeat what followed a row that
+ended its trajectory, with zeros in the column of rewards, and does not end itself; plus ENDS if its trajectory ends."""
+
+# Head of a request to `append_lanes`, int64: number of lanes n, of columns C, of rows K, of columns per trajectory O;
+# the item that is next (row k of lane i is item k * n + i), and the one to stop at; steps of a trajectory at which it
+# ends, or -1; the column of rewards; whether each row is visible at once; whether rows that are not are only made
+# visible; whether lanes have loose columns; pid and start time of this process.
+(
+    AHEAD_LANES,
+    AHEAD_COLUMNS,
+    AHEAD_ROWS,
+    AHEAD_ONCE,
+    AHEAD_AT,
+    AHEAD_END,
+    AHEAD_CUT,
+    AHEAD_REWARD,
+    AHEAD_AT_ONCE,
+    AHEAD_PUBLISHES,
+    AHEAD_LOOSE,
+    AHEAD_PID,
+    AHEAD_START,
+    AHEAD_HEAD,
+) = range(14)
+
+
+def parts_of(lanes: int, columns: int, rows: int, once: int, loose: bool) -> dict[str, tuple[int, ...]]:
+    """What follows the head of a request, in order, int64.
+
+    columns: as for `gear_loader.native.copying.scatter`. sources, following: as for `row_of`: rows, and the values
+    after each. before: address and bytes from lane to lane of memory for what followed the row that ended each lane's
+    last trajectory. finals: 1 for columns that have final steps. once, once_sources: columns per trajectory, and
+    address and bytes from lane to lane of their values. kinds: of the rows. over: 1 where the last row of a lane ended
+    its trajectory. out: output: slot of the trajectory that each lane has ended last. loose: 1 for columns in which
+    the lane's next row may have other values than those that followed. priorities: float32. scratch: memory.
+    """
+    return {
+        "columns": (columns, 4),
+        "sources": (columns, 3),
+        "following": (columns, 3),
+        "before": (columns, 2),
+        "finals": (columns,),
+        "once": (once, 4),
+        "once_sources": (once, 2),
+        "kinds": (rows, lanes),
+        "over": (lanes,),
+        "out": (lanes,),
+        "loose": (lanes * loose, columns),
+        "priorities": ((lanes + 1) // 2,),
+        "scratch": (4 + 3 * TOGETHER,),
+    }
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def write_ahead(p: Any, lanes: Any, request: Any) -> None:
+    """`write_rows` of a request, unless its rows are to be visible at once."""
+    n, width, end = request[AHEAD_LANES], request[AHEAD_COLUMNS], request[AHEAD_END]
+    if (
+        request[AHEAD_AT_ONCE] + request[AHEAD_PUBLISHES] + request[AHEAD_LOOSE] + request[AHEAD_AT] != 0
+        or end != n
+    ):
+        return
+    columns = request.ctypes.data + 8 * AHEAD_HEAD
+    sources = columns + 32 * width
+    following = sources + 24 * width
+    finals = following + 24 * width + 16 * width
+    kinds = finals + 8 * width + 48 * request[AHEAD_ONCE]
+    scratch = request.ctypes.data + 8 * (len(request) - 3 * TOGETHER)
+    cut = request[AHEAD_CUT]
+    write_rows(
+        p.ctypes.data,
+        lanes.ctypes.data,
+        n,
+        width,
+        columns,
+        sources,
+        following,
+        finals,
+        kinds,
+        cut,
+        ENDS,
+        scratch,
+    )
 
 
 @inlined
-def append_lanes(
-    v: Any,
-    lanes: Any,
-    chosen: Any,
-    at: Any,
-    columns: Any,
-    sources: Any,
-    following: Any,
-    finals: Any,
-    once_columns: Any,
-    once_sources: Any,
-    active: Any,
-    done: Any,
-    over: Any,
-    cut: Any,
-    reward: Any,
-    priorities: Any,
-    out: Any,
-    now: Any,
-    evict: Any,
-    pid: Any,
-    process_start: Any,
-) -> Any:
+def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
     """Append rows to the growing trajectories of lanes, whose final steps are the values that follow.
 
-    A row goes on with its lane's trajectory if it has the values that followed the row before. Else, and where that
-    trajectory is not in memory any longer, it begins another one.
+    A row goes on with its lane's trajectory if it has the values that are its final step. Else, and where that
+    trajectory is not in memory any longer, it begins another one. Rows that `write_rows` has written before become
+    visible with the lane's row, or by AHEAD_PUBLISHES. If the trajectory is evicted before, they go with it.
 
     Args:
-        at: int64 [2], place in `chosen` of the next lane, and its next row. lanes, chosen: as for `reserve_lanes`.
-        columns: as for `gear_loader.native.copying.scatter`. sources: as for `gear_loader.native.copying.copy_run`.
-        following: the same, of the values after each row. finals: int64 [C], 1 for columns that have final steps.
-        once_columns, once_sources: int64 [O, 4] and [O, 2], as for `copy_steps`: values per trajectory.
-        active: uint8 [K, n], whether a row counts: 0, 1, or UNLESS_RESET. The latter does not after one that is done if
-            it repeats what followed that one, has zeros in the column `reward`, and is not done itself.
-        done: bool [K, n], rows that end their trajectories. over: bool [n], whether the last row of a lane was done.
-            Updated.
-        cut: steps of a trajectory at which it ends, or -1. reward: the column's number.
-        priorities: float32 [n]. out: int64 [n], output: slot of the trajectory that each lane has ended last.
-        now, evict, pid, process_start: as for `begin` and `commit`.
+        lanes: int64 [n, LANE_WIDTH]; LANE_STEPS counts rows that are not visible yet too. request: see above.
+        now, evict: as for `commit` and `begin`.
 
     Returns:
-        DONE; or why the next row was not appended, as `reserve_lanes`.
+        DONE; or why AHEAD_AT was not appended, as `reserve_lanes`.
     """
     if not is_ready(v):
         return UNREADY
-    rows = len(done)
-    one, final, slots = np.empty(1, np.int64), np.ones(1, np.int64), np.empty(1, np.int64)
-    ids = np.empty(blocks_of(v, rows + 1), np.int32)
-    for j in range(at[0], len(chosen)):
-        at[0] = j
-        i = chosen[j]
-        lane = lanes[i]
-        while at[1] < rows:
-            k = at[1]
-            if active[k, i] == 0:
-                at[1] += 1
-                continue
-            if over[i]:
-                over[i] = False
-                if (
-                    active[k, i] == UNLESS_RESET
-                    and not done[k, i]
-                    and continues(columns, following, sources, i, k, finals)
-                ):
-                    place = sources[reward, 0] + i * sources[reward, 1] + k * sources[reward, 2]
-                    if is_zero(place, columns[reward, 2]):
-                        at[1] += 1
-                        continue
-            steps = lane[LANE_STEPS]
-            if steps > 0 and not goes_on(v, lane, columns, sources, i, k, finals):
+    n, width, rows, count = (
+        request[AHEAD_LANES],
+        request[AHEAD_COLUMNS],
+        request[AHEAD_ROWS],
+        request[AHEAD_ONCE],
+    )
+    a = AHEAD_HEAD
+    b = a + 4 * width
+    columns = request[a:b].reshape((width, 4))
+    a, b = b, b + 3 * width
+    sources = request[a:b].reshape((width, 3))
+    a, b = b, b + 3 * width
+    following = request[a:b].reshape((width, 3))
+    a, b = b, b + 2 * width
+    before = request[a:b].reshape((width, 2))
+    a, b = b, b + width
+    finals = request[a:b]
+    a, b = b, b + 4 * count
+    once = request[a:b].reshape((count, 4))
+    a, b = b, b + 2 * count
+    once_sources = request[a:b].reshape((count, 2))
+    a, b = b, b + rows * n
+    kinds = request[a:b]
+    a, b = b, b + n
+    over = request[a:b]
+    a, b = b, b + n
+    out = request[a:b]
+    a, b = b, b + (n * width if request[AHEAD_LOOSE] != 0 else 0)
+    loose = request[a:b]
+    a, b = b, b + (n + 1) // 2
+    priorities = request[a:b].view(np.float32)
+    one, final, slots = request[b : b + 1], request[b + 1 : b + 2], request[b + 2 : b + 3]
+    ids = request[b + 3 : b + 4].view(np.int32)
+    one[0] = final[0] = 1
+    cut, reward = request[AHEAD_CUT], request[AHEAD_REWARD]
+    pid, process_start, publishes = request[AHEAD_PID], request[AHEAD_START], request[AHEAD_PUBLISHES] != 0
+    item, end = request[AHEAD_AT], request[AHEAD_END]
+    k, i = item // n, item % n
+    while item < end:
+        if kinds[item] == 0 and not publishes:
+            item += 1
+            i += 1
+            if i == n:
+                i = 0
+                k += 1
+            continue
+        request[AHEAD_AT] = item
+        lane, kind, ends = lanes[i], kinds[item] & 3, kinds[item] & ENDS != 0
+        steps, slot, hidden, visible = lane[LANE_STEPS], lane[LANE_SLOT], 0, 0
+        place, inside, block = 0, 0, 0
+        if steps > 0 and (publishes or kind != 0):
+            gone = v.state[slot] != READY or v.generation[slot] != lane[LANE_GENERATION]
+            if gone or v.extent[slot, 1] < 0 or v.extent[slot, 2] == 0:
                 clear_lane(lane, -1)
                 steps = 0
-            most = rows - k if cut < 0 else min(cut - steps, rows - k)
-            count = 1
-            while (
-                count < most
-                and not done[k + count - 1, i]
-                and active[k + count, i] != 0
-                and continues(columns, following, sources, i, k + count, finals)
-            ):
-                count += 1
-            if steps > 0:
-                slot = lane[LANE_SLOT]
-                answer = lengthen(v, slot, lane[LANE_GENERATION], count, 1, evict, lane[LANE_RUN:])
-                if answer == GONE:
-                    clear_lane(lane, -1)
-                    continue
             else:
-                one[0] = count
-                answer = begin(v, one, final, evict, pid, process_start, slots, ids)
-                slot = slots[0]
+                hidden = steps - v.extent[slot, 0]
+                place = steps // v.block_steps
+                inside = steps - place * v.block_steps
+                block = int(v.block_ids[v.extent[slot, 1] + place])
+                require(hidden >= 0 and block >= 0 and block < v.num_blocks)
+        if publishes:
+            kind = 0
+            visible = hidden
+        if kind != 0 and over[i] != 0:
+            over[i] = 0
+            if kind == UNLESS_RESET and not ends:
+                same = is_zero(row_of(sources, reward, i, k), columns[reward, 2])
+                for c in range(width):
+                    if same and finals[c] == 1:
+                        known = before[c, 0] + i * before[c, 1]
+                        same = not differ_step(known, row_of(sources, c, i, k), columns[c, 2])
+                if same:
+                    kind = 0
+        if kind != 0 and steps > 0:
+            same = True
+            for c in range(width):
+                if same and finals[c] == 1 and (len(loose) == 0 or loose[i * width + c] == 0):
+                    known = place_of(columns, c, block, inside)
+                    same = not differ_step(known, row_of(sources, c, i, k), columns[c, 2])
+            visible = hidden + same
+        if visible > 0:
+            answer = lengthen(v, slot, lane[LANE_GENERATION], visible, 1, evict, lane[LANE_RUN:])
+            if answer == GONE:
+                clear_lane(lane, -1)
+                continue
             if answer != DONE:
                 return answer
-            put_run(v, slot, steps, columns, sources, following, i, k, count, finals)
+            if visible > hidden:
+                place = (steps + 1) // v.block_steps
+                after = int(v.block_ids[v.extent[slot, 1] + place])
+                require(after >= 0 and after < v.num_blocks)
+                inside_after = steps + 1 - place * v.block_steps
+                put_row(
+                    columns, sources, following, finals, loose, i, k, block, inside, after, inside_after, True
+                )
+                lane[LANE_STEPS] = steps + 1
+            publish_steps(v, slot, visible, 1)
+        if kind != 0 and visible == hidden:
+            # Another trajectory begins.
             if steps > 0:
-                publish_steps(v, slot, count, 1)
-            else:
-                if len(once_columns):
-                    block = np.int64(v.block_ids[v.extent[slot, 1]])
-                    copy_steps(once_columns, block, 0, once_sources, i, 0, 1)
-                commit(v, slots, priorities[i : i + 1], now)
-                lane[LANE_SLOT], lane[LANE_GENERATION] = slot, v.generation[slot]
-            lane[LANE_STEPS] = steps + count
-            at[1] = k + count
-            over[i] = done[k + count - 1, i]
-            if over[i] or lane[LANE_STEPS] == cut:
+                clear_lane(lane, -1)
+            answer = begin(v, one, final, evict, pid, process_start, slots, ids)
+            if answer != DONE:
+                return answer
+            slot, first = slots[0], v.extent[slots[0], 1]
+            block = int(v.block_ids[first])
+            after = int(v.block_ids[first + 1 // v.block_steps])
+            inside_after = 1 % v.block_steps
+            put_row(columns, sources, following, finals, loose, i, k, block, 0, after, inside_after, False)
+            for c in range(count):
+                put_step(place_of(once, c, block, 0), once_sources[c, 0] + i * once_sources[c, 1], once[c, 2])
+            commit(v, slots, priorities[i : i + 1], now)
+            lane[LANE_SLOT], lane[LANE_GENERATION] = slot, v.generation[slot]
+            lane[LANE_STEPS] = 1
+        if kind != 0:
+            if ends:
+                over[i] = 1
+                for c in range(width):
+                    if finals[c] == 1:
+                        put_step(before[c, 0] + i * before[c, 1], row_of(following, c, i, k), columns[c, 2])
+            if ends or lane[LANE_STEPS] == cut:
                 out[i] = slot
                 clear_lane(lane, -1)
-        at[1] = 0
-    at[0] = len(chosen)
+        item += 1
+        i += 1
+        if i == n:
+            i = 0
+            k += 1
+    request[AHEAD_AT] = 0
     return DONE
 
 
 @inlined
-def goes_on(v: Any, lane: Any, columns: Any, sources: Any, i: Any, row: Any, finals: Any) -> Any:
-    """Whether a lane's trajectory is in memory, and its final step has the values of a row.
-
-    So the row can be written where the final step is: who knows the length before reads the same bytes.
-    """
-    slot = lane[LANE_SLOT]
-    if v.state[slot] != READY or v.generation[slot] != lane[LANE_GENERATION]:
-        return False
-    length, start = v.extent[slot, 0], v.extent[slot, 1]
-    if start < 0 or v.extent[slot, 2] == 0:
-        return False
-    place = length // v.block_steps
-    block = np.int64(v.block_ids[start + place])
-    require(block >= 0 and block < v.num_blocks)
-    return holds(columns, block, length - place * v.block_steps, sources, i, row, finals)
-
-
-@inlined
-def put_run(
-    v: Any,
-    slot: Any,
-    steps: Any,
+def put_row(
     columns: Any,
     sources: Any,
     following: Any,
-    i: Any,
-    row: Any,
-    count: Any,
     finals: Any,
+    loose: Any,
+    i: Any,
+    k: Any,
+    block: Any,
+    inside: Any,
+    after: Any,
+    inside_after: Any,
+    known: Any,
 ) -> None:
-    """Copy rows of lane `i` behind the `steps` steps of a trajectory that has room, and the values after the last."""
-    done = 0
-    while done <= count:
-        place = (steps + done) // v.block_steps
-        inside = steps + done - place * v.block_steps
-        block = np.int64(v.block_ids[v.extent[slot, 1] + place])
-        require(block >= 0 and block < v.num_blocks)
-        if done == count:
-            copy_final(columns, block, inside, following, i, row + count - 1, finals)
-            return
-        taken = min(v.block_steps - inside, count - done)
-        copy_run(columns, block, inside, sources, i, row + done, taken)
-        done += taken
+    """Copy row `k` of lane `i` into a block, and what follows it into the step after; `known`: what has final steps is
+    there already, except for loose columns."""
+    for c in range(len(columns)):
+        size = columns[c, 2]
+        if finals[c] == 1:
+            put_step(place_of(columns, c, after, inside_after), row_of(following, c, i, k), size)
+        if finals[c] != 1 or not known or (len(loose) > 0 and loose[i * len(columns) + c] != 0):
+            put_step(place_of(columns, c, block, inside), row_of(sources, c, i, k), size)

@@ -6,12 +6,13 @@ import types as types_module
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import carray, njit
 
 from gear_loader.native.compile import compiled
 from gear_loader.native.copying import scatter
+from gear_loader.native.memory import pointer
 from gear_loader.storage.counters import DIRTY, INITIALIZED, NUM_WRITING
-from gear_loader.storage.operations.appending import append_lanes
+from gear_loader.storage.operations.appending import append_lanes, write_ahead
 from gear_loader.storage.operations.growth import (
     abort_lanes,
     end_lanes,
@@ -215,102 +216,22 @@ def _grow_lanes(p, lanes, chosen, at, columns, sources, first, count, final, evi
     return grow_lanes(view_at(p), lanes, chosen, at, columns, sources, first, count, final, evict)
 
 
-@compiled
-def _append_lanes_light(  # type: ignore[no-untyped-def]
-    p,
-    lanes,
-    chosen,
-    at,
-    columns,
-    sources,
-    following,
-    finals,
-    once_columns,
-    once_sources,
-    active,
-    done,
-    over,
-    cut,
-    reward,
-    priorities,
-    out,
-    now,
-    evict,
-    pid,
-    start,
-):
-    return append_lanes(
-        view_at(p),
-        lanes,
-        chosen,
-        at,
-        columns,
-        sources,
-        following,
-        finals,
-        once_columns,
-        once_sources,
-        active,
-        done,
-        over,
-        cut,
-        reward,
-        priorities,
-        out,
-        now,
-        None,
-        pid,
-        start,
-    )
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _plain(array: Any) -> Any:
+    """The same memory, whose references are not counted: each slice of it would be an atomic operation."""
+    return carray(pointer(array.ctypes.data), array.shape, np.int64)
 
 
 @compiled
-def _append_lanes(  # type: ignore[no-untyped-def]
-    p,
-    lanes,
-    chosen,
-    at,
-    columns,
-    sources,
-    following,
-    finals,
-    once_columns,
-    once_sources,
-    active,
-    done,
-    over,
-    cut,
-    reward,
-    priorities,
-    out,
-    now,
-    evict,
-    pid,
-    start,
-):
-    return append_lanes(
-        view_at(p),
-        lanes,
-        chosen,
-        at,
-        columns,
-        sources,
-        following,
-        finals,
-        once_columns,
-        once_sources,
-        active,
-        done,
-        over,
-        cut,
-        reward,
-        priorities,
-        out,
-        now,
-        evict,
-        pid,
-        start,
-    )
+def _append_lanes_light(p, lanes, request, now, evict):  # type: ignore[no-untyped-def]
+    write_ahead(p, lanes, request)
+    return append_lanes(view_at(p), _plain(lanes), _plain(request), now, None)
+
+
+@compiled
+def _append_lanes(p, lanes, request, now, evict):  # type: ignore[no-untyped-def]
+    write_ahead(p, lanes, request)
+    return append_lanes(view_at(p), _plain(lanes), _plain(request), now, evict)
 
 
 @compiled

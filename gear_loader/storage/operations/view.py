@@ -6,12 +6,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
-from numba.extending import intrinsic, overload
+from numba import types
+from numba.core.typing.templates import AttributeTemplate
+from numba.extending import (
+    infer_getattr,
+    intrinsic,
+    lower_getattr_generic,
+    models,
+    overload,
+    register_model,
+)
+from numba.np.arrayobj import populate_array
 
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.native.compile import inlined
-from gear_loader.native.memory import pointer
 from gear_loader.storage.counters import DIGEST, DIRTY
 from gear_loader.utils.arrays import Array
 
@@ -151,36 +159,77 @@ def places_of(view: View) -> Array:
     return np.array(addresses + sizes, dtype=np.int64)
 
 
-@inlined
-def view_at(p: Any) -> Any:
-    slots, blocks = p[24], p[25]
-    return View(
-        carray(pointer(p[0]), (64,), np.int64),
-        carray(pointer(p[1]), (p[28], 4), np.int64),
-        carray(pointer(p[2]), (slots, 3), np.int64),
-        carray(pointer(p[3]), (slots,), np.int64),
-        carray(pointer(p[4]), (slots,), np.int64),
-        carray(pointer(p[5]), (slots,), np.int64),
-        carray(pointer(p[6]), (slots, 2), np.int64),
-        carray(pointer(p[7]), (slots,), np.int32),
-        carray(pointer(p[8]), (slots,), np.int64),
-        carray(pointer(p[9]), (slots,), np.float32),
-        carray(pointer(p[10]), (slots,), np.int32),
-        carray(pointer(p[11]), (slots,), np.int32),
-        carray(pointer(p[12]), (slots, 2), np.int32),
-        carray(pointer(p[13]), (p[29],), np.int32),
-        carray(pointer(p[14]), (slots,), np.int32),
-        carray(pointer(p[15]), (slots,), np.int32),
-        carray(pointer(p[16]), (slots,), np.int32),
-        carray(pointer(p[17]), (blocks,), np.int32),
-        carray(pointer(p[18]), (blocks, 2), np.int32),
-        carray(pointer(p[19]), (p[30],), np.float32),
-        carray(pointer(p[20]), (slots,), np.int64),
-        carray(pointer(p[21]), (p[31],), np.int32),
-        p[22],
-        p[23],
-        slots,
-        blocks,
-        p[26],
-        p[27],
-    )
+class _Compiled(types.Type):  # type: ignore[misc]
+    """A `View` in compiled code: the address of the result of `places_of`, whose arrays are made where they are used.
+
+    As a tuple of 22 arrays it would be unpacked and counted at every call, which took half of the time of compiling.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="gear_loader.View")
+
+
+_COMPILED = _Compiled()
+_PLACES = {name: place for place, name in enumerate(View._fields)}
+_SLOTS, _BLOCKS = _PLACES["num_slots"], _PLACES["num_blocks"]
+_LENGTHS = dict(zip(("readers", "block_ids", "lowest", "parked"), range(len(_PLACES), 99), strict=False))
+_LENGTHS |= {"free_blocks": _BLOCKS, "uses": _BLOCKS}
+"""Place of an array's length in `places_of`; of the others, `counters` aside, it is the number of slots."""
+_MATRICES = {"readers": 4, "extent": 3, "owner": 2, "links": 2, "uses": 2}
+_INT32 = {"stream", "sampled", "state", "links", "block_ids", "free_slots", "retired", "touched"}
+_INT32 |= {"free_blocks", "uses", "parked"}
+_FLOAT32 = {"priority", "lowest"}
+
+
+def _type_of(name: str) -> Any:
+    if _PLACES[name] >= _PLACES["block_steps"]:
+        return types.int64
+    kind = types.int32 if name in _INT32 else types.float32 if name in _FLOAT32 else types.int64
+    return types.Array(kind, 2 if name in _MATRICES else 1, "C")
+
+
+@register_model(_Compiled)
+class _Model(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, ir.IntType(64).as_pointer())
+
+
+@infer_getattr
+class _Fields(AttributeTemplate):  # type: ignore[misc]
+    key = _Compiled
+
+    def generic_resolve(self, _view: Any, name: str) -> Any:
+        return _type_of(name) if name in _PLACES else None
+
+
+@lower_getattr_generic(_Compiled)  # type: ignore[untyped-decorator]
+def _field(context: Any, builder: ir.IRBuilder, _kind: Any, places: Any, name: str) -> Any:
+    def load(place: int) -> Any:
+        # The places of a table never change.
+        value = builder.load(builder.gep(places, [ir.Constant(ir.IntType(32), place)]))
+        value.set_metadata("invariant.load", builder.module.add_metadata([]))
+        return value
+
+    kind = _type_of(name)
+    if kind is types.int64:
+        return load(_PLACES[name])
+    array = context.make_array(kind)(context, builder)
+    number = ir.IntType(64)
+    size = kind.dtype.bitwidth // 8
+    shape = [number(64) if name == "counters" else load(_LENGTHS.get(name, _SLOTS))]
+    strides = [number(size)]
+    if name in _MATRICES:
+        shape, strides = [*shape, number(_MATRICES[name])], [number(size * _MATRICES[name]), *strides]
+    data = builder.inttoptr(load(_PLACES[name]), context.get_data_type(kind.dtype).as_pointer())
+    populate_array(array, data, shape, strides, number(size), None)
+    return array._getvalue()
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def view_at(_context: Any, _places: Any) -> Any:
+    """The view of a table, for compiled operations; the argument is the result of `places_of`."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return context.make_array(signature.args[0])(context, builder, args[0]).data
+
+    return _COMPILED(types.Array(types.int64, 1, "C")), codegen
