@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,9 +27,10 @@ from gear_loader.selection.samplers import Sampler, Uniform
 from gear_loader.storage.disk import Disk
 from gear_loader.storage.dtypes import NUMPY_DTYPES, torch_dtypes
 from gear_loader.storage.schema import Column, Window
+from gear_loader.storage.shared_memory import region_path
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
-from gear_loader.utils.checks import at_least, check_gamma
+from gear_loader.utils.checks import at_least, check_gamma, one_of
 
 _DTYPES = {dtype: torch_dtypes()[name] for name, dtype in NUMPY_DTYPES.items()}
 _WIDER = {
@@ -94,12 +95,20 @@ class ReplayBuffer:
             once then, else from the first `add` on.
         agents: names of all agents, such as ``env.possible_agents``; then the spaces are dicts by agent too.
         device: of batches: ``"auto"``, or a torch device.
-        name: of the table, by which other processes attach to it; None for private memory.
+        name: of the table, by which other processes attach to it; None for private memory. The table outlives its
+            process, also one that is killed, until ``buffer.table.unlink()``.
+        if_exists: if a table of this name exists: ``"error"``; ``"attach"``: go on with it, if its columns and sizes
+            are the same; ``"replace"`` it.
         disk: a `Disk`, or a directory: the table is written there in the background; see `Table.create`. If a buffer
             has been written there, by a process that has ended or crashed, this one goes on with it: `Table.recover`.
         seed: of all draws.
         hindsight: `Hindsight`: goals that were achieved take the place of desired ones.
         transform: called with each of these batches; see `ReplayDataset` and `gear_loader.transforms`.
+
+    **If the process is killed**, or loses its memory in any other way, what another one goes on with by ``if_exists``
+    has every transition whose `add` has returned (with `hindsight`, without `running`: every episode that has ended);
+    with `disk` alone those of `Disk.sync_seconds` before. A transition is there whole or not at all. Episodes that were
+    running end where they were cut, as if they had been truncated: their last observation is there to bootstrap from.
 
     Attributes:
         table: the `Table`. dataset: the `ReplayDataset`, whose batches are these; for a `DataLoader`, say. Both are
@@ -129,6 +138,7 @@ class ReplayBuffer:
         agents: Iterable[str] | None = None,
         device: str | torch.device = "auto",
         name: str | None = None,
+        if_exists: Literal["error", "attach", "replace"] = "error",
         disk: Disk | str | os.PathLike[str] | None = None,
         seed: int = 0,
         hindsight: Hindsight | None = None,
@@ -154,6 +164,9 @@ class ReplayBuffer:
         self._sampler = Uniform(unit="step") if sampler is None else sampler
         self._batch_size = at_least("batch_size", batch_size)
         self._device, self._name, self._seed = device, name, seed
+        self._if_exists = one_of("if_exists", if_exists, ("error", "attach", "replace"))
+        if if_exists != "error" and name is None:
+            raise SchemaError(f"if_exists is {if_exists!r} without a name; expected both, or none.")
         self._disk = disk if disk is None or isinstance(disk, Disk) else Disk(disk)
         self.num_envs = None if num_envs is None else at_least("num_envs", num_envs)
         self._agents = None if agents is None else Agents(agents)
@@ -171,6 +184,8 @@ class ReplayBuffer:
         )  # whether added rows may wait: nobody else reads the table
         self._spaces: dict[str, tuple[torch.dtype, tuple[int, ...]]] | None = None  # columns, told by spaces
         self._resumes = self._disk is not None and self._disk.exists()
+        # What is in memory is newer; and a process may have been killed before it wrote anything but the table.
+        self._resumes = self._resumes and not self._is_named() and not self._is_blank()
         if observation_space is not None:
             spaces = {"obs": observation_space, "action": action_space}
             columns: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -223,18 +238,38 @@ class ReplayBuffer:
         envs = self.num_envs or 1
         stored = self.capacity * self._piece // (self._piece - self.overlap)
         steps = max(stored, 2 * envs * (self._piece + 1))
-        table = Table.create(
+        table = self._create(
             schema,
             max_steps=steps,
             max_trajectories=steps // min(_SHORTEST, self._piece) + 2 * envs + _MORE,
             block_steps=min(16, self._unit),
-            name=self._name,
-            on_full="evict_oldest",
-            disk=self._disk,
         )
         if self._disk is not None:
             self._describe(self._disk.path)
         self._use(table)
+
+    def _create(self, schema: Mapping[str, Column], **sizes: Any) -> Table:
+        given = {"name": self._name, "if_exists": self._if_exists, "disk": self._disk}
+        if self._disk is not None and not self._is_named() and self._is_blank():
+            with Table.recover(self._disk) as blank:  # see `_is_blank`
+                if dict(blank.schema) != dict(schema):
+                    raise SchemaError(
+                        f"The columns are {list(schema)}; expected {list(blank.schema)}, as of the table in "
+                        f"{self._disk.path}, which is empty. Remove the directory, or choose another."
+                    )
+            return Table.recover(self._disk, name=self._name)
+        return Table.create(schema, on_full="evict_oldest", **sizes, **given)
+
+    def _is_named(self) -> bool:
+        """Whether the table of this name is there, to be attached to."""
+        return self._if_exists == "attach" and os.path.lexists(region_path(str(self._name)))
+
+    def _is_blank(self) -> bool:
+        """Whether the directory has an empty table alone, of a process that was killed when it had created it."""
+        if self._disk is None or not self._disk.exists() or (Path(self._disk.path) / _DESCRIPTION).exists():
+            return False
+        with Table.recover(self._disk) as table:
+            return table.num_steps == 0
 
     def _following(self) -> dict[str, list[str]]:
         """End of the names of an agent's columns -> the columns of its observation."""
@@ -565,7 +600,10 @@ class ReplayBuffer:
             "nestings": {name: nesting.described() for name, nesting in self._nestings.items()},
         }
         part = Path(path) / f"{_DESCRIPTION}.part"
-        part.write_text(json.dumps(described), encoding="utf-8")
+        with part.open("w", encoding="utf-8") as file:
+            json.dump(described, file)
+            file.flush()
+            os.fsync(file.fileno())
         part.replace(Path(path) / _DESCRIPTION)
 
     def _options(self) -> dict[str, Any]:
@@ -584,6 +622,9 @@ class ReplayBuffer:
                 f"buffer in {disk.path}. Give these, or another directory."
             )
         self._nestings, self.num_envs = nestings, envs
+        if self._if_exists == "replace" and os.path.lexists(region_path(str(self._name))):
+            with Table.attach(str(self._name)) as old:
+                old.unlink()
         self._use(Table.recover(disk, name=self._name))
 
     @classmethod

@@ -58,7 +58,7 @@ class SequenceBuffer(ReplayBuffer):
     them.
 
     Args:
-        capacity, batch_size, num_envs, observation_space, action_space, device, name, disk, seed: as for
+        capacity, batch_size, num_envs, observation_space, action_space, device, name, if_exists, disk, seed: as for
             `ReplayBuffer`. Spaces go with an `add` without other columns.
         length: steps of a sequence, its burn-in included.
         burn_in: steps that only warm up the recurrent state (R2D2: Kapturowski et al., 2019).
