@@ -23,7 +23,7 @@ only for loads that it issued at least a tile ago. Lines are copied asynchronous
     lines           of tile k + S       into shared memory
     stores          of tile k
 
-With 128 KiB in flight in each program, two fill the bus; with 32 KiB it took 16. What bounds a program then are the
+With 128 KiB in flight in each program, two should fill the bus; with 32 KiB it took 16. What bounds a program then are the
 instructions for a tile, so it has 8 warps, and one thread computes the address of a unit; the threads that move its
 words read it from shared memory.
 """
@@ -79,9 +79,9 @@ def launch_options(word: int, unit: int, shared: int = SHARED) -> dict[str, int]
 
 
 def launch_programs(word: int, unit: int, shared: int = SHARED) -> int:
-    """Default size of the grid: enough programs to fill the bus, see `PROGRAMS`."""
-    fill = PROGRAMS[word, unit]
-    return fill if shared >= SHARED else 2 * fill if shared >= 98 << 10 else BUS_PROGRAMS
+    """Default size of the grid: twice `PROGRAMS` and at least 8, until these are measured; `BUS_PROGRAMS` at most."""
+    fill = 2 * PROGRAMS[word, unit] if shared >= SHARED else BUS_PROGRAMS
+    return min(max(fill, 8), BUS_PROGRAMS)
 
 
 @triton.jit
@@ -530,8 +530,8 @@ def gather(
         rows: int64 [n] on the plan's device, distinct: window b goes to row ``rows[b]`` of the outputs and masks; by
             default to row b. Values of `rows` and `slots` are not checked: an invalid one is written to, or read from,
             other memory.
-        programs: programs of the grid, each of which processes several tiles; by default `PROGRAMS`, which
-            should fill the bus and leave the rest of the GPU free.
+        programs: programs of the grid, each of which processes several tiles; by default `launch_programs`,
+            which fill the bus and leave the rest of the GPU free.
 
     Does not wait for the GPU. Other rows of the outputs do not change, so a batch can be gathered from several tables
     with one launch per table (see `gear_loader.collection.plans`).

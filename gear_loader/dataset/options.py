@@ -55,8 +55,8 @@ class Gpu:
 
     Attributes:
         device: as `device` of `ReplayDataset`.
-        programs: programs of the gather kernel's grid, each with a multiprocessor; by default 2 to 8, by the words that
-            steps are made of, which should fill the bus; see docs/gpu.md.
+        programs: programs of the gather kernel's grid, each with a multiprocessor; by default 8, or 16 where
+            steps are no whole words of 4 bytes, which fill the bus; see docs/gpu.md.
         stream_priority: of the side stream that prepares batches, as for `torch.cuda.Stream`: -1 gives its kernels the
             next free multiprocessors, before blocks of training kernels that are queued already. Beside products of
             matrices and a transformer on a H100 it made no difference.

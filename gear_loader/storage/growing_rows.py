@@ -21,7 +21,6 @@ from gear_loader.storage.operations.appending import (
     AHEAD_END,
     AHEAD_HEAD,
     AHEAD_LANES,
-    AHEAD_LOOSE,
     AHEAD_ONCE,
     AHEAD_PID,
     AHEAD_PUBLISHES,
@@ -41,14 +40,14 @@ class GrowingRows:
         names: of the columns. finals: those with final steps.
         sources, following: int64 [C, 3]: address of each column's rows, and of the values after them (of those with
             final steps), bytes from lane to lane, and from row to row.
-        kinds: int64 [K, n]: kinds of the rows. over, out: int64 [n], as there. loose: int64 [n, C], if there is.
+        kinds: int64 [K, n]: kinds of the rows. over, out: int64 [n], as there.
         left: whether an error has left rows that are not appended.
         priorities: float32 [n], of trajectories that begin. once_sources: int64 [O, 2], as there.
 
     Args:
         sink: a `GrowingSink`, through which nothing else is added. length: K.
         cut: steps at which a trajectory ends, or -1.
-        reward: column of rewards. loose: whether lanes have loose columns.
+        reward: column of rewards.
     """
 
     def __init__(
@@ -58,13 +57,12 @@ class GrowingRows:
         length: int = 1,
         cut: int = -1,
         reward: str | None = None,
-        loose: bool = False,
     ) -> None:
         schema, n = sink.schema.steps, len(sink.lanes)
         columns, once = sink._columns, sink._once_columns
         self.names = list(schema)
         self.finals = [name for name, column in schema.items() if column.final]
-        parts = parts_of(n, len(columns), length, len(once), loose)
+        parts = parts_of(n, len(columns), length, len(once))
         sizes = [math.prod(shape) for shape in parts.values()]
         self._request: Array = np.zeros(AHEAD_HEAD + sum(sizes), dtype=np.int64)
         views, first = {}, AHEAD_HEAD
@@ -80,9 +78,7 @@ class GrowingRows:
         )
         self._evict = int(sink.table.policy[0])
         self.sources, self.following = views["sources"], views["following"]
-        self.kinds, self.over, self.out, self.loose = (
-            views[name] for name in ("kinds", "over", "out", "loose")
-        )
+        self.kinds, self.over, self.out = (views[name] for name in ("kinds", "over", "out"))
         self.priorities = views["priorities"].view(np.float32)[:n]
         self.once_sources = views["once_sources"]
         self.priorities[:], self.out[:] = UNSET, -1
@@ -94,7 +90,7 @@ class GrowingRows:
                 views["before"][c] = data_address(self._before[name]), schema[name].step_bytes
         request = self._request
         request[[AHEAD_LANES, AHEAD_COLUMNS, AHEAD_ROWS, AHEAD_ONCE]] = n, len(columns), length, len(once)
-        request[[AHEAD_CUT, AHEAD_LOOSE, AHEAD_AT_ONCE]] = cut, loose, 1
+        request[[AHEAD_CUT, AHEAD_AT_ONCE]] = cut, 1
         request[AHEAD_REWARD] = 0 if reward is None else self.names.index(reward)
         request[[AHEAD_PID, AHEAD_START]] = self._index.readers.here()
         self.left, self._count = False, 0

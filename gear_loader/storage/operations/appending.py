@@ -28,7 +28,7 @@ ended its trajectory, with zeros in the column of rewards, and does not end itse
 # Head of a request to `append_lanes`, int64: number of lanes n, of columns C, of rows K, of columns per trajectory O;
 # the item that is next (row k of lane i is item k * n + i), and the one to stop at; steps of a trajectory at which it
 # ends, or -1; the column of rewards; whether each row is visible at once; whether rows that are not are only made
-# visible; whether lanes have loose columns; pid and start time of this process.
+# visible; pid and start time of this process.
 (
     AHEAD_LANES,
     AHEAD_COLUMNS,
@@ -40,22 +40,20 @@ ended its trajectory, with zeros in the column of rewards, and does not end itse
     AHEAD_REWARD,
     AHEAD_AT_ONCE,
     AHEAD_PUBLISHES,
-    AHEAD_LOOSE,
     AHEAD_PID,
     AHEAD_START,
     AHEAD_HEAD,
-) = range(14)
+) = range(13)
 
 
-def parts_of(lanes: int, columns: int, rows: int, once: int, loose: bool) -> dict[str, tuple[int, ...]]:
+def parts_of(lanes: int, columns: int, rows: int, once: int) -> dict[str, tuple[int, ...]]:
     """What follows the head of a request, in order, int64.
 
     columns: as for `gear_loader.native.copying.scatter`. sources, following: as for `row_of`: rows, and the values
     after each. before: address and bytes from lane to lane of memory for what followed the row that ended each lane's
     last trajectory. finals: 1 for columns that have final steps. once, once_sources: columns per trajectory, and
     address and bytes from lane to lane of their values. kinds: of the rows. over: 1 where the last row of a lane ended
-    its trajectory. out: output: slot of the trajectory that each lane has ended last. loose: 1 for columns in which
-    the lane's next row may have other values than those that followed. priorities: float32. scratch: memory.
+    its trajectory. out: output: slot of the trajectory that each lane has ended last. priorities: float32. scratch: memory.
     """
     return {
         "columns": (columns, 4),
@@ -68,7 +66,6 @@ def parts_of(lanes: int, columns: int, rows: int, once: int, loose: bool) -> dic
         "kinds": (rows, lanes),
         "over": (lanes,),
         "out": (lanes,),
-        "loose": (lanes * loose, columns),
         "priorities": ((lanes + 1) // 2,),
         "scratch": (4 + 3 * TOGETHER,),
     }
@@ -78,10 +75,7 @@ def parts_of(lanes: int, columns: int, rows: int, once: int, loose: bool) -> dic
 def write_ahead(p: Any, lanes: Any, request: Any) -> None:
     """`write_rows` of a request, unless its rows are to be visible at once."""
     n, width, end = request[AHEAD_LANES], request[AHEAD_COLUMNS], request[AHEAD_END]
-    if (
-        request[AHEAD_AT_ONCE] + request[AHEAD_PUBLISHES] + request[AHEAD_LOOSE] + request[AHEAD_AT] != 0
-        or end != n
-    ):
+    if request[AHEAD_AT_ONCE] + request[AHEAD_PUBLISHES] + request[AHEAD_AT] != 0 or end != n:
         return
     columns = request.ctypes.data + 8 * AHEAD_HEAD
     sources = columns + 32 * width
@@ -150,8 +144,6 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
     over = request[a:b]
     a, b = b, b + n
     out = request[a:b]
-    a, b = b, b + (n * width if request[AHEAD_LOOSE] != 0 else 0)
-    loose = request[a:b]
     a, b = b, b + (n + 1) // 2
     priorities = request[a:b].view(np.float32)
     one, final, slots = request[b : b + 1], request[b + 1 : b + 2], request[b + 2 : b + 3]
@@ -200,7 +192,7 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
         if kind != 0 and steps > 0:
             same = True
             for c in range(width):
-                if same and finals[c] == 1 and (len(loose) == 0 or loose[i * width + c] == 0):
+                if same and finals[c] == 1:
                     known = place_of(columns, c, block, inside)
                     same = not differ_step(known, row_of(sources, c, i, k), columns[c, 2])
             visible = hidden + same
@@ -216,9 +208,7 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
                 after = int(v.block_ids[v.extent[slot, 1] + place])
                 require(after >= 0 and after < v.num_blocks)
                 inside_after = steps + 1 - place * v.block_steps
-                put_row(
-                    columns, sources, following, finals, loose, i, k, block, inside, after, inside_after, True
-                )
+                put_row(columns, sources, following, finals, i, k, block, inside, after, inside_after, True)
                 lane[LANE_STEPS] = steps + 1
             publish_steps(v, slot, visible, 1)
         if kind != 0 and visible == hidden:
@@ -232,7 +222,7 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
             block = int(v.block_ids[first])
             after = int(v.block_ids[first + 1 // v.block_steps])
             inside_after = 1 % v.block_steps
-            put_row(columns, sources, following, finals, loose, i, k, block, 0, after, inside_after, False)
+            put_row(columns, sources, following, finals, i, k, block, 0, after, inside_after, False)
             for c in range(count):
                 put_step(place_of(once, c, block, 0), once_sources[c, 0] + i * once_sources[c, 1], once[c, 2])
             commit(v, slots, priorities[i : i + 1], now)
@@ -262,7 +252,6 @@ def put_row(
     sources: Any,
     following: Any,
     finals: Any,
-    loose: Any,
     i: Any,
     k: Any,
     block: Any,
@@ -272,10 +261,10 @@ def put_row(
     known: Any,
 ) -> None:
     """Copy row `k` of lane `i` into a block, and what follows it into the step after; `known`: what has final steps is
-    there already, except for loose columns."""
+    there already."""
     for c in range(len(columns)):
         size = columns[c, 2]
         if finals[c] == 1:
             put_step(place_of(columns, c, after, inside_after), row_of(following, c, i, k), size)
-        if finals[c] != 1 or not known or (len(loose) > 0 and loose[i * len(columns) + c] != 0):
+        if finals[c] != 1 or not known:
             put_step(place_of(columns, c, block, inside), row_of(sources, c, i, k), size)
