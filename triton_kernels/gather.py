@@ -23,8 +23,8 @@ only for loads that it issued at least a tile ago. Lines are copied asynchronous
     lines           of tile k + S       into shared memory
     stores          of tile k
 
-With 128 KiB in flight in each program, two should fill the bus; with 32 KiB it took 16. What bounds a program then are the
-instructions for a tile, so it has 8 warps, and one thread computes the address of a unit; the threads that move its
+With 128 KiB in flight in each program, two should fill the bus; with 32 KiB it took 16. What bounds a program then are
+the instructions for a tile, so it has 8 warps, and one thread computes the address of a unit; the threads that move its
 words read it from shared memory.
 """
 

@@ -53,7 +53,8 @@ def parts_of(lanes: int, columns: int, rows: int, once: int) -> dict[str, tuple[
     after each. before: address and bytes from lane to lane of memory for what followed the row that ended each lane's
     last trajectory. finals: 1 for columns that have final steps. once, once_sources: columns per trajectory, and
     address and bytes from lane to lane of their values. kinds: of the rows. over: 1 where the last row of a lane ended
-    its trajectory. out: output: slot of the trajectory that each lane has ended last. priorities: float32. scratch: memory.
+    its trajectory. out: output: slot of the trajectory that each lane has ended last. priorities: float32. scratch:
+    memory.
     """
     return {
         "columns": (columns, 4),
