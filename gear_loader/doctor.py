@@ -95,7 +95,8 @@ answer(version=nixl_agent.version(), plugins=sorted(agent.get_plugin_list()), ve
     "cuda": _BEGIN
     + """
 import torch
-found = {"torch": torch.__version__, "available": torch.cuda.is_available(), "devices": [], "pinning": None, "rocm": torch.version.hip}
+found = {"torch": torch.__version__, "available": torch.cuda.is_available(), "devices": [], "pinning": None}
+found["rocm"] = torch.version.hip
 if found["available"]:
     import mmap
     found["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
