@@ -213,7 +213,7 @@ class GatherPlan:
         masks: masks beside those of the columns; only for the GPU's kernels.
 
     Attributes:
-        table: int64 [C, WIDTH] on the CPU.
+        table: int64 [C, WIDTH] on the CPU, with `ROLE` 0.
         unit: bytes that a launch with 16-byte words reads from an address: 128, or 256 where blocks and windows allow.
         launches: (word bytes, table on the CPU, table on the device) of each kernel launch: one launch with 16-byte
             words if all steps are whole such words; otherwise one with 4-byte words for the columns that allow it, and
@@ -266,7 +266,6 @@ class GatherPlan:
         row[OFFSET] = column.offset
         row[PAD] = column.pad
         row[MASK] = column.mask.data_ptr() if column.mask is not None else 0
-        row[LINES] = column.lines(self.block_steps)
         row[BLOCKS] = column.source.shape[0]
         row[FINAL] = int(column.final)
         row[STEP_STRIDE] = column.stride
