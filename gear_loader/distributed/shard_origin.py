@@ -29,7 +29,7 @@ from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.random import key
 from gear_loader.selection.samplers import Sampler
 from gear_loader.selection.step_budget import StepBudget, Steps
-from gear_loader.storage.edits import checked_edits
+from gear_loader.storage.edit_values import checked_edits
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
 

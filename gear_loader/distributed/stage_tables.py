@@ -14,7 +14,8 @@ import numpy as np
 from gear_loader.errors import GearError, StaleIndexError, TransportError
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.counters import NEXT_SEQUENCE
-from gear_loader.storage.edits import Edits, set_rows
+from gear_loader.storage.edit_values import Edits
+from gear_loader.storage.edits import set_rows
 from gear_loader.storage.late_values import checked_fill
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.states import READY

@@ -218,8 +218,8 @@ class ReplayBuffer:
         """Store what `add` has left waiting; `waits`: whether later rows may."""
         self._waits &= waits
         if self._adder is not None:
-            self._adder.waits &= waits
             self._adder.flush()
+            self._adder.waits &= waits
 
     def _make(self, columns: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         """Create the table of columns without those that every buffer has."""

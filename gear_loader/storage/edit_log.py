@@ -13,12 +13,12 @@ of another are not. It lies behind the region in its file; that of a private tab
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from gear_loader.native.editing import write_runs
 from gear_loader.storage.counters import LOGGED
+from gear_loader.storage.edit_values import Runs
 from gear_loader.storage.filled_bits import set_filled
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.view import begin_change, end_change
@@ -26,26 +26,6 @@ from gear_loader.storage.region import Region
 from gear_loader.utils.arrays import Array, data_address
 
 _HEAD = 4
-
-
-class Runs(NamedTuple):
-    """Runs of consecutive steps of one column that are overwritten, in order.
-
-    Attributes:
-        column: its number in `Schema.mutable`. where: int64 [3, n], of each run trajectory, first step and number of
-            steps. values: uint8 [m, step_bytes]. chosen: int64 [steps], which of the values are those of the runs; ()
-            of a log that was read.
-    """
-
-    column: int
-    where: Array
-    values: Array
-    chosen: Array | tuple[()] = ()
-
-    @property
-    def size(self) -> int:
-        """Bytes of the values that are written."""
-        return len(self.chosen) * int(self.values.shape[-1])
 
 
 class EditLog:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 
 from gear_loader.errors import TransportError
-from gear_loader.storage.edits import Edits
+from gear_loader.storage.edit_values import Edits
 from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import wire_messages as messages

@@ -19,7 +19,7 @@ from gear_loader.errors import (
     TableFullError,
     TransportError,
 )
-from gear_loader.storage.edits import Edits
+from gear_loader.storage.edit_values import Edits
 from gear_loader.storage.ids import CLIENT_ORIGIN, joined, joined_one
 from gear_loader.storage.late_values import LateValues
 from gear_loader.storage.priority_updates import PriorityUpdates

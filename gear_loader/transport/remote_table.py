@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from gear_loader.errors import FilledError, GearError, HandshakeError, SchemaError, TransportError
-from gear_loader.storage.edits import checked_edits
+from gear_loader.storage.edit_values import checked_edits
 from gear_loader.storage.incoming import (
     checked_priorities,
     checked_priority,

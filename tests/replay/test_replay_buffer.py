@@ -180,6 +180,16 @@ def test_a_transition_can_be_drawn_at_once(n_step: int) -> None:
         assert torch.equal(batch["next_obs"], reached)
 
 
+def test_the_table_has_all_that_was_added_before() -> None:
+    buffer = gear.ReplayBuffer(1_000, device="cpu")
+    for step in range(60):
+        obs, next_obs = torch.full((4,), step), torch.full((4,), step + 1)
+        buffer.add(obs, 0, 1.0, next_obs, terminated=False, truncated=False)
+    table = buffer.table
+    assert table is not None
+    assert sum(len(table[int(index)]["reward"]) for index in table.indices()) == 60
+
+
 def test_a_full_buffer_drops_its_oldest_and_holds_nearly_its_capacity() -> None:
     buffer = gear.ReplayBuffer(1_000, device="cpu")
     for step in range(5_010):

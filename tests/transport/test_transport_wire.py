@@ -139,8 +139,8 @@ def test_a_header_with_one_wrong_bit_is_refused(noise: bytes, bit: int) -> None:
 
 def test_versions_and_kinds_of_headers() -> None:
     """The first bytes are the same in every version."""
-    assert Header(Kind.HELLO, 0, 1, 2).pack()[:16] == b"GEARWIRE" + bytes([4, 0, 1, 0, 0, 0, 0, 0])
-    with pytest.raises(VersionError, match="version 7; this side speaks version 4"):
+    assert Header(Kind.HELLO, 0, 1, 2).pack()[:16] == b"GEARWIRE" + bytes([5, 0, 1, 0, 0, 0, 0, 0])
+    with pytest.raises(VersionError, match="version 7; this side speaks version 5"):
         Header.parse(memoryview(Header(Kind.HELLO, 0, 1, 2).pack(version=7)))
     with pytest.raises(ProtocolError, match="kind 99; expected 1 to 24"):
         Header.parse(memoryview(Header(99, 0, 0, 0).pack()))  # type: ignore[arg-type]
