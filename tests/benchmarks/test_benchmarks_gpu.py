@@ -241,9 +241,9 @@ def test_work_is_measured_beside_every_load(tmp_path: Path, capsys: pytest.Captu
     fed = {"ours, prefetch 0", "ours, prefetch 2", "ours, prefetch 2, 1 programs", "staged, index_select"}
     assert by_work["bf16 products"] == by_work["transformer steps"] == {"alone", *loads}
     assert {"alone", *fed} <= by_work["fed transformer steps"]
-    # Four loads end before the work does: more are queued until they last, and then as many at once.
-    assert rehearsal.counts == ([4, 10] * 4 + [10] * 8) * 2
-    assert "gb per s alone" in capsys.readouterr().out
+    # Five loads end before the work does: more are queued until they last, and then as many at once.
+    assert rehearsal.counts == ([4, 10] * 5 + [10] * 10) * 2
+    assert "alone" in capsys.readouterr().out
 
 
 @pytest.mark.long

@@ -54,6 +54,7 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
             "step": {"plain torch", "uniform", "prioritized, steps", "uniform, copy=False"},
             "add": {"memcpy", "plain torch", "ours", "ours, arrays", "ours, stacked", "ours, list"},
             "disk": {"ours", "ours, disk"},
+            "transitions": {"plain", "3 steps", "two sources", "mixture"},
         },
         "at most 13 µs",
     ),
@@ -113,7 +114,13 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
     ),
     "transitions": (
         "--threads 1 --peers PEERS",
-        {**TRANSITIONS, "append 1": APPENDED, "append 8": APPENDED},
+        {
+            **TRANSITIONS,
+            "append 1": APPENDED,
+            "append 8": APPENDED,
+            "append 64": {"ours, ReplayBuffer"},
+            "append 4096": {"ours, ReplayBuffer"},
+        },
         "left out: SB3",
     ),
     "simulator": (

@@ -421,8 +421,8 @@ def test_weights_by_the_table(version: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.allclose(weights.double(), expected, rtol=2.4e-7, atol=0)
 
 
-NOT_BY_TESTS = ("items_locate", "items_weigh_table")
-"""Variants of `items` that have tests of their own above."""
+NOT_BY_TESTS = ("items_locate", "items_weigh_table", "gather_16_256", "split_counted")
+"""Variants that have tests of their own above."""
 
 
 @pytest.mark.long

@@ -523,7 +523,7 @@ class Run:
             packed=True,
             weighs=data.sampler.weighs,
         )
-        plans_here, filler_here, epochs = data._plans, data._filler, [0]
+        plans_here, filler_here, epochs = data._plans, data.filler, [0]
 
         def plans(budget: Any, epoch: int, *args: Any) -> Any:
             epochs[0] = epoch
@@ -542,7 +542,7 @@ class Run:
             here.fill_planned = fill_planned  # type: ignore[method-assign]
             return here
 
-        data._plans, data._filler = plans, filler  # type: ignore[method-assign]
+        data._plans, data.filler = plans, filler  # type: ignore[method-assign]
 
     def _watch(self, data: gear.ReplayDataset) -> None:
         """At each draw and each update, let a CPU selection of the same table do the same."""
