@@ -236,7 +236,7 @@ DEFECTS: dict[str, Defect] = {
         _left_out(Stream, "wait_event", "_deliver"), Scenario.flat
     ),
     "packed buffers are filled again without waiting for the consumer": Defect(
-        _left_out(Stream, "wait_event", "_queue", "run"), Scenario.flat
+        _left_out(Stream, "wait_event", "copy_over", "run"), Scenario.flat
     ),
     "the tickets of a planned batch are given back when the gather is queued": Defect(
         _early_plan, Scenario.flat, 26
@@ -266,7 +266,7 @@ DEFECTS: dict[str, Defect] = {
         _left_out(Event, "synchronize", "run"), ShardScenario.flat
     ),
     "packed buffers over shards are filled again without waiting for the consumer": Defect(
-        _left_out(Stream, "wait_event", "_queue", "run"), ShardScenario.flat
+        _left_out(Stream, "wait_event", "copy_over", "run"), ShardScenario.flat
     ),
     "tickets of packed rows of several shards are given back when the gather is queued": Defect(
         _early_ticket, ShardScenario.flat
