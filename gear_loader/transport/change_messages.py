@@ -134,7 +134,37 @@ class Part(_Declared):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fill(_RowChange):
+class _ColumnChange(_RowChange):
+    """Values of columns, executed once though the request is sent again.
+
+    Attributes:
+        table: name of the table. schema: its columns. names: of the changed ones.
+    """
+
+    table: str
+    schema: Schema
+    names: tuple[str, ...]
+
+    @property
+    def _laid_out(self) -> tuple[list[tuple[int, int]], int]:
+        """Offset in the bulk part, and bytes, of each part; bytes of all."""
+        raise NotImplementedError
+
+    @property
+    def bulk_bytes(self) -> int:
+        """Bytes of the bulk part."""
+        return self._laid_out[1]
+
+    def repeated(self) -> _ColumnChange:
+        return dataclasses.replace(self, again=True)  # type: ignore[call-arg]  # which each of them has
+
+    def pack(self) -> bytes:
+        described = json.dumps([self.schema.to_json(), list(self.names)], separators=(",", ":")).encode()
+        return self.message.pack(described=described, **vars(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fill(_ColumnChange):
     """Values of late columns of trajectories in a table.
 
     Attributes:
@@ -146,9 +176,6 @@ class Fill(_RowChange):
 
     message, answer = messages.FILL, messages.FILLED
 
-    table: str
-    schema: Schema
-    names: tuple[str, ...]
     slots: Array
     generations: Array
     lengths: Array
@@ -160,11 +187,6 @@ class Fill(_RowChange):
     def columns(self) -> list[tuple[int, int]]:
         """Offset in the bulk part, and bytes, of each column."""
         return self._laid_out[0]
-
-    @property
-    def bulk_bytes(self) -> int:
-        """Bytes of the bulk part."""
-        return self._laid_out[1]
 
     @functools.cached_property
     def _laid_out(self) -> tuple[list[tuple[int, int]], int]:
@@ -194,12 +216,6 @@ class Fill(_RowChange):
     def what(self) -> str:
         return f"{self.rows:,} rows ({self.bulk_bytes:,} bytes) to be filled in table {self.table!r}"
 
-    def repeated(self) -> Fill:
-        return dataclasses.replace(self, again=True)
-
-    def pack(self) -> bytes:
-        return messages.FILL.pack(described=_described(self.schema, self.names), **vars(self))
-
     @classmethod
     def parse(cls, small: Bytes, bulk: int = 0, limits: Limits | None = None) -> Fill:
         found, limits = messages.FILL.parse(small, limits), limits or Limits()
@@ -220,7 +236,7 @@ class Fill(_RowChange):
 
 
 @dataclasses.dataclass(frozen=True)
-class Overwrite(_RowChange):
+class Overwrite(_ColumnChange):
     """Values of mutable columns of trajectories in a table.
 
     Attributes:
@@ -233,9 +249,6 @@ class Overwrite(_RowChange):
 
     message, answer = messages.SET, messages.WRITTEN
 
-    table: str
-    schema: Schema
-    names: tuple[str, ...]
     slots: Array
     anchors: Array
     generations: Array
@@ -250,11 +263,6 @@ class Overwrite(_RowChange):
         steps = [int(count) * self.rows for count in self.lengths]
         sizes = [count * self.schema[name].step_bytes for count, name in zip(steps, self.names, strict=True)]
         return laid_out([*sizes, *steps[: self.masked]])
-
-    @property
-    def bulk_bytes(self) -> int:
-        """Bytes of the bulk part."""
-        return self._laid_out[1]
 
     def bulk(self, edits: Edits) -> Array:
         """The bulk part, uint8."""
@@ -277,12 +285,6 @@ class Overwrite(_RowChange):
 
     def what(self) -> str:
         return f"{self.rows:,} rows ({self.bulk_bytes:,} bytes) to be overwritten in table {self.table!r}"
-
-    def repeated(self) -> Overwrite:
-        return dataclasses.replace(self, again=True)
-
-    def pack(self) -> bytes:
-        return messages.SET.pack(described=_described(self.schema, self.names), **vars(self))
 
     @classmethod
     def parse(cls, small: Bytes, bulk: int = 0, limits: Limits | None = None) -> Overwrite:
@@ -315,13 +317,8 @@ class Overwrite(_RowChange):
         return made
 
 
-def _described(schema: Schema, names: Sequence[str]) -> bytes:
-    """A schema, and names of columns of it, in a message."""
-    return json.dumps([schema.to_json(), list(names)], separators=(",", ":")).encode()
-
-
 def _read_described(what: str, described: Any, kind: str) -> tuple[Schema, tuple[str, ...]]:
-    """Parse `_described` of a message `what`, with names of "late" or "mutable" columns."""
+    """Parse schema and names of a message `what`, those of "late" or "mutable" columns."""
     try:
         rows, names = json.loads(str(described, "utf-8"))
         schema = read_schema(rows)

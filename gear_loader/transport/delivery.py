@@ -347,24 +347,29 @@ def fill_parts(
 ) -> int:
     """`Delivery.fill` of any number of trajectories, in requests of a limited size; the number of stale ones."""
     sizes = sum((each.lengths * each.column.step_bytes for each in values), np.zeros(len(slots), np.int64))
-    skipped, low = 0, 0
-    while low < len(slots):
-        high = low + filler.counts(sizes[low:])
+
+    def fill(low: int, high: int) -> int:
         part = [_part(each, low, high) for each in values]
-        skipped += filler.fill(slots[low:high], generations[low:high], part, strict=strict)
-        low = high
-    return skipped
+        return filler.fill(slots[low:high], generations[low:high], part, strict=strict)
+
+    return _in_parts(filler, sizes, fill)
 
 
 def set_parts(filler: Delivery, edits: Edits, *, strict: bool) -> int:
     """`Delivery.set` of any number of rows, in requests of a limited size; the number of stale ones."""
-    count, low, skipped = len(edits.slots), 0, 0
+    count = len(edits.slots)
     sizes = np.full(count, sum(each.data.size // count for each in edits.values) if count else 0)
-    while low < count:
+    return _in_parts(filler, sizes, lambda low, high: filler.set(edits.take(slice(low, high)), strict=strict))
+
+
+def _in_parts(filler: Delivery, sizes: Array, send: Callable[[int, int], int]) -> int:
+    """Send rows of these bytes, int64 [n], in requests of a limited size: rows `low` to `high`; the sum of answers."""
+    total, low = 0, 0
+    while low < len(sizes):
         high = low + filler.counts(sizes[low:])
-        skipped += filler.set(edits.take(slice(low, high)), strict=strict)
+        total += send(low, high)
         low = high
-    return skipped
+    return total
 
 
 def _part(values: LateValues, low: int, high: int) -> LateValues:

@@ -21,6 +21,7 @@ from gear_loader.transport import wire_messages as messages
 from gear_loader.transport.change_messages import Advance, Advanced, Fill, Overwrite, Unfilled, Update
 from gear_loader.transport.channel import Bytes
 from gear_loader.transport.store_message import One, OneStore, Store
+from gear_loader.transport.stored_once import StoredOnce
 from gear_loader.transport.table_cache import AttachedTable, TableCache
 from gear_loader.transport.wire import Kind, Limits
 from gear_loader.utils.arrays import Array, data_address, narrowed
@@ -158,6 +159,13 @@ def _checked_priorities(priorities: Array) -> Array:
 # ---------------------------------------------------------------- other changes
 
 
+def _once(done: StoredOnce, request: Fill | Overwrite, write: Callable[[], Array]) -> int:
+    """Call `write`, unless this process has executed the request before; the number of stale rows."""
+    identity = np.array([request.identity], dtype=np.uint64)
+    (stale,) = done.run(identity, write, again=request.again).tolist()
+    return int(stale)
+
+
 def _fill(tables: TableCache, request: Fill, data: Array, at_once: bool) -> Reply:
     """Write late columns, once also if the request comes again.
 
@@ -172,9 +180,7 @@ def _fill(tables: TableCache, request: Fill, data: Array, at_once: bool) -> Repl
         stale = fill_columns(table.engine, *rows, values, strict=request.strict, again=request.again)
         return np.array([stale])
 
-    identity = np.array([request.identity], dtype=np.uint64)
-    (stale,) = table.filled_once.run(identity, write, again=request.again).tolist()
-    return Reply(Kind.FILLED, messages.FILLED.pack(stale=stale))
+    return Reply(Kind.FILLED, messages.FILLED.pack(stale=_once(table.filled_once, request, write)))
 
 
 def _set(tables: TableCache, request: Overwrite, data: Array, at_once: bool) -> Reply:
@@ -191,9 +197,7 @@ def _set(tables: TableCache, request: Overwrite, data: Array, at_once: bool) -> 
         rows = request.slots, request.anchors, request.generations
         return np.array([set_columns(table.engine, *rows, mask, values, strict=request.strict)])
 
-    identity = np.array([request.identity], dtype=np.uint64)
-    (stale,) = table.set_once.run(identity, write, again=request.again).tolist()
-    return Reply(Kind.WRITTEN, messages.WRITTEN.pack(stale=stale))
+    return Reply(Kind.WRITTEN, messages.WRITTEN.pack(stale=_once(table.set_once, request, write)))
 
 
 def _update(tables: TableCache, request: Update, _: Array, at_once: bool) -> Reply:
