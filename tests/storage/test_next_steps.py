@@ -82,12 +82,14 @@ def test_every_transition_can_be_drawn_at_once(
         if kind == "per trajectory":
             writer.trajectory = {"episode": np.arange(n)}
         truth: dict[int, tuple[int, int]] = {}
-        obs, number = np.arange(n), n
+        obs, number, length = np.arange(n), n, np.zeros(n, dtype=int)
         for step in range(40):
             following = number + np.arange(n)
             number += n
             action = (step * n + np.arange(n)).astype(np.int32)
             active, done = choose.random(n) < 0.9, choose.random(n) < 0.15
+            length += active
+            done |= length == 24  # the longest that the table holds
             for i in np.flatnonzero(active):
                 truth[int(action[i])] = int(obs[i]), int(following[i])
             out = writer.append(
@@ -105,6 +107,7 @@ def test_every_transition_can_be_drawn_at_once(
             if 0 < len(truth) <= 6:  # so that all are drawn
                 assert drawn == set(truth)
             restarts = done | (choose.random(n) < 0.1)
+            length[restarts & active] = 0
             obs = np.where(restarts & active, number + np.arange(n), np.where(active, following, obs))
             number += n
 
