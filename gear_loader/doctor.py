@@ -385,7 +385,7 @@ def _slow(found: dict[str, Any]) -> list[dict[str, str]]:
         "nothing: batches are the same",
     )
     add(
-        gpu and not cuda.get("pinning"),
+        gpu and not cuda.get("rocm") and not cuda.get("pinning"),
         "a GPU's batches are gathered on the CPU and copied",
         "CUDA refuses to pin host memory",
         "raise the locked-memory limit (ulimit -l unlimited) or the container's memory",
