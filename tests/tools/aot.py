@@ -36,7 +36,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gear_loader.kernels import cast, gather, items, neighbors, packed, place, priority, split, store
+from gear_loader.kernels import append, cast, gather, items, neighbors, packed, place, priority, split, store
 
 ARCHITECTURES = (80, 90, 100)
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -45,12 +45,13 @@ TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump
 _NAMES = {
     "*i64": "columns slots anchors extent pieces items levels status random drawn index anchor generation place "
     "first addresses rows indptr nodes neighbors tiles groups counts",
-    "*i32": "block_ids blocks source staging target known steps owner number ids indices parts position where totals",
+    "*i32": "block_ids blocks source staging target known steps owner number ids indices parts position where totals state",
+    "*u8": "done ends",
     "*fp64": "sums",
     "*fp32": "values leaves mins maxs maximum drawn_leaves weights beta",
     "i32": "num_columns num_masks lines batch line_tiles num_tiles block_steps shift num_pieces count depth first_row "
     "first_phase last_phase num_slots num_blocks num_ids size width first last offset anchor_first ahead ahead_final "
-    "once fanout end_16 end_4 block_lines per_row last_lines",
+    "once fanout end_16 end_4 block_lines per_row last_lines lanes",
     "i64": "magic",
     "fp32": "floor alpha eps",
 }
@@ -96,6 +97,10 @@ VARIANTS = [
     ),
     Variant("place", place.place_kernel, {}, place.LAUNCH),
     Variant("store", store.store_kernel, {}, store.LAUNCH),
+    *(
+        Variant(f"append{name}", append.append_kernel, {"ROW": row, "FINAL": final}, append.LAUNCH)
+        for name, row, final in (("", True, False), ("_final", True, True), ("_end", False, False))
+    ),
     *(
         Variant(f"split{'_rows' * chosen}", split.split_kernel, {"CHOSEN": chosen}, split.LAUNCH)
         for chosen in (False, True)
