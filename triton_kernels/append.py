@@ -1,8 +1,8 @@
 """Append a row of each of n environments to its trajectory's blocks in pinned host memory, and end those that are done.
 
-How long a trajectory is, only the device knows. `state` holds it, and which of its environment's `lanes` the trajectory
-is: each has blocks, which the host has given it beforehand. A row goes into the image of its block; lines that are full,
-and of a trajectory that ends all others, go from there into the block. So each 128-byte line crosses the bus once.
+Only the device knows how long a trajectory is. `state` holds it, and which of its environment's `lanes` the trajectory
+is: each has blocks, which the host has given it beforehand. A row goes into the image of its block, and from there go
+the lines that are full, and when the trajectory ends all others. So each 128-byte line crosses the bus once.
 
     rows     uint8 [n, 2, row bytes]     the row, and the values after it      image  uint8 [n, block bytes]
     blocks   int32 [n * lanes, W]        ends  uint8 [n]: whether the trajectory of each environment has ended
@@ -64,7 +64,9 @@ def _put(
     # Tells the compiler that both addresses are multiples of 128, which `AppendPlan` checks.
     block = tl.load(p_block + i_block).to(tl.int64)
     p_lines = tl.multiple_of(image.to(tl.pointer_type(tl.int32)), 128)
-    p_target = tl.multiple_of((tl.load(p_column + 2) + block * block_bytes).to(tl.pointer_type(tl.int32)), 128)
+    p_target = tl.multiple_of(
+        (tl.load(p_column + 2) + block * block_bytes).to(tl.pointer_type(tl.int32)), 128
+    )
     o_word = tl.arange(0, LINES * 32)
     for word in range(first_word, end_word, LINES * 32):
         at = (word // 32) * 32
@@ -89,7 +91,7 @@ def _put(
     ]
 )
 def append_kernel(
-    p_columns,  # int64 [C, 7]: addresses of rows, image and target; bytes of an environment's rows, of a row, block, step
+    p_columns,  # int64 [C, 7]: addresses of rows, image, target; bytes of an environment's rows, of a row, block, step
     p_state,  # int32 [n, 2]
     p_done,  # uint8 [n]
     p_ends,  # uint8 [n] in host memory
@@ -110,7 +112,18 @@ def append_kernel(
         if ROW:
             done = tl.load(p_done + i_env).to(tl.int32)
             for i_column in range(num_columns):
-                _put(p_columns, i_column, i_env, step, p_block, block_steps, 0 if FINAL else done, 0, TILE, LINES)
+                _put(
+                    p_columns,
+                    i_column,
+                    i_env,
+                    step,
+                    p_block,
+                    block_steps,
+                    0 if FINAL else done,
+                    0,
+                    TILE,
+                    LINES,
+                )
             step += 1
             if FINAL:
                 if done != 0:

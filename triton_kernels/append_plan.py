@@ -31,7 +31,8 @@ class AppendPlan:
     """What `append` does with the tensors of n environments, which must stay alive and where they are.
 
     Args:
-        columns: see `AppendColumn`. block_steps: steps of a block. lanes: trajectories of an environment that have blocks.
+        columns: see `AppendColumn`. block_steps: steps of a block.
+        lanes: trajectories of an environment that have blocks.
 
     Attributes:
         state: int32 [n, 2], on the device: steps of each environment's trajectory, and its lane.

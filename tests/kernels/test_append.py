@@ -93,7 +93,13 @@ def check(
     blocks.step(run, None, False, **options)  # nothing is open
 
 
-CASES = [([33], 4, True), ([128, 1], 3, False), ([44, 200], 1, True), ([16, 1500], 5, True), ([2100], 2, False)]
+CASES = [
+    ([33], 4, True),
+    ([128, 1], 3, False),
+    ([44, 200], 1, True),
+    ([16, 1500], 5, True),
+    ([2100], 2, False),
+]
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -45,7 +45,8 @@ TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump
 _NAMES = {
     "*i64": "columns slots anchors extent pieces items levels status random drawn index anchor generation place "
     "first addresses rows indptr nodes neighbors tiles groups counts",
-    "*i32": "block_ids blocks source staging target known steps owner number ids indices parts position where totals state",
+    "*i32": "block_ids blocks source staging target known steps owner number ids indices parts position where totals "
+    "state",
     "*u8": "done ends",
     "*fp64": "sums",
     "*fp32": "values leaves mins maxs maximum drawn_leaves weights beta",
