@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError, TableFullError
-from gear_loader.kernels.append import append
+from gear_loader.kernels import append
 from gear_loader.kernels.append_plan import AppendColumn, AppendPlan
 from gear_loader.kernels.special_priorities import UNSET
 from gear_loader.native.lanes import LANE_HELD, LANE_STEPS
@@ -23,6 +23,9 @@ from gear_loader.utils.streams import current_stream
 AHEAD = 3
 """Trajectories of each environment that have blocks: the one that is written, and those that may follow before the host
 knows that it has ended. So many steps can be on their way."""
+
+MOST = AHEAD
+"""Most steps that are on their way."""
 
 
 class _Step:
@@ -134,7 +137,7 @@ class Episodes:
 
     def _launch(self, step: _Step, done: torch.Tensor | None) -> None:
         done = None if done is None else done.contiguous()
-        append(self._plan, done, self._ends[self._turn], self._blocks, final=step.final)
+        append.append(self._plan, done, self._ends[self._turn], self._blocks, final=step.final)
         step.arrived.record(current_stream(self._device))
         self._steps.append(step)
 
@@ -172,14 +175,14 @@ class Episodes:
 
     def take(self) -> None:
         """Commit what has ended with steps that have arrived, in order. Waits where no step more can be on its way."""
-        while self._steps and (len(self._steps) == AHEAD or self._steps[0].arrived.query()):
+        while self._steps and (len(self._steps) == MOST or _arrived(self._steps[0])):
             self._know(self._steps[0])
 
     def _know(self, step: _Step) -> None:
         """Wait for the first step that is on its way, and commit what has ended with it."""
         lanes, given = self._sink.lanes, self._given
         if step.due is None:
-            if not step.arrived.query():
+            if not _arrived(step):
                 step.arrived.synchronize()
             envs = np.flatnonzero(step.ends)
             due = self._lane[envs]
@@ -212,7 +215,7 @@ class Episodes:
     def wait(self) -> None:
         """Wait for the copies that are queued."""
         for step in self._steps:
-            if not step.arrived.query():
+            if not _arrived(step):
                 step.arrived.synchronize()
 
     def discard(self) -> None:
@@ -220,3 +223,8 @@ class Episodes:
         self.wait()
         self._steps.clear()
         self._sink.abort(np.arange(len(self._sink.lanes)))
+
+
+def _arrived(step: _Step) -> bool:
+    """Whether a step's bytes and ends are in the host's memory. Does not wait."""
+    return bool(step.arrived.query())

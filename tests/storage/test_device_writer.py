@@ -191,17 +191,20 @@ def test_blocks_come_back_of_what_is_not_committed() -> None:
         assert len(table) == 3
 
 
-def test_a_killed_process_leaves_whole_chunks() -> None:
+@pytest.mark.parametrize("episodes", [False, True])
+def test_a_killed_process_leaves_whole_trajectories(episodes: bool) -> None:
     program = """
 import os, sys, time, torch, gear_loader as gear
 from test_device_writer import rows
 with gear.Table.attach("device-killed") as table:
-    writer = table.writers(3, chunk_steps=4, device="cpu")
+    writer = table.writers(3, device="cpu", **(dict() if EPISODES else dict(chunk_steps=4)))
     for step in range(10**6):
-        writer.append({name: each[:, 0] for name, each in rows(3, 1, step % 100).items()})
+        done = torch.full((3,), step % 4 == 3)
+        options = {"done": done} if EPISODES else {}
+        writer.append({name: each[:, 0] for name, each in rows(3, 1, step % 100).items()}, **options)
         if step == 20:
             print("going", flush=True)
-"""
+""".replace("EPISODES", str(episodes))
     table, _ = made(name="device-killed", on_full="evict_oldest")
     paths = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     environment = {**os.environ, "PYTHONPATH": paths}
@@ -315,29 +318,33 @@ def test_episodes_are_those_of_a_vector_writer(device: str, size: int, finals: b
                 expected.commit()
                 same_tables(table, other)
         assert writer.committed == len(table)
-        assert table.priorities().tolist() == other.priorities().tolist()
+        priorities = [each._engine.reader().arrays.priority[each.indices()].tolist() for each in (table, other)]
+        assert priorities[0] == priorities[1]
         table.check_valid()
 
 
 def test_an_episode_too_long_or_no_room() -> None:
-    values = {name: each[:, 0] for name, each in rows(2, 1, 0).items()}
-    over = torch.ones(2, dtype=torch.bool)
     options: Any = {"block_steps": 2, "max_steps": 24, "max_trajectories": 8}
     with gear.Table.create(SCHEMA, **options) as table:
-        writer = table.writers(2, device="cpu")
-        with pytest.raises(SchemaError, match="would have 25 steps; this table holds at most 24"):
-            for _ in range(30):
-                writer.append({name: each[:1].expand_as(each) for name, each in values.items()})
-        with pytest.raises(TableFullError):
+        writer = table.writers(1, device="cpu")
+        for values, _, _ in played(1, 23, 0, 0.0):
             writer.append(values)
-    with gear.Table.create(SCHEMA, **options) as table:
-        with table.writers(2, device="cpu") as writer:
-            for _ in range(4):
+        with pytest.raises(SchemaError, match="would have 25 steps; this table holds at most 24"):
+            writer.append(values)
+        assert writer.commit() == 1
+    values = {name: each[:, 0] for name, each in rows(2, 1, 0).items()}
+    over = torch.ones(2, dtype=torch.bool)
+    with gear.Table.create(SCHEMA, **options) as table, table.writers(2, device="cpu") as writer:
+        for _ in range(5):
+            writer.append(values, done=over)
+        for _ in range(2):
+            with pytest.raises(TableFullError):
                 writer.append(values, done=over)
-            for _ in range(2):
-                with pytest.raises(TableFullError):
-                    for _ in range(3):
-                        writer.append(values, done=over)
-            assert len(table) == writer.committed
-            table.clear()
-        assert 0 < writer.committed - 8 <= 6
+            assert len(table) == writer.committed == 8
+        table.clear()
+        assert writer.append(values, done=over) == 2
+        assert writer.commit() == 2
+        with pytest.raises(SchemaError, match="'done' of the options is .*expected a tensor of torch.bool"):
+            writer.append(values, done=[True, False])
+        with pytest.raises(SchemaError, match="needs a writer with chunk_steps"):
+            writer.extend(rows(2, 2, 0))
