@@ -318,7 +318,9 @@ def test_episodes_are_those_of_a_vector_writer(device: str, size: int, finals: b
                 expected.commit()
                 same_tables(table, other)
         assert writer.committed == len(table)
-        priorities = [each._engine.reader().arrays.priority[each.indices()].tolist() for each in (table, other)]
+        priorities = [
+            each._engine.reader().arrays.priority[each.indices()].tolist() for each in (table, other)
+        ]
         assert priorities[0] == priorities[1]
         table.check_valid()
 
@@ -344,7 +346,7 @@ def test_an_episode_too_long_or_no_room() -> None:
         table.clear()
         assert writer.append(values, done=over) == 2
         assert writer.commit() == 2
-        with pytest.raises(SchemaError, match="'done' of the options is .*expected a tensor of torch.bool"):
+        with pytest.raises(SchemaError, match=r"'done' of the options is .*expected a tensor of torch.bool"):
             writer.append(values, done=[True, False])
         with pytest.raises(SchemaError, match="needs a writer with chunk_steps"):
             writer.extend(rows(2, 2, 0))
