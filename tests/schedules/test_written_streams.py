@@ -292,6 +292,42 @@ def test_no_step_of_an_episode_waits() -> None:
     cuda.check()
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_steps_that_are_given_to_a_table_wait_once(policy: Policy) -> None:
+    """For all columns, and all trajectories of a list; what comes into the table has been computed."""
+    cuda, streams = Cuda(3, policy), Streams(4, 0)
+    with (
+        cuda.installed(),
+        torch.cuda.device(DEVICE),
+        gear.Table.create(SCHEMA, max_steps=800, max_trajectories=100, block_steps=4) as table,
+    ):
+        rows = [on_device(streams.step()) for _ in range(2)]
+        stacked = {name: torch.stack([row[name] for row in rows], 1) for name in SCHEMA}
+        final = on_device({"obs": torch.stack([streams.final()] * 2)})["obs"][0]
+        writer = table.writers(4)
+        given: list[Any] = [
+            lambda: table.add(rows[0]),
+            lambda: table.extend(rows),
+            lambda: table.extend(stacked, lengths=[2] * 4),
+            lambda: writer.append(rows[1], done=[True] * 4),
+            lambda: writer.append(rows[0], done=[True] * 4, final={"obs": final}),
+        ]
+        for call, waits in zip(given, (1, 1, 1, 1, 2), strict=True):
+            before = sum(count for name, count in cuda.machine.counts.items() if "synchronize" in name)
+            call()
+            after = sum(count for name, count in cuda.machine.counts.items() if "synchronize" in name)
+            assert after - before == waits
+        found = [table[index] for index in table.indices().tolist()]
+        for name in SCHEMA:
+            for t, row in ((0, found[0]), (0, found[1]), (1, found[2])):
+                assert torch.equal(row[name], streams.rows[t][name]), name
+            for env in range(4):
+                expected = torch.stack([row[name][env] for row in streams.rows])
+                assert torch.equal(found[3 + env][name], expected)
+                assert torch.equal(found[7 + env][name], expected[1:])
+    cuda.check()
+
+
 def _episodes_known_early(patch: pytest.MonkeyPatch) -> None:
     """Ends are read, and committed, before the kernel has run."""
     patch.setattr(device_episodes, "_arrived", lambda step: True)
