@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NAMES = {
     *(f"gather_{word}_{unit}{kind}" for word, unit in PROGRAMS for kind in ("", "_rows")),
-<<<<<<< HEAD
     *(
         "place",
         "split",
@@ -28,10 +27,7 @@ NAMES = {
         "priority_draw",
         "priority_distinct",
     ),
-=======
     *("append", "append_final", "append_end"),
-    *("place", "split", "split_rows", "store", "packed", "priority_draw", "priority_distinct"),
->>>>>>> one-device
     *(
         "cast_uint8_bfloat16_scaled",
         "cast_uint8_bfloat16_scaled_counted",
