@@ -121,7 +121,8 @@ class Engine:
 
     def reader(self) -> TableReader:
         """The read interface, for reads under a read ticket; raises GearError if the table is closed."""
-        return self.index.reader
+        index = self._index
+        return self.index.reader if index is None else index.reader
 
     def close(self) -> None:
         """See `Table.close`."""
