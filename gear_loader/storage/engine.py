@@ -117,7 +117,8 @@ class Engine:
 
     def check_open(self) -> None:
         """Raise GearError if the table is closed or lost in a fork."""
-        _ = self.index
+        if self._index is None:
+            raise self.region.absence()
 
     def reader(self) -> TableReader:
         """The read interface, for reads under a read ticket; raises GearError if the table is closed."""
