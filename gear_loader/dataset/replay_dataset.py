@@ -1226,6 +1226,8 @@ class ReplayDataset(IterableDataset[Batch]):
         """Resume from `state`: the next iteration yields the batch after the last one delivered before it was taken.
 
         The batches are equal bit for bit if the table holds the same trajectories in the same order, on as many ranks.
+        Draws by priorities of steps also depend on the steps' blocks: from a table that was loaded, other rows may be
+        drawn, with the same probabilities.
         Over all `Shards` a state goes on with other numbers of ranks, too; with `Steps` one that was taken after a
         whole number of training steps, also with other `micro_batches`.
         `DataLoader` workers made afterwards resume there too, whatever their number.
