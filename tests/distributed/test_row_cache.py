@@ -50,7 +50,7 @@ def addresses(pieces: list[Any]) -> Any:
 
 
 @given(seed=st.integers(0, 10**6), budget=st.integers(1, 20_000), known=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 def test_a_row_is_found_only_as_it_was_kept(seed: int, budget: int, known: bool) -> None:
     play(seed, budget, known)
 

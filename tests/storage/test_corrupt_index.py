@@ -180,7 +180,7 @@ def test_a_gather_of_wrong_blocks_fills_with_zeros_and_says_how_many() -> None:
     extent = np.array([[6, 0, 0], [6, 5, 0], [6, 2, 0], [6, 0, 0]], dtype=np.int64)
     ids = np.array([0, 2, 1, 3, -1, 0], dtype=np.int32)  # one of slot 1 is missing, one of slot 2 too large
     slots = np.array([0, 1, 2, 4], dtype=np.int64)
-    assert gathering.gather(columns, slots, np.zeros(4, dtype=np.int64), extent, ids, 4, 0, 4) == 3
+    assert gathering.gather(columns, slots, np.zeros(4, dtype=np.int64), extent, ids, 4, 0, 4, None) == 3
     assert out.tolist() == [[1] * 6, [1] * 4 + [0] * 2, [1] * 4 + [0] * 2, [0] * 6]
 
 
