@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import subprocess
@@ -86,6 +87,7 @@ LOADED_ON_DEMAND = (
 )
 
 
+@functools.cache
 def source_files() -> dict[str, Path]:
     """Every source file of the package by its dotted name; packages end in `.__init__`."""
     found = {}
@@ -93,6 +95,12 @@ def source_files() -> dict[str, Path]:
         for path in sorted(folder.rglob("*.py")):
             found[".".join((prefix, *path.relative_to(folder).with_suffix("").parts))] = path
     return found
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Every source file of the package, parsed once."""
+    return {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in source_files().items()}
 
 
 def room_of(module: str) -> str:
@@ -244,10 +252,7 @@ def circles(imports: dict[str, set[str]]) -> list[set[str]]:
 
 def test_no_files_import_each_other() -> None:
     files = source_files()
-    imports = {
-        module: imported_files(module, ast.parse(path.read_text(encoding="utf-8")), files)
-        for module, path in files.items()
-    }
+    imports = {module: imported_files(module, tree, files) for module, tree in trees().items()}
     assert circles(imports) == CIRCLES
 
 
@@ -307,18 +312,15 @@ def test_no_two_files_have_one_name() -> None:
 def test_no_two_classes_have_one_name() -> None:
     names = [
         node.name.lstrip("_")
-        for path in source_files().values()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for tree in trees().values()
+        for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     ]
     assert {name for name in names if names.count(name) > 1} == CLASSES_OF_ONE_NAME
 
 
 def test_nothing_is_imported_by_a_string_to_get_round_the_rule() -> None:
-    found = {
-        module: imports_by_string(ast.parse(path.read_text(encoding="utf-8")))
-        for module, path in source_files().items()
-    }
+    found = {module: imports_by_string(tree) for module, tree in trees().items()}
     assert {module: count for module, count in found.items() if count} == BY_STRING
 
 
@@ -397,9 +399,9 @@ def test_the_version_has_a_section_in_the_changelog() -> None:
 def test_parts_that_some_users_have_are_imported_by_nothing_else() -> None:
     """UCX and NIXL are known by their entries in `TRANSPORTS` alone; the command `ucx-env` is UCX's own."""
     parts = ("gear_loader.transport.ucx", "gear_loader.transport.nixl")
-    for module, path in source_files().items():
+    for module, tree in trees().items():
         if not module.startswith(parts) and module != "gear_loader.cli":
-            named = [name for _, name in imports_of(module, ast.parse(path.read_text(encoding="utf-8")))]
+            named = [name for _, name in imports_of(module, tree)]
             assert not [name for name in named if name.startswith(parts)], module
 
 
