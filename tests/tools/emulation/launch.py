@@ -96,22 +96,25 @@ class EmulatedKernel:
             for region in list(_regions):
                 if region.bytes is not None:
                     memory.add(region.bytes.ctypes.data, region.bytes.nbytes, "a table", host=True)
-            _add_plan(memory, arguments[0])
+            _add_plan(memory, arguments)
             return launch(runner, wanted[0].name, grid[0], arguments, memory)
 
         return run
 
 
-def _add_plan(memory: Memory, table: Any) -> None:
-    """Allow access to what a plan's table names by address."""
+def _add_plan(memory: Memory, arguments: tuple[Any, ...]) -> None:
+    """Allow access to what a plan's table, or the work of packed batches, names by address."""
+    table = arguments[0]
     for plan in list(PLANS):
+        if isinstance(plan, PackedPlan):  # several plans may be the sources of a launch
+            if plan.position is arguments[-1]:
+                for one in plan.columns:
+                    if one.source is not None:
+                        memory.add_tensor(one.source, "a source", host=True)
+                    memory.add_tensor(one.out, "an output")
+            continue
         tables = [each[-1] for each in plan.launches] if isinstance(plan, GatherPlan) else [plan.device_table]
         if all(each is not table for each in tables):
-            continue
-        if isinstance(plan, PackedPlan):
-            for one in plan.columns:
-                memory.add_tensor(one.source, "a source", host=True)
-                memory.add_tensor(one.out, "an output")
             continue
         if isinstance(plan, SplitPlan):
             for part in plan.columns:
