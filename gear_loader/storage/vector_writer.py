@@ -13,7 +13,7 @@ from gear_loader.errors import GearError, SchemaError
 from gear_loader.kernels.special_priorities import UNSET
 from gear_loader.native.lanes import LANE_STEPS
 from gear_loader.storage.appender import Appender, Bytes, Given, Sink, here, too_long
-from gear_loader.storage.final_rows import checked_finals, on_host
+from gear_loader.storage.final_rows import checked_finals, whole_rows
 from gear_loader.storage.incoming import checked_priorities
 from gear_loader.storage.schema import Schema, as_mapping, settled
 from gear_loader.utils.arrays import Array, address_of, numbers, shown
@@ -265,7 +265,7 @@ class VectorWriter:
                 f"The attribute trajectory is {shown(self.trajectory)}; expected arrays [{self.num_envs}, ...] of the "
                 f"columns with per='trajectory': {wanted}."
             )
-        once = on_host(self.trajectory, "the attribute trajectory")
+        once = whole_rows(self.trajectory, "the attribute trajectory")
         length, found = self._once_schema.validate(once, what="the attribute trajectory")
         if length != self.num_envs:
             raise SchemaError(

@@ -44,6 +44,7 @@ KERNELS = [
     "tests/kernels/test_place.py",
     "tests/kernels/test_split.py",
     "tests/kernels/test_store.py",
+    "tests/kernels/test_append.py",
     "tests/kernels/test_packed_kernel.py",
     "tests/kernels/test_priority_kernels.py",
     "tests/kernels/test_neighbors.py",

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NAMES = {
     *(f"gather_{word}_{unit}{kind}" for word, unit in PROGRAMS for kind in ("", "_rows")),
+<<<<<<< HEAD
     *(
         "place",
         "split",
@@ -27,6 +28,10 @@ NAMES = {
         "priority_draw",
         "priority_distinct",
     ),
+=======
+    *("append", "append_final", "append_end"),
+    *("place", "split", "split_rows", "store", "packed", "priority_draw", "priority_distinct"),
+>>>>>>> one-device
     *(
         "cast_uint8_bfloat16_scaled",
         "cast_uint8_bfloat16_scaled_counted",
@@ -81,7 +86,7 @@ def test_what_holds_for_every_kernel(reports: Reports) -> None:
         assert unknown == set(), name
         # Pointers that are not aligned are compiled for once more at most; of gathers and places, none is.
         numbers = [part for part in report["specialised"] if not part.startswith("p_")]
-        copies = name.startswith(("gather", "place", "split", "store", "packed", "cast"))
+        copies = name.startswith(("append", "gather", "place", "split", "store", "packed", "cast"))
         assert (report["specialised"] if copies else numbers) == [], name
         if copies:
             threads = int(re.findall(r"\.reqntid (\d+)", report["ptx"])[0])

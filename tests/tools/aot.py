@@ -36,7 +36,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gear_loader.kernels import cast, gather, items, neighbors, packed, place, priority, split, store
+from gear_loader.kernels import append, cast, gather, items, neighbors, packed, place, priority, split, store
 
 ARCHITECTURES = ("80", "90", "100")
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -44,13 +44,24 @@ TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump
 # Type -> arguments. All kernels that have an argument of this name mean the same by it.
 _NAMES = {
     "*i64": "columns slots anchors extent pieces items levels status random drawn index anchor generation place "
+<<<<<<< HEAD
     "first addresses rows indptr nodes neighbors counts work count",
     "*i32": "block_ids blocks source staging target known steps owner number ids indices parts position where totals",
+=======
+    "first addresses rows indptr nodes neighbors tiles groups counts",
+    "*i32": "block_ids blocks source staging target known steps owner number ids indices parts position where totals "
+    "state",
+    "*u8": "done ends",
+>>>>>>> one-device
     "*fp64": "sums",
     "*fp32": "values leaves mins maxs maximum drawn_leaves weights beta",
     "i32": "num_columns num_masks lines batch line_tiles num_tiles block_steps shift num_pieces count depth first_row "
     "first_phase last_phase num_slots num_blocks num_ids size width first last offset anchor_first ahead ahead_final "
+<<<<<<< HEAD
     "once fanout block_lines per_row last_lines",
+=======
+    "once fanout end_16 end_4 block_lines per_row last_lines lanes",
+>>>>>>> one-device
     "i64": "magic",
     "fp32": "floor alpha eps",
 }
@@ -97,6 +108,7 @@ VARIANTS = [
     Variant("place", place.place_kernel, {}, place.LAUNCH),
     Variant("store", store.store_kernel, {}, store.LAUNCH),
     *(
+<<<<<<< HEAD
         Variant(
             f"split{'_rows' * chosen}{'_counted' * counted}",
             split.split_kernel,
@@ -104,6 +116,14 @@ VARIANTS = [
             split.LAUNCH,
         )
         for chosen, counted in ((False, False), (True, False), (False, True))
+=======
+        Variant(f"append{name}", append.append_kernel, {"ROW": row, "FINAL": final}, append.LAUNCH)
+        for name, row, final in (("", True, False), ("_final", True, True), ("_end", False, False))
+    ),
+    *(
+        Variant(f"split{'_rows' * chosen}", split.split_kernel, {"CHOSEN": chosen}, split.LAUNCH)
+        for chosen in (False, True)
+>>>>>>> one-device
     ),
     Variant("packed", packed.packed_kernel, {}, packed.LAUNCH),
     *(

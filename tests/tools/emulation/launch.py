@@ -17,7 +17,8 @@ import aot_common
 import numpy as np
 import torch
 
-from gear_loader.kernels import gather, items, neighbors, packed, place, priority, split, store
+from gear_loader.kernels import append, gather, items, neighbors, packed, place, priority, split, store
+from gear_loader.kernels.append_plan import AppendPlan
 from gear_loader.kernels.packed_plan import PackedPlan
 from gear_loader.kernels.plan import GatherPlan, PlacePlan
 from gear_loader.kernels.split_plan import SplitPlan
@@ -29,7 +30,7 @@ from .ptx import parse
 from .timing import Latencies
 
 ARCH = 90
-_MODULES = (gather, items, neighbors, packed, place, priority, split, store)
+_MODULES = (append, gather, items, neighbors, packed, place, priority, split, store)
 
 LAUNCHES: collections.Counter[str] = collections.Counter()
 """How often each variant ran."""
@@ -116,6 +117,12 @@ def _add_plan(memory: Memory, arguments: tuple[Any, ...]) -> None:
         tables = [each[-1] for each in plan.launches] if isinstance(plan, GatherPlan) else [plan.device_table]
         if all(each is not table for each in tables):
             continue
+        if isinstance(plan, AppendPlan):
+            for place in plan.columns:
+                memory.add_tensor(place.rows, "rows")
+                memory.add_tensor(place.image, "images")
+                memory.add_tensor(place.target, "blocks", host=True)
+            continue
         if isinstance(plan, SplitPlan):
             for part in plan.columns:
                 memory.add_tensor(part.records, "records")
@@ -150,6 +157,7 @@ def install(version: str = aot_common.INSTALLED, kernels: tuple[str, ...] = ()) 
             kernel = vars(module).get(name)
             if kernel is not None and kernel.fn.__module__ == module.__name__:
                 setattr(module, name, EmulatedKernel(name, kernel, find))
+    _remember(AppendPlan, PLANS)
     _remember(GatherPlan, PLANS)
     _remember(PlacePlan, PLANS)
     _remember(SplitPlan, PLANS)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from gear_loader.kernels import append as appending
 from gear_loader.kernels import cast as casting
 from gear_loader.kernels import cast_reference, packed_reference, priority, priority_reference, reference
 from gear_loader.kernels import gather as gathering
@@ -19,6 +20,7 @@ from gear_loader.kernels import packed as packing
 from gear_loader.kernels import place as placing
 from gear_loader.kernels import split as splitting
 from gear_loader.kernels import store as storing
+from gear_loader.kernels.append_plan import AppendPlan
 from gear_loader.kernels.cast_plan import CastPlan
 from gear_loader.kernels.packed_plan import PackedPlan
 from gear_loader.kernels.plan import GatherPlan, PlacePlan, with_lines
@@ -90,7 +92,7 @@ class Launchers:
         self._cuda = cuda
         self._gather, self._place, self._split = gathering.gather, placing.place, splitting.split
         self._gather_packed, self._cast = packing.gather_packed, casting.cast
-        self._store = storing.store
+        self._store, self._append = storing.store, appending.append
         self._update, self._build = priority.update, priority.build
         self._draw, self._draw_distinct = priority.draw, priority.draw_distinct
         self._locate, self._resolve, self._weigh = (
@@ -232,6 +234,44 @@ class Launchers:
         # Readers of other blocks of the table are in no order with it: too early a commit shows in the values alone.
         table = View.of(target)
         launch.queue(lambda: reference.store(images.tensor(), table.tensor(), places.tensor(), last_bytes))
+
+    def append(
+        self,
+        plan: AppendPlan,
+        done: torch.Tensor | None,
+        ends: torch.Tensor,
+        blocks: torch.Tensor,
+        *,
+        final: bool = False,
+        programs: int | None = None,
+    ) -> None:
+        self._append(plan, done, ends, blocks, final=final, programs=programs)
+        launch = self._launch(plan.device, "append")
+        table, state, ended = launch.read(plan.device_table), launch.write(plan.state), launch.write(ends)
+        mask, places = None if done is None else launch.read(done), launch.read(blocks)
+        columns = [
+            (launch.read(each.rows), launch.write(each.image), View.of(each.target), each.step_bytes)
+            for each in plan.columns
+        ]
+        block_steps, lanes = plan.block_steps, plan.lanes
+
+        def run() -> None:
+            addresses = [[view.address for view in column[:3]] for column in columns]
+            assert table.tensor()[:, :3].tolist() == addresses, "a plan's table was overwritten"
+            now = [
+                types.SimpleNamespace(
+                    rows=rows.tensor(), image=image.tensor(), target=target.tensor(), step_bytes=size
+                )
+                for rows, image, target, size in columns
+            ]
+            played: Any = types.SimpleNamespace(
+                columns=now, state=state.tensor(), block_steps=block_steps, lanes=lanes
+            )
+            reference.append(
+                played, None if mask is None else mask.tensor(), ended.tensor(), places.tensor(), final=final
+            )
+
+        launch.queue(run)
 
     # ---------------------------------------------------------------- packed batches, conversions
 
@@ -540,6 +580,7 @@ def install(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
         (placing, ("place",)),
         (splitting, ("split",)),
         (storing, ("store",)),
+        (appending, ("append",)),
         (packing, ("gather_packed",)),
         (casting, ("cast",)),
         (priority, ("update", "build", "draw", "draw_distinct")),
