@@ -12,7 +12,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 
-from gear_loader import Draws, NStep, Prioritized, Uniform, Window, warmup
+from gear_loader import warmup
 from gear_loader.storage.index_arrays import IndexArrays
 
 
@@ -33,17 +33,6 @@ def reads() -> None:
     warmup._sharding()
     warmup._saving()
     warmup._sampling()
-    returns()
-
-
-def returns() -> None:
-    """Compile what many tests draw and a warm-up leaves out: n-step returns by priority, and beside longer windows."""
-    target = NStep("reward", n=2, gamma=0.9, done="reward")
-    for sampler in (Uniform(unit="step"), Prioritized(unit="step")):
-        for beside in ({}, {"observation": Window(2)}):
-            with warmup._filled() as table:
-                windows = {"target": target, **beside}
-                warmup._draw(table, sampler, windows=windows, draws=Draws(complete=True))
 
 
 def main() -> None:
