@@ -95,7 +95,7 @@ class World:
 
 
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(deadline=None)
 def test_sequences_are_parts_of_episodes(data: Any) -> None:
     """Also while a full buffer drops its oldest pieces; without that, a pass has every sequence once."""
     length = data.draw(st.integers(1, 12), "length")
