@@ -117,7 +117,10 @@ def read_docstring(app: Sphinx, what: str, name: str, found: Any, options: Any, 
 
     kind = "method" if what in ("attribute", "data", "property") else what
     fields = GoogleDocstring(lines, _SECTIONS, app, kind, name, found, options).lines()
-    lines[:] = [line if literal else _BACKTICKED.sub(rewritten, line) for line, literal in zip(fields, _literal(fields))]
+    lines[:] = [
+        line if literal else _BACKTICKED.sub(rewritten, line)
+        for line, literal in zip(fields, _literal(fields))
+    ]
 
 
 def accept_undescribed(
