@@ -119,7 +119,7 @@ def read_docstring(app: Sphinx, what: str, name: str, found: Any, options: Any, 
     fields = GoogleDocstring(lines, _SECTIONS, app, kind, name, found, options).lines()
     lines[:] = [
         line if literal else _BACKTICKED.sub(rewritten, line)
-        for line, literal in zip(fields, _literal(fields))
+        for line, literal in zip(fields, _literal(fields), strict=True)
     ]
 
 
