@@ -15,6 +15,8 @@ READY := $(VENV)/.gear-loader-ready
 JOBS := 3  # one more than two cores: many tests wait for processes that they have started
 # Beside the machine code that numba keeps: make clean removes both.
 LOOPS := gear_loader/__pycache__/.loops-compiled
+# Bytecode is kept: else each of the tests' processes, of which there are hundreds, compiles all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo graph-serving test test-all test-emulated rdma-check lint format docs bench peers report clean

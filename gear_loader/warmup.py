@@ -39,6 +39,10 @@ from gear_loader.transport import queries
 __all__ = ["warm_up"]
 
 _SCHEMA = {"observation": Column(torch.float32, (3,)), "reward": Column(torch.float64)}
+_TARGET = NStep("reward", n=2, gamma=0.9, done="reward")
+_RETURNS = tuple(
+    {"observation": window, "target": _TARGET} for window in (Window(1, squeeze=True), Window(3, -1))
+)
 _LARGE = 30_000  # steps of a trajectory that is not copied under the lock
 
 
@@ -170,8 +174,8 @@ def _drawing() -> None:
     with _filled() as table:
         _draw(table, Uniform(unit="step"), windows=Window(1, squeeze=True))
     with _filled() as table:
-        target = NStep("reward", n=2, gamma=0.9, done="reward")
-        _draw(table, Uniform(unit="step"), windows={"target": target}, draws=Draws(complete=True))
+        for windows in _RETURNS:
+            _draw(table, Uniform(unit="step"), windows=windows, draws=Draws(complete=True))
     with _table(limits=Limits(max_times_sampled=100)) as table:
         table.extend([_steps(10) for _ in range(4)])
         _draw(table, Uniform(), draws=Draws(sample_info=True))
@@ -199,6 +203,9 @@ def _prioritizing() -> None:
                 _draw(table, sampler)
                 table.add(_steps(10))
                 _draw(table, sampler)
+    for windows in _RETURNS:
+        with _filled() as table:
+            _draw(table, Prioritized(unit="step"), windows=windows)
     with _table(on_full="evict_lowest_priority") as table:
         table.extend([_steps(10) for _ in range(4)])
         _draw(table, Prioritized())

@@ -50,7 +50,7 @@ if importlib.util.find_spec("hypothesis") is not None:
         "gear-loader-short",
         deadline=None,
         derandomize=bool(os.environ.get("CI")),
-        max_examples=15,
+        max_examples=10,
         stateful_step_count=30,
     )
 

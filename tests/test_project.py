@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import subprocess
@@ -84,6 +85,11 @@ LOADED_ON_DEMAND = (
     "ucxx",
     "xxhash",
 )
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def source_files() -> dict[str, Path]:
@@ -182,13 +188,12 @@ def imports_by_string(tree: ast.AST) -> int:
     return sum(name in ("import_module", "__import__") for name in names)
 
 
-def complaints(module: str, source: str) -> list[str]:
+def complaints(module: str, tree: ast.Module) -> list[str]:
     """What is wrong with the imports of one module; empty if nothing is."""
     room = room_of(module)
     if room not in FLOOR_OF:
         return [f"{module}: no room of this name; give {room!r} its floor in FLOORS and docs/architecture.md"]
     wrong = []
-    tree = ast.parse(source)
     for line, target in imports_of(module, tree):
         top = target.partition(".")[0]
         if top == PACKAGE:
@@ -244,10 +249,7 @@ def circles(imports: dict[str, set[str]]) -> list[set[str]]:
 
 def test_no_files_import_each_other() -> None:
     files = source_files()
-    imports = {
-        module: imported_files(module, ast.parse(path.read_text(encoding="utf-8")), files)
-        for module, path in files.items()
-    }
+    imports = {module: imported_files(module, tree_of(path), files) for module, path in files.items()}
     assert circles(imports) == CIRCLES
 
 
@@ -308,23 +310,19 @@ def test_no_two_classes_have_one_name() -> None:
     names = [
         node.name.lstrip("_")
         for path in source_files().values()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ClassDef)
     ]
     assert {name for name in names if names.count(name) > 1} == CLASSES_OF_ONE_NAME
 
 
 def test_nothing_is_imported_by_a_string_to_get_round_the_rule() -> None:
-    found = {
-        module: imports_by_string(ast.parse(path.read_text(encoding="utf-8")))
-        for module, path in source_files().items()
-    }
+    found = {module: imports_by_string(tree_of(path)) for module, path in source_files().items()}
     assert {module: count for module, count in found.items() if count} == BY_STRING
 
 
-@pytest.mark.parametrize("module", sorted(source_files()))
-def test_imports_point_down(module: str) -> None:
-    found = complaints(module, source_files()[module].read_text(encoding="utf-8"))
+def test_imports_point_down() -> None:
+    found = [each for module, path in source_files().items() for each in complaints(module, tree_of(path))]
     assert not found, "\n" + "\n".join(found)
 
 
@@ -361,7 +359,7 @@ def test_imports_point_down(module: str) -> None:
     ],
 )
 def test_the_direction_test_itself(module: str, source: str, accepted: bool) -> None:
-    assert (complaints(module, source) == []) is accepted
+    assert (complaints(module, ast.parse(source)) == []) is accepted
 
 
 def test_the_picture_of_the_rooms_shows_their_floors() -> None:
@@ -408,7 +406,7 @@ def test_parts_that_some_users_have_are_imported_by_nothing_else() -> None:
     parts = ("gear_loader.transport.ucx", "gear_loader.transport.nixl")
     for module, path in source_files().items():
         if not module.startswith(parts) and module != "gear_loader.cli":
-            named = [name for _, name in imports_of(module, ast.parse(path.read_text(encoding="utf-8")))]
+            named = [name for _, name in imports_of(module, tree_of(path))]
             assert not [name for name in named if name.startswith(parts)], module
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import gear_loader as gear
 from gear_loader import transforms
+from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError
 
 SCHEMA = {
@@ -222,6 +224,58 @@ def test_samples_go_on() -> None:
         one.sample()
     other.load_state_dict(one.state_dict())
     assert equal(one.sample(), other.sample())
+
+
+def resumable(way: str, tables: list[gear.Table], workers: int) -> Any:
+    """What is iterated, with transforms that draw; in this process also such whose state changes with each batch."""
+
+    def parts() -> list[Any]:
+        return [transforms.RandomShift("image", pad=2), noise] if workers else all_of_them()
+
+    if way == "mixture":
+        shares = {"a": 0.7, "b": 0.3}
+        sources = {
+            name: (dataset(table, parts(), seed=len(name), batch_size=5), share)
+            for (name, share), table in zip(shares.items(), tables, strict=True)
+        }
+        data: Any = gear.Mixture(sources, batch_size=5, batches_per_epoch=7)
+    elif way == "shards":
+        data = dataset(Shards(tables), parts())
+    else:
+        data = dataset(tables[0], parts())
+    if not workers:
+        return data
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    return loaders.StatefulDataLoader(data, batch_size=None, num_workers=workers)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("way", "workers"),
+    [("mixture", 0), ("shards", 0), ("table", 2), pytest.param("mixture", 2, marks=pytest.mark.long)],
+)
+def test_random_transforms_go_on_wherever_they_were_stopped(way: str, workers: int) -> None:
+    tables = [make_table(fresh_name(), trajectories=count) for count in (6, 4)]
+    try:
+        whole = [copied(batch) for batch in resumable(way, tables, workers)]
+        assert len(whole) == 7
+        assert not torch.equal(whole[0]["image"], whole[1]["image"])
+        for stop in (3,) if workers else range(1, 7):
+            first = resumable(way, tables, workers)
+            found = [copied(batch) for batch in itertools.islice(first, stop)]
+            again = resumable(way, tables, workers)
+            again.load_state_dict(first.state_dict())
+            found += map(copied, again)
+            assert all(equal(one, other) for one, other in zip(found, whole, strict=True)), stop
+            del first, again
+    finally:
+        for table in tables:
+            table.unlink()
+
+
+def copied(batch: Any) -> dict[str, Any]:
+    return {name: value.clone() for name, value in batch.items()}
 
 
 def test_workers_and_layouts() -> None:

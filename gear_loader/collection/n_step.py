@@ -208,7 +208,7 @@ class Returns:
         extent[:, 0], extent[:, 1] = steps.sum(1), rows
         extent[:, 2] = follows.sum(1).numpy() - extent[:, 0]
         ids, size = rows.astype(np.int32), self.spec.n + 1
-        gathering.gather(columns, rows, np.zeros_like(rows), extent, ids, size, 0, count)
+        gathering.gather(columns, rows, np.zeros_like(rows), extent, ids, size, 0, count, None)
         self.out["bootstrap"][:count] += anchors
 
 

@@ -322,6 +322,8 @@ class PackedBuffers(Buffers):
                 f"A packed batch would have {total:,} steps, more than its cu_seqlens (int32) count; expected less "
                 "than 2**31. Use a smaller batch_size, or max_steps."
             )
+        # Chosen columns of an array may lie in another order, for which numba would compile the loops again.
+        spans = np.ascontiguousarray(spans)
         self.spans, self.total, self.longest = spans, total, int(spans[1].max(initial=0))
 
     def write_starts(self) -> None:

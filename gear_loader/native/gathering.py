@@ -268,7 +268,7 @@ def _fill_masks(table, begin, end, place, head, count, length) -> None:  # type:
 
 @compiled
 def gather(  # type: ignore[no-untyped-def]
-    columns, slots, anchors, extent, block_ids, block_steps, first, last, rows=None
+    columns, slots, anchors, extent, block_ids, block_steps, first, last, rows
 ):
     """Fill rows of a batch from entries `first` to `last - 1`: steps, padding and masks of every column.
 
@@ -337,7 +337,7 @@ def place(pieces, rows) -> None:  # type: ignore[no-untyped-def]
 
 @compiled
 def resolve(  # type: ignore[no-untyped-def]
-    slots, anchors, extent, block_ids, block_steps, first, last, out_extent, out_ids, num_blocks, once=False
+    slots, anchors, extent, block_ids, block_steps, first, last, out_extent, out_ids, num_blocks, once
 ) -> int:
     """Copy the index entries of a batch's windows, so that a GPU does not read the index.
 

@@ -265,13 +265,13 @@ LOOK: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("told", "left"),
     [
-        ("collect --trajectories 130", "W2, batch 128"),
+        pytest.param("collect --trajectories 130", "W2, batch 128", marks=pytest.mark.long),
         ("batch-size --trajectories 40 --batches 8", "W1, batch 8"),
         ("select --device cpu --sizes 500,3e3", "3,000 items"),
         ("online --trajectories 512 --writers 1", "single steps, 1 writer"),
         ("checkpoint", "1,000 trajectories"),
         ("memory", "uniform 1-512, columns of W2"),
-        ("overlap --trajectories 50", "transformer, batch 32"),
+        pytest.param("overlap --trajectories 50", "transformer, batch 32", marks=pytest.mark.long),
     ],
 )
 def test_without_time_it_says_what_it_left_out(

@@ -50,14 +50,14 @@ def addresses(pieces: list[Any]) -> Any:
 
 
 @given(seed=st.integers(0, 10**6), budget=st.integers(1, 20_000), known=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 def test_a_row_is_found_only_as_it_was_kept(seed: int, budget: int, known: bool) -> None:
     play(seed, budget, known)
 
 
 @pytest.mark.parametrize("known", [False, True])
 def test_rows_are_found_at_all(known: bool) -> None:
-    assert sum(play(seed, 20_000, known) for seed in range(10)) > 10
+    assert sum(play(seed, 20_000, known) for seed in range(4)) > 10
 
 
 def play(seed: int, budget: int, known: bool) -> int:

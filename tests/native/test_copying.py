@@ -181,7 +181,7 @@ def test_resolve(lengths: list[int], block_steps: int, first: int, span: int, co
     ids = np.full((count + 1, width), -7, dtype=np.int32)
     gathering.resolve(
         slots.numpy(), anchors.numpy(), store.extent.numpy(), store.block_ids.numpy(), block_steps,
-        first, first + span, extent[:count], ids, store.num_blocks,
+        first, first + span, extent[:count], ids, store.num_blocks, False,
     )  # fmt: skip
     assert (extent[count] == -7).all()
     assert (ids[count] == -7).all()

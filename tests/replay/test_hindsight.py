@@ -148,7 +148,7 @@ def make(strategy: Any = "future", **options: Any) -> gear.ReplayBuffer:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(deadline=None)
 @given(
     st.integers(0, 1 << 30),
     st.sampled_from([1, 1, 3]),

@@ -95,10 +95,10 @@ def pinned_meanwhile(of: Callable[[int], Scenario]) -> Callable[[int], Scenario]
 
 
 CASES = {
-    "padded": Case(Scenario.of, 2, 32, 1000),
+    "padded": Case(Scenario.of, 1, 32, 1000),
     # Rows of different lengths, budgets of steps, other dtypes; buffers that grow while batches are held.
     "packed": Case(Scenario.flat, 2, 32),
-    "groups": Case(Scenario.groups, 2, 8),
+    "groups": Case(Scenario.groups, 1, 8),
     # Rows on disk are read into pinned memory, and placed, or gathered out of it; late columns are filled meanwhile.
     "disk tier": Case(Scenario.on_disk, 1, 24, seen="place", least=2),
     "steps of a disk tier": Case(
@@ -110,11 +110,11 @@ CASES = {
     ),
     "packed, disk tier": Case(Scenario.flat_tier, 2, 32, seen="staged", least=5),
     # Rows of this node are read by the device, in memory and on disk, and those of others where they arrive.
-    "shards": Case(ShardScenario.of, 2, 16, 400),
+    "shards": Case(ShardScenario.of, 1, 16, 400),
     "shards, disk tier": Case(
         lambda seed: dataclasses.replace(ShardScenario.of(seed), tier=True), 1, 24, seen="place", least=5
     ),
-    "shards, packed": Case(ShardScenario.flat, 2, 32),
+    "shards, packed": Case(ShardScenario.flat, 1, 32),
     "pinned meanwhile": Case(pinned_meanwhile(Scenario.of), 3, 16, 0, "both kinds", 0.5),
     "packed, pinned meanwhile": Case(pinned_meanwhile(Scenario.flat), 0, 16, 0, "both kinds", 0.5),
 }

@@ -180,7 +180,7 @@ def test_a_gather_of_wrong_blocks_fills_with_zeros_and_says_how_many() -> None:
     extent = np.array([[6, 0, 0], [6, 5, 0], [6, 2, 0], [6, 0, 0]], dtype=np.int64)
     ids = np.array([0, 2, 1, 3, -1, 0], dtype=np.int32)  # one of slot 1 is missing, one of slot 2 too large
     slots = np.array([0, 1, 2, 4], dtype=np.int64)
-    assert gathering.gather(columns, slots, np.zeros(4, dtype=np.int64), extent, ids, 4, 0, 4) == 3
+    assert gathering.gather(columns, slots, np.zeros(4, dtype=np.int64), extent, ids, 4, 0, 4, None) == 3
     assert out.tolist() == [[1] * 6, [1] * 4 + [0] * 2, [1] * 4 + [0] * 2, [0] * 6]
 
 
@@ -239,6 +239,6 @@ def test_attach_to_a_table_of_another_user(table: gear.Table, monkeypatch: pytes
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("count", "first"), mostly_long([(16, 0), (2484, 16)], (16, 0)))
+@pytest.mark.parametrize(("count", "first"), mostly_long([(8, 0), (2492, 8)], (8, 0)))
 def test_wrong_words_of_the_index_end_no_process(count: int, first: int) -> None:
     assert storm(count, first=first) == {}

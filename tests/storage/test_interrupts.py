@@ -45,7 +45,7 @@ def interrupted(*options: object, timeout: float = 1200) -> int:
 
 
 def test_exceptions_at_some_opcodes_leave_nothing() -> None:
-    assert interrupted("opcodes", "all", 2, 1) > len(CALLS)
+    assert interrupted("opcodes", "all", 1, 1) >= len(CALLS)
 
 
 @pytest.mark.long
@@ -58,7 +58,7 @@ def test_exceptions_at_many_opcodes_leave_nothing(call: str) -> None:
 
 @pytest.mark.parametrize(
     "count",
-    [60, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.exhaustive, pytest.mark.timeout(3700)])],
+    [20, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.exhaustive, pytest.mark.timeout(3700)])],
 )
 def test_signals_leave_nothing(count: int) -> None:
     assert interrupted("signals", count, 3, timeout=3600) == count

@@ -453,10 +453,8 @@ def storm(*, writers: int, episodes: int, kills: int, seed: int, patch: pytest.M
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("writers", "kills", "seed"),
-    [(2, 1, 9), *(pytest.param(4, 10, seed, marks=pytest.mark.long) for seed in range(4))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("writers", "kills", "seed"), [(2, 1, 9), *((4, 10, seed) for seed in range(4))])
 def test_a_server_that_is_killed_loses_nothing_and_stores_nothing_twice(
     writers: int, kills: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import pathlib
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from cli_common import run
 
 import gear_loader as gear
 from gear_loader import errors
@@ -76,11 +75,10 @@ def test_a_local_path_may_look_like_one(tmp_path: pathlib.Path, monkeypatch: pyt
     assert sorted(os.listdir(tmp_path)) == ["a:b", "here", "s3:"]
 
 
-def test_the_command_line_refuses_them(tmp_path: pathlib.Path) -> None:
+def test_the_command_line_refuses_them(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     for command in (["serve", "x", "--secret-file", "s3://b/x"], ["ucx-env", "s3://b/x"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "gear_loader", *command], cwd=tmp_path, capture_output=True, text=True
-        )
-        assert done.returncode == 1
-        assert "has a scheme" in done.stderr
+        code, output = run(*command)
+        assert code == 1
+        assert "has a scheme" in output
     assert not os.listdir(tmp_path)
