@@ -116,15 +116,15 @@ tests() {
 
 # The CPU's loops, which tests and benchmarks would else compile in their own time.
 stage loops 100 loops.log env PYTHONPATH=. "$python" tests/tools/compile_loops.py
-tests gather 60 tests/kernels/test_gather_gpu.py
+tests gather 50 tests/kernels/test_gather_gpu.py
 tests priority 30 tests/kernels/test_priority_gpu.py
-tests place 25 tests/kernels/test_place.py tests/kernels/test_split.py tests/kernels/test_store.py \
-    tests/storage/test_device_writer.py
+tests place 35 tests/kernels/test_place.py tests/kernels/test_split.py tests/kernels/test_store.py \
+    tests/kernels/test_append.py tests/storage/test_device_writer.py
 tests packed 40 tests/kernels/test_packed_kernel.py tests/kernels/test_cast.py tests/collection/test_packed_cuda.py
 tests shards 30 tests/distributed/test_packed_shards_cuda.py tests/distributed/test_shard_collector.py
 # Only files that hold GPU tests: others may import packages that are not here.
 mapfile -t files < <(grep -lE '\bmark\.gpu\b' tests/test_*.py tests/*/test_*.py |
-    grep -vE '/test_(gather_gpu|priority_gpu|place|split|store|device_writer|packed_kernel|cast|packed_cuda|packed_shards_cuda|shard_collector|benchmarks.*)\.py$')
+    grep -vE '/test_(gather_gpu|priority_gpu|place|split|store|append|device_writer|packed_kernel|cast|packed_cuda|packed_shards_cuda|shard_collector|benchmarks.*)\.py$')
 ((${#files[@]})) && tests other 5 "${files[@]}"
 
 # benchmark NAME SECONDS

@@ -96,13 +96,15 @@ answer(version=nixl_agent.version(), plugins=sorted(agent.get_plugin_list()), ve
     + """
 import torch
 found = {"torch": torch.__version__, "available": torch.cuda.is_available(), "devices": [], "pinning": None}
+found["rocm"] = torch.version.hip
 if found["available"]:
     import mmap
     found["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     torch.cuda.init()
     memory = torch.frombuffer(mmap.mmap(-1, 1 << 20), dtype=torch.uint8)
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), 1 << 20, 1))
-    found["pinning"] = code == 0
+    from gear_loader.utils.driver import reads_pageable_memory
+    found["pinning"] = code == 0 or reads_pageable_memory(torch.cuda.current_device(), code)
     if code == 0:
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 answer(**found)
@@ -377,7 +379,13 @@ def _slow(found: dict[str, Any]) -> list[dict[str, str]]:
         "on a machine with a GPU, install torch's CUDA build",
     )
     add(
-        gpu and not cuda.get("pinning"),
+        gpu and cuda.get("rocm"),
+        "a GPU's batches are gathered on the CPU and copied",
+        "this is PyTorch for ROCm, on which the kernels have not run yet",
+        "nothing: batches are the same",
+    )
+    add(
+        gpu and not cuda.get("rocm") and not cuda.get("pinning"),
         "a GPU's batches are gathered on the CPU and copied",
         "CUDA refuses to pin host memory",
         "raise the locked-memory limit (ulimit -l unlimited) or the container's memory",

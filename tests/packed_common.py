@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from gather_common import POISON, Guarded, Memory, Store, host_memory
 
-from gear_loader.kernels.packed_plan import PIECE_WIDTH, PackedColumn, PackedPlan, PackedWork
-from gear_loader.native.packed import measure
-from gear_loader.native.packed_lines import count_lists, list_lines, list_pieces
+from gear_loader.kernels.packed_plan import WORK_WIDTH, PackedColumn, PackedPlan
+from gear_loader.native.packed_lines import PLANNED_WIDTH, plan_rows
 
 WHOLE = (0, 2**31 - 1)
 """Offset and length of the window of a whole trajectory."""
@@ -45,11 +44,10 @@ class PackedBatch:
         slots = np.array(rows, dtype=np.int64)
         steps = np.zeros(count, dtype=np.int64) if anchors is None else np.array(anchors, dtype=np.int64)
         extent, ids = store.extent.numpy(), store.block_ids.numpy()
-        self.spans = np.zeros((2, count), dtype=np.int64)
-        assert measure(slots, steps, extent, *window, False, self.spans) == 0
+        lengths = extent[slots, 0]
+        low = np.clip(steps + window[0], 0, lengths)
+        self.spans = np.stack((low, np.maximum(np.minimum(steps + sum(window), lengths), low) - low))
         self.total = int(self.spans[1].sum())
-        starts = np.zeros(count + 1, dtype=np.int32)
-        starts[1:] = np.cumsum(self.spans[1])
         pairs = list(zip(store.sources, store.rows, strict=True))
         adjoin = all(each.stride(0) == store.block_steps * rows_of[0].shape[1] for each, rows_of in pairs)
 
@@ -78,7 +76,7 @@ class PackedBatch:
             self._output(self.total + spare, 4, numbers.view(np.uint8), 0, device).view(-1).view(torch.int32)
         )
         self.plan = PackedPlan(columns, position)
-        self.work = self._listed(slots, starts, adjoin, bool(once), device)
+        self.work = self._planned(slots, steps, window, adjoin).to(device)
 
     def _output(self, count: int, size: int, content: Any, shift: int, device: str) -> torch.Tensor:
         output = Guarded((count, size), shift=shift, device=device)
@@ -86,23 +84,30 @@ class PackedBatch:
         self.guarded.append(output)
         return output.out
 
-    def _listed(self, slots: Any, starts: Any, adjoin: bool, once: bool, device: str) -> PackedWork:
-        store, kinds = self.store, self.plan.kinds.numpy()
-        most = int((self.spans[1] // store.block_steps + 2).sum()) + len(slots)
-        pieces = np.zeros((most, PIECE_WIDTH), dtype=np.int32)
-        count, bad = list_pieces(
-            slots, self.spans, starts, store.extent.numpy(), store.block_ids.numpy(), store.block_steps,
-            store.num_blocks, adjoin, once, pieces,
-        )  # fmt: skip
-        assert bad == 0
-        rows = len(slots) * once
-        pieces = pieces[: count + rows].copy()
-        classes = np.zeros((len(kinds) + 1, 4), dtype=np.int64)
-        groups, tiles = (np.zeros(n, dtype=np.int64) for n in count_lists(pieces, count, kinds, classes))
-        ends = np.zeros(4, dtype=np.int64)
-        list_lines(pieces, count, kinds, classes, groups, tiles, ends)
-        parts = (torch.from_numpy(each).to(device) for each in (pieces, groups, tiles))
-        return PackedWork(*parts, tuple(ends.tolist()), (count, rows))
+    def _planned(self, slots: Any, anchors: Any, window: tuple[int, int], adjoin: bool) -> torch.Tensor:
+        """The work, after calls with too little room, which say how much is needed."""
+        store, planned = self.store, np.zeros(PLANNED_WIDTH, dtype=np.int64)
+        starts = np.zeros(len(slots) + 1, dtype=np.int32)
+        pieces, memory = np.zeros((1, 5), dtype=np.int32), np.zeros(WORK_WIDTH, dtype=np.int64)
+        spans = np.zeros_like(self.spans)
+        while True:
+            plan_rows(
+                slots, anchors, False, np.array([*window, 0]), store.extent.numpy(), store.block_ids.numpy(),
+                store.block_steps, store.num_blocks, adjoin, self.plan.table.numpy(), spans, starts, pieces, memory, 0,
+                planned,
+            )  # fmt: skip
+            total, longest, bad, needed, words = planned.tolist()
+            assert (total, longest, bad) == (self.total, self.spans[1].max(initial=0), 0)
+            if needed > len(pieces):
+                pieces = np.zeros((needed, 5), dtype=np.int32)
+            elif words > len(memory):
+                assert not memory.any()
+                memory = np.full(words, -1, dtype=np.int64)
+            else:
+                break
+        np.testing.assert_array_equal(spans, self.spans)
+        np.testing.assert_array_equal(starts, np.cumsum([0, *self.spans[1]]))
+        return torch.from_numpy(memory)
 
     def run(self, function: Callable[..., Any], programs: int | None = None) -> None:
         """Gather by a function, and compare all bytes of the outputs and around them."""

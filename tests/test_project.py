@@ -292,6 +292,7 @@ CLASSES_OF_ONE_NAME = {
     "Limits",
     "Part",
     "Place",
+    "PrioritizedReplayBuffer",
     "Reads",
     "ReplayBuffer",
     "Rows",

@@ -72,7 +72,7 @@ def all_of_them() -> list[Any]:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(
     st.integers(1, 4),
     st.integers(0, 3),
@@ -147,7 +147,7 @@ def test_dtypes_are_scaled_as_integers() -> None:
     assert torch.equal(half, batch["x"].bfloat16())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 1 << 30), st.booleans())
 def test_statistics_are_those_of_all_values(sizes: list[int], seed: int, masked: bool) -> None:
     generator = torch.Generator().manual_seed(seed)

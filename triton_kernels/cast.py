@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
 from gear_loader.kernels import cast_plan as _plan
 from gear_loader.kernels.cast_plan import CastPlan
 from gear_loader.kernels.devices import multiprocessors, on_device
-from gear_loader.kernels.tensor_checks import check_programs, grid_size
+from gear_loader.kernels.tensor_checks import check_programs, check_tensor, grid_size
 
 __all__ = ["cast"]
 
@@ -107,17 +108,24 @@ def _convert(p_column, o_value, m_value, GIVEN: tl.constexpr, TARGET: tl.constex
 
 
 # Nothing is specialised on values, see `gather_kernel`.
-@triton.jit(do_not_specialize=["p_columns", "num_columns", "count", "num_tiles"])
+@triton.jit(do_not_specialize=["p_columns", "p_count", "num_columns", "count", "num_tiles"])
 def cast_kernel(
     p_columns,  # int64 [C, WIDTH]
+    p_count,  # int64 [1] if COUNTED: the number of rows
     num_columns,
     count,
     num_tiles,
     GIVEN: tl.constexpr,  # dtypes of the values, of the outputs,
     TARGET: tl.constexpr,
     PRODUCT: tl.constexpr,  # and of the products; "" without a scale
+    COUNTED: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    if COUNTED:
+        count = tl.load(p_count)
+        num_tiles = 0
+        for i in range(num_columns):
+            num_tiles += ((count * tl.load(p_columns + i * WIDTH + SIZE) + TILE - 1) // TILE).to(tl.int32)
     for i_tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         # The tile's column, and the column's first tile.
         i_column = 0
@@ -139,12 +147,12 @@ def cast_kernel(
             _convert(p_column, o_value, o_value < values, GIVEN, TARGET, PRODUCT)
 
 
-def cast(plan: CastPlan, count: int, *, programs: int | None = None) -> None:
+def cast(plan: CastPlan, count: int | torch.Tensor, *, programs: int | None = None) -> None:
     """Convert the first rows of the plan's columns into their outputs, on the plan's device's current stream.
 
     Args:
         plan: the columns; sources and outputs begin at multiples of 16 bytes, as tensors that torch allocates do.
-        count: number of rows, at most those of the outputs.
+        count: number of rows, at most those of the outputs; or int64 [1] on the plan's device, which is not checked.
         programs: programs of the grid; by default four per multiprocessor, which the GPU's own memory needs.
 
     Does not wait for the GPU. Other rows of the outputs do not change.
@@ -152,7 +160,11 @@ def cast(plan: CastPlan, count: int, *, programs: int | None = None) -> None:
     Raises:
         ValueError: too many rows, or memory that is not aligned; nothing was launched.
     """
-    plan.check_count(count)
+    counted = isinstance(count, torch.Tensor)
+    if isinstance(count, torch.Tensor):
+        check_tensor("count", count, torch.int64, "[1]", device=plan.device)
+    else:
+        plan.check_count(count)
     check_programs(programs)
     for _, table, _ in plan.launches:
         if (table[:, [_plan.CAST_SOURCE, _plan.CAST_OUT]] % 16).any():
@@ -162,15 +174,18 @@ def cast(plan: CastPlan, count: int, *, programs: int | None = None) -> None:
     most = 4 * multiprocessors(plan.device)
     with on_device(plan.device):
         for (given, target, product), table, device_table in plan.launches:
-            tiles = plan.tiles(table, count, LAUNCH["TILE"])
+            limit = len(plan.columns[0].out) if isinstance(count, torch.Tensor) else count
+            tiles = plan.tiles(table, limit, LAUNCH["TILE"])
             if tiles:
                 cast_kernel[grid_size(programs, most, tiles)](
                     device_table,
+                    count if counted else device_table,
                     len(table),
-                    count,
+                    limit,
                     tiles,
                     GIVEN=given,
                     TARGET=target,
                     PRODUCT=product,
+                    COUNTED=counted,
                     **LAUNCH,
                 )

@@ -1,14 +1,15 @@
 """Gather rows of different lengths from host memory, one after another, all columns of a batch in one launch.
 
 The work is split into 128-byte lines of the *source*, as in `gather`. The host knows the rows' lengths, so it lists the
-batch's pieces, steps that lie side by side, and the lines of each (`PackedWork`): no row has to be searched for, and
+batch's pieces, steps that lie side by side, and the lines of each (`packed_plan`): no row has to be searched for, and
 nothing is padded. A program processes one tile of lines of one column at a time: it reads whole lines, and writes the
 part of each that belongs to its piece, in words as wide as the column allows:
 
     pieces in their blocks    | block 7    --======|  | block 2  ====------|
     in the batch                     ... previous row |======|====| next row ...
 
-Columns of all sizes, and those per trajectory, are tiles of the same launch; the last tiles write `position`.
+Columns of all sizes and sources, and those per trajectory, are tiles of the same launch; the last tiles write
+`position`. All that differs between batches lies in memory, so each launch is the same as the one before.
 
 **Pipeline.** Three loads, one after another, lead to a line's address:
 
@@ -23,14 +24,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
 from gear_loader.kernels import packed_plan as _plan
 from gear_loader.kernels.devices import bus_programs, on_device
 from gear_loader.kernels.gather import _clip, _store
-from gear_loader.kernels.packed_plan import PackedPlan, PackedWork
-from gear_loader.kernels.tensor_checks import check_programs, grid_size
+from gear_loader.kernels.packed_plan import PackedPlan
+from gear_loader.kernels.tensor_checks import check_programs
 
 __all__ = ["gather_packed"]
 
@@ -45,6 +47,14 @@ STEPS = tl.constexpr(_plan.PIECE_STEPS)
 PLACE = tl.constexpr(_plan.PIECE_OUT)
 NUMBER = tl.constexpr(_plan.PIECE_NUMBER)
 PIECE = tl.constexpr(_plan.PIECE_WIDTH)
+END_16 = tl.constexpr(_plan.WORK_END_16)
+END_4 = tl.constexpr(_plan.WORK_END_4)
+LINE_TILES = tl.constexpr(_plan.WORK_LINE_TILES)
+NUM_TILES = tl.constexpr(_plan.WORK_NUM_TILES)
+COLUMNS = tl.constexpr(_plan.WORK_COLUMNS)
+TILES = tl.constexpr(_plan.WORK_TILES)
+GROUPS = tl.constexpr(_plan.WORK_GROUPS)
+PIECES = tl.constexpr(_plan.WORK_PIECES)
 
 LAUNCH: dict[str, Any] = {"TILE": _plan.TILE_LINES, "STAGES": 3, "num_warps": 4}
 """Lines of a tile and launch options. `STAGES`: tiles whose lines are requested or stored at a time."""
@@ -53,7 +63,7 @@ LAUNCH: dict[str, Any] = {"TILE": _plan.TILE_LINES, "STAGES": 3, "num_warps": 4}
 @triton.jit
 def _group(p_groups, tile, TILE: tl.constexpr):
     """A tile's pieces, and the lines' numbers in them: int32 and int64 [TILE]."""
-    shift = (tile >> 16).to(tl.int32) & 0xFFFF
+    shift = (tile >> 24).to(tl.int32) & 0xFF
     i_line = tl.arange(0, TILE)
     group = tl.load(p_groups + (tile >> 32) + (i_line >> shift))
     return group.to(tl.int32), (group >> 32) + (i_line & ((1 << shift) - 1))
@@ -69,7 +79,7 @@ def _piece(p_parts, i_piece):
 @triton.jit
 def _column(p_columns, tile):
     """Address, bytes from block to block, bytes of a step and output of a tile's column."""
-    p_column = p_columns + (tile & 0xFFFF) * WIDTH
+    p_column = p_columns + (tile & 0xFFFFFF) * WIDTH
     return (
         tl.load(p_column + BASE),
         tl.load(p_column + STRIDE),
@@ -100,27 +110,25 @@ def _store_numbers(p_position, p_parts, i_piece, i_line):
 
 
 # Nothing is specialised on values, see `gather_kernel`.
-@triton.jit(
-    do_not_specialize=[
-        *("p_columns", "p_tiles", "p_groups", "p_parts", "p_position"),
-        *("end_16", "end_4", "line_tiles", "num_tiles"),
-    ]
-)
+@triton.jit(do_not_specialize=["p_work", "p_parts", "p_position"])
 def packed_kernel(
-    p_columns,  # int64 [C, WIDTH]
-    p_tiles,  # int64 [T]
-    p_groups,  # int64 [G]
-    p_parts,  # int32 [P, PIECE]
+    p_work,  # int64 [words], see `packed_plan`
+    p_parts,  # the same memory, int32
     p_position,  # int32 [steps]
-    end_16,  # tiles up to here are written in words of 16 bytes,
-    end_4,  # up to here in words of 4, the other columns by bytes
-    line_tiles,
-    num_tiles,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
-    last = line_tiles - 1  # a tile after the last one is that one once more, which is not used
+    # Tiles up to `end_16` are written in words of 16 bytes, up to `end_4` in words of 4, the other columns by bytes.
+    end_16, end_4 = tl.load(p_work + END_16).to(tl.int32), tl.load(p_work + END_4).to(tl.int32)
+    line_tiles = tl.load(p_work + LINE_TILES).to(tl.int32)
+    num_tiles = tl.load(p_work + NUM_TILES).to(tl.int32)
+    p_columns = p_work + tl.load(p_work + COLUMNS)
+    p_tiles = p_work + tl.load(p_work + TILES)
+    p_groups = p_work + tl.load(p_work + GROUPS)
+    p_parts += 2 * tl.load(p_work + PIECES)
+    # A tile after the last one is that one once more, which is not used; there is always one to read.
+    last = tl.maximum(line_tiles - 1, 0)
     tile = tl.load(p_tiles + tl.minimum(program, last))
     i_piece, i_line = _group(p_groups, tile, TILE)
     block, first, steps, place = _piece(p_parts, i_piece)
@@ -169,13 +177,13 @@ def packed_kernel(
         _store_numbers(p_position, p_parts, i_piece, i_line)
 
 
-def gather_packed(plan: PackedPlan, work: PackedWork, *, programs: int | None = None) -> None:
+def gather_packed(plan: PackedPlan, work: torch.Tensor, *, programs: int | None = None) -> None:
     """Fill the plan's outputs with the rows of a batch, one after another, on its device's current stream.
 
     Args:
-        plan: the columns; their sources lie in memory that the device can read.
-        work: the batch's pieces and tiles, on the plan's device, made by `gear_loader.native.packed_lines` for this
-            plan. Its values are not checked: an invalid one is written to, or read from, other memory.
+        plan: the columns whose outputs are written; their sources lie in memory that the device can read.
+        work: int64 [words], on the plan's device, made by `gear_loader.native.packed_lines`. Its values are not
+            checked: an invalid one is written to, or read from, other memory.
         programs: programs of the grid, each of which processes several tiles; by default `BUS_PROGRAMS`.
 
     Does not wait for the GPU. What the batch has no step or row for does not change.
@@ -183,21 +191,12 @@ def gather_packed(plan: PackedPlan, work: PackedWork, *, programs: int | None = 
     Raises:
         TypeError, ValueError: arguments of another dtype, shape or device; nothing was launched.
     """
-    work.check(plan.device)
+    plan.check_work(work)
     check_programs(programs)
-    end_16, end_4, line_tiles, tiles = work.ends
-    if line_tiles == 0:  # no row has a step or a value
-        return
     with on_device(plan.device):
-        packed_kernel[grid_size(programs, bus_programs(plan.device), tiles)](
-            plan.device_table,
-            work.tiles,
-            work.groups,
-            work.pieces,
+        packed_kernel[(bus_programs(plan.device) if programs is None else programs,)](
+            work,
+            work.view(torch.int32),
             plan.position,
-            end_16,
-            end_4,
-            line_tiles,
-            tiles,
             **LAUNCH,
         )

@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+
 import torch
 
-from gear_loader.kernels.packed_plan import (
-    PIECE_BLOCK,
-    PIECE_FIRST,
-    PIECE_NUMBER,
-    PIECE_OUT,
-    PIECE_STEPS,
-    PackedPlan,
-    PackedWork,
-)
+from gear_loader.kernels import packed_plan as _plan
+from gear_loader.kernels.packed_plan import PackedPlan
+from gear_loader.kernels.plan import LINE
 
 __all__ = ["gather_packed"]
 
 
-def gather_packed(plan: PackedPlan, work: PackedWork, *, programs: int | None = None) -> None:
-    """Fill the plan's outputs; see `gear_loader.kernels.packed.gather_packed`. `programs` is not used."""
-    work.check(plan.device)
-    pieces = work.pieces.tolist()
-    for column in plan.columns:
-        source, size = column.source, column.out.shape[1]
-        flat = source.as_strided(((source.shape[0] - 1) * source.stride(0) + source.shape[1],), (1,))
-        own = pieces[work.num_pieces[0] :] if column.once else pieces[: work.num_pieces[0]]
-        for piece in own:
-            first = piece[PIECE_BLOCK] * source.stride(0) + piece[PIECE_FIRST] * size
-            steps = flat[first : first + piece[PIECE_STEPS] * size].view(-1, size)
-            column.out[piece[PIECE_OUT] : piece[PIECE_OUT] + len(steps)] = steps
-    for piece in pieces[: work.num_pieces[0]]:
-        begin, count = piece[PIECE_OUT], piece[PIECE_STEPS]
-        numbers = torch.arange(
-            piece[PIECE_NUMBER], piece[PIECE_NUMBER] + count, dtype=torch.int32, device=plan.device
-        )
-        plan.position[begin : begin + count] = numbers
+def gather_packed(plan: PackedPlan, work: torch.Tensor, *, programs: int | None = None) -> None:
+    """Fill the plan's outputs; see `gear_loader.kernels.packed.gather_packed`. `programs` is not used. On the CPU."""
+    plan.check_work(work)
+    run(work, plan.position, _bytes)
+
+
+def run(work: torch.Tensor, position: torch.Tensor, bytes_at: Callable[[int, int], torch.Tensor]) -> None:
+    """Do the work; `bytes_at` returns the memory at an address, uint8 of as many bytes as it is told."""
+    header = work[: _plan.WORK_WIDTH].tolist()
+    line_tiles, num_tiles = header[_plan.WORK_LINE_TILES], header[_plan.WORK_NUM_TILES]
+    columns, tiles, groups = (
+        header[name] for name in (_plan.WORK_COLUMNS, _plan.WORK_TILES, _plan.WORK_GROUPS)
+    )
+    pieces = work[header[_plan.WORK_PIECES] :].view(torch.int32)
+    for i, tile in enumerate(work[tiles : tiles + num_tiles].tolist()):
+        first, number = groups + (tile >> 32), columns + (tile & 0xFFFFFF) * _plan.PACKED_WIDTH
+        lines = 1 << (tile >> 24 & 0xFF)
+        for group in work[first : first + _plan.TILE_LINES // lines].tolist():
+            line, at = group >> 32, (group & 0xFFFFFFFF) * _plan.PIECE_WIDTH
+            block, begin, steps, out, step = pieces[at : at + _plan.PIECE_WIDTH].tolist()
+            if i >= line_tiles:
+                low, high = line * 32, min((line + lines) * 32, steps)
+                if low < high:
+                    numbers = torch.arange(step + low, step + high, dtype=torch.int32, device="cpu")
+                    position[out + low : out + high] = numbers
+                continue
+            base, stride, size, target = work[number : number + _plan.PACKED_WIDTH].tolist()
+            # From the piece's first byte, which lies inside its first line.
+            inside = begin * size % LINE
+            low, high = max(line * LINE - inside, 0), min((line + lines) * LINE - inside, steps * size)
+            if low < high:
+                source = bytes_at(base + block * stride + begin * size + low, high - low)
+                bytes_at(target + out * size + low, high - low).copy_(source)
+
+
+def _bytes(address: int, count: int) -> torch.Tensor:
+    """The bytes at an address, uint8 [count]."""
+    return torch.frombuffer((ctypes.c_uint8 * count).from_address(address), dtype=torch.uint8)

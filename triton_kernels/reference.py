@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
+from gear_loader.kernels.append_plan import AppendPlan
 from gear_loader.kernels.plan import (
     LINE,
     PAD_EDGE,
@@ -16,7 +19,7 @@ from gear_loader.kernels.plan import (
 )
 from gear_loader.kernels.split_plan import SplitPlan
 
-__all__ = ["gather", "place", "split", "store"]
+__all__ = ["append", "gather", "place", "split", "store"]
 
 
 def gather(
@@ -107,3 +110,30 @@ def store(
     at = blocks.long()
     target[at[:, :-1]] = source[:, :-1]
     target[at[:, -1], :last] = source[:, -1, :last]
+
+
+def append(
+    plan: AppendPlan,
+    done: torch.Tensor | None,
+    ends: torch.Tensor,
+    blocks: torch.Tensor,
+    *,
+    final: bool = False,
+    programs: int | None = None,
+) -> None:
+    """Append a row of each environment; see `gear_loader.kernels.append.append`. `programs` is not used."""
+    for env, (steps, lane) in enumerate(plan.state.tolist()):
+        over = steps > 0 if done is None else bool(done[env])
+        rows = [(0, steps)] if done is not None else [(-1, steps - 1)] * over
+        rows += [(1, steps + 1)] * (final and over and done is not None)
+        for column, (row, step) in itertools.product(plan.columns, rows):
+            size, (number, inside) = column.step_bytes, divmod(step, plan.block_steps)
+            if row >= 0:
+                column.image[env, inside * size : (inside + 1) * size] = column.rows[env, row, :size]
+            whole = inside == plan.block_steps - 1 or (over and row == rows[-1][0])
+            end = (inside + 1) * size + whole * (LINE - 1)
+            lines = slice(inside * size // LINE * LINE, end // LINE * LINE)
+            column.target[int(blocks[env * plan.lanes + lane, number]), lines] = column.image[env, lines]
+        ends[env] = over
+        steps, lane = (0, (lane + 1) % plan.lanes) if over else (steps + (done is not None), lane)
+        plan.state[env] = torch.tensor([steps, lane], dtype=torch.int32)

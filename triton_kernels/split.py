@@ -17,7 +17,7 @@ import triton.language as tl
 from gear_loader.kernels import split_plan as _plan
 from gear_loader.kernels.devices import multiprocessors, on_device
 from gear_loader.kernels.split_plan import SplitPlan
-from gear_loader.kernels.tensor_checks import check_programs, grid_size
+from gear_loader.kernels.tensor_checks import check_programs, check_tensor, grid_size
 
 __all__ = ["split"]
 
@@ -86,17 +86,31 @@ def _copy_1(a_source, a_out, o_source, o_out, m_word):
     tl.store(a_out.to(tl.pointer_type(tl.int8)) + o_out, b_words, mask=m_word)
 
 
+@triton.jit
+def _tiles(p_column, count, TILE: tl.constexpr):
+    """Tiles of a column of `count` rows."""
+    words = count * tl.load(p_column + LENGTH) * tl.load(p_column + STEP_BYTES) // tl.load(p_column + WORD)
+    return ((words + TILE - 1) // TILE).to(tl.int32)
+
+
 # Nothing is specialised on values, see `gather_kernel`.
-@triton.jit(do_not_specialize=["p_columns", "p_rows", "num_columns", "count", "num_tiles"])
+@triton.jit(do_not_specialize=["p_columns", "p_rows", "p_count", "num_columns", "count", "num_tiles"])
 def split_kernel(
     p_columns,  # int64 [C, WIDTH]
     p_rows,  # int64 [n] if CHOSEN
+    p_count,  # int64 [1] if COUNTED: the number of rows
     num_columns,
     count,
     num_tiles,
     CHOSEN: tl.constexpr,  # whether entry b is row p_rows[b] of records and outputs, or row b
+    COUNTED: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    if COUNTED:
+        count = tl.load(p_count)
+        num_tiles = 0
+        for i in range(num_columns):
+            num_tiles += _tiles(p_columns + i * WIDTH, count, TILE)
     # Positions within a row or a tile fit into int32 (the plan checks it); rows of the batch are int64.
     for i_tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         # The tile's column, and the column's first tile.
@@ -107,14 +121,7 @@ def split_kernel(
             m_here = i_tile >= o_tile
             i_column = tl.where(m_here, i, i_column)
             i_first = tl.where(m_here, o_tile, i_first)
-            p_column = p_columns + i * WIDTH
-            words = (
-                count
-                * tl.load(p_column + LENGTH)
-                * tl.load(p_column + STEP_BYTES)
-                // tl.load(p_column + WORD)
-            )
-            o_tile += ((words + TILE - 1) // TILE).to(tl.int32)
+            o_tile += _tiles(p_columns + i * WIDTH, count, TILE)
         p_column = p_columns + i_column * WIDTH
         a_source = tl.load(p_column + SOURCE)
         a_out = tl.load(p_column + OUT)
@@ -143,13 +150,17 @@ def split_kernel(
 
 
 def split(
-    plan: SplitPlan, count: int, *, rows: torch.Tensor | None = None, programs: int | None = None
+    plan: SplitPlan,
+    count: int | torch.Tensor,
+    *,
+    rows: torch.Tensor | None = None,
+    programs: int | None = None,
 ) -> None:
     """Copy the columns of gathered records into their outputs, on the plan's device's current stream.
 
     Args:
         plan: records and outputs.
-        count: number of rows, n <= batch size.
+        count: number of rows, n <= batch size; or int64 [1] on the plan's device, which is not checked.
         rows: int64 [n] on the plan's device, distinct: the rows to split; by default rows 0 to n - 1. Values are not
             checked: an invalid row reads and writes other memory.
         programs: programs of the grid, each of which processes several tiles; by default one per multiprocessor.
@@ -159,18 +170,26 @@ def split(
     Raises:
         TypeError, ValueError: arguments of another dtype, shape or device; nothing was launched.
     """
-    plan.check_rows(count, rows)
+    counted = isinstance(count, torch.Tensor)
+    if isinstance(count, torch.Tensor):
+        check_tensor("count", count, torch.int64, "[1]", device=plan.device)
+        limit = plan.batch_size
+    else:
+        limit = count
+    plan.check_rows(limit, rows)
     check_programs(programs)
-    if count == 0:
+    if limit == 0:
         return
-    tiles = plan.tiles(count, LAUNCH["TILE"])
+    tiles = plan.tiles(limit, LAUNCH["TILE"])
     with on_device(plan.device):
         split_kernel[grid_size(programs, multiprocessors(plan.device), tiles)](
             plan.device_table,
             plan.device_table if rows is None else rows,
+            count if counted else plan.device_table,
             len(plan.columns),
-            count,
+            limit,
             tiles,
             CHOSEN=rows is not None,
+            COUNTED=counted,
             **LAUNCH,
         )

@@ -2,9 +2,10 @@
 
 All values of a step are there as one tensor a column, `[n, ...]`, 516 bytes an environment, on the CPU or, with
 ``--device cuda``, on the GPU. The yardstick is a ring of plain tensors on the same device, as FastTD3 has: one copy a
-column and step. Ours are ``Table.writers(n, chunk_steps=32, device=...)``, and the writer without `device`, which takes
-the tensors too and copies them to the host first. On a GPU also a ring in pinned host memory. A measurement ends when
-all steps are in their place; `extras`: seconds of the host for a step, until then.
+column and step. Ours are ``Table.writers(n, chunk_steps=32, device=...)``; the same without chunks, where a mask on the
+device ends trajectories after 32 steps; and the writer without `device`, which takes the tensors too and copies them to
+the host first. On a GPU also a ring in pinned host memory. A measurement ends when all steps are in their place;
+`extras`: seconds of the host for a step, until then.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Stores:
         self._n, self._device = n, device
         self._pool = [self._step(number) for number in range(POOL)]
         self._turn = 0
-        size = n * CHUNK * (CHUNKS + 2)
+        self._masks = [torch.full((n,), ends, dtype=torch.bool, device=device) for ends in (False, True)]
+        size = n * CHUNK * (CHUNKS + 3)
         self._tables = [
             gear.Table.create(
                 {
@@ -64,11 +66,11 @@ class Stores:
                     for name, shape in COLUMNS.items()
                 },
                 max_steps=size,
-                max_trajectories=n * (CHUNKS + 2),
+                max_trajectories=n * (CHUNKS + 3),
                 block_steps=CHUNK,
                 on_full="evict_oldest",
             )
-            for _ in range(2)
+            for _ in range(3)
         ]
 
     def _step(self, number: int) -> Rows:
@@ -90,12 +92,16 @@ class Stores:
 
     def variants(self) -> list[Variant]:
         """The yardstick, and the other ways."""
-        ours, host = self._tables
+        ours, episodes, host = self._tables
         with_device = ours.writers(self._n, chunk_steps=CHUNK, device=self._device)
+        ending = episodes.writers(self._n, device=self._device)
         without = host.writers(self._n, chunk_steps=CHUNK)
         made = [
             self._ring(YARDSTICK, pinned=False),
             self._writer("ours", with_device.append, with_device.commit, ours),
+            self._writer(
+                "ours, episodes", functools.partial(self._append_ending, ending), ending.commit, episodes
+            ),
             self._writer("ours, without device", without.append, lambda: None, host),
         ]
         if self._device.type == "cuda":
@@ -154,6 +160,10 @@ class Stores:
     ) -> Variant:
         check = functools.partial(self._check, table)
         return self._variant(name, append, commit, check)
+
+    def _append_ending(self, writer: gear.DeviceWriter, rows: Rows) -> None:
+        """Append a step; all trajectories end with the last step of each 32."""
+        writer.append(rows, done=self._masks[(self._turn + 1) % CHUNK == 0])
 
     def _check(self, table: gear.Table) -> None:
         """Each trajectory has consecutive steps of one environment."""

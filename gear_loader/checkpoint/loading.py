@@ -299,12 +299,13 @@ def _reads(
         table: the new table. directory: the loaded one. part: a checkpoint, and its trajectories to load.
         first_ids: int64 [trajectories], where the blocks of each trajectory of the new table begin.
     """
-    which = np.flatnonzero(part.records["segment"] == segment.number)
+    records = part.records
+    which = np.flatnonzero(records["segment"] == segment.number)
     if not len(which):
         return []
-    which = which[np.argsort(part.records["first"][which], kind="stable")]
-    records = part.records[which]
-    first, rows, place = records["first"].copy(), rows_of(records), records["place"].astype(np.int64)
+    which = which[np.argsort(records["first"][which], kind="stable")]
+    first, rows = records["first"][which], rows_of(records)[which]
+    place = records["place"][which].astype(np.int64)
     places = first_ids[part.places[which]]
     with directory.child_to_load(part.segment(segment)) as folder, readable(folder.at(CHECKSUMS_NAME)):
         checksums = read_checksums(folder, segment, table.schema)

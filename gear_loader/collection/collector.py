@@ -125,6 +125,8 @@ class Collector:
 
     Attributes:
         awaits_pinning: `pinning`, until then; see `look`.
+        mover: makes and fills buffers. Those of another one are outdated: they are gathered on the CPU and copied,
+            although the device reads the table by now.
     """
 
     def __init__(
@@ -140,14 +142,14 @@ class Collector:
     ) -> None:
         self.source, self.device, self.stream_priority = source, device, stream_priority
         self.awaits_pinning, self._cuda = pinning, cuda
-        self._mover: RowMover = (
+        self.mover: RowMover = (
             cuda() if zero_copy else host if device.type == "cpu" else _Staged(host, device)
         )
 
     @property
     def zero_copy(self) -> bool:
         """Whether the device reads the tables itself."""
-        return self._mover.zero_copy
+        return self.mover.zero_copy
 
     @property
     def waits(self) -> bool:
@@ -164,11 +166,7 @@ class Collector:
         if self.awaits_pinning and not (region := self.regions[0]).is_pinning:
             self.awaits_pinning = False
             if region.pin(self.device):
-                self._mover = self._cuda()
-
-    def is_outdated(self, buffers: Buffers) -> bool:
-        """Whether buffers are gathered on the CPU and copied although the device reads the table by now."""
-        return buffers.mover is not self._mover
+                self.mover = self._cuda()
 
     def buffers(self, *, shared: bool = False) -> Any:
         """New tensors for one batch.
@@ -176,7 +174,7 @@ class Collector:
         Args:
             shared: allocate them in shared memory, so that they can be sent to another process without a copy.
         """
-        return self._mover.buffers(shared=shared)
+        return self.mover.buffers(shared=shared)
 
     def gather(self, buffers: Buffers, rows: Any) -> None:
         """Fill buffers of this collector.

@@ -42,8 +42,9 @@ class Casts:
         """Convert as many rows as there are anchors. Does not wait for a GPU."""
         self.convert(len(anchors))
 
-    def convert(self, count: int) -> None:
-        """Convert the first `count` values along the first dimension: ``(source * scale).to(dtype)``."""
+    def convert(self, count: int | torch.Tensor) -> None:
+        """Convert the first `count` values along the first dimension: ``(source * scale).to(dtype)``; on a GPU it may
+        be int64 [1] there."""
         if self._plan is not None:
             from gear_loader.kernels import cast
 

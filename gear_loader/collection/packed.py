@@ -154,8 +154,9 @@ class PackedValues:
         self._columns, self._device = casts, memory.device
         self._casts: Casts | None = None
 
-    def convert(self, count: int) -> None:
-        """Convert the first `count` values where windows have another dtype. Does not wait for a GPU."""
+    def convert(self, count: int | torch.Tensor) -> None:
+        """Convert the first `count` values where windows have another dtype. Does not wait for a GPU, where `count`
+        may be int64 [1]."""
         if not self._columns:
             return
         if self._casts is None:
@@ -182,6 +183,7 @@ class PackedBuffers(Buffers):
         converts: as for `PackedValues`.
 
     Attributes:
+        version: how often memory was replaced.
         total, longest: steps of the batch that was gathered last, and of its longest row.
         spans: of the rows of the running batch, int64 [2, n].
         steps, once: memory of columns of steps, and per trajectory. values: of the rows.
@@ -202,7 +204,7 @@ class PackedBuffers(Buffers):
         self._given, self._converts = given or {}, converts
         self._exact = memory.shared or given is not None
         self.num_rows = self.num_steps = -1  # capacity
-        self.list_bytes = self.lists_at = 0
+        self.list_bytes = self.lists_at = self.version = 0
         self.total, self.longest = 0, 0
         self.spans: Array = np.empty((2, 0), dtype=np.int64)
         self.plans: dict[Any, Any] = {}  # for the present memory
@@ -225,12 +227,12 @@ class PackedBuffers(Buffers):
         if num_rows > self.num_rows:
             count = num_rows if self._exact else grown(num_rows)
             once = self._new_values(self.layout.once, count)
-            self._replace(num_rows=count, once=once, plans={}, **self._new_rows(count, self.list_bytes))
+            self._replace(num_rows=count, once=once, **self._new_rows(count, self.list_bytes))
         if num_steps > self.num_steps:
             count = num_steps if self._exact else grown(num_steps)
             position = self.memory.empty(count, dtype=torch.int32)
             steps = self._new_values(self.layout.steps, count)
-            self._replace(num_steps=count, steps=steps, position=position, plans={})
+            self._replace(num_steps=count, steps=steps, position=position)
         if list_bytes > self.list_bytes:
             self._replace(**self._new_rows(self.num_rows, grown(list_bytes)))
 
@@ -244,7 +246,7 @@ class PackedBuffers(Buffers):
             batch.update({**now["steps"].shown, "position": now["position"]})
         if "once" in now:
             batch.update({**now["once"].shown, **now["_shown_rows"], "cu_seqlens": now["starts"]})
-        self.__dict__.update(made, batch=batch, references=None)
+        self.__dict__.update(made, batch=batch, plans={}, references=None, version=self.version + 1)
 
     def _new_values(self, names: Mapping[str, str], count: int) -> PackedValues:
         return PackedValues(self.layout, names, count, self.memory, self._given, converts=self._converts)

@@ -1,4 +1,4 @@
-"""Packed batches on a GPU that reads host memory: the host lists pieces of rows, and one launch a source gathers them.
+"""Packed batches on a GPU that reads host memory: the host lists pieces of rows, and one launch gathers them all.
 
 A source is a table, or rows in staging memory: they come from a disk or from another node. Their steps lie one after
 another, column by column, so one piece is a whole row, or a part of one::
@@ -9,34 +9,37 @@ another, column by column, so one piece is a whole row, or a part of one::
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from gear_loader.collection.buffers import GpuSide, SpanPart, TensorMemory
+from gear_loader.collection.buffers import GpuSide, SpanPart, TensorMemory, grown
 from gear_loader.collection.movers import CudaMover
 from gear_loader.collection.packed import PackedBuffers, PackedLayout
 from gear_loader.collection.tier_rows import split_rows
 from gear_loader.kernels.packed_plan import (
+    PACKED_BASE,
     PIECE_BLOCK,
     PIECE_FIRST,
     PIECE_NUMBER,
     PIECE_OUT,
     PIECE_STEPS,
     PIECE_WIDTH,
+    TABLE_WIDTH,
+    WORK_ROWS,
+    WORK_STEPS,
+    WORK_WIDTH,
     PackedColumn,
     PackedPlan,
-    PackedWork,
 )
 from gear_loader.kernels.plan import LINE
 from gear_loader.kernels.split_plan import SplitColumn, SplitPlan
-from gear_loader.native.packed_lines import count_lists, list_lines, list_pieces
+from gear_loader.native.packed_lines import PLANNED_WIDTH, SOURCE_WIDTH, list_pieces, list_work, plan_rows
 from gear_loader.storage.layout import round_up
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
-from gear_loader.utils.packing import Layout, packed_bytes, packed_views
 from gear_loader.utils.streams import current_stream
 
 _LIST_BYTES = 1 << 12
@@ -45,26 +48,20 @@ _LIST_BYTES = 1 << 12
 
 @dataclasses.dataclass(frozen=True)
 class _PackedRows:
-    """Rows of a batch that one launch gathers.
+    """Rows of a batch in one piece of memory.
 
     Attributes:
         pieces: int32 [P, PIECE_WIDTH], see `gear_loader.kernels.packed_plan`.
         num_pieces: those of steps; the others are those of columns per trajectory.
         table: whose blocks they lie in; None for staging memory, where all are in block 0.
-        memory: staging memory, uint8, from a multiple of 128 bytes on. offsets: column -> first byte in it.
+        first: of staging memory, its address, a multiple of 128. offsets: column -> first byte in it.
     """
 
     pieces: Array
     num_pieces: int
     table: Table | None = None
-    memory: torch.Tensor | None = None
+    first: int = 0
     offsets: Mapping[str, int] = dataclasses.field(default_factory=dict)
-
-    def blocks(self, column: str) -> torch.Tensor:
-        """The values of a column and what follows them in staging memory, as one block, uint8 [1, bytes]."""
-        assert self.memory is not None
-        first = self.offsets[column]
-        return self.memory[None, first : len(self.memory) - (len(self.memory) - first) % LINE]
 
 
 def staged_pieces(
@@ -90,61 +87,16 @@ def staged_pieces(
     return pieces, len(some)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Launch:
-    """One launch of `gear_loader.kernels.packed`, with its lists on the host.
-
-    Attributes:
-        plan: of the columns that have pieces.
-        in_records: whether it gathers the records of a packed table, which are split after it.
-        own_table: whether the plan's table is one of the lists.
-        tiles, groups, pieces, ends, num_pieces: as of `PackedWork`.
-    """
-
-    plan: PackedPlan
-    in_records: bool
-    own_table: bool
-    tiles: Array
-    groups: Array
-    pieces: Array
-    ends: tuple[int, int, int, int]
-    num_pieces: tuple[int, int]
-
-    @classmethod
-    def of(cls, plan: PackedPlan, source: _PackedRows, *, in_records: bool) -> _Launch:
-        """List the lines of a source's pieces."""
-        pieces, number, kinds = source.pieces, source.num_pieces, plan.kinds.numpy()
-        classes = np.zeros((len(kinds) + 1, 4), dtype=np.int64)
-        groups, tiles = (np.empty(n, dtype=np.int64) for n in count_lists(pieces, number, kinds, classes))
-        ends = np.zeros(4, dtype=np.int64)
-        list_lines(pieces, number, kinds, classes, groups, tiles, ends)
-        end_16, end_4, end_1, end = ends.tolist()
-        numbers = number, len(pieces) - number
-        own_table = source.table is None
-        return cls(plan, in_records, own_table, tiles, groups, pieces, (end_16, end_4, end_1, end), numbers)
-
-    @property
-    def lists(self) -> list[Array]:
-        """What is copied to the GPU for it."""
-        table = [self.plan.table.numpy()] if self.own_table else []
-        return [self.tiles, self.groups, self.pieces, *table]
-
-    def run(self, lists: Sequence[torch.Tensor], programs: int | None) -> None:
-        """Queue it, with `lists` on the GPU."""
-        from gear_loader.kernels import packed
-
-        tiles, groups, pieces, *table = lists
-        if table:
-            self.plan.device_table = table[0]
-        work = PackedWork(pieces, groups, tiles, self.ends, self.num_pieces)
-        packed.gather_packed(self.plan, work, programs=programs)
-
-
 class PackedDeviceBuffers(PackedBuffers):
     """The tensors of one packed batch on a GPU.
 
+    The work of a batch is that of two launches, whose headers come first: of records, which are split after it, and of
+    all other columns.
+
     Attributes:
         sources: of the running batch's rows, as far as they are known. row_starts: its ``cu_seqlens``, int32 [n + 1].
+        pieces: int32 [most, PIECE_WIDTH], scratch. window, planned: arguments of `plan_rows`.
+        has_records, has_others: whether a batch in this memory had work of either launch.
     """
 
     gpu: GpuSide
@@ -153,70 +105,140 @@ class PackedDeviceBuffers(PackedBuffers):
         super().__init__(layout, memory, mover, gpu=GpuSide())
         self.sources: list[_PackedRows] = []
         self.row_starts: Array = np.zeros(1, dtype=np.int32)
+        self.pieces: Array = np.empty((0, PIECE_WIDTH), dtype=np.int32)
+        self.window: Array = np.array([layout.offset, layout.length, layout.final], dtype=np.int64)
+        self.planned: Array = np.zeros(PLANNED_WIDTH, dtype=np.int64)
+        self.has_records = self.has_others = False
 
-    def plan_of(self, source: _PackedRows) -> tuple[PackedPlan, bool]:
-        """The plan that gathers a source, and whether it gathers records. The plan of a table is made once for the
-        present memory, and its first launch waits for the GPU."""
-        if source.table is None:
-            steps = self.steps.gathered if source.num_pieces else []
-            once = self.once.gathered if len(source.pieces) > source.num_pieces else []
-            columns = [PackedColumn(source.blocks(name), _flat(out)) for name, out in steps]
-            columns += [PackedColumn(source.blocks(name), _flat(out), once=True) for name, out in once]
-            return PackedPlan(columns, self.position), False
-        if id(source.table) not in self.plans:
-            self.plans[id(source.table)] = self._table_plan(source.table)
-            self.references = None  # the plan refers to the batch's memory
-        found: tuple[PackedPlan, bool] = self.plans[id(source.table)]
+    def _replace(self, **made: Any) -> None:
+        # What a batch in the memory before had was made for that memory.
+        super()._replace(**made, has_records=False, has_others=False)
+
+    def _made(self, name: Hashable, make: Callable[[], Any]) -> Any:
+        """What was made for the present memory."""
+        found = self.plans.get(name)
+        if found is None:
+            found = self.plans[name] = make()
+            self.references = None  # it refers to the batch's memory
         return found
 
-    def _table_plan(self, table: Table) -> tuple[PackedPlan, bool]:
+    @property
+    def words(self) -> Array:
+        """The memory of the work, on the host, int64 [words]."""
+        found: Array = self._made("words", lambda: self.sides[0][self.lists_at :].view(torch.int64).numpy())
+        return found
+
+    def columns_of(self, source: _PackedRows) -> tuple[Array, bool]:
+        """The columns of a source, int64 [C, TABLE_WIDTH], and whether they are records."""
+        if source.table is not None:
+            return self.table_columns(source.table)
+        columns = self._outputs().table.numpy().copy()
+        names = [name for name, _ in (*self.steps.gathered, *self.once.gathered)]
+        columns[:, PACKED_BASE] = [source.first + source.offsets[name] for name in names]
+        return columns, False
+
+    def table_columns(self, table: Table) -> tuple[Array, bool]:
+        """`columns_of` a table."""
+        found: tuple[Array, bool] = self._made(id(table), lambda: self._table_columns(table))
+        return found
+
+    def _table_columns(self, table: Table) -> tuple[Array, bool]:
         region, layout, in_records = table._engine.region, table._engine.region.layout, False
         columns = []
-        for source, values in self.steps.gathered:
-            blocks = torch.from_numpy(region.blocks(source))
-            if not layout.columns[source].is_packed:
-                columns.append(PackedColumn(blocks, _flat(values)))
-            elif not in_records:  # the first column stands for the record
-                columns.append(PackedColumn(blocks, self._records_of(table)))
-                in_records = True
-        for source, values in self.once.gathered:
-            blocks = torch.from_numpy(region.blocks(source))
-            columns.append(PackedColumn(blocks, _flat(values), once=True))
-        return PackedPlan(columns, self.position), in_records
+        for once, values in ((False, self.steps), (True, self.once)):
+            for source, out in values.gathered:
+                blocks = torch.from_numpy(region.blocks(source))
+                if not layout.columns[source].is_packed:
+                    columns.append(PackedColumn(blocks, _flat(out), once))
+                elif not in_records:  # the first column stands for the record
+                    columns.append(PackedColumn(blocks, self._records(table)[0]))
+                    in_records = True
+        return PackedPlan(columns, self.position).table.numpy(), in_records
 
-    def _records_of(self, table: Table) -> torch.Tensor:
-        """Memory of gathered records, which are the same in all packed tables of a schema; uint8 [steps, bytes]."""
+    def _outputs(self) -> PackedPlan:
+        """All columns, as they are gathered one by one."""
+
+        def make() -> PackedPlan:
+            columns = [PackedColumn(None, _flat(out)) for _, out in self.steps.gathered]
+            columns += [PackedColumn(None, _flat(out), once=True) for _, out in self.once.gathered]
+            return PackedPlan(columns, self.position)
+
+        found: PackedPlan = self._made("outputs", make)
+        return found
+
+    def _records(self, table: Table) -> tuple[torch.Tensor, SplitPlan, PackedPlan]:
+        """Memory of gathered records, which are the same in all packed tables of a schema, uint8 [steps, bytes]; how
+        they are split; and all that a launch with records writes."""
         layout = table._engine.region.layout
         assert layout.record is not None
-        if "records" not in self.plans:
-            records = self.memory.empty(len(self.position), layout.record.bytes, dtype=torch.uint8)
+        size = layout.record.bytes
+
+        def make() -> tuple[torch.Tensor, SplitPlan, PackedPlan]:
+            records = self.memory.empty(len(self.position), size, dtype=torch.uint8)
             columns = [
                 SplitColumn(records[:, None], _flat(values)[:, None], 0, layout.columns[source].inside)
                 for source, values in self.steps.gathered
                 if layout.columns[source].is_packed
             ]
-            self.plans["records"] = records, SplitPlan(columns)
-        found: torch.Tensor = self.plans["records"][0]
+            outputs = PackedPlan([PackedColumn(None, records), *self._outputs().columns], self.position)
+            return records, SplitPlan(columns), outputs
+
+        found: tuple[torch.Tensor, SplitPlan, PackedPlan] = self._made("records", make)
         return found
 
-    def copy_over(self, lists: Sequence[Array]) -> tuple[torch.Tensor, ...]:
-        """Write lists behind the rows, and queue one copy of both; returns the lists on the GPU."""
-        layouts = _layouts(lists)
-        host, mirror = self.sides
-        for place, part in zip(packed_views(host[self.lists_at :], layouts), lists, strict=True):
-            place.numpy()[...] = part
-        size = self.lists_at + packed_bytes(layouts)
-        current_stream(mirror.device).wait_event(self.gpu.released)
-        mirror[:size].copy_(host[:size], non_blocking=True)
-        return packed_views(mirror[self.lists_at :], layouts)
+    def list_sources(self, count: int) -> int:
+        """Write the work of the batch's rows; return the words that it takes. If there are fewer, call it again."""
+        parts: tuple[list[tuple[_PackedRows, Array]], ...] = ([], [])
+        for source in self.sources:
+            if len(source.pieces):
+                columns, in_records = self.columns_of(source)
+                parts[not in_records].append((source, columns))
+        self.has_records |= bool(parts[0])
+        self.has_others |= not parts[0] or bool(parts[1])
+        end = 2 * WORK_WIDTH
+        for header, some, has in ((0, parts[0], self.has_records), (WORK_WIDTH, parts[1], self.has_others)):
+            if has:
+                end = list_work(*_joined(some), self.total, count, self.words, header, end)
+        return end
+
+    def launches(self, programs: int | None) -> Callable[[], None]:
+        """What queues the batch's work: its lists are copied, its rows gathered, split and converted. It is the same
+        for all batches in this memory."""
+
+        def make() -> Callable[[], None]:
+            from gear_loader.kernels import packed, split
+
+            host, mirror = self.sides
+            work = mirror[self.lists_at :].view(torch.int64)
+            heads = work, work[WORK_WIDTH:]
+            head = heads[not self.has_records]
+            steps, rows = head[WORK_STEPS : WORK_STEPS + 1], head[WORK_ROWS : WORK_ROWS + 1]
+            outputs, records = self._outputs(), self.plans.get("records")
+            records, then = records if self.has_records else None, self.has_others
+
+            def queue() -> None:
+                mirror.copy_(host, non_blocking=True)
+                if records is not None:
+                    packed.gather_packed(records[2], heads[0], programs=programs)
+                    split.split(records[1], steps, programs=programs)
+                if then:
+                    packed.gather_packed(outputs, heads[1], programs=programs)
+                self.steps.convert(steps)
+                self.once.convert(rows)
+
+            return queue
+
+        found: Callable[[], None] = self._made((self.has_records, self.has_others), make)
+        return found
 
 
 class PackedCuda(CudaMover):
     """Fills packed batches by a GPU that reads the tables itself.
 
     Rows are drawn on the host, which so knows their lengths. What it writes for a batch crosses the bus in one copy.
-    There is one launch for each table, for the rows on disk of each, and for each answer of another node; one split of
-    all records of packed tables; and one conversion for each pair of dtypes. The host waits where the memory grows.
+    One launch gathers all rows, of tables, disks and other nodes; there is one more with one split if some lie in
+    records of packed tables; and one conversion for each pair of dtypes. All of them are the same for each batch, and
+    are replayed as a graph. The host waits where the memory grows.
 
     Args:
         layout, device, programs: as for `CudaMover`.
@@ -227,11 +249,50 @@ class PackedCuda(CudaMover):
     def __init__(self, layout: PackedLayout, *, device: torch.device, programs: int | None, **_: Any) -> None:
         super().__init__(layout, device=device, programs=programs)
         self._steps, self._once = layout.columns_read
-        self._adjoins: dict[int, bool] = {}
+        self._tables: dict[int, tuple[int, int, bool]] = {}
 
     def buffers(self, *, shared: bool = False) -> PackedDeviceBuffers:
         """Buffers for one batch, which get their memory at their first gather."""
         return PackedDeviceBuffers(self.layout, TensorMemory(self._device), self)
+
+    def fill(self, buffers: PackedDeviceBuffers, table: Table, rows: Any) -> None:
+        if not self._planned(buffers, table, rows):
+            super().fill(buffers, table, rows)
+
+    def _planned(self, buffers: PackedDeviceBuffers, table: Table, rows: Any) -> bool:
+        """Fill buffers by one call that plans the batch; return whether all rows are in memory, and it has room."""
+        count, engine = len(rows), table._engine
+        if count > buffers.num_rows or engine.has_tier:
+            return False
+        columns, in_records = buffers.table_columns(table)
+        extent, block_ids = engine.reader().index_arrays()
+        steps, blocks, adjoin = self._blocks_of(table)
+        known, spans = rows.spans is not None, rows.spans
+        spans = np.ascontiguousarray(spans) if known else np.empty((2, count), dtype=np.int64)
+        slots, anchors = np.ascontiguousarray(rows.slots), np.ascontiguousarray(rows.anchors)
+        header = 0 if in_records else WORK_WIDTH
+        while True:
+            plan_rows(
+                slots, anchors, known, buffers.window, extent, block_ids, steps, blocks, adjoin, columns, spans,
+                buffers.starts_array, buffers.pieces, buffers.words, header, buffers.planned,
+            )  # fmt: skip
+            total, longest, bad, pieces, words = buffers.planned.tolist()
+            if pieces <= len(buffers.pieces):
+                break
+            buffers.pieces = np.empty((grown(pieces), PIECE_WIDTH), dtype=np.int32)
+        if bad or total > buffers.num_steps or words == 0 or words > len(buffers.words):
+            return False
+        buffers.spans, buffers.total, buffers.longest = spans, total, longest
+        buffers.has_records, buffers.has_others = in_records, not in_records
+        self._queue(buffers, rows)
+        return True
+
+    def _queue(self, buffers: PackedDeviceBuffers, rows: Any) -> None:
+        """Queue the work that the host has written."""
+        buffers.values.write(rows)
+        stream, key = current_stream(self._device), (buffers.version, buffers.has_records, buffers.has_others)
+        stream.wait_event(buffers.gpu.released)
+        buffers.gpu.work.run(key, buffers.launches(self._programs), stream)
 
     def begin(self, buffers: PackedDeviceBuffers, rows: Any) -> None:
         buffers.measured(rows.spans)
@@ -259,29 +320,39 @@ class PackedCuda(CudaMover):
         self, buffers: PackedDeviceBuffers, table: Table, slots: Array, which: Array
     ) -> tuple[_PackedRows, int]:
         """Rows in memory, and the number of invalid slots and blocks."""
-        layout, count = table._engine.region.layout, len(which)
-        spans, steps = np.ascontiguousarray(buffers.spans[:, which]), layout.block_steps
+        count, (steps, blocks, adjoin) = len(which), self._blocks_of(table)
+        spans = np.ascontiguousarray(buffers.spans[:, which])
         pieces: Array = np.empty((int((spans[1] // steps + 2).sum()) + count, PIECE_WIDTH), dtype=np.int32)
-        if id(table) not in self._adjoins:
-            # Whether a block's last step lies before the first of the next one, in every column.
-            self._adjoins[id(table)] = all(
-                table._engine.region.blocks(name).strides[0] == steps * layout.columns[name].step_stride
-                for name in self._steps
-            )
         found, bad = list_pieces(
             slots[which],
             spans,
             buffers.row_starts[which],
             *table._engine.reader().index_arrays(),
             steps,
-            layout.num_blocks,
-            self._adjoins[id(table)],
+            blocks,
+            adjoin,
             bool(self._once),
             pieces,
         )
         pieces = pieces[: found + (count if self._once else 0)]
         pieces[found:, PIECE_OUT] = which[: len(pieces) - found]
         return _PackedRows(pieces, found, table), bad
+
+    def _blocks_of(self, table: Table) -> tuple[int, int, bool]:
+        """Steps of a block, number of blocks, and whether a block's last step lies before the first of the next one, in
+        every column."""
+        if id(table) not in self._tables:
+            region, layout = table._engine.region, table._engine.region.layout
+            steps = layout.block_steps
+            self._tables[id(table)] = (
+                steps,
+                layout.num_blocks,
+                all(
+                    region.blocks(name).strides[0] == steps * layout.columns[name].step_stride
+                    for name in self._steps
+                ),
+            )
+        return self._tables[id(table)]
 
     def _read(self, buffers: PackedDeviceBuffers, table: Table, rows: Any, which: Array) -> SpanPart:
         """Read rows that lie on disk only into staging memory."""
@@ -312,40 +383,30 @@ class PackedCuda(CudaMover):
             once = which[whole], rows[whole]
         outs = buffers.row_starts[rows] + inside
         pieces = staged_pieces(begins, counts, outs, firsts, once)
-        buffers.sources.append(_PackedRows(*pieces, memory=part.memory, offsets=part.offsets))
+        buffers.sources.append(_PackedRows(*pieces, first=part.memory.data_ptr(), offsets=part.offsets))
 
     def finish(self, buffers: PackedDeviceBuffers, rows: Any) -> None:
-        # What lies in records of packed tables is gathered first and split, for all steps of the batch; then all others
-        # are gathered into their places.
-        from gear_loader.kernels import split
-
-        count, total, programs = len(rows), buffers.total, self._programs
+        count, total = len(rows), buffers.total
         buffers.reserve(count, total, _LIST_BYTES)
-        launches = []
-        for source in buffers.sources:
-            if len(source.pieces):
-                plan, in_records = buffers.plan_of(source)
-                launches.append(_Launch.of(plan, source, in_records=in_records))
-        launches.sort(key=lambda launch: not launch.in_records)
-        lists = [each for launch in launches for each in launch.lists]
-        buffers.reserve(count, total, packed_bytes(_layouts(lists)))
-        buffers.values.write(rows)
+        while (words := buffers.list_sources(count)) > len(buffers.words):
+            buffers.reserve(count, total, words * 8)
         buffers.write_starts()
-        there = buffers.copy_over(lists)
-        for i, launch in enumerate(launches):
-            mine, there = there[: len(launch.lists)], there[len(launch.lists) :]
-            launch.run(mine, programs)
-            if launch.in_records and not (i + 1 < len(launches) and launches[i + 1].in_records):
-                split.split(buffers.plans["records"][1], total, programs=programs)
-        buffers.steps.convert(total)
-        buffers.once.convert(count)
+        self._queue(buffers, rows)
+
+
+def _joined(parts: Sequence[tuple[_PackedRows, Array]]) -> tuple[Array, Array, Array]:
+    """Pieces, sources and columns of rows, as `list_work` takes them."""
+    sources: Array = np.zeros((len(parts), SOURCE_WIDTH), dtype=np.int64)
+    piece = column = 0
+    for source, (rows, columns) in zip(sources, parts, strict=True):
+        steps, ends = piece + rows.num_pieces, (piece + len(rows.pieces), column + len(columns))
+        source[:] = piece, steps, steps, ends[0], column, ends[1]
+        piece, column = ends
+    pieces = [np.empty((0, PIECE_WIDTH), dtype=np.int32), *(rows.pieces for rows, _ in parts)]
+    tables = [np.empty((0, TABLE_WIDTH), dtype=np.int64), *(columns for _, columns in parts)]
+    return np.concatenate(pieces), sources, np.concatenate(tables)
 
 
 def _flat(values: torch.Tensor) -> torch.Tensor:
     """The bytes of values, uint8 [n, bytes of one]."""
     return values.view(len(values), -1).view(torch.uint8)
-
-
-def _layouts(lists: Sequence[Array]) -> list[Layout]:
-    """Shapes and dtypes of a batch's lists."""
-    return [(part.shape, torch.from_numpy(part).dtype) for part in lists]

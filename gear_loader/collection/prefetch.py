@@ -137,7 +137,8 @@ class Prefetcher:
 
     def one(self, fill: Callable[[Buffers, Item], int], item: Item) -> Batch:
         """Fill and deliver one batch now."""
-        refuse_capture(self.collector.device, "a batch")
+        if self._stream is not None:
+            refuse_capture(self.collector.device, "a batch")
         self._recycle()
         buffers = self._take()
         return self._deliver(buffers, self._run(fill, buffers, item))
@@ -353,7 +354,7 @@ class Prefetcher:
             with beside_captures(self.collector.device):
                 self.collector.look()
         try:
-            while self.collector.is_outdated(buffers := self._pool.free.pop()):
+            while (buffers := self._pool.free.pop()).mover is not self.collector.mover:
                 pass  # freed: the allocators wait for the streams that use them
             return buffers
         except IndexError:
@@ -405,16 +406,18 @@ class Prefetcher:
     def _recycle(self) -> None:
         if self._stream is not None:
             self._check_process()
-        delivered = self._delivered
+        delivered, free = self._delivered, self._pool.free
         held: list[Buffers] = []
         for _ in range(len(delivered) - self._keep + 1):
+            if free and len(delivered) == 1 and self._stream is None:
+                break  # the last batch, which a loop mostly holds until it has the next
             buffers = delivered.popleft()
             if self._lends and buffers.references is not None and buffers.references.held:
                 held.append(buffers)
                 continue
             if buffers.gpu is not None and buffers.gpu.consumers:  # else only copies were delivered
                 buffers.gpu.released.record(current_stream(self.collector.device))
-            self._pool.free.append(buffers)
+            free.append(buffers)
         if held:  # the memory of the oldest is freed when nothing refers to it any longer
             delivered.extendleft(reversed(held[-_MOST_HELD:]))
 

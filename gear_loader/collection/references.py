@@ -102,7 +102,8 @@ class BatchReferences:
     def held(self) -> bool:
         """Whether there are references of a consumer, or memory has been moved (as sending a tensor to another
         process does); then the buffers must not be filled again."""
-        now, own = self._look(), self._own
+        storages, own = self._storages, self._own
+        now = [*map(_use_count, self._identities), *map(sys.getrefcount, storages), *map(_address, storages)]
         if now == own:
             return False
         counts = 2 * len(self._storages)

@@ -34,6 +34,11 @@ class Filler:
             buffers: of the prefetcher.
             item: the draw, and the items to draw from, or None for those present at the draw.
         """
+        draw, frozen = item
+        if frozen is None and buffers.inline is not None and self._selection().fill(draw, buffers.inline):
+            if buffers.computed:
+                buffers.compute(draw.count)
+            return draw.count
         while True:
             try:
                 return self._fill_once(buffers, item)
@@ -44,10 +49,6 @@ class Filler:
         """`fill`, unless a trajectory cannot be read from disk, which raises LostRowsError."""
         draw, frozen = item
         selection, prefetcher = self._selection(), self._prefetcher
-        if frozen is None and buffers.inline is not None and selection.fill(draw, buffers.inline):
-            if buffers.computed:
-                buffers.compute(draw.count)
-            return draw.count
         ticket = selection.new_ticket()
         try:
             rows = selection.draw(draw, ticket, frozen)  # under the read ticket

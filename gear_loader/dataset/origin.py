@@ -27,6 +27,8 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.notices import notice
 
+_DISTRIBUTED = torch.distributed.is_available()  # whether PyTorch was built with it
+
 
 class Origin:
     """Hands a dataset its selection and its source of rows: those of one table.
@@ -63,7 +65,7 @@ class Origin:
         """This rank, and the number of ranks, if each has batches of its own; else 0 of 1."""
         if self.ranks.rank is not None and self.ranks.world_size is not None:
             return self.ranks.rank, self.ranks.world_size
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if _DISTRIBUTED and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
         return 0, 1
 
@@ -71,7 +73,7 @@ class Origin:
     def is_shared(self) -> bool:
         """Whether other ranks, each with a selection of its own, may draw from the table."""
         ranks = self.ranks.world_size or 1
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if _DISTRIBUTED and torch.distributed.is_initialized():
             ranks = max(ranks, torch.distributed.get_world_size())
         return ranks > 1 and self.table.name is not None
 

@@ -80,7 +80,7 @@ class Position:
 
     def delivered(self, epoch: int, before: int, step: int) -> None:
         """Record the number of delivered batches of the iteration."""
-        self._set(current=(epoch, before, step), open=before + step)
+        self.__dict__.update(current=(epoch, before, step), open=before + step)  # as `_set`
 
     def end(self, epoch: int) -> None:
         """Record the end of an iteration in the main process: the next epoch follows."""
@@ -88,7 +88,7 @@ class Position:
 
     def sampled(self, items: int) -> None:
         """Record a batch of `ReplayDataset.sample`, of so many drawn items."""
-        self._set(samples=self.samples + 1, sampled_items=self.sampled_items + items)
+        self.__dict__.update(samples=self.samples + 1, sampled_items=self.sampled_items + items)  # as `_set`
 
     def _can_join(self, worker: int, seed: int) -> bool:
         key, opened, joined = self._shared[[_KEY, _ROUND, _JOINED + worker]].tolist()

@@ -594,32 +594,27 @@ class ReplayDataset(IterableDataset[Batch]):
             raise SchemaError(f"batch_size is {size}; expected a multiple of group_size={self.groups.size}.")
         self._check_rate(size)
         prefetcher, item = self._single(size), self._sample_draw(size)
-        batch = prefetcher.one(self.filler(prefetcher).fill, item)
-        self._position.sampled(item[0].count)
-        shown: Batch = self._shown(batch, item[0].epoch, self._position.samples - 1, prefetcher)
+        batch = prefetcher.one(Filler(self.table, self._selected, prefetcher).fill, item)
+        draw = item[0]
+        self._position.sampled(draw.count)
+        shown: Batch = self._shown(batch, draw.epoch, self._position.samples - 1, prefetcher)
         return shown
 
     def _sample_draw(self, size: int) -> tuple[Draw, Any]:
         """The next draw of `sample`, and the items to draw from, or None for those present at the draw."""
-        rank, world = self._rank()
-        number = self._position.samples * world + rank
-        epoch, turn, first, count, view = (
-            self._sample_epoch,
-            0,
-            0,
-            self._items_of(self._global_size(size)),
-            None,
-        )
+        origin, samples = self._origin, self._position.samples
+        rank, world = origin.rank()
+        epoch, turn, first, count, view = self._sample_epoch, 0, 0, size * origin.slices, None
+        if self.groups is not None:
+            count = self._items_of(count)
         if self.sampler.passes:
             view = self._selected().await_items()
             items = self.sampler.num_items(view)
             turn, first = divmod(self._position.sampled_items, max(items, 1))
             epoch, count = epoch + 1 + rank, min(count, items - first)
-        if (
-            self._by_default and self._position.samples & (self._position.samples - 1) == 0
-        ):  # the table may grow
+        if self._by_default and samples & (samples - 1) == 0:  # the table may grow
             self._notice_uneven()
-        return Draw(self._draw_seed(), epoch, number, first, count, turn, self._position.samples), view
+        return Draw(origin.seed(self.seed), epoch, samples * world + rank, first, count, turn, samples), view
 
     def sample_by(self, fill: Callable[[Any, tuple[Draw, Any]], int], buffers: Any, size: int) -> int:
         """`sample` of a `Mixture`, by `fill` of a `filler`; return the number of rows."""
@@ -634,7 +629,10 @@ class ReplayDataset(IterableDataset[Batch]):
     def _single(self, size: int) -> Prefetcher:
         """The prefetcher of single batches of `size` rows, after the updates of priorities that precede the next."""
         refuse_capture(self.device, "a batch")
-        prefetcher = self._buffers.single(size, self.batch_size, self._collector, **self._buffering(False))
+        buffers = self._buffers
+        if buffers.active is None and buffers.sampler is not None and buffers.sampler[0] == size:
+            return buffers.sampler[1]
+        prefetcher = buffers.single(size, self.batch_size, self._collector, **self._buffering(False))
         if self._is_global and self._buffers.active is not None:
             raise SchemaError(
                 "sample() was called during an iteration; over Shards all ranks must draw in the same order, so end "
@@ -722,8 +720,9 @@ class ReplayDataset(IterableDataset[Batch]):
         """
         if self._packs and self.layout == "padded":
             batch = as_padded(batch, list(steps_only(self.table.schema, self.windows)))
-        batch = self.named(batch)
-        if self._transforms:
+        if self.mask_names is not None:
+            batch = self.named(batch)
+        if self._transforms.calls:
             rank, world = self._rank()
             batch = self._transforms(
                 batch,
@@ -1227,6 +1226,8 @@ class ReplayDataset(IterableDataset[Batch]):
         """Resume from `state`: the next iteration yields the batch after the last one delivered before it was taken.
 
         The batches are equal bit for bit if the table holds the same trajectories in the same order, on as many ranks.
+        Draws by priorities of steps also depend on the steps' blocks: from a table that was loaded, other rows may be
+        drawn, with the same probabilities.
         Over all `Shards` a state goes on with other numbers of ranks, too; with `Steps` one that was taken after a
         whole number of training steps, also with other `micro_batches`.
         `DataLoader` workers made afterwards resume there too, whatever their number.

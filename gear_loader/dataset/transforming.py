@@ -68,10 +68,10 @@ class Transforms:
     """
 
     def __init__(self, transform: Any, names: Iterable[str], history: int) -> None:
-        self._calls = [(one, _asks(one)) for one in transforms_of(transform)]
+        self.calls = [(one, _asks(one)) for one in transforms_of(transform)]
         self._states: collections.deque[tuple[Moment, list[Any]]] = collections.deque(maxlen=history + 1)
         known = [*names, *ROW_KEYS, "mask"]
-        for one, _ in self._calls:
+        for one, _ in self.calls:
             if not hasattr(one, "columns"):
                 break  # it may add names
             for name in one.columns:
@@ -79,12 +79,12 @@ class Transforms:
                     raise SchemaError(f"{one!r} names {name!r}; expected one of the windows, {known}.")
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self.calls)
 
     @property
     def _stateful(self) -> list[Any]:
         return [
-            one for one, _ in self._calls if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+            one for one, _ in self.calls if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
         ]
 
     def check_worker(self) -> None:
@@ -112,7 +112,7 @@ class Transforms:
             names: returns what identifies the batch's rows, on the host, for a transform with `takes_names`.
         """
         generator: torch.Generator | None = None
-        for one, asks in self._calls:
+        for one, asks in self.calls:
             if asks:
                 if generator is None:
                     stream = _STREAM + (slice_number << 32)

@@ -1,9 +1,10 @@
-"""A storage for TorchRL's replay buffers that keeps its rows in a `gear_loader.Table`, in shared memory.
+"""TorchRL's replay buffers with their rows in a `gear_loader.Table`, in shared memory; and a storage for any other.
 
 ::
 
-    from gear_loader.integrations.torchrl_storage import TableStorage
-    buffer = torchrl.data.TensorDictReplayBuffer(storage=TableStorage(100_000, name="replay"), batch_size=256)
+    from gear_loader.integrations.torchrl_storage import TableStorage, TensorDictReplayBuffer
+    buffer = TensorDictReplayBuffer(100_000, name="replay", batch_size=256)
+    same = torchrl.data.TensorDictReplayBuffer(storage=TableStorage(100_000, name="replay"), batch_size=256)
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
 
 try:
+    import torchrl.data
     from tensordict import is_tensor_collection
     from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
     from torchrl.data import LazyTensorStorage
@@ -29,7 +31,13 @@ except ImportError as error:
         name="torchrl",
     ) from error
 
-__all__ = ["TableStorage"]
+__all__ = [
+    "PrioritizedReplayBuffer",
+    "ReplayBuffer",
+    "TableStorage",
+    "TensorDictPrioritizedReplayBuffer",
+    "TensorDictReplayBuffer",
+]
 
 
 class TableStorage(LazyTensorStorage):
@@ -154,3 +162,45 @@ def _leaves(rows: Any) -> dict[str, torch.Tensor]:
 def _copy(source: Any, target: Any) -> None:
     for leaf, column in zip(_leaves(source).values(), _leaves(target).values(), strict=True):
         column.copy_(leaf)
+
+
+class _InTable:
+    """Gives a buffer of TorchRL a `TableStorage`; see `ReplayBuffer`."""
+
+    def __init__(
+        self, capacity: int | None = None, *, name: str | None = None, storage: Any = None, **options: Any
+    ) -> None:
+        if storage is not None and (capacity, name) != (None, None):
+            raise SchemaError(
+                f"{type(self).__name__} was given a storage, capacity={shown(capacity)} and name={shown(name)}; "
+                "expected either a storage or the others."
+            )
+        if storage is None:
+            storage = TableStorage(1_000 if capacity is None else capacity, name=name)
+        super().__init__(storage=storage, **options)  # type: ignore[call-arg]
+
+
+class ReplayBuffer(_InTable, torchrl.data.ReplayBuffer):
+    """`torchrl.data.ReplayBuffer` with its rows in a table: a `TableStorage`.
+
+    Args:
+        capacity: number of rows; as in TorchRL 1,000 if nothing is given.
+        name: of the table, see `TableStorage`.
+        storage: another storage, in place of `capacity` and `name`.
+        options: those of the buffer of the same name in TorchRL, with its samplers, writers and transforms.
+
+    Raises:
+        SchemaError: a storage beside a capacity or a name.
+    """
+
+
+class PrioritizedReplayBuffer(_InTable, torchrl.data.PrioritizedReplayBuffer):
+    """`torchrl.data.PrioritizedReplayBuffer` with its rows in a table; arguments as for `ReplayBuffer`."""
+
+
+class TensorDictReplayBuffer(_InTable, torchrl.data.TensorDictReplayBuffer):
+    """`torchrl.data.TensorDictReplayBuffer` with its rows in a table; arguments as for `ReplayBuffer`."""
+
+
+class TensorDictPrioritizedReplayBuffer(_InTable, torchrl.data.TensorDictPrioritizedReplayBuffer):
+    """`torchrl.data.TensorDictPrioritizedReplayBuffer` with its rows in a table; arguments as for `ReplayBuffer`."""

@@ -68,6 +68,7 @@ class SnapshotSelection(Selection):
         sampler: Any = context.sampler
         self._sampler: SnapshotSampler = sampler
         self._by_step, self._anchor = sampler.unit == "step", ANCHOR_KINDS[context.anchor]
+        self._first, self._stride = context.first, context.stride
         self._draws_uniformly = (
             type(sampler) is Uniform
             and sampler.replacement
@@ -100,8 +101,8 @@ class SnapshotSelection(Selection):
             reader.arrays.block_steps,
             self._by_step,
             self._anchor,
-            context.first,
-            context.stride,
+            self._first,
+            self._stride,
             signed(draw.seed),
             draw.step,
             draw.epoch,

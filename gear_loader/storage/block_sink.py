@@ -282,13 +282,16 @@ class BlockSink:
 
         index.change_lanes(lanes, chosen, finish, needed=missing, evict=evict, wait=wait, inserts=True)
 
-    def take_blocks(self, steps: int) -> Array:
-        """Blocks for `steps` steps of each lane, int32 [n, at least the blocks], which the caller writes itself.
+    def take_blocks(self, chosen: Array, steps: int) -> Array:
+        """Make room for `steps` more steps of each of the lanes, int64 [m], in blocks that the caller writes itself.
+
+        Returns:
+            The blocks of all lanes, in order, int32 [n, at least those].
 
         Raises:
             As `room`.
         """
-        self.room(np.arange(len(self.lanes)), steps)
+        self.room(chosen, steps)
         return self._blocks
 
     def commit_blocks(self, chosen: Array, ending: Array, given: Given) -> None:

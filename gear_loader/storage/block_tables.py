@@ -33,21 +33,28 @@ class BlockTables:
         """The slots that have a block table, int64 [n]."""
         return np.flatnonzero((self.arrays.state != FREE) & (self.arrays.extent[:, 1] >= 0))
 
-    def _pieces(self, last: int) -> tuple[Array, Array, Array, Array, int]:
+    def _pieces(self, last: int) -> tuple[Array, Array, Array, Array, Array]:
         """Plan the compaction: merge overlapping block tables into pieces and pack the pieces.
 
         Args:
             last: slot whose piece is placed last; -1 for any.
 
         Returns:
-            Slots in use, int64 [n]; packed start of their block tables, int64 [n]; start and length of each piece,
-            int64 [pieces]; total length.
+            Slots in use, int64 [n]; their blocks, int64 [n]; packed start of their block tables, int64 [n]; start and
+            length of each piece, int64 [pieces].
         """
         index = self.arrays
         slots = self._slots()
+        if not index.stream[slots].any():  # none overlap: each is a piece
+            if (slots == last).any():
+                slots = np.append(slots[slots != last], last)
+            blocks = index.blocks_at(slots)
+            ends = np.cumsum(blocks)
+            if len(ends) == 0 or ends[-1] <= index.half_size:  # else the index is corrupt
+                return slots, blocks, ends - blocks, index.extent[slots, 1], blocks
         slots = slots[np.argsort(index.extent[slots, 1], kind="stable")]
-        starts = index.extent[slots, 1]
-        ends = np.maximum.accumulate(starts + index.blocks_at(slots))
+        starts, blocks = index.extent[slots, 1], index.blocks_at(slots)
+        ends = np.maximum.accumulate(starts + blocks)
         new = np.ones(len(slots), dtype=bool)
         new[1:] = starts[1:] >= ends[:-1]
         piece = np.cumsum(new) - 1
@@ -63,7 +70,7 @@ class BlockTables:
         # A piece starts at its offset within its chain.
         heads = offsets[chain]
         places = (heads + skipped[:, 0] - begins)[piece] + starts if len(slots) else starts
-        return slots, places, (begins + skipped[:, 1])[order], more[order], int(more.sum())
+        return slots, blocks, places, (begins + skipped[:, 1])[order], more[order]
 
     def _chains(self, slots: Array, begins: Array, lengths: Array) -> tuple[Array, Array, Array]:
         """Group the pieces of each stream whose block table was restarted into a chain.
@@ -110,27 +117,32 @@ class BlockTables:
         require_whole(index, bad_marks(index) or bad_slots(index))
         counters = index.counters
         counters[DIRTY] = 1  # stays set if this fails or the process dies: the next lock holder then recovers
-        slots, places, begins, lengths, total = self._pieces(last)
+        slots, blocks, places, begins, lengths = self._pieces(last)
+        moved = index.block_ids[ranges(begins, lengths)]
         target = half * index.half_size
-        index.block_ids[target : target + total] = index.block_ids[ranges(begins, lengths)]
+        index.block_ids[target : target + len(moved)] = moved
         index.moved[slots] = places
         # Readers see the new places one by one. If this process dies in between, both halves are in use; recovery
         # finishes the move from this intent record.
         counters[MOVING] = 1 + half
-        self.finish_move()
+        self._finish(slots, blocks)
         counters[DIRTY] = 0
 
     def finish_move(self) -> None:
         """Apply the intent record `MOVING`; idempotent."""
+        slots = self._slots()
+        self._finish(slots, self.arrays.blocks_at(slots))
+
+    def _finish(self, slots: Array, blocks: Array) -> None:
         index = self.arrays
         counters = index.counters
         half = int(counters[MOVING]) - 1
-        slots = self._slots()
-        if (index.moved[slots] + index.blocks_at(slots) > index.half_size).any():
+        moved = index.moved[slots].astype(np.int64)
+        ends = moved + blocks
+        if (ends > index.half_size).any():
             raise index.corrupt("a block table is being moved out of its half")
-        index.extent[slots, 1] = half * index.half_size + index.moved[slots].astype(np.int64)
-        ends = index.extent[slots, 1] + index.blocks_at(slots)
-        counters[HEAD + half] = int(ends.max(initial=half * index.half_size)) - half * index.half_size
+        index.extent[slots, 1] = half * index.half_size + moved
+        counters[HEAD + half] = int(ends.max(initial=0))
         counters[HEAD + 1 - half] = 0
         counters[FLIP_EPOCH] = counters[EPOCH]
         counters[EPOCH] += 1

@@ -117,11 +117,13 @@ class Engine:
 
     def check_open(self) -> None:
         """Raise GearError if the table is closed or lost in a fork."""
-        _ = self.index
+        if self._index is None:
+            raise self.region.absence()
 
     def reader(self) -> TableReader:
         """The read interface, for reads under a read ticket; raises GearError if the table is closed."""
-        return self.index.reader
+        index = self._index
+        return self.index.reader if index is None else index.reader
 
     def close(self) -> None:
         """See `Table.close`."""

@@ -9,23 +9,19 @@ import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.schema import Column, Schema, exactly, settled
-from gear_loader.utils.arrays import Array, known
+from gear_loader.utils.arrays import Array, known, on_host
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
 _KIND = "Column(final=True)"
 
 
-def on_host(values: Mapping[str, Any], what: str) -> dict[str, Any]:
+def whole_rows(values: Mapping[str, Any], what: str) -> Mapping[str, Any]:
     """Values of which rows are read one by one: tensors of a GPU are copied in one piece, for which the host waits.
 
     Args:
         values: also arrays of other libraries, which become tensors or arrays. what: name of the values in errors.
     """
-    found = {name: known(value, f"Column {name!r} of {what}") for name, value in values.items()}
-    return {
-        name: value.detach().cpu() if is_tensor(value) and value.is_cuda else value
-        for name, value in found.items()
-    }
+    return on_host({name: known(value, f"Column {name!r} of {what}") for name, value in values.items()})[0]
 
 
 def checked_finals(schema: Schema, final: Any, ends: Array) -> dict[str, Array]:
@@ -49,7 +45,7 @@ def checked_finals(schema: Schema, final: Any, ends: Array) -> dict[str, Array]:
     wanted: Mapping[str, Column] = {} if finals is None else finals
     if isinstance(final, np.ndarray) and final.dtype == object and final.shape == ends.shape:
         final = _by_column(final, wanted, ends)
-    rows = on_host(settled(exactly(final, wanted, _KIND, "final")), "final")
+    rows = dict(whole_rows(settled(exactly(final, wanted, _KIND, "final")), "final"))
     if finals is None:
         return dict(schema.zero_step)
     for name, value in rows.items():

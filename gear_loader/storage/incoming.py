@@ -13,7 +13,7 @@ import numpy as np
 from gear_loader.errors import SchemaError
 from gear_loader.kernels.special_priorities import UNSET
 from gear_loader.storage.schema import Column, Schema, as_mapping, keeps, settled
-from gear_loader.utils.arrays import Array, narrowed, numbers, shown, unreadable
+from gear_loader.utils.arrays import Array, narrowed, numbers, on_host, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor
 
 _TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -58,6 +58,8 @@ def listed(schema: Schema, trajectories: Any) -> Steps:
     kept = keeps(trajectories)
     if kept and (found := schema.locate_list(trajectories)) is not None:
         return Steps(*found)
+    if kept and all(isinstance(as_mapping(trajectory), dict) for trajectory in trajectories):
+        each = iter(on_host(*map(as_mapping, trajectories)))  # one wait for all that a GPU has
     lengths, addresses, holds = [], [], []
     for i, trajectory in enumerate(each):
         what = f"trajectory {i}"

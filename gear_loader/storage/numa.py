@@ -120,6 +120,8 @@ def node_of_address(address: str) -> int | None:
 def node_of_gpu(index: int) -> int | None:
     """The node of a CUDA device, or None if it is not known. Initialises CUDA."""
     address, device = ctypes.create_string_buffer(32), ctypes.c_int()
+    if torch.version.hip:
+        return None
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         driver.cuInit(0)

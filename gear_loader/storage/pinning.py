@@ -13,6 +13,7 @@ import torch
 
 from gear_loader.errors import GpuError
 from gear_loader.storage.pages import populate
+from gear_loader.utils import driver
 from gear_loader.utils.background import background_thread, is_ending
 from gear_loader.utils.captures import allow_captures
 from gear_loader.utils.formatting import size
@@ -34,8 +35,8 @@ class Pinning:
     Args:
         base, total: first address and number of bytes, multiples of the page size.
         device: CUDA device in whose context the memory is registered.
-        ended: called in the thread with True when all memory is registered, False if CUDA refuses, None if it was
-            stopped or failed otherwise; in the last two cases no memory is registered.
+        ended: called in the thread with True when all memory is registered, or the device needs no registration; False
+            if CUDA refuses, None if it was stopped or failed otherwise; in the last two cases no memory is registered.
 
     Attributes:
         registered: first addresses of the chunks registered so far.
@@ -120,6 +121,9 @@ class Pinning:
 
     def _register(self) -> bool | None:
         began, end = time.perf_counter(), self._base + self._total
+        if driver.reads_pageable_memory(self._device):
+            _logger.info("cuda:%d reads host memory as it is: nothing was pinned.", self._device)
+            return True
         for start in range(self._base, end, _CHUNK):
             count = min(_CHUNK, end - start)
             if not self._stopped:
@@ -129,6 +133,8 @@ class Pinning:
             code = int(torch.cuda.cudart().cudaHostRegister(start, count, 1))
             if code != 0:
                 _clear_cuda_error()
+                if not self.registered and driver.reads_pageable_memory(self._device, code):
+                    return True
                 notice(
                     "pin",
                     f"CUDA refused to pin {size(count)} of host memory, after {size(self.done)} of "

@@ -121,13 +121,16 @@ class TableReader:
         else:
             ticket = Ticket()
             try:
-                if not self._begin_unchanged(ticket, counter, since, samples):
+                begin, readers = ticket.begin_unchanged, self._readers
+                if not self._recovery.lock.run(begin, readers, counter, since, samples):
                     return False
                 bad = loop(*tables, HELD, 0, *given)
                 if not bad:
                     ticket.counted = 0  # they stay counted
             finally:
-                self.undo(ticket)
+                ticket.end()
+                if ticket.counted:
+                    self.undo(ticket)
         if bad > 0:
             self.check_gathered(bad)
         return not bad

@@ -62,7 +62,7 @@ class Ticket:
 
     def begin_unchanged(self, readers: Readers, counter: int, value: int, samples: int) -> bool:
         """Register the ticket and count rows as drawn, if nothing has changed; see `operations.begin_unchanged`."""
-        pid, start = _here()
+        pid, start = _own or _here()
         self._readers = readers
         row: int = readers.arrays.operations.begin_unchanged(
             readers.arrays.where, pid, start, self.number, counter, value, samples

@@ -24,6 +24,7 @@ from gear_loader.storage.layout import HEADER_LIMIT, Layout, round_up
 from gear_loader.storage.lock import IndexLock
 from gear_loader.storage.pinning import Pinning, unregister
 from gear_loader.storage.shared_memory import guarded, region_path
+from gear_loader.utils import driver
 from gear_loader.utils.descriptors import Descriptor, open_descriptor
 from gear_loader.utils.mutex import uninterrupted
 from gear_loader.utils.notices import notice
@@ -264,7 +265,7 @@ class _Mapping:
         if pinned:
             self.registered = self.pinning.registered
             self.devices.add(device)
-        else:
+        if not self.registered:
             self.keep_from_children(undo=True)
         self.pinned, self.pinning = pinned, None
         self.release()
@@ -524,7 +525,8 @@ class Region:
         return self._mapping.pinning is not None
 
     def pin(self, device: torch.device | None = None, *, wait: bool = True) -> bool:
-        """Register the region with CUDA in this process, so that kernels can read it; idempotent.
+        """Register the region with CUDA in this process, so that kernels can read it; idempotent. A GPU that reads host
+        memory as it is needs no registration.
 
         A thread does it, which allocates and locks every page. The region can be read and written meanwhile, and
         closed: the thread then unregisters and unmaps it. Does not wait for the GPU. Forked processes do not receive a
@@ -550,6 +552,13 @@ class Region:
                 "No CUDA device: tables lie in plain host memory and batches are gathered on the CPU.",
             )
             return False
+        if torch.version.hip:
+            notice(
+                "pin",
+                f"This is PyTorch for ROCm ({torch.version.hip}): batches are gathered on the CPU and copied to the "
+                "GPU. The kernels that would read the table there have run on GPUs of NVIDIA only.",
+            )
+            return False
         index = None if device is None else device.index
         index = torch.cuda.current_device() if index is None else index
         if index in mapping.devices:
@@ -566,10 +575,11 @@ class Region:
                 break
             if pinning is not None:
                 pinning.wait()
-        if mapping.pinned:
-            with guarded():
-                mapping.devices.add(index)
-        return bool(mapping.pinned)
+        if not mapping.pinned or not (mapping.registered or driver.reads_pageable_memory(index)):
+            return index in mapping.devices
+        with guarded():
+            mapping.devices.add(index)
+        return True
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:

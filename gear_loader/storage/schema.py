@@ -19,7 +19,7 @@ from gear_loader.errors import SchemaError
 from gear_loader.storage.casting import can_cast, cast_to
 from gear_loader.storage.dtypes import ITEM_BYTES, NUMPY_DTYPES, DtypeName, dtype_names, torch_dtypes
 from gear_loader.storage.quick_check import Expected, located, located_list
-from gear_loader.utils.arrays import PLAIN_TYPES, address_of, data_address, known, shown, unreadable
+from gear_loader.utils.arrays import PLAIN_TYPES, address_of, data_address, known, on_host, shown, unreadable
 from gear_loader.utils.checks import at_least, finite, flag, integer, one_of
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
@@ -513,7 +513,8 @@ class Schema(Mapping[str, Column]):
 
         Returns:
             T, and for each column a C-contiguous uint8 array ``[T, step_bytes]``, or ``[1, step_bytes]``. Contiguous
-            CPU data in a dict is not copied; a CUDA tensor is copied to the host, which waits for its stream.
+            CPU data in a dict is not copied; a CUDA tensor is copied to the host, which waits for its stream once
+            for all columns.
 
         Raises:
             SchemaError: a missing or unknown column, a wrong type, dtype or shape, uneven lengths, or no steps.
@@ -545,9 +546,12 @@ class Schema(Mapping[str, Column]):
     def cast(self, rows: Mapping[str, Any], *, what: str) -> Mapping[str, Any]:
         """Convert arrays of other libraries, and the values of columns that cast; other values are left unchanged.
 
+        Tensors of a GPU are copied to the host, which waits for their stream once.
+
         Raises:
             SchemaError: a value that cannot be converted.
         """
+        rows = on_host(rows)[0]
         if not self.casts and all(type(value) in PLAIN_TYPES or is_tensor(value) for value in rows.values()):
             return rows
         return {name: self._cast(name, value, what) for name, value in rows.items()}

@@ -67,18 +67,16 @@ class Log:
 
     Trajectories are appended at the end of a buffer and mostly removed from its beginning. The part that a snapshot
     shows is never written again. The caller of a method holds the lock.
+
+    Attributes:
+        known: the latest snapshot, or None; read without the lock.
     """
 
     def __init__(self) -> None:
-        self._snapshot: Snapshot | None = None
+        self.known: Snapshot | None = None
         self._position = -1
         self._buffer: Array = np.empty((5, 0), dtype=np.int64)
         self._begin = self._end = 0
-
-    @property
-    def known(self) -> Snapshot | None:
-        """The latest snapshot, or None."""
-        return self._snapshot
 
     def snapshot(self, index: View, touched_since: Callable[[int], Array | None]) -> Snapshot:
         """The live trajectories now.
@@ -88,15 +86,15 @@ class Log:
             touched_since: returns the distinct slots touched since a position, or None if the ring has overflowed.
         """
         version = int(index.counters[VERSION])
-        if self._snapshot is None or self._snapshot.version != version:
+        if self.known is None or self.known.version != version:
             position, self._position = self._position, -1  # after an interruption everything is read again
             touched = touched_since(position)
             many = touched is None or 4 * len(touched) > self._end - self._begin
             if touched is None or many or not self._follow(index, touched):
                 self._rebuild(index)
             self._position = int(index.counters[NUM_TOUCHED])
-            self._snapshot = Snapshot(version, *self._buffer[:, self._begin : self._end])
-        return self._snapshot
+            self.known = Snapshot(version, *self._buffer[:, self._begin : self._end])
+        return self.known
 
     def _rebuild(self, index: View) -> None:
         slots = np.flatnonzero(index.state == READY)

@@ -584,7 +584,9 @@ class Table:
     ) -> VectorWriter: ...
 
     @overload
-    def writers(self, n: int, *, chunk_steps: int, device: str | torch.device) -> DeviceWriter: ...
+    def writers(
+        self, n: int, *, chunk_steps: int | None = None, device: str | torch.device
+    ) -> DeviceWriter: ...
 
     def writers(
         self,
@@ -600,8 +602,8 @@ class Table:
         Args:
             n: number of environments, at most the trajectories and the blocks that the table holds.
             chunk_steps, overlap_steps, commit_every_step: as for `writer`.
-            device: where the values of all environments are: then the result is a `DeviceWriter`, which needs
-                `chunk_steps`, and goes without the options above. Pins the table.
+            device: where the values of all environments are: then the result is a `DeviceWriter`, which goes without
+                `overlap_steps` and `commit_every_step`. Pins the table.
 
         Raises:
             SchemaError: as `writer`, or invalid sizes.
@@ -615,16 +617,16 @@ class Table:
                 f"and {layout.max_steps:,} steps. Create the table larger."
             )
         if device is not None:
-            if chunk_steps is None or overlap_steps or commit_every_step:
+            if overlap_steps or commit_every_step:
                 raise SchemaError(
-                    f"device is {device!r}, with chunk_steps={chunk_steps}, overlap_steps={overlap_steps} and "
-                    f"commit_every_step={commit_every_step}; expected chunk_steps, and none of the others: the ends of "
-                    "episodes are known to the device alone."
+                    f"device is {device!r}, with overlap_steps={overlap_steps} and commit_every_step="
+                    f"{commit_every_step}; expected neither: the device writer commits whole trajectories."
                 )
             from gear_loader.storage.device_writer import DeviceWriter
 
-            make = lambda: self._sink(count, None, 0, False)  # noqa: E731
-            return DeviceWriter(make, count, at_least("chunk_steps", chunk_steps), device_of(device))
+            chunk = None if chunk_steps is None else at_least("chunk_steps", chunk_steps)
+            make = lambda n: self._sink(n, None, 0, False)  # noqa: E731
+            return DeviceWriter(self._engine, make, count, chunk, device_of(device))
         sink = self._sink(count, chunk_steps, overlap_steps, commit_every_step)
         return VectorWriter(sink, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
 

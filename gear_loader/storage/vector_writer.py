@@ -13,7 +13,7 @@ from gear_loader.errors import GearError, SchemaError
 from gear_loader.kernels.special_priorities import UNSET
 from gear_loader.native.lanes import LANE_STEPS
 from gear_loader.storage.appender import Appender, Bytes, Given, Sink, here, too_long
-from gear_loader.storage.final_rows import checked_finals, on_host
+from gear_loader.storage.final_rows import checked_finals, whole_rows
 from gear_loader.storage.incoming import checked_priorities
 from gear_loader.storage.schema import Schema, as_mapping, settled
 from gear_loader.utils.arrays import Array, address_of, numbers, shown
@@ -132,7 +132,7 @@ class VectorWriter:
         ending = None if done is None else self._mask("done", done)
         acting = None if active is None else self._mask("active", active)
         self._describe(priority)
-        following = self._following(next, final)
+        following = None if next is None and not self._moves else self._following(next, final)
         if final is not None:
             ends = self._nobody if ending is None else ending
             ends = ends if acting is None else ends & acting
@@ -149,6 +149,7 @@ class VectorWriter:
             appender.check_lengths(steps, ends, final=True)
         self.appended = self._nobody
         before = self._lanes.copy() if sink.grows else None
+        due = False  # whether some may be KNOWN_LATER
         try:
             if following is not None:
                 self._moves = True
@@ -156,7 +157,7 @@ class VectorWriter:
                     ahead.append()
                 finally:
                     given.out[:] = ahead.out
-            elif sink.add_rows(found, acting, ending, given):
+            elif due := sink.add_rows(found, acting, ending, given):
                 self._end(ending, acting)
         except GearError:
             if before is not None:
@@ -167,7 +168,7 @@ class VectorWriter:
         except BaseException:
             self.close()  # how far the call has come is not known
             raise
-        return np.maximum(given.out, -1)
+        return np.maximum(given.out, -1) if due else given.out.copy()
 
     def _end_appended(self, ending: Array | None, acting: Array | None) -> None:
         """After an error, end the growing trajectories of environments whose last row is in: it is not repeated."""
@@ -196,10 +197,8 @@ class VectorWriter:
 
     # ---------------------------------------------------------------- checking
 
-    def _following(self, following: Any, final: Any) -> Bytes | None:
-        """Check `next`, and that it goes with `final` and with the calls before."""
-        if following is None and not self._moves:
-            return None
+    def _following(self, following: Any, final: Any) -> Bytes:
+        """Check `next`, which is given or was before, and that it goes with `final` and with the calls before."""
         begun = not self._moves and bool((self._lanes[:, LANE_STEPS] > 0).any())
         if following is None or final is not None or begun or not self._sink.grows or self._sink.overlap:
             raise SchemaError(
@@ -228,8 +227,9 @@ class VectorWriter:
             rows = as_mapping(rows)
             if columns and isinstance(rows, Mapping):
                 rows = {**settled(rows), **columns}
-        taken = [name for name in self._options if isinstance(rows, Mapping) and name not in rows]
-        if taken:
+        if self._options and (
+            taken := [name for name in self._options if isinstance(rows, Mapping) and name not in rows]
+        ):
             raise SchemaError(
                 f"The columns {taken} are missing: append() has options of that name. Give such columns in one "
                 f"mapping, append({{{taken[0]!r}: ..., ...}}, ...). Nothing was appended."
@@ -244,7 +244,7 @@ class VectorWriter:
 
     def _mask(self, name: str, value: Any) -> Array:
         """A mask as a contiguous array, bool [n]."""
-        if is_tensor(value) and type(value) is torch.Tensor:
+        if type(value) is not np.ndarray and is_tensor(value) and type(value) is torch.Tensor:
             fits = value.dtype is torch.bool and value.is_cpu and not value.is_nested
             if fits and address_of(value):
                 value = value.numpy()
@@ -265,7 +265,7 @@ class VectorWriter:
                 f"The attribute trajectory is {shown(self.trajectory)}; expected arrays [{self.num_envs}, ...] of the "
                 f"columns with per='trajectory': {wanted}."
             )
-        once = on_host(self.trajectory, "the attribute trajectory")
+        once = whole_rows(self.trajectory, "the attribute trajectory")
         length, found = self._once_schema.validate(once, what="the attribute trajectory")
         if length != self.num_envs:
             raise SchemaError(

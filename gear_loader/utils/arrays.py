@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,30 @@ def unreadable(tensor: torch.Tensor) -> str | None:
         held = held if address else 0
         return f"tensor whose storage holds {held:,} bytes, while its shape needs {needed:,}"
     return None
+
+
+def on_host(*each: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Mappings whose readable tensors of a GPU are copied to the host; other values are left unchanged.
+
+    All copies are queued on the current streams, and each of these is waited for once.
+    """
+    devices, found = set(), []
+    for values in each:
+        remote = {
+            name: value
+            for name, value in values.items()
+            if is_tensor(value) and value.is_cuda and unreadable(value) is None
+        }
+        if remote:
+            values = dict(values)
+            for name, value in remote.items():
+                devices.add(value.device)
+                plain = value.detach().resolve_conj().resolve_neg()
+                values[name] = plain.to("cpu", non_blocking=True)
+        found.append(values)
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+    return found
 
 
 class _Short(reprlib.Repr):

@@ -125,7 +125,7 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
     ),
     "simulator": (
         "--threads 1 --envs 3,8",
-        {"append": {"ring", "ours", "ours, without device"}},
+        {"append": {"ring", "ours", "ours, episodes", "ours, without device"}},
         "8 environments",
     ),
     "packed": (

@@ -106,18 +106,18 @@ class BatchConformance:
 
     @pytest.mark.parametrize(("layout", "windows", "records"), CASES)
     def test_batches(self, stack: Any, mover: str, layout: str, windows: Any, records: bool) -> None:
+        whole = 8 if mover == "gpu" else 24  # interpreted kernels are slow
         made, plain = self.make(stack, packed=records), windows_of(Schema(SCHEMA), windows, None)
         collector = collector_for(
             made.source,
             plain,
-            batch_size=24,
+            batch_size=whole,
             device=torch.device("cpu" if mover == "cpu" else "cuda:1"),
             packed=layout == "packed",
             weighs=True,
             zero_copy=mover == "gpu",
         )
         buffers = collector.buffers()
-        whole = 8 if mover == "gpu" else 24  # interpreted kernels are slow
         for count in (whole, 5, 1, whole):  # whole batches, smaller ones, and memory that was used before
             rng = np.random.default_rng(count)
             numbers = rng.integers(len(LENGTHS), size=count).tolist()

@@ -34,6 +34,9 @@ class Driver:
     def __init__(self) -> None:
         self.modes: dict[str, int] = {}
 
+    def cuDeviceGet(self, device: Any, index: int) -> int:
+        return 1  # of which nothing is known
+
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
         name = threading.current_thread().name
         before, self.modes[name] = self.modes.get(name, 0), mode._obj.value

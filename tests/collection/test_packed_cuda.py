@@ -249,6 +249,27 @@ def test_memory_that_could_not_grow_is_as_it_was(
 
 
 @played
+def test_memory_that_grows_for_rows_on_disk_is_filled_from_memory_after_them(
+    on_cpu: OnCpu, tmp_path: Path
+) -> None:
+    """What gathers records is made anew for the new memory, also if the first batch in it has none."""
+    with made_tiered(tmp_path, packed=True) as table:
+        data = [
+            gear.ReplayDataset(
+                table, batch_size=2, windows=gear.Whole(), layout="packed", device=device, sampler=gear.Fifo(),
+                prefetch=0,
+            )
+            for device in (DEVICE, "cpu")
+        ]  # fmt: skip
+        for which in ([1, 6], [0, 3], [6, 8]):  # in memory, on disk, in memory
+            for each in data:
+                each.subset = functools.partial(np.isin, test_elements=which)
+            for _ in range(3):  # in each of the buffers
+                one, other = (plain(each.sample()) for each in data)
+                same(one, other)
+
+
+@played
 def test_jagged_batches_share_their_memory(on_cpu: OnCpu) -> None:
     with made_table(packed=True) as table:
         data = gear.ReplayDataset(table, batch_size=3, windows=gear.Whole(), layout="jagged", device=DEVICE)

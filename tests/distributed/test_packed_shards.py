@@ -368,7 +368,7 @@ def test_rows_of_a_node_that_is_lost_are_left_out(transport: str, tmp_path: Path
 # ---------------------------------------------------------------- one process
 
 
-@settings(max_examples=30, deadline=None)
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.lists(st.integers(1, 40), max_size=25), min_size=1, max_size=4).filter(any),
     more=st.integers(0, 80),

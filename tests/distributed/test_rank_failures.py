@@ -125,6 +125,8 @@ def test_a_rank_that_is_killed_at_any_moment_is_named(tmp_path: Path) -> None:
 
 def busy_rank(rank: int, world: int, port: int, folder: str) -> str:
     """Rank 2 is killed while rank 1 does something else, until rank 0, with the store, has ended."""
+    Path(folder, f"connected-{rank}").touch()  # one that left earlier would break off the others' connecting
+    wait_until(lambda: len(list(Path(folder).glob("connected-*"))) == world, "all ranks to connect")
     torch.distributed.destroy_process_group()
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world

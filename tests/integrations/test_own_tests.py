@@ -94,7 +94,9 @@ SB3 = {
 TORCHRL = {
     "test_rb_core.py": (500, ""),
     "test_writers.py": (20, ""),
-    "test_prioritized.py": (40, ""),
+    # Left out: rows of a TensorDict that its owner changes after it was added. Ours are copies, as those of
+    # LazyTensorStorage; the default storage of TorchRL keeps the TensorDict itself.
+    "test_prioritized.py": (36, "not (test_ptdrb and 0.7)"),
     # 40 cases of one test take six minutes; they pass.
     "test_samplers.py": (250, "not prioritized_span"),
     # Left out: shared_init, and rows that a forked process sees without a name (a table's name does that); entries of

@@ -21,6 +21,7 @@ with warnings.catch_warnings():
     data = pytest.importorskip("torchrl.data", reason="needs pip install '.[torchrl]'")
     from tensordict import TensorDict
 
+    from gear_loader.integrations import torchrl_storage
     from gear_loader.integrations.torchrl_storage import TableStorage
 multiprocessing.set_start_method(_start, force=True)  # which torchrl has changed
 
@@ -65,6 +66,46 @@ def test_a_buffer_is_that_of_torchrl_with_rows_in_a_named_table(ndim: int, tmp_p
         assert fresh.storage.table is not None
     finally:
         ours.storage.table.unlink()
+
+
+def test_buffers_keep_their_rows_in_a_table_and_are_those_of_torchrl(tmp_path: Path) -> None:
+    """Writing, drawing with and without replacement and by slices, transforms, and files."""
+    made: list[Any] = []
+    for theirs in (True, False):
+        given: dict[str, Any] = {"storage": data.LazyTensorStorage(40)} if theirs else {"capacity": 40}
+        kind = (data if theirs else torchrl_storage).TensorDictReplayBuffer
+        for sampler in (
+            data.RandomSampler(),
+            data.SamplerWithoutReplacement(),
+            data.SliceSampler(slice_len=2),
+        ):
+            generator = torch.Generator().manual_seed(3)
+            made.append(kind(**given, sampler=sampler, batch_size=8, generator=generator))
+    for number, (one, other) in enumerate(zip(made[:3], made[3:], strict=True)):
+        assert isinstance(other, data.TensorDictReplayBuffer)
+        for each in (one, other):
+            each.append_transform(lambda batch: batch.set("twice", batch["observation"] * 2))
+            torch.manual_seed(0)
+            each.extend(rows(0, 30))
+            each.add(rows(30, 1)[0])
+            each.extend(rows(31, 20))
+        assert len(one) == len(other) == 40
+        assert isinstance(other.storage, TableStorage)
+        if number == 0:
+            assert all((one.sample() == other.sample()).all() for _ in range(3))
+        for batch, _ in zip(other, range(3), strict=False):
+            assert torch.equal(batch["twice"][:, 0].double(), 2 * batch["next", "reward"][:, 0])
+        assert (one[:] == other[:]).all()
+        other.dumps(tmp_path / str(number))
+        again = torchrl_storage.TensorDictReplayBuffer(40, batch_size=8)
+        again.extend(rows(0, 1))
+        again.storage.loads(tmp_path / str(number) / "storage")
+        assert torch.equal(again[:]["next", "reward"], other[:]["next", "reward"])
+    with pytest.raises(SchemaError, match="expected either a storage or the others"):
+        torchrl_storage.ReplayBuffer(40, storage=data.LazyTensorStorage(40))
+    plain = torchrl_storage.ReplayBuffer(5, batch_size=2)
+    plain.extend(torch.arange(7))
+    assert sorted(plain[:].tolist()) == [2, 3, 4, 5, 6]
 
 
 def test_tensors_and_pytrees_are_columns_as_well() -> None:

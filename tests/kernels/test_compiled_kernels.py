@@ -29,7 +29,7 @@ from records_common import CARTPOLE, HOPPER, Records
 from benchmarks.experiments import predict
 from gear_loader.kernels import cast, gather, items, place, split
 from gear_loader.kernels.cast_plan import CAST_DTYPES, CastColumn, CastPlan
-from gear_loader.kernels.packed_plan import PackedPlan, PackedWork
+from gear_loader.kernels.packed_plan import PackedPlan
 from gear_loader.kernels.plan import LINES, GatherPlan
 from gear_loader.kernels.priority import DRAW
 from gear_loader.kernels.priority_reference import draw, update
@@ -44,6 +44,7 @@ KERNELS = [
     "tests/kernels/test_place.py",
     "tests/kernels/test_split.py",
     "tests/kernels/test_store.py",
+    "tests/kernels/test_append.py",
     "tests/kernels/test_packed_kernel.py",
     "tests/kernels/test_priority_kernels.py",
     "tests/kernels/test_neighbors.py",
@@ -116,9 +117,10 @@ def test_draws_are_those_of_the_twin() -> None:
         assert torch.equal(found[1], expected[1])
 
 
-@pytest.mark.parametrize("chosen", [False, True])
-def test_records_are_split_as_by_the_twin(chosen: bool) -> None:
-    name = "split_rows" if chosen else "split"
+@pytest.mark.parametrize("name", ["split", "split_rows", "split_counted"])
+def test_records_are_split_as_by_the_twin(name: str) -> None:
+    """The number of rows is an argument, or lies in memory."""
+    chosen, counted = name == "split_rows", name == "split_counted"
     runner = launch.machine(name, aot_common.INSTALLED, aot_common.SAMPLE)
 
     def run(plan: SplitPlan, count: int, *, rows: Any = None, programs: int | None = None) -> None:
@@ -126,25 +128,26 @@ def test_records_are_split_as_by_the_twin(chosen: bool) -> None:
         for column in plan.columns:
             memory.add_tensor(column.records, "records")
             memory.add_tensor(column.out, "an output")
-        given = (plan.device_table, plan.device_table if rows is None else rows)
+        number = torch.tensor([count])
+        given = (plan.device_table, plan.device_table if rows is None else rows, number)
         tiles = plan.tiles(count, split.LAUNCH["TILE"])
+        count, tiles = (9999, 9999) if counted else (count, tiles)
         launch.launch(runner, name, 2, (*given, len(plan.columns), count, tiles), memory)
 
     Records(32, 7, CARTPOLE, 40, 33, chosen=chosen).run(run)
     Records(64, 20, HOPPER, 40, 33, chosen=chosen, shift=4).run(run)
 
 
-def run_packed(plan: PackedPlan, work: PackedWork, *, programs: int | None = None) -> Counts:
+def run_packed(plan: PackedPlan, work: torch.Tensor, *, programs: int | None = None) -> Counts:
     """A packed gather on the emulator."""
     memory = Memory()
     for column in plan.columns:
+        assert column.source is not None
         memory.add_tensor(column.source, "a source", host=True)
         memory.add_tensor(column.out, "an output")
     runner = launch.machine("packed", aot_common.INSTALLED, aot_common.SAMPLE)
-    tensors = (plan.device_table, work.tiles, work.groups, work.pieces, plan.position)
-    end_16, end_4, lines, tiles = work.ends
     return launch.launch(
-        runner, "packed", min(programs or 2, tiles), (*tensors, end_16, end_4, lines, tiles), memory
+        runner, "packed", programs or 2, (work, work.view(torch.int32), plan.position), memory
     )
 
 
@@ -224,17 +227,21 @@ def test_casts_are_those_of_torch(kind: tuple[str, str, str]) -> None:
     name = f"cast_{given}_{target}{'_scaled' * bool(product)}"
     kernels = aot_common.SAMPLE if kind[:2] == ("uint8", "bfloat16") else ()
     ((_, table, device_table),) = plan.launches
-    arguments = (device_table, 1, 2990, plan.tiles(table, 2990, cast.LAUNCH["TILE"]))
-    launch.launch(launch.machine(name, aot_common.INSTALLED, kernels), name, 2, arguments, memory)
+    numbers = 1, 2990, plan.tiles(table, 2990, cast.LAUNCH["TILE"])
+    runs = [(name, (device_table, device_table, *numbers))]
+    if kernels:  # the number of rows lies in memory
+        runs.append((f"{name}_counted", (device_table, torch.tensor([2990]), 1, 9999, 9999)))
     values = source[:2990] * column.scale if column.scale else source[:2990]
     expected = torch.zeros_like(column.out)
     expected[:2990] = values.to(column.out.dtype)
-    if expected.dtype.is_floating_point:
-        assert torch.equal(column.out.isnan(), expected.isnan())
-        expected, found = expected.nan_to_num(0.0), column.out.nan_to_num(0.0)
-    else:
-        found = column.out
-    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    for variant, arguments in runs:
+        column.out.zero_()
+        launch.launch(launch.machine(variant, aot_common.INSTALLED, kernels), variant, 2, arguments, memory)
+        found, right = column.out, expected
+        if right.dtype.is_floating_point:
+            assert torch.equal(found.isnan(), right.isnan())
+            right, found = right.nan_to_num(0.0), found.nan_to_num(0.0)
+        assert torch.equal(found.view(torch.uint8), right.view(torch.uint8))
 
 
 # The last is what 44, 12, 4 and 4 bytes take in a packed table.
@@ -417,7 +424,7 @@ def test_weights_by_the_table(version: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.allclose(weights.double(), expected, rtol=2.4e-7, atol=0)
 
 
-NOT_BY_TESTS = ("items_locate", "items_weigh_table", "gather_16_256")
+NOT_BY_TESTS = ("items_locate", "items_weigh_table", "gather_16_256", "split_counted")
 """Variants that have tests of their own above."""
 
 

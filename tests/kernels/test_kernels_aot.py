@@ -17,9 +17,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NAMES = {
     *(f"gather_{word}_{unit}{kind}" for word, unit in PROGRAMS for kind in ("", "_rows")),
-    *("place", "split", "split_rows", "store", "packed", "priority_draw", "priority_distinct"),
+    *(
+        "place",
+        "split",
+        "split_rows",
+        "split_counted",
+        "store",
+        "packed",
+        "priority_draw",
+        "priority_distinct",
+    ),
+    *("append", "append_final", "append_end"),
     *(
         "cast_uint8_bfloat16_scaled",
+        "cast_uint8_bfloat16_scaled_counted",
         "cast_uint8_float32_scaled",
         "cast_float32_bfloat16",
         "cast_float32_float16",
@@ -71,7 +82,7 @@ def test_what_holds_for_every_kernel(reports: Reports) -> None:
         assert unknown == set(), name
         # Pointers that are not aligned are compiled for once more at most; of gathers and places, none is.
         numbers = [part for part in report["specialised"] if not part.startswith("p_")]
-        copies = name.startswith(("gather", "place", "split", "store", "packed", "cast"))
+        copies = name.startswith(("append", "gather", "place", "split", "store", "packed", "cast"))
         assert (report["specialised"] if copies else numbers) == [], name
         if copies:
             threads = int(re.findall(r"\.reqntid (\d+)", report["ptx"])[0])
@@ -169,3 +180,15 @@ def test_a_draw(reports: Reports) -> None:
     # Sums that the compiler repeats in a second layout take 16 leaves a thread: 160 registers.
     assert report["registers"] <= 128
     assert report["instructions"].get("LDG.E.128", 0) >= 2  # children side by side
+
+
+@pytest.mark.parametrize("kernels", [("packed", "split"), pytest.param((), marks=pytest.mark.long)])
+def test_kernels_compile_for_rocm(kernels: tuple[str, ...]) -> None:
+    """Nothing of CUDA's alone is in them, and a block fits into a compute unit of gfx942: 512 registers, 64 KiB."""
+    reports = aot_common.reports((aot_common.INSTALLED, "gfx942", kernels))
+    assert {name for name in reports if not name.startswith("items_resolve_")} == {
+        name for name in NAMES if name.startswith(kernels or "")
+    }
+    for name, report in reports.items():
+        assert 0 < report["registers"] <= 512, name
+        assert report["shared"] <= 1 << 16, name

@@ -15,8 +15,15 @@ from packed_common import WHOLE, PackedBatch
 from gear_loader.collection.packed_cuda import staged_pieces
 from gear_loader.kernels import packed_reference
 from gear_loader.kernels.packed import gather_packed
-from gear_loader.kernels.packed_plan import PackedColumn, PackedPlan, PackedWork
-from gear_loader.native.packed_lines import count_lists, list_lines
+from gear_loader.kernels.packed_plan import (
+    WORK_GROUPS,
+    WORK_NUM_TILES,
+    WORK_PIECES,
+    WORK_WIDTH,
+    PackedColumn,
+    PackedPlan,
+)
+from gear_loader.native.packed_lines import SOURCE_WIDTH, list_work
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
@@ -31,7 +38,7 @@ def test_rows_of_very_different_lengths(run: Gather) -> None:
     """Odd lengths, one step, none; wide and narrow columns, so all words and sizes of groups; several programs."""
     store = Store([4, 1, 48, 400], [63, 500, 1, 7, 129], 32)
     batch = PackedBatch(store, [1, 2, 0, 4, 3, 2, 1], once=[4, 16, 3])
-    assert [each > 0 for each in np.diff([0, *batch.work.ends])] == [True] * 4
+    assert (batch.work[: WORK_NUM_TILES + 1].diff(prepend=torch.zeros(1, dtype=torch.int64)) > 0).all()
     for programs in (1, 3, None):
         batch.run(run, programs)
 
@@ -49,7 +56,7 @@ def test_blocks_that_lie_side_by_side_are_one_piece(run: Gather) -> None:
             source[:blocks].view(-1)[: rows[slot].size] = torch.from_numpy(rows[slot].reshape(-1))
         ids[begin : begin + blocks] = torch.arange(blocks, dtype=torch.int32)
         one = PackedBatch(store, [slot])
-        assert one.work.num_pieces[0] == 1
+        assert len(one.work) - one.work[WORK_PIECES] == 3  # words: the numbers of one piece
         one.run(run)
 
 
@@ -70,7 +77,8 @@ def test_columns_of_one_size_share_their_lists(run: Gather, columns: int) -> Non
         PackedBatch(Store([4], [63, 500, 128], 128, finals=False), [1, 0]),
         PackedBatch(store, [1, 0]),
     )
-    assert len(batch.work.groups) == len(one.work.groups)
+    many, few = ((each.work[WORK_PIECES] - each.work[WORK_GROUPS]).item() for each in (batch, one))
+    assert many == few
     batch.run(run)
 
 
@@ -102,59 +110,79 @@ def test_random_shapes(
 
 @ALL
 @pytest.mark.parametrize("shift", [0, 4, 3])
-def test_rows_one_after_another_in_one_block(run: Gather, shift: int) -> None:
-    """As in staging memory: what is read begins anywhere in a line; the plan's table is among the batch's lists."""
-    random, counts, order = np.random.default_rng(shift), [70, 1, 5, 300, 12], [3, 0, 4, 1, 2]
-    begins, total = np.cumsum(counts) - counts, sum(counts)
-    outs = np.zeros(len(counts), dtype=np.int64)
-    outs[order] = np.cumsum(np.array(counts)[order]) - np.array(counts)[order]
-    pieces, number = staged_pieces(
-        begins, np.array(counts), outs, begins % 7, (np.arange(5), np.array(order))
-    )
-    columns, expected = [], []
-    for size, once in ((1, False), (12, False), (64, False), (384, False), (3, True), (16, True)):
-        rows = len(counts) if once else total
-        values = random.integers(0, 256, (rows, size), dtype=np.uint8)
-        memory = pinned_memory if torch.cuda.is_available() else host_memory
-        source = memory(-(-rows * size // 128) * 128)
-        source[: rows * size] = torch.from_numpy(values.reshape(-1))
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        output = Guarded((rows, size), shift=shift, device=device)
-        columns.append(PackedColumn(source[None], output.out, once=once))
-        for row, (begin, count) in enumerate(zip(begins, counts, strict=True)):
-            if once:
-                output.expected[order[row]] = values[row]
-            else:
-                output.expected[outs[row] : outs[row] + count] = values[begin : begin + count]
-        expected.append(output)
+def test_sources_of_one_launch(run: Gather, shift: int) -> None:
+    """As in staging memory: what is read begins anywhere in a line; two sources, of which one has no columns per
+    trajectory; the second launch's header lies behind the first."""
+    random, device = np.random.default_rng(shift), "cuda" if torch.cuda.is_available() else "cpu"
+    memory = pinned_memory if torch.cuda.is_available() else host_memory
+    counts, order = np.array([70, 1, 5, 300, 12, 9, 44]), np.array([3, 6, 0, 4, 1, 2, 5])
+    total, split = int(counts.sum()), 5  # rows of the first source
+    outs = np.zeros_like(counts)
+    outs[order] = np.cumsum(counts[order]) - counts[order]
+    sizes = [(1, False), (12, False), (64, False), (384, False), (3, True), (16, True)]
+    guarded = [
+        Guarded((len(counts) if once else total, size), shift=shift, device=device) for size, once in sizes
+    ]
     position = torch.full((total,), -1, dtype=torch.int32, device=device)
-    plan = PackedPlan(columns, position)
-    plan.device_table = plan.table.to(device)
-    kinds = plan.kinds.numpy()
-    classes, ends = np.zeros((len(kinds) + 1, 4), dtype=np.int64), np.zeros(4, dtype=np.int64)
-    groups, tiles = (np.empty(n, dtype=np.int64) for n in count_lists(pieces, number, kinds, classes))
-    list_lines(pieces, number, kinds, classes, groups, tiles, ends)
-    lists = (torch.from_numpy(each).to(device) for each in (pieces, groups, tiles))
-    run(plan, PackedWork(*lists, tuple(ends.tolist()), (number, len(counts))))
-    for output in expected:
+    plans, pieces, parts = [], [np.zeros((0, 5), dtype=np.int32)], []
+    for first, end, whole in ((0, split, True), (split, len(counts), False)):
+        some, begins = slice(first, end), np.cumsum(counts[first:end]) - counts[first:end]
+        columns = []
+        for (size, once), output in zip(sizes, guarded, strict=True):
+            if once and not whole:
+                continue
+            rows = end - first if once else int(counts[some].sum())
+            values = random.integers(0, 256, (rows, size), dtype=np.uint8)
+            source = memory(-(-rows * size // 128) * 128)
+            source[: rows * size] = torch.from_numpy(values.reshape(-1))
+            columns.append(PackedColumn(source[None], output.out, once=once))
+            for row, (begin, count) in enumerate(zip(begins, counts[some], strict=True)):
+                if once:
+                    output.expected[order[row]] = values[row]
+                else:
+                    at = outs[first + row]
+                    output.expected[at : at + count] = values[begin : begin + count]
+        plans.append(PackedPlan(columns, position))
+        once_rows = (np.arange(end - first), order[some]) if whole else None
+        made, number = staged_pieces(begins, counts[some], outs[some], begins % 7, once_rows)
+        parts.append((len(made), number, len(columns)))
+        pieces.append(made)
+    sources = np.zeros((2, SOURCE_WIDTH), dtype=np.int64)
+    for source, (p, c), (made, number, columns_of) in zip(
+        sources, ((0, 0), (parts[0][0], parts[0][2])), parts, strict=True
+    ):
+        source[:] = p, p + number, p + number, p + made, c, c + columns_of
+    table = np.concatenate([plan.table.numpy() for plan in plans])
+    listed = np.concatenate(pieces), sources, table, total, len(counts)
+    needed = list_work(*listed, np.zeros(0, dtype=np.int64), WORK_WIDTH, 2 * WORK_WIDTH)
+    words = np.full(needed, -1, dtype=np.int64)
+    assert list_work(*listed, words, WORK_WIDTH, 2 * WORK_WIDTH) == needed
+    outputs = PackedPlan(
+        [PackedColumn(None, each.out, once) for each, (_, once) in zip(guarded, sizes, strict=True)], position
+    )
+    run(outputs, torch.from_numpy(words[WORK_WIDTH:]).to(device))
+    for output, (_, once) in zip(guarded, sizes, strict=True):
+        if once:  # rows of the source that has no such columns stay
+            left = np.setdiff1d(np.arange(len(counts)), order[:split])
+            output.expected[left] = POISON
         output.check()
     for row, count in enumerate(counts):
         found = position[outs[row] : outs[row] + count].cpu().numpy()
-        np.testing.assert_array_equal(found, begins[row] % 7 + np.arange(count))
+        begin = (np.cumsum(counts[:split]) - counts[:split], np.cumsum(counts[split:]) - counts[split:])
+        first = np.concatenate(begin)[row] % 7
+        np.testing.assert_array_equal(found, first + np.arange(count))
 
 
 @ALL
 def test_what_is_refused(run: Gather) -> None:
     batch = PackedBatch(Store([4], [20], 8), [0])
     plan, work = batch.plan, batch.work
-    with pytest.raises(TypeError, match=r"pieces is torch.int64 \[.*\]; expected contiguous torch.int32"):
-        run(plan, dataclasses.replace(work, pieces=work.pieces.long()))
-    with pytest.raises(ValueError, match=r"ends is \(0, 9, 1, 2\) for 2 tiles; expected"):
-        run(plan, dataclasses.replace(work, ends=(0, 9, 1, 2)))
-    with pytest.raises(ValueError, match=r"pieces is \[3, 5\]; expected \[4, 5\]"):
-        run(plan, dataclasses.replace(work, num_pieces=(3, 1)))
-    with pytest.raises(ValueError, match=r"tiles is on meta; expected cpu"):
-        run(plan, dataclasses.replace(work, tiles=work.tiles.to("meta")))
+    with pytest.raises(TypeError, match=r"work is torch.int32 \[.*\]; expected contiguous torch.int64"):
+        run(plan, work.int())
+    with pytest.raises(ValueError, match=r"work is \[5\]; expected at least 16 words"):
+        run(plan, work[:5])
+    with pytest.raises(ValueError, match=r"work is on meta; expected cpu"):
+        run(plan, work.to("meta"))
     assert all((each.whole == POISON).all() for each in batch.guarded)
 
 
@@ -169,16 +197,12 @@ def test_columns_that_are_refused() -> None:
         PackedPlan([dataclasses.replace(column, out=torch.zeros(5, 4))], position)
     with pytest.raises(ValueError, match=r"A step of 200 bytes does not fit into blocks of 128"):
         PackedPlan([dataclasses.replace(column, out=torch.zeros(5, 200, dtype=torch.uint8))], position)
-    with pytest.raises(ValueError, match=r"stride 100 and address .*; expected multiples of 128"):
+    with pytest.raises(ValueError, match=r"strides \(100, 1\) and address .*; expected bytes"):
         PackedPlan([dataclasses.replace(column, source=source.view(-1)[:300].view(3, 100))], position)
     with pytest.raises(ValueError, match="differ in capacity or device"):
         PackedPlan([column], position[:4])
     with pytest.raises(TypeError, match=r"position is torch.int64 \[5\]"):
         PackedPlan([column], position.long())
-    with pytest.raises(
-        ValueError, match=r"device_table is torch.int32 \[1, 4\] on cpu; expected torch.int64 \[1, 4\]"
-    ):
-        PackedPlan([column], position).device_table = torch.zeros(1, 4, dtype=torch.int32)
 
 
 @pytest.mark.gpu

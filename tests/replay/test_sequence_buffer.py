@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, settings, stateful
 from hypothesis import strategies as st
 
 import gear_loader as gear
@@ -33,11 +34,13 @@ class World:
     Attributes:
         episodes: of all environments, the steps of each so far.
         running: the episode that each environment goes on with.
+        factors: by which ``twice`` may be larger than the observation.
     """
 
     def __init__(self, seed: int, n: int, end: float) -> None:
         self.choose, self.n, self.end = random.Random(seed), n, end
         self._numbers = itertools.count(1)
+        self.factors = {2}
         self.episodes: list[list[Step]] = []
         self.running: list[list[Step]] = [[] for _ in range(n)]
         self.obs = [next(self._numbers) for _ in range(n)]
@@ -80,7 +83,9 @@ class World:
             assert torch.equal(batch["reward"][i, :count], obs / 4)
             assert batch["terminated"][i, :count].tolist() == [row.terminated for row in rows]
             assert batch["is_first"][i, :count].tolist() == [start + k == 0 for k in range(count)]
-            assert torch.equal(batch["twice"][i, :count], 2 * obs)
+            factors = batch["twice"][i, :count] // obs
+            assert torch.equal(factors * obs, batch["twice"][i, :count])
+            assert set(factors.tolist()) <= self.factors
             skipped = 0 if start == 0 else buffer.burn_in
             assert batch["loss_mask"][i].tolist() == [skipped <= k < count for k in range(length)]
             one, two = batch["state"]
@@ -90,7 +95,7 @@ class World:
 
 
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(deadline=None)
 def test_sequences_are_parts_of_episodes(data: Any) -> None:
     """Also while a full buffer drops its oldest pieces; without that, a pass has every sequence once."""
     length = data.draw(st.integers(1, 12), "length")
@@ -246,3 +251,82 @@ def test_errors() -> None:
     with pytest.raises(SchemaError, match="is_first"):
         buffer.add(1.0, 0, 0.0, 2.0, False, False, state=1.0, is_first=True)
     buffer.add(1.0, 0, 0.0, 2.0, False, False, state=1.0)
+
+
+class SequenceMachine(stateful.RuleBasedStateMachine):
+    """A `SequenceBuffer` in any order of its calls; the list has every episode."""
+
+    buffer: gear.SequenceBuffer | None = None
+
+    @stateful.initialize(
+        seed=st.integers(0, 1 << 30),
+        n=st.integers(1, 3),
+        length=st.integers(1, 8),
+        parts=st.tuples(st.integers(0, 7), st.integers(0, 7)),
+        capacity=st.sampled_from([60, 400, 5_000]),
+        by_priority=st.booleans(),
+    )
+    def create(
+        self, seed: int, n: int, length: int, parts: tuple[int, int], capacity: int, by_priority: bool
+    ) -> None:
+        overlap, burn_in = (min(part, length - 1) for part in parts)
+        self.world = World(seed, n, 0.1)
+        sampler = gear.Prioritized(unit="step") if by_priority else None
+        self.options: Any = {"batch_size": 4, "sampler": sampler, "seed": seed % 7}
+        sizes: Any = {"length": length, "overlap": overlap, "burn_in": burn_in, "mutable": ("twice",)}
+        self.buffer = gear.SequenceBuffer(capacity, device="cpu", **sizes, **self.options)
+        self.by_priority, self.saves = by_priority, 0
+        self.files = tempfile.TemporaryDirectory()
+        self.add(1)
+
+    @stateful.rule(times=st.integers(1, 40))
+    def add(self, times: int) -> None:
+        for _ in range(times):
+            self.world.add_to(self.buffer)
+
+    @stateful.rule(count=st.integers(1, 6))
+    def sample(self, count: int) -> None:
+        self.world.check(self.buffer.sample(count), self.buffer)
+
+    @stateful.rule()
+    def set(self) -> None:
+        batch = self.buffer.sample()
+        self.world.factors.add(-1)
+        assert self.buffer.set(batch, twice=-batch["obs"]["number"]) == 0
+        names = batch["index"], batch["anchor"]
+        found = self.buffer.table.gather(*names, windows={"twice": gear.Window(self.buffer.length)})
+        assert torch.equal(found["twice"] * batch["mask"], -batch["obs"]["number"] * batch["mask"])
+
+    @stateful.precondition(lambda self: self.by_priority)
+    @stateful.rule()
+    def update_priority(self) -> None:
+        batch = self.buffer.sample()
+        self.buffer.update_priority(batch, torch.rand(batch["mask"].shape) + 0.1)
+
+    @stateful.rule()
+    def save_and_load(self) -> None:
+        self.saves += 1
+        place = Path(self.files.name) / str(self.saves)
+        self.buffer.save(place)
+        again = gear.SequenceBuffer.load(place, device="cpu", **self.options)
+        again.load_state_dict(self.buffer.state_dict())
+        one, other = self.buffer.sample(), again.sample()
+        if not self.by_priority:  # else draws depend on where the steps lie
+            assert torch.equal(one["obs"]["number"], other["obs"]["number"])
+            assert torch.equal(one["mask"], other["mask"])
+        self.world.check(other, again)
+
+    def teardown(self) -> None:
+        if self.buffer is not None:
+            self.buffer.table.close()
+            self.files.cleanup()
+
+
+TestSequencePrograms = SequenceMachine.TestCase
+TestSequencePrograms.settings = settings(max_examples=4, stateful_step_count=10, deadline=None)
+
+
+@pytest.mark.long
+def test_many_programs() -> None:
+    many = settings(max_examples=40, stateful_step_count=20, deadline=None)
+    stateful.run_state_machine_as_test(SequenceMachine, settings=many)

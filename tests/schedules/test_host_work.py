@@ -269,7 +269,7 @@ def test_a_batch_over_shards() -> None:
 
 @pytest.mark.parametrize("remote", [(), (1,), (1, 2)])
 def test_a_packed_batch_over_shards(remote: tuple[int, ...]) -> None:
-    """One copy for all; a launch for each table of this node, and for each answer of another one; one split."""
+    """One graph: a copy, a launch for the records of all tables, their split, and a launch for all other rows."""
     cuda = Cuda(0, "eager")
     tables: list[gear.Table] = []
     with cuda.installed():
@@ -294,7 +294,7 @@ def test_a_packed_batch_over_shards(remote: tuple[int, ...]) -> None:
             table.unlink()
             table.close()
     cuda.check()
-    check(found, (1, 0), {"gather packed": 3, "split": 1, "place": 0, "clone": 0})
+    check(found, (1, 0), {"replays": 1, "gather packed": 2, "split": 1, "place": 0, "clone": 0})
 
 
 def test_the_side_stream_is_its_own_and_has_the_priority_that_was_asked_for() -> None:

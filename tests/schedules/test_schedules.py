@@ -25,6 +25,7 @@ from streams.machine import Policy
 
 import gear_loader as gear
 from gear_loader.collection import prefetch, ticket_releaser
+from gear_loader.collection.packed_cuda import PackedCuda
 from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.dataset import replay_dataset
 from gear_loader.errors import GpuError, TableClosedError
@@ -255,10 +256,11 @@ def test_a_call_into_the_capture_of_its_own_stream_is_refused(sampler: Any) -> N
     ("sampler", "kind", "name"),
     [
         (gear.Uniform(), PaddedCuda, "_launch"),
+        (gear.Uniform(), PackedCuda, "_queue"),
         (gear.Prioritized(), CudaPrioritizedSelection, "_launch_draw"),
         (gear.Prioritized(), CudaPrioritizedSelection, "_launch_update"),
     ],
-    ids=["gather", "draw", "update"],
+    ids=["gather", "packed gather", "draw", "update"],
 )
 def test_a_table_closed_between_a_draw_and_its_launch_stays_until_it_is_read(
     sampler: Any, kind: type, name: str, monkeypatch: pytest.MonkeyPatch
@@ -266,8 +268,15 @@ def test_a_table_closed_between_a_draw_and_its_launch_stays_until_it_is_read(
     cuda, launch = Cuda(0, "latest"), getattr(kind, name)
 
     def run(table: gear.Table) -> None:
+        layout: Any = "packed" if kind is PackedCuda else "padded"
         data = gear.ReplayDataset(
-            table, batch_size=4, windows=gear.Window(2), device="cuda:1", sampler=sampler, prefetch=0
+            table,
+            batch_size=4,
+            windows=gear.Window(2),
+            layout=layout,
+            device="cuda:1",
+            sampler=sampler,
+            prefetch=0,
         )
         batch = data.sample()
         monkeypatch.setattr(kind, name, lambda *args, **options: (table.close(), launch(*args, **options)))

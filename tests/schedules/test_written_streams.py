@@ -14,6 +14,7 @@ from streams.machine import Policy
 
 import gear_loader as gear
 from gear_loader.errors import GpuError, SchemaError
+from gear_loader.storage import device_episodes
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 DEVICE = torch.device("cuda", 1)
@@ -184,3 +185,171 @@ def test_captures_and_what_does_not_fit() -> None:
             writer.append(row)
         assert len(table) == 0
     cuda.check()
+
+
+# ---------------------------------------------------------------- episodes
+
+
+def play_episodes(seed: int, policy: Policy) -> Cuda:
+    """Trajectories that a mask on the device ends: all are visible whole, and in the end those of a vector writer."""
+    choose = random.Random(f"episodes {seed}")
+    n, calls = choose.choice([1, 3, 5]), choose.choice([8, 25])
+    cuda = Cuda(seed, policy)
+    cuda.refuse_pinning = seed % 5 == 4
+    streams, share, commits = Streams(n, seed), choose.choice([0.1, 0.4, 1.0]), choose.random() < 0.3
+    evicts = choose.random() < 0.5
+    trajectories = 3 * n + (choose.choice([1, n]) if evicts else n * calls)
+    options: Any = {"max_trajectories": trajectories, "block_steps": choose.choice([1, 3, 4])}
+    options["memory"] = gear.Memory(
+        packed=choose.choice([True, False]), max_blocks=4 * trajectories + 2 * n * calls
+    )
+    options["on_full"] = "evict_oldest" if evicts else "error"
+    masks = np.random.default_rng(seed).random((calls, n)) < share
+    with (
+        gear.Table.create(
+            SCHEMA, max_steps=40 * n * calls, **{**options, "max_trajectories": n * calls}
+        ) as plain,
+        cuda.installed(),
+        gear.Table.create(SCHEMA, max_steps=40 * n * calls, **options) as table,
+    ):
+        side = torch.cuda.Stream(DEVICE)
+        with torch.cuda.device(DEVICE):
+            writer: Any = table.writers(n, device=DEVICE)
+            expected = plain.writers(n)
+            for t in range(calls):
+                elsewhere = choose.random() < 0.4
+                with torch.cuda.stream(side if elsewhere else torch.cuda.default_stream(DEVICE)):
+                    rows, finals = streams.step(), {"obs": streams.final()}
+                    given, after = on_device(rows), on_device(finals)
+                    done = torch.from_numpy(masks[t]).to(DEVICE, non_blocking=True)
+                    writer.append(given, done=done, final=after, priority=1.0 + t)
+                    for values in (*given.values(), *after.values(), done):
+                        values.fill_(0)
+                    del given, after, done
+                expected.append(rows, done=masks[t], final=finals, priority=1.0 + t)
+                assert writer.num_steps <= 3
+                same_as(table, plain, whole=False)
+                if commits and t == calls // 2:
+                    writer.commit()
+                    expected.commit()
+                    same_as(table, plain, whole=True)
+            if choose.random() < 0.3:
+                del writer
+                gc.collect()
+                writer = table.writers(n, device=DEVICE)
+                same_as(table, plain, whole=False)
+            else:
+                writer.commit()
+                expected.commit()
+                same_as(table, plain, whole=True)
+            writer.close()
+    cuda.check()
+    return cuda
+
+
+def same_as(table: gear.Table, plain: gear.Table, *, whole: bool) -> None:
+    """The trajectories of a table are some consecutive ones of another; with `whole`, the last of them."""
+    numbers = [tuple(plain[index]["number"].tolist()) for index in plain.indices().tolist()]
+    order = plain.indices().tolist()
+    found = table.indices().tolist()
+    assert not whole or found or not order
+    if not found:
+        return
+    first = numbers.index(tuple(table[found[0]]["number"].tolist()))
+    assert not whole or first + len(found) == len(order)
+    for one, other in zip(found, order[first : first + len(found)], strict=True):
+        for name, values in plain[other].items():
+            assert torch.equal(table[one][name], values), name
+        last, wanted = table.final(one), plain.final(other)
+        assert (last is None) == (wanted is None)
+        assert last is None or wanted is None or torch.equal(last["obs"], wanted["obs"])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 50), marks=pytest.mark.long)])
+def test_episodes_are_visible_when_they_have_arrived(seeds: range, policy: Policy) -> None:
+    counts = [play_episodes(seed, policy).machine.counts for seed in seeds]
+    assert sum(each["append"] for each in counts) > 0
+    assert sum(each["copy to the host"] for each in counts) > 0  # memory that cannot be pinned
+
+
+def test_no_step_of_an_episode_waits() -> None:
+    cuda, streams = Cuda(0, "eager"), Streams(4, 0)
+    with (
+        cuda.installed(),
+        torch.cuda.device(DEVICE),
+        gear.Table.create(SCHEMA, max_steps=800, max_trajectories=100, block_steps=4) as table,
+    ):
+        writer = table.writers(4, device=DEVICE)
+        rows = [on_device(streams.step()) for _ in range(20)]
+        finals = on_device({"obs": streams.final()})
+        before = dict(cuda.machine.counts)
+        for row in rows:
+            writer.append({**row}, done=row["done"], final=finals)
+        after = cuda.machine.counts
+        waits = {name: after[name] - before.get(name, 0) for name in after if "synchronize" in name}
+        assert not any(waits.values()), waits
+        assert after["append"] - before.get("append", 0) == 20  # one launch for all columns
+        writer.close()
+    cuda.check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_steps_that_are_given_to_a_table_wait_once(policy: Policy) -> None:
+    """For all columns, and all trajectories of a list; what comes into the table has been computed."""
+    cuda, streams = Cuda(3, policy), Streams(4, 0)
+    with (
+        cuda.installed(),
+        torch.cuda.device(DEVICE),
+        gear.Table.create(SCHEMA, max_steps=800, max_trajectories=100, block_steps=4) as table,
+    ):
+        rows = [on_device(streams.step()) for _ in range(2)]
+        stacked = {name: torch.stack([row[name] for row in rows], 1) for name in SCHEMA}
+        final = on_device({"obs": torch.stack([streams.final()] * 2)})["obs"][0]
+        writer = table.writers(4)
+        given: list[Any] = [
+            lambda: table.add(rows[0]),
+            lambda: table.extend(rows),
+            lambda: table.extend(stacked, lengths=[2] * 4),
+            lambda: writer.append(rows[1], done=[True] * 4),
+            lambda: writer.append(rows[0], done=[True] * 4, final={"obs": final}),
+        ]
+        for call, waits in zip(given, (1, 1, 1, 1, 2), strict=True):
+            before = sum(count for name, count in cuda.machine.counts.items() if "synchronize" in name)
+            call()
+            after = sum(count for name, count in cuda.machine.counts.items() if "synchronize" in name)
+            assert after - before == waits
+        found = [table[index] for index in table.indices().tolist()]
+        for name in SCHEMA:
+            for t, row in ((0, found[0]), (0, found[1]), (1, found[2])):
+                assert torch.equal(row[name], streams.rows[t][name]), name
+            for env in range(4):
+                expected = torch.stack([row[name][env] for row in streams.rows])
+                assert torch.equal(found[3 + env][name], expected)
+                assert torch.equal(found[7 + env][name], expected[1:])
+    cuda.check()
+
+
+def _episodes_known_early(patch: pytest.MonkeyPatch) -> None:
+    """Ends are read, and committed, before the kernel has run."""
+    patch.setattr(device_episodes, "_arrived", lambda step: True)
+
+
+def _too_many_on_their_way(patch: pytest.MonkeyPatch) -> None:
+    """More steps are on their way than an environment has lanes for."""
+    patch.setattr(device_episodes, "MOST", 6)
+
+
+def _play_some() -> None:
+    for seed in range(60):
+        if seed % 5 != 4:
+            play_episodes(seed, "latest")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("put_back", [_episodes_known_early, _too_many_on_their_way])
+def test_defects_of_episodes_are_found(put_back: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        put_back(patch)
+        with pytest.raises((AssertionError, ValueError, IndexError)):
+            _play_some()

@@ -191,17 +191,20 @@ def test_blocks_come_back_of_what_is_not_committed() -> None:
         assert len(table) == 3
 
 
-def test_a_killed_process_leaves_whole_chunks() -> None:
+@pytest.mark.parametrize("episodes", [False, True])
+def test_a_killed_process_leaves_whole_trajectories(episodes: bool) -> None:
     program = """
 import os, sys, time, torch, gear_loader as gear
 from test_device_writer import rows
 with gear.Table.attach("device-killed") as table:
-    writer = table.writers(3, chunk_steps=4, device="cpu")
+    writer = table.writers(3, device="cpu", **(dict() if EPISODES else dict(chunk_steps=4)))
     for step in range(10**6):
-        writer.append({name: each[:, 0] for name, each in rows(3, 1, step % 100).items()})
+        done = torch.full((3,), step % 4 == 3)
+        options = {"done": done} if EPISODES else {}
+        writer.append({name: each[:, 0] for name, each in rows(3, 1, step % 100).items()}, **options)
         if step == 20:
             print("going", flush=True)
-"""
+""".replace("EPISODES", str(episodes))
     table, _ = made(name="device-killed", on_full="evict_oldest")
     paths = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     environment = {**os.environ, "PYTHONPATH": paths}
@@ -232,12 +235,11 @@ def test_what_does_not_fit() -> None:
     with table:
         values = {name: each[:, 0] for name, each in rows(3, 1, 0).items()}
         for options, expected in (
-            ({"device": "cpu"}, "chunk_steps=None, .* expected chunk_steps, and none of the others"),
             ({"device": "cpu", "chunk_steps": 4, "overlap_steps": 1}, "overlap_steps=1"),
             ({"device": "cpu", "chunk_steps": 4, "commit_every_step": True}, "commit_every_step=True"),
             ({"device": "cpu", "chunk_steps": 0}, "chunk_steps is 0"),
             ({"device": "gpu", "chunk_steps": 4}, "device is 'gpu'"),
-            ({"device": "cpu", "chunk_steps": 60}, "two chunks each; the table has 40, 200 and 80"),
+            ({"device": "cpu", "chunk_steps": 60}, "2 each; the table has 40, 200 and 80"),
         ):
             with pytest.raises(SchemaError, match=expected):
                 table.writers(3, **options)
@@ -262,3 +264,89 @@ def test_what_does_not_fit() -> None:
     )
     with once, pytest.raises(SchemaError, match=r"\['b'\] have one value a trajectory"):
         once.writers(2, chunk_steps=2, device="cpu")
+
+
+# ---------------------------------------------------------------- episodes
+
+
+def played(n: int, steps: int, seed: int, share: float) -> list[tuple[dict[str, Any], Any, dict[str, Any]]]:
+    """Rows, masks of what ends, and final values of steps of n environments."""
+    random = np.random.default_rng(seed)
+    made = []
+    for step in range(steps):
+        values = {name: each[:, 0] for name, each in rows(n, 1, step).items()}
+        following = rows(n, 1, step + 1)
+        final = {name: following[name][:, 0] for name in ("obs", "pixels")}
+        made.append((values, torch.from_numpy(random.random(n) < share), final))
+    return made
+
+
+def same_tables(found: gear.Table, expected: gear.Table) -> None:
+    """Both have the same trajectories, in the same order."""
+    assert len(found) == len(expected)
+    pairs = zip(found.indices().tolist(), expected.indices().tolist(), strict=True)
+    for one, other in pairs:
+        for name, values in expected[other].items():
+            assert torch.equal(found[one][name], values), name
+        last, wanted = found.final(one), expected.final(other)
+        assert (last is None) == (wanted is None)
+        for name in wanted or ():
+            assert torch.equal(last[name], wanted[name])  # type: ignore[index]
+
+
+@DEVICES
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("finals", [True, False])
+def test_episodes_are_those_of_a_vector_writer(device: str, size: int, finals: bool) -> None:
+    """Also with priorities, rows that lie apart, and `commit` in between, after which others begin."""
+    steps = played(3, 30, size, 0.3)
+    options: Any = {"block_steps": size, "max_steps": 2000, "max_trajectories": 200}
+    with gear.Table.create(SCHEMA, **options) as table, gear.Table.create(SCHEMA, **options) as other:
+        writer, expected = table.writers(3, device=device), other.writers(3)
+        for t, (values, done, final) in enumerate(steps):
+            given = {name: each.to(device) for name, each in values.items()}
+            after = {name: each.to(device) for name, each in final.items()}
+            options = {"final": after if finals else None, "priority": 1.0 + t}
+            writer.append(given, done=done.to(device) if t % 7 else None, **options)
+            options["final"] = final if finals else None
+            expected.append(values, done=done if t % 7 else None, **options)
+            for each in (*given.values(), *after.values()):
+                if device != "cpu":
+                    each.fill_(1)  # they have been copied, in the order of the stream
+            if t in (11, 29):
+                writer.commit()
+                expected.commit()
+                same_tables(table, other)
+        assert writer.committed == len(table)
+        priorities = [
+            each._engine.reader().arrays.priority[each.indices()].tolist() for each in (table, other)
+        ]
+        assert priorities[0] == priorities[1]
+        table.check_valid()
+
+
+def test_an_episode_too_long_or_no_room() -> None:
+    options: Any = {"block_steps": 2, "max_steps": 24, "max_trajectories": 8}
+    with gear.Table.create(SCHEMA, **options) as table:
+        writer = table.writers(1, device="cpu")
+        for values, _, _ in played(1, 23, 0, 0.0):
+            writer.append(values)
+        with pytest.raises(SchemaError, match="would have 25 steps; this table holds at most 24"):
+            writer.append(values)
+        assert writer.commit() == 1
+    values = {name: each[:, 0] for name, each in rows(2, 1, 0).items()}
+    over = torch.ones(2, dtype=torch.bool)
+    with gear.Table.create(SCHEMA, **options) as table, table.writers(2, device="cpu") as writer:
+        for _ in range(5):
+            writer.append(values, done=over)
+        for _ in range(2):
+            with pytest.raises(TableFullError):
+                writer.append(values, done=over)
+            assert len(table) == writer.committed == 8
+        table.clear()
+        assert writer.append(values, done=over) == 2
+        assert writer.commit() == 2
+        with pytest.raises(SchemaError, match=r"'done' of the options is .*expected a tensor of torch.bool"):
+            writer.append(values, done=[True, False])
+        with pytest.raises(SchemaError, match="needs a writer with chunk_steps"):
+            writer.extend(rows(2, 2, 0))

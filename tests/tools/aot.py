@@ -2,7 +2,7 @@
 
 Run as a program, without TRITON_INTERPRET, because Triton reads that variable when a kernel is defined:
 
-    python tests/tools/aot.py [--arch 90] [PREFIX ...]
+    python tests/tools/aot.py [--arch 90|gfx942] [PREFIX ...]
 
 A prefix leaves out the kernels whose names do not begin with it. One line a kernel, variant and architecture:
 
@@ -36,21 +36,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gear_loader.kernels import cast, gather, items, neighbors, packed, place, priority, split, store
+from gear_loader.kernels import append, cast, gather, items, neighbors, packed, place, priority, split, store
 
-ARCHITECTURES = (80, 90, 100)
+ARCHITECTURES = ("80", "90", "100")
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 # Type -> arguments. All kernels that have an argument of this name mean the same by it.
 _NAMES = {
     "*i64": "columns slots anchors extent pieces items levels status random drawn index anchor generation place "
-    "first addresses rows indptr nodes neighbors tiles groups counts",
-    "*i32": "block_ids blocks source staging target known steps owner number ids indices parts position where totals",
+    "first addresses rows indptr nodes neighbors counts work count",
+    "*i32": "block_ids blocks source staging target known steps owner number ids indices parts position where totals "
+    "state",
+    "*u8": "done ends",
     "*fp64": "sums",
     "*fp32": "values leaves mins maxs maximum drawn_leaves weights beta",
     "i32": "num_columns num_masks lines batch line_tiles num_tiles block_steps shift num_pieces count depth first_row "
     "first_phase last_phase num_slots num_blocks num_ids size width first last offset anchor_first ahead ahead_final "
-    "once fanout end_16 end_4 block_lines per_row last_lines",
+    "once fanout block_lines per_row last_lines lanes",
     "i64": "magic",
     "fp32": "floor alpha eps",
 }
@@ -97,18 +99,27 @@ VARIANTS = [
     Variant("place", place.place_kernel, {}, place.LAUNCH),
     Variant("store", store.store_kernel, {}, store.LAUNCH),
     *(
-        Variant(f"split{'_rows' * chosen}", split.split_kernel, {"CHOSEN": chosen}, split.LAUNCH)
-        for chosen in (False, True)
+        Variant(f"append{name}", append.append_kernel, {"ROW": row, "FINAL": final}, append.LAUNCH)
+        for name, row, final in (("", True, False), ("_final", True, True), ("_end", False, False))
+    ),
+    *(
+        Variant(
+            f"split{'_rows' * chosen}{'_counted' * counted}",
+            split.split_kernel,
+            {"CHOSEN": chosen, "COUNTED": counted},
+            split.LAUNCH,
+        )
+        for chosen, counted in ((False, False), (True, False), (False, True))
     ),
     Variant("packed", packed.packed_kernel, {}, packed.LAUNCH),
     *(
         Variant(
-            f"cast_{given}_{target}{'_scaled' * bool(product)}",
+            f"cast_{given}_{target}{'_scaled' * bool(product)}{'_counted' * counted}",
             cast.cast_kernel,
-            {"GIVEN": given, "TARGET": target, "PRODUCT": product},
+            {"GIVEN": given, "TARGET": target, "PRODUCT": product, "COUNTED": counted},
             cast.LAUNCH,
         )
-        for given, target, product in CASTS
+        for (given, target, product), counted in [*((each, False) for each in CASTS), (CASTS[0], True)]
     ),
     Variant("priority_draw", priority.draw_kernel, {}, priority.DRAW),
     *(
@@ -168,13 +179,16 @@ _LINES = re.compile(
 )
 
 
+_AMD = re.compile(r"^ *\.(vgpr_count|vgpr_spill_count|sgpr_spill_count): +(\d+)", re.M)
+
+
 def _side_by_side(code: str) -> int:
     layouts = {name: 4 * int(words) * int(threads) for name, words, threads in _LAYOUT.findall(code)}
     return min((layouts[name] for name in _LINES.findall(code)), default=0)
 
 
-def compile_for(variant: Variant, arch: int) -> dict[str, Any]:
-    """What the launcher compiles of a kernel, for `arch`."""
+def compile_for(variant: Variant, arch: str) -> dict[str, Any]:
+    """What the launcher compiles of a kernel for `arch`; of one of AMD only registers, spills and shared memory."""
     kernel = variant.kernel
     names = {p.name for p in kernel.params if p.is_constexpr}
     constants = {**variant.constants, **{k: v for k, v in variant.launch.items() if k in names}}
@@ -192,7 +206,13 @@ def compile_for(variant: Variant, arch: int) -> dict[str, Any]:
         constexprs=constants,
         attrs=aligned,
     )
-    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    if arch.startswith("gfx"):
+        binary = triton.compile(source, target=GPUTarget("hip", arch, 64), options=options)
+        used = {name: int(value) for name, value in _AMD.findall(binary.asm["amdgcn"])}
+        spills = used["vgpr_spill_count"] + used["sgpr_spill_count"]
+        found = {"registers": used["vgpr_count"], "spills": spills, "shared": binary.metadata.shared}
+        return {**found, "ptx": binary.asm["amdgcn"]}
+    binary = triton.compile(source, target=GPUTarget("cuda", int(arch), 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
@@ -200,9 +220,9 @@ def compile_for(variant: Variant, arch: int) -> dict[str, Any]:
             [TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
         code = subprocess.run([TOOL, "-sass", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"\bREG:(\d+) STACK:(\d+) .*\bLOCAL:(\d+)", usage)
-    assert found is not None, f"cuobjdump printed no resource usage: {usage}"
-    registers, stack, local = map(int, found.groups())
+    usages = re.search(r"\bREG:(\d+) STACK:(\d+) .*\bLOCAL:(\d+)", usage)
+    assert usages is not None, f"cuobjdump printed no resource usage: {usage}"
+    registers, stack, local = map(int, usages.groups())
     return {
         "registers": registers,
         "spills": stack + local,
@@ -225,7 +245,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("prefixes", nargs="*")
     parser.add_argument(
-        "--arch", type=int, action="append", help="80 for sm_80; several if repeated; all without it"
+        "--arch",
+        action="append",
+        help="80 for sm_80, or gfx942; several if repeated; sm_80 to 100 without it",
     )
     parser.add_argument("--ptx", action="store_true", help="print the PTX too, for the emulator")
     arguments = parser.parse_args()

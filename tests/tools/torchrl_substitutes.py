@@ -1,4 +1,4 @@
-"""A pytest plugin for TorchRL's own tests: its LazyTensorStorage is ours, wherever it has it."""
+"""A pytest plugin for TorchRL's own tests: its LazyTensorStorage and its buffers are ours, wherever it has them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import sys
 
 import torchrl.data  # noqa: F401 (loads the modules that are changed)
 
-from gear_loader.integrations.torchrl_storage import TableStorage
+from gear_loader.integrations import torchrl_storage as ours
+
+BUFFERS = (
+    "PrioritizedReplayBuffer",
+    "ReplayBuffer",
+    "TensorDictPrioritizedReplayBuffer",
+    "TensorDictReplayBuffer",
+)
 
 
 def substitute() -> int:
-    """Replace the class in the modules that tests import it from; return in how many."""
+    """Replace the classes in the modules that tests import them from; return in how many places."""
     places = 0
+    names = ("torchrl.data", "torchrl.data.replay_buffers", "torchrl.data.replay_buffers.storages")
+    renamed = {"LazyTensorStorage": ours.TableStorage} | {name: getattr(ours, name) for name in BUFFERS}
     for name, module in list(sys.modules.items()):
-        public = name in (
-            "torchrl.data",
-            "torchrl.data.replay_buffers",
-            "torchrl.data.replay_buffers.storages",
-        )
-        if public and "LazyTensorStorage" in vars(module):
-            module.LazyTensorStorage = TableStorage  # type: ignore[attr-defined]
-            places += 1
+        for each, replacement in renamed.items():
+            if name in names and each in vars(module):
+                setattr(module, each, replacement)
+                places += 1
     return places
 
 
-assert substitute() == 3
+assert substitute() == 3 + 2 * len(BUFFERS)

@@ -140,6 +140,7 @@ def test_infiniband_that_is_not_possible(elsewhere: Elsewhere, monkeypatch: pyte
 
 SLOW: list[tuple[str, dict[str, Any], str]] = [
     ("cuda", {"pinning": False}, "CUDA refuses to pin host memory | raise the locked-memory limit"),
+    ("cuda", {"rocm": "6.4.1", "pinning": False}, "copied | this is PyTorch for ROCm"),
     ("cuda", {"available": False}, "are gathered on the CPU | there is no CUDA device (torch 2.13.0)"),
     ("triton", {"problem": "ImportError: x"}, "Triton cannot be imported (ImportError: x)"),
     ("ucxx", {"problem": "it was ended"}, "of other nodes come over plain TCP sockets | ucxx: it was ended"),

@@ -17,7 +17,8 @@ import aot_common
 import numpy as np
 import torch
 
-from gear_loader.kernels import gather, items, neighbors, packed, place, priority, split, store
+from gear_loader.kernels import append, gather, items, neighbors, packed, place, priority, split, store
+from gear_loader.kernels.append_plan import AppendPlan
 from gear_loader.kernels.packed_plan import PackedPlan
 from gear_loader.kernels.plan import GatherPlan, PlacePlan
 from gear_loader.kernels.split_plan import SplitPlan
@@ -29,7 +30,7 @@ from .ptx import parse
 from .timing import Latencies
 
 ARCH = 90
-_MODULES = (gather, items, neighbors, packed, place, priority, split, store)
+_MODULES = (append, gather, items, neighbors, packed, place, priority, split, store)
 
 LAUNCHES: collections.Counter[str] = collections.Counter()
 """How often each variant ran."""
@@ -96,22 +97,31 @@ class EmulatedKernel:
             for region in list(_regions):
                 if region.bytes is not None:
                     memory.add(region.bytes.ctypes.data, region.bytes.nbytes, "a table", host=True)
-            _add_plan(memory, arguments[0])
+            _add_plan(memory, arguments)
             return launch(runner, wanted[0].name, grid[0], arguments, memory)
 
         return run
 
 
-def _add_plan(memory: Memory, table: Any) -> None:
-    """Allow access to what a plan's table names by address."""
+def _add_plan(memory: Memory, arguments: tuple[Any, ...]) -> None:
+    """Allow access to what a plan's table, or the work of packed batches, names by address."""
+    table = arguments[0]
     for plan in list(PLANS):
+        if isinstance(plan, PackedPlan):  # several plans may be the sources of a launch
+            if plan.position is arguments[-1]:
+                for one in plan.columns:
+                    if one.source is not None:
+                        memory.add_tensor(one.source, "a source", host=True)
+                    memory.add_tensor(one.out, "an output")
+            continue
         tables = [each[-1] for each in plan.launches] if isinstance(plan, GatherPlan) else [plan.device_table]
         if all(each is not table for each in tables):
             continue
-        if isinstance(plan, PackedPlan):
-            for one in plan.columns:
-                memory.add_tensor(one.source, "a source", host=True)
-                memory.add_tensor(one.out, "an output")
+        if isinstance(plan, AppendPlan):
+            for place in plan.columns:
+                memory.add_tensor(place.rows, "rows")
+                memory.add_tensor(place.image, "images")
+                memory.add_tensor(place.target, "blocks", host=True)
             continue
         if isinstance(plan, SplitPlan):
             for part in plan.columns:
@@ -147,6 +157,7 @@ def install(version: str = aot_common.INSTALLED, kernels: tuple[str, ...] = ()) 
             kernel = vars(module).get(name)
             if kernel is not None and kernel.fn.__module__ == module.__name__:
                 setattr(module, name, EmulatedKernel(name, kernel, find))
+    _remember(AppendPlan, PLANS)
     _remember(GatherPlan, PLANS)
     _remember(PlacePlan, PLANS)
     _remember(SplitPlan, PLANS)

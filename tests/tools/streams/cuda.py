@@ -74,6 +74,8 @@ class Cuda(CurrentDevice):
         self.machine.host = lambda: self.threads.current
         self.devices = devices
         self.refuse_pinning = False
+        self.refuses = 0  # what cudaHostRegister returns instead
+        self.pageable: dict[int, set[int]] = {}  # device -> its attributes 88 and 100, see `driver`
         self.may_pin: Callable[[], bool] = lambda: True
         self._defaults = [Stream(self.machine, number) for number in range(devices)]
         self._pool: dict[tuple[int, int], list[Stream]] = collections.defaultdict(list)
@@ -221,13 +223,22 @@ class Cuda(CurrentDevice):
     def cudaHostRegister(self, address: int, count: int, flags: int) -> int:
         assert flags == 1
         self.threads.wait(self.may_pin)
-        if self.refuse_pinning:
-            return 2
+        if self.refuses or self.refuse_pinning:
+            return self.refuses or 2
         self.memory.registered[address] = count
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
         return 0 if self.memory.registered.pop(address, None) else 713
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:
+        device._obj.value = index
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:
+        value._obj.value = int(attribute in self.pageable.get(device, ()))
+        self.memory.coherent |= bool(value._obj.value)
+        return 0
 
     # ---------------------------------------------------------------- captures and graphs, as the driver has them
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from gear_loader.kernels import append as appending
 from gear_loader.kernels import cast as casting
 from gear_loader.kernels import cast_reference, packed_reference, priority, priority_reference, reference
 from gear_loader.kernels import gather as gathering
@@ -19,8 +20,9 @@ from gear_loader.kernels import packed as packing
 from gear_loader.kernels import place as placing
 from gear_loader.kernels import split as splitting
 from gear_loader.kernels import store as storing
+from gear_loader.kernels.append_plan import AppendPlan
 from gear_loader.kernels.cast_plan import CastPlan
-from gear_loader.kernels.packed_plan import PackedColumn, PackedPlan, PackedWork
+from gear_loader.kernels.packed_plan import PackedPlan
 from gear_loader.kernels.plan import GatherPlan, PlacePlan, with_lines
 from gear_loader.kernels.split_plan import SplitPlan
 from gear_loader.kernels.sum_tree import STALE, SumTree
@@ -75,6 +77,14 @@ def _same(view: View, expected: torch.Tensor) -> None:
     assert torch.equal(view.tensor(), expected), "a plan's table was overwritten before the kernel read it"
 
 
+def _counted(launch: _Launch, count: int | torch.Tensor, most: int) -> tuple[Callable[[], int], int]:
+    """What a launch's number of rows is when it runs, and the most that it may be."""
+    if isinstance(count, int):
+        return lambda: count, count
+    view = launch.read(count)
+    return lambda: int(view.tensor()), most
+
+
 class Launchers:
     """Replacements of the launchers, with their arguments."""
 
@@ -82,7 +92,7 @@ class Launchers:
         self._cuda = cuda
         self._gather, self._place, self._split = gathering.gather, placing.place, splitting.split
         self._gather_packed, self._cast = packing.gather_packed, casting.cast
-        self._store = storing.store
+        self._store, self._append = storing.store, appending.append
         self._update, self._build = priority.update, priority.build
         self._draw, self._draw_distinct = priority.draw, priority.draw_distinct
         self._locate, self._resolve, self._weigh = (
@@ -175,12 +185,18 @@ class Launchers:
         launch.queue(run)
 
     def split(
-        self, plan: SplitPlan, count: int, *, rows: torch.Tensor | None = None, programs: int | None = None
+        self,
+        plan: SplitPlan,
+        count: int | torch.Tensor,
+        *,
+        rows: torch.Tensor | None = None,
+        programs: int | None = None,
     ) -> None:
         self._split(plan, count, rows=rows, programs=programs)
-        if count == 0:
+        if isinstance(count, int) and count == 0:
             return
         launch = self._launch(plan.device, "split")
+        known, count = _counted(launch, count, plan.batch_size)
         table, expected = launch.read(plan.device_table), plan.table
         chosen = None if rows is None else launch.read(rows)
         columns = [
@@ -198,8 +214,8 @@ class Launchers:
                 dataclasses.replace(column, records=records.tensor(), out=out.tensor())
                 for column, records, out in columns
             ]
-            played: Any = types.SimpleNamespace(columns=parts, check_rows=lambda *_: count)
-            reference.split(played, count, rows=None if chosen is None else chosen.tensor())
+            played: Any = types.SimpleNamespace(columns=parts, check_rows=lambda *_: known())
+            reference.split(played, known(), rows=None if chosen is None else chosen.tensor())
 
         launch.queue(run)
 
@@ -219,38 +235,71 @@ class Launchers:
         table = View.of(target)
         launch.queue(lambda: reference.store(images.tensor(), table.tensor(), places.tensor(), last_bytes))
 
-    # ---------------------------------------------------------------- packed batches, conversions
-
-    def gather_packed(self, plan: PackedPlan, work: PackedWork, *, programs: int | None = None) -> None:
-        self._gather_packed(plan, work, programs=programs)
-        if work.ends[2] == 0:
-            return
-        launch = self._launch(plan.device, "gather packed")
-        table, expected = launch.read(plan.device_table), plan.table
-        lists = {name: launch.read(getattr(work, name)) for name in ("pieces", "groups", "tiles")}
-        # What waits keeps no memory alive, as a kernel's arguments do not.
-        columns = [(each.once, launch.read(each.source), launch.write(each.out)) for each in plan.columns]
-        position, ends, numbers = launch.write(plan.position), work.ends, work.num_pieces
-        del plan, work
+    def append(
+        self,
+        plan: AppendPlan,
+        done: torch.Tensor | None,
+        ends: torch.Tensor,
+        blocks: torch.Tensor,
+        *,
+        final: bool = False,
+        programs: int | None = None,
+    ) -> None:
+        self._append(plan, done, ends, blocks, final=final, programs=programs)
+        launch = self._launch(plan.device, "append")
+        table, state, ended = launch.read(plan.device_table), launch.write(plan.state), launch.write(ends)
+        mask, places = None if done is None else launch.read(done), launch.read(blocks)
+        columns = [
+            (launch.read(each.rows), launch.write(each.image), View.of(each.target), each.step_bytes)
+            for each in plan.columns
+        ]
+        block_steps, lanes = plan.block_steps, plan.lanes
 
         def run() -> None:
-            _same(table, expected)
-            columns_then = [
-                PackedColumn(source.tensor(), out.tensor(), once) for once, source, out in columns
+            addresses = [[view.address for view in column[:3]] for column in columns]
+            assert table.tensor()[:, :3].tolist() == addresses, "a plan's table was overwritten"
+            now = [
+                types.SimpleNamespace(
+                    rows=rows.tensor(), image=image.tensor(), target=target.tensor(), step_bytes=size
+                )
+                for rows, image, target, size in columns
             ]
             played: Any = types.SimpleNamespace(
-                columns=columns_then, position=position.tensor(), device=torch.device("cpu")
+                columns=now, state=state.tensor(), block_steps=block_steps, lanes=lanes
             )
-            now = {name: view.tensor() for name, view in lists.items()}
-            packed_reference.gather_packed(played, PackedWork(**now, ends=ends, num_pieces=numbers))
+            reference.append(
+                played, None if mask is None else mask.tensor(), ended.tensor(), places.tensor(), final=final
+            )
 
         launch.queue(run)
 
-    def cast(self, plan: CastPlan, count: int, *, programs: int | None = None) -> None:
+    # ---------------------------------------------------------------- packed batches, conversions
+
+    def gather_packed(self, plan: PackedPlan, work: torch.Tensor, *, programs: int | None = None) -> None:
+        self._gather_packed(plan, work, programs=programs)
+        launch = self._launch(plan.device, "gather packed")
+        # What waits keeps no memory alive, as a kernel's arguments do not. Sources are known when it runs.
+        words, position = launch.read(work), launch.write(plan.position)
+        for each in plan.columns:
+            launch.write(each.out)
+        check = self._cuda.memory.check_readable
+
+        def bytes_at(address: int, count: int) -> torch.Tensor:
+            view = View.at(address, (count,), torch.uint8)
+            check(view)
+            return view.tensor()
+
+        def run() -> None:
+            packed_reference.run(words.tensor(), position.tensor(), bytes_at)
+
+        launch.queue(run)
+
+    def cast(self, plan: CastPlan, count: int | torch.Tensor, *, programs: int | None = None) -> None:
         self._cast(plan, count, programs=programs)
-        if count == 0:
+        if isinstance(count, int) and count == 0:
             return
         launch = self._launch(plan.device, "cast")
+        known, count = _counted(launch, count, plan.num_rows)
         tables = [(launch.read(device_table), table) for _, table, device_table in plan.launches]
         columns = [
             (each, launch.read(each.source[:count]), launch.write(each.out[:count])) for each in plan.columns
@@ -264,7 +313,7 @@ class Launchers:
                 for each, source, out in columns
             ]
             played: Any = types.SimpleNamespace(columns=parts, check_count=lambda count: count)
-            cast_reference.cast(played, count)
+            cast_reference.cast(played, known())
 
         launch.queue(run)
 
@@ -531,6 +580,7 @@ def install(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
         (placing, ("place",)),
         (splitting, ("split",)),
         (storing, ("store",)),
+        (appending, ("append",)),
         (packing, ("gather_packed",)),
         (casting, ("cast",)),
         (priority, ("update", "build", "draw", "draw_distinct")),

@@ -102,6 +102,7 @@ class Memory:
         self._blocks: dict[int, Block] = {}
         self._pages: dict[int, int] = {}
         self.registered: dict[int, int] = {}
+        self.coherent = False  # whether devices read all host memory
         self.counts: collections.Counter[int] = collections.Counter()  # thread -> its allocations of devices
         machine.turn_of = lambda span: 0 if span.block is None else self._blocks[span.block].turn
 
@@ -204,5 +205,6 @@ class Memory:
 
     def check_readable(self, view: View) -> None:
         """Fail unless a GPU can access memory."""
-        if view.bytes and self.block(view.address) is None and not self.is_registered(view):
+        known = self.coherent or self.block(view.address) is not None
+        if view.bytes and not known and not self.is_registered(view):
             raise RuntimeError(f"an illegal access to {view.bytes} bytes at {view.address:#x}")
