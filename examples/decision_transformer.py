@@ -418,4 +418,6 @@ if not args.no_check:
         missed.append(f"the table takes {stats.overhead:.3f} times its payload, expected at most 1.05")
     if missed:
         sys.exit("The check failed: " + "; ".join(missed) + ".")
-    console.print("Checked: it does what it is asked to, as well as the best behaviour.", style="green")
+    console.print(
+        "Checked: it achieves the returns that it is asked for, up to the best in the data.", style="green"
+    )

@@ -76,7 +76,9 @@ class _Entry:
 
 @app.command("ls")
 def list_tables(
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array, one object a table.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON array with one object per table.")
+    ] = False,
 ) -> None:
     """List the named tables of this machine, in use and left over."""
     entries = _entries()
@@ -342,7 +344,7 @@ def serve_tables(
     tables: Annotated[list[str], typer.Argument(metavar="NAME...", help="Tables of this machine.")],
     carriers: Annotated[
         list[str] | None,
-        typer.Option("--carrier", help="socket or ucx; may be given twice. [default: socket]"),
+        typer.Option("--carrier", help="Transport, socket or ucx; may be given twice. By default socket."),
     ] = None,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address to listen at; port 0 chooses a free one.")
@@ -351,20 +353,20 @@ def serve_tables(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="The secret that requesters must know, at least 16 bytes that only you may read. "
-            "[default: $GEAR_LOADER_SECRET]",
+            help="The secret that clients must know, at least 16 bytes that only you may read. "
+            "By default that of GEAR_LOADER_SECRET.",
         ),
     ] = None,
     one_sided: Annotated[
         bool,
         typer.Option(
-            "--one-sided", help="Allow one-sided NIXL reads of the tables' memory: closed fabrics only."
+            "--one-sided", help="Allow one-sided NIXL reads of the tables' memory: closed networks only."
         ),
     ] = False,
     allow: Annotated[
         str,
         typer.Option(
-            metavar="all|read|write", help="What requesters may do: read rows, add trajectories, or all."
+            metavar="all|read|write", help="What clients may do: read rows, add trajectories, or all."
         ),
     ] = "all",
     tls_cert: Annotated[
@@ -384,7 +386,7 @@ def serve_tables(
     ] = None,
     parent: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Serve windows of tables to other nodes and store their trajectories. Prints its addresses as one JSON line."""
+    """Serve tables to other machines, which add trajectories and read rows. Prints its addresses as one JSON line."""
     # Imported here because they load torch.
     from gear_loader.errors import GearError
     from gear_loader.transport.access import check_allow
@@ -444,7 +446,9 @@ def _secret_of_environment() -> bytes:
 def print_environment_for_ucx(
     folder: Annotated[
         str | None,
-        typer.Argument(help="For links. [default: gear-loader/ucx in $XDG_CACHE_HOME or ~/.cache]"),
+        typer.Argument(
+            help="Where links to the libraries are made. By default gear-loader/ucx in $XDG_CACHE_HOME or ~/.cache."
+        ),
     ] = None,
 ) -> None:
     """Let ucxx use NIXL's UCX, which has InfiniBand: eval "$(gear-loader ucx-env)" before training starts."""
@@ -515,7 +519,7 @@ def _print_report(found: dict[str, Any]) -> None:
     if not console.is_terminal:
         console = Console(width=10_000)
     carriers = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("CARRIER", "VERSION", "DEVICES", "INFINIBAND", "STATE"):
+    for title in ("TRANSPORT", "VERSION", "DEVICES", "INFINIBAND", "STATE"):
         carriers.add_column(title, overflow="fold")
     for name, carrier in found["carriers"].items():
         inside = f" (UCX {carrier['ucx']})" if carrier.get("ucx") else ""

@@ -378,6 +378,15 @@ def test_the_picture_of_the_rooms_shows_their_floors() -> None:
     assert floors == [set(rooms) for rooms in reversed(FLOORS)]
 
 
+def test_the_first_pages_stay_short() -> None:
+    """README has at most 250 lines, docs/architecture.md 2,000 words without the targets of links, and two drawings."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 250
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    prose = re.sub(r"```.*?```|\]\([^)]*\)", " ", text, flags=re.DOTALL)
+    assert len(re.findall(r"\S*\w\S*", prose)) <= 2_000
+    assert text.count("```mermaid") + text.count("![") <= 2
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     broken = []
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:

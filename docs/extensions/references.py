@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from docutils import nodes
@@ -85,6 +86,18 @@ def _parameters(found: Any) -> set[str]:
         return set()
 
 
+def _literal(lines: list[str]) -> Iterator[bool]:
+    """For each line, whether it lies in a literal block: indented, after a paragraph that ends in `::`."""
+    block: int | None = None  # the indent of the paragraph before the block
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        if block is not None and line.strip() and indent <= block:
+            block = None
+        yield block is not None
+        if block is None and line.rstrip().endswith("::"):
+            block = indent
+
+
 def read_docstring(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
     """Rewrite one docstring: its sections as fields, its backticked names as references or code."""
     parameters = _parameters(found)
@@ -104,7 +117,10 @@ def read_docstring(app: Sphinx, what: str, name: str, found: Any, options: Any, 
 
     kind = "method" if what in ("attribute", "data", "property") else what
     fields = GoogleDocstring(lines, _SECTIONS, app, kind, name, found, options).lines()
-    lines[:] = [_BACKTICKED.sub(rewritten, line) for line in fields]
+    lines[:] = [
+        line if literal else _BACKTICKED.sub(rewritten, line)
+        for line, literal in zip(fields, _literal(fields), strict=True)
+    ]
 
 
 def accept_undescribed(

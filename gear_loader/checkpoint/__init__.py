@@ -1,14 +1,15 @@
 """Checkpoints of tables: directories that other tools can read, saved incrementally and atomically::
 
-    manifest.json                  version, schema, sizes, rules, counts, names of columns' files, and the segments; see
-                                   `.manifest`
-    index.<n>.records              records of trajectories, see `.trajectory_records`; save n began the file, and
-                                   later ones of a table that is written in the background append to it
-    segments/<number>/<column>.npy whole trajectories one after another, [steps, *shape] (bfloat16 as uint16); of a
-                                   column per trajectory, [trajectories, *shape]
-    segments/<number>/checksums.xxh3   of every 4 MiB of these files, see `.segments`
-    manifest.previous.json         the manifest before it, of tables that are written in the background
-    .gear-loader.lock              locked by a save while it runs, or as long as a table is written in the background
+    manifest.json                     version, schema, sizes, rules, counts, names of columns' files, and the segments
+    index.<n>.records                 records of trajectories; save n began the file, and later ones of a table that
+                                      is written in the background append to it
+    segments/<number>/<column>.npy    whole trajectories one after another, [steps, *shape] (bfloat16 as uint16); of a
+                                      column per trajectory, [trajectories, *shape]
+    segments/<number>/checksums.xxh3  of every 4 MiB of these files
+    manifest.previous.json            the manifest before it, of tables that are written in the background
+    .gear-loader.lock                 locked by a save while it runs, or while a table is written in the background
+
+The modules are `.manifest`, `.trajectory_records` and `.segments`.
 
 Trajectory i is the rows ``first[i]`` to ``first[i] + length[i] - 1`` of every column in segment ``segment[i]``, and the
 row ``place[i]`` of columns per trajectory.

@@ -117,7 +117,7 @@ class _Watch(event.Listener):  # type: ignore[misc]
         self._started.append((loop, time.perf_counter()))
         notice(
             "numba-compile",
-            f"Compiling loops of the CPU path on first use ({_name(loop)} first): up to 20 s of one core until the "
+            f"Compiling loops of the CPU path on first use ({_name(loop)} first): 10 to 30 s of one core until the "
             "first batch, cached on this machine. `gear-loader warmup` compiles all of them ahead.",
         )
 

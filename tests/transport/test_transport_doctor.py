@@ -193,7 +193,7 @@ def test_the_report_as_text(elsewhere: Elsewhere) -> None:
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert lines[0].split() == ["CARRIER", "VERSION", "DEVICES", "INFINIBAND", "STATE"]
+    assert lines[0].split() == ["TRANSPORT", "VERSION", "DEVICES", "INFINIBAND", "STATE"]
     assert lines[2].split() == [
         "ucx",
         "0.52.00",
