@@ -136,4 +136,4 @@ def append(
             column.target[int(blocks[env * plan.lanes + lane, number]), lines] = column.image[env, lines]
         ends[env] = over
         steps, lane = (0, (lane + 1) % plan.lanes) if over else (steps + (done is not None), lane)
-        plan.state[env] = torch.tensor([steps, lane], dtype=torch.int32)
+        plan.state[env] = torch.tensor([steps, lane], dtype=torch.int32, device=plan.state.device)
