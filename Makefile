@@ -41,7 +41,7 @@ graph-serving: $(READY)
 	$(RUN) examples/graph_serving $(ARGS)
 
 # Once, on two cores; else each of the tests' workers compiles all loops, at the same time.
-$(LOOPS): $(READY) tests/tools/compile_loops.py $(wildcard gear_loader/storage/operations/*.py) gear_loader/storage/inline.py $(wildcard gear_loader/native/*.py)
+$(LOOPS): $(READY) tests/tools/compile_loops.py gear_loader/warmup.py $(wildcard gear_loader/storage/operations/*.py) gear_loader/storage/inline.py $(wildcard gear_loader/native/*.py)
 	$(RUN) tests/tools/compile_loops.py
 	@mkdir -p $(@D) && touch $@
 

@@ -304,7 +304,7 @@ def _reads(
     if not len(which):
         return []
     which = which[np.argsort(records["first"][which], kind="stable")]
-    first, rows = records["first"][which], rows_of(records)[which]
+    first, rows = records["first"][which], records["length"][which] + records["final"][which]
     place = records["place"][which].astype(np.int64)
     places = first_ids[part.places[which]]
     with directory.child_to_load(part.segment(segment)) as folder, readable(folder.at(CHECKSUMS_NAME)):

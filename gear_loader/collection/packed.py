@@ -283,11 +283,9 @@ class PackedBuffers(Buffers):
 
     def tables(self, table: Table) -> tuple[Array, Array]:
         """How the CPU's loop copies columns of steps, and per trajectory, of a table, int64 [C, WIDTH] each."""
-        if id(table) not in self.plans:
-            self.plans[id(table)] = tuple(
-                _located(values.gathered, table) for values in (self.steps, self.once)
-            )
-        found: tuple[Array, Array] = self.plans[id(table)]
+        if table not in self.plans:
+            self.plans[table] = tuple(_located(values.gathered, table) for values in (self.steps, self.once))
+        found: tuple[Array, Array] = self.plans[table]
         return found
 
     def lend(self, count: int) -> Batch:

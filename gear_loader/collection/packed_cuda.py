@@ -139,7 +139,7 @@ class PackedDeviceBuffers(PackedBuffers):
 
     def table_columns(self, table: Table) -> tuple[Array, bool]:
         """`columns_of` a table."""
-        found: tuple[Array, bool] = self._made(id(table), lambda: self._table_columns(table))
+        found: tuple[Array, bool] = self._made(table, lambda: self._table_columns(table))
         return found
 
     def _table_columns(self, table: Table) -> tuple[Array, bool]:
@@ -249,7 +249,7 @@ class PackedCuda(CudaMover):
     def __init__(self, layout: PackedLayout, *, device: torch.device, programs: int | None, **_: Any) -> None:
         super().__init__(layout, device=device, programs=programs)
         self._steps, self._once = layout.columns_read
-        self._tables: dict[int, tuple[int, int, bool]] = {}
+        self._tables: dict[Table, tuple[int, int, bool]] = {}
 
     def buffers(self, *, shared: bool = False) -> PackedDeviceBuffers:
         """Buffers for one batch, which get their memory at their first gather."""
@@ -262,7 +262,7 @@ class PackedCuda(CudaMover):
     def _planned(self, buffers: PackedDeviceBuffers, table: Table, rows: Any) -> bool:
         """Fill buffers by one call that plans the batch; return whether all rows are in memory, and it has room."""
         count, engine = len(rows), table._engine
-        if count > buffers.num_rows or engine.has_tier:
+        if count > buffers.num_rows or buffers.num_steps < 0 or engine.has_tier:
             return False
         columns, in_records = buffers.table_columns(table)
         extent, block_ids = engine.reader().index_arrays()
@@ -341,10 +341,10 @@ class PackedCuda(CudaMover):
     def _blocks_of(self, table: Table) -> tuple[int, int, bool]:
         """Steps of a block, number of blocks, and whether a block's last step lies before the first of the next one, in
         every column."""
-        if id(table) not in self._tables:
+        if table not in self._tables:
             region, layout = table._engine.region, table._engine.region.layout
             steps = layout.block_steps
-            self._tables[id(table)] = (
+            self._tables[table] = (
                 steps,
                 layout.num_blocks,
                 all(
@@ -352,7 +352,7 @@ class PackedCuda(CudaMover):
                     for name in self._steps
                 ),
             )
-        return self._tables[id(table)]
+        return self._tables[table]
 
     def _read(self, buffers: PackedDeviceBuffers, table: Table, rows: Any, which: Array) -> SpanPart:
         """Read rows that lie on disk only into staging memory."""

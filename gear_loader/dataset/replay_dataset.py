@@ -630,8 +630,9 @@ class ReplayDataset(IterableDataset[Batch]):
         """The prefetcher of single batches of `size` rows, after the updates of priorities that precede the next."""
         refuse_capture(self.device, "a batch")
         buffers = self._buffers
-        if buffers.active is None and buffers.sampler is not None and buffers.sampler[0] == size:
-            return buffers.sampler[1]
+        sampler = buffers.sampler  # once: a signal handler may change it
+        if buffers.active is None and sampler is not None and sampler[0] == size:
+            return sampler[1]
         prefetcher = buffers.single(size, self.batch_size, self._collector, **self._buffering(False))
         if self._is_global and self._buffers.active is not None:
             raise SchemaError(

@@ -176,7 +176,8 @@ class _InTable:
                 "expected either a storage or the others."
             )
         if storage is None:
-            storage = TableStorage(1_000 if capacity is None else capacity, name=name)
+            compilable = options.get("compilable", False)
+            storage = TableStorage(1_000 if capacity is None else capacity, name=name, compilable=compilable)
         super().__init__(storage=storage, **options)  # type: ignore[call-arg]
 
 

@@ -282,14 +282,17 @@ class BlockSink:
 
         index.change_lanes(lanes, chosen, finish, needed=missing, evict=evict, wait=wait, inserts=True)
 
-    def take_blocks(self, chosen: Array, steps: int) -> Array:
-        """Make room for `steps` more steps of each of the lanes, int64 [m], in blocks that the caller writes itself.
+    @property
+    def blocks(self) -> Array:
+        """The blocks of all lanes, in order, int32 [n, at least those that a lane has]."""
+        return self._blocks
 
-        Returns:
-            The blocks of all lanes, in order, int32 [n, at least those].
+    def take_blocks(self, chosen: Array, steps: int) -> Array:
+        """Make room for `steps` more steps of each of the lanes, int64 [m], in blocks that the caller writes itself;
+        return `blocks`.
 
         Raises:
-            As `room`.
+            As `room`: lanes before the one without room have theirs.
         """
         self.room(chosen, steps)
         return self._blocks

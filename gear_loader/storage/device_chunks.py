@@ -14,7 +14,7 @@ from gear_loader.kernels.special_priorities import UNSET
 from gear_loader.native.lanes import LANE_STEPS
 from gear_loader.storage.appender import Given
 from gear_loader.storage.block_sink import BlockSink
-from gear_loader.storage.device_images import StepImage, StreamOrder, copy_step, homes
+from gear_loader.storage.device_images import StepImage, StreamOrder, copy_step, homes, writable
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.streams import on_stream, own_stream
 
@@ -28,7 +28,7 @@ class _Chunk:
     """One chunk of all environments, from its first step until it is committed.
 
     Attributes:
-        sink: holds the blocks that it gets. images: see `_Image`. steps: that were appended.
+        sink: holds the blocks that it gets. images: see `StepImage`. steps: that were appended.
         blocks: int32 [n, K], in memory that the device reads. sent: whether copies into the table are queued.
         arrived: an event after them; None on the CPU. given: what its trajectories get.
     """
@@ -82,7 +82,7 @@ class Chunks:
         held = chunk_steps + any(column.final for column in schema.steps.values())
         check_room(table, n, 2, held, f"chunk_steps={chunk_steps:,}", "take shorter chunks")
         region = table.region
-        self._zero_copy = device.type == "cuda" and region.pin(device)
+        self._zero_copy = writable(region, device)
         self._chunks = []
         for sink in sinks:
             sink.most = held

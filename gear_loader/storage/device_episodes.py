@@ -160,16 +160,22 @@ class Episodes:
         # Those that follow have seen at most as many steps when they are known as are on their way now.
         empty = np.flatnonzero(lanes[:, LANE_HELD] == 0)
         for chosen, count in ((short, needed), (empty, min(AHEAD + self._finals, sink.most))):
-            if not len(chosen):
-                continue
-            blocks = sink.take_blocks(chosen, count)
-            if blocks.shape[1] > self._blocks.shape[1]:
-                wider = torch.zeros(blocks.shape, dtype=torch.int32, device="cpu", pin_memory=True)
-                wider[:, : self._blocks.shape[1]] = self._blocks
-                self._blocks = wider
-            self._blocks.numpy()[chosen, : blocks.shape[1]] = blocks[chosen]
+            if len(chosen):
+                try:
+                    sink.take_blocks(chosen, count)
+                finally:  # some lanes may have got theirs before an error
+                    self._show(chosen)
         room = lanes[current, LANE_HELD] - lanes[current, LANE_STEPS] - self._finals
         self._until = self._known + int(room.min())
+
+    def _show(self, chosen: Array) -> None:
+        """Let the device see the blocks of lanes, int64 [m]."""
+        blocks = self._sink.blocks
+        if blocks.shape[1] > self._blocks.shape[1]:
+            wider = torch.zeros(blocks.shape, dtype=torch.int32, device="cpu", pin_memory=True)
+            wider[:, : self._blocks.shape[1]] = self._blocks
+            self._blocks = wider
+        self._blocks.numpy()[chosen, : blocks.shape[1]] = blocks[chosen]
 
     # ---------------------------------------------------------------- committing
 

@@ -97,6 +97,12 @@ class StreamOrder:
         self.last = stream
 
 
+def writable(region: Region, device: torch.device) -> bool:
+    """Whether kernels of the device write to a table's blocks: it is a GPU, and they are registered with CUDA. Those of
+    a GPU that reads host memory as it is are not; the copy engine brings steps to the host there."""
+    return device.type == "cuda" and region.pin(device) and region.is_pinned
+
+
 def homes(region: Region, names: Iterable[str]) -> list[list[str]]:
     """The columns by where they lie in blocks: those of the record together, others alone."""
     found: dict[int, list[str]] = {}

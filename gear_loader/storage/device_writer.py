@@ -14,6 +14,7 @@ from gear_loader.errors import GearError, SchemaError
 from gear_loader.storage.appender import here
 from gear_loader.storage.block_sink import BlockSink
 from gear_loader.storage.device_chunks import Chunks
+from gear_loader.storage.device_images import writable
 from gear_loader.storage.incoming import checked_priorities
 from gear_loader.storage.schema import Column, as_mapping, settled
 from gear_loader.utils.arrays import shown
@@ -43,16 +44,16 @@ class DeviceWriter:
                 obs = simulator.obs()
 
     Three trajectories of each environment have blocks at a time. A call waits for the GPU only where three steps are on
-    their way, or where a trajectory may have reached the longest that the table holds.
+    their way, where a trajectory may have reached the longest that the table holds, or where the table is full.
 
     **Chunks** of the same length, with ``chunk_steps=T``: they go on through the ends of episodes, and `done` is a
     column like others. Steps are kept on the device until a chunk is complete; then a kernel writes it, on a stream of
     its own, beside what the caller's stream does. A call waits only where it begins a third chunk before the first has
     arrived.
 
-    Where memory cannot be pinned, the copy engine brings steps to the host, and the CPU stores them. With
-    ``device="cpu"`` it behaves in the same way; a `VectorWriter` is faster there. For one thread. As a context manager
-    it commits what is left at the end, or discards it if the block raises.
+    Where memory is not pinned, also on a coherent machine, which needs no pinning, the copy engine brings steps to the
+    host, and the CPU stores them. With ``device="cpu"`` it behaves in the same way; a `VectorWriter` is faster there.
+    For one thread. As a context manager it commits what is left at the end, or discards it if the block raises.
 
     Attributes:
         num_envs: number of environments. device: where their values are.
@@ -78,7 +79,7 @@ class DeviceWriter:
         self._cut: Chunks | Episodes | CopiedEpisodes
         if chunk_steps is not None:
             self._cut = Chunks(make_sink, n, chunk_steps, device)
-        elif device.type == "cuda" and table.region.pin(device):
+        elif writable(table.region, device):
             from gear_loader.storage.device_episodes import Episodes
 
             self._cut = Episodes(make_sink, n, device)
@@ -193,7 +194,7 @@ class DeviceWriter:
         last = None
         if final is not None and self._cut.ends(count):
             wanted = {name: self._schema[name] for name in self._finals}
-            last = self._checked("final values", as_mapping(final), wanted, (self.num_envs,))
+            last = self._checked("final values", as_mapping(final), wanted, (self.num_envs,)) or None
         priorities = None if priority is None else checked_priorities(priority, self.num_envs)
         with self._closed_by_interrupts():
             before = self.committed
@@ -250,12 +251,17 @@ class DeviceWriter:
     def _closed_by_interrupts(self) -> Iterator[None]:
         """Work beside captures; after an exception that is none of ours, discard what is not committed."""
         try:
-            with beside_captures(self.device):
+            with beside_captures(self.device), self._table.region.using():
                 yield
         except GearError:
             raise
-        except BaseException:
-            self.close()  # how far the call has come is not known
+        except (
+            BaseException
+        ):  # how far the call has come is not known: a kernel may have been queued just now
+            if self.device.type == "cuda":
+                with contextlib.suppress(RuntimeError), beside_captures(self.device):
+                    torch.cuda.synchronize(self.device)
+            self.close()
             raise
 
     def _check_usable(self) -> None:

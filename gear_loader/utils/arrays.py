@@ -59,12 +59,16 @@ def unreadable(tensor: torch.Tensor) -> str | None:
     return None
 
 
+_PINNED_BYTES = 16 << 20
+
+
 def on_host(*each: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Mappings whose readable tensors of a GPU are copied to the host; other values are left unchanged.
 
-    All copies are queued on the current streams, and each of these is waited for once.
+    Copies of the first 16 MiB are queued on the current streams, and each of these is waited for once; more is copied
+    tensor by tensor.
     """
-    devices, found = set(), []
+    devices, found, size = set(), [], 0
     for values in each:
         remote = {
             name: value
@@ -76,7 +80,9 @@ def on_host(*each: Mapping[str, Any]) -> list[Mapping[str, Any]]:
             for name, value in remote.items():
                 devices.add(value.device)
                 plain = value.detach().resolve_conj().resolve_neg()
-                values[name] = plain.to("cpu", non_blocking=True)
+                # Without a wait the copy goes to pinned memory, which PyTorch keeps.
+                size += value.nbytes
+                values[name] = plain.to("cpu", non_blocking=size <= _PINNED_BYTES)
         found.append(values)
     for device in devices:
         torch.cuda.current_stream(device).synchronize()

@@ -13,7 +13,8 @@ from streams.cuda import Cuda
 from streams.machine import Policy
 
 import gear_loader as gear
-from gear_loader.errors import GpuError, SchemaError
+from gear_loader.errors import GpuError, SchemaError, TableFullError
+from gear_loader.kernels import append
 from gear_loader.storage import device_episodes
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
@@ -328,6 +329,101 @@ def test_steps_that_are_given_to_a_table_wait_once(policy: Policy) -> None:
                 assert torch.equal(found[3 + env][name], expected)
                 assert torch.equal(found[7 + env][name], expected[1:])
     cuda.check()
+
+
+NUMBERS = {"number": gear.Column(torch.int64)}
+NOT_DONE = torch.zeros(3, dtype=torch.bool)
+
+
+def append_numbers(writer: Any, step: int) -> None:
+    done = {} if writer.chunk_steps else {"done": NOT_DONE.to(DEVICE)}
+    writer.append(number=(torch.arange(3) + 1000 * step).to(DEVICE), **done)
+
+
+def numbers_of(table: gear.Table) -> list[list[int]]:
+    return sorted(table[index]["number"].tolist() for index in table.indices().tolist())
+
+
+@pytest.mark.parametrize("more", [1, 7])
+def test_a_call_is_repeated_where_only_some_environments_got_room(more: int) -> None:
+    cuda, memory = Cuda(0, "eager"), gear.Memory(max_blocks=39 + more)
+    sizes = {"max_steps": 1000, "max_trajectories": 60, "block_steps": 1, "on_full": "error"}
+    with (
+        cuda.installed(),
+        torch.cuda.device(DEVICE),
+        gear.Table.create(NUMBERS, **sizes, memory=memory) as table,
+    ):
+        table.add({"number": torch.full((12,), -7)})
+        writer = table.writers(3, device=DEVICE)
+        step, refused = 0, 0
+        while step < 9 and refused < 2:  # the second time it is full of these steps
+            try:
+                append_numbers(writer, step)
+                step += 1
+            except TableFullError:
+                refused += 1
+                table.clear()
+        assert refused
+        writer.commit()
+        assert numbers_of(table) == [[env + 1000 * each for each in range(step)] for env in range(3)]
+        writer.close()
+
+
+@pytest.mark.parametrize("chunks", [{}, {"chunk_steps": 4}])
+def test_a_coherent_machine_takes_the_copy_engine(chunks: dict[str, int]) -> None:
+    """Its memory is not registered, and so no kernel writes there."""
+    cuda = Cuda(0, "random")
+    cuda.pageable, cuda.refuses = {1: {88, 100}}, 801
+    sizes = {"max_steps": 1000, "max_trajectories": 60, "block_steps": 4}
+    with cuda.installed(), torch.cuda.device(DEVICE), gear.Table.create(NUMBERS, **sizes) as table:
+        writer = table.writers(3, device=DEVICE, **chunks)
+        for step in range(4):
+            append_numbers(writer, step)
+        writer.commit()
+        assert numbers_of(table) == [[env + 1000 * step for step in range(4)] for env in range(3)]
+        writer.close()
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), DEVICE])
+@pytest.mark.parametrize("chunks", [{}, {"chunk_steps": 4}])
+def test_no_final_values_are_no_final_step(device: torch.device, chunks: dict[str, int]) -> None:
+    cuda = Cuda(0, "eager")
+    sizes = {"max_steps": 1000, "max_trajectories": 60, "block_steps": 4}
+    with cuda.installed(), torch.cuda.device(DEVICE), gear.Table.create(NUMBERS, **sizes) as table:
+        writer = table.writers(3, device=device, **chunks)
+        for step in range(8):
+            done = {} if chunks else {"done": torch.full((3,), step % 4 == 3).to(device)}
+            writer.append(number=(torch.arange(3) + 1000 * step).to(device), final={}, **done)
+        writer.commit()
+        assert [len(each) for each in numbers_of(table)] == [4] * 6
+        assert not any(table.final(index) for index in table.indices().tolist())
+        writer.close()
+
+
+def test_an_interrupt_behind_a_launch_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the kernel would write into blocks that are somebody else's."""
+    cuda = Cuda(0, "latest")
+    sizes = {
+        "max_steps": 1000,
+        "max_trajectories": 60,
+        "block_steps": 1,
+        "memory": gear.Memory(max_blocks=50),
+    }
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        launch(*args, **options)
+        raise KeyboardInterrupt
+
+    with cuda.installed(), torch.cuda.device(DEVICE), gear.Table.create(NUMBERS, **sizes) as table:
+        writer, launch = table.writers(3, device=DEVICE), append.append
+        append_numbers(writer, 0)
+        monkeypatch.setattr(append, "append", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            append_numbers(writer, 1)
+        for number in range(4):
+            table.add({"number": torch.full((12,), number)})
+        torch.cuda.synchronize(DEVICE)
+        assert numbers_of(table) == [[number] * 12 for number in range(4)]
 
 
 def _episodes_known_early(patch: pytest.MonkeyPatch) -> None:
