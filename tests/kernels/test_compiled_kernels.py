@@ -77,7 +77,7 @@ def _remembering(init: Callable[..., None]) -> Callable[..., None]:
     return remember
 
 
-@pytest.mark.parametrize("cases", mostly_long([[0, 3, 5], [1, 2, 4]], [0, 3, 5]))
+@pytest.mark.parametrize("cases", mostly_long([[0, 5], [1, 2, 3, 4]], [0, 5]))
 def test_gathers_are_those_of_the_naive_account(emulated: None, cases: list[int]) -> None:
     for case in cases:
         random = np.random.default_rng(case)
@@ -90,7 +90,7 @@ def test_gathers_are_those_of_the_naive_account(emulated: None, cases: list[int]
         ]
         slots, anchors = store.draw(5, case)
         check_gather(gather.gather, store, specs, slots, anchors, compact=case % 2 == 0)
-    assert launch.LAUNCHES["gather_16_128"] + launch.LAUNCHES["gather_16_256"] == 3
+    assert launch.LAUNCHES["gather_16_128"] + launch.LAUNCHES["gather_16_256"] == len(cases)
     assert launch.LAUNCHES["gather_16_256"] >= 1
 
 
