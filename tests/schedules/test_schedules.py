@@ -333,6 +333,7 @@ def first_found(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # what fails is made simpler, which takes minutes on a busy machine
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_defect_put_back_is_found(name: str) -> None:
     _, of, first = DEFECTS[name]
