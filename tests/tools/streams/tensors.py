@@ -231,13 +231,7 @@ class _Call:
                 view.tensor().copy_(value)
 
         reads = [view for view in inputs if view not in written]
-        values = [
-            each.tolist() if isinstance(each, torch.Tensor) else each
-            for each in tree_flatten(given, is_leaf=_is_view)[0]
-        ]
-        self.cuda.launch(
-            self.device, self.name, run, reads=reads, writes=written + outs, arguments=values + outs
-        )
+        self.cuda.launch(self.device, self.name, run, reads=reads, writes=written + outs)
         return result
 
 
