@@ -594,7 +594,7 @@ class ReplayDataset(IterableDataset[Batch]):
             raise SchemaError(f"batch_size is {size}; expected a multiple of group_size={self.groups.size}.")
         self._check_rate(size)
         prefetcher, item = self._single(size), self._sample_draw(size)
-        batch = prefetcher.one(Filler(self.table, self._selected, prefetcher).fill, item)
+        batch = prefetcher.one(self.filler(prefetcher).fill, item)
         draw = item[0]
         self._position.sampled(draw.count)
         shown: Batch = self._shown(batch, draw.epoch, self._position.samples - 1, prefetcher)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,20 +53,11 @@ class CopiedEpisodes:
         """Steps that are on their way."""
         return len(self._steps)
 
-    def ends(self, count: int) -> bool:
-        """Whether trajectories can end with so many steps more."""
-        return True
-
     def put(
-        self,
-        rows: Rows,
-        count: int,
-        several: bool,
-        done: torch.Tensor | None,
-        last: Rows | None,
-        priorities: Array | None,
+        self, steps: Sequence[Rows], done: torch.Tensor | None, last: Rows | None, priorities: Array | None
     ) -> None:
         """Copy a checked step, on the current stream."""
+        (rows,) = steps
         for wait in (True, False):
             longest = int(self._writer.num_steps.max()) + len(self._steps) + 1 + self._finals
             if longest <= self._longest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -105,23 +105,17 @@ class Chunks:
         return self.num_steps + count == self.chunk_steps
 
     def put(
-        self,
-        rows: Rows,
-        count: int,
-        several: bool,
-        done: torch.Tensor | None,
-        last: Rows | None,
-        priorities: Array | None,
+        self, steps: Sequence[Rows], done: torch.Tensor | None, last: Rows | None, priorities: Array | None
     ) -> None:
         """Copy checked steps behind those of the running chunk, on the current stream; send it if it is complete."""
         chunk = self._chunks[0]
         if chunk.steps == 0:
             self._begin(chunk)
         self._order.follow(image.blocks for each in self._chunks for image in each.images)
-        for i in range(count):
+        for i, rows in enumerate(steps):
             for name, place in chunk.places(chunk.steps + i):
-                copy_step(place, rows[name][:, i] if several else rows[name])
-        chunk.steps += count
+                copy_step(place, rows[name])
+        chunk.steps += len(steps)
         if chunk.steps == self.chunk_steps:
             self._send(last, priorities)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -69,9 +69,8 @@ class Episodes:
         check_room(table, n, AHEAD, held, "device=", "take fewer environments")
         region = table.region
         columns = []
-        self._places: list[
-            tuple[str, torch.Tensor, torch.Tensor]
-        ] = []  # of the row, and of the values after it
+        # Of each column, where its row goes, and the values after it.
+        self._places: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for names in homes(region, schema.steps):
             rows = StepImage(region, names, n, 2, device, apart=True)
             image = StepImage(region, names, n, 1, device)
@@ -90,9 +89,8 @@ class Episodes:
         self._ending = np.ones(n * AHEAD, dtype=bool)
         self._known = 0  # steps of which the ends are known
         self._until = 0  # steps that there is room for in any case
-        self._begun = np.zeros(
-            n, dtype=np.int64
-        )  # steps before each environment's trajectory, as far as it is known
+        # Steps before each environment's trajectory, as far as it is known.
+        self._begun = np.zeros(n, dtype=np.int64)
         self._lane = np.arange(n) * AHEAD
         self.committed = 0
 
@@ -101,22 +99,13 @@ class Episodes:
         """Steps that are on their way."""
         return len(self._steps)
 
-    def ends(self, count: int) -> bool:
-        """Whether trajectories can end with so many steps more."""
-        return True
-
     # ---------------------------------------------------------------- appending
 
     def put(
-        self,
-        rows: Rows,
-        count: int,
-        several: bool,
-        done: torch.Tensor | None,
-        last: Rows | None,
-        priorities: Array | None,
+        self, steps: Sequence[Rows], done: torch.Tensor | None, last: Rows | None, priorities: Array | None
     ) -> None:
         """Append a checked step, on the current stream."""
+        (rows,) = steps
         number = self._known + len(self._steps) + 1
         if number > self._until:
             self._make_room()
@@ -188,8 +177,7 @@ class Episodes:
         """Wait for the first step that is on its way, and commit what has ended with it."""
         lanes, given = self._sink.lanes, self._given
         if step.due is None:
-            if not _arrived(step):
-                step.arrived.synchronize()
+            _wait_for(step)
             envs = np.flatnonzero(step.ends)
             due = self._lane[envs]
             lanes[due, LANE_STEPS] = step.number - self._begun[envs]
@@ -221,8 +209,7 @@ class Episodes:
     def wait(self) -> None:
         """Wait for the copies that are queued."""
         for step in self._steps:
-            if not _arrived(step):
-                step.arrived.synchronize()
+            _wait_for(step)
 
     def discard(self) -> None:
         """Wait, and give back what is not committed."""
@@ -234,3 +221,8 @@ class Episodes:
 def _arrived(step: _Step) -> bool:
     """Whether a step's bytes and ends are in the host's memory. Does not wait."""
     return bool(step.arrived.query())
+
+
+def _wait_for(step: _Step) -> None:
+    if not _arrived(step):
+        step.arrived.synchronize()

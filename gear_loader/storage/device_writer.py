@@ -139,7 +139,7 @@ class DeviceWriter:
         """
         if done is not None and self.chunk_steps is not None:
             columns["done"], done = done, None
-        return self._extend(self._given(rows, columns), 1, False, done, final, priority)
+        return self._extend(self._given(rows, columns), None, done, final, priority)
 
     def extend(
         self,
@@ -169,7 +169,7 @@ class DeviceWriter:
                 f"The rows have {count:,} steps; expected tensors [n, k, ...] with 1 to {left:,}, which are left of "
                 f"the chunk of {self.chunk_steps:,}. Nothing was appended."
             )
-        return self._extend(given, count, True, None, final, priority)
+        return self._extend(given, count, None, final, priority)
 
     @staticmethod
     def _given(rows: Any, columns: dict[str, Any]) -> dict[str, Any]:
@@ -180,26 +180,27 @@ class DeviceWriter:
             raise SchemaError(f"The rows are {shown(rows)}; expected a mapping. Nothing was appended.")
         return {**settled(found), **columns}
 
-    def _extend(
-        self, given: dict[str, Any], count: int, several: bool, done: Any, final: Any, priority: Any
-    ) -> int:
+    def _extend(self, given: dict[str, Any], count: int | None, done: Any, final: Any, priority: Any) -> int:
+        """Append one step, ``[n, *shape]``, or `count` of them, ``[n, count, *shape]``."""
         self._check_usable()
         refuse_capture(self.device, "DeviceWriter.append")
-        leading = (self.num_envs, count) if several else (self.num_envs,)
-        steps = dict(self._schema.steps)
-        checked = self._checked("rows", given, steps, leading)
+        leading = (self.num_envs,) if count is None else (self.num_envs, count)
+        checked = self._checked("rows", given, dict(self._schema.steps), leading)
+        steps = [checked]
+        if count is not None:
+            steps = [{name: value[:, i] for name, value in checked.items()} for i in range(count)]
         if done is not None:
             mask = {"done": Column(torch.bool)}
             done = self._checked("options", {"done": done}, mask, (self.num_envs,))["done"]
         last = None
-        if final is not None and self._cut.ends(count):
+        if final is not None and (not isinstance(self._cut, Chunks) or self._cut.ends(len(steps))):
             wanted = {name: self._schema[name] for name in self._finals}
             last = self._checked("final values", as_mapping(final), wanted, (self.num_envs,)) or None
         priorities = None if priority is None else checked_priorities(priority, self.num_envs)
         with self._closed_by_interrupts():
             before = self.committed
             self._cut.take()
-            self._cut.put(checked, count, several, done, last, priorities)
+            self._cut.put(steps, done, last, priorities)
             return self.committed - before
 
     def _checked(
