@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from gear_loader.kernels.devices import bus_programs, on_device
+from gear_loader.kernels.launching import launch
 from gear_loader.kernels.plan import LINE
 from gear_loader.kernels.tensor_checks import check_programs, check_tensor, grid_size
 
@@ -118,7 +119,9 @@ def store(
     if tiles == 0:
         return
     with on_device(source.device):
-        store_kernel[grid_size(programs, bus_programs(source.device), tiles)](
+        launch(
+            store_kernel,
+            grid_size(programs, bus_programs(source.device), tiles),
             source.view(torch.int32),
             target.view(torch.int32),
             blocks,

@@ -115,7 +115,10 @@ class CudaMover(RowMover):
         gpu.filled.synchronize()
         while gpu.parts:
             self.staging.give(gpu.parts.pop())
+        graph = gpu.work.graph
         try:
             read(self, buffers, rows)
         finally:  # also after a failed batch, whose queued part reads the same memory
             gpu.filled.record(current_stream(self._device))
+            if gpu.work.graph is not graph:  # it refers to the batch's memory
+                buffers.references = None

@@ -20,6 +20,7 @@ from gear_loader.collection.movers import CudaMover
 from gear_loader.collection.padded import PaddedBuffers, PaddedLayout, names_of
 from gear_loader.collection.plans import Plans, Records, plans_of
 from gear_loader.collection.tier_rows import TierRows
+from gear_loader.kernels.launching import copy
 from gear_loader.kernels.plan import MASK, OUT
 from gear_loader.storage.selected_rows import CudaRows, DrawPlaces
 from gear_loader.storage.table import Table
@@ -120,7 +121,7 @@ class PaddedDeviceBuffers(PaddedBuffers):
         """Queue a copy of what the host has written; `entries`: of the index entries alone."""
         first, end = (3 * 8 * self.layout.batch_size, self._ends[0]) if entries else (0, self._ends[1])
         host, mirror = self.memory
-        mirror[first:end].copy_(host[first:end], non_blocking=True)
+        copy(mirror[first:end], host[first:end])
 
 
 class PaddedCuda(CudaMover):

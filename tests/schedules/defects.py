@@ -126,18 +126,25 @@ def _one_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def _scratch_of_the_call(patch: pytest.MonkeyPatch) -> None:
-    """A recorded draw allocates what only its kernels use, and the recording does not notice."""
+    """Each draw allocates what only its kernels use, and the graph does not keep that of its own."""
     scratch = prioritized_cuda.CudaPrioritizedSelection._scratch
 
     def fresh(self: Any, kept: dict[Any, Any], count: int) -> tuple[torch.Tensor, ...]:
         return *scratch(self, kept, count)[:2], *scratch(self, {}, count)[2:]
 
     patch.setattr(prioritized_cuda.CudaPrioritizedSelection, "_scratch", fresh)
-    patch.setattr(launch_graph, "_allocations", lambda stream: None)
+    _kept_by_nobody(patch)
+
+
+def _kept_by_nobody(patch: pytest.MonkeyPatch) -> None:
+    """A graph does not keep the tensors that its nodes use."""
+    begin = launch_graph.LaunchGraph.__init__
+    patch.setattr(launch_graph.LaunchGraph, "__init__", lambda self, *given: begin(self, *given[:2], []))
 
 
 def _freed_scratch(patch: pytest.MonkeyPatch) -> None:
-    """What a recorded draw uses ends with the draw."""
+    """What a draw uses ends with the draw."""
+    _kept_by_nobody(patch)
     draw = prioritized_cuda.CudaPrioritizedSelection._draw_into
 
     def free(self: Any, drawn: Any, places: Any, stream: Any) -> None:
@@ -170,7 +177,7 @@ def _exponent_of_the_call(patch: pytest.MonkeyPatch) -> None:
 
 
 def _shared_stream(patch: pytest.MonkeyPatch) -> None:
-    """Batches are recorded on a stream of PyTorch's pool, which another thread has too."""
+    """Batches are queued on a stream of PyTorch's pool, which another thread has too."""
     patch.setattr(cuda, "_POOL", 1)
     patch.setattr(prefetch, "own_stream", lambda device, priority, owner: torch.cuda.Stream(device))
 
@@ -240,7 +247,7 @@ def _launches_of_old_memory(patch: pytest.MonkeyPatch) -> None:
 
 
 DEFECTS: dict[str, Defect] = {
-    "a recorded draw allocates its scratch": Defect(_scratch_of_the_call),
+    "a draw that is launched as a graph allocates its scratch": Defect(_scratch_of_the_call),
     "scratch is freed while a graph lives": Defect(_freed_scratch),
     "an argument changes without a new key: the memory of a packed batch": Defect(
         _key_without_memory, Scenario.flat
