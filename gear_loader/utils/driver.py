@@ -21,6 +21,9 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "cuGraphDestroy": [_POINTER],
     "cuGraphExecDestroy": [_POINTER],
     "cuGraphLaunch": [_POINTER, _POINTER],
+    "cuStreamWaitEvent": [_POINTER, _POINTER, ctypes.c_uint],
+    "cuEventQuery": [_POINTER],
+    "cuEventRecord": [_POINTER, _POINTER],
     "cuDeviceGet": [_POINTER, _NUMBER],
     "cuDeviceGetAttribute": [_POINTER, _NUMBER, _NUMBER],
 }
@@ -82,12 +85,20 @@ def library() -> Any:
     if torch.version.hip:
         return None
     try:
-        found = ctypes.CDLL("libcuda.so.1")
+        # Its calls take microseconds: without the GIL, a busy thread would get it, and keep it for milliseconds.
+        found = ctypes.PyDLL("libcuda.so.1")
         for name, types in _FUNCTIONS.items():
             function = getattr(found, name)
             function.argtypes, function.restype = types, _NUMBER
     except (OSError, AttributeError):
         return None
+    return found
+
+
+def address_of(name: str) -> int:
+    """The address of a function of the driver, which `library` has found."""
+    found: int | None = ctypes.cast(getattr(library(), name), _POINTER).value
+    assert found
     return found
 
 

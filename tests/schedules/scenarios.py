@@ -586,7 +586,27 @@ class Run:
             self.expected[key] = {name: cloned(value) for name, value in batch.items()}
             return draw_here(draw, ticket, frozen)
 
+        queue_here = selection.queue
+
+        def queue(given: Any, batch: Any, ticket: Any) -> bool:
+            if data.table._engine.reader().known() is None:  # as it finds itself: the twin below would look anew
+                return False
+            own = Ticket()
+            rows = twin.draw(given, own)
+            buffers = collector.buffers()
+            collector.gather(buffers, rows)
+            own.end()
+            done = queue_here(given, batch, ticket)
+            if done:
+                self.cuda.machine.counts["queued"] += 1
+                key = (given.epoch, given.step) if given.epoch < 1 << 16 else (-1, given.step)
+                whole = buffers.rows(len(rows))
+                self.expected[key] = {name: cloned(value) for name, value in whole.items()}
+            return done
+
         selection.draw = draw  # type: ignore[method-assign]
+        if not isinstance(selection, PrioritizedSelection):
+            selection.queue = queue  # type: ignore[method-assign]
         if not isinstance(selection, PrioritizedSelection):
             return
         on_gpu = isinstance(selection, CudaPrioritizedSelection)

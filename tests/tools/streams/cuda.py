@@ -481,6 +481,7 @@ class Cuda(CurrentDevice, GraphCalls):
         patch.setattr(waiting, "time", self.threads.time)
         patch.setattr(pinning, "threading", self.threads.threading)
         patch.setattr(driver, "library", lambda: self)
+        patch.setattr(driver, "address_of", self.address_of)
         patch.setattr(streams, "_raw_stream", None)
         patch.setattr(streams, "_unused", {})
         kernels.install(self, patch)

@@ -13,7 +13,7 @@ import torch
 from gear_loader.kernels import launching
 from gear_loader.utils import driver
 
-from .machine import Captured
+from .machine import Captured, event_of
 from .memory import View
 
 if TYPE_CHECKING:
@@ -55,6 +55,22 @@ def kind_of(value: Any) -> str:
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
+def _exchange(cuda: Any, address: int, *_: int) -> int:
+    mode = ctypes.c_int.from_address(address)
+    code: int = cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    return code
+
+
+_COMPILED: dict[str, Callable[..., int]] = {
+    "cuThreadExchangeStreamCaptureMode": _exchange,
+    "cuEventQuery": lambda cuda, event, *_: cuda.cuEventQuery(event),
+    "cuStreamWaitEvent": lambda cuda, *given: cuda.cuStreamWaitEvent(*given),
+    "cuGraphLaunch": lambda cuda, graph, stream, _: cuda.cuGraphLaunch(graph, stream),
+    "cuEventRecord": lambda cuda, event, stream, _: cuda.cuEventRecord(event, stream),
+}
+"""How compiled loops call the functions."""
+
+
 class GraphCalls:
     """The driver's functions that build graphs; `Cuda` has them."""
 
@@ -66,6 +82,7 @@ class GraphCalls:
         self.compiled: dict[int, Kernel] = {}
         self._functions = itertools.count(0x1000)
         self._nodes: dict[int, list[int]] = {}  # graph -> its nodes
+        self._callbacks: dict[str, Any] = {}
         self._built = threading.local()  # of a thread: the graph, and kernels whose twin is not known yet
 
     def function_of(self, kernel: Kernel) -> int:
@@ -73,6 +90,38 @@ class GraphCalls:
         handle = next(self._functions)
         self.compiled[handle] = kernel
         return handle
+
+    # ---------------------------------------------------------------- events, as compiled loops ask for them
+
+    def address_of(self, name: str) -> int:
+        """The address of a function, which compiled loops call with three numbers; what it raises is a failure."""
+
+        def called(*given: int) -> int:
+            try:
+                return _COMPILED[name](self, *given)
+            except BaseException as error:
+                self.machine.fail(f"{name} in a compiled loop: {type(error).__name__}: {error}")  # type: ignore[attr-defined]
+                return 906
+
+        if name not in self._callbacks:
+            self._callbacks[name] = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 3)(called)
+        address = ctypes.cast(self._callbacks[name], ctypes.c_void_p).value
+        assert address
+        return address
+
+    def cuEventQuery(self, event: int) -> int:
+        return 0 if event_of(event).query() else 600
+
+    def cuEventRecord(self: Any, event: int, stream: int) -> int:
+        event_of(event).record(self._stream(stream))
+        return 0
+
+    def cuStreamWaitEvent(self: Any, stream: int, event: int, flags: int) -> int:
+        assert flags == 0
+        self._stream(stream).wait_event(event_of(event))
+        return 0
+
+    # ---------------------------------------------------------------- building
 
     def cuCtxGetCurrent(self, context: Any) -> int:
         context._obj.value = 77
