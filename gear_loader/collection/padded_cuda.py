@@ -32,7 +32,6 @@ from gear_loader.utils.captures import beside_captures
 from gear_loader.utils.packing import Layout, packed_bytes
 from gear_loader.utils.streams import current_stream
 
-
 _ROWS = "rows"
 """Key of the work that gathers a whole batch of one table, whose rows the host has drawn."""
 

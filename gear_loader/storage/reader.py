@@ -16,9 +16,9 @@ from gear_loader.storage.counters import NEXT_SEQUENCE, NUM_READY, NUM_SAMPLED, 
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.inline import HELD, InlineBatch, Places
-from gear_loader.storage.queued import BUSY, REFUSED, QueuedBatch
 from gear_loader.storage.operations.view import begin_change, end_change
 from gear_loader.storage.priority_updates import PriorityUpdates
+from gear_loader.storage.queued import BUSY, REFUSED, QueuedBatch
 from gear_loader.storage.readers import Readers, Ticket
 from gear_loader.storage.recovery import Recovery
 from gear_loader.storage.snapshot import Log, Snapshot

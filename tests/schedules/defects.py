@@ -25,6 +25,7 @@ from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.collection.references import BatchReferences
 from gear_loader.selection import cuda_leaves, prioritized_cuda
 from gear_loader.selection.budget_planner import PlannedBatch
+from gear_loader.storage.reader import TableReader
 from gear_loader.utils import launch_graph
 
 PutBack = Callable[[pytest.MonkeyPatch], None]
@@ -92,6 +93,18 @@ def _beside(patch: pytest.MonkeyPatch) -> None:
     nowhere = property(lambda self: None, lambda self, stream: None)
     patch.setattr(prioritized_cuda.CudaPrioritizedSelection, "_stream", nowhere, raising=False)
     _left_out(Stream, "wait_event", "enter")(patch)
+
+
+def _no_ticket(patch: pytest.MonkeyPatch) -> None:
+    begin = TableReader._begin_unchanged
+
+    def at_once(self: Any, ticket: Any, *given: Any) -> bool:
+        done = begin(self, ticket, *given)
+        if sys._getframe(1).f_code.co_name == "queue_inline":
+            ticket.end()
+        return done
+
+    patch.setattr(TableReader, "_begin_unchanged", at_once)
 
 
 def _callers_memory(patch: pytest.MonkeyPatch) -> None:
@@ -256,6 +269,16 @@ DEFECTS: dict[str, Defect] = {
     "another thread launches on a stream that captures": Defect(
         _shared_stream, lambda seed: Scenario.of(seed, "launches elsewhere")
     ),
+    "one compiled call writes a batch's arguments while a copy still reads them": Defect(
+        lambda patch: patch.setattr(cuda.Cuda, "cuEventQuery", lambda self, event: 0), Scenario.queued
+    ),
+    "one compiled call queues a batch without waiting for the consumer": Defect(
+        _left_out(Stream, "wait_event", "cuStreamWaitEvent"), Scenario.queued
+    ),
+    "one compiled call does not say when a batch is filled": Defect(
+        _left_out(Event, "record", "cuEventRecord"), Scenario.queued
+    ),
+    "one compiled call reads without a ticket": Defect(_no_ticket, Scenario.queued),
     "a batch is delivered without waiting for the stream that fills it": Defect(
         _left_out(Stream, "wait_event", "_deliver")
     ),

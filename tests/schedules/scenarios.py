@@ -149,6 +149,17 @@ class Scenario(Shrinkable):
         )
 
     @classmethod
+    def queued(cls, seed: int) -> Scenario:
+        """That of a seed whose batches are drawn and queued in one compiled call, where the table stands still."""
+        choices = {
+            "sampler": "steps" if seed % 3 else "uniform",
+            "updates": "",
+            "batches": 16,
+            "pinned": True,
+        }
+        return dataclasses.replace(cls.of(seed), **choices, copy=None if seed % 2 else False)
+
+    @classmethod
     def flat_tier(cls, seed: int) -> Scenario:
         """That of a seed with packed batches of a table with a disk tier, in half of them with a late column."""
         scenario = cls.flat(seed)
@@ -589,7 +600,9 @@ class Run:
         queue_here = selection.queue
 
         def queue(given: Any, batch: Any, ticket: Any) -> bool:
-            if data.table._engine.reader().known() is None:  # as it finds itself: the twin below would look anew
+            if (
+                data.table._engine.reader().known() is None
+            ):  # as it finds itself: the twin below would look anew
                 return False
             own = Ticket()
             rows = twin.draw(given, own)

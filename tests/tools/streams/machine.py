@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import os
 import itertools
+import os
 import random
 import threading
 import weakref
