@@ -15,7 +15,7 @@ import torch
 from .memory import Span
 
 Policy = Literal["random", "latest", "eager"]
-FAIR = 50
+FAIR = 10
 """Operations after which a stream of weight 0 has its turn, although a thread queues more on others without end."""
 
 
