@@ -384,13 +384,15 @@ class Run:
                     self.cuda.threads.switch() or self.cuda.machine.step()
 
     def _launch(self) -> None:
-        """The thread that launches elsewhere: on a stream of PyTorch's pool."""
-        with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
+        """The thread that launches elsewhere: on a stream of PyTorch's pool, one piece of work after another."""
+        stream: Any = torch.cuda.Stream(DEVICE)
+        with torch.cuda.stream(stream):
             made = torch.zeros(4, device=DEVICE)
             while True:
-                self.cuda.threads.wait(lambda: self._asking > 0)
+                last = stream.last
+                self.cuda.threads.wait(lambda: self._asking > 0 and last.done)  # noqa: B023
                 made.add_(1)
-                self.cuda.threads.switch() or self.cuda.machine.step()
+                self.cuda.threads.switch()
 
     # ---------------------------------------------------------------- the consumer
 

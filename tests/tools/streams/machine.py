@@ -17,6 +17,8 @@ import torch
 from .memory import Span
 
 Policy = Literal["random", "latest", "eager"]
+FAIR = 10
+"""Operations after which a stream of weight 0 has its turn, although a thread queues more on others without end."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -199,6 +201,7 @@ class Machine:
         self.failures: list[str] = []
         self.counts: collections.Counter[str] = collections.Counter()
         self.host_waits = 0
+        self._steps = 0
         self.checks_order = True
         self.quiet = False
         self.wait_for: Callable[..., None] | None = None  # of the threads, see `Threads.wait`
@@ -332,7 +335,8 @@ class Machine:
         """Run one operation; return False if there is none. Streams of weight 0 run only if `starving`."""
         ready = list(self._ready())
         favoured = [stream for stream in ready if stream.weight]
-        if favoured:
+        self._steps += starving
+        if favoured and not (starving and self._steps % FAIR == 0):
             self._run(*self.random.choices(favoured, [stream.weight for stream in favoured]))
         elif starving and ready:
             self._run(self.random.choice(ready))
