@@ -189,12 +189,6 @@ def _exponent_of_the_call(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(prioritized_cuda.CudaPrioritizedSelection, "_launch_draw", by_value)
 
 
-def _shared_stream(patch: pytest.MonkeyPatch) -> None:
-    """Batches are queued on a stream of PyTorch's pool, which another thread has too."""
-    patch.setattr(cuda, "_POOL", 1)
-    patch.setattr(prefetch, "own_stream", lambda device, priority, owner: torch.cuda.Stream(device))
-
-
 def _early_parts(kind: type, name: str) -> Callable[[pytest.MonkeyPatch], None]:
     """Staging memory is given back when the work that reads it is queued."""
 
@@ -266,9 +260,6 @@ DEFECTS: dict[str, Defect] = {
         _key_without_memory, Scenario.flat
     ),
     "an argument changes without a new key: the exponent of weights": Defect(_exponent_of_the_call),
-    "another thread launches on a stream that captures": Defect(
-        _shared_stream, lambda seed: Scenario.of(seed, "launches elsewhere")
-    ),
     "one compiled call writes a batch's arguments while a copy still reads them": Defect(
         lambda patch: patch.setattr(cuda.Cuda, "cuEventQuery", lambda self, event: 0), Scenario.queued
     ),
