@@ -100,7 +100,7 @@ class ShardTables:
             raise SchemaError(f"{shown(table)} was given; expected a gear_loader.Table, or a list of them.")
         tables = [table] if isinstance(table, Table) else list(table)
         for each in tables:
-            _check_table(each, self.transport, caches=self.cache is not None)
+            _check_table(each, self.transport)
         if dist.is_available() and dist.is_initialized():
             try:
                 self._join(tables, mesh, node)
@@ -391,7 +391,7 @@ def _chosen(transport: Transport) -> str:
     return "ucx" if find_spec("ucxx") is not None or find_spec("ucp") is not None else "socket"
 
 
-def _check_table(table: Any, transport: str, *, caches: bool) -> None:
+def _check_table(table: Any, transport: str) -> None:
     if not isinstance(table, Table):
         raise SchemaError(
             f"A {type(table).__name__} was given; expected a gear_loader.Table, this rank's shard."
@@ -402,11 +402,11 @@ def _check_table(table: Any, transport: str, *, caches: bool) -> None:
             f"The table {table.name or '(private)'} has a rate limiter or max_times_sampled, which do not count "
             "the draws of other ranks. Create the tables of Shards without them."
         )
-    if table.schema.mutable and (transport == "nixl" or caches):
+    if table.schema.mutable and transport == "nixl":
         raise SchemaError(
             f"The table {table.name or '(private)'} has the columns {list(table.schema.mutable)} with mutable=True, "
-            f"with {'cache=' if caches else 'transport=nixl'}; expected neither a cache, which would keep old values, "
-            "nor NIXL, which would read values that are being overwritten. Use transport='socket' or 'ucx'."
+            "with transport='nixl', which would read values that are being overwritten. Use transport='socket' or "
+            "'ucx'."
         )
     if table._engine.has_tier and transport == "nixl":
         raise SchemaError(

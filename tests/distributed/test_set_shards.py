@@ -120,5 +120,5 @@ def test_shards_of_one_process_and_a_table() -> None:
         batch = alone.sample()
         assert alone.set(batch, mask=batch["mask"], **values([70] * 4)) == 0
         assert (first[int(batch["index"][0])]["wide"] == 70).all()
-        with pytest.raises(SchemaError, match="expected neither a cache"):
-            Shards([first, second], cache="1MiB")
+        with pytest.raises(SchemaError, match="with transport='nixl'"):
+            Shards([first, second], transport="nixl")
