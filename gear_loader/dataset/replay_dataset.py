@@ -869,7 +869,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
         ``dataset.set(batch, mask=batch["mask"], state=states)``. Over `Shards` the rows are written to the tables of
         their owners before the call returns: directly on this machine, else by a request that is executed once. Other
-        ranks need not call it. Rows that `rebalance` has moved are skipped.
+        ranks need not call it. In a pipeline each rank writes columns of its own stage, of rows that it has drawn.
 
         Args:
             batch: of this dataset. mask: bool ``[n, L]``, steps to write; those outside of a trajectory must be left
@@ -970,9 +970,9 @@ class ReplayDataset(IterableDataset[Batch]):
                 "rebalance was called, but this dataset has a subset, or does not draw over all Shards; make one with "
                 "Shards, scope='global' and without a subset."
             )
-        if self.table.schema.mutable:
+        if self.shards is not None and (changing := self.shards.mutable):
             raise SchemaError(
-                f"rebalance was called, and the tables have the columns {list(self.table.schema.mutable)} with "
+                f"rebalance was called, and the tables have the columns {changing} with "
                 "mutable=True; expected none: values that are overwritten meanwhile would be lost."
             )
         selection: Any = self._selected()
