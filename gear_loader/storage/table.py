@@ -23,7 +23,7 @@ from gear_loader.storage.counters import (
     POLICY,
 )
 from gear_loader.storage.disk import Disk, Tier
-from gear_loader.storage.edits import check_not_mutable, set_columns
+from gear_loader.storage.edits import set_columns
 from gear_loader.storage.engine import Engine
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.incoming import (
@@ -182,8 +182,6 @@ class Table:
             limits=limits,
             tier=tier,
         )
-        if disk is not None or tier is not None:
-            check_not_mutable(layout.schema)
         timeout = None if timeout is None else check_seconds("timeout", timeout)
         node = check_numa(memory.numa)
         one_of("if_exists", if_exists, ("error", "attach", "replace"))
@@ -813,8 +811,9 @@ class Table:
         processes, and of `fill`, follow one another. A row is copied by way of a log behind the table's memory: what a
         process that is killed, or interrupted, leaves half copied, the next one that uses the table completes.
         Prefetched batches, and copies on a GPU, have the values of the time when they were gathered.
-        Trajectories that were cut with an overlap share the steps of whole blocks, and have copies of the others.
-        `save` writes trajectories that were changed again.
+        Trajectories that were cut with an overlap share the steps of whole blocks, and have copies of the others; those
+        that were on disk only share none. `save` and a `Disk` write trajectories that were changed again, as they are
+        at one moment each. Those that lie on disk only are brought back into memory.
 
         Args:
             index: int [n], indices of trajectories, or one.
@@ -836,6 +835,7 @@ class Table:
             StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
             RegionError: no room in `/dev/shm` for the log: as many bytes as a row, 512 KiB or more.
             LockTimeoutError: timed out waiting for the lock. Rows may have been written.
+            TableFullError: timed out waiting for room in memory for trajectories on disk. Rows may have been written.
         """
         self._engine.check_open()
         return set_columns(self._engine, index, anchor, generation, mask, columns, strict=is_strict(stale))
