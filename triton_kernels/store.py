@@ -98,7 +98,7 @@ def store(
 
     Args:
         source: uint8 [n, K, S] on the device: K blocks of S bytes, a multiple of 128, of each of n trajectories.
-        target: uint8 [N, S], all blocks, in pinned host memory. Both begin on a multiple of 128 bytes.
+        target: uint8 [N, S], all blocks, in pinned host memory or on the device. Both begin on a multiple of 128 bytes.
         blocks: int32 [n, K], distinct, in memory that the device can read: image k of trajectory i goes to block
             ``blocks[i, k]``. Values are not checked: an invalid block is written to other memory.
         last_bytes: bytes of each trajectory's last block that are copied, up to the end of their line.
@@ -112,8 +112,10 @@ def store(
     """
     block_lines, last_lines = check_store(source, target, blocks, last_bytes)
     check_programs(programs)
-    if source.is_cuda and not target.is_pinned():
-        raise ValueError("target is in memory that the GPU cannot write to; expected pinned memory.")
+    if source.is_cuda and target.device != source.device and not target.is_pinned():
+        raise ValueError(
+            "target is in memory that the GPU cannot write to; expected its own, or pinned memory."
+        )
     tiles = blocks.numel() * -(-block_lines // LAUNCH["TILE"])
     if tiles == 0:
         return

@@ -214,13 +214,16 @@ def collector_for(
         weighs, informs: whether batches carry ``priority_weight``, and ``sample_info``.
         programs: size of the kernels' grids, see `gear_loader.kernels.gather`.
         stream_priority: as for `Collector`.
-        zero_copy: whether the device reads the tables; None to pin the only one.
+        zero_copy: whether the device reads the tables; None to pin the only one, unless it lies on a GPU.
     """
     tables, pinning = source.tables, False
     options: dict[str, Any] = {"keys": source.keys, "weighs": weighs, "informs": informs}
     on_gpu = device.type == "cuda"
     if reads_mutable(tables[0].schema, windows):
         zero_copy = False  # only the host knows whether values have changed meanwhile
+    here = tables[0]._engine.device
+    if zero_copy is None and here is not None:
+        zero_copy = device == here
     if zero_copy is None:
         region = tables[0]._engine.region
         pinning = on_gpu and region.is_pinning
@@ -234,7 +237,9 @@ def collector_for(
         return PaddedLayout(tables[0].schema, windows, batch_size=batch_size, returns=returns, **options)
 
     host: Any = (PackedHost if packed else PaddedHost)(
-        layout("at once" if source.is_here else "after"), pinned=on_gpu, only=source.only
+        layout("at once" if source.is_here else "after"),
+        pinned=on_gpu,
+        only=None if here is not None else source.only,
     )
 
     def cuda() -> Any:
