@@ -21,6 +21,7 @@ from gear_loader.collection.packed_cuda import PackedCuda
 from gear_loader.collection.padded import PaddedBuffers, PaddedHost, PaddedLayout
 from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.collection.windows import ROW_KEYS, reads_mutable
+from gear_loader.kernels.devices import multiprocessors
 from gear_loader.storage.region import Region
 from gear_loader.storage.table import Table
 from gear_loader.utils.streams import current_stream
@@ -212,7 +213,7 @@ def collector_for(
         batch_size: most rows of a padded batch.
         device: of the batches. packed: whether rows lie one after another.
         weighs, informs: whether batches carry ``priority_weight``, and ``sample_info``.
-        programs: size of the kernels' grids, see `gear_loader.kernels.gather`.
+        programs: size of the kernels' grids, see `gear_loader.kernels.gather`; of a table on a GPU all multiprocessors.
         stream_priority: as for `Collector`.
         zero_copy: whether the device reads the tables; None to pin the only one, unless it lies on a GPU.
     """
@@ -244,7 +245,8 @@ def collector_for(
 
     def cuda() -> Any:
         kind: Any = PackedCuda if packed else PaddedCuda
-        given = {"device": device, "programs": programs, "tables": tables, "splits": splits}
+        size = multiprocessors(device) if programs is None and here is not None else programs
+        given = {"device": device, "programs": size, "tables": tables, "splits": splits}
         return kind(layout("after" if splits else "between"), **given)
 
     return Collector(

@@ -126,7 +126,7 @@ def resolved_packing(schema: Schema, packed: bool | Literal["auto"]) -> bool:
 
 
 def blocks_within(memory: int | str, most: int, schema: Schema, **options: Any) -> int:
-    """The largest number of blocks, at most `most`, whose region has at most `memory` bytes; on a GPU, the blocks alone.
+    """The largest number of blocks, at most `most`, whose region has at most `memory` bytes; on a GPU, blocks alone.
 
     Args:
         memory: see `byte_count`. options: of `Layout`.
