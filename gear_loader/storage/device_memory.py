@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,21 +17,17 @@ import torch
 from gear_loader.errors import RegionError
 from gear_loader.native import copying
 from gear_loader.storage.layout import LINE, Layout
-from gear_loader.utils.arrays import Array, data_address, outside_inference
+from gear_loader.utils.arrays import Array, outside_inference
 from gear_loader.utils.captures import beside_captures
 from gear_loader.utils.formatting import size as formatted
 from gear_loader.utils.streams import on_stream, own_stream
-
-if TYPE_CHECKING:
-    from gear_loader.storage.index_arrays import IndexArrays
-    from gear_loader.storage.region import Region
 
 STAGING_BYTES = 16 << 20
 """Bytes of one piece of staging memory, or one block if that has more. There are two, pinned and on the device, and
 more while several threads copy at the same time."""
 
 
-class _Staging:
+class _StagedBlocks:
     """Blocks on their way.
 
     Attributes:
@@ -86,7 +81,7 @@ class DeviceMemory:
         self._before: Array = np.cumsum(self._strides) - self._strides
         self._most = max(1, min(layout.num_blocks, STAGING_BYTES // layout.block_bytes))
         self.staging_bytes = self._most * layout.block_bytes
-        self._spare = collections.deque[_Staging]()
+        self._spare = collections.deque[_StagedBlocks]()
 
     def blocks(self, name: str) -> torch.Tensor:
         """The blocks that hold column `name`, uint8 ``[blocks, block_stride]``, on the device."""
@@ -109,12 +104,12 @@ class DeviceMemory:
             yield
 
     @contextlib.contextmanager
-    def _staged(self) -> Iterator[_Staging]:
+    def _staged(self) -> Iterator[_StagedBlocks]:
         """Staging memory that nobody uses. Waits for the copies of its last use."""
         try:
             staging = self._spare.popleft()
         except IndexError:
-            staging = _Staging(self._most, self._layout.block_bytes, self.device)
+            staging = _StagedBlocks(self._most, self._layout.block_bytes, self.device)
         try:
             staging.left.synchronize()
             yield staging
@@ -136,7 +131,7 @@ class DeviceMemory:
         """
         if len(self._spare) < 2:
             with self._queueing():
-                self._spare.append(_Staging(self._most, self._layout.block_bytes, self.device))
+                self._spare.append(_StagedBlocks(self._most, self._layout.block_bytes, self.device))
         once = columns[:, 1] < 0
         try:
             for low, high, which, begins, counts in self._pieces(np.zeros_like(lengths), lengths):
@@ -229,56 +224,3 @@ class DeviceMemory:
                         into = addresses[which] + (begins - first[which]) * place.step_bytes
                         copying.copy_spans(np.array([address + place.inside, *sizes]), places, steps, into)
                     address += count * place.block_stride
-
-
-class DeviceRows:
-    """Reads trajectories of a table on a GPU for the host, as `Source` and `TierReader` say. The caller holds a ticket.
-
-    Args:
-        region: of the table. arrays: of its index.
-    """
-
-    def __init__(self, region: Region, arrays: IndexArrays) -> None:
-        assert region.device_memory is not None
-        self._memory, self._layout, self._arrays = region.device_memory, region.layout, arrays
-
-    def sizes(self, slots: Array) -> Array:
-        found: Array = self._arrays.extent[slots][:, [0, 2]]
-        return found
-
-    def read(
-        self,
-        slots: Array,
-        generations: Array,
-        first: Array,
-        counts: Array,
-        outs: Mapping[str, tuple[Array, Array]],
-        *,
-        drawn: int = 0,
-    ) -> None:
-        """Read spans of trajectories. Waits for the GPU."""
-        arrays, layout = self._arrays, self._layout
-        if not counts.all():
-            some = counts > 0
-            slots, generations, first, counts = slots[some], generations[some], first[some], counts[some]
-            outs = {name: (out, offsets[some]) for name, (out, offsets) in outs.items()}
-        places, size = arrays.extent[slots, 1], layout.block_steps
-        low = first // size
-        blocks = -(-(first + counts) // size) - low
-        inside = np.arange(int(blocks.sum())) - np.repeat(np.cumsum(blocks) - blocks, blocks)
-        steps_ids = arrays.ids_at(np.repeat(places + low, blocks) + inside)
-        steps, once = dict[int, dict[str, Array]](), dict[int, dict[str, Array]]()
-        for name, (out, offsets) in outs.items():
-            parts = once if layout.schema[name].trajectory else steps
-            parts.setdefault(layout.columns[name].base, {})[name] = data_address(out) + offsets
-        if steps:
-            self._memory.read(steps_ids, first, counts, steps)
-        if once:
-            one = np.ones_like(places)
-            self._memory.read(arrays.ids_at(places), 0 * one, one, once)
-
-    def count_hits(self, rows: int) -> None:
-        """Nothing: no table on a GPU has a disk tier."""
-
-    def flush(self) -> None:
-        """Nothing, as `count_hits`."""

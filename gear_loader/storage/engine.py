@@ -25,7 +25,7 @@ from gear_loader.storage.counters import (
     TOLD,
     WRITING_STEPS,
 )
-from gear_loader.storage.device_memory import DeviceRows
+from gear_loader.storage.device_rows import DeviceRows
 from gear_loader.storage.disk import DiskWriter, LostRowsError, TierReader
 from gear_loader.storage.incoming import Steps, listed
 from gear_loader.storage.index import INLINE_BYTES, Index

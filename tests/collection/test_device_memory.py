@@ -193,6 +193,27 @@ def test_random_programs(
             Program(seed, tmp_path / str(seed)).run(25)
 
 
+def check_that_batches_follow() -> None:
+    with stand_in("latest") as cuda, on_gpu(on_full="evict_oldest", max_steps=60) as table:
+        data = gear.ReplayDataset(
+            table, batch_size=9, windows={"reward": gear.Window(1, squeeze=True)}, device=DEVICE
+        )
+        for number in range(12):
+            slot = table.add(trajectory(number))
+            batch = data.sample()
+            held = batch["index"].cpu() == slot
+            assert (batch["reward"].cpu()[held] == number).all()
+        assert cuda.machine.counts["event.synchronize"] < 60
+
+
+def test_batches_follow_what_was_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which nobody waits for; the check finds that they do not."""
+    check_that_batches_follow()
+    monkeypatch.setattr(device_memory.DeviceMemory, "follow", lambda *_: None)
+    with pytest.raises(AssertionError):
+        check_that_batches_follow()
+
+
 # ---------------------------------------------------------------- bytes, and what is refused
 
 
