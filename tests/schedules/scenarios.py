@@ -94,7 +94,7 @@ class Scenario(Shrinkable):
         looks: whether the consumer asks for counts and states.
         mode: what else torch is told: ``"inference"`` mode, another ``"default device"`` or current ``"device"``, or
             the ``"capture"`` of a graph while other threads go on, or ``"captures elsewhere"``, by another thread while
-            the consumer asks for something.
+            the consumer asks for something, or ``"launches elsewhere"`` of such a thread.
         packed: whether the columns share a record.
         layout: of the batches; all but ``"padded"`` have a number of steps instead of rows if `budget`.
         budget: see `layout`. converts: whether some windows have another dtype.
@@ -362,8 +362,8 @@ class Run:
                     self.cuda.threads.switch()
 
     def _asked(self, call: Callable[[], Any]) -> Any:
-        """What a call of ours returns. With "captures elsewhere" others may capture in it, and only in it."""
-        if self.scenario.mode != "captures elsewhere":
+        """What a call of ours returns. What others do elsewhere they may do in it, and only in it."""
+        if not self.scenario.mode.endswith("elsewhere"):
             return call()
         self.cuda.set_mode(GLOBAL)
         self._asking += 1
@@ -384,6 +384,17 @@ class Run:
             with self.cuda.capturing():
                 for _ in range(self.choose.choice([1, 3])):
                     self.cuda.threads.switch() or self.cuda.machine.step()
+
+    def _launch(self) -> None:
+        """The thread that launches elsewhere: on a stream of PyTorch's pool, one piece of work after another."""
+        stream: Any = torch.cuda.Stream(DEVICE)
+        with torch.cuda.stream(stream):
+            made = torch.zeros(4, device=DEVICE)
+            while True:
+                last = stream.last
+                self.cuda.threads.wait(lambda: self._asking > 0 and last.done)  # noqa: B023
+                made.add_(1)
+                self.cuda.threads.switch()
 
     # ---------------------------------------------------------------- the consumer
 
@@ -430,6 +441,8 @@ class Run:
         if scenario.mode == "captures elsewhere":
             self.cuda.threads.start(self._capture, (), "capturer")
             self.cuda.set_mode(RELAXED)
+        if scenario.mode == "launches elsewhere":
+            self.cuda.threads.start(self._launch, (), "launcher")
         stream = torch.cuda.Stream(DEVICE) if scenario.side else None
         read: list[tuple[tuple[int, int], dict[str, Any]]] = []
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():

@@ -35,7 +35,7 @@ from gear_loader.storage.operations.view import READING
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 POLICIES: tuple[Policy, ...] = ("random", "latest", "eager")
-MODES = ("inference", "default device", "device", "capture", "captures elsewhere")
+MODES = ("inference", "default device", "device", "capture", "captures elsewhere", "launches elsewhere")
 FIRST = int(os.environ.get("GEAR_LOADER_FIRST_SEED", "0"))
 """The first seed of the tests below."""
 
