@@ -365,10 +365,10 @@ class Prefetcher:
         releaser = self._releaser
         if releaser is None or self._stream is None or self._copies:
             return 0
-        batch = buffers.queued(self._stream)
-        if batch is None:
+        batch, region = buffers.queued(self._stream), self.collector.regions[0]
+        if batch is None or region.device_memory is not None:  # which has work of its own to come after
             return 0
-        with self.collector.regions[0].using():
+        with region.using():
             reading = releaser.check(buffers)
             done = queue(buffers, item, batch)
             if done and reading:
@@ -444,10 +444,12 @@ class Prefetcher:
         if self._stream is not None:
             self._check_process()
         delivered, free = self._delivered, self._pool.free
+        if free and len(delivered) == 1 and self._stream is None:
+            return  # the last batch, which a loop mostly holds until it has the next
         held: list[Buffers] = []
         for _ in range(len(delivered) - self._keep + 1):
             if free and len(delivered) == 1 and self._stream is None:
-                break  # the last batch, which a loop mostly holds until it has the next
+                break
             buffers = delivered.popleft()
             if self._lends and buffers.references is not None and buffers.references.held:
                 held.append(buffers)

@@ -77,6 +77,29 @@ def scatter(columns, block_steps, ids, addresses, lengths) -> None:  # type: ign
 
 
 @compiled
+def copy_spans(column, begins, counts, outs) -> None:  # type: ignore[no-untyped-def]
+    """Copy spans of steps out of blocks that follow one another.
+
+    Args:
+        column: int64 [5], as for `copy_rows`. begins: int64 [n], first step of each span, of those of all blocks.
+        counts: int64 [n], steps of each. outs: int64 [n], address at which each goes, one step after another.
+    """
+    base, stride, size, every, block_steps = column[0], column[1], column[2], column[3], column[4]
+    for i in range(len(begins)):
+        done = 0
+        while done < counts[i]:
+            block = (begins[i] + done) // block_steps
+            inside = begins[i] + done - block * block_steps
+            count = min(block_steps - inside, counts[i] - done)
+            source, target = base + block * stride + inside * every, outs[i] + done * size
+            if every == size:
+                copy_bytes(target, source, count * size)
+            else:
+                copy_apart(target, size, source, every, count, size)
+            done += count
+
+
+@compiled
 def copy_rows(address, low, high, first, ends, places, ids, column, into) -> None:  # type: ignore[no-untyped-def]
     """Copy bytes of a file that holds trajectories one after another (gaps allowed) to or from their blocks.
 

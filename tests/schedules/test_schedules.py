@@ -102,6 +102,7 @@ CASES = {
     "packed": Case(Scenario.flat, 2, 32),
     "queued in one call": Case(Scenario.queued, 1, 24, seen="queued", least=3),
     "groups": Case(Scenario.groups, 1, 8),
+    "device memory": Case(Scenario.in_device_memory, 1, 32, seen="store", least=20),
     # Rows on disk are read into pinned memory, and placed, or gathered out of it; late columns are filled meanwhile.
     "disk tier": Case(Scenario.on_disk, 1, 24, seen="place", least=2),
     "steps of a disk tier": Case(
