@@ -777,10 +777,10 @@ class Table:
         return fill_columns(self._engine, index, generation, columns, strict=is_strict(stale))
 
     def unfilled(self, *columns: str) -> tuple[Array, Array]:
-        """The trajectories of which a late column is not filled, oldest first.
+        """The trajectories of which a write-once column is not filled, oldest first.
 
         Args:
-            columns: names of late columns; all of them by default.
+            columns: names of write-once columns; all of them by default.
 
         Returns:
             Their indices and generations, int64 [n] each, as `fill` takes them.
@@ -832,7 +832,7 @@ class Table:
         Raises:
             SchemaError: a column that is not mutable, values that do not fit, or steps outside of a trajectory. Nothing
                 was changed.
-            FilledError: a late column that is not filled. Nothing was changed.
+            FilledError: a write-once column that is not filled. Nothing was changed.
             StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
             RegionError: no room in `/dev/shm` for the log: as many bytes as a row, 512 KiB or more.
             LockTimeoutError: timed out waiting for the lock. Rows may have been written.
@@ -855,7 +855,7 @@ class Table:
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """A copy of one trajectory: column name -> tensor ``[T, *shape]`` on the CPU; ``[*shape]`` of columns per
-        trajectory. Late columns that are not filled are not in it.
+        trajectory. Write-once columns that are not filled are not in it.
 
         Writing into the tensors does not change the table. `fill` writes values that follow later, and `set` those of
         mutable columns; for others remove the trajectory and add it anew.
@@ -899,8 +899,8 @@ class Table:
 
         Raises:
             StaleIndexError: an index has no live trajectory; the message names them. Nothing was written.
-            SchemaError: other windows, shapes, dtypes or memory, an anchor outside its trajectory, or a late column
-                that a trajectory has no values of. Nothing was written.
+            SchemaError: other windows, shapes, dtypes or memory, an anchor outside its trajectory, or a write-once
+                column that a trajectory has no values of. Nothing was written.
             CheckpointError: a trajectory that lies on disk only cannot be read. `out` may have been written in part.
 
         Example: ``table.gather(table.indices()[-32:], windows=gear.Window(20))`` has the first 20 steps of the newest
