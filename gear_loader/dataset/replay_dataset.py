@@ -935,11 +935,11 @@ class ReplayDataset(IterableDataset[Batch]):
 
         The newest trajectories of the fullest shards are copied to the emptiest with free space, in all stages of a
         pipeline, and then removed from their source. They keep their ids, write-once columns and updated priorities;
-        priority updates for earlier batches follow them. Those that share steps with others, or of which a column is filled
-        meanwhile, are not migrated. If a rank is killed
-        meanwhile, a trajectory may be left in two shards; the next call, or the next dataset over these tables, removes
-        the duplicate before it draws (the logger `gear_loader` reports the number). Eviction and other policies of a
-        table treat migrated trajectories as new. A running pass without replacement replaces migrated items by others.
+        priority updates for earlier batches follow them. Trajectories that share steps with others are not migrated,
+        nor is one of which a column is filled meanwhile. If a rank is killed meanwhile, a trajectory may be left in two
+        shards; the next call, or the next dataset over these tables, removes the duplicate before it draws (the logger
+        `gear_loader` reports the number). Eviction and other policies of a table treat migrated trajectories as new. A
+        running pass without replacement replaces migrated items by others.
 
         Args:
             by: quantity to equalise: ``"steps"``, or ``"mass"``, the sum of priorities (the number of items if the

@@ -449,7 +449,7 @@ class Table:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        carrier: str = "socket",
+        transport: str = "socket",
         secret: bytes | None = None,
         allow: Literal["all", "read", "write"] = "write",
         tls: tuple[str | os.PathLike[str], str | os.PathLike[str]] | None = None,
@@ -462,11 +462,11 @@ class Table:
         Args:
             host: address of this machine to listen at; by default only this machine can connect.
             port: port number, or 0 for a free one.
-            carrier: ``"socket"`` or ``"ucx"``.
+            transport: ``"socket"`` or ``"ucx"``.
             secret: at least 16 bytes; by default random ones.
             allow: what clients may do: ``"write"`` adds trajectories and sets priorities, ``"read"`` fetches rows,
                 ``"all"`` both. Statistics are for all of them.
-            tls: PEM files of a certificate and of its private key; with the carrier ``"socket"`` only.
+            tls: PEM files of a certificate and of its private key; with the transport ``"socket"`` only.
 
         Returns:
             The `gear_loader.transport.TableServer`: its `url` and `secret` are what `gear_loader.connect` takes.
@@ -475,7 +475,7 @@ class Table:
             PrivateTableError: the table has no name. TransportError: the server did not start, or invalid arguments.
             HandshakeError: an invalid secret.
         """
-        options = {"host": host, "port": port, "carrier": carrier, "secret": secret, "allow": allow}
+        options = {"host": host, "port": port, "transport": transport, "secret": secret, "allow": allow}
         options["tls"] = tls
         return provided("serve")(self, **options)
 

@@ -326,7 +326,7 @@ class Delivery:
         return found.version
 
     def unfilled(self, names: tuple[str, ...]) -> tuple[Array, Array]:
-        """Slots and generations of trajectories with unfilled write-once columns, int64 [n] each; see `Table.unfilled`."""
+        """Slots and generations of trajectories with unfilled columns, int64 [n] each; see `Table.unfilled`."""
         slots, generations = self._ask(Unfilled(self._table, names), "nothing was changed")
         return slots, generations
 

@@ -315,7 +315,9 @@ class RemoteTable:
                     f"{steps[0].lengths[row]:,}; expected the same. Nothing was changed."
                 )
         if len(np.unique(slots)) != count:
-            raise FilledError("An index was given twice; a write-once column is filled once. Nothing was changed.")
+            raise FilledError(
+                "An index was given twice; a write-once column is filled once. Nothing was changed."
+            )
         return fill_parts(self._filler, slots, generations, values, strict=strict)
 
     def set(
