@@ -49,7 +49,7 @@ class SequenceBuffer(ReplayBuffer):
     other columns    ``[B, T, *shape]``, that `add` was given
     ================ ==============================================================================
 
-    and ``index``, ``anchor``, ``generation``, which identify its rows, and ``priority_weight``, as of `ReplayDataset`.
+    and ``index``, ``anchor``, ``generation``, which identify its rows, and ``priority_weight``; see `ReplayDataset`.
     A target is ``reward + gamma * ~terminated * value(next_obs)``. Each step can be drawn when `add` has returned, also
     of running episodes. A full buffer drops its oldest piece: an episode, or about 1,024 steps of a longer one. The
     pieces of an episode have `overlap` steps in common, which are stored twice, so that no sequence is lost between
@@ -86,12 +86,13 @@ class SequenceBuffer(ReplayBuffer):
         self.overlap = self.burn_in if overlap is None else at_least("overlap", overlap, least=0)
         if max(self.burn_in, self.overlap) >= self.length:
             raise SchemaError(
-                f"length is {length}, burn_in {burn_in} and overlap {self.overlap}; expected a length above both of "
-                "the others."
+                f"length is {length}, burn_in {burn_in} and overlap {self.overlap}; expected burn_in and overlap "
+                "below length."
             )
         if unknown := {"n_step", "gamma", "hindsight", "agents"} & options.keys():
             raise SchemaError(
-                f"{sorted(unknown)} were given; a SequenceBuffer delivers rewards and goals as they are, of one agent."
+                f"{sorted(unknown)} were given; a SequenceBuffer has no n-step returns, hindsight or agents. "
+                "Leave them out."
             )
         if isinstance(mutable, str) or not all(isinstance(name, str) for name in mutable):
             raise SchemaError(f"mutable is {shown(mutable)}; expected names of columns, such as ('state',).")
