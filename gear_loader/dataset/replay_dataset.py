@@ -452,7 +452,7 @@ class ReplayDataset(IterableDataset[Batch]):
         filler = self.filler(prefetcher)
         at = first  # number of the batch on this rank
         if self._budget is None:
-            batches = prefetcher.batches(filler.fill, self._draws(epoch, first, workers))
+            batches = prefetcher.batches(filler.fill, self._draws(epoch, first, workers), filler.queue)
         else:
             plans = self._plans(self._budget, epoch, first, workers, planned)
             batches = prefetcher.batches(filler.fill_planned, plans)
@@ -597,7 +597,8 @@ class ReplayDataset(IterableDataset[Batch]):
                 )
             self._check_rate(size)
             prefetcher, item = self._single(size), self._sample_draw(size)
-            batch = prefetcher.one(Filler(self.table, self._selected, prefetcher).fill, item)
+            filler = Filler(self.table, self._selected, prefetcher)
+            batch = prefetcher.one(filler.fill, item, filler.queue)
             draw = item[0]
             self._position.sampled(draw.count)
             shown: Batch = self._shown(batch, draw.epoch, self._position.samples - 1, prefetcher)

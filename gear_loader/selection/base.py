@@ -20,6 +20,7 @@ from gear_loader.selection.samplers import (
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.ids import sequences_of
 from gear_loader.storage.inline import InlineBatch
+from gear_loader.storage.queued import QueuedBatch
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import SelectedRows
 from gear_loader.storage.snapshot import Snapshot
@@ -292,6 +293,17 @@ class Selection:
 
         Args:
             draw: counters of the draw. batch: where the batch goes.
+
+        Returns:
+            False, having done nothing, if it needs `draw`.
+        """
+        return False
+
+    def queue(self, draw: Draw, batch: QueuedBatch, ticket: Any) -> bool:
+        """Draw the rows of a batch from the current items, and queue its gather on a GPU, in one compiled call.
+
+        Args:
+            draw: counters of the draw. batch: where the rows go. ticket: as for `draw`.
 
         Returns:
             False, having done nothing, if it needs `draw`.
