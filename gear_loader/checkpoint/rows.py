@@ -16,6 +16,7 @@ from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.index import Index
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Schema
+from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 
 _AT_ONCE = 1 << 19
@@ -32,6 +33,7 @@ class TrajectoryRows:
         under_ticket: whether the caller holds the ticket of the trajectories. Otherwise they may be evicted before they
             are copied; zeros come in their place.
         reader: of trajectories that lie on disk only; None if there are none.
+        on_device: whether it reads all, from the memory of a GPU.
 
     Attributes:
         first, ends: int64 [n], first row of each trajectory, and the row after its last.
@@ -48,6 +50,7 @@ class TrajectoryRows:
         *,
         under_ticket: bool,
         reader: TierReader | None = None,
+        on_device: bool = False,
     ) -> None:
         self.slots = slots
         self.ends = np.cumsum(rows_of(records))
@@ -55,7 +58,7 @@ class TrajectoryRows:
         self._sequences = np.ascontiguousarray(records["sequence"])
         self._states = np.zeros(len(slots), dtype=np.uint8)
         self._index, self._schema, self._places, self._under_ticket = index, schema, places, under_ticket
-        self._reader = reader
+        self._reader, self._on_device = reader, on_device
         self.filled = records["filled"].copy()
         self._staged: dict[str, Array] = {}
         # Of each column the number of trajectories that are not in `_staged`, the first ones.
@@ -163,17 +166,21 @@ class TrajectoryRows:
         try:
             if self._reader is not None and not self._under_ticket:
                 self._index.reader.begin_read(ticket)
-            spilled = self._copy_blocks(name, buffer, begin, end)
-            if len(spilled):
-                self._read(name, buffer, begin, end, spilled)
+            elsewhere = self._copy_blocks(name, buffer, begin, end)
+            if len(elsewhere):
+                self._read(name, buffer, begin, end, elsewhere)
             ticket.end()
         finally:
             ticket.end()  # idempotent; a signal handler may raise between `begin_read` and the call above
 
     def _copy_blocks(self, name: str, buffer: Array, begin: int, end: int) -> Array:
-        """`_copy` what is in memory; return the positions of trajectories that lie on disk only, int64 [m]."""
+        """`_copy` what is in host memory; return the positions of the other trajectories, int64 [m]."""
         arrays, column = self._index.arrays, self._places[name]
         first, ends = self.bounds(name)
+        low = int(np.searchsorted(ends, begin, side="right"))
+        high = int(np.searchsorted(first, end, side="left"))
+        if self._on_device:
+            return np.arange(low, high)
         size = int(column[2])
         copy_out(
             buffer.ctypes.data,
@@ -193,8 +200,6 @@ class TrajectoryRows:
             arrays.num_blocks,
             self._states,
         )
-        low = int(np.searchsorted(ends, begin, side="right"))
-        high = int(np.searchsorted(first, end, side="left"))
         states = self._states[low:high]
         if (states == CORRUPT).any():
             slot = self.slots[low + int(np.argmax(states == CORRUPT))]
@@ -202,7 +207,7 @@ class TrajectoryRows:
         return np.flatnonzero(states == ON_DISK) + low
 
     def _read(self, name: str, buffer: Array, begin: int, end: int, which: Array) -> None:
-        """Read rows of trajectories that lie on disk only, for those of `_copy`; of damaged ones come zeros.
+        """Read rows of trajectories on disk only, or on a GPU, for those of `_copy`; of damaged ones come zeros.
 
         Args:
             which: int64 [n], positions of the trajectories.
@@ -212,6 +217,8 @@ class TrajectoryRows:
         arrays, slots = self._index.arrays, self.slots[which]
         generations = arrays.generation[slots]  # before the check, so that they are those of the trajectories
         gone = arrays.sequence[slots] != self._sequences[which]
+        if self._on_device and not self._under_ticket:  # else evicted ones keep their blocks
+            gone |= arrays.state[slots] != READY
         size, once = int(self._places[name][2]), self._schema[name].trajectory
         low, high = np.maximum(first[which], begin), np.minimum(ends[which], end)
         offset = np.zeros(len(which), dtype=np.int64) if once else low - first[which]

@@ -142,14 +142,17 @@ class Save:
         self.rules = table.rules
         self._quiet = table._engine.region.fill_lock
         # These references keep the memory mapped if the table is closed during the save.
-        self._columns = {name: table._engine.region.column(name) for name in table.schema}
+        region = table._engine.region
+        self._memory = region.device_memory or region.bytes
         self._places = {name: table._engine.region.column_place(name) for name in table.schema}
         self.name, parent = identity(table, table._engine.index)
         self.manifest: Manifest | None = None
         self.written: Array = np.empty(0, dtype=np.int64)
         self.bytes_written = 0
         self.has_changed = False
-        self._reader = table._engine.tier_reader() if table._engine.has_tier else None
+        self._on_device = table._engine.device is not None
+        reads = table._engine.has_tier or self._on_device
+        self._reader = table._engine.tier_reader() if reads else None
         self._next_segment = old.next_segment if old else 1
         self._saves = old.saves + 1 if old else 1
         self.index_file: IndexFile | None = None
@@ -352,7 +355,11 @@ class Save:
 
     def _rows(self, trajectories: tuple[Array, Array], *, under_ticket: bool) -> TrajectoryRows:
         """Rows of trajectories: slots, int64 [n], and records, [n]."""
-        options: dict[str, Any] = {"under_ticket": under_ticket, "reader": self._reader}
+        options: dict[str, Any] = {
+            "under_ticket": under_ticket,
+            "reader": self._reader,
+            "on_device": self._on_device,
+        }
         return TrajectoryRows(self.index, self.schema, self._places, *trajectories, **options)
 
     def _write_changes(

@@ -81,7 +81,9 @@ class RowGather:
             self._reader = TierRows(source, reach, self.row_bytes)
         else:
             self._reader = StagedRows(lambda: source, source.schema, reach, self.row_bytes)
-        has_tier = isinstance(self._reader, TierRows) and self._reader.table._engine.has_tier
+        has_tier = isinstance(source, Table) and (
+            source._engine.has_tier or source._engine.device is not None
+        )
         self.tier = self._reader if has_tier else None
 
     def gather(
@@ -177,8 +179,8 @@ def _check_late(table: Table, windows: Windows, slots: Array) -> None:
     missing = np.flatnonzero((filled_bits(table._engine.index.arrays, slots) & bits) != bits)
     if len(missing):
         raise SchemaError(
-            f"{len(missing)} of {len(slots)} trajectories have no values yet in some of the late columns {late}; the "
-            f"first is index[{missing[0]}], {slots[missing[0]]}. Nothing was written; Table.fill gives them values."
+            f"{len(missing)} of {len(slots)} trajectories have no values yet in some of the write-once columns {late}; "
+            f"the first is index[{missing[0]}], {slots[missing[0]]}. Nothing was written; Table.fill gives them values."
         )
 
 

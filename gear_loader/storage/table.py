@@ -108,6 +108,7 @@ class Table:
         timeout: float | None = None,
         if_exists: Literal["error", "attach", "replace"] = "error",
         disk: Disk | Tier | None = None,
+        device: str | torch.device | None = None,
     ) -> Table:
         """Create an empty table.
 
@@ -154,10 +155,15 @@ class Table:
                 file system without space is an error with every policy but ``"wait"``, until it has. A trajectory
                 that cannot be read back is removed, logged and counted, and its batch is drawn once more. `Shards`
                 over NIXL refuse such a table. See docs/tiers.md.
+            device: a CUDA device, in whose memory the blocks lie, while the index is host memory of this process: the
+                table is private, and `memory` are the bytes of the blocks. Batches for this device are gathered there;
+                what the CPU reads (batches, `gather`, ``table[i]``, `save`) is copied, and waits for the GPU. Written
+                by ``writers(n, device=...)``, `add` and `extend`. Goes with none of `name`, `disk`, late and mutable
+                columns, and versions of a policy. By default all is in host memory. See docs/gpu.md.
 
         Raises:
-            SchemaError: invalid sizes, columns or options, a NUMA node that does not exist, or the existing table
-                differs.
+            SchemaError: invalid sizes, columns or options, a NUMA node or a device that does not exist, or the existing
+                table differs.
             RegionError: the name is taken or invalid, there is not enough memory, ``huge_pages=True`` is not possible,
                 or ``GEAR_LOADER_DIR`` is not a directory in which only this user and root can replace tables.
             CheckpointError: the directory of `disk` holds a table or other files, is in use, or cannot be written. No
@@ -171,6 +177,7 @@ class Table:
             raise SchemaError(f"disk is {shown(disk)}; expected None or a gear_loader.Disk.")
         else:
             tier = None if disk is None else disk.tier()
+        where = _place_of_blocks(schema, device, name=name, limits=limits, disk=tier or disk)
         layout = table_layout(
             schema,
             max_steps=max_steps,
@@ -181,6 +188,7 @@ class Table:
             rate_limiter=rate_limiter,
             limits=limits,
             tier=tier,
+            on_device=where is not None,
         )
         timeout = None if timeout is None else check_seconds("timeout", timeout)
         node = check_numa(memory.numa)
@@ -194,7 +202,8 @@ class Table:
                 with contextlib.closing(Region.attach(name)) as old:
                     old.unlink()
             try:
-                region = Region.create(layout, name, huge_pages=memory.huge_pages, node=node)
+                pages = memory.huge_pages
+                region = Region.create(layout, name, huge_pages=pages, node=node, device=where)
                 return cls(region, timeout=timeout), True
             except RegionError:
                 if if_exists != "attach" or name is None or not os.path.lexists(region_path(name)):
@@ -447,7 +456,7 @@ class Table:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        carrier: str = "socket",
+        transport: str = "socket",
         secret: bytes | None = None,
         allow: Literal["all", "read", "write"] = "write",
         tls: tuple[str | os.PathLike[str], str | os.PathLike[str]] | None = None,
@@ -460,11 +469,11 @@ class Table:
         Args:
             host: address of this machine to listen at; by default only this machine can connect.
             port: port number, or 0 for a free one.
-            carrier: ``"socket"`` or ``"ucx"``.
+            transport: ``"socket"`` or ``"ucx"``.
             secret: at least 16 bytes; by default random ones.
             allow: what clients may do: ``"write"`` adds trajectories and sets priorities, ``"read"`` fetches rows,
                 ``"all"`` both. Statistics are for all of them.
-            tls: PEM files of a certificate and of its private key; with the carrier ``"socket"`` only.
+            tls: PEM files of a certificate and of its private key; with the transport ``"socket"`` only.
 
         Returns:
             The `gear_loader.transport.TableServer`: its `url` and `secret` are what `gear_loader.connect` takes.
@@ -473,7 +482,7 @@ class Table:
             PrivateTableError: the table has no name. TransportError: the server did not start, or invalid arguments.
             HandshakeError: an invalid secret.
         """
-        options = {"host": host, "port": port, "carrier": carrier, "secret": secret, "allow": allow}
+        options = {"host": host, "port": port, "transport": transport, "secret": secret, "allow": allow}
         options["tls"] = tls
         return provided("serve")(self, **options)
 
@@ -567,6 +576,8 @@ class Table:
         Raises:
             SchemaError: invalid options.
         """
+        if self._engine.device is not None:
+            raise self._elsewhere("writer()")
         sink = self._sink(1, chunk_steps, overlap_steps, commit_every_step)
         return Writer(sink, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
 
@@ -608,6 +619,9 @@ class Table:
         """
         count, layout = at_least("n", n), self._engine.region.layout
         most = min(layout.max_trajectories, layout.num_blocks, layout.max_steps)
+        chosen = None if device is None else device_of(device)
+        if self._engine.device not in (None, chosen):
+            raise self._elsewhere(f"writers(device={shown(device)})")
         if count > most:
             raise SchemaError(
                 f"n is {count:,}; expected at most {most:,}, as each environment writes into a slot and a block of "
@@ -624,9 +638,17 @@ class Table:
 
             chunk = None if chunk_steps is None else at_least("chunk_steps", chunk_steps)
             make = lambda n: self._sink(n, None, 0, False)  # noqa: E731
-            return DeviceWriter(self._engine, make, count, chunk, device_of(device))
+            assert chosen is not None
+            return DeviceWriter(self._engine, make, count, chunk, chosen)
         sink = self._sink(count, chunk_steps, overlap_steps, commit_every_step)
         return VectorWriter(sink, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
+
+    def _elsewhere(self, call: str) -> SchemaError:
+        return SchemaError(
+            f"{call} was called of a table whose blocks are in the memory of {self._engine.device}; expected "
+            f"writers(n, device='{self._engine.device}'), which writes there, or add() and extend(), which copy whole "
+            "trajectories of the host."
+        )
 
     def _sink(
         self, n: int, chunk_steps: int | None, overlap_steps: int, commit_every_step: bool
@@ -775,10 +797,10 @@ class Table:
         return fill_columns(self._engine, index, generation, columns, strict=is_strict(stale))
 
     def unfilled(self, *columns: str) -> tuple[Array, Array]:
-        """The trajectories of which a late column is not filled, oldest first.
+        """The trajectories of which a write-once column is not filled, oldest first.
 
         Args:
-            columns: names of late columns; all of them by default.
+            columns: names of write-once columns; all of them by default.
 
         Returns:
             Their indices and generations, int64 [n] each, as `fill` takes them.
@@ -831,7 +853,7 @@ class Table:
         Raises:
             SchemaError: a column that is not mutable, values that do not fit, or steps outside of a trajectory. Nothing
                 was changed.
-            FilledError: a late column that is not filled. Nothing was changed.
+            FilledError: a write-once column that is not filled. Nothing was changed.
             StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
             RegionError: no room in `/dev/shm` for the log: as many bytes as a row, 512 KiB or more.
             LockTimeoutError: timed out waiting for the lock. Rows may have been written.
@@ -855,7 +877,7 @@ class Table:
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """A copy of one trajectory: column name -> tensor ``[T, *shape]`` on the CPU; ``[*shape]`` of columns per
-        trajectory. Late columns that are not filled are not in it.
+        trajectory. Write-once columns that are not filled are not in it.
 
         Writing into the tensors does not change the table. `fill` writes values that follow later, and `set` those of
         mutable columns; for others remove the trajectory and add it anew.
@@ -899,8 +921,8 @@ class Table:
 
         Raises:
             StaleIndexError: an index has no live trajectory; the message names them. Nothing was written.
-            SchemaError: other windows, shapes, dtypes or memory, an anchor outside its trajectory, or a late column
-                that a trajectory has no values of. Nothing was written.
+            SchemaError: other windows, shapes, dtypes or memory, an anchor outside its trajectory, or a write-once
+                column that a trajectory has no values of. Nothing was written.
             CheckpointError: a trajectory that lies on disk only cannot be read. `out` may have been written in part.
 
         Example: ``table.gather(table.indices()[-32:], windows=gear.Window(20))`` has the first 20 steps of the newest
@@ -1067,6 +1089,38 @@ class Table:
 
 
 _ONE = np.ones(1, dtype=np.int64)
+
+
+def _place_of_blocks(
+    schema: Mapping[str, Column], device: Any, *, name: str | None, limits: Any, disk: Any
+) -> torch.device | None:
+    """The GPU in whose memory the blocks of a new table lie; None for host memory.
+
+    Raises:
+        SchemaError: it does not exist, or an option that such a table does not take.
+    """
+    where = None if device is None else device_of(device)
+    if where is None or where.type != "cuda":
+        return None
+    columns = Schema(schema)
+    refused = {
+        "name": (name, "other processes cannot attach to it"),
+        "disk": (disk, "it is not written to a disk; save() writes a checkpoint"),
+        "late columns": (list(columns.late), "nothing is filled in afterwards"),
+        "mutable columns": (list(columns.mutable), "values stay as they were added"),
+        "Limits(version=)": (
+            getattr(limits, "version", None),
+            "the host would read versions of a policy there",
+        ),
+    }
+    for option, (value, why) in refused.items():
+        if value:
+            raise SchemaError(
+                f"{option}: {shown(value)}, with device={shown(device)}; expected none: the blocks of the table are in "
+                f"the memory of a GPU, and {why}. Leave it out, or create the table in host memory, which a GPU reads "
+                "too."
+            )
+    return where
 
 
 def _attach(name: str, on_full: OnFull, timeout: float | None) -> Table:
