@@ -10,6 +10,9 @@ Serving: requests for one node each come at random times in this process, and ar
 gathered and classified, by the same model for all ways. The rate is raised until the 99th percentile of the latency,
 counted from when a request was due, passes 50 ms; the latency is that at half of the highest rate that kept it.
 
+With ``--device cuda`` batches end on the GPU: sampled by the CPU or by the GPU, with features by zero copy, or as a
+router chooses; beside plain torch on the CPU, copied. No serving and no caches then.
+
 Caches: the reads of single requests, by (rank + 1) ** -0.9, that a cache of a tenth of the rows serves, and the bytes
 that a request reads past it, if its rows are chosen by access probability, by out-degree, by what is read (an oracle),
 or change by LRU.
@@ -65,22 +68,29 @@ def command(
     seconds: Annotated[float, typer.Option(min=0.1, help="Of load at each rate.")] = 2.0,
 ) -> None:
     """Neighbour sampling with features, and serving, beside PyG and plain torch."""
-    graphs.use_sampler_of_peer(session.peers)
+    if not session.cuda:
+        graphs.use_sampler_of_peer(session.peers)
     size, degree, width = nodes or (3000 if session.quick else 117_000), 7, 64
     session.configure(nodes=size, degree=degree, features=width, fanouts=FANOUTS)
     data = Data.of(size, degree, width, seed=1)
     schema = {"x": gear.Column(torch.float32, (width,))}
     with gear.Table.create(schema, max_steps=size, max_trajectories=1) as table:
         table.add({"x": data.x})
+        batches = QUICK_BATCHES if session.quick else BATCHES
+        if session.cuda:
+            device = torch.device("cuda", torch.cuda.current_device())
+            found = graphs.on_device(data, table, FANOUTS, device)
+            for batch in session.each("graph", batches, "{} seeds".format):
+                _sampling(session, data, found, batch)
+            return
         ways: dict[str, Way] = {
             "ours": graphs.ours(data, table, FANOUTS, 1),
             YARDSTICK: graphs.plain(data, FANOUTS),
         }
         if session.threads > 1:
             ways["ours, threads"] = graphs.ours(data, table, FANOUTS, session.threads)
-        if (found := session.attempt(PYG, functools.partial(graphs.pyg, data, FANOUTS))) is not None:
-            ways[PYG] = found
-        batches = QUICK_BATCHES if session.quick else BATCHES
+        if (peer := session.attempt(PYG, functools.partial(graphs.pyg, data, FANOUTS))) is not None:
+            ways[PYG] = peer
         for batch in session.each("graph", batches, lambda batch: f"{batch} seeds"):
             _sampling(session, data, ways, batch)
         _serving(session, data, ways, 0.3 if session.quick else seconds)
