@@ -406,9 +406,7 @@ class PaddedHost(HostMover):
 
     def fill(self, buffers: PaddedBuffers, table: Table, rows: SelectedRows) -> None:
         count = len(rows)
-        if threads.alone(count, self.layout.row_bytes) and not (
-            table._engine.has_tier and table._engine.num_spilled
-        ):
+        if threads.alone(count, self.layout.row_bytes) and table._engine.all_in_memory:
             values, (extent, block_ids) = buffers.values, table._engine.reader().index_arrays()
             columns, steps = buffers.columns_of(table), table._engine.region.layout.block_steps
             names = rows.slots, rows.anchors, rows.generations

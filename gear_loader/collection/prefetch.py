@@ -407,10 +407,12 @@ class Prefetcher:
         if self._stream is not None:
             self._check_process()
         delivered, free = self._delivered, self._pool.free
+        if free and len(delivered) == 1 and self._stream is None:
+            return  # the last batch, which a loop mostly holds until it has the next
         held: list[Buffers] = []
         for _ in range(len(delivered) - self._keep + 1):
             if free and len(delivered) == 1 and self._stream is None:
-                break  # the last batch, which a loop mostly holds until it has the next
+                break
             buffers = delivered.popleft()
             if self._lends and buffers.references is not None and buffers.references.held:
                 held.append(buffers)

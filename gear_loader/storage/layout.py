@@ -173,6 +173,8 @@ class Layout:
         tier: where trajectories beyond the memory lie, or None.
         region_bytes: size of the whole region, a multiple of the page size.
         index_bytes: bytes before the first column.
+        on_device: whether the blocks lie in the memory of a GPU, and the region holds the index alone.
+        device_bytes: bytes of the blocks there; 0 of others. The first of them is byte `index_bytes` of the layout.
     """
 
     def __init__(
@@ -186,6 +188,7 @@ class Layout:
         packed: bool = False,
         rules: Rules | None = None,
         tier: Tier | None = None,
+        on_device: bool = False,
     ) -> None:
         self.schema = schema
         self.max_steps = max_steps
@@ -253,7 +256,10 @@ class Layout:
             stride = round_up(size * (1 if column.trajectory else block_steps), LINE)
             self.columns[name] = ColumnLayout(base + num_blocks * self.block_bytes, size, stride, size)
             self.block_bytes += stride
-        self.region_bytes = round_up(base + num_blocks * self.block_bytes + LINE, mmap.PAGESIZE)
+        self.on_device = on_device
+        self.device_bytes = num_blocks * self.block_bytes if on_device else 0
+        end = base if on_device else base + num_blocks * self.block_bytes + LINE
+        self.region_bytes = round_up(end, mmap.PAGESIZE)
 
     @property
     def slot_bytes(self) -> int:
