@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -19,7 +20,7 @@ from benchmarks.loading import WARM_UP, Staged, check_dataset, closed, dataset
 from benchmarks.workloads import STEPS, W1, W2, Data, Rows, expect, poison
 
 BLOCK_STEPS = 100
-RING = "ring on the device"
+RING, HOME = "ring on the device", "dataset, table on the device"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +55,26 @@ def measured(
     for workload in (W1, W2, STEPS):
         data = Data(workload.of(trajectories))
         label = f"{workload.name}, batch {{}}".format
-        with data.table(BLOCK_STEPS, packed=False) as table:
+        with contextlib.ExitStack() as stack:
+            table = stack.enter_context(data.table(BLOCK_STEPS, packed=False))
+            home = None
+            if engine.device.type == "cuda":
+                home = stack.enter_context(data.table(BLOCK_STEPS, packed=False, device=engine.device))
             for batch in session.each(workload.name, sizes.batches, label):
                 variants = [copies.variant(), *_ways(session, engine, data, table, batch, driver, sizes)]
+                if home is not None:
+                    count = _counts(data, batch, sizes)[1]
+                    variants.append(_dataset(engine, data, home, batch, count, HOME, prefetch=2))
                 told = {"batch": batch, "block_steps": BLOCK_STEPS, "trajectories": trajectories}
                 references = [each.name for each in variants if each.name in (BATCHED, RING)]
                 session.compare(workload.name, label(batch), variants, YARDSTICK, told, references)
+
+
+def _counts(data: Data, batch: int, sizes: Sizes) -> tuple[int, int]:
+    """Launches of a queue, and batches of a measurement."""
+    count = batch * data.workload.row_bytes
+    launches = max(1, min(sizes.queue_launches, sizes.queue_bytes // count))
+    return launches, max(4, min(200, 16 * sizes.queue_bytes // count))
 
 
 def _ways(
@@ -74,8 +89,7 @@ def _ways(
     """The variants beside the yardstick."""
     workload = data.workload
     count = batch * workload.row_bytes
-    launches = max(1, min(sizes.queue_launches, sizes.queue_bytes // count))
-    batches = max(4, min(200, 16 * sizes.queue_bytes // count))
+    launches, batches = _counts(data, batch, sizes)
     rows = WorkloadRows(engine, data, table, batch, launches)
     ours = functools.partial(_dataset, engine, data, table, batch, batches)
     unit: Any = "trajectory" if workload.anchor == "first" else "step"

@@ -171,14 +171,9 @@ fi
 
 if missing=$("$python" -c 'import rich, typer' 2>&1); then
     benchmark device 65
-    benchmark collect 80
+    benchmark collect 95
     benchmark overlap 60
-    benchmark simulator 30
-    if [[ -e benchmarks/experiments/home.py ]]; then
-        benchmark home 25
-    else
-        note home "LEFT OUT" 0 "there are no tables whose home is the GPU"
-    fi
+    benchmark simulator 40
     benchmark packed 20
     benchmark graph 25
 else
