@@ -126,7 +126,7 @@ class Copies:
     def of_table(cls, engine: Engine, table: Table, count: int) -> Copies:
         """Out of a table's own memory, which is registered with CUDA rather than allocated by it."""
         largest = max(table.schema, key=lambda name: table.schema[name].step_bytes)
-        source = torch.from_numpy(table._engine.region.blocks(largest)).view(-1).view(torch.int64)
+        source = table._engine.region.blocks(largest).view(-1).view(torch.int64)
         name, bounds = f"{YARDSTICK}, table", table._engine.region.pinned_bounds
         return cls(engine, source, min(count, len(source) * 4), name, bounds=bounds)
 

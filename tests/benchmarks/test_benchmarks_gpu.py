@@ -342,7 +342,11 @@ def test_copies_of_the_driver_give_the_kernels_batch(drawn: Any) -> None:
     variant.check()
     assert variant.measure() > 0
     targets, sources, sizes = copies.row_copies(rows, 1)
-    column, out, row = table._engine.region.blocks("action"), rows.buffers[1].batch["action"], 6 * 8 * 4
+    column, out, row = (
+        table._engine.region.blocks("action").numpy(),
+        rows.buffers[1].batch["action"],
+        6 * 8 * 4,
+    )
     assert targets.tolist()[3:6] == [out.data_ptr() + row * i for i in range(3)]
     assert sizes.tolist()[3:6] == [row] * 3
     assert np.all(sources[3:6] >= column.ctypes.data)
