@@ -48,7 +48,7 @@ class SelectionContext:
         limited: whether draws wait for the table's rate limiter and count for it.
         informs: whether batches carry ``sample_info``.
         complete: the anchors to draw from, if not all.
-        late: bits of the late columns that a trajectory must have.
+        late: bits of the write-once columns that a trajectory must have.
         grouping: options of the groups to draw from; None to draw trajectories, or steps, one by one.
     """
 
@@ -105,7 +105,7 @@ class SelectionContext:
 
     def chosen(self, slots: Array) -> Array:
         """Mask of the trajectories in `slots` (int64 [n]) that can be drawn, bool [n]: of the subset, with an anchor,
-        and with the late columns that are read.
+        and with the write-once columns that are read.
 
         The subset sees the sequence numbers of the table that stored the trajectories first.
 
@@ -152,7 +152,7 @@ class SelectionContext:
             found: what there is, as a clause.
         """
         late = [name for i, name in enumerate(self.table.schema.late) if self.late >> i & 1]
-        wanted = [] if not late else [f"with the late columns {late} filled"]
+        wanted = [] if not late else [f"with the write-once columns {late} filled"]
         if self.grouping is not None:
             wanted.append(f"in complete groups of {self.grouping.size} by {self.grouping.column!r}")
         if self.table.rules.max_lag is not None:

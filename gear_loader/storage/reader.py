@@ -425,8 +425,8 @@ class TableReader:
             if not live.all():
                 gone = np.flatnonzero(~live)
                 raise StaleIndexError(
-                    f"{len(gone)} of {len(slots)} rows name no live trajectory, which was never added, removed or "
-                    f"evicted: index {np.unique(slots[gone])[:10].tolist()}{' ...' if len(gone) > 10 else ''}, the "
+                    f"{len(gone)} of {len(slots)} rows are stale, as their trajectories were removed or evicted, or "
+                    f"never added: index {np.unique(slots[gone])[:10].tolist()}{' ...' if len(gone) > 10 else ''}, the "
                     f"first in row {gone[0]}. Nothing was written; table.indices() lists those that are there."
                 )
             ticket.begin(self._readers)
@@ -550,6 +550,6 @@ class TableReader:
 def stale(arrays: IndexArrays, slot: int) -> StaleIndexError:
     """The error for a slot without a live trajectory."""
     return StaleIndexError(
-        f"Index {slot} names no live trajectory: it was never used, removed or evicted. "
+        f"Index {slot} is stale: its trajectory was removed or evicted, or it was never used. "
         f"The table holds {int(arrays.counters[NUM_READY])} trajectories; table.indices() lists them."
     )
