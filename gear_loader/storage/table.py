@@ -325,6 +325,7 @@ class Table:
         max_blocks: int | None = None,
         on_full: OnFull | None = None,
         progress: bool = False,
+        device: str | torch.device | None = None,
     ) -> Table:
         """Create a table from a checkpoint.
 
@@ -344,6 +345,7 @@ class Table:
             on_full: as for `create`; by default that of the saved table. The rate limiter, `max_times_sampled` and
                 `max_age` are always those of the saved table.
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
+            device: as for `create`, whatever the saved table was. Read by way of host memory, 256 MiB at a time.
 
         Raises:
             CheckpointError: there is no checkpoint; it is damaged or of another version or schema; or it does not fit
@@ -360,6 +362,7 @@ class Table:
             max_blocks=max_blocks,
             on_full=on_full,
             progress=progress,
+            device=device,
         )
         table: Table = provided("load")(cls, local_path(path), options)
         return table

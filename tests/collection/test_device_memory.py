@@ -21,6 +21,7 @@ from streams.machine import Policy
 from test_batches_of_sources import SIZES, of_table
 
 import gear_loader as gear
+from gear_loader.checkpoint import loading
 from gear_loader.errors import PrivateTableError, RegionError, SchemaError, StaleIndexError, TableFullError
 from gear_loader.storage import device_memory
 from gear_loader.storage.schema import Schema
@@ -175,11 +176,14 @@ class Program:
         self.remove()
         self.extend()
         self.table.save(self.path / "saved")  # a second round, of what is new
-        with gear.Table.load(self.path / "saved") as loaded:
-            assert len(loaded) == len(self.table)
-            for one, other in zip(loaded.indices().tolist(), self.table.indices().tolist(), strict=True):
-                for name, values in self.table[other].items():
-                    assert torch.equal(loaded[one][name], values)
+        for device in (None, DEVICE):
+            with gear.Table.load(self.path / "saved", device=device, block_steps=5) as loaded:
+                assert loaded._engine.device == device
+                assert len(loaded) == len(self.table)
+                for one, other in zip(loaded.indices().tolist(), self.table.indices().tolist(), strict=True):
+                    for name, values in self.table[other].items():
+                        assert torch.equal(loaded[one][name], values)
+                loaded.check_valid()
 
 
 @pytest.mark.parametrize("policy", mostly_long(POLICIES, "random"))
@@ -189,6 +193,7 @@ def test_random_programs(
 ) -> None:
     for seed in seeds:
         monkeypatch.setattr(device_memory, "STAGING_BYTES", (20_000, 4_000)[seed % 2])
+        monkeypatch.setattr(loading, "IMAGE_BYTES", 50_000)
         with stand_in(policy, seed):
             Program(seed, tmp_path / str(seed)).run(25)
 
