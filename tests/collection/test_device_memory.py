@@ -23,6 +23,7 @@ from test_batches_of_sources import SIZES, of_table
 import gear_loader as gear
 from gear_loader.checkpoint import loading
 from gear_loader.errors import PrivateTableError, RegionError, SchemaError, StaleIndexError, TableFullError
+from gear_loader.graph.table_rows import TableRows
 from gear_loader.storage import device_memory
 from gear_loader.storage.schema import Schema
 
@@ -279,6 +280,10 @@ def test_what_a_table_on_a_gpu_refuses(tmp_path: Path) -> None:
                     call()
             with pytest.raises(PrivateTableError):
                 table.serve()
+            with pytest.raises(SchemaError, match="expected a table in host memory, of which other nodes"):
+                gear.distributed.Shards([table])
+            with pytest.raises(SchemaError, match="expected a table in host memory, which a GPU reads too"):
+                TableRows(table, ["obs"])
             with pytest.raises(StaleIndexError):
                 table[0]
             assert "of cuda:1" in repr(table)
