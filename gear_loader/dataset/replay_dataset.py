@@ -62,7 +62,7 @@ _ALL_DRAWS = 1 << 30  # history of a selection that is told which draws to forge
 
 
 class ReplayDataset(IterableDataset[Batch]):
-    """Endless or epoch-wise batches of windows, drawn from a table that may be written concurrently.
+    """Draws batches of windows from a table, which may be written meanwhile; a PyTorch `IterableDataset`.
 
     Iterate it directly or through ``DataLoader(dataset, batch_size=None)``; or call `sample`. A batch is a dict:
 
@@ -138,10 +138,10 @@ class ReplayDataset(IterableDataset[Batch]):
         transform: a function that takes a batch and returns it, or a sequence of them; `gear_loader.transforms` has
             some. See below.
 
-    **Late columns** (`Column.late`): a dataset draws only trajectories whose late columns are filled, of those that it
-    reads. If there are none, or no complete groups, or no recent trajectories of a table with `max_lag`, a draw waits
-    until the timeout of the table, or of the Shards, then raises TableEmptyError. Over Shards each rank's trainer
-    fills columns of its own table (`Table.fill`), and advances its version.
+    **Write-once columns** (`Column.late`): a dataset draws a trajectory only when the write-once columns that it reads
+    are filled. If nothing can be drawn (nothing is filled, no group is complete, or all is older than `max_lag`), a
+    draw waits until the timeout of the table, or of the Shards, then raises TableEmptyError. Over Shards each rank's
+    trainer fills columns of its own table (`Table.fill`), and advances its version.
 
     **Packed batches** have no ``mask``, and
 
@@ -152,7 +152,7 @@ class ReplayDataset(IterableDataset[Batch]):
     ``position``   int32 ``[total]``: number of the step in its trajectory
     ============== ==================================================================================
 
-    beside columns per trajectory, ``index``, ``anchor``, ``generation`` and the others by row. A row has the steps of
+    and columns per trajectory, ``index``, ``anchor``, ``generation`` and the others by row. A row has the steps of
     its window that exist, with ``Whole(final=True)`` a final step (`Column.final`) too; the windows of all columns are
     the same. On a GPU the host draws them, also by priority, because it lists their pieces; it does not wait for the
     GPU, except that memory grows to the longest batch so far.
@@ -174,8 +174,8 @@ class ReplayDataset(IterableDataset[Batch]):
     **Other loaders:** torchdata's `StatefulDataLoader` and Lightning's Fabric work as `DataLoader` does. On several
     ranks `accelerate.Accelerator.prepare` deals the batches of rank 0 to all: give the dataset
     ``ranks=gear.Ranks(rank=0, world_size=1)``; otherwise, for Shards and for packed batches, the loader stays out of
-    `prepare`. What would deliver
-    other rows raises SchemaError.
+    `prepare`. A use
+    that would deliver other rows raises SchemaError.
 
     Raises:
         SchemaError: options that are invalid for this table.
@@ -452,7 +452,7 @@ class ReplayDataset(IterableDataset[Batch]):
         filler = self.filler(prefetcher)
         at = first  # number of the batch on this rank
         if self._budget is None:
-            batches = prefetcher.batches(filler.fill, self._draws(epoch, first, workers))
+            batches = prefetcher.batches(filler.fill, self._draws(epoch, first, workers), filler.queue)
         else:
             plans = self._plans(self._budget, epoch, first, workers, planned)
             batches = prefetcher.batches(filler.fill_planned, plans)
@@ -568,7 +568,7 @@ class ReplayDataset(IterableDataset[Batch]):
         return self._origin.seed(self.seed)
 
     def sample(self, batch_size: int | None = None) -> Batch:
-        """Draw one batch, without prefetching. Does not wait for the GPU.
+        """Draw one batch, without prefetching. Does not wait for the GPU. Calls of several threads take turns.
 
         Without replacement, calls follow a permutation of the items, one pass after another; the last batch of a pass
         may be smaller. A pass is exact while the table does not change. With max_steps, calls are one endless stream of
@@ -587,18 +587,22 @@ class ReplayDataset(IterableDataset[Batch]):
             SchemaError: batch_size was given to a dataset with `Steps`, or such a dataset draws over all Shards or
                 has several ranks.
         """
-        if self._budget is not None:
-            return self._sample_steps(self._budget, batch_size)
-        size = self.batch_size if batch_size is None else at_least("batch_size", batch_size)
-        if self.groups is not None and size % self.groups.size:
-            raise SchemaError(f"batch_size is {size}; expected a multiple of group_size={self.groups.size}.")
-        self._check_rate(size)
-        prefetcher, item = self._single(size), self._sample_draw(size)
-        batch = prefetcher.one(self.filler(prefetcher).fill, item)
-        draw = item[0]
-        self._position.sampled(draw.count)
-        shown: Batch = self._shown(batch, draw.epoch, self._position.samples - 1, prefetcher)
-        return shown
+        with self._buffers.turn:
+            if self._budget is not None:
+                return self._sample_steps(self._budget, batch_size)
+            size = self.batch_size if batch_size is None else at_least("batch_size", batch_size)
+            if self.groups is not None and size % self.groups.size:
+                raise SchemaError(
+                    f"batch_size is {size}; expected a multiple of group_size={self.groups.size}."
+                )
+            self._check_rate(size)
+            prefetcher, item = self._single(size), self._sample_draw(size)
+            filler = Filler(self.table, self._selected, prefetcher)
+            batch = prefetcher.one(filler.fill, item, filler.queue)
+            draw = item[0]
+            self._position.sampled(draw.count)
+            shown: Batch = self._shown(batch, draw.epoch, self._position.samples - 1, prefetcher)
+            return shown
 
     def _sample_draw(self, size: int) -> tuple[Draw, Any]:
         """The next draw of `sample`, and the items to draw from, or None for those present at the draw."""
@@ -628,11 +632,11 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _single(self, size: int) -> Prefetcher:
         """The prefetcher of single batches of `size` rows, after the updates of priorities that precede the next."""
-        refuse_capture(self.device, "a batch")
         buffers = self._buffers
         sampler = buffers.sampler  # once: a signal handler may change it
         if buffers.active is None and sampler is not None and sampler[0] == size:
-            return sampler[1]
+            return sampler[1]  # which refuses captures itself
+        refuse_capture(self.device, "a batch")
         prefetcher = buffers.single(size, self.batch_size, self._collector, **self._buffering(False))
         if self._is_global and self._buffers.active is not None:
             raise SchemaError(
@@ -653,6 +657,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 "Shards with scope='local'. Iterate over the dataset otherwise."
             )
         self._check_rate(self._num_drawn)
+        refuse_capture(self.device, "a batch")
         prefetcher = self._single(self.batch_size)
         selection = self._selected()
         planner = self._planner
@@ -865,7 +870,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
         ``dataset.set(batch, mask=batch["mask"], state=states)``. Over `Shards` the rows are written to the tables of
         their owners before the call returns: directly on this machine, else by a request that is executed once. Other
-        ranks need not call it. Rows that `rebalance` has moved are skipped.
+        ranks need not call it. In a pipeline each rank writes columns of its own stage, of rows that it has drawn.
 
         Args:
             batch: of this dataset. mask: bool ``[n, L]``, steps to write; those outside of a trajectory must be left
@@ -934,12 +939,12 @@ class ReplayDataset(IterableDataset[Batch]):
         """Migrate trajectories between the `Shards` until they are about equal. All ranks call it at the same point.
 
         The newest trajectories of the fullest shards are copied to the emptiest with free space, in all stages of a
-        pipeline, and then removed from their source. They keep their ids, late columns and updated priorities; priority
-        updates for earlier batches follow them. Those that share steps with others, or of which a column is filled
-        meanwhile, are not migrated. If a rank is killed
-        meanwhile, a trajectory may be left in two shards; the next call, or the next dataset over these tables, removes
-        the duplicate before it draws (the logger `gear_loader` reports the number). Eviction and other policies of a
-        table treat migrated trajectories as new. A running pass without replacement replaces migrated items by others.
+        pipeline, and then removed from their source. They keep their ids, write-once columns and updated priorities;
+        priority updates for earlier batches follow them. Trajectories that share steps with others are not migrated,
+        nor is one of which a column is filled meanwhile. If a rank is killed meanwhile, a trajectory may be left in two
+        shards; the next call, or the next dataset over these tables, removes the duplicate before it draws (the logger
+        `gear_loader` reports the number). Eviction and other policies of a table treat migrated trajectories as new. A
+        running pass without replacement replaces migrated items by others.
 
         Args:
             by: quantity to equalise: ``"steps"``, or ``"mass"``, the sum of priorities (the number of items if the
@@ -966,9 +971,9 @@ class ReplayDataset(IterableDataset[Batch]):
                 "rebalance was called, but this dataset has a subset, or does not draw over all Shards; make one with "
                 "Shards, scope='global' and without a subset."
             )
-        if self.table.schema.mutable:
+        if self.shards is not None and (changing := self.shards.mutable):
             raise SchemaError(
-                f"rebalance was called, and the tables have the columns {list(self.table.schema.mutable)} with "
+                f"rebalance was called, and the tables have the columns {changing} with "
                 "mutable=True; expected none: values that are overwritten meanwhile would be lost."
             )
         selection: Any = self._selected()
@@ -1053,7 +1058,7 @@ class ReplayDataset(IterableDataset[Batch]):
             With max_steps also, of the batches delivered by this process: ``"fill"``: `batch_fill`,
             or 0; ``"skipped"``: drawn trajectories left out by ``too_long="skip"``; ``"gone"``: those
             removed from the table between their draw and their batch.
-            With late columns also ``"unfilled"``: trajectories of the subset that wait for one that is read. With
+            With write-once columns also ``"unfilled"``: trajectories of the subset that wait for one that is read. With
             groups also ``"groups_complete"``: groups that can be drawn; ``"groups_constant"``: those left out because
             of `group_varies`; ``"groups_incomplete"``: trajectories in no complete group; ``"groups_expired"``:
             trajectories that this process has removed by `group_max_age`.

@@ -23,7 +23,7 @@ from gear_loader.storage.counters import (
     POLICY,
 )
 from gear_loader.storage.disk import Disk, Tier
-from gear_loader.storage.edits import check_not_mutable, set_columns
+from gear_loader.storage.edits import set_columns
 from gear_loader.storage.engine import Engine
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.incoming import (
@@ -191,8 +191,6 @@ class Table:
             tier=tier,
             on_device=where is not None,
         )
-        if disk is not None or tier is not None:
-            check_not_mutable(layout.schema)
         timeout = None if timeout is None else check_seconds("timeout", timeout)
         node = check_numa(memory.numa)
         one_of("if_exists", if_exists, ("error", "attach", "replace"))
@@ -462,7 +460,7 @@ class Table:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        carrier: str = "socket",
+        transport: str = "socket",
         secret: bytes | None = None,
         allow: Literal["all", "read", "write"] = "write",
         tls: tuple[str | os.PathLike[str], str | os.PathLike[str]] | None = None,
@@ -475,11 +473,11 @@ class Table:
         Args:
             host: address of this machine to listen at; by default only this machine can connect.
             port: port number, or 0 for a free one.
-            carrier: ``"socket"`` or ``"ucx"``.
+            transport: ``"socket"`` or ``"ucx"``.
             secret: at least 16 bytes; by default random ones.
             allow: what clients may do: ``"write"`` adds trajectories and sets priorities, ``"read"`` fetches rows,
                 ``"all"`` both. Statistics are for all of them.
-            tls: PEM files of a certificate and of its private key; with the carrier ``"socket"`` only.
+            tls: PEM files of a certificate and of its private key; with the transport ``"socket"`` only.
 
         Returns:
             The `gear_loader.transport.TableServer`: its `url` and `secret` are what `gear_loader.connect` takes.
@@ -488,7 +486,7 @@ class Table:
             PrivateTableError: the table has no name. TransportError: the server did not start, or invalid arguments.
             HandshakeError: an invalid secret.
         """
-        options = {"host": host, "port": port, "carrier": carrier, "secret": secret, "allow": allow}
+        options = {"host": host, "port": port, "transport": transport, "secret": secret, "allow": allow}
         options["tls"] = tls
         return provided("serve")(self, **options)
 
@@ -803,10 +801,10 @@ class Table:
         return fill_columns(self._engine, index, generation, columns, strict=is_strict(stale))
 
     def unfilled(self, *columns: str) -> tuple[Array, Array]:
-        """The trajectories of which a late column is not filled, oldest first.
+        """The trajectories of which a write-once column is not filled, oldest first.
 
         Args:
-            columns: names of late columns; all of them by default.
+            columns: names of write-once columns; all of them by default.
 
         Returns:
             Their indices and generations, int64 [n] each, as `fill` takes them.
@@ -839,8 +837,9 @@ class Table:
         processes, and of `fill`, follow one another. A row is copied by way of a log behind the table's memory: what a
         process that is killed, or interrupted, leaves half copied, the next one that uses the table completes.
         Prefetched batches, and copies on a GPU, have the values of the time when they were gathered.
-        Trajectories that were cut with an overlap share the steps of whole blocks, and have copies of the others.
-        `save` writes trajectories that were changed again.
+        Trajectories that were cut with an overlap share the steps of whole blocks, and have copies of the others; those
+        that were on disk only share none. `save` and a `Disk` write trajectories that were changed again, as they are
+        at one moment each. Those that lie on disk only are brought back into memory.
 
         Args:
             index: int [n], indices of trajectories, or one.
@@ -858,10 +857,11 @@ class Table:
         Raises:
             SchemaError: a column that is not mutable, values that do not fit, or steps outside of a trajectory. Nothing
                 was changed.
-            FilledError: a late column that is not filled. Nothing was changed.
+            FilledError: a write-once column that is not filled. Nothing was changed.
             StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
             RegionError: no room in `/dev/shm` for the log: as many bytes as a row, 512 KiB or more.
             LockTimeoutError: timed out waiting for the lock. Rows may have been written.
+            TableFullError: timed out waiting for room in memory for trajectories on disk. Rows may have been written.
         """
         self._engine.check_open()
         return set_columns(self._engine, index, anchor, generation, mask, columns, strict=is_strict(stale))
@@ -881,7 +881,7 @@ class Table:
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """A copy of one trajectory: column name -> tensor ``[T, *shape]`` on the CPU; ``[*shape]`` of columns per
-        trajectory. Late columns that are not filled are not in it.
+        trajectory. Write-once columns that are not filled are not in it.
 
         Writing into the tensors does not change the table. `fill` writes values that follow later, and `set` those of
         mutable columns; for others remove the trajectory and add it anew.
@@ -925,8 +925,8 @@ class Table:
 
         Raises:
             StaleIndexError: an index has no live trajectory; the message names them. Nothing was written.
-            SchemaError: other windows, shapes, dtypes or memory, an anchor outside its trajectory, or a late column
-                that a trajectory has no values of. Nothing was written.
+            SchemaError: other windows, shapes, dtypes or memory, an anchor outside its trajectory, or a write-once
+                column that a trajectory has no values of. Nothing was written.
             CheckpointError: a trajectory that lies on disk only cannot be read. `out` may have been written in part.
 
         Example: ``table.gather(table.indices()[-32:], windows=gear.Window(20))`` has the first 20 steps of the newest

@@ -213,6 +213,7 @@ def test_very_short_episodes_leave_fewer_transitions_never_wrong_ones(n_envs: in
     assert {row.tobytes() for row in ours.sample(500).observations.numpy()} <= known
     ours.table.check_valid()
 
+
 def test_what_it_refuses() -> None:
     empty = ReplayBuffer(100, BOX, spaces.Discrete(3), device="cpu")
     with pytest.raises(TableEmptyError, match="add a transition before the first sample"):
