@@ -71,8 +71,8 @@ class Table:
     A forked process shares a named table and has a copy of a private one as of the fork. It has no copy of a private
     table whose pinning for a GPU had begun: every use of that raises PrivateTableError.
 
-    Only `add` and `extend` of CUDA tensors wait for a GPU, because they copy them to the host; and what the CPU reads of
-    a table on a GPU.
+    Only `add` and `extend` of CUDA tensors wait for a GPU, because they copy them to the host; and so do reads by the
+    CPU, of a table that lies on a GPU.
     """
 
     def __init__(

@@ -199,22 +199,25 @@ def test_random_programs(
             Program(seed, tmp_path / str(seed)).run(25)
 
 
-def check_that_batches_follow() -> None:
+def check_that_batches_follow(prefetch: int | None = None) -> None:
+    """`prefetch`: of an iteration; None for `sample`."""
     with stand_in("latest") as cuda, on_gpu(on_full="evict_oldest", max_steps=60) as table:
-        data = gear.ReplayDataset(
-            table, batch_size=9, windows={"reward": gear.Window(1, squeeze=True)}, device=DEVICE
-        )
+        options: dict[str, Any] = {"windows": {"reward": gear.Window(1)}, "batch_size": 9, "device": DEVICE}
+        data = gear.ReplayDataset(table, **options, prefetch=prefetch or 0, batches_per_epoch=12)
+        table.add(trajectory(99))
+        batches = iter(data)
         for number in range(12):
             slot = table.add(trajectory(number))
-            batch = data.sample()
+            batch = data.sample() if prefetch is None else next(batches)
             held = batch["index"].cpu() == slot
             assert (batch["reward"].cpu()[held] == number).all()
-        assert cuda.machine.counts["event.synchronize"] < 60
+        assert cuda.machine.counts["event.synchronize"] < 100
 
 
 def test_batches_follow_what_was_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which nobody waits for; the check finds that they do not."""
     check_that_batches_follow()
+    check_that_batches_follow(prefetch=0)
     monkeypatch.setattr(device_memory.DeviceMemory, "follow", lambda *_: None)
     with pytest.raises(AssertionError):
         check_that_batches_follow()
