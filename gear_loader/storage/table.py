@@ -71,7 +71,8 @@ class Table:
     A forked process shares a named table and has a copy of a private one as of the fork. It has no copy of a private
     table whose pinning for a GPU had begun: every use of that raises PrivateTableError.
 
-    Only `add` and `extend` of CUDA tensors wait for a GPU, because they copy them to the host.
+    Only `add` and `extend` of CUDA tensors wait for a GPU, because they copy them to the host; and so do reads by the
+    CPU, of a table that lies on a GPU.
     """
 
     def __init__(
@@ -323,6 +324,7 @@ class Table:
         max_blocks: int | None = None,
         on_full: OnFull | None = None,
         progress: bool = False,
+        device: str | torch.device | None = None,
     ) -> Table:
         """Create a table from a checkpoint.
 
@@ -342,6 +344,7 @@ class Table:
             on_full: as for `create`; by default that of the saved table. The rate limiter, `max_times_sampled` and
                 `max_age` are always those of the saved table.
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
+            device: as for `create`, whatever the saved table was. Read by way of host memory, 256 MiB at a time.
 
         Raises:
             CheckpointError: there is no checkpoint; it is damaged or of another version or schema; or it does not fit
@@ -358,6 +361,7 @@ class Table:
             max_blocks=max_blocks,
             on_full=on_full,
             progress=progress,
+            device=device,
         )
         table: Table = provided("load")(cls, local_path(path), options)
         return table
