@@ -20,6 +20,7 @@ from gear_loader.collection.packed import PackedBuffers, PackedHost, PackedLayou
 from gear_loader.collection.packed_cuda import PackedCuda
 from gear_loader.collection.padded import PaddedBuffers, PaddedHost, PaddedLayout
 from gear_loader.collection.padded_cuda import PaddedCuda
+from gear_loader.collection.ragged import read_ragged
 from gear_loader.collection.windows import ROW_KEYS, reads_mutable
 from gear_loader.storage.region import Region
 from gear_loader.storage.table import Table
@@ -73,6 +74,8 @@ class TableSource:
             reader.read_whole(rows.slots, lambda: mover.fill(buffers, self.only, rows))
         else:
             mover.fill(buffers, self.only, rows)
+        if mover.layout.ragged:
+            buffers.ragged = read_ragged(self.only, mover.layout.ragged, buffers.rows(len(rows)))
 
 
 class _Staged(RowMover):

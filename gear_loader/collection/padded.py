@@ -24,6 +24,7 @@ from gear_loader.collection.windows import (
     expand,
     in_schema_order,
     mask_of,
+    ragged_of,
     reach_of,
     source_of,
     steps_only,
@@ -182,7 +183,7 @@ class PaddedLayout:
     Attributes:
         windows: that are gathered, in the order of the schema. sources: the column that each reads.
         late: names of those that a second gather fills, at the bootstrap steps -> name of the `NStep`.
-        reach: what they read of a trajectory. row_bytes: bytes of a row over all windows.
+        ragged: those that read ragged columns, and so gather records. reach: what they read of a trajectory. row_bytes: bytes of a row over all windows.
         spans, has_returns: as for `gathering.gather_batch`.
     """
 
@@ -221,6 +222,7 @@ class PaddedLayout:
                 if returns == "between":
                     self.late[name] = spec
         self.windows = in_schema_order(schema, plain)
+        self.ragged = ragged_of(schema, self.windows)
         self._computed = {name: window for name, window in windows.items() if isinstance(window, NStep)}
         self.sources = [source_of(name, window) for name, window in self.windows.items()]
         self.spans, self.has_returns = self._spans(), True if self._at_once and self._hidden else None
@@ -397,7 +399,7 @@ class PaddedHost(HostMover):
         memory = TensorMemory(torch.device("cpu"), shared, self._pinned, arena)
         made = self.kind(self.layout, memory, self)
         made.allocate_values(memory)
-        if self.only is not None and not self._pinned:
+        if self.only is not None and not self._pinned and not self.layout.ragged:
             weights = np.empty(0, dtype=np.float32) if made.values.weights is None else made.values.weights
             columns, spans, returns = made.columns_of(self.only), self.layout.spans, self.layout.has_returns
             names, row_bytes = made.values.names, self.layout.row_bytes

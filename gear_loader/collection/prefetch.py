@@ -381,7 +381,10 @@ class Prefetcher:
                 gpu.consumers.add(consumer.cuda_stream)
         if not self._fresh:
             self._delivered.append(buffers)
-        return buffers.lend(count) if self._lends else buffers.rows(count)
+        batch = buffers.lend(count) if self._lends else buffers.rows(count)
+        batch.update(buffers.ragged)
+        buffers.ragged = {}
+        return batch
 
     def names(self, batch: Batch) -> tuple[Array, ...]:
         """`ROW_KEYS` of the batch that was delivered last, int64 [B] each, on the host.

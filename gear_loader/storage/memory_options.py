@@ -21,6 +21,9 @@ class Memory:
             into them. By default enough for `max_steps` steps in `max_trajectories` trajectories of any lengths.
         max_blocks: in place of `size`: number of blocks. For known lengths, `Table.required_blocks` gives the exact
             number and reserves less memory.
+        payload: bytes of the values of ragged columns, an int or a text; part of `size`, if that is given too. Tables
+            with such columns need it. A trajectory takes 32 bytes more than its values, and up to 16 for each column;
+            if they fit into no gap between others, a few gaps. On eviction, a sixty-fourth of the steps leaves at once.
         mean_length: with ``block_steps="auto"``: expected mean length of the trajectories in steps, at least 1; by
             default ``max_steps / max_trajectories``.
         packed: whether the columns of less than 128 bytes a step lie together, step by step, in records, if there are
@@ -45,6 +48,7 @@ class Memory:
 
     size: int | str | None = None
     max_blocks: int | None = None
+    payload: int | str | None = None
     mean_length: float | None = None
     packed: bool | Literal["auto"] = "auto"
     huge_pages: HugePages = "auto"
@@ -57,6 +61,8 @@ class Memory:
                 raise SchemaError(
                     f"size is {shown(self.size)} and max_blocks {shown(self.max_blocks)}; expected one of them."
                 )
+        if self.payload is not None:
+            byte_count("payload", self.payload)
         for name in ("packed", "huge_pages"):
             if not isinstance(getattr(self, name), bool):
                 one_of(name, getattr(self, name), ("auto",), ", True or False")

@@ -41,6 +41,7 @@ from gear_loader.storage.limiters import RateLimiter
 from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.numa import check_numa
 from gear_loader.storage.priority_updates import is_strict, request
+from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import region_path
@@ -183,6 +184,7 @@ class Table:
             tier=tier,
         )
         if disk is not None or tier is not None:
+            check_fixed(layout.schema, "a table with disk takes")
             check_not_mutable(layout.schema)
         timeout = None if timeout is None else check_seconds("timeout", timeout)
         node = check_numa(memory.numa)
@@ -295,6 +297,7 @@ class Table:
                 files or a checkpoint of another schema or version; one of its own directories or files is a symbolic
                 link; or another save into it is running. The previous checkpoint is unchanged.
         """
+        check_fixed(self.schema, "Table.save() takes")
         path = local_path(path)
         disk = self._engine.disk
         if disk is not None and disk.writes_to(path):
@@ -475,6 +478,7 @@ class Table:
             PrivateTableError: the table has no name. TransportError: the server did not start, or invalid arguments.
             HandshakeError: an invalid secret.
         """
+        check_fixed(self.schema, "Table.serve() takes")
         options = {"host": host, "port": port, "carrier": carrier, "secret": secret, "allow": allow}
         options["tls"] = tls
         return provided("serve")(self, **options)
@@ -522,7 +526,8 @@ class Table:
 
         Args:
             trajectory: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype
-                (see `Column` for ``cast=True``), with the same T >= 1; ``[*shape]`` of a column per trajectory. It may
+                (see `Column` for ``cast=True``), with the same T >= 1; ``[*shape]`` of a column per trajectory; of a
+                ragged column a list of T values, or a `Ragged`. It may
                 be a TensorDict. A nested dict or TensorDict has the columns ``outer.inner``.
             priority: initial priority for prioritized samplers, finite and not negative. By default the largest
                 priority that the sampler has seen (initially 1), so that new trajectories are drawn soon.
@@ -544,7 +549,9 @@ class Table:
         index = engine.index
         first = checked_priority(priority)
         schema = engine.schema.added
-        if final is not None:
+        if schema.ragged and final is None:
+            steps, finals = listed(schema, [trajectory]), None
+        elif final is not None:
             steps, finals = listed(schema, [with_final(schema, trajectory, final)]), _ONE
         else:
             length, addresses, hold = schema.locate_fast(trajectory) or schema.locate(trajectory)
@@ -635,6 +642,7 @@ class Table:
     ) -> BlockSink:
         """The sink of a writer with these options."""
         self._engine.check_open()
+        check_fixed(self.schema, "writers take")
         late = [name for name in self.schema.late if not self.schema[name].trajectory]
         overlap_steps = at_least("overlap_steps", overlap_steps, least=0)
         flag("commit_every_step", commit_every_step)
@@ -853,9 +861,9 @@ class Table:
         """Steps of all live trajectories."""
         return int(self._engine.index.arrays.counters[NUM_STEPS])
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         """A copy of one trajectory: column name -> tensor ``[T, *shape]`` on the CPU; ``[*shape]`` of columns per
-        trajectory. Late columns that are not filled are not in it.
+        trajectory; a `Ragged` of T values, or a list of text, of ragged columns. Late columns that are not filled are not in it.
 
         Writing into the tensors does not change the table. `fill` writes values that follow later, and `set` those of
         mutable columns; for others remove the trajectory and add it anew.
