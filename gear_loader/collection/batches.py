@@ -117,6 +117,11 @@ def _unflatten(values: Iterable[Any], keys: Any) -> Batch:
     return Batch(zip(keys, values, strict=True))
 
 
+def _ragged(parts: Iterable[Any], shape: Any) -> Ragged:
+    values, offsets = parts
+    return Ragged._of(values, offsets, shape)
+
+
 default_collate_fn_map[Batch] = _refuse_collation
 pytree.register_pytree_node(
     Batch,
@@ -128,7 +133,7 @@ pytree.register_pytree_node(
 pytree.register_pytree_node(
     Ragged,
     lambda ragged: ([ragged.values, ragged.offsets], ragged.shape),
-    lambda parts, shape: Ragged._of(*parts, shape),
+    _ragged,
     serialized_type_name="gear_loader.Ragged",
     to_dumpable_context=list,
     from_dumpable_context=tuple,

@@ -17,7 +17,7 @@ from gear_loader.collection.n_step import NStep
 from gear_loader.collection.packed import PackedBuffers, PackedHost, PackedLayout
 from gear_loader.collection.padded import PaddedLayout
 from gear_loader.collection.plans import locate_columns, window_columns
-from gear_loader.collection.ragged import read_ragged
+from gear_loader.collection.ragged_values import read_ragged
 from gear_loader.collection.sources import StagedRows
 from gear_loader.collection.tier_rows import TierRows
 from gear_loader.collection.windows import (

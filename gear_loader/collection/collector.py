@@ -20,7 +20,7 @@ from gear_loader.collection.packed import PackedBuffers, PackedHost, PackedLayou
 from gear_loader.collection.packed_cuda import PackedCuda
 from gear_loader.collection.padded import PaddedBuffers, PaddedHost, PaddedLayout
 from gear_loader.collection.padded_cuda import PaddedCuda
-from gear_loader.collection.ragged import read_ragged
+from gear_loader.collection.ragged_values import read_ragged
 from gear_loader.collection.windows import ROW_KEYS, reads_mutable
 from gear_loader.storage.region import Region
 from gear_loader.storage.table import Table

@@ -55,7 +55,8 @@ class PackedLayout:
         keys, weighs, informs: as for `PaddedLayout`.
 
     Attributes:
-        windows: in the order of the schema. ragged: those that read ragged columns, and so gather records. offset, length: of the windows of steps.
+        windows: in the order of the schema. ragged: those that read ragged columns, of which records are gathered.
+        offset, length: of the windows of steps.
         steps, once: name in the batch -> column that it reads, of columns of steps and per trajectory.
         step_bytes: of a step, as they are stored. final: whether final steps are among those of rows.
 

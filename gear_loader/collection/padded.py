@@ -183,7 +183,8 @@ class PaddedLayout:
     Attributes:
         windows: that are gathered, in the order of the schema. sources: the column that each reads.
         late: names of those that a second gather fills, at the bootstrap steps -> name of the `NStep`.
-        ragged: those that read ragged columns, and so gather records. reach: what they read of a trajectory. row_bytes: bytes of a row over all windows.
+        ragged: those that read ragged columns, of which records are gathered.
+        reach: what they read of a trajectory. row_bytes: bytes of a row over all windows.
         spans, has_returns: as for `gathering.gather_batch`.
     """
 

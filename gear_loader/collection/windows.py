@@ -222,7 +222,12 @@ def _check_ragged(schema: Schema, windows: Mapping[str, Window | NStep | Whole])
     """Raise SchemaError if windows ask more of ragged columns than a copy."""
     for name in ragged_of(schema, expand(schema, windows)[0]):
         window = windows.get(name)
-        if window is None or isinstance(window, NStep) or window.dtype is not None or window.scale is not None:
+        if (
+            window is None
+            or isinstance(window, NStep)
+            or window.dtype is not None
+            or window.scale is not None
+        ):
             raise SchemaError(
                 f"The window {name!r} reads a ragged column, as a part of an NStep or with dtype or scale; expected a "
                 "gear_loader.Window or gear_loader.Whole without."

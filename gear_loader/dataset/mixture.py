@@ -329,8 +329,8 @@ def _checked_sources(sources: Any) -> dict[str, ReplayDataset]:
             )
         if ragged := list(ragged_of(dataset.table.schema, dataset.windows)):
             raise SchemaError(
-                f"Source {name!r} has the windows {ragged} of ragged columns; expected none in a Mixture, whose sources "
-                "share one batch."
+                f"Source {name!r} has the windows {ragged} of ragged columns; expected none in a Mixture, whose "
+                "sources share one batch."
             )
         padded = dataset.layout == "padded" and has_whole(dataset.windows)
         if dataset.layout == "jagged" or padded or dataset.groups is not None:

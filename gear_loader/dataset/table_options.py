@@ -51,8 +51,8 @@ def check_ragged(table: Table, dataset: Any) -> None:
         return
     raise SchemaError(
         f"The windows {names} read ragged columns, with layout={dataset.layout!r}, output={dataset.output!r} and "
-        f"device={str(dataset.device)!r}; expected layout='packed', or 'padded' with gear_loader.Window, output 'dict' or "
-        "'nested', and device='cpu': move batches with Ragged.to."
+        f"device={str(dataset.device)!r}; expected layout='packed', or 'padded' with gear_loader.Window, output 'dict' "
+        "or 'nested', and device='cpu': move batches with Ragged.to."
     )
 
 

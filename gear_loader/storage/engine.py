@@ -273,9 +273,9 @@ class Engine:
         most = self.region.layout.payload
         if payload.needed > most:
             raise SchemaError(
-                f"The ragged values of {len(np.unique(payload.runs[:, 0])):,} trajectories take {payload.needed:,} bytes; "
-                f"this table has {most:,} for those of all. Create it with a larger Memory payload, or add fewer at a "
-                "time."
+                f"The ragged values of {len(np.unique(payload.runs[:, 0])):,} trajectories take {payload.needed:,} "
+                f"bytes; this table has {most:,} for those of all. Create it with a larger Memory payload, or add "
+                "fewer at a time."
             )
 
     def _write(self, ids: Array, steps: Steps) -> None:

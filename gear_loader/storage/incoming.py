@@ -63,7 +63,9 @@ def listed(schema: Schema, trajectories: Any) -> Steps:
     if schema.ragged:
         if not kept:
             each = (
-                {name: copied_ragged(value) for name, value in rows.items()} if isinstance(rows, Mapping) else rows
+                {name: copied_ragged(value) for name, value in rows.items()}
+                if isinstance(rows, Mapping)
+                else rows
                 for rows in map(as_mapping, each)
             )
         trajectories, payload = with_records(schema, list(each))

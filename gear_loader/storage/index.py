@@ -293,8 +293,8 @@ class Index:
             self.allocator.obtain((len(slots), 0, steps), attempt, evict=evict, wait=wait)
         except TableFullError as error:
             raise TableFullError(
-                f"{error} What is full is the memory of ragged values, {heap.nbytes:,} bytes (Memory payload), to which "
-                f"{int(payload.sizes.sum()):,} were to be added."
+                f"{error} What is full is the memory of ragged values, {heap.nbytes:,} bytes (Memory payload), to "
+                f"which {int(payload.sizes.sum()):,} were to be added."
             ) from None
         return offsets
 

@@ -47,7 +47,7 @@
                                                           a column per trajectory room for one value, which is in the
                                                           trajectory's first block
                     column 1   ...
-                    payload    values of ragged columns, see `operations/payload.py`; [0] without them
+                    payload    values of ragged columns, see `operations/extents.py`; [0] without them
                     tail       128 B, then up to a whole page
     region bytes    log        of values that are being overwritten, see `edit_log.py`; once there were any
 

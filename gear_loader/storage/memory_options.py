@@ -21,9 +21,6 @@ class Memory:
             into them. By default enough for `max_steps` steps in `max_trajectories` trajectories of any lengths.
         max_blocks: in place of `size`: number of blocks. For known lengths, `Table.required_blocks` gives the exact
             number and reserves less memory.
-        payload: bytes of the values of ragged columns, an int or a text; part of `size`, if that is given too. Tables
-            with such columns need it. A trajectory takes 32 bytes more than its values, and up to 16 for each column;
-            if they fit into no gap between others, a few gaps. On eviction, a sixty-fourth of the steps leaves at once.
         mean_length: with ``block_steps="auto"``: expected mean length of the trajectories in steps, at least 1; by
             default ``max_steps / max_trajectories``.
         packed: whether the columns of less than 128 bytes a step lie together, step by step, in records, if there are
@@ -41,6 +38,9 @@ class Memory:
             the current GPU if CUDA is initialised, else that of all GPUs of the machine if it is the same. None leaves
             it to the system: the node of the thread that allocates a page, which is this one for a named table. On a
             machine with one node there is nothing to choose.
+        payload: bytes of the values of ragged columns, an int or a text; part of `size`, if that is given too. Tables
+            with such columns need it. A trajectory takes 32 bytes more than its values, and up to 16 for each column;
+            if they fit into no gap between others, a few gaps. On eviction, a sixty-fourth of the steps leaves at once.
 
     Raises:
         SchemaError: an invalid value, or `size` and `max_blocks` together.
@@ -48,11 +48,11 @@ class Memory:
 
     size: int | str | None = None
     max_blocks: int | None = None
-    payload: int | str | None = None
     mean_length: float | None = None
     packed: bool | Literal["auto"] = "auto"
     huge_pages: HugePages = "auto"
     numa: Numa = "auto"
+    payload: int | str | None = None
 
     def __post_init__(self) -> None:
         if self.size is not None:

@@ -8,12 +8,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gear_loader.errors import SchemaError
-from gear_loader.native.payload import measure_values, read_values, write_values
+from gear_loader.native.ragged_copies import measure_values, read_values, write_values
 from gear_loader.storage.dtypes import NUMPY_DTYPES
-from gear_loader.storage.operations.payload import FIRST, GRAIN, HEADER
+from gear_loader.storage.index_arrays import IndexArrays
+from gear_loader.storage.operations.extents import (
+    CURSOR,
+    FIRST,
+    GENERATION,
+    GRAIN,
+    HEADER,
+    SLOT,
+    extent_size,
+)
 from gear_loader.storage.ragged import Ragged, Values, texts
 from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Column, Schema, as_mapping, copied, settled
+from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array, data_address, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
@@ -22,7 +32,7 @@ class Payload(NamedTuple):
     """Ragged values of trajectories to store.
 
     Attributes:
-        runs: int64 [R, 3], as `operations.payload.take_payload` takes them.
+        runs: int64 [R, 3], as `operations.extents.take_payload` takes them.
         sizes, rows, addresses: int64 [V], of each value: bytes, rows, and where it is.
         records: of each run, int64 [values, 2], which the steps to store refer to.
         hold: owners of that memory.
@@ -64,7 +74,9 @@ def with_records(schema: Schema, trajectories: Sequence[Any]) -> tuple[list[Any]
             rows = dict(settled(rows))
             for name in schema.ragged:
                 if name in rows:
-                    rows[name] = parts.add(number, schema[name], rows[name], f"Column {name!r} of trajectory {number}")
+                    rows[name] = parts.add(
+                        number, schema[name], rows[name], f"Column {name!r} of trajectory {number}"
+                    )
         given.append(rows)
     return given, parts.joined()
 
@@ -94,8 +106,11 @@ class _Parts:
     def joined(self) -> Payload:
         """What was taken."""
         none: Array = np.empty(0, dtype=np.int64)
-        joined = [np.concatenate(part) for part in zip(*self._parts, strict=True)] or [none] * 3
-        return Payload(np.array(self._runs, dtype=np.int64).reshape(-1, 3), *joined, self._records, self._holds)
+        sizes, rows, addresses = (
+            np.concatenate(part) for part in zip((none,) * 3, *self._parts, strict=True)
+        )
+        runs: Array = np.array(self._runs, dtype=np.int64).reshape(-1, 3)
+        return Payload(runs, sizes, rows, addresses, self._records, self._holds)
 
 
 def _located(values: Values, given: Any, what: str, once: bool) -> tuple[Array, Array, object]:
@@ -103,15 +118,17 @@ def _located(values: Values, given: Any, what: str, once: bool) -> tuple[Array, 
     if values.kind != "array":
         return _located_text(values.kind, given, what, once)
     if is_tensor(given) and given.is_nested and given.layout is torch.jagged:
-        given = Ragged(given.values(), given.offsets())
+        nested: Any = given.detach().contiguous()
+        given = Ragged(nested.values(), nested.offsets())
     if isinstance(given, Ragged):
+        given = Ragged(given.values, given.offsets.cpu())  # which checks offsets that were on a GPU
         data, address = _array(values, given.values, what)
-        offsets = given.offsets.cpu().numpy()
+        offsets = given.offsets.numpy()
         return np.diff(offsets), address + offsets[:-1] * values.row_bytes, data
     if not isinstance(given, (list, tuple)):
         raise SchemaError(
-            f"{what} is {shown(given)}; expected a list of arrays [n, {', '.join(map(str, values.shape))}], one for each "
-            "step, or a gear_loader.Ragged."
+            f"{what} is {shown(given)}; expected a list of arrays [{', '.join(map(str, ('n', *values.shape)))}], one "
+            "for each step, or a gear_loader.Ragged."
         )
     found = [_array(values, each, what if once else f"{what}, step {i},") for i, each in enumerate(given)]
     rows = np.array([len(array) for array, _ in found], dtype=np.int64)
@@ -121,7 +138,11 @@ def _located(values: Values, given: Any, what: str, once: bool) -> tuple[Array, 
 def _located_text(kind: str, given: Any, what: str, once: bool) -> tuple[Array, Array, object]:
     kinds: Any = str if kind == "str" else (bytes, bytearray, memoryview)
     items = given if isinstance(given, (list, tuple)) else None
-    wrong = None if items is None else next((i for i, item in enumerate(items) if not isinstance(item, kinds)), None)
+    wrong = (
+        None
+        if items is None
+        else next((i for i, item in enumerate(items) if not isinstance(item, kinds)), None)
+    )
     if items is None or wrong is not None:
         found = shown(given if items is None or wrong is None else items[wrong])
         expected = f"{'a' if once else 'a list of'} {kind}{'' if once else ', one for each step'}"
@@ -185,3 +206,35 @@ class PayloadReader:
         if values.kind != "array":
             return texts(memory.numpy(), places, values.kind, shape)
         return Ragged._of(memory, offsets, shape)
+
+
+def check_payload(region: Region, index: IndexArrays) -> None:
+    """Check the extents of ragged values, and that those of live trajectories hold their values; under the lock.
+
+    Raises:
+        AssertionError: the message says where.
+    """
+    heap = region.payload()
+    if not len(heap) or not heap[CURSOR]:
+        return
+    at, found = FIRST, []
+    while at < heap.nbytes:
+        size = extent_size(heap, at)
+        found.append((at, at + size, *heap[at // 8 + SLOT : at // 8 + GENERATION + 1].tolist()))
+        at += size
+    extents: Array = np.array(found, dtype=np.int64)
+    assert at == heap.nbytes, "the extents end beyond their memory"
+    assert heap[CURSOR] in (*extents[:, 0].tolist(), at), "the cursor is no beginning of an extent"
+    schema = region.layout.schema
+    for slot in np.flatnonzero(index.state == READY).tolist():
+        length, blocks = int(index.extent[slot, 0]), index.row(slot)
+        for name, values in schema.ragged.items():
+            records = np.ascontiguousarray(region.column(name)[blocks]).reshape(-1, 16).view(np.int64)
+            records = records[: 1 if schema[name].trajectory else length]
+            begins, rows = records[records[:, 1] > 0].T
+            which = np.searchsorted(extents[:, 0], begins, side="right") - 1
+            inside = (begins >= extents[which, 0] + HEADER) & (
+                begins + rows * values.row_bytes <= extents[which, 1]
+            )
+            own = (extents[which, 2] == slot) & (extents[which, 3] == index.generation[slot])
+            assert (inside & own).all(), f"values of column {name!r} of slot {slot} lie in memory of others"

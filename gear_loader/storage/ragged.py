@@ -7,6 +7,7 @@ bytes, and its rows. What gathers columns gathers records; `gear_loader.storage.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -27,8 +28,8 @@ class Values:
     """The values of a ragged column: ``[n, *shape]`` of any n.
 
     Attributes:
-        dtype_name: of an element. shape: of a row. kind: ``"array"``; ``"str"`` and ``"bytes"`` are uint8 [n], the former
-            UTF-8, and Python's objects at both ends.
+        dtype_name: of an element. shape: of a row.
+        kind: ``"array"``; ``"str"`` and ``"bytes"`` are uint8 [n], the former UTF-8, and Python's objects at both ends.
     """
 
     dtype_name: str
@@ -76,14 +77,14 @@ class Ragged:
         shape = (len(offsets) - 1,) if shape is None else tuple(shape)
         if not fits or math.prod(shape) != len(offsets) - 1:
             raise SchemaError(
-                f"values {list(values.shape)}, offsets {offsets.dtype} {list(offsets.shape)} and shape {list(shape)} were "
-                "received; expected offsets int64 [n + 1] that begin with 0, ascend and end with the number of values' "
-                "rows, and a shape of n values."
+                f"values {list(values.shape)}, offsets {offsets.dtype} {list(offsets.shape)} and shape {list(shape)} "
+                "were received; expected offsets int64 [n + 1] that begin with 0, ascend and end with the number of "
+                "values' rows, and a shape of n values."
             )
         self.values, self.offsets, self.shape = values, offsets, shape
 
     @classmethod
-    def _of(cls, values: Any, offsets: Any, shape: tuple[int, ...]) -> Ragged:
+    def _of(cls, values: Any, offsets: Any, shape: Any) -> Ragged:
         """Without a check."""
         made = cls.__new__(cls)
         made.values, made.offsets, made.shape = values, offsets, shape
@@ -143,7 +144,9 @@ class Ragged:
 
     def __repr__(self) -> str:
         dtype = str(self.values.dtype).removeprefix("torch.")
-        rows = f"{len(self.values):,} rows {list(self.values.shape[1:])}" if self.values.ndim > 1 else "elements"
+        rows = (
+            f"{len(self.values):,} rows {list(self.values.shape[1:])}" if self.values.ndim > 1 else "elements"
+        )
         count = "" if self.values.ndim > 1 else f"{len(self.values):,} "
         return f"<Ragged {list(self.shape)} of {count}{rows} of {dtype} on {self.device}>"
 
@@ -167,7 +170,7 @@ def texts(memory: Array, offsets: Array, kind: str, shape: tuple[int, ...]) -> l
     """Values of text, uint8 [total], as Python's objects, in lists as deep as `shape` has dimensions."""
     whole = memory.tobytes()
     bounds = offsets.tolist()
-    pieces: Iterable[Any] = (whole[begin:end] for begin, end in zip(bounds[:-1], bounds[1:], strict=True))
+    pieces: Iterable[Any] = (whole[begin:end] for begin, end in itertools.pairwise(bounds))
     decode: Callable[[bytes], Any] = bytes.decode if kind == "str" else bytes
     return _listed([decode(piece) for piece in pieces], shape)
 
@@ -181,6 +184,6 @@ def check_fixed(columns: Any, what: str) -> None:
     found = [name for name, column in columns.items() if column.ragged is not None]
     if found:
         raise SchemaError(
-            f"The columns {found} are ragged; {what} columns of a fixed shape only. Leave them out, or give them a fixed "
-            "shape and a column of lengths."
+            f"The columns {found} are ragged; {what} columns of a fixed shape only. Leave them out, or give them a "
+            "fixed shape and a column of lengths."
         )

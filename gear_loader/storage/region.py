@@ -463,7 +463,7 @@ class Region:
         return steps[:, :, column.inside : column.inside + column.step_bytes]
 
     def payload(self) -> np.ndarray[Any, Any]:
-        """The values of ragged columns, int64 [n]; see `gear_loader.storage.operations.payload`."""
+        """The values of ragged columns, int64 [n]; see `gear_loader.storage.operations.extents`."""
         first = self.layout.payload_offset
         return self._view()[first : first + self.layout.payload].view(np.int64)
 

@@ -45,10 +45,10 @@ class Column:
 
     Args:
         dtype: one of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64; or ``str`` or
-            ``bytes``, for text of any length.
+            ``bytes``, of any length.
         shape: shape of one value; `()` is a scalar. Every extent is at least 1. If the first is None the column is
-            ragged: ``Column(torch.uint8, (None, 3))`` has values ``[n, 3]``, each of its own n, 0 too. `Table.add` takes
-            a list of them, or a `Ragged`, and text as a list of `str` or `bytes`; batches have a `Ragged`, or such
+            ragged: ``Column(torch.uint8, (None, 3))`` has values ``[n, 3]``, each of its own n, 0 too. `Table.add`
+            takes a list of them, or a `Ragged`, and text as a list of `str` or `bytes`; batches have a `Ragged`, or such
             lists. They lie in memory of their own, `Memory.payload`, of which a value is contiguous.
         per: ``"step"``, or ``"trajectory"`` for what a trajectory has once: its goal, task, initial state or return.
             `Table.add` gets it as ``[*shape]``, `Writer.commit` as `trajectory`; batches have ``[B, *shape]`` of it. It
@@ -97,7 +97,9 @@ class Column:
         text = TEXTS.get(given) if isinstance(given, type) else None
         if text is not None:
             if self.shape not in ((), (None,)):
-                raise SchemaError(f"Column({given.__name__}) has shape {shown(self.shape)}; expected no shape.")
+                raise SchemaError(
+                    f"Column({given.__name__}) has shape {shown(self.shape)}; expected no shape."
+                )
             self._make_ragged(Values("uint8", (), text))
             return
         if isinstance(given, DtypeName):
@@ -148,8 +150,8 @@ class Column:
         given = [name for name in ("final", "cast", "late", "mutable") if getattr(self, name)]
         if given:
             raise SchemaError(
-                f"A column of {values!r} has {given[0]}={getattr(self, given[0])!r}; expected none of final, cast, late "
-                "and mutable: its values are of any length."
+                f"A column of {values!r} has {given[0]}={getattr(self, given[0])!r}; expected none of final, cast, "
+                "late and mutable: its values are of any length."
             )
         self.__dict__.pop("dtype", None)  # `__getattr__` finds it
         for name, value in (("ragged", values), ("dtype_name", RECORD_DTYPE), ("shape", RECORD_SHAPE)):
@@ -168,7 +170,11 @@ class Column:
         options += "".join(
             f", {option}=True" for option in ("final", "cast", "late", "mutable") if getattr(self, option)
         )
-        kind = f"dtype=torch.{self.dtype_name}, shape={self.shape!r}" if self.ragged is None else repr(self.ragged)
+        kind = (
+            f"dtype=torch.{self.dtype_name}, shape={self.shape!r}"
+            if self.ragged is None
+            else repr(self.ragged)
+        )
         return f"Column({kind}{options})"
 
     @property
@@ -179,7 +185,8 @@ class Column:
     @property
     def step_bytes(self) -> int:
         """Bytes of one value: of a step, or of a trajectory."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype_name]
+        count: int = math.prod(self.shape)
+        return count * ITEM_BYTES[self.dtype_name]
 
     @property
     def numpy_dtype(self) -> np.dtype[Any] | None:
@@ -309,8 +316,8 @@ class Schema(Mapping[str, Column]):
         self._columns = dict(columns)
         if self.ragged and self.finals is not None:
             raise SchemaError(
-                f"The columns {list(self.ragged)} are ragged, and {list(self.finals)} have final=True; expected a table "
-                "with one of both."
+                f"The columns {list(self.ragged)} are ragged, and {list(self.finals)} have final=True; expected a "
+                "table with one of both."
             )
         self.casts = any(column.cast for column in columns.values())
         self._by_step = {name: column for name, column in columns.items() if not column.trajectory}
@@ -474,7 +481,9 @@ class Schema(Mapping[str, Column]):
                 given["per"] = "trajectory"
             text = next((kind for kind, option in TEXTS.items() if given.pop(option, False)), None)
             if text is not None and (dtype, shape) != ("uint8", [None]):
-                raise SchemaError(f"Column {reprlib.repr(row)} was received; expected text as uint8 of shape [None].")
+                raise SchemaError(
+                    f"Column {reprlib.repr(row)} was received; expected text as uint8 of shape [None]."
+                )
             named: Any = text or DtypeName(dtype)
             columns[name] = Column(named, tuple(shape), **given)
         return cls(columns)

@@ -40,6 +40,7 @@ from gear_loader.storage.layout import Layout
 from gear_loader.storage.limiters import RateLimiter
 from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.numa import check_numa
+from gear_loader.storage.payload import check_payload
 from gear_loader.storage.priority_updates import is_strict, request
 from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.region import Region
@@ -863,7 +864,8 @@ class Table:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """A copy of one trajectory: column name -> tensor ``[T, *shape]`` on the CPU; ``[*shape]`` of columns per
-        trajectory; a `Ragged` of T values, or a list of text, of ragged columns. Late columns that are not filled are not in it.
+        trajectory; a `Ragged` of T values, or a list of text, of ragged columns. Late columns that are not filled are
+        not in it.
 
         Writing into the tensors does not change the table. `fill` writes values that follow later, and `set` those of
         mutable columns; for others remove the trajectory and add it anew.
@@ -1039,7 +1041,10 @@ class Table:
         Raises:
             AssertionError: the index is inconsistent; the message says where.
         """
-        self._engine.index.recovery.check_valid()
+        engine = self._engine
+        recovery = engine.index.recovery
+        recovery.check_valid()
+        recovery.locked(lambda: check_payload(engine.region, engine.index.arrays))
 
     def update_priority(
         self,

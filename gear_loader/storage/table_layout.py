@@ -93,8 +93,8 @@ def _payload(schema: Schema, memory: Memory) -> int:
     """
     if bool(schema.ragged) != (memory.payload is not None):
         raise SchemaError(
-            f"The columns {list(schema.ragged)} are ragged, and Memory payload is {shown(memory.payload)}; expected the "
-            "bytes that their values take, memory=gear_loader.Memory(payload='2GiB')."
+            f"The columns {list(schema.ragged)} are ragged, and Memory payload is {shown(memory.payload)}; expected "
+            "the bytes that their values take, memory=gear_loader.Memory(payload='2GiB')."
             if schema.ragged
             else f"Memory payload is {shown(memory.payload)}, and no column is ragged; leave it out."
         )

@@ -13,6 +13,7 @@ from gear_loader.native.copying import scatter
 from gear_loader.native.memory import pointer
 from gear_loader.storage.counters import DIRTY, INITIALIZED, NUM_WRITING
 from gear_loader.storage.operations.appending import append_lanes, write_ahead
+from gear_loader.storage.operations.extents import take_payload
 from gear_loader.storage.operations.growth import (
     abort_lanes,
     end_lanes,
@@ -31,7 +32,6 @@ from gear_loader.storage.operations.lifecycle import (
     reclaim,
     remove,
 )
-from gear_loader.storage.operations.payload import take_payload
 from gear_loader.storage.operations.reading import (
     begin_read,
     begin_unchanged,
