@@ -227,7 +227,8 @@ class Engine:
                 assert claim.generations is not None
                 heap = self.region.payload()
                 offsets = index.place_payload(heap, payload, slots, claim.generations, evict=evict, wait=wait)
-                payload.write(heap.ctypes.data, offsets)
+                if not payload.write(heap, offsets):
+                    raise index.arrays.corrupt("a ragged value has a part outside of its memory")
             self._write(blocks, steps)
             index.commit(slots, priorities)
         except BaseException as error:

@@ -40,7 +40,8 @@ class Memory:
             machine with one node there is nothing to choose.
         payload: bytes of the values of ragged columns, an int or a text; part of `size`, if that is given too. Tables
             with such columns need it. A trajectory takes 32 bytes more than its values, and up to 16 for each column;
-            if they fit into no gap between others, a few gaps. On eviction, a sixty-fourth of the steps leaves at once.
+            32 more for each gap between others that they are spread over. On eviction, a sixty-fourth of the steps
+            leaves at once.
 
     Raises:
         SchemaError: an invalid value, or `size` and `max_blocks` together.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,8 @@ from gear_loader.storage.operations.extents import (
     GENERATION,
     GRAIN,
     HEADER,
+    NEXT,
+    SIZE,
     SLOT,
     extent_size,
 )
@@ -26,6 +28,8 @@ from gear_loader.storage.schema import Column, Schema, as_mapping, copied, settl
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array, data_address, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor, torch
+
+assert (HEADER, SIZE, NEXT) == (32, 0, 3)  # compiled into `gear_loader.native.ragged_copies`
 
 
 class Payload(NamedTuple):
@@ -53,11 +57,14 @@ class Payload(NamedTuple):
         each = ends[runs[:, 2]] - ends[runs[:, 1]]
         return int((-(-each // GRAIN) * GRAIN).sum()) + HEADER * len(np.unique(runs[:, 0])) + FIRST
 
-    def write(self, base: int, offsets: Array) -> None:
-        """Copy the values to their places, int64 [V] bytes behind the address `base`, and complete the records."""
-        write_values(base, self.addresses, offsets, self.sizes)
+    def write(self, heap: Array, offsets: Array) -> bool:
+        """Copy the values to their places, int64 [V], and complete the records; False if the memory is corrupt."""
+        if not write_values(heap.ctypes.data, heap.nbytes, self.addresses, offsets, self.sizes):
+            return False
+        rows = np.where(offsets < 0, -self.rows, self.rows)
         for (_, begin, end), records in zip(self.runs.tolist(), self.records, strict=True):
-            records[:, 0], records[:, 1] = offsets[begin:end], self.rows[begin:end]
+            records[:, 0], records[:, 1] = abs(offsets[begin:end]), rows[begin:end]
+        return True
 
 
 def with_records(schema: Schema, trajectories: Sequence[Any]) -> tuple[list[Any], Payload]:
@@ -202,7 +209,7 @@ class PayloadReader:
         places = offsets.numpy()
         self._check(int(measure_values(records, row_bytes, FIRST, self._end, places)))
         memory = torch.empty((int(places[-1]), *values.shape), dtype=values.dtype)
-        read_values(self._base, records, row_bytes, 0, len(records), memory.data_ptr())
+        self._check(int(read_values(self._base, self._end, records, row_bytes, memory.data_ptr())))
         if values.kind != "array":
             return texts(memory.numpy(), places, values.kind, shape)
         return Ragged._of(memory, offsets, shape)
@@ -231,10 +238,22 @@ def check_payload(region: Region, index: IndexArrays) -> None:
         for name, values in schema.ragged.items():
             records = np.ascontiguousarray(region.column(name)[blocks]).reshape(-1, 16).view(np.int64)
             records = records[: 1 if schema[name].trajectory else length]
-            begins, rows = records[records[:, 1] > 0].T
+            parts = [
+                part for record in records.tolist() for part in _parts_of(heap, *record, values.row_bytes)
+            ]
+            begins, sizes = np.array(parts, dtype=np.int64).reshape(-1, 2).T
             which = np.searchsorted(extents[:, 0], begins, side="right") - 1
-            inside = (begins >= extents[which, 0] + HEADER) & (
-                begins + rows * values.row_bytes <= extents[which, 1]
-            )
+            inside = (begins >= extents[which, 0] + HEADER) & (begins + sizes <= extents[which, 1])
             own = (extents[which, 2] == slot) & (extents[which, 3] == index.generation[slot])
             assert (inside & own).all(), f"values of column {name!r} of slot {slot} lie in memory of others"
+
+
+def _parts_of(heap: Array, place: int, rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """First byte and bytes of each part of a value."""
+    left = abs(rows) * row_bytes
+    if rows > 0:
+        yield place, left
+    while rows < 0 and left > 0:
+        part = min(left, extent_size(heap, place) - HEADER)
+        yield place + HEADER, part
+        left, place = left - part, int(heap[place // 8 + NEXT])

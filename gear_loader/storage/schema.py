@@ -48,8 +48,8 @@ class Column:
             ``bytes``, of any length.
         shape: shape of one value; `()` is a scalar. Every extent is at least 1. If the first is None the column is
             ragged: ``Column(torch.uint8, (None, 3))`` has values ``[n, 3]``, each of its own n, 0 too. `Table.add`
-            takes a list of them, or a `Ragged`, and text as a list of `str` or `bytes`; batches have a `Ragged`, or such
-            lists. They lie in memory of their own, `Memory.payload`, of which a value is contiguous.
+            takes a list of them, or a `Ragged`, and text as a list of `str` or `bytes`; batches have a `Ragged`, or
+            such lists. They lie in memory of their own, `Memory.payload`.
         per: ``"step"``, or ``"trajectory"`` for what a trajectory has once: its goal, task, initial state or return.
             `Table.add` gets it as ``[*shape]``, `Writer.commit` as `trajectory`; batches have ``[B, *shape]`` of it. It
             is stored once, in the trajectory's first block.

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from table_common import Died, Fragile, bury, mortal
 
 import gear_loader as gear
-from gear_loader.errors import LockTimeoutError, SchemaError, TableFullError
+from gear_loader.errors import CorruptTableError, LockTimeoutError, SchemaError, TableFullError
 from gear_loader.storage.payload import with_records
 from gear_loader.storage.schema import Schema
 
@@ -61,7 +61,7 @@ def trajectory(random: np.random.Generator, length: int, largest: int = LARGEST)
         "image": gear.Ragged(images, offsets),
         "half": tuple(halves),
         "text": ["ä" * n for n in rows[3]],
-        "blob": [bytes(random.integers(0, 255, n, dtype=np.uint8)) for n in rows[4]],
+        "blob": [bytes(random.integers(0, 255, n * random.choice([1, 60]), dtype=np.uint8)) for n in rows[4]],
         "reward": random.random(length, dtype=np.float32),
         "goal": "z" * int(random.integers(0, largest + 1)),
         "scores": random.random((int(random.integers(0, largest + 1)), 2)),
@@ -427,6 +427,32 @@ def test_gaps_are_joined_across_the_place_where_a_search_begins() -> None:
         table.check_valid()
         table.add(blob(2800))
         table.check_valid()
+
+
+def test_values_are_split_over_gaps() -> None:
+    def blobs(*counts: int) -> dict[str, Any]:
+        random = np.random.default_rng(1)
+        return {**trajectory(random, len(counts), 0), "blob": [random.bytes(n) for n in counts]}
+
+    with table_of(12_000, on_full="error") as table:
+        slots = [table.add(blobs(1000)) for _ in range(11)]
+        table.remove(slots[1::2])
+        with pytest.raises(TableFullError):
+            table.add(blobs(5600))
+        table.check_valid()
+        new = blobs(300, 3000, 0, 600)
+        index = table.add(new)
+        table.check_valid()
+        check_trajectory(table[index], new)
+        batch = table.gather([index, slots[0]], [1, 0], windows={"blob": gear.Window(3)})
+        assert batch["blob"] == [[*new["blob"][1:]], [blobs(1000)["blob"][0], b"", b""]]
+        heap, at = table._engine.region.payload(), 8
+        while at < len(heap):
+            if heap[at + 1] == index:
+                heap[at + 3] = 1 << 40  # the next part of a value
+            at += int(heap[at]) // 8
+        with pytest.raises(CorruptTableError, match="corrupt index"):
+            table[index]
 
 
 def test_a_schema_keeps_them() -> None:

@@ -4,8 +4,9 @@
 
     byte 0        cursor   int64, where the search for a gap goes on; 0 before the first use; then unused up to 64
     byte 64       extents, one after another up to the end, each of a multiple of 16 bytes:
-                  size, slot, generation   int64; 8 bytes unused; then the values
+                  size, slot, generation, next   int64; then the values
 
+A value that no gap can hold is split: it has extents of its own, of which each names the next.
 An extent is in use as long as its slot has that generation and is not FREE; else it is a gap. So nothing here changes
 when trajectories are evicted, aborted or recovered, and readers keep values as they keep blocks. The cursor is always
 the beginning of an extent, or the end. A process that is killed leaves extents that follow one another: sizes and
@@ -23,7 +24,8 @@ from gear_loader.storage.states import FREE
 
 CURSOR = 0
 FIRST, HEADER, GRAIN = 64, 32, 16  # bytes
-SIZE, SLOT, GENERATION = range(3)  # words of an extent's header
+LEAST = 512  # bytes of the smallest gap that a part of a value goes into
+SIZE, SLOT, GENERATION, NEXT = range(4)  # words of an extent's header
 TRAJECTORY, BEGIN, END = range(3)  # columns of `runs`
 
 
@@ -45,10 +47,14 @@ def is_used(v: Any, heap: Any, at: Any) -> Any:
 
 @inlined
 def find_gap(v: Any, heap: Any, need: Any) -> Any:
-    """Where the next gap of at least `need` bytes begins, from the cursor on; -1 if there is none.
+    """Where the next gap of at least `need` bytes begins, from the cursor on.
 
     Gaps that follow one another are joined on the way.
+
+    Returns:
+        Its place; if there is none, the negative number of bytes of values that can be split over gaps.
     """
+    split, head = 0, 0  # head: of the gap at the cursor, which one at the end of the search may take in
     end, start = len(heap) * 8, heap[CURSOR]
     require(start >= FIRST and start <= end and start % GRAIN == 0)
     at, wrapped = start, False
@@ -65,13 +71,17 @@ def find_gap(v: Any, heap: Any, need: Any) -> Any:
             if following == heap[CURSOR]:
                 heap[CURSOR] = at
                 fence()
+                split -= head
             size += extent_size(heap, following)
             heap[at // 8 + SIZE] = size
             following = at + size
         if size >= need:
             return at
+        if size >= LEAST:
+            split += size - HEADER
+            head = size - HEADER if at == start else head
         at = following
-    return -1
+    return -split
 
 
 @inlined
@@ -97,6 +107,24 @@ def keep(heap: Any, gap: Any, at: Any, slot: Any, generation: Any) -> None:
 
 
 @inlined
+def split_value(v: Any, heap: Any, size: Any, slot: Any, generation: Any) -> Any:
+    """Give gaps that can together hold a value of `size` bytes to a slot; return where the first of them begins."""
+    first, last = -1, -1
+    while size > 0:
+        gap = find_gap(v, heap, LEAST)
+        require(gap > 0)
+        part = min(size, extent_size(heap, gap) - HEADER)
+        keep(heap, gap, gap + HEADER + part, slot, generation)
+        if last < 0:
+            first = gap
+        else:
+            heap[last // 8 + NEXT] = gap
+        last = gap
+        size -= part
+    return first
+
+
+@inlined
 def take_payload(
     v: Any, heap: Any, slots: Any, generations: Any, runs: Any, sizes: Any, offsets: Any, done: Any
 ) -> Any:
@@ -107,11 +135,12 @@ def take_payload(
     Args:
         heap: int64, see the module. slots, generations: int64 [n], in state WRITING.
         runs: int64 [R, 3], ascending: number of the trajectory, and first and end of its values in `sizes`.
-        sizes: int64 [V], bytes. offsets: int64 [V], output: first byte of each, 0 of empty ones.
+        sizes: int64 [V], bytes.
+        offsets: int64 [V], output: first byte of each, 0 of empty ones; negative: of the first extent of a split one.
         done: int64 [1], values that have a place; a call that is SHORT is repeated with the same.
 
     Returns:
-        DONE, or SHORT if no gap is large enough for the next value.
+        DONE, or SHORT if the gaps are too small for the next value.
     """
     reclaim(v)
     if heap[CURSOR] == 0:
@@ -136,8 +165,12 @@ def take_payload(
                 if gap >= 0:
                     keep(heap, gap, at, slots[owner], generations[owner])
                 gap = find_gap(v, heap, HEADER + (size + GRAIN - 1) // GRAIN * GRAIN)
-                if gap < 0:
+                if gap <= 0 and -gap < size:
                     return SHORT
+                if gap <= 0:
+                    gap, done[0] = -1, i + 1
+                    offsets[i] = -split_value(v, heap, size, slots[owner], generations[owner])
+                    continue
                 at, limit = gap + HEADER, gap + extent_size(heap, gap)
             if size > 0:
                 offsets[i] = at
