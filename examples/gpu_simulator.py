@@ -1,6 +1,7 @@
-"""A simulator of thousands of environments on a GPU, whose steps go into a table in host memory, and back.
+"""A simulator of thousands of environments on a GPU, whose steps go into a table in host memory, or on the GPU.
 
     python examples/gpu_simulator.py            # 4,096 environments, batches of 32,768; on a CPU 64 and 1,024
+    python examples/gpu_simulator.py --table gpu
     python examples/gpu_simulator.py --steps 4000 --envs 64 --device cpu
 
 Points accelerate towards targets, in plain PyTorch. Each call of `writer.append` takes the tensors of all environments
@@ -60,7 +61,12 @@ def main() -> None:
     parser.add_argument("--envs", type=int, help="environments: 4,096, on a CPU 64")
     parser.add_argument("--batch", type=int, help="rows of a batch: 32,768, on a CPU 1,024")
     parser.add_argument("--steps", type=int, default=2000, help="steps of each environment")
+    parser.add_argument(
+        "--table", choices=("host", "gpu"), default="host", help="memory in which the table lies"
+    )
     options = parser.parse_args()
+    if options.table == "gpu" and torch.device(options.device).type != "cuda":
+        parser.error(f"--table gpu needs a GPU, and --device is {options.device}.")
     device = torch.device(options.device)
     on_gpu = device.type == "cuda"
     n, batch_size = options.envs or (4096 if on_gpu else 64), options.batch or (32_768 if on_gpu else 1024)
@@ -85,6 +91,7 @@ def main() -> None:
         max_steps=chunks * (CHUNK + 1),
         max_trajectories=chunks,
         on_full="evict_oldest",
+        device=device if options.table == "gpu" else None,
     ) as table:
         dataset = gear.ReplayDataset(
             table,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import itertools
 import math
+import sys
 import threading
 import time
 from collections import Counter
@@ -561,6 +563,27 @@ def test_wrong_options_are_refused(
     with pytest.raises(SchemaError, match=message):
         dataset(table, **options)
     assert dataset(table, device="auto").device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("sampler", [gear.Uniform(), gear.Uniform(False), gear.Prioritized(unit="step")])
+def test_threads_that_sample_take_turns(table: gear.Table, sampler: gear.samplers.Sampler) -> None:
+    """Together they get the batches of one thread, each once."""
+
+    def rows(data: gear.ReplayDataset, count: int) -> list[Any]:
+        names = ("index", "anchor", "observation", "reward")
+        batches = (data.sample() for _ in range(count))  # whose memory is used again
+        return [[batch[name].flatten().tolist() for name in names] for batch in batches]
+
+    expected = rows(dataset(table, sampler=sampler, batch_size=3), 400)
+    data = dataset(table, sampler=sampler, batch_size=3)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(rows, [data] * 4, [100] * 4))
+    finally:
+        sys.setswitchinterval(interval)
+    assert sorted(itertools.chain.from_iterable(found)) == sorted(expected)
 
 
 @pytest.mark.parametrize("given", ["replay", None, SCHEMA])

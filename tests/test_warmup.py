@@ -31,7 +31,7 @@ print(len(stages), *sorted({compile._name(loop) for loop in compile.loops} - cal
 # For a GPU, for repairs, and parts that the others contain (compiled with them, or called when those are not cached).
 INNER = {"gathering.resolve", "sharing.work", "entry_points.reclaim"}
 INNER |= {"packed_lines.list_pieces", "packed_lines.list_work", "packed_lines.plan_rows"}
-INNER |= {"copying.look_up", "copying.put_steps"}  # for integrations
+INNER |= {"ring_places.first_live", "ring_places.look_up", "ring_places.note"}  # for integrations
 INNER |= {"copying.copy_common"}
 INNER |= {f"sum_tree.{name}" for name in ("words", "uniforms", "descend", "refresh", "draw")}
 

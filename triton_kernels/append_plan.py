@@ -18,7 +18,8 @@ class AppendColumn(NamedTuple):
 
     Attributes:
         rows: uint8 [n, 2, R], on the device. image: uint8 [n, S], on the device; S is a multiple of 128.
-        target: uint8 [N, S], all blocks, in pinned memory. step_bytes: bytes from step to step in a block, at most R.
+        target: uint8 [N, S], all blocks, in pinned memory or on the device.
+        step_bytes: bytes from step to step in a block, at most R.
     """
 
     rows: torch.Tensor
@@ -63,8 +64,11 @@ class AppendPlan:
                     f"step_bytes is {each.step_bytes}; expected 1 to {each.rows.shape[2]}, and that {block_steps} "
                     f"steps fit into a block of {size} bytes."
                 )
-            if each.rows.is_cuda and not each.target.is_pinned():
-                raise ValueError("target is in memory that the GPU cannot write to; expected pinned memory.")
+            reached = each.target.device == each.rows.device or each.target.is_pinned()
+            if each.rows.is_cuda and not reached:
+                raise ValueError(
+                    "target is in memory that the GPU cannot write to; expected its own, or pinned memory."
+                )
             places = [part.data_ptr() for part in (each.rows, each.image, each.target)]
             listed.append([*places, each.rows.stride(0), each.rows.stride(1), size, each.step_bytes])
         self.device_table = torch.tensor(listed, dtype=torch.int64, device=self.device)

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gear_loader.kernels.devices import bus_programs, on_device
+from gear_loader.kernels.devices import bus_programs, multiprocessors, on_device
 from gear_loader.kernels.plan import LINE
 from gear_loader.kernels.tensor_checks import check_programs, check_tensor, grid_size
 
@@ -98,11 +98,11 @@ def store(
 
     Args:
         source: uint8 [n, K, S] on the device: K blocks of S bytes, a multiple of 128, of each of n trajectories.
-        target: uint8 [N, S], all blocks, in pinned host memory. Both begin on a multiple of 128 bytes.
+        target: uint8 [N, S], all blocks, in pinned host memory or on the device. Both begin on a multiple of 128 bytes.
         blocks: int32 [n, K], distinct, in memory that the device can read: image k of trajectory i goes to block
             ``blocks[i, k]``. Values are not checked: an invalid block is written to other memory.
         last_bytes: bytes of each trajectory's last block that are copied, up to the end of their line.
-        programs: programs of the grid; by default `BUS_PROGRAMS`.
+        programs: programs of the grid; by default `BUS_PROGRAMS`, and one per multiprocessor within the device.
 
     Does not wait for the GPU: `blocks` must not change until the kernel has run, and the bytes are in the host's memory
     when an event after it has happened.
@@ -112,13 +112,16 @@ def store(
     """
     block_lines, last_lines = check_store(source, target, blocks, last_bytes)
     check_programs(programs)
-    if source.is_cuda and not target.is_pinned():
-        raise ValueError("target is in memory that the GPU cannot write to; expected pinned memory.")
+    if source.is_cuda and target.device != source.device and not target.is_pinned():
+        raise ValueError(
+            "target is in memory that the GPU cannot write to; expected its own, or pinned memory."
+        )
     tiles = blocks.numel() * -(-block_lines // LAUNCH["TILE"])
     if tiles == 0:
         return
     with on_device(source.device):
-        store_kernel[grid_size(programs, bus_programs(source.device), tiles)](
+        default = (multiprocessors if target.is_cuda else bus_programs)(source.device)
+        store_kernel[grid_size(programs, default, tiles)](
             source.view(torch.int32),
             target.view(torch.int32),
             blocks,

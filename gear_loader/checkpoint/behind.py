@@ -30,7 +30,6 @@ from gear_loader.checkpoint.spilling import Spiller
 from gear_loader.errors import CheckpointError, GearError, TableClosedError
 from gear_loader.storage.counters import VERSION
 from gear_loader.storage.disk import Disk, DiskStats, DiskWriter, LostRowsError
-from gear_loader.storage.edits import check_not_mutable
 from gear_loader.storage.lock import LOCK_TIMEOUT
 from gear_loader.storage.operations.view import REFUSE
 from gear_loader.storage.states import READY
@@ -111,7 +110,6 @@ def start(table: Table, place: Place) -> WriteBehind:
     Raises:
         CheckpointError: the directory is of another table, or cannot be written.
     """
-    check_not_mutable(table.schema)
     name, parent = identity(table, table._engine.index)
     manifest = place.manifest
     if manifest is not None and manifest.table != name and manifest.save != parent:
@@ -143,7 +141,7 @@ class WriteBehind:
         self._stop = Event()
         self._thread = threading.Thread(target=self._run, name="gear-loader-disk", daemon=True)
         self._arena = Arena()
-        self._version = -1
+        self._version: tuple[int, int] | None = None  # of what was written last
         # Under the mutex written, and read at any time:
         self._following = 0 if place.manifest is None else place.manifest.next_sequence
         self._writes = self._bytes = 0
@@ -292,7 +290,7 @@ class WriteBehind:
 
     def _has_changed(self) -> bool:
         table = self._table
-        return table is not None and int(table._engine.index.arrays.counters[VERSION]) != self._version
+        return table is not None and _version_of(table) != self._version
 
     def _attempt(self) -> None:
         """Write, and log the first error of a row and its end."""
@@ -323,7 +321,7 @@ class WriteBehind:
         if table is None:
             raise TableClosedError(f"{self._known} is closed; it is no longer written to disk.")
         began = time.monotonic()
-        version = int(table._engine.index.arrays.counters[VERSION])
+        version = _version_of(table)
         try:
             with convert_errors(place.directory.path):
                 if place.is_uncertain:
@@ -412,6 +410,13 @@ class WriteBehind:
         self._finalizer.detach()
         self._spiller = None
         self._table = None
+
+
+def _version_of(table: Table) -> tuple[int, int]:
+    """What is another one after a change: edits of values, which selections need not follow, are counted apart."""
+    arrays = table._engine.index.arrays
+    edits = int(arrays.filled[:, 1].sum()) if arrays.edit_unit else 0
+    return int(arrays.counters[VERSION]), edits
 
 
 _writers: set[WriteBehind] = set()

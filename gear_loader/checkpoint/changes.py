@@ -242,11 +242,11 @@ class OnDisk:
 
     # ---------------------------------------------------------------- after a write
 
-    def apply(self, changes: SavedChanges, dropped: Collection[int], written: Segment | None) -> Array:
+    def apply(self, changes: SavedChanges, dropped: Collection[int], written: Collection[Segment]) -> Array:
         """Take over changes whose rows are on disk now; those of lost trajectories still have the segment 0.
 
         Args:
-            dropped: numbers of the segments that are not used any more. written: the new segment.
+            dropped: numbers of the segments that are not used any more. written: the new ones.
 
         Returns:
             Records to append to the index, [m].
@@ -259,8 +259,8 @@ class OnDisk:
         self._count(changes.slots, -1)
         for number in dropped:
             del self.segments[number], self.live[number]
-        if written is not None:
-            self.segments[written.number], self.live[written.number] = written, 0
+        for segment in written:
+            self.segments[segment.number], self.live[segment.number] = segment, 0
         self.records[changes.slots] = after
         self._count(changes.slots, 1)
         return np.concatenate((ended, after[after["sequence"] >= 0]))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -140,14 +142,17 @@ class Save:
         self.rules = table.rules
         self._quiet = table._engine.region.fill_lock
         # These references keep the memory mapped if the table is closed during the save.
-        self._columns = {name: table._engine.region.column(name) for name in table.schema}
+        region = table._engine.region
+        self._memory = region.device_memory or region.bytes
         self._places = {name: table._engine.region.column_place(name) for name in table.schema}
         self.name, parent = identity(table, table._engine.index)
         self.manifest: Manifest | None = None
         self.written: Array = np.empty(0, dtype=np.int64)
         self.bytes_written = 0
         self.has_changed = False
-        self._reader = table._engine.tier_reader() if table._engine.has_tier else None
+        self._on_device = table._engine.device is not None
+        reads = table._engine.has_tier or self._on_device
+        self._reader = table._engine.tier_reader() if reads else None
         self._next_segment = old.next_segment if old else 1
         self._saves = old.saves + 1 if old else 1
         self.index_file: IndexFile | None = None
@@ -216,9 +221,8 @@ class Save:
                     round_of = functools.partial(self._last_round, segments, writer, dropped, ticket)
                     changes = self._quiet.run(round_of)
                     break
-                self._write_changes(
-                    segments, writer, changes, dropped, self._rows(changes, under_ticket=last)
-                )
+                rows = self._rows(changes.unwritten(), under_ticket=last)
+                self._write_changes(segments, writer, changes, dropped, [rows])
                 if last:
                     break
                 ticket, dropped = Ticket(), ()
@@ -236,7 +240,8 @@ class Save:
         """Write what has changed up to now, under a ticket; return it."""
         changes = take_changes(self.index, self.on_disk, ticket)
         changes = self.on_disk.rewriting(changes, dropped)
-        self._write_changes(segments, writer, changes, dropped, self._rows(changes, under_ticket=True))
+        rows = self._rows(changes.unwritten(), under_ticket=True)
+        self._write_changes(segments, writer, changes, dropped, [rows])
         return changes
 
     def run_behind(
@@ -262,7 +267,8 @@ class Save:
                     dropped = self.on_disk.sparsest(changes, budget, MAX_SEGMENTS_BEHIND, self._most_steps())
                     changes = self.on_disk.rewriting(changes, dropped)
                     self._check_room(changes, dropped)
-                    rows = self._rows(changes, under_ticket=False)
+                    newest, *older = self._groups(changes)
+                    rows = self._rows(newest, under_ticket=False)
                     rows.stage(STAGE_BYTES, arena, held=ticket is not None)
                 finally:
                     if ticket is not None:
@@ -270,7 +276,8 @@ class Save:
                 if not rows.has_lost(SURE_BYTES):
                     break
             writer, segments = self._open(stack, lambda _: None, ahead=False)
-            self._write_index(self._write_changes(segments, writer, changes, dropped, rows))
+            groups = itertools.chain([rows], self._staged(older, arena))
+            self._write_index(self._write_changes(segments, writer, changes, dropped, groups))
             self._commit(segments, self._manifest(changes), previous=True)
         note(self)
         sweep(self.directory, self.manifest, self.old)
@@ -331,15 +338,29 @@ class Save:
 
     # ---------------------------------------------------------------- segments
 
-    def _rows(self, changes: SavedChanges, *, under_ticket: bool) -> TrajectoryRows:
-        return TrajectoryRows(
-            self.index,
-            self.schema,
-            self._places,
-            *changes.unwritten(),
-            under_ticket=under_ticket,
-            reader=self._reader,
-        )
+    def _groups(self, changes: SavedChanges) -> list[tuple[Array, Array]]:
+        """What has to be written, newest first, in groups of which mutable columns have about `STAGE_BYTES`."""
+        slots, records = changes.unwritten()
+        size = sum(self.schema[name].step_bytes for name in self.schema.mutable)
+        groups = (np.cumsum(rows_of(records[::-1])) * size)[::-1] // max(1, STAGE_BYTES)
+        cuts = np.flatnonzero(np.diff(groups)) + 1
+        return list(zip(np.split(slots, cuts), np.split(records, cuts), strict=True))[::-1]
+
+    def _staged(self, groups: Iterable[tuple[Array, Array]], arena: Arena) -> Iterator[TrajectoryRows]:
+        """Rows of groups of trajectories, whose mutable columns are staged when a group's turn has come."""
+        for group in groups:
+            rows = self._rows(group, under_ticket=False)
+            rows.stage(0, arena, held=False)
+            yield rows
+
+    def _rows(self, trajectories: tuple[Array, Array], *, under_ticket: bool) -> TrajectoryRows:
+        """Rows of trajectories: slots, int64 [n], and records, [n]."""
+        options: dict[str, Any] = {
+            "under_ticket": under_ticket,
+            "reader": self._reader,
+            "on_device": self._on_device,
+        }
+        return TrajectoryRows(self.index, self.schema, self._places, *trajectories, **options)
 
     def _write_changes(
         self,
@@ -347,29 +368,36 @@ class Save:
         writer: ColumnWriter,
         changes: SavedChanges,
         dropped: Collection[int],
-        rows: TrajectoryRows,
+        groups: Iterable[TrajectoryRows],
     ) -> Array:
-        """Write new rows as a segment; the index never refers to those that are lost.
+        """Write new rows, each group as a segment; the index never refers to those that are lost.
 
         Args:
             segments: directory of the segments.
             dropped: numbers of the segments that the new checkpoint does not use.
-            rows: of the trajectories that have to be written.
+            groups: of the trajectories that have to be written.
 
         Returns:
             Records of what has changed, [m].
         """
-        segment = self._write_segment(segments, writer, rows) if len(rows.slots) else None
-        if segment is not None:
-            order = np.argsort(changes.slots, kind="stable")
+        written: list[Segment] = []
+        slots = [self.written[:0]]
+        order = np.argsort(changes.slots, kind="stable")
+        for rows in groups:
+            if not len(rows.slots):
+                continue
+            segment = self._write_segment(segments, writer, rows)
             at = order[np.searchsorted(changes.slots, rows.slots, sorter=order)]
             place = np.flatnonzero(~rows.lost)
             changes.records["segment"][at[place]] = segment.number
             changes.records["first"][at[place]] = rows.first[place]
             changes.records["place"][at[place]] = place
+            changes.records["filled"][at[place]] = rows.filled[place]
+            written.append(segment)
+            slots.append(rows.slots)
         self.has_changed = True
-        self.written = rows.slots
-        return self.on_disk.apply(changes, dropped, segment)
+        self.written = np.concatenate(slots)
+        return self.on_disk.apply(changes, dropped, written)
 
     def _write_segment(self, segments: Directory, writer: ColumnWriter, rows: TrajectoryRows) -> Segment:
         number = self._free_number(segments)

@@ -250,7 +250,7 @@ class FileReader:
         engine = self._engine()
         assert engine is not None
         index = engine.index
-        copies = index.recovery.locked(lambda: copies_of(index.arrays, slots))
+        copies = index.recovery.read(lambda: copies_of(index.arrays, slots))
         return np.stack((copies["length"], copies["final"]), axis=1)
 
     def count_hits(self, rows: int) -> None:
@@ -287,7 +287,7 @@ class FileReader:
             self._counts.take(arrays.tier_counts)
             return np.stack((copies["segment"], copies["first"], copies["place"]), axis=1)
 
-        return index.recovery.locked(look)
+        return index.recovery.read(look)  # also under the lock, see `TableReader.read_whole`
 
     def _opened(self, numbers: Array) -> dict[int, _Opened]:
         """The segments by number, of those that the manifests name, those with some numbers among them if they are.

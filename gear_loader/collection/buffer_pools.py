@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +21,17 @@ class BufferPools:
         pools: (rows, shared) -> pool of such buffers.
         active: the prefetcher of the running iteration.
         sampler: rows and prefetcher of the last single batch.
+        turn: of the threads that draw single batches; the same thread, in a signal handler, may take it again.
     """
 
     def __init__(self) -> None:
         self.pools: dict[tuple[int, bool], Pool] = {}
         self.active: Prefetcher | None = None
         self.sampler: tuple[int, Prefetcher] | None = None
+        self.turn = threading.RLock()
+
+    def __reduce__(self) -> Any:
+        return BufferPools, ()  # another process makes buffers of its own
 
     @property
     def collectors(self) -> list[Collector]:

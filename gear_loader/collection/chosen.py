@@ -83,7 +83,9 @@ class RowGather:
             self._reader = TierRows(source, reach, self.row_bytes)
         else:
             self._reader = StagedRows(lambda: source, source.schema, reach, self.row_bytes)
-        has_tier = isinstance(self._reader, TierRows) and self._reader.table._engine.has_tier
+        has_tier = isinstance(source, Table) and (
+            source._engine.has_tier or source._engine.device is not None
+        )
         self.tier = self._reader if has_tier else None
 
     def gather(

@@ -21,7 +21,9 @@ from gear_loader.collection.packed_cuda import PackedCuda
 from gear_loader.collection.padded import PaddedBuffers, PaddedHost, PaddedLayout
 from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.collection.ragged_values import read_ragged
-from gear_loader.collection.windows import ROW_KEYS, reads_mutable
+from gear_loader.collection.windows import ROW_KEYS, only_host_gathers
+from gear_loader.kernels.devices import multiprocessors
+from gear_loader.storage.ragged import Ragged
 from gear_loader.storage.region import Region
 from gear_loader.storage.table import Table
 from gear_loader.utils.streams import current_stream
@@ -75,7 +77,8 @@ class TableSource:
         else:
             mover.fill(buffers, self.only, rows)
         if mover.layout.ragged:
-            buffers.ragged = read_ragged(self.only, mover.layout.ragged, buffers.rows(len(rows)))
+            shown = buffers.rows(len(rows))
+            buffers.ragged = read_ragged(self.only, mover.layout.ragged, shown, pinned=mover.pinned)
 
 
 class _Staged(RowMover):
@@ -110,6 +113,10 @@ class _Staged(RowMover):
             buffers.follow(gpu.staging, len(rows))
             current_stream(self._device).wait_event(gpu.released)
             copy_batch(buffers.rows(len(rows)), gpu.staging.rows(len(rows)))
+            buffers.ragged = {
+                name: value.to(self._device, non_blocking=True) if isinstance(value, Ragged) else value
+                for name, value in gpu.staging.ragged.items()  # which keeps them until the copies have been made
+            }
         finally:
             gpu.filled.record(current_stream(self._device))
 
@@ -215,15 +222,18 @@ def collector_for(
         batch_size: most rows of a padded batch.
         device: of the batches. packed: whether rows lie one after another.
         weighs, informs: whether batches carry ``priority_weight``, and ``sample_info``.
-        programs: size of the kernels' grids, see `gear_loader.kernels.gather`.
+        programs: size of the kernels' grids, see `gear_loader.kernels.gather`; of a table on a GPU all multiprocessors.
         stream_priority: as for `Collector`.
-        zero_copy: whether the device reads the tables; None to pin the only one.
+        zero_copy: whether the device reads the tables; None to pin the only one, unless it lies on a GPU.
     """
     tables, pinning = source.tables, False
     options: dict[str, Any] = {"keys": source.keys, "weighs": weighs, "informs": informs}
     on_gpu = device.type == "cuda"
-    if reads_mutable(tables[0].schema, windows):
-        zero_copy = False  # only the host knows whether values have changed meanwhile
+    if only_host_gathers(tables[0].schema, windows):
+        zero_copy = False
+    here = tables[0]._engine.device
+    if zero_copy is None and here is not None:
+        zero_copy = device == here
     if zero_copy is None:
         region = tables[0]._engine.region
         pinning = on_gpu and region.is_pinning
@@ -237,12 +247,15 @@ def collector_for(
         return PaddedLayout(tables[0].schema, windows, batch_size=batch_size, returns=returns, **options)
 
     host: Any = (PackedHost if packed else PaddedHost)(
-        layout("at once" if source.is_here else "after"), pinned=on_gpu, only=source.only
+        layout("at once" if source.is_here else "after"),
+        pinned=on_gpu,
+        only=None if here is not None else source.only,
     )
 
     def cuda() -> Any:
         kind: Any = PackedCuda if packed else PaddedCuda
-        given = {"device": device, "programs": programs, "tables": tables, "splits": splits}
+        size = multiprocessors(device) if programs is None and here is not None else programs
+        given = {"device": device, "programs": size, "tables": tables, "splits": splits}
         return kind(layout("after" if splits else "between"), **given)
 
     return Collector(

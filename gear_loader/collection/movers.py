@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ class RowMover:
     Attributes:
         layout: `PaddedLayout` or `PackedLayout`.
         staging: memory of rows on their way into a batch.
-        zero_copy: whether a GPU reads the tables itself.
+        zero_copy: whether a GPU reads the tables itself. pinned: whether batches lie in pinned memory.
     """
 
-    zero_copy = False
+    zero_copy = pinned = False
     layout: Any
     staging: Staging
 
@@ -89,7 +89,7 @@ class HostMover(RowMover):
     """
 
     def __init__(self, layout: Any, *, pinned: bool = False, only: Table | None = None) -> None:
-        self.layout, self._pinned, self.only = layout, pinned, only
+        self.layout, self.pinned, self.only = layout, pinned, only
         self.staging = Staging(pinned=False)
 
 
@@ -97,14 +97,17 @@ class CudaMover(RowMover):
     """Fills batches by a GPU that reads the tables itself.
 
     Args:
-        layout: of the batches. device: the GPU.
+        layout: of the batches. device: the GPU. tables: that it reads.
         programs: size of the kernels' grids, see `gear_loader.kernels.gather`.
     """
 
     zero_copy = True
 
-    def __init__(self, layout: Any, *, device: torch.device, programs: int | None) -> None:
+    def __init__(
+        self, layout: Any, *, device: torch.device, programs: int | None, tables: Sequence[Table]
+    ) -> None:
         self.layout, self._device, self._programs = layout, device, programs
+        self._regions = [table._engine.region for table in tables if table._engine.device is not None]
         self.staging = Staging(pinned=device.type == "cuda")
 
     def run(self, buffers: Any, rows: Any, read: Callable[[Any, Any, Any], None]) -> None:
@@ -115,6 +118,9 @@ class CudaMover(RowMover):
         gpu.filled.synchronize()
         while gpu.parts:
             self.staging.give(gpu.parts.pop())
+        for region in self._regions:
+            if region.device_memory is not None:  # else it is closed
+                region.device_memory.follow(current_stream(self._device))
         try:
             read(self, buffers, rows)
         finally:  # also after a failed batch, whose queued part reads the same memory

@@ -353,7 +353,7 @@ class PackedHost(HostMover):
 
     def buffers(self, *, shared: bool = False) -> PackedBuffers:
         """Buffers for one batch, which get their memory at their first gather."""
-        return PackedBuffers(self.layout, TensorMemory(torch.device("cpu"), shared, self._pinned), self)
+        return PackedBuffers(self.layout, TensorMemory(torch.device("cpu"), shared, self.pinned), self)
 
     def begin(self, buffers: PackedBuffers, rows: Any) -> None:
         buffers.measured(rows.spans)

@@ -147,7 +147,7 @@ class PackedDeviceBuffers(PackedBuffers):
         columns = []
         for once, values in ((False, self.steps), (True, self.once)):
             for source, out in values.gathered:
-                blocks = torch.from_numpy(region.blocks(source))
+                blocks = region.blocks(source)
                 if not layout.columns[source].is_packed:
                     columns.append(PackedColumn(blocks, _flat(out), once))
                 elif not in_records:  # the first column stands for the record
@@ -241,13 +241,13 @@ class PackedCuda(CudaMover):
     are replayed as a graph. The host waits where the memory grows.
 
     Args:
-        layout, device, programs: as for `CudaMover`.
+        layout, device, programs, tables: as for `CudaMover`.
     """
 
     layout: PackedLayout
 
-    def __init__(self, layout: PackedLayout, *, device: torch.device, programs: int | None, **_: Any) -> None:
-        super().__init__(layout, device=device, programs=programs)
+    def __init__(self, layout: PackedLayout, *, splits: bool, **options: Any) -> None:
+        super().__init__(layout, **options)
         self._steps, self._once = layout.columns_read
         self._tables: dict[Table, tuple[int, int, bool]] = {}
 
@@ -309,7 +309,7 @@ class PackedCuda(CudaMover):
             found[:] = [listed]
             return bad
 
-        _, outside = split_rows(table, slots[which], inside)
+        _, outside = split_rows(table, slots[which], inside, on_gpu=True)
         if len(outside):
             part = self._read(buffers, table, rows, which[outside])
             self.place(buffers, part, np.arange(len(rows)))
@@ -342,13 +342,13 @@ class PackedCuda(CudaMover):
         """Steps of a block, number of blocks, and whether a block's last step lies before the first of the next one, in
         every column."""
         if table not in self._tables:
-            region, layout = table._engine.region, table._engine.region.layout
+            layout = table._engine.region.layout
             steps = layout.block_steps
             self._tables[table] = (
                 steps,
                 layout.num_blocks,
                 all(
-                    region.blocks(name).strides[0] == steps * layout.columns[name].step_stride
+                    layout.columns[name].block_stride == steps * layout.columns[name].step_stride
                     for name in self._steps
                 ),
             )

@@ -396,11 +396,11 @@ class PaddedHost(HostMover):
         self._tables: dict[int, TierRows] = {}
 
     def buffers(self, *, shared: bool = False) -> PaddedBuffers:
-        arena = None if shared or self._pinned else Arena()
-        memory = TensorMemory(torch.device("cpu"), shared, self._pinned, arena)
+        arena = None if shared or self.pinned else Arena()
+        memory = TensorMemory(torch.device("cpu"), shared, self.pinned, arena)
         made = self.kind(self.layout, memory, self)
         made.allocate_values(memory)
-        if self.only is not None and not self._pinned and not self.layout.ragged:
+        if self.only is not None and not self.pinned and not self.layout.ragged:
             weights = np.empty(0, dtype=np.float32) if made.values.weights is None else made.values.weights
             columns, spans, returns = made.columns_of(self.only), self.layout.spans, self.layout.has_returns
             names, row_bytes = made.values.names, self.layout.row_bytes
@@ -409,9 +409,7 @@ class PaddedHost(HostMover):
 
     def fill(self, buffers: PaddedBuffers, table: Table, rows: SelectedRows) -> None:
         count = len(rows)
-        if threads.alone(count, self.layout.row_bytes) and not (
-            table._engine.has_tier and table._engine.num_spilled
-        ):
+        if threads.alone(count, self.layout.row_bytes) and table._engine.all_in_memory:
             values, (extent, block_ids) = buffers.values, table._engine.reader().index_arrays()
             columns, steps = buffers.columns_of(table), table._engine.region.layout.block_steps
             names = rows.slots, rows.anchors, rows.generations

@@ -127,8 +127,8 @@ class PaddedCuda(CudaMover):
     """Fills padded batches by a GPU that reads the tables itself.
 
     Args:
-        layout, device, programs: as for `CudaMover`.
-        tables: that it reads. splits: whether rows of a batch may lie in several tables, or elsewhere.
+        layout, device, programs, tables: as for `CudaMover`.
+        splits: whether rows of a batch may lie in several tables, or elsewhere.
     """
 
     layout: PaddedLayout
@@ -136,7 +136,7 @@ class PaddedCuda(CudaMover):
     def __init__(
         self, layout: PaddedLayout, *, tables: Sequence[Table], splits: bool, **options: Any
     ) -> None:
-        super().__init__(layout, **options)
+        super().__init__(layout, tables=tables, **options)
         self._splits = splits
         first, last, once = layout.reach
         steps = [table._engine.region.layout.block_steps for table in tables]

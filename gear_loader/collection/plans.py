@@ -87,9 +87,9 @@ def window_columns(schema: Schema, sources: Sequence[str], windows: Iterable[Win
 def locate_columns(columns: Array, sources: Sequence[str], region: Region) -> Array:
     """Write where the columns of a table lie into rows of a gather plan, int64 [C, WIDTH]; return them."""
     for row, source in zip(columns, sources, strict=True):
-        blocks, place = region.blocks(source), region.layout.columns[source]
-        row[BASE] = blocks.ctypes.data + place.inside
-        row[STRIDE], row[BLOCKS] = blocks.strides[0], len(blocks)
+        place = region.layout.columns[source]
+        row[BASE] = region.column_place(source)[0]
+        row[STRIDE], row[BLOCKS] = place.block_stride, region.layout.num_blocks
         row[STEP_BYTES], row[STEP_STRIDE] = place.step_bytes, place.step_stride
     return columns
 
@@ -112,7 +112,7 @@ def plans_of(
     def column_of(output: Output) -> GatherColumn:
         place, column = layout.columns[output.column], schema[output.column]
         return GatherColumn(
-            source=torch.from_numpy(region.blocks(output.column)),
+            source=region.blocks(output.column),
             out=output.out,
             offset=output.window.offset,
             pad=PADS[output.window.pad],
@@ -145,7 +145,7 @@ def plans_of(
         key = (*span, layout.record.bytes)
         if key not in records:
             records[key] = out.new_empty(len(out), length, layout.record.bytes)
-        source = torch.from_numpy(region.blocks(group[0].column))
+        source = region.blocks(group[0].column)
         columns.append(GatherColumn(source, records[key], offset, PADS[pad], final=final))
         for output in group:
             inside, first = layout.columns[output.column].inside, output.window.offset - offset

@@ -12,13 +12,13 @@ from gear_loader.storage.table import Table
 
 
 def read_ragged(
-    table: Table, columns: Mapping[str, Values], batch: Mapping[str, torch.Tensor]
+    table: Table, columns: Mapping[str, Values], batch: Mapping[str, torch.Tensor], *, pinned: bool = False
 ) -> dict[str, Any]:
     """Copy the values of a batch on the CPU, under the read ticket of its rows.
 
     Args:
         columns: windows that read ragged columns, and what the values are.
-        batch: has their records, int64 ``[..., 2]``.
+        batch: has their records, int64 ``[..., 2]``. pinned: copy into pinned memory.
 
     Returns:
         Name -> `Ragged` of the records' shape without the last dimension, or lists of text.
@@ -29,6 +29,6 @@ def read_ragged(
     found = {}
     for name, values in columns.items():
         records = batch[name]
-        shape = tuple(records.shape[:-1])
-        found[name] = table._engine.payload.read(values, records.reshape(-1, 2).numpy(), shape)
+        numbers, shape = records.reshape(-1, 2).numpy(), tuple(records.shape[:-1])
+        found[name] = table._engine.payload.read(values, numbers, shape, pinned=pinned)
     return found

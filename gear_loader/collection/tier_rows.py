@@ -32,7 +32,9 @@ class TierRows:
         )
 
     def outside(self, slots: Array) -> Array:
-        """Which trajectories lie on disk only now, bool [n]."""
+        """Which trajectories lie on disk only now, or on a GPU, bool [n]."""
+        if self.table._engine.device is not None:
+            return np.ones(len(slots), dtype=bool)
         found: Array = self.table._engine.index.arrays.extent[slots, 1] < 0
         return found
 
@@ -90,7 +92,7 @@ class TierRows:
         def inside(which: slice | Array) -> int:
             return resolved(self.table, slots[which], anchors[which], self._reach, extent, ids)
 
-        return split_rows(self.table, slots, inside)
+        return split_rows(self.table, slots, inside, on_gpu=True)
 
     def read(
         self,
@@ -134,20 +136,23 @@ def resolve(
 
 
 def split_rows(
-    table: Table, slots: Array, inside: Callable[[slice | Array], int]
+    table: Table, slots: Array, inside: Callable[[slice | Array], int], *, on_gpu: bool = False
 ) -> tuple[Array | None, Array]:
     """Call a function with the entries in memory, again if some of them were moved to disk meanwhile; count them.
 
     Args:
         slots: int64 [n]. inside: takes entries, a slice of all or int64 [m], and returns the number of invalid ones.
+        on_gpu: whether a GPU gathers them, which reads the memory where the table lies; the CPU reads none of another.
 
     Returns:
-        Entries in memory, int64 [m], or None for all; and those on disk only, int64.
+        Entries in memory, int64 [m], or None for all; and those on disk only, or that the CPU does not read, int64.
 
     Raises:
         CorruptTableError: see `TableReader.check_gathered`.
     """
     engine = table._engine
+    if engine.device is not None and not on_gpu:
+        return slots[:0], np.arange(len(slots))
     if not engine.has_tier or not engine.num_spilled:
         bad = inside(slice(None))
         if not engine.has_tier:

@@ -234,6 +234,11 @@ def _check_ragged(schema: Schema, windows: Mapping[str, Window | NStep | Whole])
             )
 
 
+def only_host_gathers(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> bool:
+    """Whether a GPU gets copies of what the host gathers: of values that change meanwhile, or of any length."""
+    return reads_mutable(schema, windows) or bool(ragged_of(schema, expand(schema, windows)[0]))
+
+
 def mask_of(schema: Schema, name: str, window: Window) -> tuple[int, int, str, bool]:
     """Key of a window's mask: windows with the same key exist at the same steps."""
     return *window.span, schema[source_of(name, window)].final

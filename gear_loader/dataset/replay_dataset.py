@@ -569,7 +569,7 @@ class ReplayDataset(IterableDataset[Batch]):
         return self._origin.seed(self.seed)
 
     def sample(self, batch_size: int | None = None) -> Batch:
-        """Draw one batch, without prefetching. Does not wait for the GPU.
+        """Draw one batch, without prefetching. Does not wait for the GPU. Calls of several threads take turns.
 
         Without replacement, calls follow a permutation of the items, one pass after another; the last batch of a pass
         may be smaller. A pass is exact while the table does not change. With max_steps, calls are one endless stream of
@@ -588,18 +588,21 @@ class ReplayDataset(IterableDataset[Batch]):
             SchemaError: batch_size was given to a dataset with `Steps`, or such a dataset draws over all Shards or
                 has several ranks.
         """
-        if self._budget is not None:
-            return self._sample_steps(self._budget, batch_size)
-        size = self.batch_size if batch_size is None else at_least("batch_size", batch_size)
-        if self.groups is not None and size % self.groups.size:
-            raise SchemaError(f"batch_size is {size}; expected a multiple of group_size={self.groups.size}.")
-        self._check_rate(size)
-        prefetcher, item = self._single(size), self._sample_draw(size)
-        batch = prefetcher.one(self.filler(prefetcher).fill, item)
-        draw = item[0]
-        self._position.sampled(draw.count)
-        shown: Batch = self._shown(batch, draw.epoch, self._position.samples - 1, prefetcher)
-        return shown
+        with self._buffers.turn:
+            if self._budget is not None:
+                return self._sample_steps(self._budget, batch_size)
+            size = self.batch_size if batch_size is None else at_least("batch_size", batch_size)
+            if self.groups is not None and size % self.groups.size:
+                raise SchemaError(
+                    f"batch_size is {size}; expected a multiple of group_size={self.groups.size}."
+                )
+            self._check_rate(size)
+            prefetcher, item = self._single(size), self._sample_draw(size)
+            batch = prefetcher.one(Filler(self.table, self._selected, prefetcher).fill, item)
+            draw = item[0]
+            self._position.sampled(draw.count)
+            shown: Batch = self._shown(batch, draw.epoch, self._position.samples - 1, prefetcher)
+            return shown
 
     def _sample_draw(self, size: int) -> tuple[Draw, Any]:
         """The next draw of `sample`, and the items to draw from, or None for those present at the draw."""
@@ -629,11 +632,11 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _single(self, size: int) -> Prefetcher:
         """The prefetcher of single batches of `size` rows, after the updates of priorities that precede the next."""
-        refuse_capture(self.device, "a batch")
         buffers = self._buffers
         sampler = buffers.sampler  # once: a signal handler may change it
         if buffers.active is None and sampler is not None and sampler[0] == size:
-            return sampler[1]
+            return sampler[1]  # which refuses captures itself
+        refuse_capture(self.device, "a batch")
         prefetcher = buffers.single(size, self.batch_size, self._collector, **self._buffering(False))
         if self._is_global and self._buffers.active is not None:
             raise SchemaError(
@@ -654,6 +657,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 "Shards with scope='local'. Iterate over the dataset otherwise."
             )
         self._check_rate(self._num_drawn)
+        refuse_capture(self.device, "a batch")
         prefetcher = self._single(self.batch_size)
         selection = self._selected()
         planner = self._planner
@@ -866,7 +870,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
         ``dataset.set(batch, mask=batch["mask"], state=states)``. Over `Shards` the rows are written to the tables of
         their owners before the call returns: directly on this machine, else by a request that is executed once. Other
-        ranks need not call it. Rows that `rebalance` has moved are skipped.
+        ranks need not call it. In a pipeline each rank writes columns of its own stage, of rows that it has drawn.
 
         Args:
             batch: of this dataset. mask: bool ``[n, L]``, steps to write; those outside of a trajectory must be left
@@ -967,9 +971,9 @@ class ReplayDataset(IterableDataset[Batch]):
                 "rebalance was called, but this dataset has a subset, or does not draw over all Shards; make one with "
                 "Shards, scope='global' and without a subset."
             )
-        if self.table.schema.mutable:
+        if self.shards is not None and (changing := self.shards.mutable):
             raise SchemaError(
-                f"rebalance was called, and the tables have the columns {list(self.table.schema.mutable)} with "
+                f"rebalance was called, and the tables have the columns {changing} with "
                 "mutable=True; expected none: values that are overwritten meanwhile would be lost."
             )
         selection: Any = self._selected()

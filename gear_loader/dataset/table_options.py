@@ -45,14 +45,12 @@ def check_ragged(table: Table, dataset: Any) -> None:
     """Raise SchemaError if a dataset that reads ragged columns has options that they do not go with."""
     names = list(ragged_of(table.schema, expand(table.schema, dataset.windows)[0]))
     padded = dataset.layout == "padded" and has_whole(dataset.windows)
-    if not names or not (
-        padded or dataset.layout == "jagged" or dataset.output == "tensordict" or dataset.device.type != "cpu"
-    ):
+    if not names or not (padded or dataset.layout == "jagged" or dataset.output == "tensordict"):
         return
     raise SchemaError(
-        f"The windows {names} read ragged columns, with layout={dataset.layout!r}, output={dataset.output!r} and "
-        f"device={str(dataset.device)!r}; expected layout='packed', or 'padded' with gear_loader.Window, output 'dict' "
-        "or 'nested', and device='cpu': move batches with Ragged.to."
+        f"The windows {names} read ragged columns, with layout={dataset.layout!r} and output="
+        f"{dataset.output!r}; expected layout='packed', or 'padded' with gear_loader.Window, and output 'dict' "
+        "or 'nested'."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import weakref
@@ -22,14 +23,14 @@ from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.shard_source import ShardSource
 from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.distributed.update_routing import checked_shards
-from gear_loader.errors import GearError, RankError, SchemaError
+from gear_loader.errors import GearError, RankError, SchemaError, StaleIndexError
 from gear_loader.selection.base import Selection, SelectionContext, ShardShare
 from gear_loader.selection.budget_planner import BudgetPlanner
 from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.random import key
 from gear_loader.selection.samplers import Sampler
 from gear_loader.selection.step_budget import StepBudget, Steps
-from gear_loader.storage.edit_values import checked_edits
+from gear_loader.storage.edit_values import Edits, checked_edits
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
 
@@ -170,11 +171,25 @@ class ShardOrigin(Origin):
             self.table.schema, rows["index"], rows["anchor"], rows["generation"], mask, columns
         )
         owners = checked_shards(rows.get("shard"), len(edits.slots), self.shards.num_shards)
-        skipped = 0
-        for shard in np.unique(owners).tolist():
-            part = edits.take(np.flatnonzero(owners == shard))
-            skipped += self.shards.stage_table(shard, 0).set(part, strict=strict)
+        parts = {shard: edits.take(np.flatnonzero(owners == shard)) for shard in np.unique(owners).tolist()}
+        stage = self.shards.place.stage
+        if stage:
+            parts = {shard: self._in_stage(shard, part, strict=strict) for shard, part in parts.items()}
+        skipped = len(edits.slots) - sum(len(part.slots) for part in parts.values())
+        for shard, part in parts.items():
+            skipped += self.shards.stage_table(shard, stage).set(part, strict=strict)
         return skipped
+
+    def _in_stage(self, shard: int, edits: Edits, *, strict: bool) -> Edits:
+        """Edits of trajectories that stage 0 names, of those that are there, in this rank's stage."""
+        slots, generations, gone = self.shards.names.find(shard, edits.slots, edits.generations)
+        if strict and gone.any():
+            raise StaleIndexError(
+                f"{int(gone.sum())} of {len(gone)} rows of shard {shard} are of removed trajectories; the first is "
+                f"index {edits.slots[gone][0]}. Nothing was changed; stale='ignore' skips them."
+            )
+        here = dataclasses.replace(edits, slots=slots, generations=generations)
+        return here.take(np.flatnonzero(~gone))
 
     def source(self) -> Any:
         return ShardSource(self.shards) if self.is_global else super().source()

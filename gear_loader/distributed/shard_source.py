@@ -374,11 +374,16 @@ class ShardSource:
     def _cached(self, mover: RowMover, rows: ShardRows) -> tuple[Array, Callable[[Any, Array], None]]:
         """Find the rows of other nodes that the cache has.
 
+        Those of windows that read mutable columns are never kept: nobody tells a cache that they were overwritten.
+
         Returns:
             Entry of each row, or ABSENT, int64 [n]; and a function that keeps rows of a part, by their status.
         """
         entries: Array = np.full(len(rows), ABSENT, dtype=np.int64)
         budget, sizes = self.shards.cache, None if mover.layout.packed else mover.layout.piece_bytes()
+        changing = self.shards.table.schema.mutable
+        if changing and sizes is not None and not set(changing).isdisjoint(mover.layout.sources):
+            sizes = None
         if budget is None or sizes is None or not self.shards.remote:
             return entries, lambda part, status: None
         cache = self._cache = self._cache or RowCache(budget, sizes)

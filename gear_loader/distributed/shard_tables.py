@@ -21,6 +21,7 @@ from gear_loader.distributed.rank_exchange import Exchange, SingleProcess
 from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.row_cache import CacheBudget, CacheStats
 from gear_loader.distributed.servers import NodeServers
+from gear_loader.distributed.stage_names import StageNames
 from gear_loader.distributed.stage_tables import StageTable
 from gear_loader.distributed.topology import (
     Member,
@@ -89,6 +90,7 @@ class ShardTables:
         self._by_hand = dict(servers or {})
         self._lost: dict[int, float] = {}
         self._stage_tables: dict[tuple[int, int], StageTable] = {}
+        self.names = StageNames()
         self._guard = threading.Lock()  # around `_stage_tables`
         self._servers: NodeServers | None = None
         self._closed = False
@@ -101,7 +103,7 @@ class ShardTables:
             raise SchemaError(f"{shown(table)} was given; expected a gear_loader.Table, or a list of them.")
         tables = [table] if isinstance(table, Table) else list(table)
         for each in tables:
-            _check_table(each, self.transport, caches=self.cache is not None)
+            _check_table(each, self.transport)
         if dist.is_available() and dist.is_initialized():
             try:
                 self._join(tables, mesh, node)
@@ -182,11 +184,10 @@ class ShardTables:
                 f"own, Table.create(..., name=f'replay-{rank}')."
             )
         schema = self.table.schema
-        if self.num_stages > 1 and (schema.late or schema.mutable or self.table.rules.max_lag is not None):
+        if self.num_stages > 1 and (schema.late or self.table.rules.max_lag is not None):
             raise SchemaError(
-                f"The table {self.table.name!r} has late or mutable columns or max_lag, and there are "
-                f"{self.num_stages} pipeline stages; expected one stage: the others would not know which trajectories "
-                "may be drawn, or have been changed."
+                f"The table {self.table.name!r} has late columns or max_lag, and there are {self.num_stages} pipeline "
+                "stages; expected one stage: the others would not know which trajectories may be drawn."
             )
         _number(self.table, self.place.data)
         me = Member(
@@ -273,6 +274,12 @@ class ShardTables:
                     each.schema,
                     one_sided=self.transport == "nixl",
                 )
+
+    @property
+    def mutable(self) -> list[str]:
+        """Names of the mutable columns of the tables of all stages."""
+        schemas = [self.table.schema, *(each.schema for each in self.members)]
+        return list(dict.fromkeys(name for schema in schemas for name in schema.mutable))
 
     # ---------------------------------------------------------------- for selections
 
@@ -392,7 +399,7 @@ def _chosen(transport: Transport) -> str:
     return "ucx" if find_spec("ucxx") is not None or find_spec("ucp") is not None else "socket"
 
 
-def _check_table(table: Any, transport: str, *, caches: bool) -> None:
+def _check_table(table: Any, transport: str) -> None:
     if not isinstance(table, Table):
         raise SchemaError(
             f"A {type(table).__name__} was given; expected a gear_loader.Table, this rank's shard."
@@ -404,11 +411,11 @@ def _check_table(table: Any, transport: str, *, caches: bool) -> None:
             f"The table {table.name or '(private)'} has a rate limiter or max_times_sampled, which do not count "
             "the draws of other ranks. Create the tables of Shards without them."
         )
-    if table.schema.mutable and (transport == "nixl" or caches):
+    if table.schema.mutable and transport == "nixl":
         raise SchemaError(
             f"The table {table.name or '(private)'} has the columns {list(table.schema.mutable)} with mutable=True, "
-            f"with {'cache=' if caches else 'transport=nixl'}; expected neither a cache, which would keep old values, "
-            "nor NIXL, which would read values that are being overwritten. Use transport='socket' or 'ucx'."
+            "with transport='nixl', which would read values that are being overwritten. Use transport='socket' or "
+            "'ucx'."
         )
     if table._engine.has_tier and transport == "nixl":
         raise SchemaError(

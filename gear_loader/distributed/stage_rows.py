@@ -73,6 +73,9 @@ class StageRows:
         known = np.concatenate([part.view(self._dtype) for part in answers])[order]
         places = np.searchsorted(rows[order], self.batches.slice_of(len(drawn.shards)))
         self.keys = known["key"][places]
+        if shards.table.schema.mutable:
+            own_rows = drawn.shards[self.batches.slice_of(len(drawn.shards))]
+            shards.names.remember(own_rows, self.keys, known["record"][places])
         return Rows(drawn.shards, rows[order], known["record"].copy(), drawn.least)
 
     def _look_up(self, drawn: Rows) -> Array:

@@ -126,7 +126,8 @@ def check_members(members: Sequence[Member]) -> None:
     """Check that the tables and transports of all ranks fit together.
 
     Raises:
-        SchemaError: columns differ within a stage, two tables have the same shard number, or transports differ.
+        SchemaError: columns differ within a stage, two tables have the same shard number, transports differ, or a
+            mutable column is in several stages.
     """
     first: dict[int, Member] = {}
     for each in members:
@@ -141,6 +142,14 @@ def check_members(members: Sequence[Member]) -> None:
                 f"Rank {each.number} has transport={each.transport!r}, rank {members[0].number} "
                 f"{members[0].transport!r}; expected the same on all ranks."
             )
+    changing: dict[str, int] = {}
+    for stage, each in sorted(first.items()):
+        for name in each.schema.mutable:
+            if (before := changing.setdefault(name, stage)) != stage:
+                raise SchemaError(
+                    f"Column {name!r} with mutable=True is in the tables of stages {before} and {stage}; expected one "
+                    "stage: what is overwritten in one would stay as it was in the other."
+                )
     for stage in first:
         seen: dict[int, Member] = {}
         for each in members:

@@ -16,7 +16,6 @@ from gear_loader.native.memory import (
     copy_bytes,
     copy_past_caches,
     copy_step,
-    differ,
     order_stores,
     pointer,
     prefetch,
@@ -75,6 +74,29 @@ def scatter(columns, block_steps, ids, addresses, lengths) -> None:  # type: ign
         first += blocks
     if streams:
         order_stores()
+
+
+@compiled
+def copy_spans(column, begins, counts, outs) -> None:  # type: ignore[no-untyped-def]
+    """Copy spans of steps out of blocks that follow one another.
+
+    Args:
+        column: int64 [5], as for `copy_rows`. begins: int64 [n], first step of each span, of those of all blocks.
+        counts: int64 [n], steps of each. outs: int64 [n], address at which each goes, one step after another.
+    """
+    base, stride, size, every, block_steps = column[0], column[1], column[2], column[3], column[4]
+    for i in range(len(begins)):
+        done = 0
+        while done < counts[i]:
+            block = (begins[i] + done) // block_steps
+            inside = begins[i] + done - block * block_steps
+            count = min(block_steps - inside, counts[i] - done)
+            source, target = base + block * stride + inside * every, outs[i] + done * size
+            if every == size:
+                copy_bytes(target, source, count * size)
+            else:
+                copy_apart(target, size, source, every, count, size)
+            done += count
 
 
 @compiled
@@ -273,57 +295,3 @@ def append_rows(request):  # type: ignore[no-untyped-def]
         lanes[i, LANE_STEPS] = step + 1
         due += (not none and done[i] != 0) or step + 1 == chunk
     return due
-
-
-@compiled
-def put_steps(  # type: ignore[no-untyped-def]
-    columns, block_steps, blocks, open_steps, sources, ahead, ended, places, row
-) -> int:
-    """Copy one step of each of E open trajectories into its blocks.
-
-    Args:
-        columns: int64 [C, 4], as for `scatter`.
-        block_steps: steps of a block.
-        blocks: int32 [E, W], blocks of each trajectory.
-        open_steps: int64 [E, 3], slot, steps so far and capacity in steps of each trajectory; steps are counted up.
-        sources: int64 [C], address of the E contiguous steps of each column.
-        ahead: int64 [A], for each of the first A columns the address of E contiguous steps that belong to the step
-            after. They are written there, and the next step's values must be the same.
-        ended: bool [E], whether the step is the trajectory's last.
-        places: int32 [N, E, 2], output: row `row` gets slot and step of each trajectory.
-
-    Returns:
-        Number of trajectories that have ended or are full now; or -1 - e, having done nothing, if the step of
-        trajectory e does not begin with the value that was written ahead.
-    """
-    more = 1 if len(ahead) else 0
-    for c in range(len(ahead)):
-        base, stride, step_bytes, every = columns[c, 0], columns[c, 1], columns[c, 2], columns[c, 3]
-        for e in range(len(open_steps)):
-            step = open_steps[e, 1]
-            if step > 0:
-                known = base + int64(blocks[e, step // block_steps]) * stride + step % block_steps * every
-                if differ(known, sources[c] + e * step_bytes, step_bytes):
-                    return -1 - e
-    waiting = 0
-    for e in range(len(open_steps)):
-        step = open_steps[e, 1]
-        block, inside = int64(blocks[e, step // block_steps]), step % block_steps
-        for c in range(len(columns)):
-            base, stride, step_bytes, every = columns[c, 0], columns[c, 1], columns[c, 2], columns[c, 3]
-            copy_bytes(base + block * stride + inside * every, sources[c] + e * step_bytes, step_bytes)
-        block, inside = int64(blocks[e, (step + more) // block_steps]), (step + more) % block_steps
-        for c in range(len(ahead)):
-            base, stride, step_bytes, every = columns[c, 0], columns[c, 1], columns[c, 2], columns[c, 3]
-            copy_bytes(base + block * stride + inside * every, ahead[c] + e * step_bytes, step_bytes)
-        places[row, e, 0], places[row, e, 1] = open_steps[e, 0], step
-        open_steps[e, 1] = step + 1
-        waiting += ended[e] or step + 1 + more >= open_steps[e, 2]
-    return waiting
-
-
-@compiled
-def look_up(places, rows, members, slots, steps) -> None:  # type: ignore[no-untyped-def]
-    """Slots and steps (int64 [n], outputs) at entries (rows, members) (int64 [n] each) of `put_steps`'s places."""
-    for i in range(len(rows)):
-        slots[i], steps[i] = places[rows[i], members[i], 0], places[rows[i], members[i], 1]

@@ -508,10 +508,16 @@ class ReplayBuffer:
     def sample(self, n: int | None = None) -> Batch:
         """Draw `n` transitions, by default `batch_size`; see `ReplayBuffer`. Does not wait for the GPU.
 
+        Calls of several threads take turns; `add` is not to be called meanwhile.
+
         Raises:
             TableEmptyError: there is no transition that can be drawn.
         """
-        return self._drawn_from().sample(n)
+        dataset = self._dataset
+        if dataset is None:
+            return self._drawn_from().sample(n)
+        with dataset._buffers.turn:
+            return self._drawn_from().sample(n)
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches without end, prepared ahead."""

@@ -126,7 +126,7 @@ class TrajectoryValues:
             LostRowsError: trajectories cannot be read from disk.
         """
         column = self.table.schema[name]
-        if not self.table._engine.has_tier:
+        if not (self.table._engine.has_tier or self.table._engine.device):
             data = self._in_memory(name, self.table._engine.index.arrays.extent[slots, 1])
         else:
             if name not in self._known:
@@ -149,12 +149,12 @@ class TrajectoryValues:
         return np.ascontiguousarray(self.table._engine.region.column(name)[blocks, 0])
 
     def _anywhere(self, name: str, slots: Array, generations: Array) -> Array:
-        """Values, uint8 [n, step_bytes], of trajectories in memory and of those on disk only."""
+        """Values, uint8 [n, step_bytes], of trajectories in memory, on a GPU, and of those on disk only."""
         extent = self.table._engine.index.arrays.extent
         found: Array = np.empty((len(slots), self.table.schema[name].step_bytes), dtype=np.uint8)
         while True:
             places = extent[slots, 1]
-            inside = places >= 0
+            inside = (places >= 0) & (self.table._engine.device is None)
             found[inside] = self._in_memory(name, places[inside]).reshape(-1, found.shape[1])
             if (extent[slots[inside], 1] == places[inside]).all():
                 break  # else some of them were moved to disk meanwhile

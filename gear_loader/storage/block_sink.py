@@ -91,7 +91,7 @@ class BlockSink:
         self._steps = self.schema.steps
         self._block_steps = layout.block_steps
         self._columns = table.step_columns
-        self._data = [table.region.column(name) for name in self._steps]
+        self._data = [] if table.device else [table.region.column(name) for name in self._steps]
         once = list(self.schema.per_trajectory)
         named = dict(zip(table.schema, table.columns, strict=True))
         self._once_columns = np.array([named[name] for name in once], dtype=np.int64).reshape(-1, 4)

@@ -126,7 +126,7 @@ def resolved_packing(schema: Schema, packed: bool | Literal["auto"]) -> bool:
 
 
 def blocks_within(memory: int | str, most: int, schema: Schema, **options: Any) -> int:
-    """The largest number of blocks, at most `most`, whose region has at most `memory` bytes.
+    """The largest number of blocks, at most `most`, whose region has at most `memory` bytes; on a GPU, blocks alone.
 
     Args:
         memory: see `byte_count`. options: of `Layout`.
@@ -137,12 +137,14 @@ def blocks_within(memory: int | str, most: int, schema: Schema, **options: Any) 
     count = byte_count("memory", memory)
 
     def needed(blocks: int) -> int:
-        return Layout(schema, num_blocks=blocks, **options).region_bytes
+        layout = Layout(schema, num_blocks=blocks, **options)
+        return layout.device_bytes or layout.region_bytes
 
     if needed(1) > count:
+        index = f"the index of {options['max_trajectories']:,} trajectories and "
         raise SchemaError(
-            f"memory is {memory!r}, {count:,} bytes; the index of {options['max_trajectories']:,} trajectories and one "
-            f"block of {options['block_steps']} steps take {needed(1):,}. Raise it, or lower max_trajectories."
+            f"memory is {memory!r}, {count:,} bytes; {'' if options.get('on_device') else index}one block of "
+            f"{options['block_steps']} steps take {needed(1):,}. Raise it, or lower max_trajectories."
         )
     fits, above = 1, min(most, LARGEST_COUNT) + 1
     while above - fits > 1:

@@ -14,7 +14,14 @@ from gear_loader.kernels.special_priorities import UNSET
 from gear_loader.native.lanes import LANE_STEPS
 from gear_loader.storage.appender import Given
 from gear_loader.storage.block_sink import BlockSink
-from gear_loader.storage.device_images import StepImage, StreamOrder, copy_step, homes, writable
+from gear_loader.storage.device_images import (
+    StepImage,
+    StreamOrder,
+    copy_step,
+    follow_writes,
+    homes,
+    writable,
+)
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.streams import on_stream, own_stream
 
@@ -137,6 +144,7 @@ class Chunks:
         if self._stream is not None:
             assert self._order.last is not None
             self._stream.wait_stream(self._order.last)
+            follow_writes(chunk.sink.table.region, self._stream)
             with on_stream(self._device, self._stream):
                 self._queue(chunk)
                 assert chunk.arrived is not None

@@ -16,7 +16,7 @@ from gear_loader.native.lanes import LANE_HELD, LANE_STEPS
 from gear_loader.storage.appender import Given
 from gear_loader.storage.block_sink import BlockSink
 from gear_loader.storage.device_chunks import Rows, check_room
-from gear_loader.storage.device_images import StepImage, StreamOrder, copy_step, homes
+from gear_loader.storage.device_images import StepImage, StreamOrder, copy_step, follow_writes, homes
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.streams import current_stream
 
@@ -126,6 +126,7 @@ class Episodes:
 
     def _launch(self, step: _Step, done: torch.Tensor | None) -> None:
         done = None if done is None else done.contiguous()
+        follow_writes(self._sink.table.region, current_stream(self._device))
         append.append(self._plan, done, self._ends[self._turn], self._blocks, final=step.final)
         step.arrived.record(current_stream(self._device))
         self._steps.append(step)

@@ -65,7 +65,7 @@ class StepImage:
 
     def target(self) -> torch.Tensor:
         """All blocks of the table, uint8 [N, bytes of a block]."""
-        return torch.from_numpy(self._region.blocks(self.names[0]))
+        return self._region.blocks(self.names[0])
 
     def host(self) -> torch.Tensor:
         """Pinned memory for a copy of `blocks`."""
@@ -98,9 +98,18 @@ class StreamOrder:
 
 
 def writable(region: Region, device: torch.device) -> bool:
-    """Whether kernels of the device write to a table's blocks: it is a GPU, and they are registered with CUDA. Those of
-    a GPU that reads host memory as it is are not; the copy engine brings steps to the host there."""
+    """Whether kernels of the device write to a table's blocks: they lie there; or it is a GPU, and they are registered
+    with CUDA. Those of a GPU that reads host memory as it is are not; the copy engine brings steps to the host there.
+    """
+    if region.device_memory is not None:
+        return region.device_memory.device == device
     return device.type == "cuda" and region.pin(device) and region.is_pinned
+
+
+def follow_writes(region: Region, stream: torch.cuda.Stream) -> None:
+    """Let a stream go on after copies of the host into blocks on a GPU, which may be given back by now."""
+    if region.device_memory is not None:
+        region.device_memory.follow(stream)
 
 
 def homes(region: Region, names: Iterable[str]) -> list[list[str]]:

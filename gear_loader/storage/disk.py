@@ -31,7 +31,8 @@ class Disk:
             the machine's memory, not a tmpfs.
         sync_seconds: seconds between two writes. A trajectory is on disk at most this long after its commit, plus the
             duration of the write under way then and of its own (`DiskStats.write_seconds`). Beside new steps a write
-            takes 72 bytes for each trajectory that was added, removed, drawn or given a priority since the last one.
+            takes 72 bytes for each trajectory that was added, removed, drawn or given a priority since the last one;
+            those of which values were overwritten are written again.
         size: makes the disk a tier below the memory: trajectories beyond the table's `memory` lie there only, and the
             steps in its files take at most so many bytes, an int or a text such as ``"500GiB"``. A write needs room
             beside them: the files of the two writes before stay until it is complete. None: the disk has a copy, and

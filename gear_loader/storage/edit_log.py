@@ -72,8 +72,9 @@ class EditLog:
         if columns:
             slots = np.unique(np.concatenate([each.where[0] for each in columns]))
             streams = arrays.stream[slots]
-            if (streams != 0).any():  # others may have the same steps
-                slots = np.union1d(slots, np.flatnonzero(np.isin(arrays.stream, streams[streams != 0])))
+            if (streams != 0).any():  # others may have the same steps, unless they lie on disk only
+                inside = np.isin(arrays.stream, streams[streams != 0]) & (arrays.extent[:, 1] >= 0)
+                slots = np.union1d(slots, np.flatnonzero(inside))
             set_filled(arrays, slots, arrays.edit_unit)
             for each in columns:
                 name = self._region.layout.schema.mutable[each.column]

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gear_loader.errors import FilledError, SchemaError
+from gear_loader.errors import FilledError, SchemaError, TableFullError
 from gear_loader.storage.edit_values import Edits, EditValues, checked_edits
 from gear_loader.storage.filled_bits import filled_bits
-from gear_loader.storage.schema import Schema
+from gear_loader.storage.recalling import Recall
 from gear_loader.utils.arrays import Array
 
 if TYPE_CHECKING:
@@ -26,20 +26,6 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 1 << 19
 """Bytes of rows that are copied under the lock at once, unless one row has more."""
-
-
-def check_not_mutable(schema: Schema) -> None:
-    """Raise SchemaError for columns that may change in a table that is written to a disk in the background.
-
-    The writer copies column after column, without the lock, so that nobody waits for the disk. If a row were
-    overwritten between two columns, a crash before the next write would leave it on disk in part.
-    """
-    if schema.mutable:
-        raise SchemaError(
-            f"The columns {list(schema.mutable)} have mutable=True, and disk was given; expected one of both: what is "
-            "written in the background could have new values in one column of a row, and old ones in another, after a "
-            "crash. Leave out disk, and call Table.save, which writes what was changed at one moment."
-        )
 
 
 def set_columns(
@@ -68,13 +54,17 @@ def set_rows(engine: Engine, edits: Edits, *, strict: bool) -> int:
 
 @dataclasses.dataclass
 class _SetCall:
-    """One call of `set_columns`, which holds the lock of those who write into trajectories of the table."""
+    """One call of `set_columns`, which holds the lock of those who write into trajectories of the table.
+
+    Trajectories that lie on disk only are brought back into memory.
+    """
 
     engine: Engine
     slots: Array
     generations: Array
     values: list[EditValues]
     strict: bool
+    done: int = 0  # rows that were written
 
     def run(self) -> int:
         """Write the rows; return the number of stale ones."""
@@ -82,11 +72,19 @@ class _SetCall:
         locked(self._check)
         sizes = np.sum([each.data[0].size for each in self.values])
         rows = max(1, _AT_ONCE // max(1, int(sizes)))
-        done = 0
         for begin in range(0, len(self.slots), rows):
-            chosen = np.arange(begin, min(begin + rows, len(self.slots)))
-            done += locked(functools.partial(self._write, chosen))
-        return len(self.slots) - done
+            left, recall = np.arange(begin, min(begin + rows, len(self.slots))), Recall(self.engine)
+            while len(left := locked(functools.partial(self._write, before := left))):
+                if len(left) < len(before):
+                    recall.progressed()
+                if not recall.bring(np.unique(self.slots[left])):
+                    raise TableFullError(
+                        f"Timed out after {recall.timeout:g} s: {len(left)} of {len(self.slots)} rows of a set have "
+                        "trajectories that lie on disk only, and there is no room to bring one into memory; "
+                        f"{self.done} rows were written. Set the others again, or make the memory of the table larger "
+                        "(memory)."
+                    )
+        return len(self.slots) - self.done
 
     def _check(self) -> None:
         """Raise unless all live rows can be written; the caller holds the lock."""
@@ -113,12 +111,21 @@ class _SetCall:
                 f"{[each.name for each in self.values]}; Table.fill gives it the first ones. Nothing was changed."
             )
 
-    def _write(self, rows: Array) -> int:
-        """Write those of the rows (int64 [m]) that are live, and return their number; the caller holds the lock."""
+    def _write(self, rows: Array) -> Array:
+        """Write those of the rows (int64 [m]) that are live and in memory; the caller holds the lock.
+
+        Returns:
+            Live rows whose trajectories lie on disk only, int64 [k].
+        """
         index = self.engine.index
         live = index.arrays.live_rows(self.slots[rows], self.generations[rows], strict=False, what="")
         rows = rows[live]
+        inside = index.arrays.extent[self.slots[rows], 1] >= 0
+        outside: Array = rows[~inside]
+        rows = rows[inside]
         slots = self.slots[rows]
         columns = [each.runs(self.engine.schema, rows, slots) for each in self.values]
-        index.edit_log.write([each for each in columns if each.where.size])
-        return len(rows)
+        if len(rows):
+            index.edit_log.write([each for each in columns if each.where.size])
+        self.done += len(rows)
+        return outside

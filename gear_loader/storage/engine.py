@@ -26,6 +26,7 @@ from gear_loader.storage.counters import (
     TOLD,
     WRITING_STEPS,
 )
+from gear_loader.storage.device_rows import DeviceRows
 from gear_loader.storage.disk import DiskWriter, LostRowsError, TierReader
 from gear_loader.storage.incoming import Steps, listed
 from gear_loader.storage.index import INLINE_BYTES, Index
@@ -71,7 +72,7 @@ class Engine:
     Attributes:
         schema, name, rules, on_full: as of the table. policy: `on_full` as the arguments `evict` and `wait` of
         `Index.begin`. longest: steps of the longest trajectory that the table can hold. disk: writes the table into a
-        directory in the background, or None.
+        directory in the background, or None. device: the GPU in whose memory the blocks lie, or None.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Engine:
         self.region = region
         self.disk: DiskWriter | None = None
         self._index: Index | None = Index(region)
+        self.device = None if region.device_memory is None else region.device_memory.device
         self._tier_reader: TierReader | None = None
         self.sampled = Sampled()
         self._index.admission.timeout = timeout
@@ -102,7 +104,9 @@ class Engine:
         """The columns that are added, for `copying.scatter`."""
         self.longest: int = min(layout.max_steps, layout.num_blocks * layout.block_steps)
         most = INLINE_BYTES - layout.schema.trajectory_bytes
-        self.longest_inline: int = min(self.longest, most // layout.schema.step_bytes)
+        self.longest_inline: int = (
+            min(self.longest, most // layout.schema.step_bytes) if self.device is None else -1
+        )
         """Rows of the longest trajectory that `Index.store_one` takes."""
         _engines.add(self)
 
@@ -149,6 +153,8 @@ class Engine:
             f"{count:,} of {layout.max_trajectories:,} trajectories, {steps:,} of {layout.max_steps:,} steps, "
             f"{size(max(steps, 0) * layout.schema.step_bytes)} in a region of {size(layout.region_bytes)}"
         )
+        if self.device is not None:
+            text += f" and {size(layout.device_bytes)} of {self.device}"
         return f"<Table {name}{'' if count else ', empty'}: {text}>"
 
     # ---------------------------------------------------------------- adding
@@ -204,7 +210,7 @@ class Engine:
         payload = steps.payload
         if payload is not None:
             self._check_payload(payload)
-        elif ids is None or unique:
+        elif self.device is None and (ids is None or unique):
             stored = index.store(
                 self.targets,
                 steps.lengths,
@@ -281,8 +287,12 @@ class Engine:
 
     def _write(self, ids: Array, steps: Steps) -> None:
         self.check_open()
-        layout = self.region.layout
-        copying.scatter(self.targets, layout.block_steps, ids, steps.addresses, steps.lengths)
+        values = ids, steps.addresses, steps.lengths
+        if self.device is not None:
+            with self.region.using() as memory:
+                memory.write(list(self.schema.added), self.targets, *values)
+            return
+        copying.scatter(self.targets, self.region.layout.block_steps, *values)
 
     def free_steps(self) -> int:
         """Approximate number of steps that fit without eviction. Takes no lock."""
@@ -325,8 +335,8 @@ class Engine:
             rows: dict[str, Any] | None = None
             if more or not final:
                 count, names = length + more if final else length, self._filled_columns(bits)
-                if place < 0 and self.has_tier:
-                    rows = self._read_from_disk(int(index), names, count)
+                if self.device is not None or (place < 0 and self.has_tier):
+                    rows = self._read_elsewhere(int(index), names, count)
                 else:
                     ids = live.arrays.row(int(index), extent)
                     slots = np.array([int(index)])
@@ -341,8 +351,8 @@ class Engine:
         finally:
             ticket.end()  # idempotent; an exception may arrive anywhere above
 
-    def _read_from_disk(self, slot: int, names: Sequence[str], length: int) -> dict[str, torch.Tensor]:
-        """Columns of a trajectory that lies on disk only, or did a moment ago; under a read ticket."""
+    def _read_elsewhere(self, slot: int, names: Sequence[str], length: int) -> dict[str, torch.Tensor]:
+        """Columns of a trajectory that lies on a GPU, or on disk only, or did a moment ago; under a read ticket."""
         slots, zero = np.array([slot]), np.zeros(1, dtype=np.int64)
         columns = {name: self.schema[name] for name in names}
         outs = {
@@ -390,14 +400,22 @@ class Engine:
         return self.region.layout.tier is not None
 
     @property
+    def all_in_memory(self) -> bool:
+        """Whether loops of the CPU can read all trajectories where they lie now."""
+        return self.device is None and not (self.has_tier and self.num_spilled)
+
+    @property
     def num_spilled(self) -> int:
         """Number of trajectories that lie on disk only."""
         return int(self.index.arrays.counters[NUM_SPILLED])
 
     def tier_reader(self) -> TierReader:
-        """What reads trajectories that lie on disk only, of this process; its files are opened when they are read."""
+        """What reads trajectories on a GPU, or on disk only, in this process; opens its files when they are read."""
         if self._tier_reader is None:
-            self._tier_reader = provided("TierFiles")(self)
+            on_device = self.device is not None
+            self._tier_reader = (
+                DeviceRows(self.region, self.index.arrays) if on_device else provided("TierFiles")(self)
+            )
         reader: TierReader = self._tier_reader
         return reader
 

@@ -21,15 +21,12 @@ from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.late_values import LateValues, check_late, checked_fill
 from gear_loader.storage.operations.view import begin_change, end_change
 from gear_loader.storage.readers import Ticket
+from gear_loader.storage.recalling import Recall
 from gear_loader.storage.schema import Schema
 from gear_loader.utils.arrays import Array
 
 _SMALL = 1 << 17
 """Bytes up to which values are copied under the lock: it takes less time than a read ticket."""
-_AT_ONCE = 10
-"""Attempts to fill trajectories that were brought back into memory before it is waited in between."""
-_PIECE_BYTES = 64 << 20
-"""Most bytes of trajectories that are brought back into memory at once, unless one has more."""
 
 
 def unfilled(engine: Engine, columns: Sequence[str]) -> tuple[Array, Array]:
@@ -86,8 +83,7 @@ class _FillCall:
     Large values are copied without the lock of the index, under a read ticket: nobody reads the bytes of a column that
     is not filled, no other call fills it, and blocks of trajectories that are removed meanwhile are not reused.
 
-    Trajectories that lie on disk only are brought back into memory, as many at a time as there is room for. They are
-    filled at once, in pieces: the table's owner may write them and move them to disk again meanwhile.
+    Trajectories that lie on disk only are brought back into memory.
     """
 
     engine: Engine
@@ -101,7 +97,7 @@ class _FillCall:
 
     def run(self) -> int:
         """Fill the rows; return the number of stale ones."""
-        index, backoff, attempt = self.engine.index, None, 0
+        recall = Recall(self.engine)
         size = sum(each.data.size for each in self.values)
         left = np.arange(len(self.slots))
         while True:
@@ -110,14 +106,10 @@ class _FillCall:
             if not len(left):
                 return len(self.slots) - self.done
             if self.done > before:
-                backoff, attempt = None, 0
-            piece = index.piece(self.slots[left], _PIECE_BYTES)
-            self.engine.load_from_disk(piece)
-            backoff, attempt = backoff or self.engine.reader().backoff(), attempt + 1
-            # They may also be moved to disk again and again.
-            if (index.request_from_disk(piece) or attempt >= _AT_ONCE) and not backoff.sleep():
+                recall.progressed()
+            if not recall.bring(self.slots[left]):
                 raise TableFullError(
-                    f"Timed out after {backoff.timeout:g} s: {len(left)} of {len(self.slots)} trajectories of a fill "
+                    f"Timed out after {recall.timeout:g} s: {len(left)} of {len(self.slots)} trajectories of a fill "
                     f"lie on disk only, and there is no room to bring one into memory; {self.done} were filled. Fill "
                     "the others again (`Table.unfilled` lists them), or make the memory of the table larger "
                     "(max_blocks)."

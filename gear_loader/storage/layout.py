@@ -177,6 +177,8 @@ class Layout:
         payload: bytes of the values of ragged columns, a multiple of 128. payload_offset: where they begin.
         region_bytes: size of the whole region, a multiple of the page size.
         index_bytes: bytes before the first column.
+        on_device: whether the blocks lie in the memory of a GPU, and the region holds the index alone.
+        device_bytes: bytes of the blocks there; 0 of others. The first of them is byte `index_bytes` of the layout.
     """
 
     def __init__(
@@ -191,6 +193,7 @@ class Layout:
         rules: Rules | None = None,
         tier: Tier | None = None,
         payload: int = 0,
+        on_device: bool = False,
     ) -> None:
         self.schema = schema
         self.payload = payload
@@ -259,8 +262,11 @@ class Layout:
             stride = round_up(size * (1 if column.trajectory else block_steps), LINE)
             self.columns[name] = ColumnLayout(base + num_blocks * self.block_bytes, size, stride, size)
             self.block_bytes += stride
-        self.payload_offset = base + num_blocks * self.block_bytes
-        self.region_bytes = round_up(self.payload_offset + payload + LINE, mmap.PAGESIZE)
+        self.on_device = on_device
+        self.device_bytes = num_blocks * self.block_bytes if on_device else 0
+        self.payload_offset = end = base if on_device else base + num_blocks * self.block_bytes
+        end += 0 if on_device else payload + LINE
+        self.region_bytes = round_up(end, mmap.PAGESIZE)
 
     @property
     def slot_bytes(self) -> int:

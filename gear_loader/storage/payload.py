@@ -198,17 +198,23 @@ class PayloadReader:
         heap = region.payload()
         self._hold, self._base, self._end, self._check = heap, heap.ctypes.data, heap.nbytes, check
 
-    def read(self, values: Values, records: Array, shape: tuple[int, ...]) -> Any:
+    def read(self, values: Values, records: Array, shape: tuple[int, ...], *, pinned: bool = False) -> Any:
         """Values of ``records``, int64 ``[n, 2]``: a `Ragged` of n values of this shape, or lists of text.
+
+        Args:
+            pinned: into pinned memory, except text.
 
         Raises:
             CorruptTableError: a record names no memory of the table.
         """
+        pinned = pinned and values.kind == "array"
         records, row_bytes = np.ascontiguousarray(records), values.row_bytes
-        offsets = torch.empty(len(records) + 1, dtype=torch.int64)
+        offsets = torch.empty(len(records) + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
         places = offsets.numpy()
         self._check(int(measure_values(records, row_bytes, FIRST, self._end, places)))
-        memory = torch.empty((int(places[-1]), *values.shape), dtype=values.dtype)
+        memory = torch.empty(
+            (int(places[-1]), *values.shape), dtype=values.dtype, device="cpu", pin_memory=pinned
+        )
         self._check(int(read_values(self._base, self._end, records, row_bytes, memory.data_ptr())))
         if values.kind != "array":
             return texts(memory.numpy(), places, values.kind, shape)

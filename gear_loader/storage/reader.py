@@ -26,6 +26,9 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.waiting import Backoff
 
 _T = TypeVar("_T")
+_DISK_READS = (
+    4  # attempts of `read_whole` without the lock, where trajectories may have to be read from a disk
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,11 +197,12 @@ class TableReader:
         filled, unit = self.arrays.filled, self.arrays.edit_unit
         if not unit:
             return read()
-        before = filled[slots]
-        if not (before[:, 1] & unit).any():
-            found = read()
-            if np.array_equal(filled[slots], before):
-                return found
+        for _ in range(1 if self.arrays.tier is None else _DISK_READS):
+            before = filled[slots]
+            if not (before[:, 1] & unit).any():
+                found = read()
+                if np.array_equal(filled[slots], before):
+                    return found
         return self.under_lock(read)
 
     def under_lock(self, section: Callable[[], _T]) -> _T:

@@ -20,6 +20,7 @@ import torch
 from gear_loader.errors import PrivateTableError, RegionError, TableClosedError
 from gear_loader.storage import numa, pages, shared_memory
 from gear_loader.storage.counters import BELL
+from gear_loader.storage.device_memory import DeviceMemory
 from gear_loader.storage.layout import HEADER_LIMIT, Layout, round_up
 from gear_loader.storage.lock import IndexLock
 from gear_loader.storage.pinning import Pinning, unregister
@@ -82,6 +83,7 @@ class _Mapping:
         self.pinning: Pinning | None = None  # in progress; counts as a user, so that its memory stays mapped
         self.registered: list[int] = []
         self.devices: set[int] = set()  # GPUs whose kernels read it
+        self.device_memory: DeviceMemory | None = None  # of the blocks, if they lie on a GPU
         self.is_parents = False  # private memory that forked children do not receive
         self.is_lost = False  # such memory of the parent process
         self.every.add(self)
@@ -190,6 +192,9 @@ class _Mapping:
             with torch.cuda.device(min(self.devices)):
                 unregister(self.registered)
             self.devices.clear()
+        if self.device_memory is not None and not self.is_lost:
+            torch.cuda.synchronize(self.device_memory.device)
+            self.device_memory = None
         self.pinned = None
         self.lock.hear(None)
         memory, self.memory = self.memory, None
@@ -279,6 +284,7 @@ class _Mapping:
         if self.fd is not None or self.memory is None:  # a fork does not copy shared memory
             return
         self.is_parents = True
+        undo = undo and self.device_memory is None
         wipe, drop = (_KEEP_ON_FORK, mmap.MADV_DOFORK) if undo else (_WIPE_ON_FORK, mmap.MADV_DONTFORK)
         try:
             self.memory.madvise(wipe)
@@ -310,6 +316,7 @@ class Region:
 
     Attributes:
         bytes: uint8 [region bytes], view of the whole region; None after `close`.
+        device_memory: where the blocks lie, if that is a GPU; else None.
     """
 
     def __init__(self, mapping: _Mapping, layout: Layout, name: str | None) -> None:
@@ -322,6 +329,7 @@ class Region:
             mapping.memory, dtype=np.uint8, count=layout.region_bytes, offset=mapping.offset
         )
         self._mapping = mapping
+        self.device_memory = mapping.device_memory
         if mapping.fd is not None:
             self.lock.hear(self.array("counters")[BELL:].ctypes.data)
         self._release = weakref.finalize(self, mapping.release)
@@ -337,6 +345,7 @@ class Region:
         *,
         huge_pages: pages.HugePages = "auto",
         node: int | None = None,
+        device: torch.device | None = None,
     ) -> Region:
         """Map a new region of zeros and write its header.
 
@@ -348,12 +357,14 @@ class Region:
             name: name of the region, or None.
             huge_pages: as for `Table.create`.
             node: NUMA node whose memory is preferred, or None.
+            device: GPU on which the blocks of a private region lie, with its index; None: they lie in the region.
 
         Raises:
             RegionError: the name is taken, there is not enough memory, huge pages were asked for and cannot be had, or
                 $GEAR_LOADER_DIR cannot hold tables.
         """
         if name is None:
+            device_memory = None if device is None else DeviceMemory(layout, device)
             try:
                 memory, offset = pages.map_private(layout.region_bytes)
             except (OSError, OverflowError, ValueError) as error:
@@ -365,7 +376,11 @@ class Region:
             if node is not None:
                 numa.prefer(node, pages.address_of(memory) + offset, layout.region_bytes)
             _write_header(memory, offset, layout)
-            return cls(_Mapping(memory, offset, "a private table", None, None), layout, None)
+            mapping = _Mapping(memory, offset, "a private table", None, None)
+            if device_memory is not None:
+                mapping.device_memory = device_memory
+                mapping.keep_from_children()
+            return cls(mapping, layout, None)
 
         path = region_path(name)
         if os.path.lexists(path):
@@ -449,8 +464,15 @@ class Region:
         count = int(np.prod(shape))
         return self._view()[offset : offset + count * dtype.itemsize].view(dtype).reshape(shape)
 
-    def blocks(self, name: str) -> np.ndarray[Any, Any]:
-        """The blocks that hold column `name`, perhaps with others: uint8 ``[blocks, block_stride]``."""
+    def blocks(self, name: str) -> torch.Tensor:
+        """The blocks that hold column `name`, perhaps with others: uint8 ``[blocks, block_stride]``, where they lie."""
+        if self.device_memory is not None:
+            self._view()
+            return self.device_memory.blocks(name)
+        return torch.from_numpy(self._host_blocks(name))
+
+    def _host_blocks(self, name: str) -> np.ndarray[Any, Any]:
+        assert self.device_memory is None
         column = self.layout.columns[name]
         count = self.layout.num_blocks * column.block_stride
         return self._view()[column.base : column.base + count].reshape(-1, column.block_stride)
@@ -459,7 +481,9 @@ class Region:
         """The steps of column `name`, uint8 ``[blocks, block_steps, step_bytes]``; of a column per trajectory one."""
         column = self.layout.columns[name]
         count = 1 if self.layout.schema[name].trajectory else self.layout.block_steps
-        steps = self.blocks(name)[:, : count * column.step_stride].reshape(-1, count, column.step_stride)
+        steps = self._host_blocks(name)[:, : count * column.step_stride].reshape(
+            -1, count, column.step_stride
+        )
         return steps[:, :, column.inside : column.inside + column.step_bytes]
 
     def payload(self) -> np.ndarray[Any, Any]:
@@ -469,10 +493,13 @@ class Region:
 
     def column_place(self, name: str) -> np.ndarray[Any, Any]:
         """Where column `name` lies, int64 [5], as `gear_loader.native.copying.copy_rows` takes it: address of its first
-        step, bytes from block to block, of a step, and from step to step in a block, and steps of a block."""
+        step, bytes from block to block, of a step, and from step to step in a block, and steps of a block.
+
+        The address is 0 if the blocks lie on a GPU: no loop of the CPU takes it."""
         place = self.layout.columns[name]
         sizes = place.block_stride, place.step_bytes, place.step_stride, self.layout.block_steps
-        return np.array([self.column(name).ctypes.data, *sizes], dtype=np.int64)
+        first = 0 if self.layout.on_device else self.column(name).ctypes.data
+        return np.array([first, *sizes], dtype=np.int64)
 
     def _view(self) -> np.ndarray[Any, Any]:
         view = self.bytes  # read once: another thread may close the region
@@ -587,10 +614,10 @@ class Region:
         return True
 
     @contextlib.contextmanager
-    def using(self) -> Iterator[None]:
+    def using(self) -> Iterator[Any]:
         """Keep the memory mapped, and registered with CUDA, until the block ends, whoever closes the table meanwhile.
 
-        For work of a GPU that the block queues: unmapping waits for it.
+        For work of a GPU that the block queues: unmapping waits for it. Gives the memory of blocks on a GPU.
 
         Raises:
             TableClosedError, PrivateTableError: the region is closed, or lost in a fork.
@@ -601,7 +628,7 @@ class Region:
                 self._view()
                 mapping.users += 1
                 taken = True
-            yield
+            yield mapping.device_memory
         finally:
             if taken:
                 mapping.release()
@@ -616,7 +643,7 @@ class Region:
 
     def close(self) -> None:
         """Release the region; its last user in this process unregisters and unmaps it. Idempotent."""
-        self.bytes = None
+        self.bytes = self.device_memory = None
         self._release()
 
 

@@ -159,7 +159,7 @@ def stats_of(index: Index, layout: Layout) -> TableStats:
         num_steps=snapshot.num_steps,
         payload_bytes=snapshot.num_steps * step_bytes + len(snapshot) * once,
         resident_bytes=first + slots_in_use * layout.slot_bytes + blocks * per_block,
-        reserved_bytes=layout.region_bytes,
+        reserved_bytes=layout.region_bytes + layout.device_bytes,
         fixed_row_bytes=len(snapshot) * (longest * step_bytes + once),
         blocks_in_use=blocks,
         num_blocks=layout.num_blocks,

@@ -23,7 +23,7 @@ from gear_loader.storage.counters import (
     POLICY,
 )
 from gear_loader.storage.disk import Disk, Tier
-from gear_loader.storage.edits import check_not_mutable, set_columns
+from gear_loader.storage.edits import set_columns
 from gear_loader.storage.engine import Engine
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.incoming import (
@@ -110,6 +110,7 @@ class Table:
         timeout: float | None = None,
         if_exists: Literal["error", "attach", "replace"] = "error",
         disk: Disk | Tier | None = None,
+        device: str | torch.device | None = None,
     ) -> Table:
         """Create an empty table.
 
@@ -156,10 +157,15 @@ class Table:
                 file system without space is an error with every policy but ``"wait"``, until it has. A trajectory
                 that cannot be read back is removed, logged and counted, and its batch is drawn once more. `Shards`
                 over NIXL refuse such a table. See docs/tiers.md.
+            device: a CUDA device, in whose memory the blocks lie, while the index is host memory of this process: the
+                table is private, and `memory` are the bytes of the blocks. Batches for this device are gathered there;
+                what the CPU reads (batches, `gather`, ``table[i]``, `save`) is copied, and waits for the GPU. Written
+                by ``writers(n, device=...)``, `add` and `extend`. Goes with none of `name`, `disk`, late and mutable
+                columns, and versions of a policy. By default all is in host memory. See docs/gpu.md.
 
         Raises:
-            SchemaError: invalid sizes, columns or options, a NUMA node that does not exist, or the existing table
-                differs.
+            SchemaError: invalid sizes, columns or options, a NUMA node or a device that does not exist, or the existing
+                table differs.
             RegionError: the name is taken or invalid, there is not enough memory, ``huge_pages=True`` is not possible,
                 or ``GEAR_LOADER_DIR`` is not a directory in which only this user and root can replace tables.
             CheckpointError: the directory of `disk` holds a table or other files, is in use, or cannot be written. No
@@ -173,6 +179,7 @@ class Table:
             raise SchemaError(f"disk is {shown(disk)}; expected None or a gear_loader.Disk.")
         else:
             tier = None if disk is None else disk.tier()
+        where = _place_of_blocks(schema, device, name=name, limits=limits, disk=tier or disk)
         layout = table_layout(
             schema,
             max_steps=max_steps,
@@ -183,10 +190,10 @@ class Table:
             rate_limiter=rate_limiter,
             limits=limits,
             tier=tier,
+            on_device=where is not None,
         )
         if disk is not None or tier is not None:
             check_fixed(layout.schema, "a table with disk takes")
-            check_not_mutable(layout.schema)
         timeout = None if timeout is None else check_seconds("timeout", timeout)
         node = check_numa(memory.numa)
         one_of("if_exists", if_exists, ("error", "attach", "replace"))
@@ -199,7 +206,8 @@ class Table:
                 with contextlib.closing(Region.attach(name)) as old:
                     old.unlink()
             try:
-                region = Region.create(layout, name, huge_pages=memory.huge_pages, node=node)
+                pages = memory.huge_pages
+                region = Region.create(layout, name, huge_pages=pages, node=node, device=where)
                 return cls(region, timeout=timeout), True
             except RegionError:
                 if if_exists != "attach" or name is None or not os.path.lexists(region_path(name)):
@@ -577,6 +585,8 @@ class Table:
         Raises:
             SchemaError: invalid options.
         """
+        if self._engine.device is not None:
+            raise self._elsewhere("writer()")
         sink = self._sink(1, chunk_steps, overlap_steps, commit_every_step)
         return Writer(sink, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
 
@@ -618,6 +628,9 @@ class Table:
         """
         count, layout = at_least("n", n), self._engine.region.layout
         most = min(layout.max_trajectories, layout.num_blocks, layout.max_steps)
+        chosen = None if device is None else device_of(device)
+        if self._engine.device not in (None, chosen):
+            raise self._elsewhere(f"writers(device={shown(device)})")
         if count > most:
             raise SchemaError(
                 f"n is {count:,}; expected at most {most:,}, as each environment writes into a slot and a block of "
@@ -634,9 +647,17 @@ class Table:
 
             chunk = None if chunk_steps is None else at_least("chunk_steps", chunk_steps)
             make = lambda n: self._sink(n, None, 0, False)  # noqa: E731
-            return DeviceWriter(self._engine, make, count, chunk, device_of(device))
+            assert chosen is not None
+            return DeviceWriter(self._engine, make, count, chunk, chosen)
         sink = self._sink(count, chunk_steps, overlap_steps, commit_every_step)
         return VectorWriter(sink, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
+
+    def _elsewhere(self, call: str) -> SchemaError:
+        return SchemaError(
+            f"{call} was called of a table whose blocks are in the memory of {self._engine.device}; expected "
+            f"writers(n, device='{self._engine.device}'), which writes there, or add() and extend(), which copy whole "
+            "trajectories of the host."
+        )
 
     def _sink(
         self, n: int, chunk_steps: int | None, overlap_steps: int, commit_every_step: bool
@@ -822,8 +843,9 @@ class Table:
         processes, and of `fill`, follow one another. A row is copied by way of a log behind the table's memory: what a
         process that is killed, or interrupted, leaves half copied, the next one that uses the table completes.
         Prefetched batches, and copies on a GPU, have the values of the time when they were gathered.
-        Trajectories that were cut with an overlap share the steps of whole blocks, and have copies of the others.
-        `save` writes trajectories that were changed again.
+        Trajectories that were cut with an overlap share the steps of whole blocks, and have copies of the others; those
+        that were on disk only share none. `save` and a `Disk` write trajectories that were changed again, as they are
+        at one moment each. Those that lie on disk only are brought back into memory.
 
         Args:
             index: int [n], indices of trajectories, or one.
@@ -845,6 +867,7 @@ class Table:
             StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
             RegionError: no room in `/dev/shm` for the log: as many bytes as a row, 512 KiB or more.
             LockTimeoutError: timed out waiting for the lock. Rows may have been written.
+            TableFullError: timed out waiting for room in memory for trajectories on disk. Rows may have been written.
         """
         self._engine.check_open()
         return set_columns(self._engine, index, anchor, generation, mask, columns, strict=is_strict(stale))
@@ -1080,6 +1103,39 @@ class Table:
 
 
 _ONE = np.ones(1, dtype=np.int64)
+
+
+def _place_of_blocks(
+    schema: Mapping[str, Column], device: Any, *, name: str | None, limits: Any, disk: Any
+) -> torch.device | None:
+    """The GPU in whose memory the blocks of a new table lie; None for host memory.
+
+    Raises:
+        SchemaError: it does not exist, or an option that such a table does not take.
+    """
+    where = None if device is None else device_of(device)
+    if where is None or where.type != "cuda":
+        return None
+    columns = Schema(schema)
+    refused = {
+        "name": (name, "other processes cannot attach to it"),
+        "disk": (disk, "it is not written to a disk; save() writes a checkpoint"),
+        "late columns": (list(columns.late), "nothing is filled in afterwards"),
+        "mutable columns": (list(columns.mutable), "values stay as they were added"),
+        "ragged columns": (list(columns.ragged), "values of any length lie in host memory"),
+        "Limits(version=)": (
+            getattr(limits, "version", None),
+            "the host would read versions of a policy there",
+        ),
+    }
+    for option, (value, why) in refused.items():
+        if value:
+            raise SchemaError(
+                f"{option}: {shown(value)}, with device={shown(device)}; expected none: the blocks of the table are in "
+                f"the memory of a GPU, and {why}. Leave it out, or create the table in host memory, which a GPU reads "
+                "too."
+            )
+    return where
 
 
 def _attach(name: str, on_full: OnFull, timeout: float | None) -> Table:

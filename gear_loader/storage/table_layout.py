@@ -35,8 +35,11 @@ def table_layout(
     rate_limiter: RateLimiter | None,
     limits: Limits | None,
     tier: Tier | None,
+    on_device: bool = False,
 ) -> Layout:
     """The layout of a table with these options of `Table.create`, which has its rules too.
+
+    `on_device`: whether its blocks lie in the memory of a GPU.
 
     Raises:
         SchemaError: invalid sizes, columns or rules.
@@ -74,7 +77,9 @@ def table_layout(
         )
     options: dict[str, Any] = {name: int(value) for name, value in sizes.items()}
     max_blocks = options.pop("max_blocks", None) or most_blocks(**options)
-    options.update(packed=packed, rules=rules, tier=tier, payload=_payload(schema, memory))
+    options.update(
+        packed=packed, rules=rules, tier=tier, on_device=on_device, payload=_payload(schema, memory)
+    )
     if memory.size is not None:
         max_blocks = blocks_within(memory.size, max_blocks, schema, **options)
     if max(max_blocks, max_trajectories) >= 2**31:

@@ -183,8 +183,9 @@ class WindowQuery(Query):
             if at_once and self._tier.outside(slots[which]).any():
                 raise LockTimeoutError("Rows lie on disk only, so that this takes a while.")
             if len(which):
-                chosen = (part[which] for part in rows)
-                self._tier.gather(layout.table, list(self.spec.sources.values()), *chosen, which)
+                chosen = [part[which] for part in rows]
+                given = layout.table, list(self.spec.sources.values()), *chosen, which
+                attached.reader(at_once).read_whole(chosen[0], lambda: self._tier.gather(*given))
 
         for begin, end in layout.gaps:  # do not send old contents of the buffer
             out[begin:end] = 0

@@ -12,6 +12,7 @@ import oracle
 import pytest
 import torch
 from cuda_common import played_on_cpu
+from dataset_common import on_host
 from source_conformance import LENGTHS, SCHEMA, TRAJECTORIES
 
 import gear_loader as gear
@@ -126,8 +127,9 @@ class BatchConformance:
             ]
             weights = rng.random(count, dtype=np.float32)
             collector.gather(buffers, made.rows(rows, weights))
-            self.check(buffers.rows(count), made, rows, {name: windows[name] for name in plain}, layout)
-            assert np.array_equal(buffers.rows(count)["priority_weight"].numpy(), weights)
+            batch = on_host(buffers.rows(count))
+            self.check(batch, made, rows, {name: windows[name] for name in plain}, layout)
+            assert np.array_equal(batch["priority_weight"].numpy(), weights)
 
     def check(self, batch: Any, made: Made, rows: list[oracle.Row], windows: Any, layout: str) -> None:
         expected = oracle.batch(SCHEMA, TRAJECTORIES, rows, windows, layout=layout)

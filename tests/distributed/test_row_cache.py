@@ -294,6 +294,27 @@ def test_a_drawn_row_of_the_cache_is_there_though_it_has_gone(
     assert shards.cache_stats().num_hits == int((rows.shards > 0).sum())
 
 
+def test_values_that_are_overwritten_are_not_kept() -> None:
+    schema = {"number": gear.Column(torch.int64), "state": gear.Column(torch.float32, mutable=True)}
+    tables = [gear.Table.create(schema, max_steps=40, max_trajectories=8) for _ in range(3)]
+    for table in tables:
+        for number in range(4):
+            table.add({"number": np.full(10, number), "state": np.zeros(10, np.float32)})
+    played = Played(tables, 10**6)
+    options: dict[str, Any] = {"batch_size": 48, "device": "cpu", "prefetch": 0}
+    states = gear.ReplayDataset(played.shards, windows=gear.Window(1), **options)
+    numbers = gear.ReplayDataset(played.shards, windows={"number": gear.Window(1)}, **options)
+    for turn in range(1, 6):
+        numbers.sample()
+        states.sample()
+        for table in tables:
+            table.set(np.arange(4), np.zeros(4, int), state=np.full((4, 10), turn, np.float32))
+        assert (states.sample()["state"] == turn).all()
+    stats = played.shards.cache_stats()
+    assert stats.num_hits > 0
+    assert stats.num_hits + stats.num_misses <= 5 * 48  # rows of one of the two
+
+
 def test_options_are_checked() -> None:
     table = filled(None, 0, [3])
     for wrong in (0, "many", 1.5):

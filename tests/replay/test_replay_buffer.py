@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -277,3 +279,20 @@ def test_an_empty_buffer_says_so(tmp_path: Path) -> None:
             call()
     with pytest.raises(CheckpointError, match=r"buffer\.json"):
         gear.ReplayBuffer.load(tmp_path)
+
+
+def test_threads_that_sample_store_waiting_rows_once() -> None:
+    buffer = gear.ReplayBuffer(1_000, batch_size=4, device="cpu")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(4) as threads:
+            for number in range(500):
+                obs = np.full(3, number, np.float32)
+                buffer.add(obs, 0, float(number), obs + 1, False, False)
+                if number % 5 == 4:
+                    list(threads.map(lambda _: [buffer.sample() for _ in range(3)], range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    rewards = [buffer.table[int(index)]["reward"] for index in buffer.table.indices()]
+    assert torch.cat(rewards).tolist() == list(range(500))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import sys
 import types
@@ -13,6 +14,7 @@ import pytest
 import torch
 from scenarios import Scenario, Shrinkable
 from shard_scenarios import ShardScenario
+from streams import cuda
 from streams.machine import Event, Stream
 from streams.tensors import DeviceTensor
 
@@ -134,6 +136,45 @@ def _scratch_of_the_call(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(launch_graph, "_allocations", lambda stream: None)
 
 
+def _freed_scratch(patch: pytest.MonkeyPatch) -> None:
+    """What a recorded draw uses ends with the draw."""
+    draw = prioritized_cuda.CudaPrioritizedSelection._draw_into
+
+    def free(self: Any, drawn: Any, places: Any, stream: Any) -> None:
+        draw(self, drawn, places, stream)
+        places.work.scratch.clear()
+
+    patch.setattr(prioritized_cuda.CudaPrioritizedSelection, "_draw_into", free)
+
+
+def _key_without_memory(patch: pytest.MonkeyPatch) -> None:
+    """A packed batch's key does not tell that its memory has grown."""
+    run = launch_graph.RepeatedWork.run
+
+    def shorter(self: Any, key: Any, *args: Any) -> None:
+        run(self, key[1:] if isinstance(key, tuple) else key, *args)
+
+    patch.setattr(launch_graph.RepeatedWork, "run", shorter)
+
+
+def _exponent_of_the_call(patch: pytest.MonkeyPatch) -> None:
+    """The exponent of weights is told to the launch, as it is then."""
+    launch = prioritized_cuda.CudaPrioritizedSelection._launch_draw
+    kept: list[torch.Tensor] = []
+
+    def by_value(self: Any, draw: Any, places: Any) -> None:
+        kept.append(torch.tensor(places.beta.tolist(), device="cpu", pin_memory=True))
+        launch(self, draw, dataclasses.replace(places, beta=kept[-1]))
+
+    patch.setattr(prioritized_cuda.CudaPrioritizedSelection, "_launch_draw", by_value)
+
+
+def _shared_stream(patch: pytest.MonkeyPatch) -> None:
+    """Batches are recorded on a stream of PyTorch's pool, which another thread has too."""
+    patch.setattr(cuda, "_POOL", 1)
+    patch.setattr(prefetch, "own_stream", lambda device, priority, owner: torch.cuda.Stream(device))
+
+
 def _early_parts(kind: type, name: str) -> Callable[[pytest.MonkeyPatch], None]:
     """Staging memory is given back when the work that reads it is queued."""
 
@@ -200,6 +241,14 @@ def _launches_of_old_memory(patch: pytest.MonkeyPatch) -> None:
 
 DEFECTS: dict[str, Defect] = {
     "a recorded draw allocates its scratch": Defect(_scratch_of_the_call),
+    "scratch is freed while a graph lives": Defect(_freed_scratch),
+    "an argument changes without a new key: the memory of a packed batch": Defect(
+        _key_without_memory, Scenario.flat
+    ),
+    "an argument changes without a new key: the exponent of weights": Defect(_exponent_of_the_call),
+    "another thread launches on a stream that captures": Defect(
+        _shared_stream, lambda seed: Scenario.of(seed, "launches elsewhere")
+    ),
     "a batch is delivered without waiting for the stream that fills it": Defect(
         _left_out(Stream, "wait_event", "_deliver")
     ),

@@ -94,13 +94,14 @@ class Scenario(Shrinkable):
         looks: whether the consumer asks for counts and states.
         mode: what else torch is told: ``"inference"`` mode, another ``"default device"`` or current ``"device"``, or
             the ``"capture"`` of a graph while other threads go on, or ``"captures elsewhere"``, by another thread while
-            the consumer asks for something.
+            the consumer asks for something, or ``"launches elsewhere"`` of such a thread.
         packed: whether the columns share a record.
         layout: of the batches; all but ``"padded"`` have a number of steps instead of rows if `budget`.
         budget: see `layout`. converts: whether some windows have another dtype.
         tier: whether some trajectories lie on a disk only.
         late: whether a column is filled later, of some trajectories while batches are made.
         pairs: whether groups of two trajectories are drawn.
+        on_gpu: whether the table's blocks lie in the memory of the device.
     """
 
     sampler: str = "uniform"
@@ -128,6 +129,7 @@ class Scenario(Shrinkable):
     budget: bool = False
     converts: bool = False
     pairs: bool = False
+    on_gpu: bool = False
 
     @classmethod
     def flat(cls, seed: int) -> Scenario:
@@ -170,6 +172,11 @@ class Scenario(Shrinkable):
     def on_disk(cls, seed: int) -> Scenario:
         """That of a seed with a disk tier."""
         return dataclasses.replace(cls.of(seed), tier=True, grows=False)
+
+    @classmethod
+    def in_device_memory(cls, seed: int) -> Scenario:
+        """That of a seed with a table in the memory of the device; each second seed may have packed batches."""
+        return dataclasses.replace(cls.flat(seed) if seed % 2 else cls.of(seed), on_gpu=True, grows=False)
 
     @classmethod
     def of(cls, seed: int, mode: str = "") -> Scenario:
@@ -234,7 +241,9 @@ def rows_of(number: int) -> dict[str, Any]:
     }
 
 
-def made_table(*, packed: bool = False, tier: str | None = None, late: bool = False) -> gear.Table:
+def made_table(
+    *, packed: bool = False, tier: str | None = None, late: bool = False, **options: Any
+) -> gear.Table:
     """A table of some trajectories; with the path of a disk tier, every second of them lies there only. Of two in three
     the late column, if there is one, is filled."""
     schema = {
@@ -248,7 +257,8 @@ def made_table(*, packed: bool = False, tier: str | None = None, late: bool = Fa
     sizes: dict[str, Any] = {"max_steps": 80, "max_trajectories": 30, "block_steps": 4}
     if tier is not None:  # with room for all, so that nothing moves by itself
         sizes.update(max_blocks=200, disk=gear.Disk(tier, sync_seconds=1e6, size="1GiB", keep="newest"))
-    table = gear.Table.create(schema, **nested_table({**sizes, "packed": packed, "on_full": "evict_oldest"}))
+    sizes |= {"packed": packed, "on_full": "evict_oldest", **options}
+    table = gear.Table.create(schema, **nested_table(sizes))
     for number in range(FIRST):
         slot = table.add(rows_of(number), priority=1.0 + number % 3)
         if late and number % 3:
@@ -308,7 +318,10 @@ class Run:
             tier = stack.enter_context(tempfile.TemporaryDirectory()) if self.scenario.tier else None
             with self.cuda.installed(), self._mode(), pytest.MonkeyPatch.context() as patch:
                 patch.setattr(PackedCuda, "_read", self._counted(PackedCuda._read))
-                table = made_table(packed=self.scenario.packed, tier=tier, late=self.scenario.late)
+                options: dict[str, Any] = {"packed": self.scenario.packed, "late": self.scenario.late}
+                if self.scenario.on_gpu:
+                    options["device"] = DEVICE
+                table = made_table(tier=tier, **options)
                 self.tier = tier
                 try:
                     if self.scenario.pinning:
@@ -349,8 +362,8 @@ class Run:
                     self.cuda.threads.switch()
 
     def _asked(self, call: Callable[[], Any]) -> Any:
-        """What a call of ours returns. With "captures elsewhere" others may capture in it, and only in it."""
-        if self.scenario.mode != "captures elsewhere":
+        """What a call of ours returns. What others do elsewhere they may do in it, and only in it."""
+        if not self.scenario.mode.endswith("elsewhere"):
             return call()
         self.cuda.set_mode(GLOBAL)
         self._asking += 1
@@ -371,6 +384,17 @@ class Run:
             with self.cuda.capturing():
                 for _ in range(self.choose.choice([1, 3])):
                     self.cuda.threads.switch() or self.cuda.machine.step()
+
+    def _launch(self) -> None:
+        """The thread that launches elsewhere: on a stream of PyTorch's pool, one piece of work after another."""
+        stream: Any = torch.cuda.Stream(DEVICE)
+        with torch.cuda.stream(stream):
+            made = torch.zeros(4, device=DEVICE)
+            while True:
+                last = stream.last
+                self.cuda.threads.wait(lambda: self._asking > 0 and last.done)  # noqa: B023
+                made.add_(1)
+                self.cuda.threads.switch()
 
     # ---------------------------------------------------------------- the consumer
 
@@ -417,6 +441,8 @@ class Run:
         if scenario.mode == "captures elsewhere":
             self.cuda.threads.start(self._capture, (), "capturer")
             self.cuda.set_mode(RELAXED)
+        if scenario.mode == "launches elsewhere":
+            self.cuda.threads.start(self._launch, (), "launcher")
         stream = torch.cuda.Stream(DEVICE) if scenario.side else None
         read: list[tuple[tuple[int, int], dict[str, Any]]] = []
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
@@ -567,13 +593,14 @@ class Run:
         def draw(draw: Any, ticket: Any, frozen: Any = None) -> Any:
             own = Ticket()
             rows = twin.draw(draw, own, frozen)
-            buffers = collector.buffers()
+            made = draw_here(draw, ticket, frozen)
+            buffers = collector.buffers()  # a gather from the memory of a device lets others run
             collector.gather(buffers, rows)
             own.end()
             batch = buffers.rows(len(rows))
             key = (draw.epoch, draw.step) if draw.epoch < 1 << 16 else (-1, draw.step)
             self.expected[key] = {name: cloned(value) for name, value in batch.items()}
-            return draw_here(draw, ticket, frozen)
+            return made
 
         selection.draw = draw  # type: ignore[method-assign]
         if not isinstance(selection, PrioritizedSelection):

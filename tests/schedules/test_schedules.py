@@ -35,7 +35,7 @@ from gear_loader.storage.operations.view import READING
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 POLICIES: tuple[Policy, ...] = ("random", "latest", "eager")
-MODES = ("inference", "default device", "device", "capture", "captures elsewhere")
+MODES = ("inference", "default device", "device", "capture", "captures elsewhere", "launches elsewhere")
 FIRST = int(os.environ.get("GEAR_LOADER_FIRST_SEED", "0"))
 """The first seed of the tests below."""
 
@@ -100,6 +100,7 @@ CASES = {
     # Rows of different lengths, budgets of steps, other dtypes; buffers that grow while batches are held.
     "packed": Case(Scenario.flat, 2, 32),
     "groups": Case(Scenario.groups, 1, 8),
+    "device memory": Case(Scenario.in_device_memory, 1, 32, seen="store", least=20),
     # Rows on disk are read into pinned memory, and placed, or gathered out of it; late columns are filled meanwhile.
     "disk tier": Case(Scenario.on_disk, 1, 24, seen="place", least=2),
     "steps of a disk tier": Case(

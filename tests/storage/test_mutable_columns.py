@@ -180,8 +180,6 @@ def test_errors() -> None:
     for options in ({"final": True}, {"per": "trajectory"}, {"mutable": 1}):
         with pytest.raises(SchemaError, match="mutable"):
             gear.Column(torch.float32, **{"mutable": True, **options})
-    with pytest.raises(SchemaError, match="mutable=True, and disk was given"):
-        gear.Table.create(SCHEMA, max_steps=100, max_trajectories=8, disk=gear.Disk("/nowhere"))
 
 
 # ---------------------------------------------------------------- while another process writes

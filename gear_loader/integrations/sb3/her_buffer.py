@@ -123,7 +123,7 @@ class HerReplayBuffer(DictReplayBuffer, _HerReplayBuffer):
         DictReplayBuffer.add(self, obs, next_obs, action, reward, done, infos)
         if self.copy_info_dict:
             self.infos[row] = infos
-        for member in np.flatnonzero(self._ended).tolist():
+        for member in np.flatnonzero(self._ring.ended).tolist():
             self._end_episode(member)
 
     def _end_episode(self, member: int) -> None:
@@ -135,7 +135,7 @@ class HerReplayBuffer(DictReplayBuffer, _HerReplayBuffer):
 
     def _whole(self) -> Array:
         """The first call of `add` of each environment from which on all ended episodes are whole: int64 [n_envs]."""
-        oldest = max(self._added - self.buffer_size, self._first)
+        oldest = self._added - self.size()
         whole = self._begins.copy()
         for member, episodes in enumerate(self._episodes):
             while episodes and episodes[0] < oldest:
@@ -175,7 +175,7 @@ class HerReplayBuffer(DictReplayBuffer, _HerReplayBuffer):
             stacklevel=2,
         )
         for member in open_members:
-            self._end_open(member, "truncated" if self.handle_timeout_termination else "terminated")
+            self._ring.end(member, "truncated" if self.handle_timeout_termination else "terminated")
             self._end_episode(member)
 
     # ---------------------------------------------------------------- sampling

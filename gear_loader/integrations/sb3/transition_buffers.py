@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import collections
+import dataclasses
 import reprlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,8 @@ from gear_loader.collection.buffers import Buffers
 from gear_loader.collection.chosen import RowGather
 from gear_loader.collection.collector import Collector, TableSource, collector_for
 from gear_loader.collection.prefetch import Prefetcher
-from gear_loader.errors import SchemaError, TableEmptyError, TableFullError
-from gear_loader.native import copying
+from gear_loader.errors import SchemaError, TableEmptyError
+from gear_loader.integrations.sb3.ring import Ring
 from gear_loader.storage.dtypes import NUMPY_DTYPES, torch_dtypes
 from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.readers import Ticket
@@ -36,39 +37,24 @@ _COLUMN_DTYPES = {dtype: torch_dtypes()[name] for name, dtype in NUMPY_DTYPES.it
 _NOW, _NEXT = "observation", "next_observation"
 _BLOCK_STEPS = 16
 _LONGEST = 1024  # steps at which an episode goes on in another trajectory, so that the oldest can be removed in pieces
-_SPARE = 1.75  # blocks for short episodes, relative to those of full blocks
+_SPARE = 2  # blocks for short episodes, relative to those of full blocks
 _SHORTEST = 8  # mean length of an episode in steps for which there are slots
 randint: Any = np.random.randint  # of the global random state, as SB3 draws, so that its seeds hold here
 # Attributes that belong to one table.
-_PARTS = (
-    "table",
-    "_writers",
-    "_ids",
-    "_open",
-    "_pools",
-    "_columns",
-    "_sources",
-    "_given",
-    "_spaces",
-    "_parts",
-    "_ahead",
-    "_ended",
-    "_reading",
-)
+_PARTS = ("_table", "_ring", "_pools", "_spaces", "_keys", "_reading")
 
 
 class ReplayBuffer(_ReplayBuffer):
     """Drop-in for `stable_baselines3.common.buffers.ReplayBuffer`, as `replay_buffer_class` of DQN, SAC, TD3 and DDPG.
 
     From the same seed it samples the same batches as SB3's buffer. Each environment's episodes are trajectories of
-    `table` (episodes above 1,024 steps several), with the columns ``observation``, ``next_observation``, ``action``,
-    ``reward``, ``terminated`` and ``truncated``. `sample` sees a transition as soon as `add` has returned; other
-    readers of the table see a trajectory when its episode has ended. Only this buffer may add to the table or remove
-    from it.
+    `table` (episodes above 1,023 steps several), with the columns ``observation``, ``next_observation``, ``action``,
+    ``reward``, ``terminated`` and ``truncated``. `sample`, and other readers of the table, see a transition as soon as
+    `add` has returned. Only this buffer may add to the table or remove from it.
 
-    With `optimize_memory_usage` observations are stored once: no column ``next_observation``; a trajectory of T
-    transitions has T + 1 steps, the last of which holds the last next observation and zeros. Unlike SB3's buffer it
-    takes `handle_timeout_termination` as well, and returns the true next observation at the end of every episode.
+    With `optimize_memory_usage` observations are stored once: no column ``next_observation``; the last next observation
+    is the final step of ``observation``. Unlike SB3's buffer it takes `handle_timeout_termination` as well, and returns
+    the true next observation at the end of every episode.
 
     The buffer holds `buffer_size` transitions where episodes have at least 16 steps on average. If shorter ones fill
     the table, the oldest are removed early; `size` tells how many remain.
@@ -141,14 +127,20 @@ class ReplayBuffer(_ReplayBuffer):
                 f"refused by stable-baselines3: {reprlib.repr(str(error))}. Expected spaces and a device that it takes."
             ) from error
         self.buffer_size = max(buffer_size // n_envs, 1)
-        self._added = 0  # calls of `add`
-        self._first = 0  # first of them of which all transitions are live
-        self._places: Array = np.zeros((self.buffer_size, n_envs, 2), dtype=np.int32)
-        # Committed trajectories, oldest first: last call of `add`, slot and environment.
-        self._pieces: collections.deque[tuple[int, int, int]] = collections.deque()
         self._make_table(name)
 
     # ---------------------------------------------------------------- the table
+
+    @property
+    def table(self) -> Table:
+        """The table, with all that was added."""
+        self._ring.publish()
+        return self._table
+
+    @property
+    def _added(self) -> int:
+        """Calls of `add`."""
+        return self._ring.calls
 
     def _make_table(self, name: str | None) -> None:
         """Create the table, and everything that refers to it."""
@@ -159,116 +151,47 @@ class ReplayBuffer(_ReplayBuffer):
             if isinstance(self.observation_space, spaces.Dict)
             else {_NOW: self.observation_space}
         )
-        schema = {
-            name: _column(name, space.dtype, get_obs_shape(space)) for name, space in self._spaces.items()
-        }
-        following = {f"next_{name}": column for name, column in schema.items()}
+        schema = {key: _column(key, space.dtype, get_obs_shape(space)) for key, space in self._spaces.items()}
+        following = {f"next_{key}": column for key, column in schema.items()}
+        if self.optimize_memory_usage:
+            schema = {key: dataclasses.replace(column, final=True) for key, column in schema.items()}
         schema |= {"action": _column("action", action_dtype, (self.action_dim,))}
         schema |= {"reward": Column(torch.float32), "terminated": Column(torch.bool)}
         schema["truncated"] = Column(torch.bool)
         if not self.optimize_memory_usage:
             schema |= following
         piece = min(_LONGEST, self.buffer_size // 8 // _BLOCK_STEPS * _BLOCK_STEPS)
-        # Transitions of a trajectory that fills its blocks.
-        self._longest = max(piece, _BLOCK_STEPS) - self._extra
-        steps = self.n_envs * (self.buffer_size + 2 * self._longest + 1)
+        longest = max(piece, _BLOCK_STEPS) - 1  # of a trajectory that fills its blocks, with a final step
+        steps = self.n_envs * (self.buffer_size + 2 * longest + 1)
         trajectories = steps // _SHORTEST + 2 * self.n_envs
-        blocks = int(_SPARE * steps / _BLOCK_STEPS) + self.n_envs * (self._longest // _BLOCK_STEPS + 2)
-        self.table = Table.create(
+        blocks = int(_SPARE * steps / _BLOCK_STEPS) + self.n_envs * (longest // _BLOCK_STEPS + 2)
+        self._table = Table.create(
             schema,
-            max_steps=steps + (trajectories if self.optimize_memory_usage else 0),
+            max_steps=steps,
             max_trajectories=trajectories,
+            on_full="evict_oldest",
             memory=Memory(max_blocks=blocks),
             block_steps=_BLOCK_STEPS,
             name=name,
         )
-        self._columns = self.table._engine.step_columns
-        # Where `add` puts what it is given, converted: [n_envs, ...] of each column.
-        self._given = {
-            key: np.zeros((self.n_envs, *column.shape), dtype=column.numpy_dtype)
-            for key, column in schema.items()
-        }
-        for name in self._spaces:
-            self._given.setdefault(f"next_{name}", np.zeros_like(self._given[name]))
-        self._parts = [
-            (
-                name[len(_NOW) + 1 :],
-                self._given[name],
-                self._given[f"next_{name}"],
-                isinstance(space, spaces.Discrete),
-            )
-            for name, space in self._spaces.items()
-        ]
-        self._sources = np.array([self._given[key].ctypes.data for key in schema], dtype=np.int64)
-        ahead = self._spaces if self.optimize_memory_usage else ()
-        self._ahead = np.array([self._given[f"next_{name}"].ctypes.data for name in ahead], dtype=np.int64)
-        self._ended = np.zeros(self.n_envs, dtype=bool)
-        self._any_ended = False
-        self._writers = [self.table.writer() for _ in range(self.n_envs)]
-        self._ids = np.zeros((self.n_envs, self._longest // _BLOCK_STEPS + 2), dtype=np.int32)
-        # Slot, steps, capacity; see `copying.put_steps`.
-        self._open = np.zeros((self.n_envs, 3), dtype=np.int64)
         self._pools = BufferPools()
         self._reading: RowGather | None = None
-        for member in range(self.n_envs):
-            self._begin(member)
-
-    @property
-    def _extra(self) -> int:
-        """Steps of a trajectory that are no transitions."""
-        return 1 if self.optimize_memory_usage else 0
-
-    def _begin(self, member: int) -> None:
-        """Begin an environment's next trajectory, with blocks for the longest one; `commit` returns unused ones."""
-        capacity = self._longest + self._extra
-        while True:
-            try:
-                ids, _, _ = self._writers[member].reserve(capacity)
-                slot = self._writers[member].open_slots[1][-1]
-                break
-            except TableFullError:
-                if not self._pieces:
-                    raise
-                self._first = max(self._first, self._pieces[0][0] + 1)
-                self._remove_oldest()
-        known = ids[: self._ids.shape[1]]
-        self._ids[member, : len(known)] = known
-        self._open[member] = slot, 0, capacity
-
-    def _remove_oldest(self) -> None:
-        self.table.remove(self._pieces.popleft()[1])
-
-    def _close(self, member: int) -> None:
-        """Commit an environment's open trajectory, if it has steps, and begin another one."""
-        writer, steps = self._writers[member], int(self._open[member, 1])
-        if steps == 0:
-            return
-        writer.written(steps)
-        if self.optimize_memory_usage:
-            writer.append({name: rows[-1:] for name, rows in self._begun(member).items()})
-        self._pieces.append((self._added - 1, writer.commit(), member))
-        self._begin(member)
-
-    def _end_open(self, member: int, column: str) -> None:
-        """Set the bool `column` of an environment's newest transition, and commit its open trajectory."""
-        step = int(self._open[member, 1]) - 1
-        if step < 0:  # a full trajectory was committed just now, and stays as it is
-            return
-        block = self._ids[member, step // _BLOCK_STEPS]
-        self.table._engine.region.column(column)[block, step % _BLOCK_STEPS] = 1
-        self._close(member)
-
-    def _begun(self, member: int) -> dict[str, Array]:
-        """A copy of an environment's open trajectory, as it would be committed now."""
-        steps = int(self._open[member, 1]) + self._extra
-        rows = {}
-        for name, column in self.table.schema.items():
-            data = self.table._engine.region.column(name)[self._ids[member, : -(-steps // _BLOCK_STEPS)]]
-            data = np.ascontiguousarray(data.reshape(-1, column.step_bytes)[:steps])
-            rows[name] = data.view(self._given[name].dtype).reshape(steps, *column.shape)
-            if self.optimize_memory_usage and name not in self._spaces:
-                rows[name][-1] = 0
-        return rows
+        self._ring = ring = Ring(
+            self._table, self.buffer_size, self.n_envs, cut=longest, visible=name is not None
+        )
+        self._any_ended = False
+        self._keys = [key[len(_NOW) + 1 :] for key in self._spaces]
+        n = self.n_envs
+        now = [
+            (key, False, (n,) if isinstance(space, spaces.Discrete) else (n, *schema[key].shape))
+            for key, space in self._spaces.items()
+        ]
+        after = [
+            (key, True, shape) if self.optimize_memory_usage else (f"next_{key}", False, shape)
+            for key, _, shape in now
+        ]
+        action = (n,) if isinstance(self.action_space, spaces.Discrete) else (n, self.action_dim)
+        ring.expect([*now, *after, ("action", False, action), ("reward", False, (n,))])
 
     # ---------------------------------------------------------------- adding
 
@@ -293,19 +216,18 @@ class ReplayBuffer(_ReplayBuffer):
                 "SB3's VecEnv returns it. Of a Gymnasium vector environment: "
                 "[{'TimeLimit.truncated': bool(t)} for t in truncations]."
             )
-        given, ended = self._given, self._ended
+        ring = self._ring
         try:
-            for key, now, following, discrete in self._parts:
-                part, next_part = (obs[key], next_obs[key]) if self._of_dicts else (obs, next_obs)
-                if discrete:  # [n_envs] -> [n_envs, 1]
-                    part, next_part = part.reshape(now.shape), next_part.reshape(now.shape)
-                now[...] = part
-                following[...] = next_part
-            given["action"][...] = action.reshape(given["action"].shape)
-            given["reward"][...] = reward
-            ended[...] = done
-            if self._any_ended or self.n_steps > 1 or True in ended.tolist():
+            both = (obs, next_obs)
+            parts = [each[key] for each in both for key in self._keys] if self._of_dicts else both
+            converts = not ring.read((*parts, action, reward, done))
+            if converts:
+                self._convert(parts, action, reward, done)
+            if self._any_ended or self.n_steps > 1 or 1 in ring.ended.tobytes():
                 self._note_ends(infos)
+                converts |= self.n_steps > 1
+            if converts:
+                ring.mark_ends()
         except Exception as error:
             values = {"obs": obs, "next_obs": next_obs, "action": action, "reward": reward, "done": done}
             found = ", ".join(f"{name} {_kind_of(value)}" for name, value in values.items())
@@ -314,104 +236,86 @@ class ReplayBuffer(_ReplayBuffer):
                 f"[{self.n_envs}, ...] of numbers and a list of {self.n_envs} dicts. Nothing was added: "
                 f"{reprlib.repr(str(error))}"
             ) from error
-        while True:
-            waiting = copying.put_steps(
-                self._columns,
-                _BLOCK_STEPS,
-                self._ids,
-                self._open,
-                self._sources,
-                self._ahead,
-                ended,
-                self._places,
-                self.pos,
-            )
-            if waiting >= 0:
-                break
-            self._close(-1 - waiting)  # the observation does not follow the one before
-        self._added += 1
+        ring.append()
         self.pos += 1
         if self.pos == self.buffer_size:
             self.full = True
             self.pos = 0
-        if waiting:
-            for member in np.flatnonzero(ended | (self._open[:, 1] == self._longest)).tolist():
-                self._close(member)
-        while self._pieces and self._pieces[0][0] < self._added - self.buffer_size:
-            self._remove_oldest()
+
+    def _convert(self, parts: Sequence[Any], action: Array, reward: Array, done: Array) -> None:
+        """Convert a row: the parts of an observation, of the next one, and the others."""
+        rows = self._ring.rows
+        after = self._ring.following if self.optimize_memory_usage else rows
+        names = list(self._spaces) if self.optimize_memory_usage else [f"next_{key}" for key in self._spaces]
+        into = [*(rows[key] for key in self._spaces), *(after[key] for key in names)]
+        for memory, part, space in zip(into, parts, 2 * list(self._spaces.values()), strict=True):
+            # Of a Discrete space [n_envs] -> [n_envs, 1].
+            memory[...] = part.reshape(memory.shape) if isinstance(space, spaces.Discrete) else part
+        rows["action"][...] = action.reshape(rows["action"].shape)
+        rows["reward"][...] = reward
+        self._ring.ended[...] = done
 
     def _note_ends(self, infos: list[dict[str, Any]]) -> None:
         """Set the columns ``terminated`` and ``truncated``, which are zeros while no episode ends."""
-        terminated, truncated, ended = self._given["terminated"], self._given["truncated"], self._ended
-        if self.handle_timeout_termination:
+        rows, ended = self._ring.rows, self._ring.ended
+        truncated = rows["truncated"]
+        truncated.fill(False)
+        if self.handle_timeout_termination and self.n_steps > 1:
+            # A return ends here, as in SB3's buffer, though the environment goes on.
             truncated[...] = np.array([info.get("TimeLimit.truncated", False) for info in infos])
-            if self.n_steps > 1:  # a return ends here, as in SB3's buffer, though the environment goes on
-                ended |= truncated
-            truncated &= ended
-        terminated[...] = ended & ~truncated
-        self._any_ended = bool(ended.any())
+            ended |= truncated
+        elif self.handle_timeout_termination:
+            for member in ended.nonzero()[0].tolist():
+                truncated[member] = infos[member].get("TimeLimit.truncated", False)
+        np.greater(ended, truncated, out=rows["terminated"])
+        self._any_ended = 1 in ended.tobytes()
 
     # ---------------------------------------------------------------- contents
 
     def reset(self) -> None:
         """Remove all transitions."""
         super().reset()
-        self._added = self._first = 0
-        for writer in self._writers:
-            writer.discard()
-        self._pieces.clear()
-        self.table.clear()
-        for member in range(self.n_envs):
-            self._begin(member)
+        self._ring.forget()
 
     def size(self) -> int:
         """Transitions of each environment that `sample` can draw."""
-        return min(self._added, self.buffer_size, self._added - self._first)
+        return self._added - self._ring.first()
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything, with the transitions as arrays. A copy's table has no name."""
-        pieces = [
-            (last, member, {name: rows.numpy() for name, rows in self.table[slot].items()})
-            for last, slot, member in self._pieces
-        ]
-        open_members = np.flatnonzero(self._open[:, 1]).tolist()
-        pieces += [(self._added - 1, member, self._begun(member)) for member in open_members]
-        state = {
-            key: value for key, value in self.__dict__.items() if key not in (*_PARTS, "_places", "_pieces")
-        }
-        state["lasts"], state["members"] = (
-            [last for last, _, _ in pieces],
-            [member for _, member, _ in pieces],
-        )
-        state["lengths"] = [len(rows["reward"]) for _, _, rows in pieces]
+        pieces = self._ring.pieces()
+        rows = [self._rows(slot) for _, _, slot in pieces]
+        state = {key: value for key, value in self.__dict__.items() if key not in _PARTS}
+        state["_added"] = self._added
+        state["lasts"], state["members"] = [call for call, _, _ in pieces], [each for _, each, _ in pieces]
+        state["lengths"] = [len(piece["reward"]) for piece in rows]
         state["columns"] = {
-            name: np.concatenate([rows[name] for _, _, rows in pieces])
-            for name in self.table.schema
-            if pieces
+            name: np.concatenate([piece[name] for piece in rows]) for name in self._table.schema if rows
         }
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        saved = ("lasts", "members", "lengths", "columns")
-        lasts, members, lengths, columns = (state[key] for key in saved)
+        saved = ("lasts", "members", "lengths", "columns", "_added", "_first")
+        lasts, members, lengths, columns, added = (state[key] for key in saved[:-1])
         self.__dict__.update({key: value for key, value in state.items() if key not in saved})
-        self._places = np.zeros((self.buffer_size, self.n_envs, 2), dtype=np.int32)
-        self._pieces = collections.deque()
         self._make_table(None)
-        ends = np.cumsum(lengths)
-        slots = self.table.extend(
-            [
-                {name: rows[end - length : end] for name, rows in columns.items()}
-                for end, length in zip(ends, lengths, strict=True)
-            ]
-        )
-        for last, member, length, slot in zip(lasts, members, lengths, slots.tolist(), strict=True):
-            steps = np.arange(length - self._extra)
-            calls = last + 1 - len(steps) + steps
-            live = calls >= self._added - self.buffer_size
-            self._places[calls[live] % self.buffer_size, member, 0] = slot
-            self._places[calls[live] % self.buffer_size, member, 1] = steps[live]
-            self._pieces.append((last, slot, member))
+        self._ring.calls = added
+        following, ends = self._ring.following, np.cumsum(lengths)
+        for last, member, end, length in zip(lasts, members, ends, lengths, strict=True):
+            steps = length - self.optimize_memory_usage
+            rows = {name: each[end - length : end - length + steps] for name, each in columns.items()}
+            final = {name: columns[name][end - 1] for name in following} or None
+            self._ring.put(last, member, self._table.add(rows, final=final), steps)
+
+    def _rows(self, slot: int) -> dict[str, Array]:
+        """The steps of a trajectory and, with `optimize_memory_usage`, one of the values that follow."""
+        rows = {name: each.numpy() for name, each in self._table[slot].items()}
+        if self.optimize_memory_usage:
+            final = {name: each.numpy() for name, each in (self._table.final(slot) or {}).items()}
+            for name, each in rows.items():
+                last = final.get(name, np.zeros_like(each[0]))
+                rows[name] = np.concatenate((each, last[None]))
+        return rows
 
     @property
     def observations(self) -> Any:
@@ -446,7 +350,7 @@ class ReplayBuffer(_ReplayBuffer):
     def _all(self, name: str) -> Array:
         size = self.size()
         window = self._windows().get(name, Window(1, squeeze=True))
-        column = self.table.schema[window.column or name]
+        column = self._table.schema[window.column or name]
         out = np.zeros((self.buffer_size, self.n_envs, *column.shape), dtype=column.numpy_dtype)
         rows = np.repeat(np.arange(self._added - size, self._added) % self.buffer_size, self.n_envs)
         members = np.tile(np.arange(self.n_envs), size)
@@ -457,9 +361,9 @@ class ReplayBuffer(_ReplayBuffer):
     def _host_rows(self, windows: dict[str, Window], rows: Array, members: Array) -> list[Array]:
         """Values of transitions, also of those in open trajectories, which no one else reads: ``[n, *shape]`` each."""
         if self._reading is None or self._reading.windows != windows:
-            self._reading = RowGather(self.table, windows)
-        drawn = self._drawn(rows, members)
-        columns = [self.table.schema[source] for source in self._reading.sources]
+            self._reading = RowGather(self._table, windows)
+        drawn = self._ring.find(rows, members)
+        columns = [self._table.schema[source] for source in self._reading.sources]
         outs = [torch.empty(len(rows), *column.shape, dtype=column.dtype, device="cpu") for column in columns]
         self._reading.gather(drawn.slots, drawn.anchors, lambda: drawn.generations, outs)
         return [out.numpy() for out in outs]
@@ -487,7 +391,7 @@ class ReplayBuffer(_ReplayBuffer):
         size = self.size()
         if size == 0:
             raise TableEmptyError("The replay buffer is empty; add a transition before the first sample.")
-        if self._added - self.buffer_size < self._first:  # ... or fewer than SB3 would hold
+        if size < self.buffer_size:
             rows = randint(self._added - size, self._added, size=batch_size) % self.buffer_size
         else:
             rows = randint(0, size, size=batch_size)
@@ -560,7 +464,7 @@ class ReplayBuffer(_ReplayBuffer):
         return self.to_torch(self._normalize_obs(observation.cpu().numpy(), env))
 
     def _windows(self) -> dict[str, Window]:
-        windows = {key: Window(1, squeeze=True) for key in self.table.schema if key != "truncated"}
+        windows = {key: Window(1, squeeze=True) for key in self._table.schema if key != "truncated"}
         if self.optimize_memory_usage:
             for name in self._spaces:
                 windows[f"next_{name}"] = Window(1, 1, column=name, squeeze=True)
@@ -574,17 +478,12 @@ class ReplayBuffer(_ReplayBuffer):
         if prefetcher.collector.device != self.device:
             self._pools = BufferPools()
             prefetcher = self._pools.single(count, count, self._collector, **options)
-        drawn = self._drawn(rows, members)
+        drawn = self._ring.find(rows, members)
         return prefetcher.one(lambda buffers, item: self._fill(prefetcher, buffers, item), drawn)
-
-    def _drawn(self, rows: Array, members: Array) -> SelectedRows:
-        slots, steps = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.int64)
-        copying.look_up(self._places, rows, members, slots, steps)
-        return SelectedRows(slots, steps, slots)  # generations are not looked at
 
     def _collector(self, size: int) -> Collector:
         device = torch.device(self.device)
-        return collector_for(TableSource(self.table), self._windows(), batch_size=size, device=device)
+        return collector_for(TableSource(self._table), self._windows(), batch_size=size, device=device)
 
     @staticmethod
     def _fill(prefetcher: Prefetcher, buffers: Buffers, rows: SelectedRows) -> int:

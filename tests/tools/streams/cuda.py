@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import itertools
 import threading
 import types
@@ -17,10 +16,10 @@ from cuda_common import CurrentDevice
 
 from gear_loader.collection import prefetch, ticket_releaser
 from gear_loader.storage import pinning
-from gear_loader.utils import background, driver, streams, waiting
+from gear_loader.utils import background, driver, launch_graph, streams, waiting
 
 from . import kernels
-from .machine import Captured, Event, Machine, Policy, Stream
+from .machine import Capture, Captured, Event, Machine, Policy, Stream
 from .memory import Memory, View
 from .tensors import CudaFunctions, DeviceTensor, allow_cuda_devices, device_empty
 from .threads import Threads
@@ -32,29 +31,40 @@ _UNSAFE = {
     "stream.query",
     "synchronize",
     "allocate",
+    "cudaHostRegister",
+    "cudaHostUnregister",
 }
+"""Refused in a capture, or beside one, as the modes say; in `Machine.refuse` what no mode allows."""
 
-
-GLOBAL, RELAXED = 0, 2
+GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
 """Capture modes of a thread, and of a capture."""
 _POOL = 32
 """Streams that PyTorch has for each device and priority."""
 
 
-@dataclasses.dataclass(eq=False)
-class Capture:
-    """A capture that goes on.
+def _keeps_memory(memory: Memory, call: Any) -> bool:
+    """Whether a function's variables refer to memory of a device, or pinned, rather than name its address."""
+    left, seen = [call], set()
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor) and memory.block(each.data_ptr()) is not None:
+            return True
+        if isinstance(each, types.FunctionType):
+            left += [cell.cell_contents for cell in each.__closure__ or ()]
+        elif isinstance(each, (tuple, list, set)):
+            left += each
+        elif isinstance(each, dict):
+            left += each.values()
+        elif type(each).__module__.startswith("gear_loader") or isinstance(each, types.SimpleNamespace):
+            left += getattr(each, "__dict__", {}).values()
+    return False
 
-    Attributes:
-        thread: which began it. mode: of it. stream: which it captures; None for one that nobody here uses.
-        allocations: of the thread before it. broken: what ended it.
-    """
 
-    thread: int
-    mode: int
-    stream: Stream | None = None
-    allocations: int = 0
-    broken: str = ""
+def _told(operation: Captured | None) -> str:
+    return "nothing" if operation is None else f"{operation.label} with {operation.arguments}"
 
 
 class Cuda(CurrentDevice):
@@ -133,6 +143,7 @@ class Cuda(CurrentDevice):
         self, tensor: torch.Tensor, device: torch.device, *, non_blocking: bool = False
     ) -> DeviceTensor:
         tensor = tensor.contiguous()
+        self._may_copy(self.memory.is_pinned(View.of(tensor)), self.current_stream(device))
         made = device_empty(self, tensor.shape, tensor.stride(), tensor.dtype, device)
         self.upload(tensor, made, non_blocking=non_blocking)
         return made
@@ -148,7 +159,9 @@ class Cuda(CurrentDevice):
         """Copy to a device. Memory that is not pinned has been read when this returns."""
         stream = self.current_stream(target.where)
         into, view = View.of(target), View.of(source)
-        if self.memory.is_pinned(view):
+        pinned = self.memory.is_pinned(view)
+        self._may_copy(pinned, stream)
+        if pinned:
             self._use(view, stream)
 
             def run() -> None:
@@ -170,6 +183,7 @@ class Cuda(CurrentDevice):
         stream = self.current_stream(source.where)
         view, into = View.of(source), View.of(target)
         pinned = self.memory.is_pinned(into)
+        self._may_copy(pinned, stream)
         if pinned:
             self._use(into, stream)
 
@@ -180,6 +194,11 @@ class Cuda(CurrentDevice):
         if not (pinned and non_blocking):
             self.machine.counts["blocking copies"] += 1
             stream.synchronize()
+
+    def _may_copy(self, pinned: bool, stream: Stream) -> None:
+        """PyTorch's check; CUDA would record the address of memory that nobody keeps."""
+        if not pinned and stream.capture is not None:
+            self.machine.refuse("copy of pageable memory", "only pinned memory may be copied", stream.capture)
 
     def _use(self, view: View, stream: Stream) -> None:
         block = self.memory.block(view.address)
@@ -199,10 +218,23 @@ class Cuda(CurrentDevice):
         *,
         reads: Iterable[View] = (),
         writes: Iterable[View] = (),
+        arguments: Iterable[Any] = (),
     ) -> None:
-        """Queue work on the device's current stream, which reads and writes these tensors."""
+        """Queue work on the device's current stream, which reads and writes these tensors.
+
+        Args:
+            call: keeps views and values, and nothing that can change until it runs.
+            arguments: all of its values and views, also of what it does not touch.
+        """
         self.machine.on_call("launch")
-        reads, writes = list(reads), list(writes)
+        reads, writes, arguments = list(reads), list(writes), list(arguments)
+        stream = self.current_stream(device)
+        if stream.capture is not None and stream.capture.broken:
+            raise RuntimeError(
+                f"CUDA error: operation failed due to a previous error: {stream.capture.broken}"
+            )
+        if stream.capture is not None and _keeps_memory(self.memory, call):
+            self.machine.fail(f"the stand-in's {label} keeps memory that CUDA would not")
 
         def run() -> None:
             for view in (*reads, *writes):
@@ -211,24 +243,28 @@ class Cuda(CurrentDevice):
 
         self.machine.counts[label] += 1
         self.machine.enqueue(
-            self.current_stream(device),
+            stream,
             label,
             run,
             reads=[self.memory.span(view) for view in reads],
             writes=[self.memory.span(view) for view in writes],
+            named=[self.memory.span(each) for each in arguments if isinstance(each, View)],
+            arguments=arguments,
         )
 
     # ---------------------------------------------------------------- the runtime's own functions
 
     def cudaHostRegister(self, address: int, count: int, flags: int) -> int:
         assert flags == 1
+        self._check_call("cudaHostRegister")
         self.threads.wait(self.may_pin)
         if self.refuses or self.refuse_pinning:
             return self.refuses or 2
-        self.memory.registered[address] = count
+        self.memory.register(address, count)
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        self._check_call("cudaHostUnregister")
         return 0 if self.memory.registered.pop(address, None) else 713
 
     def cuDeviceGet(self, device: Any, index: int) -> int:
@@ -272,18 +308,37 @@ class Cuda(CurrentDevice):
             )
 
     @contextlib.contextmanager
-    def capturing(self, stream: Stream | None = None) -> Iterator[None]:
-        """This thread captures a graph in the default mode, of work that is the user's own."""
-        capture = Capture(threading.get_ident(), GLOBAL, stream)
+    def capturing(self, stream: Stream | None = None, mode: int = GLOBAL) -> Iterator[None]:
+        """This thread captures a graph of work that is the user's own, as `torch.cuda.graph` does."""
+        capture = Capture(threading.get_ident(), mode, by_torch=True)
         self._captures.append(capture)
         if stream is not None:
-            stream.captured = []
+            stream.capture = capture
         try:
             yield
         finally:
             self._captures.remove(capture)
             if stream is not None:
-                stream.captured = None
+                stream.capture = None
+
+    def recorded_again(self, queue: Callable[[], object], stream: Stream) -> list[Captured]:
+        """What a graph of `queue` would hold now. Nobody else gets a turn, and nothing is left of it."""
+        capture = Capture(threading.get_ident(), RELAXED)
+        self.machine.quiet, stream.capture = True, capture
+        counts = self.machine.counts.copy()
+        try:
+            queue()
+        finally:
+            self.machine.quiet, stream.capture, self.machine.counts = False, None, counts
+        return capture.operations
+
+    def check_equal(self, graph: int, queue: Callable[[], object], stream: Stream) -> None:
+        """Fail unless `queue` would launch now what was recorded: with equal grids, addresses and values."""
+        recorded, now = self._graphs[graph], self.recorded_again(queue, stream)
+        for old, new in itertools.zip_longest(recorded, now):
+            if old is None or new is None or (old.label, old.arguments) != (new.label, new.arguments):
+                self.machine.fail(f"a replay launches {_told(old)}, where the key stands for {_told(new)}")
+                return
 
     def _stream(self, handle: int) -> Stream:
         return next(each for each in self.machine.streams if each.cuda_stream == handle)
@@ -300,25 +355,31 @@ class Cuda(CurrentDevice):
     def cuStreamBeginCapture_v2(self, handle: int, mode: int) -> int:
         stream = self._stream(handle)
         self.machine.counts["recordings"] += 1
-        if stream.captured is not None:
+        if stream.capture is not None or stream in self._defaults:
             return 900
-        stream.captured = []
         me = threading.get_ident()
-        self._captures.append(Capture(me, mode, stream, self.memory.counts[me]))
+        stream.capture = Capture(me, mode, self.memory.allocations_of(me))
+        self._captures.append(stream.capture)
         return 0
 
     def cuStreamEndCapture(self, handle: int, graph: Any) -> int:
         stream = self._stream(handle)
-        found = [each for each in self._captures if each.stream is stream]
-        if not found or stream.captured is None:
+        capture = stream.capture
+        if capture is None:
             return 401
+        if capture.mode != RELAXED and capture.thread != threading.get_ident():
+            return 908
+        stream.capture = None
+        self._captures.remove(capture)
+        if capture.broken:
+            return 901
         graph._obj.value = next(self._handles)
-        self._graphs[graph._obj.value] = stream.captured
-        stream.captured = None
-        self._captures.remove(found[0])
-        if self.memory.counts[found[0].thread] != found[0].allocations:
+        self._graphs[graph._obj.value] = capture.operations
+        if self.memory.allocations_of(capture.thread) != capture.allocations:
             self.machine.fail("memory was allocated in a recording")
-        return 901 if found[0].broken else 0
+        for each in capture.operations:
+            self.machine.check_held(each, f"{each.label} in a recording that goes on")
+        return 0
 
     def cuGraphInstantiateWithFlags(self, handle: Any, graph: Any, flags: int) -> int:
         self.machine.counts["graphs"] += 1
@@ -367,7 +428,7 @@ class Cuda(CurrentDevice):
             "Stream": stream,
             "ExternalStream": lambda handle, device=None: self._stream(handle),
             "memory_stats_as_nested_dict": lambda device=None: {
-                "allocation": {"all": {"allocated": self.memory.counts.total()}}
+                "allocation": {"all": {"allocated": self.memory.allocations_on(self.index(device))}}
             },
             "Event": lambda blocking=False: Event(machine, blocking=blocking),
             "current_stream": self.current_stream,
@@ -410,6 +471,7 @@ class Cuda(CurrentDevice):
         patch.setattr(streams, "_raw_stream", None)
         patch.setattr(streams, "_unused", {})
         kernels.install(self, patch)
+        self._check_replays(patch)
         try:
             with CudaFunctions(self):
                 yield self
@@ -421,6 +483,18 @@ class Cuda(CurrentDevice):
             finally:
                 patch.undo()
                 self.memory.forget()
+
+    def _check_replays(self, patch: pytest.MonkeyPatch) -> None:
+        """Compare each replay with what its call would queue: equal keys promise equal launches."""
+        run = launch_graph.RepeatedWork.run
+
+        def checked(work: Any, key: Any, queue: Any, stream: Any, keep: Any = None) -> None:
+            graph = work._graph
+            run(work, key, queue, stream, keep)
+            if graph is not None and work._graph is graph and key is not None and self.machine.checks_order:
+                self.check_equal(graph._handle, queue, stream)
+
+        patch.setattr(launch_graph.RepeatedWork, "run", checked)
 
     def check(self) -> None:
         """Fail if an operation failed, an order is missing, or a thread ended by an exception."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
+import threading
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -36,14 +38,23 @@ if TYPE_CHECKING:
 _NODES = ("leaves", "sums", "mins", "maxs", "maximum", "status")
 
 
-class _Kernel:
-    """In the place of a kernel: checks what the launcher gives it."""
+_given = threading.local()
+"""Kernels that this thread's launcher has launched, with grids and arguments, until its twin is queued."""
 
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
+
+class _Kernel:
+    """In the place of a kernel: checks what the launcher gives it, and keeps it for the twin."""
+
+    def __init__(self, cuda: Cuda, name: str) -> None:
+        self._cuda, self._name = cuda, name
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def run(*arguments: Any, **constants: Any) -> None:
+            given = [
+                View.of(each) if isinstance(each, torch.Tensor) else each
+                for each in (*arguments, *itertools.chain(*sorted(constants.items())))
+            ]
+            _given.arguments = [*getattr(_given, "arguments", ()), self._name, grid, *given]
             for argument in arguments:
                 if isinstance(argument, DeviceTensor):
                     assert argument.where.index == self._cuda.current, "launched on another device"
@@ -70,11 +81,28 @@ class _Launch:
         return self._writes[-1]
 
     def queue(self, call: Callable[[], object]) -> None:
-        self._cuda.launch(self._device, self._label, call, reads=self._reads, writes=self._writes)
+        arguments, _given.arguments = getattr(_given, "arguments", []), []
+        self._cuda.launch(
+            self._device, self._label, call, reads=self._reads, writes=self._writes, arguments=arguments
+        )
 
 
 def _same(view: View, expected: torch.Tensor) -> None:
     assert torch.equal(view.tensor(), expected), "a plan's table was overwritten before the kernel read it"
+
+
+def _bare(column: Any) -> Any:
+    """A column without its tensors, which what is recorded must not keep alive."""
+    made = copy.copy(column)
+    for name, value in vars(column).items():
+        if isinstance(value, torch.Tensor):
+            object.__setattr__(made, name, None)
+    return made
+
+
+def _numbers_of(known: Any) -> Any:
+    """What a launch tells a kernel of a table's index by value."""
+    return types.SimpleNamespace(block_steps=known.block_steps, anchors=known.anchors, num_ids=known.num_ids)
 
 
 def _counted(launch: _Launch, count: int | torch.Tensor, most: int) -> tuple[Callable[[], int], int]:
@@ -122,7 +150,10 @@ class Launchers:
         if count == 0:
             return
         launch = self._launch(plan.device, "gather")
-        tables = [(launch.read(device_table), with_lines(table)) for _, table, device_table in plan.launches]
+        tables = [
+            (launch.read(device_table), with_lines(table).clone()) for _, table, device_table in plan.launches
+        ]
+        block_steps = plan.block_steps
         given = [launch.read(part) for part in (slots, anchors, extent, block_ids)]
         chosen = None if rows is None else launch.read(rows)
         columns = []
@@ -131,9 +162,10 @@ class Launchers:
             mask = column.mask
             if mask is not None:
                 mask = launch.write(mask if rows is not None else mask[:count])
-            columns.append((column, launch.read(column.source), out, mask))
+            columns.append((_bare(column), launch.read(column.source), out, mask))
         masks = [
-            (each, launch.write(each.out if rows is not None else each.out[:count])) for each in plan.masks
+            (_bare(each), launch.write(each.out if rows is not None else each.out[:count]))
+            for each in plan.masks
         ]
 
         def run() -> None:
@@ -151,7 +183,7 @@ class Launchers:
             played: Any = types.SimpleNamespace(
                 columns=parts,
                 masks=[dataclasses.replace(each, out=out.tensor()) for each, out in masks],
-                block_steps=plan.block_steps,
+                block_steps=block_steps,
                 check_rows=lambda *_: count,
             )
             reference.gather(
@@ -170,7 +202,7 @@ class Launchers:
         launch = self._launch(plan.device, "place")
         table, source, chosen = launch.read(plan.device_table), launch.read(staging), launch.read(rows)
         outs = [launch.write(out) for out in plan.outs]
-        offsets, expected = plan.offsets(count), plan.table
+        offsets, expected = plan.offsets(count), plan.table.clone()
 
         def run() -> None:
             _same(table, expected)
@@ -197,11 +229,11 @@ class Launchers:
             return
         launch = self._launch(plan.device, "split")
         known, count = _counted(launch, count, plan.batch_size)
-        table, expected = launch.read(plan.device_table), plan.table
+        table, expected = launch.read(plan.device_table), plan.table.clone()
         chosen = None if rows is None else launch.read(rows)
         columns = [
             (
-                column,
+                _bare(column),
                 launch.read(column.records if rows is not None else column.records[:count]),
                 launch.write(column.out if rows is not None else column.out[:count]),
             )
@@ -300,9 +332,10 @@ class Launchers:
             return
         launch = self._launch(plan.device, "cast")
         known, count = _counted(launch, count, plan.num_rows)
-        tables = [(launch.read(device_table), table) for _, table, device_table in plan.launches]
+        tables = [(launch.read(device_table), table.clone()) for _, table, device_table in plan.launches]
         columns = [
-            (each, launch.read(each.source[:count]), launch.write(each.out[:count])) for each in plan.columns
+            (_bare(each), launch.read(each.source[:count]), launch.write(each.out[:count]))
+            for each in plan.columns
         ]
 
         def run() -> None:
@@ -322,14 +355,17 @@ class Launchers:
     def _tree(self, launch: _Launch, tree: SumTree) -> Callable[[], SumTree]:
         views = {name: launch.write(getattr(tree, name)) for name in _NODES}
         levels = launch.read(tree.levels)
+        kept = copy.copy(tree)  # whose tensors nobody looks at, and keeps none of them
+        kept.device = torch.device("cpu")
+        for name in (*_NODES, "levels"):
+            setattr(kept, name, None)
 
         def now() -> SumTree:
-            made = copy.copy(tree)
-            made.device = torch.device("cpu")
+            made = copy.copy(kept)
             for name, view in views.items():
                 setattr(made, name, view.tensor())
             made.levels = levels.tensor()
-            assert made.levels.tolist() == [list(level) for level in tree.shape]
+            assert made.levels.tolist() == [list(level) for level in made.shape]
             return made
 
         return now
@@ -403,14 +439,11 @@ class Launchers:
 
     def _index(self, launch: _Launch, known: Any) -> Callable[[], tuple[torch.Tensor, ...]]:
         """The table's index in host memory, as it is when the kernel runs."""
-        addresses, slots, check = (
-            launch.read(known.addresses),
-            len(known.known),
-            self._cuda.memory.check_readable,
-        )
+        addresses, check = launch.read(known.addresses), self._cuda.memory.check_readable
+        slots, num_ids = len(known.known), known.num_ids
 
         def now() -> tuple[torch.Tensor, ...]:
-            shapes = ((slots,), (slots, 3), (known.num_ids,))
+            shapes = ((slots,), (slots, 3), (num_ids,))
             kinds = (torch.int64, torch.int64, torch.int32)
             views = [View.at(*each) for each in zip(addresses.tensor().tolist(), shapes, kinds, strict=True)]
             for view in views:
@@ -434,12 +467,12 @@ class Launchers:
         blocks = None
         if known.blocks is not None:
             blocks = launch.read(known.blocks.owner), launch.read(known.blocks.number)
-        outs = launch.write(rows), launch.write(ids)
+        outs, told = (launch.write(rows), launch.write(ids)), _numbers_of(known)
 
         def run() -> None:
             held = None if blocks is None else tuple(view.tensor() for view in blocks)
             _resolve(
-                known,
+                told,
                 index(),
                 held,
                 given.tensor(),
@@ -469,11 +502,12 @@ class Launchers:
         if known.blocks is not None:
             blocks = {name: launch.read(part) for name, part in vars(known.blocks).items()}
         host, status, out = self._index(launch, known), launch.write(tree.status), launch.write(items)
+        told = _numbers_of(known)
 
         def run() -> None:
             now = {name: view.tensor() for name, view in blocks.items()}
             found = _locate(
-                known,
+                told,
                 host(),
                 held.tensor(),
                 now,
@@ -574,7 +608,8 @@ def _locate(
 
 def install(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
     """Replace launchers and kernels until the patch is undone."""
-    launchers, kernel = Launchers(cuda), _Kernel(cuda)
+    launchers = Launchers(cuda)
+    _given.arguments = []
     for module, names in (
         (gathering, ("gather",)),
         (placing, ("place",)),
@@ -587,6 +622,6 @@ def install(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
         (items_kernels, ("locate", "resolve", "weigh")),
     ):
         for name in [each for each in vars(module) if each.endswith("_kernel")]:
-            patch.setattr(module, name, kernel)
+            patch.setattr(module, name, _Kernel(cuda, name))
         for name in names:
             patch.setattr(module, name, getattr(launchers, name))

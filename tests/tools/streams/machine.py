@@ -8,13 +8,15 @@ import os
 import random
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from .memory import Span
 
 Policy = Literal["random", "latest", "eager"]
+FAIR = 10
+"""Operations after which a stream of weight 0 has its turn, although a thread queues more on others without end."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,16 +44,42 @@ class Operation:
 
 
 class Captured(NamedTuple):
-    """An operation of a graph: what it does, by the addresses that it was recorded with."""
+    """An operation of a graph: what it does, by the addresses that it was recorded with.
+
+    Attributes:
+        named: memory that its arguments name, whether or not `call` touches it.
+        arguments: kernels with their grids, and all values and addresses, to compare. thread: which queued it.
+    """
 
     label: str
     call: Callable[[], object] | None
     reads: list[Span]
     writes: list[Span]
+    named: list[Span]
+    arguments: object
+    thread: int
+
+
+@dataclasses.dataclass(eq=False)
+class Capture:
+    """A capture that goes on.
+
+    Attributes:
+        thread: which began it. mode: of it. allocations: of its thread before it.
+        by_torch: whether the allocator knows of it, as of one by `torch.cuda.graph`.
+        operations: what it has captured. broken: what ended it.
+    """
+
+    thread: int
+    mode: int
+    allocations: int = 0
+    by_torch: bool = False
+    operations: list[Captured] = dataclasses.field(default_factory=list)
+    broken: str = ""
 
 
 class Stream:
-    """A queue of operations, which run in its order. While it captures, they go into `captured` instead."""
+    """A queue of operations, which run in its order. While it has a `capture`, they go there instead."""
 
     def __init__(self, machine: Machine, device: int, priority: int = 0) -> None:
         self.machine, self.device, self.priority = machine, device, priority
@@ -61,14 +89,21 @@ class Stream:
         self.count = 0
         self.weight = machine.random.choice([0.0, 0.05, 0.3, 1.0])
         self.last: Operation | None = None
-        self.captured: list[Captured] | None = None
+        self.capture: Capture | None = None
         machine.streams.append(self)
+
+    @property
+    def captured(self) -> list[Captured] | None:
+        """What it has captured so far; None if it does not capture."""
+        return None if self.capture is None else self.capture.operations
 
     def wait_event(self, event: Event) -> None:
         self.machine.on_call("wait_event")
         if event.marker is not None:
-            if self.captured is not None or event.marker.number == 0:
-                raise RuntimeError("CUDA error: dependency created on uncaptured work in another stream")
+            captures = self.capture, event.capture
+            if any(captures):
+                what = "a dependency between captured work and work that is not"
+                self.machine.refuse("wait_event", what, *captures)
             self.machine.enqueue(self, "wait", None, after=[event.marker])
 
     def wait_stream(self, other: Stream) -> None:
@@ -81,34 +116,44 @@ class Stream:
 
     def synchronize(self) -> None:
         self.machine.on_call("stream.synchronize")
-        assert self.captured is None, "operation not permitted when stream is capturing"
+        self.machine.refuse("stream.synchronize", "the stream is capturing", self.capture)
         if self.last is not None:
             self.machine.await_operation(self.last)
 
     def query(self) -> bool:
         self.machine.on_call("stream.query")
+        self.machine.refuse("stream.query", "the stream is capturing", self.capture)
         return self.last is None or self.last.done
 
 
 class Event:
-    """Marks a place in a stream."""
+    """Marks a place in a stream.
+
+    Attributes:
+        capture: that it was last recorded in; the host cannot ask for it then, nor other streams wait, until it is
+            recorded again.
+    """
 
     def __init__(self, machine: Machine, *, blocking: bool = False) -> None:
         self.machine = machine
         self.marker: Operation | None = None
+        self.capture: Capture | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         self.machine.on_call("record")
         stream = self.machine.current_stream() if stream is None else stream
+        self.capture = stream.capture
         self.marker = self.machine.enqueue(stream, "event", None)
 
     def synchronize(self) -> None:
         self.machine.on_call("event.synchronize")
+        self.machine.refuse("event.synchronize", "the event was last recorded in a capture", self.capture)
         if self.marker is not None:
             self.machine.await_operation(self.marker)
 
     def query(self) -> bool:
         self.machine.on_call("event.query")
+        self.machine.refuse("event.query", "the event was last recorded in a capture", self.capture)
         if self.marker is None or self.marker.done:
             self.machine.host_knows(self.marker)
             return True
@@ -131,6 +176,7 @@ class Machine:
         counts: calls, launches and copies by name.
         host_waits: waits of the host for work that was not done.
         checks_order: whether unordered accesses are failures.
+        quiet: whether calls are neither counted nor give others a turn.
     """
 
     def __init__(self, seed: int, policy: Policy) -> None:
@@ -140,7 +186,9 @@ class Machine:
         self.failures: list[str] = []
         self.counts: collections.Counter[str] = collections.Counter()
         self.host_waits = 0
+        self._steps = 0
         self.checks_order = True
+        self.quiet = False
         self.wait_for: Callable[..., None] | None = None  # of the threads, see `Threads.wait`
         self.maybe_switch: Callable[[], None] = lambda: None
         self.check_call: Callable[[str], None] = lambda name: None
@@ -157,6 +205,8 @@ class Machine:
         """Called first in every call of the host: others may run in the meantime."""
         if os.getpid() != self._process:
             raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
+        if self.quiet:
+            return
         self.counts[name] += 1
         self.check_call(name)
         self.maybe_switch()
@@ -174,13 +224,24 @@ class Machine:
         writes: Iterable[Span] = (),
         after: Iterable[Operation] = (),
         captured: bool = True,
+        named: Iterable[Span] = (),
+        arguments: object = None,
     ) -> Operation:
         """Queue an operation, or let a stream that captures record it, unless that is the allocator's.
 
         Never runs other threads, so that the garbage collector may call it.
+
+        Args:
+            named, arguments: see `Captured`.
         """
-        if stream.captured is not None and captured:
-            stream.captured.append(Captured(label, call, list(reads), list(writes)))
+        if stream.capture is not None and captured:
+            me, spans = threading.get_ident(), (list(reads), list(writes), list(named))
+            stream.capture.operations.append(Captured(label, call, *spans, arguments, me))
+            if me != stream.capture.thread:
+                self.fail(
+                    f"{label} of thread {threading.current_thread().name} entered the capture of stream "
+                    f"{stream.cuda_stream} by another one"
+                )
             return Operation(stream, 0, label, None, [], {}, done=True)
         stream.count += 1
         clock = stream.clock
@@ -201,12 +262,28 @@ class Machine:
 
     def replay(self, stream: Stream, operations: Iterable[Captured]) -> None:
         """Queue what was recorded, as it was: with the memory that it had then."""
-        for label, call, reads, writes in operations:
-            for span in (*reads, *writes):
-                if self.checks_order and self.turn_of(span) != span.turn:
-                    self.fail(f"the replay of {label} uses memory that was given back since it was recorded")
-            self.counts[label] += 1
-            self.enqueue(stream, label, call, reads=reads, writes=writes)
+        for each in operations:
+            if self.checks_order:
+                self.check_held(each, f"the replay of {each.label}")
+            self.counts[each.label] += 1
+            more: dict[str, Any] = {"named": each.named, "arguments": each.arguments}
+            self.enqueue(stream, each.label, each.call, reads=each.reads, writes=each.writes, **more)
+
+    def check_held(self, operation: Captured, what: str) -> None:
+        """Fail if memory of recorded work has been given back since."""
+        for span in (*operation.reads, *operation.writes, *operation.named):
+            if self.turn_of(span) != span.turn:
+                self.fail(f"{what} uses {span.first:#x}, which was given back since it was recorded")
+                return
+
+    def refuse(self, name: str, why: str, *captures: Capture | None) -> None:
+        """What CUDA allows in no mode: it ends these captures, if there are any, and is an error."""
+        found = [each for each in captures if each is not None]
+        for each in found:
+            each.broken = each.broken or f"{name}: {why}"
+        if found:
+            self.fail(f"CUDA refuses {name}: {why}")
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {name}: {why}")
 
     def _order(self, operation: Operation, span: Span, write: bool) -> None:
         """Note an access, and fail if nothing orders it with an earlier one."""
@@ -243,7 +320,8 @@ class Machine:
         """Run one operation; return False if there is none. Streams of weight 0 run only if `starving`."""
         ready = list(self._ready())
         favoured = [stream for stream in ready if stream.weight]
-        if favoured:
+        self._steps += starving
+        if favoured and not (starving and self._steps % FAIR == 0):
             self._run(*self.random.choices(favoured, [stream.weight for stream in favoured]))
         elif starving and ready:
             self._run(self.random.choice(ready))
@@ -309,6 +387,8 @@ class Machine:
     def synchronize(self, device: int) -> None:
         self.on_call("synchronize")
         streams = [stream for stream in self.streams if stream.device == device]
+        captures = [stream.capture for stream in streams]
+        self.refuse("synchronize", "a stream of the device is capturing", *captures)
         self.random.shuffle(streams)
         for stream in streams:
             if stream.last is not None:

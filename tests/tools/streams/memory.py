@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import itertools
 import math
 import threading
 import weakref
@@ -22,7 +23,12 @@ POISON = 0xA5
 
 
 class Span(NamedTuple):
-    """Bytes from `first` to before `end`, in an allocated block that had been given back `turn` times."""
+    """Bytes from `first` to before `end`.
+
+    Attributes:
+        block: which allocation they lie in; None for other memory.
+        turn: how often that had been given back; of registered memory the number of its registration.
+    """
 
     first: int
     end: int
@@ -103,15 +109,18 @@ class Memory:
         self._pages: dict[int, int] = {}
         self.registered: dict[int, int] = {}
         self.coherent = False  # whether devices read all host memory
-        self.counts: collections.Counter[int] = collections.Counter()  # thread -> its allocations of devices
-        machine.turn_of = lambda span: 0 if span.block is None else self._blocks[span.block].turn
+        self._counts: collections.Counter[tuple[int, int]] = collections.Counter()  # by thread and device
+        self._registrations: dict[int, int] = {}
+        self._numbers = itertools.count(1)
+        machine.turn_of = lambda span: self._turn(span.first, span.block)
 
     # ---------------------------------------------------------------- allocating
 
     def allocate(self, count: int, stream: Stream | None) -> torch.Tensor:
         """Bytes of a stream's pool, or pinned; uint8 [count] as the host sees them. Never runs other threads."""
         self._machine.check_call("allocate")
-        self.counts[threading.get_ident()] += stream is not None
+        if stream is not None:
+            self._counts[threading.get_ident(), stream.device] += 1
         self._recycle()
         size = max(-(-count // ROUND) * ROUND, ROUND)
         pool = self._free[-1 if stream is None else stream.cuda_stream, size]
@@ -124,6 +133,14 @@ class Memory:
         final = weakref.finalize(holder, self._freed, block)
         final.atexit = False
         return torch.from_numpy(holder)
+
+    def allocations_of(self, thread: int) -> int:
+        """Of memory of devices, by a thread."""
+        return sum(count for (which, _), count in self._counts.items() if which == thread)
+
+    def allocations_on(self, device: int) -> int:
+        """As PyTorch counts them, of all threads."""
+        return sum(count for (_, which), count in self._counts.items() if which == device)
 
     def _fresh(self, size: int) -> Block:
         if len(self._arena) < size:
@@ -140,6 +157,12 @@ class Memory:
     def _freed(self, block: Block) -> None:
         block.turn += 1
         users = [stream for stream in self._machine.streams if stream.cuda_stream in block.used]
+        for stream in users:
+            if stream.capture is not None and not stream.capture.by_torch:
+                self._machine.fail(
+                    f"{block.address:#x} was given back while stream {stream.cuda_stream}, which uses it, captures: "
+                    "the allocator's event enters the graph"
+                )
         if users:
             markers = [self._machine.enqueue(stream, "free", None, captured=False) for stream in users]
             self._pending.append((block, markers))
@@ -187,8 +210,21 @@ class Memory:
 
     def span(self, view: View) -> Span:
         block = self.block(view.address)
-        known = (None, 0) if block is None else (block.address, block.turn)
-        return Span(view.address, view.address + view.bytes, *known)
+        first = None if block is None else block.address
+        return Span(view.address, view.address + view.bytes, first, self._turn(view.address, first))
+
+    def _turn(self, address: int, block: int | None) -> int:
+        if block is not None:
+            return self._blocks[block].turn
+        for first, count in self.registered.items():
+            if first <= address < first + count:
+                return self._registrations[first]
+        return 0
+
+    def register(self, address: int, count: int) -> None:
+        """Lock pages of host memory, which are a GPU's from now on."""
+        self.registered[address] = count
+        self._registrations[address] = next(self._numbers)
 
     def is_pinned(self, view: View) -> bool:
         """Whether the host memory of a tensor is page-locked."""

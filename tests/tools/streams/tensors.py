@@ -231,7 +231,13 @@ class _Call:
                 view.tensor().copy_(value)
 
         reads = [view for view in inputs if view not in written]
-        self.cuda.launch(self.device, self.name, run, reads=reads, writes=written + outs)
+        values = [
+            each.tolist() if isinstance(each, torch.Tensor) else each
+            for each in tree_flatten(given, is_leaf=_is_view)[0]
+        ]
+        self.cuda.launch(
+            self.device, self.name, run, reads=reads, writes=written + outs, arguments=values + outs
+        )
         return result
 
 

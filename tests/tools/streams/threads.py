@@ -301,12 +301,18 @@ class Threads:
 
     @property
     def time(self) -> Any:
-        """In the place of the module `time`: sleeping lets others run."""
+        """In the place of the module `time`: sleeping lets others run, and it alone takes time."""
         import time
 
+        now = [time.monotonic()]
+
         def sleep(seconds: float) -> None:
+            now[0] += min(seconds, 1e-3)
             self.switch() or self._works(self._work)
 
         return types.SimpleNamespace(
-            sleep=sleep, monotonic=time.monotonic, monotonic_ns=time.monotonic_ns, time=time.time
+            sleep=sleep,
+            monotonic=lambda: now[0],
+            monotonic_ns=lambda: int(now[0] * 1e9),
+            time=time.time,
         )

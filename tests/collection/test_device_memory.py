@@ -1,0 +1,287 @@
+"""Tables whose blocks lie in the memory of a GPU, on the stand-in: conformance, random programs, bytes, refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from batch_conformance import BatchConformance, Made
+from cases import mostly_long
+from dataset_common import on_host
+from source_conformance import SCHEMA, TRAJECTORIES, SourceConformance
+from streams.cuda import Cuda
+from streams.machine import Policy
+from test_batches_of_sources import SIZES, of_table
+
+import gear_loader as gear
+from gear_loader.errors import PrivateTableError, RegionError, SchemaError, StaleIndexError, TableFullError
+from gear_loader.storage import device_memory
+from gear_loader.storage.schema import Schema
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
+DEVICE = torch.device("cuda", 1)
+POLICIES: tuple[Policy, ...] = ("random", "latest", "eager")
+
+
+@contextlib.contextmanager
+def stand_in(policy: Policy = "random", seed: int = 0) -> Iterator[Cuda]:
+    cuda = Cuda(seed, policy)
+    with cuda.installed():
+        yield cuda
+    cuda.check()
+
+
+def on_gpu(**options: Any) -> gear.Table:
+    memory = gear.Memory(packed=options.pop("packed", "auto"), max_blocks=options.pop("max_blocks", None))
+    return gear.Table.create(SCHEMA, **{**SIZES, "memory": memory, "device": DEVICE, **options})
+
+
+class TestSource(SourceConformance):
+    """What the host reads from it; three blocks at a time."""
+
+    def make(self, trajectories: list[dict[str, Any]], stack: contextlib.ExitStack) -> tuple[Any, np.ndarray]:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(device_memory, "STAGING_BYTES", 12_000)
+        stack.enter_context(stand_in())
+        table = stack.enter_context(on_gpu())
+        slots = table.extend(trajectories)
+        source = table._engine.tier_reader()
+        source.schema = Schema(SCHEMA)  # type: ignore[attr-defined]
+        return source, slots
+
+
+class TestTable(BatchConformance):
+    @pytest.fixture(params=mostly_long(("gpu", "cpu", "staged"), "gpu"))
+    def mover(self, request: Any) -> Iterator[str]:
+        with stand_in("latest"):
+            yield request.param
+
+    @pytest.fixture
+    def stack(self, mover: str) -> Iterator[contextlib.ExitStack]:
+        with contextlib.ExitStack() as stack:  # closes the table on the stand-in
+            yield stack
+
+    def make(self, stack: contextlib.ExitStack, *, packed: bool) -> Made:
+        return of_table(stack.enter_context(on_gpu(packed=packed)), stack)
+
+
+# ---------------------------------------------------------------- random programs
+
+
+def trajectory(number: int) -> dict[str, Any]:
+    random = np.random.default_rng(number)
+    length = int(random.choice([1, 2, 5, 16, 17, 40]))
+    found = {name: value for name, value in TRAJECTORIES[4].items() if name == "task"}
+    found["obs"] = random.random((length, 3), dtype=np.float32)
+    found["wide"] = random.integers(-99, 99, (length, 80), dtype=np.int16)
+    found["reward"] = np.full(length, number, dtype=np.float64)
+    found["task"] = np.array([number, length], dtype=np.int32)
+    return found
+
+
+class Program:
+    """Random calls of a table on a GPU, and what it must hold: slot and generation -> trajectory."""
+
+    def __init__(self, seed: int, path: Path) -> None:
+        self.choose, self.path, self.number = random.Random(seed), path, 0
+        self.table = on_gpu(
+            block_steps=self.choose.choice([3, 4, 16]),
+            packed=self.choose.choice([True, False]),
+            max_steps=400,
+            on_full=self.choose.choice(["evict_oldest", "evict_lowest_priority", "error"]),
+        )
+        self.known: dict[tuple[int, int], dict[str, Any]] = {}
+        windows: dict[str, Any] = {
+            "obs": gear.Window(3, -1),
+            "wide": gear.Window(2, 0, pad="edge"),
+            "task": None,
+            "reward": gear.Window(1, squeeze=True),
+        }
+        packed = {"windows": gear.Whole(), "layout": "packed"}
+        samplers = [gear.Uniform(), gear.Uniform(unit="step"), gear.Prioritized(0.7), gear.TopK()]
+        self.data = [
+            gear.ReplayDataset(self.table, batch_size=7, sampler=sampler, device=device, **options)
+            for device in ("cpu", DEVICE)
+            for sampler in samplers
+            for options in ({"windows": windows}, packed)
+            if "windows" not in options or sampler.unit == "trajectory" or options is not packed
+        ]
+
+    def generation(self, slot: int) -> int:
+        return int(self.table._engine.index.arrays.generation[slot])
+
+    def run(self, calls: int) -> None:
+        actions = [self.add, self.add, self.extend, self.sample, self.sample, self.look, self.remove]
+        for _ in range(calls):
+            self.choose.choice(actions)()
+        self.save()
+        self.table.check_valid()
+        self.table.close()
+
+    def add(self) -> None:
+        self.number += 1
+        with contextlib.suppress(TableFullError):
+            slot = self.table.add(trajectory(self.number), priority=self.number % 5)
+            self.known[slot, self.generation(slot)] = trajectory(self.number)
+
+    def extend(self) -> None:
+        numbers = range(self.number + 1, self.number + self.choose.choice([2, 5]))
+        self.number = numbers[-1]
+        with contextlib.suppress(TableFullError):
+            for slot, number in zip(
+                self.table.extend(map(trajectory, numbers)).tolist(), numbers, strict=True
+            ):
+                self.known[slot, self.generation(slot)] = trajectory(number)
+
+    def remove(self) -> None:
+        if len(self.table) > 3:
+            self.table.remove(self.choose.choice(self.table.indices().tolist()))
+
+    def look(self) -> None:
+        for slot in self.table.indices().tolist():
+            expected = self.known[slot, self.generation(slot)]
+            for name, values in self.table[slot].items():
+                assert np.array_equal(values.numpy(), expected[name]), name
+
+    def sample(self) -> None:
+        if not len(self.table):
+            return
+        data = self.choose.choice(self.data)
+        batch = data.sample()
+        if data.sampler.by_priority and self.choose.random() < 0.5:
+            data.update_priority(batch, batch["index"].float() % 3 + 1)
+        batch = on_host(batch)
+        names = zip(batch["index"].tolist(), batch["generation"].tolist(), strict=True)
+        held = [self.known[name] for name in names]
+        rows = [oracle.Row(i, int(batch["anchor"][i])) for i in range(len(held))]
+        packed = "cu_seqlens" in batch
+        expected = oracle.batch(SCHEMA, held, rows, data.windows, layout="packed" if packed else "padded")
+        for name, mask in expected.pop("masks", {}).items():
+            assert np.array_equal(batch["mask"][name], mask), name
+        for name, values in expected.items():
+            assert np.array_equal(np.asarray(batch[name]), values), name
+
+    def save(self) -> None:
+        if not len(self.table):
+            return
+        self.table.save(self.path / "saved")
+        self.remove()
+        self.extend()
+        self.table.save(self.path / "saved")  # a second round, of what is new
+        with gear.Table.load(self.path / "saved") as loaded:
+            assert len(loaded) == len(self.table)
+            for one, other in zip(loaded.indices().tolist(), self.table.indices().tolist(), strict=True):
+                for name, values in self.table[other].items():
+                    assert torch.equal(loaded[one][name], values)
+
+
+@pytest.mark.parametrize("policy", mostly_long(POLICIES, "random"))
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 12), marks=pytest.mark.long)])
+def test_random_programs(
+    seeds: range, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in seeds:
+        monkeypatch.setattr(device_memory, "STAGING_BYTES", (20_000, 4_000)[seed % 2])
+        with stand_in(policy, seed):
+            Program(seed, tmp_path / str(seed)).run(25)
+
+
+def check_that_batches_follow() -> None:
+    with stand_in("latest") as cuda, on_gpu(on_full="evict_oldest", max_steps=60) as table:
+        data = gear.ReplayDataset(
+            table, batch_size=9, windows={"reward": gear.Window(1, squeeze=True)}, device=DEVICE
+        )
+        for number in range(12):
+            slot = table.add(trajectory(number))
+            batch = data.sample()
+            held = batch["index"].cpu() == slot
+            assert (batch["reward"].cpu()[held] == number).all()
+        assert cuda.machine.counts["event.synchronize"] < 60
+
+
+def test_batches_follow_what_was_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which nobody waits for; the check finds that they do not."""
+    check_that_batches_follow()
+    monkeypatch.setattr(device_memory.DeviceMemory, "follow", lambda *_: None)
+    with pytest.raises(AssertionError):
+        check_that_batches_follow()
+
+
+# ---------------------------------------------------------------- bytes, and what is refused
+
+
+def test_nothing_is_stored_twice() -> None:
+    """All bytes of the device are blocks and two pieces of staging memory; the host has the index alone."""
+    with stand_in(), on_gpu(max_steps=20_000, max_blocks=20_000 // 16) as table:
+        layout, memory = table._engine.region.layout, table._engine.region.device_memory
+        assert memory is not None
+        step = 384 + 16 * 160 + 128  # 16 records of 12 + 8 bytes, the wide column, and that of the trajectory
+        assert layout.block_bytes == step
+        assert memory.num_bytes == 1250 * step
+        assert memory._memory.nbytes == memory.num_bytes
+        region = table._engine.region.bytes
+        assert region is not None
+        assert len(region) == layout.index_bytes < 0.05 * memory.num_bytes
+        for each in TRAJECTORIES:
+            table.add(each)
+        assert [len(each.host) for each in memory._spare] == [memory.staging_bytes] * 2
+        stats = table.stats()
+        assert stats.reserved_bytes == layout.index_bytes + memory.num_bytes
+    sizes = {"max_steps": 10**6, "max_trajectories": 1000, "block_steps": 16, "device": DEVICE}
+    with stand_in(), gear.Table.create(SCHEMA, **sizes, memory="1MiB") as table:
+        assert 2**20 - step < table._engine.region.layout.device_bytes <= 2**20
+
+
+def test_what_a_table_on_a_gpu_refuses(tmp_path: Path) -> None:
+    with pytest.raises(
+        SchemaError, match="device is 'cuda', but torch sees no CUDA device; use device='cpu'"
+    ):
+        gear.Table.create(SCHEMA, **SIZES, device="cuda")
+    with gear.Table.create(SCHEMA, **SIZES, device="cpu") as table:
+        assert table._engine.device is None
+    late = {**SCHEMA, "late": gear.Column(torch.float32, late=True)}
+    mutable = {**SCHEMA, "state": gear.Column(torch.float32, mutable=True)}
+    version = {**SCHEMA, "version": gear.Column(torch.int64, per="trajectory")}
+    with stand_in():
+        for schema, options, expected in (
+            (SCHEMA, {"name": "on-gpu"}, "name: 'on-gpu', with device=.*other processes cannot attach"),
+            (SCHEMA, {"disk": gear.Disk(tmp_path / "a")}, "disk: .*save.. writes a checkpoint"),
+            (SCHEMA, {"disk": gear.Disk(tmp_path / "a", size="1GiB"), "memory": "1MiB"}, "disk: "),
+            (late, {}, r"late columns: \['late'\]"),
+            (mutable, {}, r"mutable columns: \['state'\]"),
+            (version, {"limits": gear.Limits(version="version")}, r"Limits\(version=\): 'version'"),
+        ):
+            with pytest.raises(SchemaError, match=expected):
+                gear.Table.create(schema, **SIZES, **options, device=DEVICE)
+        assert not (tmp_path / "a").exists()
+        with on_gpu() as table:
+            for call, expected in (
+                (
+                    lambda: table.writer(),
+                    r"writer\(\) was called .*memory of cuda:1; expected writers\(n, device='cuda:1'",
+                ),
+                (lambda: table.writers(2), r"writers\(device=None\) was called"),
+                (lambda: table.writers(2, device="cuda:0"), r"writers\(device='cuda:0'\) was called"),
+            ):
+                with pytest.raises(SchemaError, match=expected):
+                    call()
+            with pytest.raises(PrivateTableError):
+                table.serve()
+            with pytest.raises(StaleIndexError):
+                table[0]
+            assert "of cuda:1" in repr(table)
+        full = pytest.raises(RegionError, match=r"The blocks of the table take .* and cuda:1 has .* free")
+        with pytest.MonkeyPatch.context() as patch, full:
+            patch.setattr(torch, "zeros", _no_memory)
+            on_gpu()
+
+
+def _no_memory(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
