@@ -14,7 +14,7 @@ from gear_loader.native.memory import copy_bytes, pointer
 _HEADER, _SIZE, _NEXT = 32, 0, 3  # as `gear_loader.storage.operations.extents` has them
 
 
-@njit
+@njit  # type: ignore[untyped-decorator]
 def _copy_split(base, end, at, memory, size, into) -> bool:  # type: ignore[no-untyped-def]
     """Copy a value of `size` bytes between `memory` and its extents, of which the first begins at byte `at`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -244,9 +245,8 @@ def check_payload(region: Region, index: IndexArrays) -> None:
         for name, values in schema.ragged.items():
             records = np.ascontiguousarray(region.column(name)[blocks]).reshape(-1, 16).view(np.int64)
             records = records[: 1 if schema[name].trajectory else length]
-            parts = [
-                part for record in records.tolist() for part in _parts_of(heap, *record, values.row_bytes)
-            ]
+            each = (_parts_of(heap, place, rows, values.row_bytes) for place, rows in records.tolist())
+            parts = list(itertools.chain.from_iterable(each))
             begins, sizes = np.array(parts, dtype=np.int64).reshape(-1, 2).T
             which = np.searchsorted(extents[:, 0], begins, side="right") - 1
             inside = (begins >= extents[which, 0] + HEADER) & (begins + sizes <= extents[which, 1])
