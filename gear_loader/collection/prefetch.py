@@ -368,7 +368,7 @@ class Prefetcher:
     def _deliver(self, buffers: Buffers, count: int) -> Batch:
         gpu = buffers.gpu
         self._last = None if gpu is None else buffers
-        ragged, buffers.ragged = buffers.ragged, {}
+        ragged = buffers.ragged
         if gpu is not None:
             consumer = current_stream(self.collector.device)
             consumer.wait_event(gpu.filled)
@@ -377,6 +377,7 @@ class Prefetcher:
             if copy is not None:
                 _record(copy, consumer)
                 copy.update(ragged)
+                buffers.ragged = {}
                 self._delivered.append(buffers)
                 return copy
             if consumer.cuda_stream not in gpu.consumers:
@@ -386,7 +387,9 @@ class Prefetcher:
         if not self._fresh:
             self._delivered.append(buffers)
         batch = buffers.lend(count) if self._lends else buffers.rows(count)
-        batch.update(ragged)
+        if ragged:
+            batch.update(ragged)
+            buffers.ragged = {}
         return batch
 
     def names(self, batch: Batch) -> tuple[Array, ...]:
