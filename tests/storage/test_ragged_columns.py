@@ -180,7 +180,7 @@ def act(seed: int, on_full: Any, payload: int, count: int) -> None:
         for ticket in tickets:
             ticket.end()
         table.clear()
-        assert len(table.extend([trajectory(random, 8, 5) for _ in range(8)])) == 8
+        assert len(table.extend([trajectory(random, 4, 5) for _ in range(4)])) == 4
         table.check_valid()
 
 
