@@ -341,9 +341,9 @@ def _shown(name: str) -> str:
 @app.command("serve")
 def serve_tables(
     tables: Annotated[list[str], typer.Argument(metavar="NAME...", help="Tables of this machine.")],
-    carriers: Annotated[
+    transports: Annotated[
         list[str] | None,
-        typer.Option("--carrier", help="Transport, socket or ucx; may be given twice. By default socket."),
+        typer.Option("--transport", help="socket or ucx; may be given twice. By default socket."),
     ] = None,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address to listen at; port 0 chooses a free one.")
@@ -398,9 +398,11 @@ def serve_tables(
         if metrics is None
         else _address("--metrics", metrics if ":" in metrics else f"127.0.0.1:{metrics}")
     )
-    chosen = list(dict.fromkeys(carriers or ["socket"]))
+    chosen = list(dict.fromkeys(transports or ["socket"]))
     if port and len(chosen) > 1:
-        raise typer.BadParameter("Several carriers cannot listen at one port: give port 0, or one carrier.")
+        raise typer.BadParameter(
+            "Several transports cannot listen at one port: give port 0, or one transport."
+        )
     if (tls_cert is None) != (tls_key is None):
         raise typer.BadParameter("One of --tls-cert and --tls-key was given; expected both.")
     tls = None if tls_cert is None or tls_key is None else (tls_cert, tls_key)

@@ -57,7 +57,7 @@ class TableEmptyError(GearError):
 
 
 class FilledError(GearError, ValueError):
-    """A late column was filled already; nothing was changed."""
+    """A write-once column was filled already; nothing was changed."""
 
 
 class TableClosedError(GearError, ValueError):

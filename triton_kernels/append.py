@@ -18,6 +18,7 @@ import triton.language as tl
 
 from gear_loader.kernels.append_plan import AppendPlan
 from gear_loader.kernels.devices import on_device
+from gear_loader.kernels.launching import launch
 from gear_loader.kernels.tensor_checks import check_programs, grid_size
 
 __all__ = ["append"]
@@ -171,7 +172,9 @@ def append(
     plan.check(done, ends, blocks)
     check_programs(programs)
     with on_device(plan.device):
-        append_kernel[grid_size(programs, plan.num, plan.num)](
+        launch(
+            append_kernel,
+            grid_size(programs, plan.num, plan.num),
             plan.device_table,
             plan.state,
             (ends if done is None else done).view(torch.uint8),

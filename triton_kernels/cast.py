@@ -18,6 +18,7 @@ import triton.language as tl
 from gear_loader.kernels import cast_plan as _plan
 from gear_loader.kernels.cast_plan import CastPlan
 from gear_loader.kernels.devices import multiprocessors, on_device
+from gear_loader.kernels.launching import launch
 from gear_loader.kernels.tensor_checks import check_programs, check_tensor, grid_size
 
 __all__ = ["cast"]
@@ -177,7 +178,9 @@ def cast(plan: CastPlan, count: int | torch.Tensor, *, programs: int | None = No
             limit = len(plan.columns[0].out) if isinstance(count, torch.Tensor) else count
             tiles = plan.tiles(table, limit, LAUNCH["TILE"])
             if tiles:
-                cast_kernel[grid_size(programs, most, tiles)](
+                launch(
+                    cast_kernel,
+                    grid_size(programs, most, tiles),
                     device_table,
                     count if counted else device_table,
                     len(table),

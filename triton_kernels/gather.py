@@ -36,6 +36,7 @@ import triton.language as tl
 
 from gear_loader.kernels import plan as _plan
 from gear_loader.kernels.devices import BUS_PROGRAMS, on_device, shared_memory
+from gear_loader.kernels.launching import launch
 from gear_loader.kernels.plan import GatherPlan
 from gear_loader.kernels.tensor_checks import check_programs, check_tensor, grid_size
 
@@ -552,7 +553,9 @@ def gather(
             options = launch_options(word, unit, shared)
             lines, masks, line_tiles, mask_tiles = plan.tiles(table, count, options["TILE"], ENTRIES)
             default = launch_programs(word, unit, shared)
-            gather_kernel[grid_size(programs, default, line_tiles + mask_tiles)](
+            launch(
+                gather_kernel,
+                grid_size(programs, default, line_tiles + mask_tiles),
                 device_table,
                 slots,
                 anchors,

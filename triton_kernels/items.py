@@ -14,6 +14,7 @@ import triton.language as tl
 
 from gear_loader.kernels import sum_tree as _tree
 from gear_loader.kernels.devices import on_device
+from gear_loader.kernels.launching import launch
 from gear_loader.kernels.priority import uniform
 from gear_loader.kernels.sum_tree import SumTree
 from gear_loader.kernels.tensor_checks import check_tensor
@@ -174,7 +175,9 @@ def locate(
         return
     dummy = known.known
     with on_device(tree.device):
-        locate_kernel[(triton.cdiv(count, LAUNCH["ROWS"]),)](
+        launch(
+            locate_kernel,
+            (triton.cdiv(count, LAUNCH["ROWS"]),),
             index,
             index if blocks is None else anchor,
             index if generation is None else generation,
@@ -325,7 +328,9 @@ def resolve(
         return
     dummy, blocks = known.known, known.blocks
     with on_device(device):
-        resolve_kernel[(triton.cdiv(count, LAUNCH["ROWS"]),)](
+        launch(
+            resolve_kernel,
+            (triton.cdiv(count, LAUNCH["ROWS"]),),
             items,
             random,
             dummy if blocks is None else blocks.owner,
@@ -406,4 +411,6 @@ def weigh(
     programs = min(triton.cdiv(count, WEIGH["ROWS"]), 32)
     offset = tree.shape[-1][0]
     with on_device(tree.device):
-        weigh_kernel[(programs,)](leaves, tree.mins, beta, weights, offset, count, TABLE=table, **WEIGH)
+        launch(
+            weigh_kernel, (programs,), leaves, tree.mins, beta, weights, offset, count, TABLE=table, **WEIGH
+        )

@@ -31,6 +31,7 @@ import triton.language as tl
 from gear_loader.kernels import packed_plan as _plan
 from gear_loader.kernels.devices import bus_programs, on_device
 from gear_loader.kernels.gather import _clip, _store
+from gear_loader.kernels.launching import launch
 from gear_loader.kernels.packed_plan import PackedPlan
 from gear_loader.kernels.tensor_checks import check_programs
 
@@ -194,7 +195,9 @@ def gather_packed(plan: PackedPlan, work: torch.Tensor, *, programs: int | None 
     plan.check_work(work)
     check_programs(programs)
     with on_device(plan.device):
-        packed_kernel[(bus_programs(plan.device) if programs is None else programs,)](
+        launch(
+            packed_kernel,
+            (bus_programs(plan.device) if programs is None else programs,),
             work,
             work.view(torch.int32),
             plan.position,

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from gear_loader.kernels import plan as _plan
 from gear_loader.kernels.devices import bus_programs, on_device
+from gear_loader.kernels.launching import launch
 from gear_loader.kernels.plan import LINE, PlacePlan
 from gear_loader.kernels.tensor_checks import check_programs, grid_size
 
@@ -159,7 +160,9 @@ def place(plan: PlacePlan, staging: torch.Tensor, rows: torch.Tensor, *, program
     tile = LAUNCH["TILE"] * LINE
     tiles = sum(-(-count * out.shape[1] // tile) for out in plan.outs)
     with on_device(plan.device):
-        place_kernel[grid_size(programs, bus_programs(plan.device), tiles)](
+        launch(
+            place_kernel,
+            grid_size(programs, bus_programs(plan.device), tiles),
             plan.device_table,
             staging[: plan.size(count)].view(torch.int32),
             rows,

@@ -26,6 +26,7 @@ import triton.language as tl
 
 from gear_loader.kernels import sum_tree as _tree
 from gear_loader.kernels.devices import on_device
+from gear_loader.kernels.launching import launch
 from gear_loader.kernels.sum_tree import SumTree
 from gear_loader.kernels.tensor_checks import check_tensor
 
@@ -544,7 +545,7 @@ def update(
         TypeError, ValueError: arguments of another dtype, shape or device; nothing was launched.
     """
     count = check_update(tree, items, values, alpha, eps)
-    launch = functools.partial(_launch_update, tree, alpha=alpha, eps=eps, unset=unset, floor=floor)
+    run = functools.partial(_launch_update, tree, alpha=alpha, eps=eps, unset=unset, floor=floor)
     levels, end = LEVELS.value, LEVELS.value + tree.depth
     if count <= ALONE:
         if count:
@@ -554,14 +555,14 @@ def update(
     wide = levels + sum(nodes > ALONE for _, nodes in tree.shape)
     parts = list(zip(items.split(MOST_CLAIMS), values.split(MOST_CLAIMS), strict=True))
     for i, part in enumerate(parts):
-        launch(*part, 0, 1, 1024, first_row=i * MOST_CLAIMS)
+        run(*part, 0, 1, 1024, first_row=i * MOST_CLAIMS)
     for part in parts:
-        launch(*part, 1, 2, 1024)
-        launch(*part, 2, 3, 1024)
+        run(*part, 1, 2, 1024)
+        run(*part, 2, 3, 1024)
     for part in parts:
         for phase in range(3, wide):
-            launch(*part, phase, phase + 1, 1024)
-        launch(*part, wide, end, 1)
+            run(*part, phase, phase + 1, 1024)
+        run(*part, wide, end, 1)
 
 
 def _launch_alone(
@@ -577,7 +578,9 @@ def _launch_alone(
     floor, alpha, eps = _as_float32(floor, alpha, eps)
     nodes = (tree.leaves, tree.sums, tree.mins, tree.maxs, tree.levels)
     with on_device(tree.device):
-        update_alone_kernel[(1,)](
+        launch(
+            update_alone_kernel,
+            (1,),
             items,
             values,
             *nodes,
@@ -633,7 +636,9 @@ def _launch_update(
 ) -> None:
     floor, alpha, eps = _as_float32(floor, alpha, eps)
     with on_device(tree.device):
-        update_kernel[(programs,)](
+        launch(
+            update_kernel,
+            (programs,),
             items,
             values,
             tree.leaves,
@@ -676,8 +681,19 @@ def draw(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch
     if count == 0:
         return
     with on_device(tree.device):
-        draw_kernel[(triton.cdiv(count, DRAW["ROWS"]),)](
-            random, tree.leaves, tree.sums, tree.levels, tree.status, items, values, count, tree.depth, **DRAW
+        launch(
+            draw_kernel,
+            (triton.cdiv(count, DRAW["ROWS"]),),
+            random,
+            tree.leaves,
+            tree.sums,
+            tree.levels,
+            tree.status,
+            items,
+            values,
+            count,
+            tree.depth,
+            **DRAW,
         )
 
 
@@ -706,7 +722,29 @@ def draw_distinct(
         return
     arguments: list[Any] = [random, tree.leaves, tree.sums, tree.mins, tree.maxs, tree.levels, tree.status]
     with on_device(tree.device):
-        draw_kernel[(triton.cdiv(count, DRAW["ROWS"]),)](
-            random, tree.leaves, tree.sums, tree.levels, tree.status, drawn, leaves, count, tree.depth, **DRAW
+        launch(
+            draw_kernel,
+            (triton.cdiv(count, DRAW["ROWS"]),),
+            random,
+            tree.leaves,
+            tree.sums,
+            tree.levels,
+            tree.status,
+            drawn,
+            leaves,
+            count,
+            tree.depth,
+            **DRAW,
         )
-        draw_distinct_kernel[(1,)](*arguments, drawn, leaves, items, values, count, tree.depth, **DISTINCT)
+        launch(
+            draw_distinct_kernel,
+            (1,),
+            *arguments,
+            drawn,
+            leaves,
+            items,
+            values,
+            count,
+            tree.depth,
+            **DISTINCT,
+        )

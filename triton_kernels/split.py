@@ -16,6 +16,7 @@ import triton.language as tl
 
 from gear_loader.kernels import split_plan as _plan
 from gear_loader.kernels.devices import multiprocessors, on_device
+from gear_loader.kernels.launching import launch
 from gear_loader.kernels.split_plan import SplitPlan
 from gear_loader.kernels.tensor_checks import check_programs, check_tensor, grid_size
 
@@ -182,7 +183,9 @@ def split(
         return
     tiles = plan.tiles(limit, LAUNCH["TILE"])
     with on_device(plan.device):
-        split_kernel[grid_size(programs, multiprocessors(plan.device), tiles)](
+        launch(
+            split_kernel,
+            grid_size(programs, multiprocessors(plan.device), tiles),
             plan.device_table,
             plan.device_table if rows is None else rows,
             count if counted else plan.device_table,

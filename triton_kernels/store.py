@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from gear_loader.kernels.devices import bus_programs, multiprocessors, on_device
+from gear_loader.kernels.launching import launch
 from gear_loader.kernels.plan import LINE
 from gear_loader.kernels.tensor_checks import check_programs, check_tensor, grid_size
 
@@ -121,7 +122,9 @@ def store(
         return
     with on_device(source.device):
         default = (multiprocessors if target.is_cuda else bus_programs)(source.device)
-        store_kernel[grid_size(programs, default, tiles)](
+        launch(
+            store_kernel,
+            grid_size(programs, default, tiles),
             source.view(torch.int32),
             target.view(torch.int32),
             blocks,

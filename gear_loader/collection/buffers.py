@@ -14,6 +14,7 @@ from gear_loader.collection.batches import Batch
 from gear_loader.collection.references import Arena, BatchReferences
 from gear_loader.kernels.plan import LINE
 from gear_loader.storage.inline import InlineBatch
+from gear_loader.storage.queued import QueuedBatch
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.launch_graph import RepeatedWork
 from gear_loader.utils.packing import Layout, packed_views
@@ -250,6 +251,10 @@ class Buffers:
 
     def names_on_host(self, count: int) -> tuple[Array, ...] | None:
         """`ROW_KEYS` of the `count` rows that were gathered last, int64 [count] each; None if only a GPU has them."""
+        return None
+
+    def queued(self, stream: torch.cuda.Stream) -> QueuedBatch | None:
+        """A whole batch that a compiled call draws, and queues on `stream`; None if it cannot, or not yet."""
         return None
 
     def follow(self, staged: Any, count: int) -> None:

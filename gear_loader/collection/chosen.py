@@ -183,8 +183,8 @@ def _check_late(table: Table, windows: Windows, slots: Array) -> None:
     missing = np.flatnonzero((filled_bits(table._engine.index.arrays, slots) & bits) != bits)
     if len(missing):
         raise SchemaError(
-            f"{len(missing)} of {len(slots)} trajectories have no values yet in some of the late columns {late}; the "
-            f"first is index[{missing[0]}], {slots[missing[0]]}. Nothing was written; Table.fill gives them values."
+            f"{len(missing)} of {len(slots)} trajectories have no values yet in some of the write-once columns {late}; "
+            f"the first is index[{missing[0]}], {slots[missing[0]]}. Nothing was written; Table.fill gives them values."
         )
 
 

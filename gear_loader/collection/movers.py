@@ -121,7 +121,10 @@ class CudaMover(RowMover):
         for region in self._regions:
             if region.device_memory is not None:  # else it is closed
                 region.device_memory.follow(current_stream(self._device))
+        graph = gpu.work.graph
         try:
             read(self, buffers, rows)
         finally:  # also after a failed batch, whose queued part reads the same memory
             gpu.filled.record(current_stream(self._device))
+            if gpu.work.graph is not graph:  # it refers to the batch's memory
+                buffers.references = None

@@ -19,6 +19,7 @@ from gear_loader.collection.buffers import GpuSide, SpanPart, TensorMemory, grow
 from gear_loader.collection.movers import CudaMover
 from gear_loader.collection.packed import PackedBuffers, PackedLayout
 from gear_loader.collection.tier_rows import split_rows
+from gear_loader.kernels.launching import copy
 from gear_loader.kernels.packed_plan import (
     PACKED_BASE,
     PIECE_BLOCK,
@@ -217,7 +218,7 @@ class PackedDeviceBuffers(PackedBuffers):
             records, then = records if self.has_records else None, self.has_others
 
             def queue() -> None:
-                mirror.copy_(host, non_blocking=True)
+                copy(mirror, host)
                 if records is not None:
                     packed.gather_packed(records[2], heads[0], programs=programs)
                     split.split(records[1], steps, programs=programs)

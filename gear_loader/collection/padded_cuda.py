@@ -20,12 +20,20 @@ from gear_loader.collection.movers import CudaMover
 from gear_loader.collection.padded import PaddedBuffers, PaddedLayout, names_of
 from gear_loader.collection.plans import Plans, Records, plans_of
 from gear_loader.collection.tier_rows import TierRows
+from gear_loader.collection.windows import ROW_KEYS
+from gear_loader.kernels.launching import copy
 from gear_loader.kernels.plan import MASK, OUT
+from gear_loader.storage.queued import FUNCTIONS, QueuedBatch
 from gear_loader.storage.selected_rows import CudaRows, DrawPlaces
 from gear_loader.storage.table import Table
+from gear_loader.utils import driver
 from gear_loader.utils.arrays import Array, outside_inference
+from gear_loader.utils.captures import beside_captures
 from gear_loader.utils.packing import Layout, packed_bytes
 from gear_loader.utils.streams import current_stream
+
+_ROWS = "rows"
+"""Key of the work that gathers a whole batch of one table, whose rows the host has drawn."""
 
 
 class _Claimed(NamedTuple):
@@ -89,6 +97,7 @@ class PaddedDeviceBuffers(PaddedBuffers):
         self.claims: list[_Claimed] = []
         self.used = self.placed = 0
         self.is_drawn_here = False
+        self._queued: QueuedBatch | None = None
 
     def begin(self) -> None:
         """Forget the last batch."""
@@ -96,6 +105,33 @@ class PaddedDeviceBuffers(PaddedBuffers):
 
     def names_on_host(self, count: int) -> tuple[Array, ...] | None:
         return None if self.is_drawn_here else super().names_on_host(count)
+
+    def queued(self, stream: torch.cuda.Stream) -> QueuedBatch | None:
+        gpu, layout = self.gpu, self.layout
+        graph = gpu.work.graph
+        if graph is None or gpu.work.key != _ROWS or gpu.parts or layout.late or not self.only_launches:
+            return None
+        if layout.keys != ROW_KEYS or layout.row_layouts():
+            return None  # there is more to write than rows
+        if self._queued is None or self._queued.graph != graph.handle:
+
+            def wait() -> None:
+                with beside_captures(self.memory[1].device):
+                    gpu.filled.synchronize()
+
+            self._queued = QueuedBatch(
+                self.host["rows"].numpy(),
+                self.host["blocks"].numpy(),
+                layout.reach,
+                functions={name: driver.address_of(name) for name in FUNCTIONS},
+                graph=graph.handle,
+                stream=stream.cuda_stream,
+                filled=gpu.filled.cuda_event,
+                wait=wait,
+            )
+        self._queued.after(gpu.released.cuda_event)
+        self.begin()
+        return self._queued
 
     def plans_of(self, table: Table) -> list[tuple[Plans, torch.Tensor | None]]:
         """The plans that gather the windows of a table; packing and blocks of tables may differ.
@@ -120,7 +156,7 @@ class PaddedDeviceBuffers(PaddedBuffers):
         """Queue a copy of what the host has written; `entries`: of the index entries alone."""
         first, end = (3 * 8 * self.layout.batch_size, self._ends[0]) if entries else (0, self._ends[1])
         host, mirror = self.memory
-        mirror[first:end].copy_(host[first:end], non_blocking=True)
+        copy(mirror[first:end], host[first:end])
 
 
 class PaddedCuda(CudaMover):
@@ -278,7 +314,7 @@ class PaddedCuda(CudaMover):
                 buffers.compute(count)
 
         repeats = count == self.layout.batch_size and [claim.whole for claim in claims] == [True]
-        buffers.gpu.work.run("rows" if repeats else None, queue, current_stream(self._device))
+        buffers.gpu.work.run(_ROWS if repeats else None, queue, current_stream(self._device))
         if not buffers.only_launches:
             self._compute(buffers, count, claims)
 

@@ -136,19 +136,27 @@ class Prefetcher:
 
     # ---------------------------------------------------------------- delivering
 
-    def one(self, fill: Callable[[Buffers, Item], int], item: Item) -> Batch:
-        """Fill and deliver one batch now."""
+    def one(
+        self, fill: Callable[[Buffers, Item], int], item: Item, queue: Callable[..., bool] | None = None
+    ) -> Batch:
+        """Fill and deliver one batch now. Arguments as of `batches`."""
         if self._stream is not None:
             refuse_capture(self.collector.device, "a batch")
         self._recycle()
         buffers = self._take()
-        return self._deliver(buffers, self._run(fill, buffers, item))
+        return self._deliver(buffers, self._run(fill, buffers, item, queue))
 
-    def batches(self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]) -> Iterator[Batch]:
+    def batches(
+        self,
+        fill: Callable[[Buffers, Item], int],
+        items: Iterator[Item],
+        queue: Callable[..., bool] | None = None,
+    ) -> Iterator[Batch]:
         """Yield a batch for each of `items`, in order.
 
         Args:
             fill: draws a batch, gathers it into the buffers and returns its number of rows.
+            queue: as `Filler.queue`, tried first if the buffers can be filled so.
             items: second arguments of `fill`. A generator is closed if this ends, and no thread uses it.
         """
         if self._prefetch and (not self.collector.zero_copy or self.collector.waits):
@@ -156,16 +164,19 @@ class Prefetcher:
             return
         try:
             if self._prefetch:
-                yield from self._ahead_on_stream(fill, items)
+                yield from self._ahead_on_stream(fill, items, queue)
             else:
                 for item in items:
-                    yield self.one(fill, item)
+                    yield self.one(fill, item, queue)
         finally:
             if isinstance(items, Generator):
                 items.close()  # what it holds for an item ends, also while a traceback refers to it
 
     def _ahead_on_stream(
-        self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]
+        self,
+        fill: Callable[[Buffers, Item], int],
+        items: Iterator[Item],
+        queue: Callable[..., bool] | None,
     ) -> Iterator[Batch]:
         ready, more = self._ready, True
         failure: Exception | None = None
@@ -175,7 +186,7 @@ class Prefetcher:
             try:
                 for item in itertools.islice(items, self._prefetch + 1 - len(ready) if more else 0):
                     buffers = self._take()
-                    ready.append((buffers, self._run(fill, buffers, item)))
+                    ready.append((buffers, self._run(fill, buffers, item, queue)))
                 more = len(ready) > self._prefetch
             except Exception as error:  # raised after the ready batches
                 more, failure = False, error
@@ -320,10 +331,18 @@ class Prefetcher:
                     f"Timed out after {patience:g} s waiting for batches being prefetched. Is the table's lock held?"
                 )
 
-    def _run(self, fill: Callable[[Buffers, Item], int], buffers: Buffers, item: Item) -> int:
+    def _run(
+        self,
+        fill: Callable[[Buffers, Item], int],
+        buffers: Buffers,
+        item: Item,
+        queue: Callable[..., bool] | None = None,
+    ) -> int:
         try:
             if self._stream is None and not torch.is_inference_mode_enabled():
                 return fill(buffers, item)
+            if queue is not None and (count := self._queue(queue, buffers, item)):
+                return count
             with outside_inference(), self._on_stream(), contextlib.ExitStack() as used:
                 for region in self.collector.regions if self._stream is not None else ():
                     used.enter_context(region.using())
@@ -338,6 +357,24 @@ class Prefetcher:
         except BaseException:
             self._pool.free.append(buffers)
             raise
+
+    def _queue(self, queue: Callable[..., bool], buffers: Buffers, item: Any) -> int:
+        """Let `queue` fill buffers, and return their number of rows; 0 if it cannot.
+
+        Neither PyTorch's current stream nor its modes matter: no tensor is made, and the driver is told the stream.
+        """
+        releaser = self._releaser
+        if releaser is None or self._stream is None or self._copies:
+            return 0
+        batch, region = buffers.queued(self._stream), self.collector.regions[0]
+        if batch is None or region.device_memory is not None:  # which has work of its own to come after
+            return 0
+        with region.using():
+            reading = releaser.check(buffers)
+            done = queue(buffers, item, batch)
+            if done and reading:
+                releaser.end(reading)
+        return batch.count if done else 0
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:

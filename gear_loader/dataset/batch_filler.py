@@ -12,6 +12,7 @@ from gear_loader.selection.base import Selection
 from gear_loader.selection.budget_planner import PlannedBatch
 from gear_loader.selection.samplers import Draw
 from gear_loader.storage.disk import LostRowsError
+from gear_loader.storage.queued import QueuedBatch
 from gear_loader.storage.table import Table
 
 
@@ -44,6 +45,26 @@ class Filler:
                 return self._fill_once(buffers, item)
             except LostRowsError as error:  # removed, so the same draw does not meet them again
                 self._table._engine.remove_lost(error)
+
+    def queue(self, buffers: Buffers, item: tuple[Draw, Any], batch: QueuedBatch) -> bool:
+        """`fill`, on a GPU, by one compiled call; False, having done nothing, if that cannot be.
+
+        Args:
+            buffers, item: as for `fill`. batch: of the buffers.
+        """
+        draw, frozen = item
+        if frozen is not None:
+            return False
+        selection, prefetcher = self._selection(), self._prefetcher
+        ticket = selection.new_ticket()
+        try:
+            if not selection.queue(draw, batch, ticket):
+                return False
+            prefetcher.release(buffers, ticket)
+        except BaseException:
+            prefetcher.abandon(buffers, lambda: selection.undo(ticket), ticket)
+            raise
+        return True
 
     def _fill_once(self, buffers: Buffers, item: tuple[Draw, Any]) -> int:
         """`fill`, unless a trajectory cannot be read from disk, which raises LostRowsError."""

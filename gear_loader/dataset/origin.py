@@ -274,6 +274,8 @@ def origin_of(given: Table | HasOrigin, ranks: Ranks) -> Origin:
         return made
     attaches = isinstance(given, (str, os.PathLike))
     remedy = f" Attach to it by its name: gear_loader.Table.attach({shown(given)})." if attaches else ""
+    if hasattr(given, "table") and hasattr(given, "sample"):
+        remedy = " Of a buffer give buffer.table, or use buffer.dataset."
     raise SchemaError(
         f"table is {shown(given)}; expected a gear_loader.Table or gear_loader.distributed.Shards.{remedy}"
     )

@@ -62,7 +62,7 @@ _ALL_DRAWS = 1 << 30  # history of a selection that is told which draws to forge
 
 
 class ReplayDataset(IterableDataset[Batch]):
-    """Endless or epoch-wise batches of windows, drawn from a table that may be written concurrently.
+    """Draws batches of windows from a table, which may be written meanwhile; a PyTorch `IterableDataset`.
 
     Iterate it directly or through ``DataLoader(dataset, batch_size=None)``; or call `sample`. A batch is a dict:
 
@@ -138,10 +138,10 @@ class ReplayDataset(IterableDataset[Batch]):
         transform: a function that takes a batch and returns it, or a sequence of them; `gear_loader.transforms` has
             some. See below.
 
-    **Late columns** (`Column.late`): a dataset draws only trajectories whose late columns are filled, of those that it
-    reads. If there are none, or no complete groups, or no recent trajectories of a table with `max_lag`, a draw waits
-    until the timeout of the table, or of the Shards, then raises TableEmptyError. Over Shards each rank's trainer
-    fills columns of its own table (`Table.fill`), and advances its version.
+    **Write-once columns** (`Column.late`): a dataset draws a trajectory only when the write-once columns that it reads
+    are filled. If nothing can be drawn (nothing is filled, no group is complete, or all is older than `max_lag`), a
+    draw waits until the timeout of the table, or of the Shards, then raises TableEmptyError. Over Shards each rank's
+    trainer fills columns of its own table (`Table.fill`), and advances its version.
 
     **Packed batches** have no ``mask``, and
 
@@ -152,7 +152,7 @@ class ReplayDataset(IterableDataset[Batch]):
     ``position``   int32 ``[total]``: number of the step in its trajectory
     ============== ==================================================================================
 
-    beside columns per trajectory, ``index``, ``anchor``, ``generation`` and the others by row. A row has the steps of
+    and columns per trajectory, ``index``, ``anchor``, ``generation`` and the others by row. A row has the steps of
     its window that exist, with ``Whole(final=True)`` a final step (`Column.final`) too; the windows of all columns are
     the same. On a GPU the host draws them, also by priority, because it lists their pieces; it does not wait for the
     GPU, except that memory grows to the longest batch so far.
@@ -174,8 +174,8 @@ class ReplayDataset(IterableDataset[Batch]):
     **Other loaders:** torchdata's `StatefulDataLoader` and Lightning's Fabric work as `DataLoader` does. On several
     ranks `accelerate.Accelerator.prepare` deals the batches of rank 0 to all: give the dataset
     ``ranks=gear.Ranks(rank=0, world_size=1)``; otherwise, for Shards and for packed batches, the loader stays out of
-    `prepare`. What would deliver
-    other rows raises SchemaError.
+    `prepare`. A use
+    that would deliver other rows raises SchemaError.
 
     Raises:
         SchemaError: options that are invalid for this table.
@@ -453,7 +453,7 @@ class ReplayDataset(IterableDataset[Batch]):
         filler = self.filler(prefetcher)
         at = first  # number of the batch on this rank
         if self._budget is None:
-            batches = prefetcher.batches(filler.fill, self._draws(epoch, first, workers))
+            batches = prefetcher.batches(filler.fill, self._draws(epoch, first, workers), filler.queue)
         else:
             plans = self._plans(self._budget, epoch, first, workers, planned)
             batches = prefetcher.batches(filler.fill_planned, plans)
@@ -598,7 +598,8 @@ class ReplayDataset(IterableDataset[Batch]):
                 )
             self._check_rate(size)
             prefetcher, item = self._single(size), self._sample_draw(size)
-            batch = prefetcher.one(Filler(self.table, self._selected, prefetcher).fill, item)
+            filler = Filler(self.table, self._selected, prefetcher)
+            batch = prefetcher.one(filler.fill, item, filler.queue)
             draw = item[0]
             self._position.sampled(draw.count)
             shown: Batch = self._shown(batch, draw.epoch, self._position.samples - 1, prefetcher)
@@ -939,12 +940,12 @@ class ReplayDataset(IterableDataset[Batch]):
         """Migrate trajectories between the `Shards` until they are about equal. All ranks call it at the same point.
 
         The newest trajectories of the fullest shards are copied to the emptiest with free space, in all stages of a
-        pipeline, and then removed from their source. They keep their ids, late columns and updated priorities; priority
-        updates for earlier batches follow them. Those that share steps with others, or of which a column is filled
-        meanwhile, are not migrated. If a rank is killed
-        meanwhile, a trajectory may be left in two shards; the next call, or the next dataset over these tables, removes
-        the duplicate before it draws (the logger `gear_loader` reports the number). Eviction and other policies of a
-        table treat migrated trajectories as new. A running pass without replacement replaces migrated items by others.
+        pipeline, and then removed from their source. They keep their ids, write-once columns and updated priorities;
+        priority updates for earlier batches follow them. Trajectories that share steps with others are not migrated,
+        nor is one of which a column is filled meanwhile. If a rank is killed meanwhile, a trajectory may be left in two
+        shards; the next call, or the next dataset over these tables, removes the duplicate before it draws (the logger
+        `gear_loader` reports the number). Eviction and other policies of a table treat migrated trajectories as new. A
+        running pass without replacement replaces migrated items by others.
 
         Args:
             by: quantity to equalise: ``"steps"``, or ``"mass"``, the sum of priorities (the number of items if the
@@ -1058,7 +1059,7 @@ class ReplayDataset(IterableDataset[Batch]):
             With max_steps also, of the batches delivered by this process: ``"fill"``: `batch_fill`,
             or 0; ``"skipped"``: drawn trajectories left out by ``too_long="skip"``; ``"gone"``: those
             removed from the table between their draw and their batch.
-            With late columns also ``"unfilled"``: trajectories of the subset that wait for one that is read. With
+            With write-once columns also ``"unfilled"``: trajectories of the subset that wait for one that is read. With
             groups also ``"groups_complete"``: groups that can be drawn; ``"groups_constant"``: those left out because
             of `group_varies`; ``"groups_incomplete"``: trajectories in no complete group; ``"groups_expired"``:
             trajectories that this process has removed by `group_max_age`.

@@ -76,8 +76,8 @@ class Placement:
         self.schema = Schema(all_columns(schemas))
         if self.schema.late:
             raise SchemaError(
-                f"The tables have the late columns {list(self.schema.late)}; expected none, as their trajectories are "
-                "not placed for now. Add them to the rank's own table."
+                f"The tables have the write-once columns {list(self.schema.late)}; expected none, as their "
+                "trajectories are not placed for now. Add them to the rank's own table."
             )
         """Columns of a trajectory, of all stages."""
         if stages is not None:

@@ -142,7 +142,7 @@ class StageTable:
         return futures
 
     def fill(self, slots: Array, generations: Array, columns: Mapping[str, Any]) -> None:
-        """Fill late columns of trajectories in the table; leave out trajectories that are gone.
+        """Fill write-once columns of trajectories in the table; leave out trajectories that are gone.
 
         Args:
             slots, generations: int64 [n]. columns: as for `Table.fill`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,6 @@ import torch
 
 from gear_loader.errors import SchemaError
 from gear_loader.native.row_values import RowReader
-from gear_loader.replay.ended_rows import EndedRows
 from gear_loader.replay.nesting import Nesting, as_array
 from gear_loader.storage.casting import cast_to
 from gear_loader.storage.growing_rows import GrowingRows
@@ -67,8 +66,8 @@ class Adder:
         table: with the columns of `nestings`, ``reward`` and ``terminated``; those of ``obs`` have final steps.
         nestings: name of a value -> its columns. num_envs: n. piece: most steps of a trajectory.
         waits: whether rows may wait in the table until `flush` makes them visible; else that is when `add` returns.
-        appending: makes what appends rows, of which each ends its trajectory later; by default that of a writer.
         growing: whether a trajectory can be drawn before it has ended.
+        more: of `GrowingRows`.
     """
 
     def __init__(
@@ -79,30 +78,18 @@ class Adder:
         piece: int,
         *,
         waits: bool,
-        appending: Callable[[], Any] | None = None,
         growing: bool = True,
+        **more: Any,
     ) -> None:
         self.num_envs, self.nestings = num_envs, nestings
         schema = table.schema
-        self._appending: Any
-        self._writer: Any = None
-        if appending is not None:
-            self._appending = appending()
-        elif growing:
-            self._writer = table.writers(num_envs, commit_every_step=True)
-            length = _TOGETHER if num_envs == 1 else 1
-            self._appending = GrowingRows.of(self._writer, length=length, cut=piece, reward="reward")
-        else:
-            self._appending = EndedRows(table, num_envs, piece)
-        grows = isinstance(self._appending, GrowingRows)
-        self._growing: GrowingRows | None = self._appending if grows else None
-        if self._growing is not None:
-            rows, following = (
-                {name: _row(schema[name], num_envs) for name in names}
-                for names in (self._growing.names, self._growing.finals)
-            )
-        else:
-            rows, following = self._appending.rows, self._appending.following
+        self._writer = table.writers(num_envs, commit_every_step=growing)
+        length = _TOGETHER if num_envs == 1 else 1
+        self._appending = GrowingRows.of(self._writer, length=length, cut=piece, reward="reward", **more)
+        rows, following = (
+            {name: _row(schema[name], num_envs) for name in names}
+            for names in (self._appending.names, self._appending.finals)
+        )
         self._columns = {name: RowColumn(name, name, schema[name], each) for name, each in rows.items()}
         self._following = {
             name: RowColumn(name, f"next_{name}", schema[name], each) for name, each in following.items()
@@ -117,10 +104,9 @@ class Adder:
             self._columns["terminated"],
         ]
         memory = [column.rows for column in self._order] + [self._truncated]
-        self._found: list[Array | None] = [None] * len(memory)
-        if self._growing is not None:
-            self._found = [*self._places(self._growing), None]
-        self._reader = RowReader(memory, self._found, self._kinds, single=1, envs=UNLESS_RESET, ends=ENDS)
+        self._found = list(self._places(self._appending))
+        found = [*self._found, None]
+        self._reader = RowReader(memory, found, self._kinds, single=1, envs=UNLESS_RESET, ends=ENDS)
         self.plain = len(nestings) == 2 and all(nesting.kind == "leaf" for nesting in nestings.values())
         self.waits = waits
 
@@ -138,12 +124,11 @@ class Adder:
     @property
     def waits(self) -> bool:
         """Whether rows may wait until `flush`."""
-        return self._growing is not None and not self._growing.at_once
+        return not self._appending.at_once
 
     @waits.setter
     def waits(self, value: bool) -> None:
-        if self._growing is not None:
-            self._growing.at_once = not value
+        self._appending.at_once = not value
 
     def flush(self) -> None:
         """Make all rows visible in the table."""
@@ -172,7 +157,7 @@ class Adder:
 
     def _keep(self, values: tuple[Any, ...]) -> None:
         """Copy values that are not appended, after an error, into memory of this object."""
-        if self._appending.left and self._growing is not None:
+        if self._appending.left:
             single = self.num_envs == 1 and np.ndim(as_array(values[-2])) == 0
             for column, value in zip(self._order, values, strict=False):
                 column.take(value, single=single)
@@ -180,9 +165,8 @@ class Adder:
 
     def _use_memory(self) -> None:
         """Append what the memory holds."""
-        for column, found in zip(self._order, self._found, strict=False):
-            if found is not None:
-                found[0] = data_address(column.rows)
+        for column, found in zip(self._order, self._found, strict=True):
+            found[0] = data_address(column.rows)
 
     def add(
         self,
@@ -254,15 +238,12 @@ class Adder:
             arrays, kinds = [array[chosen] for array in arrays], kinds[chosen]
         if self._appending.left:
             self._appending.resume()
-        growing, done = self._growing, 0
+        done = 0
         while done < len(kinds):
-            upto = min(done + (1 if growing is None else _TOGETHER), len(kinds))
+            upto = min(done + _TOGETHER, len(kinds))
             self._appending.kinds[: upto - done, 0] = kinds[done:upto]
-            for column, found, array in zip(self._order, self._found, arrays, strict=False):
-                if found is None:
-                    column.rows[0] = array[done]
-                else:
-                    found[0] = data_address(array[done:])
+            for found, array in zip(self._found, arrays, strict=True):
+                found[0] = data_address(array[done:])
             try:
                 self._appending.append(upto - done)
             except BaseException:

@@ -10,7 +10,6 @@ import numpy as np
 from gear_loader.errors import SchemaError
 from gear_loader.replay.adding import flags_of
 from gear_loader.replay.nesting import Nesting, as_array
-from gear_loader.replay.row_memory import same_rows
 from gear_loader.storage.schema import Column
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
@@ -280,3 +279,16 @@ class Blanks:
     def flags(self, value: bool) -> Array:
         """The same flag in all environments."""
         return np.full(self._first, value)
+
+
+def same_rows(rows: Mapping[str, Array], before: Mapping[str, Array]) -> Array:
+    """Whether all values of each environment are those of `before` ([n, *shape] a column), NaN too; bool [n]."""
+    same = []
+    for name, values in before.items():
+        row = rows[name].astype(values.dtype, copy=False)  # as they are stored
+        equal = row == values
+        if not equal.all():
+            equal |= (row != row) & (values != values)
+        same.append(equal.reshape(len(equal), -1).all(1))
+    found: Array = np.logical_and.reduce(same)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -15,10 +16,10 @@ import torch
 
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.n_step import NStep
-from gear_loader.dataset.options import Draws
+from gear_loader.dataset.options import Draws, Gpu
 from gear_loader.dataset.replay_dataset import ReplayDataset
 from gear_loader.dataset.transforming import transforms_of
-from gear_loader.errors import CheckpointError, SchemaError, TableEmptyError
+from gear_loader.errors import CheckpointError, SchemaError, TableClosedError, TableEmptyError
 from gear_loader.replay.adding import Adder, count_of, flags_of
 from gear_loader.replay.agents import AgentAdder, Agents
 from gear_loader.replay.hindsight import Hindsight, Relabel
@@ -31,6 +32,7 @@ from gear_loader.storage.shared_memory import region_path
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import at_least, check_gamma, one_of
+from gear_loader.utils.device_option import check_device
 
 _DTYPES = {dtype: torch_dtypes()[name] for name, dtype in NUMPY_DTYPES.items()}
 _WIDER = {
@@ -73,7 +75,7 @@ class ReplayBuffer:
     ``relabelled``   with `hindsight`, bool ``[B]``: whether the goal was achieved later; see `Hindsight`
     ================ ==============================================================================
 
-    and ``index``, ``anchor``, ``generation``, which identify its rows, and ``priority_weight``, as of `ReplayDataset`.
+    and ``index``, ``anchor``, ``generation``, which identify its rows, and ``priority_weight``; see `ReplayDataset`.
 
     With `agents` all agents of a time step are one row, as PettingZoo's parallel environments give them. `add` takes
     dicts by agent, without those that do not act. In a batch ``obs``, ``action``, ``reward``, ``next_obs`` and
@@ -81,8 +83,8 @@ class ReplayBuffer:
     False for these. Where one agent is truncated while others go on, returns of all end.
 
     Each transition can be drawn when `add` has returned. A full buffer drops its oldest trajectory, which is an episode
-    or a piece of at most 1,024 steps of one; so it holds nearly `capacity` transitions. With `hindsight` episodes of up
-    to ``capacity // (2 * num_envs)`` steps are kept and dropped whole.
+    or, of a longer one, a piece of at most 1,024 steps; so it holds nearly `capacity` transitions. With `hindsight`
+    episodes of up to ``capacity // (2 * num_envs)`` steps are kept and dropped whole.
 
     Args:
         capacity: most transitions of all environments together.
@@ -105,10 +107,10 @@ class ReplayBuffer:
         hindsight: `Hindsight`: goals that were achieved take the place of desired ones.
         transform: called with each of these batches; see `ReplayDataset` and `gear_loader.transforms`.
 
-    **If the process is killed**, or loses its memory in any other way, what another one goes on with by ``if_exists``
-    has every transition whose `add` has returned (with `hindsight`, without `running`: every episode that has ended);
-    with `disk` alone those of `Disk.sync_seconds` before. A transition is there whole or not at all. Episodes that were
-    running end where they were cut, as if they had been truncated: their last observation is there to bootstrap from.
+    **If the process is killed**, another one can continue by ``if_exists="attach"``, with every transition whose `add`
+    has returned (with `hindsight`, without `running`: every episode that has ended). With `disk` alone, the transitions
+    of the last `Disk.sync_seconds` are lost. A transition is there whole or not at all. Episodes that were running end
+    there, as if they had been truncated: their last observation is there to bootstrap from.
 
     Attributes:
         table: the `Table`. dataset: the `ReplayDataset`, whose batches are these; for a `DataLoader`, say. Both are
@@ -164,6 +166,7 @@ class ReplayBuffer:
         self._sampler = Uniform(unit="step") if sampler is None else sampler
         self._batch_size = at_least("batch_size", batch_size)
         self._device, self._name, self._seed = device, name, seed
+        check_device(device.device if isinstance(device, Gpu) else device)
         self._if_exists = one_of("if_exists", if_exists, ("error", "attach", "replace"))
         if if_exists != "error" and name is None:
             raise SchemaError(f"if_exists is {if_exists!r} without a name; expected both, or none.")
@@ -344,6 +347,11 @@ class ReplayBuffer:
         """Number of transitions that have been stored; with `Hindsight`, of episodes that have ended."""
         self._flush()
         return 0 if self._table is None else self._table.num_steps
+
+    def __repr__(self) -> str:
+        with contextlib.suppress(TableClosedError):
+            return f"<{type(self).__name__}: {len(self):,} of {self.capacity:,} transitions>"
+        return f"<{type(self).__name__}, closed>"
 
     # ---------------------------------------------------------------- adding
 

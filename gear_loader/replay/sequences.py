@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,13 +11,12 @@ import torch
 
 from gear_loader.collection.batches import Batch
 from gear_loader.dataset.options import Draws
-from gear_loader.errors import SchemaError, StaleIndexError, TableEmptyError
+from gear_loader.errors import SchemaError, TableEmptyError
 from gear_loader.replay.adding import Adder
 from gear_loader.replay.buffer import ReplayBuffer
-from gear_loader.replay.row_memory import RowMemory, same_rows
 from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
-from gear_loader.utils.arrays import Array, shown
+from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import at_least, finite
 
 
@@ -51,7 +49,7 @@ class SequenceBuffer(ReplayBuffer):
     other columns    ``[B, T, *shape]``, that `add` was given
     ================ ==============================================================================
 
-    and ``index``, ``anchor``, ``generation``, which identify its rows, and ``priority_weight``, as of `ReplayDataset`.
+    and ``index``, ``anchor``, ``generation``, which identify its rows, and ``priority_weight``; see `ReplayDataset`.
     A target is ``reward + gamma * ~terminated * value(next_obs)``. Each step can be drawn when `add` has returned, also
     of running episodes. A full buffer drops its oldest piece: an episode, or about 1,024 steps of a longer one. The
     pieces of an episode have `overlap` steps in common, which are stored twice, so that no sequence is lost between
@@ -88,12 +86,13 @@ class SequenceBuffer(ReplayBuffer):
         self.overlap = self.burn_in if overlap is None else at_least("overlap", overlap, least=0)
         if max(self.burn_in, self.overlap) >= self.length:
             raise SchemaError(
-                f"length is {length}, burn_in {burn_in} and overlap {self.overlap}; expected a length above both of "
-                "the others."
+                f"length is {length}, burn_in {burn_in} and overlap {self.overlap}; expected burn_in and overlap "
+                "below length."
             )
         if unknown := {"n_step", "gamma", "hindsight", "agents"} & options.keys():
             raise SchemaError(
-                f"{sorted(unknown)} were given; a SequenceBuffer delivers rewards and goals as they are, of one agent."
+                f"{sorted(unknown)} were given; a SequenceBuffer has no n-step returns, hindsight or agents. "
+                "Leave them out."
             )
         if isinstance(mutable, str) or not all(isinstance(name, str) for name in mutable):
             raise SchemaError(f"mutable is {shown(mutable)}; expected names of columns, such as ('state',).")
@@ -133,9 +132,9 @@ class SequenceBuffer(ReplayBuffer):
 
     def _new_adder(self, count: int) -> Adder:
         assert self._table is not None
-        appending = functools.partial(SequenceRows, self._table, count, self._piece, self.overlap)
         self.num_envs = count
-        return Adder(self._table, self._nestings, count, self._piece, waits=self._waits, appending=appending)
+        columns = self._nestings, count, self._piece
+        return Adder(self._table, *columns, waits=self._waits, first="is_first", overlap=self.overlap)
 
     # ---------------------------------------------------------------- sampling
 
@@ -222,61 +221,3 @@ class SequenceBuffer(ReplayBuffer):
             "overlap": self.overlap,
             "mutable": list(self.mutable),
         }
-
-
-class SequenceRows(RowMemory):
-    """A row of n environments; it tells where episodes begin, and where an episode is
-    cut, its next piece begins with the last steps of the one before.
-
-    Args:
-        table: with the column ``is_first``. num_envs: n. piece: most steps of a trajectory.
-        overlap: steps that consecutive pieces have in common.
-    """
-
-    def __init__(self, table: Table, num_envs: int, piece: int, overlap: int) -> None:
-        super().__init__(table, table.writers(num_envs, commit_every_step=True))
-        self._table, self._piece, self._overlap = table, piece, overlap
-        self._cuts: dict[int, dict[str, Array]] = {}  # environment whose episode was cut -> last steps
-
-    def _append(self, kinds: Array, done: Array) -> None:
-        rows, steps = self.rows, self._writer.num_steps
-        same = same_rows(rows, self._before)
-        resets = self._resets(same)
-        acting = (kinds != 0) & ~resets
-        rows["is_first"][:] = (steps == 0) | ~same
-        for lane in [lane for lane in self._cuts if acting[lane]]:
-            kept = self._cuts.pop(lane)
-            if same[lane]:
-                rows["is_first"][lane] = False
-                self._repeat(lane, kept)
-        steps = np.where(rows["is_first"], 0, self._writer.num_steps)
-        cut = acting & ~done & (steps >= self._piece - 1)
-        slots = self._writer.append(rows, next=self.following, done=done | cut, active=acting)
-        for lane in np.flatnonzero(cut).tolist():
-            self._cuts[lane] = self._last(int(slots[lane]))
-        self._passed(acting, resets)
-
-    def _last(self, slot: int) -> dict[str, Array]:
-        """The last steps of a piece; none if it was evicted by another process."""
-        if not self._overlap or slot < 0:
-            return {}
-        # Of a table that is too small for its environments, the piece may have lost its beginning.
-        length = int(self._table._engine.reader().index_arrays()[0][slot, 0])
-        begin = max(length - self._overlap, 0)
-        try:
-            last = self._table.gather([slot], [begin], windows=Window(length - begin))
-        except StaleIndexError:
-            return {}
-        return {name: last[name][0].numpy() for name in self.rows}
-
-    def _repeat(self, lane: int, kept: dict[str, Array]) -> None:
-        """Begin a piece with the last steps of the one before."""
-        active = np.arange(len(self._over)) == lane
-        for step in range(len(kept.get("is_first", ()))):
-            row = {name: np.zeros_like(each) for name, each in self.rows.items()}
-            following = {name: each.copy() for name, each in self._before.items()}
-            for name, values in kept.items():
-                row[name][lane] = values[step]
-                if name in following and step + 1 < len(values):
-                    following[name][lane] = values[step + 1]
-            self._writer.append(row, next=following, active=active)

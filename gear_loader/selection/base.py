@@ -20,6 +20,7 @@ from gear_loader.selection.samplers import (
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.ids import sequences_of
 from gear_loader.storage.inline import InlineBatch
+from gear_loader.storage.queued import QueuedBatch
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import SelectedRows
 from gear_loader.storage.snapshot import Snapshot
@@ -47,7 +48,7 @@ class SelectionContext:
         limited: whether draws wait for the table's rate limiter and count for it.
         informs: whether batches carry ``sample_info``.
         complete: the anchors to draw from, if not all.
-        late: bits of the late columns that a trajectory must have.
+        late: bits of the write-once columns that a trajectory must have.
         grouping: options of the groups to draw from; None to draw trajectories, or steps, one by one.
     """
 
@@ -104,7 +105,7 @@ class SelectionContext:
 
     def chosen(self, slots: Array) -> Array:
         """Mask of the trajectories in `slots` (int64 [n]) that can be drawn, bool [n]: of the subset, with an anchor,
-        and with the late columns that are read.
+        and with the write-once columns that are read.
 
         The subset sees the sequence numbers of the table that stored the trajectories first.
 
@@ -151,7 +152,7 @@ class SelectionContext:
             found: what there is, as a clause.
         """
         late = [name for i, name in enumerate(self.table.schema.late) if self.late >> i & 1]
-        wanted = [] if not late else [f"with the late columns {late} filled"]
+        wanted = [] if not late else [f"with the write-once columns {late} filled"]
         if self.grouping is not None:
             wanted.append(f"in complete groups of {self.grouping.size} by {self.grouping.column!r}")
         if self.table.rules.max_lag is not None:
@@ -292,6 +293,17 @@ class Selection:
 
         Args:
             draw: counters of the draw. batch: where the batch goes.
+
+        Returns:
+            False, having done nothing, if it needs `draw`.
+        """
+        return False
+
+    def queue(self, draw: Draw, batch: QueuedBatch, ticket: Any) -> bool:
+        """Draw the rows of a batch from the current items, and queue its gather on a GPU, in one compiled call.
+
+        Args:
+            draw: counters of the draw. batch: where the rows go. ticket: as for `draw`.
 
         Returns:
             False, having done nothing, if it needs `draw`.

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import PriorityError, SchemaError
+from gear_loader.kernels.launching import copy
 from gear_loader.kernels.sum_tree import (
     BAD_POSITION,
     DISTINCT_MISSING,
@@ -114,9 +115,9 @@ class CudaLeaves:
 
     def tell(self) -> None:
         """Queue copies of the GPU's status, which `raise_late` looks at."""
-        self.status.copy_(self.wide.status, non_blocking=True)
+        copy(self.status, self.wide.status)
         if self.may_leave_range:
-            self.out_of_range.copy_(self.cut, non_blocking=True)
+            copy(self.out_of_range, self.cut)
 
     def raise_late(self, *, wait: bool = False) -> None:
         """Raise an error that the GPU has reported. The caller holds the mutex: another thread's draw or update would

@@ -135,15 +135,13 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             on.enter()
             try:
                 self._prepare_draw(draw, places)
-                kept = on.wide, on.index, on.status, on.cut, on.out_of_range
-                key = self._number if places.whole else None
-                places.work.run(key, queue, stream, kept)
+                places.work.run(self._number if places.whole else None, queue, stream)
                 self._remember_drawn(draw, places)
             finally:
                 self._leaves.leave(told=True)
 
     def _prepare_draw(self, draw: Draw, places: DrawPlaces) -> None:
-        """Write what changes from draw to draw, and queue what only torch computes, which is not recorded."""
+        """Write what changes from draw to draw, and queue what only torch computes, which no graph has."""
         sampler: Any = self.context.sampler
         places.random.numpy()[:] = (draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS))
         items = self._scratch(places.work.scratch, draw.count)[0]
@@ -232,7 +230,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         return isinstance(part, torch.Tensor) and part.device == self._device
 
     def _queue_update(self, parts: Parts) -> None:
-        """Queue an update, whose tensors are the caller's again when this returns, by a recorded graph.
+        """Queue an update, whose tensors are the caller's again when this returns, by a graph.
 
         It runs on the stream that draws, so that training waits for no earlier gather.
         """
@@ -261,8 +259,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         with on_stream(self._device, stream):
             self._leaves.enter()
             self.priorities.keep_up()
-            kept = self._leaves.wide, self._leaves.index, self._leaves.status
-            slot.work.run("update", queue, stream, kept)
+            slot.work.run("update", queue, stream)
             slot.done.record(stream)
             self._leaves.leave(told=True)
 

@@ -13,6 +13,7 @@ from gear_loader.selection.random import signed
 from gear_loader.selection.samplers import REPLACED, Draw, SnapshotSampler, Uniform, anchors
 from gear_loader.storage.counters import VERSION
 from gear_loader.storage.inline import InlineBatch, Places, uniform_batch
+from gear_loader.storage.queued import QueuedBatch, queue_uniform
 from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import SelectedRows
@@ -79,34 +80,39 @@ class SnapshotSelection(Selection):
         self._items: tuple[Snapshot, Places] | None = None
 
     def fill(self, draw: Draw, batch: InlineBatch) -> bool:
-        context, count = self.context, draw.count
-        reader = context.table._engine.reader()
-        if not self._draws_uniformly or count != batch.count or not reader.draws_inline:
+        reader = self.context.table._engine.reader()
+        found = self._inline(draw, batch.count) if reader.draws_inline else None
+        if found is None:
             return False
-        snapshot = reader.known()
+        given = reader.arrays.block_steps, *self._drawing(draw)
+        return reader.draw_inline(uniform_batch, batch, *found, *given)
+
+    def queue(self, draw: Draw, batch: QueuedBatch, ticket: Ticket) -> bool:
+        reader = self.context.table._engine.reader()
+        found = self._inline(draw, batch.count) if reader.queues_inline else None
+        if found is None:
+            return False
+        return reader.queue_inline(queue_uniform, batch, *found, ticket, *self._drawing(draw))
+
+    def _inline(self, draw: Draw, count: int) -> tuple[Places, int, int, int] | None:
+        """What a compiled call draws from, as `TableReader.draw_inline` takes it; None if it cannot."""
+        context = self.context
+        if not self._draws_uniformly or count != draw.count:
+            return None
+        snapshot = context.table._engine.reader().known()
         if snapshot is None:
-            return False
+            return None
         if self._items is None or self._items[0] is not snapshot:
             view = self.drawable(snapshot)
             if len(view) == 0:
-                return False
+                return None
             self._items = snapshot, Places(view.slots, view.lengths, view.generations, view.sums[1])
-        return reader.draw_inline(
-            uniform_batch,
-            batch,
-            self._items[1],
-            VERSION,
-            snapshot.version,
-            count if context.limited else 0,
-            reader.arrays.block_steps,
-            self._by_step,
-            self._anchor,
-            self._first,
-            self._stride,
-            signed(draw.seed),
-            draw.step,
-            draw.epoch,
-        )
+        return self._items[1], VERSION, snapshot.version, context.samples(count)
+
+    def _drawing(self, draw: Draw) -> tuple[Any, ...]:
+        """How it draws, as `uniform_batch` takes it."""
+        kinds = self._by_step, self._anchor, self._first, self._stride
+        return *kinds, signed(draw.seed), draw.step, draw.epoch
 
     def draw(self, draw: Draw, ticket: Ticket, frozen: Any = None) -> SelectedRows:
         """See `Selection.draw`; over groups `draw` counts groups."""

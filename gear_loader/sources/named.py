@@ -72,7 +72,7 @@ def load_dataset(
             return load(_OPENERS[kind](name), table, download=download and kind == "minari", **options)
         if colon and _KIND.fullmatch(kind):
             raise SourceError(
-                f"The kind of {source!r} is not known; expected one of {[f'{each}:' for each in _OPENERS]}, or the "
+                f"The prefix of {source!r} is not known; expected one of {[f'{each}:' for each in _OPENERS]}, or the "
                 "path of a file."
             )
     if not isinstance(source, (str, os.PathLike)):

@@ -1,4 +1,4 @@
-"""Rows of n growing trajectories, appended with the values that follow them by one compiled call."""
+"""Rows of n trajectories, appended with the values that follow them by one compiled call."""
 
 from __future__ import annotations
 
@@ -19,17 +19,22 @@ from gear_loader.storage.operations.appending import (
     AHEAD_COLUMNS,
     AHEAD_CUT,
     AHEAD_END,
+    AHEAD_FIRST,
     AHEAD_HEAD,
     AHEAD_LANES,
     AHEAD_ONCE,
+    AHEAD_OVERLAP,
     AHEAD_PID,
     AHEAD_PUBLISHES,
     AHEAD_REWARD,
     AHEAD_ROWS,
     AHEAD_START,
+    AHEAD_STATE,
+    NEVER,
     parts_of,
 )
 from gear_loader.storage.operations.view import DONE, UNREADY
+from gear_loader.storage.states import READY, WRITING
 from gear_loader.utils.arrays import Array, data_address
 
 
@@ -37,7 +42,8 @@ class GrowingRows:
     """Appends rows of all lanes of a sink; see `appending.append_lanes`. The caller has checked them.
 
     Attributes:
-        names: of the columns. finals: those with final steps.
+        names: of the columns that rows have. finals: those with final steps.
+        hidden: whether trajectories become visible when they end: if the sink is a `BlockSink`, not a `GrowingSink`.
         sources, following: int64 [C, 3]: address of each column's rows, and of the values after them (of those with
             final steps), bytes from lane to lane, and from row to row.
         kinds: int64 [K, n]: kinds of the rows. over, out: int64 [n], as there.
@@ -45,9 +51,11 @@ class GrowingRows:
         priorities: float32 [n], of trajectories that begin. once_sources: int64 [O, 2], as there.
 
     Args:
-        sink: a `GrowingSink`, through which nothing else is added. length: K.
+        sink: through which nothing else is added. length: K.
         cut: steps at which a trajectory ends, or -1.
         reward: column of rewards.
+        first: column, bool, that tells which rows are the first of an episode; it is none of `names`, but the last one
+            of the schema. overlap: steps that trajectories of an episode, which `cut` has made, have in common.
     """
 
     def __init__(
@@ -57,18 +65,21 @@ class GrowingRows:
         length: int = 1,
         cut: int = -1,
         reward: str | None = None,
+        first: str | None = None,
+        overlap: int = 0,
     ) -> None:
         schema, n = sink.schema.steps, len(sink.lanes)
         columns, once = sink._columns, sink._once_columns
-        self.names = list(schema)
+        self.names = [name for name in schema if name != first]
+        self.hidden = not sink.grows
         self.finals = [name for name, column in schema.items() if column.final]
-        parts = parts_of(n, len(columns), length, len(once))
+        parts = parts_of(n, len(columns), length, len(once), overlap)
         sizes = [math.prod(shape) for shape in parts.values()]
         self._request: Array = np.zeros(AHEAD_HEAD + sum(sizes), dtype=np.int64)
-        views, first = {}, AHEAD_HEAD
+        views, begin = {}, AHEAD_HEAD
         for (name, shape), size in zip(parts.items(), sizes, strict=True):
-            views[name] = self._request[first : first + size].reshape(shape)
-            first += size
+            views[name] = self._request[begin : begin + size].reshape(shape)
+            begin += size
         self._sink, self._table, self._index, self._lanes, self._n = (
             sink,
             sink.table,
@@ -90,8 +101,13 @@ class GrowingRows:
                 views["before"][c] = data_address(self._before[name]), schema[name].step_bytes
         request = self._request
         request[[AHEAD_LANES, AHEAD_COLUMNS, AHEAD_ROWS, AHEAD_ONCE]] = n, len(columns), length, len(once)
-        request[[AHEAD_CUT, AHEAD_AT_ONCE]] = cut, 1
+        request[[AHEAD_CUT, AHEAD_AT_ONCE]] = NEVER if cut < 0 else cut, not self.hidden
         request[AHEAD_REWARD] = 0 if reward is None else self.names.index(reward)
+        request[[AHEAD_STATE, AHEAD_FIRST, AHEAD_OVERLAP]] = WRITING if self.hidden else READY, -1, overlap
+        self._firsts = np.array([False, True])  # 0 and 1, as `append_lanes` wants them
+        if first is not None:
+            request[AHEAD_FIRST] = place = list(schema).index(first)
+            self.sources[place, 0] = data_address(self._firsts)
         request[[AHEAD_PID, AHEAD_START]] = self._index.readers.here()
         self.left, self._count = False, 0
         self._pid = here.pid
@@ -100,18 +116,19 @@ class GrowingRows:
 
     @classmethod
     def of(cls, writer: Any, **options: Any) -> GrowingRows:
-        """Those of a `VectorWriter` with ``commit_every_step``, which appends nothing else."""
+        """Those of a `VectorWriter`, which appends nothing else."""
         writer._moves = True
         return cls(writer._sink, **options)
 
     @property
     def at_once(self) -> bool:
-        """Whether each row is visible when `append` returns; else with a later one, or when `publish` returns."""
-        return bool(self._request[AHEAD_AT_ONCE])
+        """Whether each row is visible when `append` returns, or when its trajectory ends if it is hidden until then;
+        else with a later one, or when `publish` returns."""
+        return self.hidden or bool(self._request[AHEAD_AT_ONCE])
 
     @at_once.setter
     def at_once(self, value: bool) -> None:
-        self._request[AHEAD_AT_ONCE] = value
+        self._request[AHEAD_AT_ONCE] = value and not self.hidden
 
     def append(self, count: int = 1) -> None:
         """Append the first `count` rows of each lane; those that an error has left are dropped.
@@ -175,7 +192,9 @@ class GrowingRows:
             return answer
 
         def missing(lane: int) -> tuple[int, int, int]:
-            return int(lanes[lane, LANE_STEPS] == 0), -(-2 // sink._block_steps), 1
+            steps = int(lanes[lane, LANE_STEPS])
+            more = 1 + (int(request[AHEAD_OVERLAP]) if steps == request[AHEAD_CUT] else 0)
+            return int(steps in (0, request[AHEAD_CUT])), -(-(more + 1) // sink._block_steps), more
 
         chosen = np.arange(first, end) % self._n
         index.change_lanes(

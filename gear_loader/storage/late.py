@@ -270,8 +270,8 @@ def _check_unfilled(schema: Schema, arrays: IndexArrays, slots: Array, bits: int
         row = int(np.flatnonzero(found)[0])
         names = [name for i, name in enumerate(schema.late) if found[row] >> i & 1]
         raise FilledError(
-            f"The trajectory of index {slots[row]} has {names} already; a late column is filled once. Nothing was "
-            "changed."
+            f"The trajectory of index {slots[row]} has {names} already; a write-once column is filled once. Nothing "
+            "was changed."
         )
 
 
@@ -280,5 +280,5 @@ def _check_distinct(slots: Array) -> None:
     if len(different) != len(slots):
         row = int(np.setdiff1d(np.arange(len(slots)), first)[0])
         raise FilledError(
-            f"Index {slots[row]} was given twice; a late column is filled once. Nothing was changed."
+            f"Index {slots[row]} was given twice; a write-once column is filled once. Nothing was changed."
         )

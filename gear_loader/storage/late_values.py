@@ -33,7 +33,7 @@ class LateValues:
 
 
 def check_late(schema: Schema, names: list[str]) -> None:
-    """Raise SchemaError unless these are names of late columns, at least one."""
+    """Raise SchemaError unless these are names of write-once columns, at least one."""
     wrong = [name for name in names if not isinstance(name, str) or name not in schema.late]
     if wrong or not names:
         raise SchemaError(

@@ -18,6 +18,7 @@ from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.inline import HELD, InlineBatch, Places
 from gear_loader.storage.operations.view import begin_change, end_change
 from gear_loader.storage.priority_updates import PriorityUpdates
+from gear_loader.storage.queued import BUSY, REFUSED, QueuedBatch
 from gear_loader.storage.readers import Readers, Ticket
 from gear_loader.storage.recovery import Recovery
 from gear_loader.storage.snapshot import Log, Snapshot
@@ -89,6 +90,8 @@ class TableReader:
         self._needs_lock = (
             arrays.tier is not None or arrays.edit_unit != 0
         )  # for what is drawn and gathered in one call
+        self.queues_inline = self.draws_inline and not self._needs_lock
+        """Whether `queue_inline` may be used."""
         self._no_changes: Changes | None = None  # latest result of `begin_changes`, if it was empty
 
     def known(self) -> Snapshot | None:
@@ -137,6 +140,40 @@ class TableReader:
         if bad > 0:
             self.check_gathered(bad)
         return not bad
+
+    def queue_inline(
+        self,
+        loop: Callable[..., int],
+        batch: QueuedBatch,
+        places: Places,
+        counter: int,
+        since: int,
+        samples: int,
+        ticket: Ticket,
+        *given: object,
+    ) -> bool:
+        """Draw a batch and queue its gather on a GPU in one compiled call. Waits for the GPU only if it still reads the
+        arguments of the last batch in the same memory.
+
+        Args:
+            loop: of `gear_loader.storage.queued`. batch: where the rows go. ticket: begun, for the caller to release.
+            places, counter, since, samples, given: as for `draw_inline`.
+
+        Returns:
+            False, having done nothing, if the batch must be drawn and gathered in steps.
+
+        Raises:
+            CorruptTableError: the index is corrupt. RuntimeError: the driver refuses.
+        """
+        if not self._begin_unchanged(ticket, counter, since, samples):
+            return False
+        tables = self._places.table, batch.words, places.table
+        while (bad := loop(*tables, self.arrays.block_steps, self.arrays.num_blocks, *given)) == BUSY:
+            batch.wait()
+        if bad == REFUSED:
+            raise RuntimeError(f"CUDA could not queue a batch: the driver returned {batch.code}.")
+        self.check_gathered(bad)
+        return True
 
     def undo(self, ticket: Ticket) -> None:
         """End the ticket of a failed batch and subtract its rows from the sample count. Idempotent."""
@@ -388,8 +425,8 @@ class TableReader:
             if not live.all():
                 gone = np.flatnonzero(~live)
                 raise StaleIndexError(
-                    f"{len(gone)} of {len(slots)} rows name no live trajectory, which was never added, removed or "
-                    f"evicted: index {np.unique(slots[gone])[:10].tolist()}{' ...' if len(gone) > 10 else ''}, the "
+                    f"{len(gone)} of {len(slots)} rows are stale, as their trajectories were removed or evicted, or "
+                    f"never added: index {np.unique(slots[gone])[:10].tolist()}{' ...' if len(gone) > 10 else ''}, the "
                     f"first in row {gone[0]}. Nothing was written; table.indices() lists those that are there."
                 )
             ticket.begin(self._readers)
@@ -513,6 +550,6 @@ class TableReader:
 def stale(arrays: IndexArrays, slot: int) -> StaleIndexError:
     """The error for a slot without a live trajectory."""
     return StaleIndexError(
-        f"Index {slot} names no live trajectory: it was never used, removed or evicted. "
+        f"Index {slot} is stale: its trajectory was removed or evicted, or it was never used. "
         f"The table holds {int(arrays.counters[NUM_READY])} trajectories; table.indices() lists them."
     )

@@ -76,7 +76,7 @@ class _Mapping:
             None  # the memory after its last user, while views of it exist
         )
         self.lock = IndexLock(name, fd)
-        self.fill_lock = IndexLock(f"those who fill late columns of {name}", fd, place=1)
+        self.fill_lock = IndexLock(f"those who fill write-once columns of {name}", fd, place=1)
         self._log: np.ndarray[Any, Any] = np.empty(0, dtype=np.uint8)  # see `Region.log`
         self._log_place = 0  # where it begins in the file
         self.pinned: bool | None = None  # False if CUDA refuses

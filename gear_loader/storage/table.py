@@ -461,7 +461,7 @@ class Table:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        carrier: str = "socket",
+        transport: str = "socket",
         secret: bytes | None = None,
         allow: Literal["all", "read", "write"] = "write",
         tls: tuple[str | os.PathLike[str], str | os.PathLike[str]] | None = None,
@@ -474,11 +474,11 @@ class Table:
         Args:
             host: address of this machine to listen at; by default only this machine can connect.
             port: port number, or 0 for a free one.
-            carrier: ``"socket"`` or ``"ucx"``.
+            transport: ``"socket"`` or ``"ucx"``.
             secret: at least 16 bytes; by default random ones.
             allow: what clients may do: ``"write"`` adds trajectories and sets priorities, ``"read"`` fetches rows,
                 ``"all"`` both. Statistics are for all of them.
-            tls: PEM files of a certificate and of its private key; with the carrier ``"socket"`` only.
+            tls: PEM files of a certificate and of its private key; with the transport ``"socket"`` only.
 
         Returns:
             The `gear_loader.transport.TableServer`: its `url` and `secret` are what `gear_loader.connect` takes.
@@ -488,7 +488,7 @@ class Table:
             HandshakeError: an invalid secret.
         """
         check_fixed(self.schema, "Table.serve() takes")
-        options = {"host": host, "port": port, "carrier": carrier, "secret": secret, "allow": allow}
+        options = {"host": host, "port": port, "transport": transport, "secret": secret, "allow": allow}
         options["tls"] = tls
         return provided("serve")(self, **options)
 
@@ -807,10 +807,10 @@ class Table:
         return fill_columns(self._engine, index, generation, columns, strict=is_strict(stale))
 
     def unfilled(self, *columns: str) -> tuple[Array, Array]:
-        """The trajectories of which a late column is not filled, oldest first.
+        """The trajectories of which a write-once column is not filled, oldest first.
 
         Args:
-            columns: names of late columns; all of them by default.
+            columns: names of write-once columns; all of them by default.
 
         Returns:
             Their indices and generations, int64 [n] each, as `fill` takes them.
@@ -863,7 +863,7 @@ class Table:
         Raises:
             SchemaError: a column that is not mutable, values that do not fit, or steps outside of a trajectory. Nothing
                 was changed.
-            FilledError: a late column that is not filled. Nothing was changed.
+            FilledError: a write-once column that is not filled. Nothing was changed.
             StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
             RegionError: no room in `/dev/shm` for the log: as many bytes as a row, 512 KiB or more.
             LockTimeoutError: timed out waiting for the lock. Rows may have been written.
@@ -887,7 +887,7 @@ class Table:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """A copy of one trajectory: column name -> tensor ``[T, *shape]`` on the CPU; ``[*shape]`` of columns per
-        trajectory; a `Ragged` of T values, or a list of text, of ragged columns. Late columns that are not filled are
+        trajectory; a `Ragged` of T values, or a list of text, of ragged columns. Write-once columns that are not filled are
         not in it.
 
         Writing into the tensors does not change the table. `fill` writes values that follow later, and `set` those of
@@ -932,8 +932,8 @@ class Table:
 
         Raises:
             StaleIndexError: an index has no live trajectory; the message names them. Nothing was written.
-            SchemaError: other windows, shapes, dtypes or memory, an anchor outside its trajectory, or a late column
-                that a trajectory has no values of. Nothing was written.
+            SchemaError: other windows, shapes, dtypes or memory, an anchor outside its trajectory, or a write-once
+                column that a trajectory has no values of. Nothing was written.
             CheckpointError: a trajectory that lies on disk only cannot be read. `out` may have been written in part.
 
         Example: ``table.gather(table.indices()[-32:], windows=gear.Window(20))`` has the first 20 steps of the newest

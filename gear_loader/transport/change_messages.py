@@ -165,7 +165,7 @@ class _ColumnChange(_RowChange):
 
 @dataclasses.dataclass(frozen=True)
 class Fill(_ColumnChange):
-    """Values of late columns of trajectories in a table.
+    """Values of write-once columns of trajectories in a table.
 
     Attributes:
         table: name of the table. schema: its columns. names: of the filled ones.
@@ -341,10 +341,10 @@ def _read_described(what: str, described: Any, kind: str) -> tuple[Schema, tuple
 
 @dataclasses.dataclass(frozen=True)
 class Unfilled(Question[Array]):
-    """Which trajectories of a table wait for late columns.
+    """Which trajectories of a table wait for write-once columns.
 
     Attributes:
-        table: name of the table. names: of late columns; none for all.
+        table: name of the table. names: of write-once columns; none for all.
     """
 
     message = messages.UNFILLED

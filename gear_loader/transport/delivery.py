@@ -265,7 +265,7 @@ class Delivery:
         return self._ask(Update(self._table, *rows, strict), "the priorities may be set or not")
 
     def fill(self, slots: Array, generations: Array, values: list[LateValues], *, strict: bool) -> int:
-        """Write late columns, and wait for it; a request whose answer is lost is sent again, and executed once.
+        """Write write-once columns, and wait for it; a request whose answer is lost is sent again, and executed once.
 
         Args:
             slots, generations: int64 [n]. values: of n trajectories; those of steps have the same lengths.
@@ -326,7 +326,7 @@ class Delivery:
         return found.version
 
     def unfilled(self, names: tuple[str, ...]) -> tuple[Array, Array]:
-        """Slots and generations of trajectories that wait for late columns, int64 [n] each; see `Table.unfilled`."""
+        """Slots and generations of trajectories with unfilled columns, int64 [n] each; see `Table.unfilled`."""
         slots, generations = self._ask(Unfilled(self._table, names), "nothing was changed")
         return slots, generations
 

@@ -29,6 +29,7 @@ from gear_loader.transport.loop import within
 from gear_loader.transport.metrics_page import MetricsPage
 from gear_loader.transport.server import Server
 from gear_loader.transport.tls import server_context
+from gear_loader.transport.urls import url_of
 
 START_TIMEOUT = 120.0  # seconds; the first start on a machine compiles native code
 _STOP = 5.0  # seconds between SIGTERM and SIGKILL
@@ -104,7 +105,7 @@ def run_server(
     context = _context(tls, [name for name, _, _ in listens], one_sided=one_sided)
     _raise_open_files()
     server = Server(tables, secret, allow=allow, tls=context)
-    asyncio.run(_serve(server, tables, listens, parent, one_sided, metrics))
+    asyncio.run(_serve(server, tables, listens, parent, one_sided, metrics, tls is not None))
 
 
 def _context(tls: TlsFiles | None, carriers: Sequence[str], *, one_sided: bool) -> ssl.SSLContext | None:
@@ -118,7 +119,7 @@ def _context(tls: TlsFiles | None, carriers: Sequence[str], *, one_sided: bool) 
     if one_sided or any(name != "socket" for name in carriers):
         more = " and one-sided reads" if one_sided else ""
         raise TransportError(
-            f"TLS was asked for with the carriers {list(carriers)}{more}; expected the carrier 'socket' alone, since "
+            f"TLS was asked for with the transports {list(carriers)}{more}; expected 'socket' alone, since "
             "nothing else is encrypted."
         )
     return server_context(*tls)
@@ -137,6 +138,7 @@ async def _serve(
     parent: int | None,
     one_sided: bool,
     metrics: tuple[str, int] | None,
+    tls: bool,
 ) -> None:
     loop = asyncio.get_running_loop()
     over = asyncio.Event()
@@ -158,7 +160,8 @@ async def _serve(
     if metrics is not None:
         ready["metrics"] = MetricsPage(lambda: prometheus_text(_stats(server, tables)), *metrics).url
     print(json.dumps(ready), flush=True)
-    server.log.info("serving %s at %s", ", ".join(tables), ", ".join(addresses.values()))
+    urls = [url_of(address, name, tls=tls) for address in addresses.values() for name in tables]
+    server.log.info("serving %s at %s", ", ".join(tables), ", ".join(urls))
     ancestor = os.getppid()
     while parent is None or os.getppid() == ancestor:  # a forked child of the parent may keep the pipe open
         with contextlib.suppress(asyncio.TimeoutError):
@@ -285,11 +288,11 @@ def start_server(
     unknown = [name for name in carriers if name not in CARRIERS]
     if unknown or not carriers or len(set(carriers)) != len(carriers):
         raise TransportError(
-            f"Carriers {list(carriers)} were received; expected some of {sorted(CARRIERS)}, each once."
+            f"Transports {list(carriers)} were received; expected some of {sorted(CARRIERS)}, each once."
         )
     if port and len(carriers) > 1:
         raise TransportError(
-            f"Port {port} was received for {len(carriers)} carriers; expected one carrier, or port 0."
+            f"Port {port} was received for {len(carriers)} transports; expected one transport, or port 0."
         )
     if isinstance(tables, str) or not tables:
         raise TransportError(f"Tables {tables!r} were received; expected at least one name.")
@@ -298,7 +301,7 @@ def start_server(
     shown = f"[{host}]" if ":" in host else host
     command = child_command("serve", "--parent", str(theirs))
     for name in carriers:
-        command += ["--carrier", name]
+        command += ["--transport", name]
     command += ["--listen", f"{shown}:{port}", "--allow", allow, *(["--one-sided"] if one_sided else [])]
     if tls is not None:
         command += ["--tls-cert", os.fspath(tls[0]), "--tls-key", os.fspath(tls[1])]

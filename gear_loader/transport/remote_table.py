@@ -315,7 +315,9 @@ class RemoteTable:
                     f"{steps[0].lengths[row]:,}; expected the same. Nothing was changed."
                 )
         if len(np.unique(slots)) != count:
-            raise FilledError("An index was given twice; a late column is filled once. Nothing was changed.")
+            raise FilledError(
+                "An index was given twice; a write-once column is filled once. Nothing was changed."
+            )
         return fill_parts(self._filler, slots, generations, values, strict=strict)
 
     def set(
@@ -348,7 +350,7 @@ class RemoteTable:
         return set_parts(self._filler, edits, strict=is_strict(stale))
 
     def unfilled(self, *columns: str) -> tuple[Array, Array]:
-        """The trajectories of the server's table of which a late column is not filled; see `Table.unfilled`."""
+        """The trajectories of the server's table of which a write-once column is not filled; see `Table.unfilled`."""
         check_late(self.schema, list(columns) or list(self.schema.late))
         return self._filler.unfilled(columns)
 

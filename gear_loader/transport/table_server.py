@@ -61,7 +61,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 0,
-    carrier: str = "socket",
+    transport: str = "socket",
     secret: bytes | None = None,
     allow: Allow = "write",
     tls: TlsFiles | None = None,
@@ -73,7 +73,7 @@ def serve(
 
     Args:
         tables: named tables of this machine, each once; or one.
-        host, port, carrier, secret, allow, tls: as for `Table.serve`.
+        host, port, transport, secret, allow, tls: as for `Table.serve`.
 
     Returns:
         The `gear_loader.transport.TableServer`: its `urls` and `secret` are what `gear_loader.connect` takes.
@@ -84,7 +84,7 @@ def serve(
     """
     names = _names([tables] if isinstance(tables, Table) else tables)
     known = secrets.token_hex(32).encode() if secret is None else check_secret(secret)
-    one_of("carrier", carrier, CARRIERS, error=TransportError)
+    one_of("transport", transport, CARRIERS, error=TransportError)
     if not isinstance(host, str) or not host:
         raise TransportError(f"host is {shown(host)}; expected a name or an address, as a string.")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 1 << 16:
@@ -96,8 +96,8 @@ def serve(
         raise TransportError(
             f"tls is {shown(tls)}; expected the files of the certificate and its key, (cert, key)."
         )
-    process = start_server(names, [carrier], host, port, secret=known, allow=check_allow(allow), tls=tls)
-    return TableServer(names, process, carrier, known, tls=tls is not None)
+    process = start_server(names, [transport], host, port, secret=known, allow=check_allow(allow), tls=tls)
+    return TableServer(names, process, transport, known, tls=tls is not None)
 
 
 def _names(tables: Sequence[Table]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,19 +13,69 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "cuThreadExchangeStreamCaptureMode": [_POINTER],
     "cuStreamCreateWithPriority": [_POINTER, ctypes.c_uint, _NUMBER],
     "cuStreamIsCapturing": [_POINTER, _POINTER],
-    "cuStreamBeginCapture_v2": [_POINTER, _NUMBER],
-    "cuStreamEndCapture": [_POINTER, _POINTER],
+    "cuCtxGetCurrent": [_POINTER],
+    "cuGraphCreate": [_POINTER, ctypes.c_uint],
+    "cuGraphAddKernelNode_v2": [_POINTER, _POINTER, _POINTER, ctypes.c_size_t, _POINTER],
+    "cuGraphAddMemcpyNode": [_POINTER, _POINTER, _POINTER, ctypes.c_size_t, _POINTER, _POINTER],
     "cuGraphInstantiateWithFlags": [_POINTER, _POINTER, ctypes.c_ulonglong],
     "cuGraphDestroy": [_POINTER],
     "cuGraphExecDestroy": [_POINTER],
     "cuGraphLaunch": [_POINTER, _POINTER],
+    "cuStreamWaitEvent": [_POINTER, _POINTER, ctypes.c_uint],
+    "cuEventQuery": [_POINTER],
+    "cuEventRecord": [_POINTER, _POINTER],
     "cuDeviceGet": [_POINTER, _NUMBER],
     "cuDeviceGetAttribute": [_POINTER, _NUMBER, _NUMBER],
 }
+_HOST_MEMORY, _DEVICE_MEMORY = 1, 2
+"""CU_MEMORYTYPE_HOST and CU_MEMORYTYPE_DEVICE."""
 _PAGEABLE_ACCESS, _HOST_PAGE_TABLES = 88, 100
 """CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS, and the same by hardware, through the page tables of the host."""
 _NOT_SUPPORTED = 801
 """cudaErrorNotSupported."""
+
+
+class KernelNode(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = (
+        ("func", _POINTER),
+        *((f"{part}Dim{axis}", ctypes.c_uint) for part in ("grid", "block") for axis in "XYZ"),
+        ("sharedMemBytes", ctypes.c_uint),
+        ("kernelParams", ctypes.POINTER(_POINTER)),
+        *((name, _POINTER) for name in ("extra", "kern", "ctx")),
+    )
+
+
+class CopyNode(ctypes.Structure):
+    """CUDA_MEMCPY3D_v2."""
+
+    _fields_: ClassVar[Any] = (
+        *(
+            (name, kind)
+            for i, side in enumerate(("src", "dst"))
+            for name, kind in (
+                *((side + part, ctypes.c_size_t) for part in ("XInBytes", "Y", "Z", "LOD")),
+                (f"{side}MemoryType", _NUMBER),
+                *((side + part, _POINTER) for part in ("Host", "Device", "Array")),
+                (f"reserved{i}", _POINTER),
+                *((side + part, ctypes.c_size_t) for part in ("Pitch", "Height")),
+            )
+        ),
+        *((name, ctypes.c_size_t) for name in ("WidthInBytes", "Height", "Depth")),
+    )
+
+
+def copy_node(target: torch.Tensor, source: torch.Tensor, count: int) -> CopyNode:
+    """A copy of `count` bytes between memory of a GPU and pinned memory, or of the GPU alone."""
+    node = CopyNode(WidthInBytes=count, Height=1, Depth=1)
+    for side, tensor in (("src", source), ("dst", target)):
+        on_gpu = tensor.device.type == "cuda"
+        setattr(node, f"{side}MemoryType", _DEVICE_MEMORY if on_gpu else _HOST_MEMORY)
+        setattr(node, side + ("Device" if on_gpu else "Host"), tensor.data_ptr())
+        setattr(node, f"{side}Pitch", count)
+        setattr(node, f"{side}Height", 1)
+    return node
 
 
 @functools.cache
@@ -35,12 +85,20 @@ def library() -> Any:
     if torch.version.hip:
         return None
     try:
-        found = ctypes.CDLL("libcuda.so.1")
+        # Its calls take microseconds: without the GIL, a busy thread would get it, and keep it for milliseconds.
+        found = ctypes.PyDLL("libcuda.so.1")
         for name, types in _FUNCTIONS.items():
             function = getattr(found, name)
             function.argtypes, function.restype = types, _NUMBER
     except (OSError, AttributeError):
         return None
+    return found
+
+
+def address_of(name: str) -> int:
+    """The address of a function of the driver, which `library` has found."""
+    found: int | None = ctypes.cast(getattr(library(), name), _POINTER).value
+    assert found
     return found
 
 

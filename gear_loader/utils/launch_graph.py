@@ -1,8 +1,8 @@
 """CUDA graphs of the work that fills a batch, which the host queues by one call.
 
 Queueing copies and kernels one by one costs the host tens of microseconds each, more than a GPU needs for a small
-batch. Recorded by CUDA's driver rather than by `torch.cuda.graph`, which would change the state of torch's random
-numbers, that other threads use.
+batch. A graph is built of what the launches hand over, node by node: no stream captures, so nothing that other threads
+or the allocator do meanwhile can become part of it.
 """
 
 from __future__ import annotations
@@ -15,23 +15,38 @@ from typing import Any
 
 import torch
 
+from gear_loader.kernels.launching import hand_to
 from gear_loader.utils import driver
-from gear_loader.utils.captures import RELAXED
 from gear_loader.utils.notices import notice
 
-_MOST_FAILURES = 3
-"""Recordings in which something was allocated, perhaps by another thread, after which no more are tried."""
+_NUMBERS: dict[str, Any] = {
+    "i32": ctypes.c_int32,
+    "i64": ctypes.c_int64,
+    "u64": ctypes.c_uint64,
+    "fp32": ctypes.c_float,
+}
+"""Types of a kernel's arguments, by Triton's names; those of pointers begin with ``*``."""
+_PLAIN = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False, "global_scratch_size": 0}
+"""What is expected of a compiled kernel: its node says nothing else."""
+_WARP = 32
+
+
+class _Refused(Exception):
+    """The driver refuses a node, or a kernel needs what a node does not say."""
 
 
 class LaunchGraph:
-    """Recorded work. Its owner keeps all memory that it uses.
+    """Work that can be launched, with the tensors that it uses.
 
     Args:
-        library: of the driver. handle: of the executable graph, which is destroyed with this.
+        library: of the driver. handle: of the executable graph, which is destroyed with this. tensors: kept as long.
+
+    Attributes:
+        handle: as given.
     """
 
-    def __init__(self, library: Any, handle: int) -> None:
-        self._launch, self._handle = library.cuGraphLaunch, handle
+    def __init__(self, library: Any, handle: int, tensors: list[torch.Tensor]) -> None:
+        self._launch, self.handle, self._tensors = library.cuGraphLaunch, handle, tensors
         process = os.getpid()
 
         def destroy() -> None:
@@ -46,147 +61,157 @@ class LaunchGraph:
         Raises:
             RuntimeError: the driver refuses.
         """
-        code = self._launch(self._handle, stream.cuda_stream)
+        code = self._launch(self.handle, stream.cuda_stream)
         if code:
             raise RuntimeError(f"CUDA could not queue a batch: cuGraphLaunch returned {code}.")
 
 
-class _Allocated(Exception):
-    """Memory of the GPU was allocated during a recording: a replay could write where it has become somebody else's."""
-
-
-class _Recording:
-    """The capture of a stream, which ends with the block, whatever is raised in it.
+class _Nodes:
+    """The nodes of a graph, one after another; see `gear_loader.kernels.launching.Builder`.
 
     Attributes:
-        graph: what was captured; 0 if it could not be. code: 0, or what the driver returned.
+        graph: the graph; 0 until there is one. tensors: what its nodes use.
     """
 
-    def __init__(self, library: Any, stream: torch.cuda.Stream) -> None:
-        self._library, self._handle = library, stream.cuda_stream
-        self._open = False
-        self.graph, self.code = ctypes.c_void_p(), 0
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._last = ctypes.c_void_p()
+        self.graph = ctypes.c_void_p()
+        self.tensors: list[torch.Tensor] = []
 
-    def run(self, queue: Callable[[], object]) -> None:
-        """Capture what `queue` queues."""
-        try:
-            try:
-                self._open = True  # before it is: an exception may arrive in between
-                self.code = self._library.cuStreamBeginCapture_v2(self._handle, RELAXED)
-                if self.code:
-                    self._open = False
-                else:
-                    queue()
-            finally:
-                self._end()
-        finally:
-            self._end()  # again: the one above may have been interrupted
+    def begin(self) -> None:
+        """Make an empty graph."""
+        self._check("cuGraphCreate", ctypes.byref(self.graph), 0)
 
-    def _end(self) -> None:
-        if not self._open:
-            return
-        code = self._library.cuStreamEndCapture(self._handle, ctypes.byref(self.graph))
-        self._open = False
-        self.code = self.code or code
+    def _check(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            raise _Refused(f"{name} returned {code}")
+
+    def _add(self, name: str, parameters: ctypes.Structure, *more: Any) -> None:
+        node, before = ctypes.c_void_p(), self._last
+        count = 0 if before.value is None else 1
+        given = ctypes.byref(before), count, ctypes.byref(parameters)
+        self._check(name, ctypes.byref(node), self.graph, *given, *more)
+        self._last = node
+
+    def add_kernel(
+        self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
+    ) -> None:
+        # Compiles it, or finds what was compiled for such arguments; then loads it.
+        made = kernel.warmup(*arguments, grid=grid, **constants)
+        if made.run is None or made.function is None:
+            raise _Refused(f"{made.metadata.name} was not loaded")
+        for name, value in _PLAIN.items():
+            if getattr(made.metadata, name, value) != value:
+                raise _Refused(f"{made.metadata.name} has {name} {getattr(made.metadata, name)}")
+        values = packed_arguments(made.src.signature, kernel.arg_names, arguments)
+        places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        shape = (*grid, *(1,) * (3 - len(grid)))
+        parameters = driver.KernelNode(
+            made.function, *shape, _WARP * made.metadata.num_warps, 1, 1, made.metadata.shared, places
+        )
+        self._add("cuGraphAddKernelNode_v2", parameters)
+        self.tensors += [each for each in arguments if isinstance(each, torch.Tensor)]
+
+    def add_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        assert target.is_contiguous()
+        assert source.is_contiguous()
+        assert (target.dtype, target.shape) == (source.dtype, source.shape)
+        count, context = source.numel() * source.element_size(), ctypes.c_void_p()
+        self._check("cuCtxGetCurrent", ctypes.byref(context))
+        self._add("cuGraphAddMemcpyNode", driver.copy_node(target, source, count), context)
+        self.tensors += [target, source]
 
 
-def _allocations(stream: torch.cuda.Stream) -> Any:
-    """A number that changes when memory of the stream's GPU is allocated; None if PyTorch does not count."""
-    try:
-        return torch.cuda.memory_stats_as_nested_dict(stream.device)["allocation"]["all"]["allocated"]
-    except (KeyError, RuntimeError):  # another allocator
-        return None
-
-
-def record(queue: Callable[[], object], stream: torch.cuda.Stream) -> LaunchGraph | None:
-    """Record what `queue` queues on `stream`, the current one, which is not run; None if that cannot be recorded.
+def packed_arguments(
+    signature: dict[str, str], names: list[str], arguments: tuple[Any, ...]
+) -> list[ctypes._SimpleCData[Any]]:
+    """The arguments of a launch as the compiled kernel takes them, in their order.
 
     Args:
-        queue: launches kernels that are loaded, and copies between memory that its caller keeps; allocates nothing.
+        signature: name -> Triton's type, ``"constexpr"`` of what is compiled in. names: of all parameters.
+        arguments: the first of them; the rest is compiled in.
 
     Raises:
-        _Allocated: memory of the GPU was allocated meanwhile, by `queue` or another thread.
+        _Refused: one has a type that is not known here.
+    """
+    values: list[Any] = []
+    for name, given in zip(names, arguments, strict=False):
+        kind = signature[name]
+        if kind == "constexpr":
+            continue
+        if isinstance(given, torch.Tensor):
+            values.append(ctypes.c_void_p(given.data_ptr()))
+        elif kind in _NUMBERS:
+            values.append(_NUMBERS[kind](given))
+        else:
+            raise _Refused(f"the argument {name} is of type {kind}")
+    # Triton's own, of kernels that need memory beside their arguments: none here.
+    return [*values, ctypes.c_void_p(), ctypes.c_void_p()]
+
+
+def build(queue: Callable[[], object]) -> LaunchGraph | None:
+    """Build a graph of what `queue` launches and copies, which is not run; None if that cannot be done.
+
+    Args:
+        queue: launches kernels, and copies, by `gear_loader.kernels.launching`; does nothing else on the GPU.
     """
     library = driver.library()
     if library is None:
         return None
-    recording, handle, failure = _Recording(library, stream), ctypes.c_void_p(), None
-    before = _allocations(stream)
+    nodes, handle = _Nodes(library), ctypes.c_void_p()
     try:
-        recording.run(queue)
-        if recording.code == 0 and _allocations(stream) != before:
-            raise _Allocated
-        if recording.code == 0:
-            recording.code = library.cuGraphInstantiateWithFlags(ctypes.byref(handle), recording.graph, 0)
-    except _Allocated:
-        raise
-    except Exception as error:
-        failure = error
-    finally:
-        if recording.graph.value:
-            library.cuGraphDestroy(recording.graph)
-    if recording.code or failure is not None or handle.value is None:
-        _refuse(failure or recording.code)
+        try:
+            nodes.begin()
+            hand_to(nodes, queue)
+            nodes._check("cuGraphInstantiateWithFlags", ctypes.byref(handle), nodes.graph, 0)
+        finally:
+            if nodes.graph.value:
+                library.cuGraphDestroy(nodes.graph)
+    except _Refused as error:
+        notice("launch-graph", f"Batches are queued kernel by kernel: no CUDA graph of them ({error}).")
         return None
-    return LaunchGraph(library, handle.value)
-
-
-def _refuse(reason: object) -> None:
-    notice("launch-graph", f"Batches are queued kernel by kernel: no CUDA graph of them ({reason}).")
+    assert handle.value is not None
+    return LaunchGraph(library, handle.value, nodes.tensors)
 
 
 class RepeatedWork:
-    """The work that fills one set of buffers: queued call by call the first time, recorded the second, then replayed.
+    """The work that fills one set of buffers: queued call by call the first time, which compiles its kernels; then a
+    graph of it is built, and launched.
 
     Attributes:
         scratch: tensors that the work uses, by name; kept with the buffers.
+        graph: of the work with the last key, or None.
     """
 
     def __init__(self) -> None:
         self.scratch: dict[Hashable, Any] = {}
-        self._key: Hashable = None
-        self._graph: LaunchGraph | None = None
-        self._kept: object = None
-        self._failures = 0
+        self.graph: LaunchGraph | None = None
+        self.key: Hashable = None
+        self._refused = False
 
-    def run(
-        self, key: Hashable, queue: Callable[[], object], stream: torch.cuda.Stream, keep: object = None
-    ) -> None:
+    def run(self, key: Hashable, queue: Callable[[], object], stream: torch.cuda.Stream) -> None:
         """Queue work on `stream`, the current one. Does not wait for the GPU.
 
         Args:
             key: tells one piece of work from another: equal keys mean equal launches with equal arguments. Numbers that
                 change lie in memory that the launches read. None for work that is not repeated.
-            queue: queues it; see `record`.
-            keep: what holds the memory that it uses.
+            queue: queues it; see `build`.
         """
-        if key is None or self._failures >= _MOST_FAILURES:
+        if key is None or self._refused:
             queue()
             return
-        if key != self._key:
+        if key != self.key:
             # In this order: an exception may arrive in between, and no graph must be found under another key.
-            self._graph = self._key = self._kept = None
+            self.graph = self.key = None
             queue()
-            self._key = key
+            self.key = key
             return
-        if self._graph is None:
-            self._kept = keep
-            self._graph = self._record(queue, stream)
-        if self._graph is None:
+        if self.graph is None:
+            self.graph = build(queue)
+            self._refused = self.graph is None
+        if self.graph is None:
             queue()
         else:
-            self._graph.launch(stream)
-
-    def _record(self, queue: Callable[[], object], stream: torch.cuda.Stream) -> LaunchGraph | None:
-        try:
-            graph = record(queue, stream)
-        except _Allocated:
-            self._failures += 1
-            if self._failures == _MOST_FAILURES:
-                _refuse(
-                    "memory was allocated during each of 3 recordings, by other threads or a defect of ours"
-                )
-            return None
-        if graph is None:
-            self._failures = _MOST_FAILURES
-        return graph
+            self.graph.launch(stream)

@@ -152,9 +152,7 @@ def test_rows_that_are_gone_are_named_before_anything_is_written(table: gear.Tab
     window = {"obs": gear.Window(2)}
     out = {"obs": torch.full((3, 2, 3), 7.0)}
     for index, named in (([1, 0, 2], r"\[0\]"), ([1, 99, -1], r"\[-1, 99\]")):
-        with pytest.raises(
-            StaleIndexError, match=f"name no live trajectory, .* index {named}, the first in row 1"
-        ):
+        with pytest.raises(StaleIndexError, match=f"rows are stale, .* index {named}, the first in row 1"):
             table.gather(index, windows=window, out=out)
     assert (out["obs"] == 7).all()
 
@@ -206,7 +204,7 @@ def test_columns_that_are_not_filled_yet() -> None:
         assert table.gather([0, 0])["advantage"].tolist() == [1.0] * 6
         assert table.gather([1], windows={"obs": gear.Whole()})["obs"].tolist() == [0.0] * 3
         with pytest.raises(
-            SchemaError, match=r"1 of 2 trajectories .* late columns \['advantage'\]; .* index\[1\], 1"
+            SchemaError, match=r"1 of 2 trajectories .* write-once columns \['advantage'\]; .* index\[1\], 1"
         ):
             table.gather([0, 1])
 

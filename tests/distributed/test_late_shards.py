@@ -115,11 +115,11 @@ def drawing(rank: int, world: int) -> dict[str, Any]:
             shards.timeout = 3  # the deadline of its exchange too: ranks of a busy machine need some of it
             began = time.monotonic()
             with pytest.raises(
-                TableEmptyError, match=r"late columns .* filled, of a policy at most 1 versions old"
+                TableEmptyError, match=r"write-once columns .* filled, of a policy at most 1 versions old"
             ):
                 numbers(dataset(shards))
             found["seconds"] = time.monotonic() - began
-            with pytest.raises(SchemaError, match="late columns"):
+            with pytest.raises(SchemaError, match="write-once columns"):
                 Placement(shards)
             shards.timeout = 20
         return found

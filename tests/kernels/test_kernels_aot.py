@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 import aot_common
 from aot_common import Report, Reports
 
 from gear_loader.kernels.gather import PROGRAMS, SHARED, launch_options
+from gear_loader.utils.launch_graph import packed_arguments
 
 # Seconds of compiling, once for all tests; the first long run fetches a Triton.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -70,6 +74,21 @@ def test_every_variant_was_compiled(reports: Reports) -> None:
     some = {name for name in NAMES if name.startswith(aot_common.SAMPLE)}
     assert reports.keys() - resolved == (NAMES if resolved else some)
     assert len(resolved) in (0, 4)
+
+
+def test_the_arguments_of_a_node_are_those_of_the_machine_code(reports: Reports) -> None:
+    """As `packed_arguments` has them: each is as wide, and there are two pointers more, which are Triton's own."""
+    for name, report in reports.items():
+        kinds = report["parameters"]
+        given = packed_arguments(dict(enumerate(kinds)), range(len(kinds)), tuple(map(_argument, kinds)))  # type: ignore[arg-type]
+        widths = [
+            int(bits) // 8 for bits in re.findall(r"\.param \.[a-z](\d+)[^\n]*_param_\d+", report["ptx"])
+        ]
+        assert [ctypes.sizeof(value) for value in given] == widths, name
+
+
+def _argument(kind: str) -> Any:
+    return torch.empty(1, device="cpu") if kind.startswith("*") else 1.5 if kind == "fp32" else 1
 
 
 def test_what_holds_for_every_kernel(reports: Reports) -> None:

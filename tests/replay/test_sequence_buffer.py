@@ -236,10 +236,10 @@ def test_saved_buffers_go_on(tmp_path: Path) -> None:
 
 def test_errors() -> None:
     for options, message in (
-        ({"length": 4, "burn_in": 4}, "a length above both"),
-        ({"length": 4, "overlap": 5}, "a length above both"),
+        ({"length": 4, "burn_in": 4}, "burn_in and overlap below length"),
+        ({"length": 4, "overlap": 5}, "burn_in and overlap below length"),
         ({"length": 0}, "length is 0"),
-        ({"length": 4, "n_step": 3}, "delivers rewards and goals as they are"),
+        ({"length": 4, "n_step": 3}, "has no n-step returns"),
         ({"length": 4, "mutable": "state"}, "expected names of columns"),
         ({"length": 4, "sampler": gear.Uniform()}, "expected one of steps"),
     ):

@@ -25,6 +25,7 @@ from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.collection.references import BatchReferences
 from gear_loader.selection import cuda_leaves, prioritized_cuda
 from gear_loader.selection.budget_planner import PlannedBatch
+from gear_loader.storage.reader import TableReader
 from gear_loader.utils import launch_graph
 
 PutBack = Callable[[pytest.MonkeyPatch], None]
@@ -94,6 +95,18 @@ def _beside(patch: pytest.MonkeyPatch) -> None:
     _left_out(Stream, "wait_event", "enter")(patch)
 
 
+def _no_ticket(patch: pytest.MonkeyPatch) -> None:
+    begin = TableReader._begin_unchanged
+
+    def at_once(self: Any, ticket: Any, *given: Any) -> bool:
+        done = begin(self, ticket, *given)
+        if sys._getframe(1).f_code.co_name == "queue_inline":
+            ticket.end()
+        return done
+
+    patch.setattr(TableReader, "_begin_unchanged", at_once)
+
+
 def _callers_memory(patch: pytest.MonkeyPatch) -> None:
     def keep(self: Any, parts: Any) -> None:
         self.parts = tuple(None if part is None else part.detach() for part in parts)
@@ -126,18 +139,25 @@ def _one_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def _scratch_of_the_call(patch: pytest.MonkeyPatch) -> None:
-    """A recorded draw allocates what only its kernels use, and the recording does not notice."""
+    """Each draw allocates what only its kernels use, and the graph does not keep that of its own."""
     scratch = prioritized_cuda.CudaPrioritizedSelection._scratch
 
     def fresh(self: Any, kept: dict[Any, Any], count: int) -> tuple[torch.Tensor, ...]:
         return *scratch(self, kept, count)[:2], *scratch(self, {}, count)[2:]
 
     patch.setattr(prioritized_cuda.CudaPrioritizedSelection, "_scratch", fresh)
-    patch.setattr(launch_graph, "_allocations", lambda stream: None)
+    _kept_by_nobody(patch)
+
+
+def _kept_by_nobody(patch: pytest.MonkeyPatch) -> None:
+    """A graph does not keep the tensors that its nodes use."""
+    begin = launch_graph.LaunchGraph.__init__
+    patch.setattr(launch_graph.LaunchGraph, "__init__", lambda self, *given: begin(self, *given[:2], []))
 
 
 def _freed_scratch(patch: pytest.MonkeyPatch) -> None:
-    """What a recorded draw uses ends with the draw."""
+    """What a draw uses ends with the draw."""
+    _kept_by_nobody(patch)
     draw = prioritized_cuda.CudaPrioritizedSelection._draw_into
 
     def free(self: Any, drawn: Any, places: Any, stream: Any) -> None:
@@ -167,12 +187,6 @@ def _exponent_of_the_call(patch: pytest.MonkeyPatch) -> None:
         launch(self, draw, dataclasses.replace(places, beta=kept[-1]))
 
     patch.setattr(prioritized_cuda.CudaPrioritizedSelection, "_launch_draw", by_value)
-
-
-def _shared_stream(patch: pytest.MonkeyPatch) -> None:
-    """Batches are recorded on a stream of PyTorch's pool, which another thread has too."""
-    patch.setattr(cuda, "_POOL", 1)
-    patch.setattr(prefetch, "own_stream", lambda device, priority, owner: torch.cuda.Stream(device))
 
 
 def _early_parts(kind: type, name: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -240,15 +254,22 @@ def _launches_of_old_memory(patch: pytest.MonkeyPatch) -> None:
 
 
 DEFECTS: dict[str, Defect] = {
-    "a recorded draw allocates its scratch": Defect(_scratch_of_the_call),
+    "a draw that is launched as a graph allocates its scratch": Defect(_scratch_of_the_call),
     "scratch is freed while a graph lives": Defect(_freed_scratch),
     "an argument changes without a new key: the memory of a packed batch": Defect(
         _key_without_memory, Scenario.flat
     ),
     "an argument changes without a new key: the exponent of weights": Defect(_exponent_of_the_call),
-    "another thread launches on a stream that captures": Defect(
-        _shared_stream, lambda seed: Scenario.of(seed, "launches elsewhere")
+    "one compiled call writes a batch's arguments while a copy still reads them": Defect(
+        lambda patch: patch.setattr(cuda.Cuda, "cuEventQuery", lambda self, event: 0), Scenario.queued
     ),
+    "one compiled call queues a batch without waiting for the consumer": Defect(
+        _left_out(Stream, "wait_event", "cuStreamWaitEvent"), Scenario.queued
+    ),
+    "one compiled call does not say when a batch is filled": Defect(
+        _left_out(Event, "record", "cuEventRecord"), Scenario.queued
+    ),
+    "one compiled call reads without a ticket": Defect(_no_ticket, Scenario.queued),
     "a batch is delivered without waiting for the stream that fills it": Defect(
         _left_out(Stream, "wait_event", "_deliver")
     ),

@@ -151,6 +151,17 @@ class Scenario(Shrinkable):
         )
 
     @classmethod
+    def queued(cls, seed: int) -> Scenario:
+        """That of a seed whose batches are drawn and queued in one compiled call, where the table stands still."""
+        choices = {
+            "sampler": "steps" if seed % 3 else "uniform",
+            "updates": "",
+            "batches": 16,
+            "pinned": True,
+        }
+        return dataclasses.replace(cls.of(seed), **choices, copy=None if seed % 2 else False)
+
+    @classmethod
     def flat_tier(cls, seed: int) -> Scenario:
         """That of a seed with packed batches of a table with a disk tier, in half of them with a late column."""
         scenario = cls.flat(seed)
@@ -602,7 +613,29 @@ class Run:
             self.expected[key] = {name: cloned(value) for name, value in batch.items()}
             return made
 
+        queue_here = selection.queue
+
+        def queue(given: Any, batch: Any, ticket: Any) -> bool:
+            if (
+                data.table._engine.reader().known() is None
+            ):  # as it finds itself: the twin below would look anew
+                return False
+            own = Ticket()
+            rows = twin.draw(given, own)
+            buffers = collector.buffers()
+            collector.gather(buffers, rows)
+            own.end()
+            done = queue_here(given, batch, ticket)
+            if done:
+                self.cuda.machine.counts["queued"] += 1
+                key = (given.epoch, given.step) if given.epoch < 1 << 16 else (-1, given.step)
+                whole = buffers.rows(len(rows))
+                self.expected[key] = {name: cloned(value) for name, value in whole.items()}
+            return done
+
         selection.draw = draw  # type: ignore[method-assign]
+        if not isinstance(selection, PrioritizedSelection):
+            selection.queue = queue  # type: ignore[method-assign]
         if not isinstance(selection, PrioritizedSelection):
             return
         on_gpu = isinstance(selection, CudaPrioritizedSelection)

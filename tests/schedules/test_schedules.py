@@ -21,6 +21,7 @@ from options_common import nested
 from scenarios import Scenario, Shrinkable, cloned, compare, made_table, on_host
 from shard_scenarios import ShardScenario
 from streams.cuda import Cuda
+from streams.graphs import building
 from streams.machine import Policy
 
 import gear_loader as gear
@@ -99,6 +100,7 @@ CASES = {
     "padded": Case(Scenario.of, 1, 32, 1000),
     # Rows of different lengths, budgets of steps, other dtypes; buffers that grow while batches are held.
     "packed": Case(Scenario.flat, 2, 32),
+    "queued in one call": Case(Scenario.queued, 1, 24, seen="queued", least=3),
     "groups": Case(Scenario.groups, 1, 8),
     "device memory": Case(Scenario.in_device_memory, 1, 32, seen="store", least=20),
     # Rows on disk are read into pinned memory, and placed, or gathered out of it; late columns are filled meanwhile.
@@ -296,12 +298,12 @@ def test_a_table_closed_between_a_draw_and_its_launch_stays_until_it_is_read(
     cuda.check()
 
 
-def test_an_interrupted_recording_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while a batch is recorded: the next batches are gathered."""
+def test_an_interrupt_while_a_graph_is_built_leaves_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next batches are gathered."""
     cuda, launch = Cuda(0, "latest"), PaddedCuda._launch
 
     def interrupted(self: PaddedCuda, *args: Any) -> None:
-        if any(stream.captured is not None for stream in cuda.machine.streams):
+        if building():
             monkeypatch.setattr(PaddedCuda, "_launch", launch)
             raise KeyboardInterrupt
         launch(self, *args)

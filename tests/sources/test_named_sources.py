@@ -52,7 +52,7 @@ def test_a_new_kind() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("hub:door", r"The kind of 'hub:door' is not known; expected one of \['minari:'\], or the path"),
+        ("hub:door", r"The prefix of 'hub:door' is not known; expected one of \['minari:'\], or the path"),
         ([{"reward": np.ones(3)}], "expected a name such as"),
         ("nothing.hdf5", "nothing.hdf5' does not exist"),
     ],

@@ -232,7 +232,7 @@ def _lengthen(policy: int = 0, *, elsewhere: bool = False, moves: bool = False) 
 
         def more(count: int, final: int) -> bool:
             generation = int(arrays.generation[slot])
-            answer = ops.lengthen(arrays.where, slot, generation, count, final, policy, run)
+            answer = ops.lengthen(arrays.where, slot, generation, READY, count, final, policy, run)
             if answer != DONE:
                 return False
             length, start, _ = arrays.extent[slot].tolist()

@@ -30,8 +30,8 @@ CALLS = (
 )
 
 
-def interrupted(*options: object, timeout: float = 1200) -> int:
-    """How often `interrupts_loop` has interrupted calls, with nothing left."""
+def interrupted(*options: object, timeout: float = 1200) -> list[int]:
+    """How often `interrupts_loop` has interrupted calls in each of its parts, with nothing left."""
     paths = [str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, str(HERE / "tools" / "interrupts_loop.py"), *map(str, options)],
@@ -41,11 +41,13 @@ def interrupted(*options: object, timeout: float = 1200) -> int:
         timeout=timeout,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return int(done.stdout)
+    return [int(line) for line in done.stdout.split()]
 
 
-def test_exceptions_at_some_opcodes_leave_nothing() -> None:
-    assert interrupted("opcodes", "all", 1, 1) >= len(CALLS)
+def test_exceptions_at_some_opcodes_and_signals_leave_nothing() -> None:
+    opcodes, signals = interrupted("opcodes", "all", 1, 1, "then", "signals", 20, 3)
+    assert opcodes >= len(CALLS)
+    assert signals == 20
 
 
 @pytest.mark.long
@@ -53,15 +55,14 @@ def test_exceptions_at_some_opcodes_leave_nothing() -> None:
 @pytest.mark.parametrize("call", CALLS)
 def test_exceptions_at_many_opcodes_leave_nothing(call: str) -> None:
     """At 250 of the thousand or more opcodes of each call; `interrupts_loop.py opcodes CALL 0 0` takes all of them."""
-    assert 100 < interrupted("opcodes", call, 250, 5) <= 250
+    assert 100 < interrupted("opcodes", call, 250, 5)[0] <= 250
 
 
-@pytest.mark.parametrize(
-    "count",
-    [20, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.exhaustive, pytest.mark.timeout(3700)])],
-)
-def test_signals_leave_nothing(count: int) -> None:
-    assert interrupted("signals", count, 3, timeout=3600) == count
+@pytest.mark.long
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3700)
+def test_many_signals_leave_nothing() -> None:
+    assert interrupted("signals", 10_000, 3, timeout=3600) == [10_000]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_signals_leave_nothing(count: int) -> None:
     ],
 )
 def test_a_handler_gets_the_state_in_the_middle_of_any_call(count: int) -> None:
-    assert interrupted("states", "all", count, 7, timeout=3600) > len(CALLS) * count // 2
+    assert interrupted("states", "all", count, 7, timeout=3600)[0] > len(CALLS) * count // 2
 
 
 def test_a_lock_is_not_taken_twice_by_a_thread() -> None:

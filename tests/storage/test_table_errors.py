@@ -457,7 +457,7 @@ def test_a_commit_that_cannot_get_the_lock_gives_its_room_back() -> None:
         assert after["stats"].blocks_in_use == before["stats"].blocks_in_use
 
 
-STALE = "names no live trajectory: it was never used, removed or evicted"
+STALE = "is stale: its trajectory was removed or evicted, or it was never used"
 
 
 def test_indices_without_a_trajectory(table: gear.Table) -> None:

@@ -338,7 +338,7 @@ class WriterMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(slot=st.integers(-2, 14))
     def touch_a_stale_index(self, slot: int) -> None:
         if slot not in self.live:
-            with pytest.raises(StaleIndexError, match=rf"^Index {slot} names no live trajectory: .* "):
+            with pytest.raises(StaleIndexError, match=rf"^Index {slot} is stale: .* "):
                 self.table[slot]
             with pytest.raises(StaleIndexError):
                 self.table.remove([*self.live, slot])

@@ -13,6 +13,7 @@ A prefix leaves out the kernels whose names do not begin with it. One line a ker
     instructions       how often each instruction on global or local memory occurs in the machine code
     fused              fused multiply-adds of float64, in PTX and in the machine code
     barriers           barriers of the whole program, in PTX
+    parameters         types of the arguments, by Triton's names
     side_by_side       bytes that the threads of a warp read side by side in the load of whole lines
     specialised        arguments whose values the launcher would compile anew for
 """
@@ -228,6 +229,7 @@ def compile_for(variant: Variant, arch: str) -> dict[str, Any]:
         "spills": stack + local,
         "shared": binary.metadata.shared,
         "ptx": binary.asm["ptx"],
+        "parameters": [kind for kind in source.signature.values() if kind != "constexpr"],
         "fused": [
             len(re.findall(r"\bfma\.rn\.f64\b", binary.asm["ptx"])),
             len(re.findall(r"\bDFMA\b", code)),

@@ -4,7 +4,8 @@
     python interrupts_loop.py signals COUNT SEED         raise COUNT times, from a signal's handler at a random time
     python interrupts_loop.py states CALLS COUNT SEED    ask for states and saves at COUNT random opcodes of each call
 
-It prints how often calls were interrupted, and ends with 1 and a traceback if anything was left.
+Several of these, with `then` between them, follow each other in one process. Each prints how often calls were
+interrupted; it ends with 1 and a traceback if anything was left.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ from options_common import nested, nested_table
 from tier_common import NEVER, spill
 
 import gear_loader as gear
+from gear_loader import warmup
 from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.tier_reader import THREADS, _File
 from gear_loader.collection.buffers import Buffers
 from gear_loader.storage.operations.view import PID, READING
 from gear_loader.storage.states import WRITING
 from gear_loader.utils.mutex import holds_any
-from gear_loader.warmup import warm_up
 
+warm_up = functools.cache(warmup.warm_up)
 FILES = (str(Path(gear.__file__).parent), contextlib.__file__)
 SCHEMA = {"x": gear.Column(torch.float32, (4,))}
 PATIENCE = 60.0
@@ -555,12 +557,15 @@ def at_signals(count: int, seed: int) -> int:
         subject.close()
 
 
+def run(kind: str, *options: str) -> int:
+    if kind == "signals":
+        return at_signals(int(options[0]), int(options[1]))
+    at = {"opcodes": at_opcodes, "states": at_states}[kind]
+    return at(options[0], int(options[1]), int(options[2]))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    kind, *options = sys.argv[1:]
-    if kind == "opcodes":
-        print(at_opcodes(options[0], int(options[1]), int(options[2])))
-    elif kind == "states":
-        print(at_states(options[0], int(options[1]), int(options[2])))
-    else:
-        print(at_signals(int(options[0]), int(options[1])))
+    for then, told in itertools.groupby(sys.argv[1:], "then".__eq__):
+        if not then:
+            print(run(*told))

@@ -66,7 +66,7 @@ def test_columns_of_the_servers_table_are_filled_once(monkeypatch: pytest.Monkey
         assert remote.unfilled("logprob", "reward")[0].tolist() == slots[10:]
         for number in range(10):
             check(table, slots[number], number)
-        with pytest.raises(FilledError, match=r"\['reward'\] already; a late column is filled once"):
+        with pytest.raises(FilledError, match=r"\['reward'\] already; a write-once column is filled once"):
             remote.fill(slots[3], reward=1.0)
         table.remove(slots[11])
         assert remote.fill(index[11:], generation=generation[11:], reward=np.ones(1, np.float32)) == 1

@@ -207,12 +207,12 @@ def test_a_slow_server(table: gear.Table, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_several_carriers_must_not_share_a_port(table: gear.Table) -> None:
     for arguments, message in (
-        ({"carriers": ("socket", "ucx"), "port": 5555}, "Port 5555 was received for 2 carriers"),
+        ({"carriers": ("socket", "ucx"), "port": 5555}, "Port 5555 was received for 2 transports"),
         (
             {"carriers": ("pigeon",)},
-            r"Carriers \['pigeon'\] were received; expected some of \['socket', 'ucx'\]",
+            r"Transports \['pigeon'\] were received; expected some of \['socket', 'ucx'\]",
         ),
-        ({"carriers": ()}, r"Carriers \[\] were received"),
+        ({"carriers": ()}, r"Transports \[\] were received"),
         ({"carriers": ("socket", "socket")}, "each once"),
     ):
         with pytest.raises(TransportError, match=message):
@@ -279,7 +279,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("serve a --listen a:99999", "expected HOST:PORT"),
     ("serve a --metrics x", "--metrics 127.0.0.1:x was received; expected HOST:PORT"),
     ("serve a --metrics :9400", "--metrics :9400 was received; expected HOST:PORT"),
-    ("serve a --carrier socket --carrier ucx --listen 127.0.0.1:5", "one port"),
+    ("serve a --transport socket --transport ucx --listen 127.0.0.1:5", "one port"),
     ("serve a", "GEAR_LOADER_SECRET holds no secret"),
     ("serve a --secret-file /nowhere", "No such file"),
     ("serve a --secret-file /dev/null", "/dev/null holds no secret"),

@@ -149,8 +149,8 @@ def test_options_that_cannot_be(files: tuple[Path, Path], tmp_path: Path) -> Non
         ):
             with pytest.raises(TransportError, match=message):
                 table.serve(tls=wrong)  # type: ignore[arg-type]
-        with pytest.raises(TransportError, match=r"TLS was asked for with the carriers \['ucx'\]"):
-            table.serve(tls=files, carrier="ucx")
+        with pytest.raises(TransportError, match=r"TLS was asked for with the transports \['ucx'\]"):
+            table.serve(tls=files, transport="ucx")
         with pytest.raises(TransportError, match="and one-sided reads"):
             start_server([name], secret=SECRET, one_sided=True, tls=files)
     with pytest.raises(TransportError, match="cannot be used as ca_file"):

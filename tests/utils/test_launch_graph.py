@@ -1,18 +1,24 @@
-"""Recording the work that fills a batch, with a stand-in for CUDA's driver; on a GPU, the batches of it."""
+"""Building graphs of the work that fills a batch, with a stand-in for CUDA's driver."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import shutil
+import subprocess
 import types
+import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from forks_common import in_child
 
+from gear_loader.kernels.launching import copy, launch
 from gear_loader.utils import driver as drivers
-from gear_loader.utils import launch_graph
-from gear_loader.utils.launch_graph import RepeatedWork, record
+from gear_loader.utils.launch_graph import RepeatedWork, build, packed_arguments
 
 STREAM: Any = types.SimpleNamespace(cuda_stream=77, device=None)
 
@@ -22,19 +28,37 @@ class Library:
 
     def __init__(self, **codes: int) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.allocations = 0
-        self._codes = codes
+        self.codes = codes
+        self.raises = ""
 
     def _called(self, name: str, *arguments: Any) -> int:
         self.calls.append((name, *arguments))
-        return self._codes.get(name, 0)
+        if name == self.raises:
+            self.raises = ""
+            raise KeyboardInterrupt
+        return self.codes.get(name, 0)
 
-    def cuStreamBeginCapture_v2(self, stream: int, mode: int) -> int:
-        return self._called("begin", stream, mode)
-
-    def cuStreamEndCapture(self, stream: int, graph: Any) -> int:
+    def cuGraphCreate(self, graph: Any, flags: int) -> int:
         graph._obj.value = 5
-        return self._called("end", stream)
+        return self._called("create")
+
+    def cuGraphAddKernelNode_v2(self, node: Any, graph: Any, before: Any, count: int, given: Any) -> int:
+        node._obj.value = 10 + len(self.calls)
+        kernel: drivers.KernelNode = given._obj
+        values = [ctypes.c_int64.from_address(kernel.kernelParams[place]).value for place in range(2)]
+        shape = kernel.gridDimX, kernel.gridDimY, kernel.blockDimX, kernel.sharedMemBytes
+        return self._called("kernel", graph.value, before._obj.value if count else None, *shape, *values)
+
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = 3
+        return 0
+
+    def cuGraphAddMemcpyNode(
+        self, node: Any, graph: Any, before: Any, count: int, given: Any, context: Any
+    ) -> int:
+        node._obj.value = 10 + len(self.calls)
+        sides = given._obj.srcHost, given._obj.dstHost, given._obj.WidthInBytes
+        return self._called("copy", before._obj.value if count else None, *sides, context.value)
 
     def cuGraphInstantiateWithFlags(self, handle: Any, graph: ctypes.c_void_p, flags: int) -> int:
         handle._obj.value = 6
@@ -50,123 +74,148 @@ class Library:
         return self._called("launch", handle, stream)
 
 
+class Kernel:
+    """A kernel of an address and a number, as Triton compiles it; `scratch`: the memory that it needs beside them."""
+
+    arg_names = ("p_out", "count", "BLOCK")
+
+    def __init__(self, scratch: int = 0) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self._scratch = scratch
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **constants: self.launched.append((grid, *arguments, constants))
+
+    def warmup(self, *arguments: Any, grid: tuple[int, ...], **constants: Any) -> Any:
+        metadata = types.SimpleNamespace(
+            name="kernel", num_warps=constants["num_warps"], shared=1024, global_scratch_size=self._scratch
+        )
+        signature = {"p_out": "*i64", "count": "i64", "BLOCK": "constexpr"}
+        source = types.SimpleNamespace(signature=signature)
+        return types.SimpleNamespace(run=self.launched.append, function=9, metadata=metadata, src=source)
+
+
 def driver(monkeypatch: pytest.MonkeyPatch, **codes: int) -> Library:
     library = Library(**codes)
     monkeypatch.setattr(drivers, "library", lambda: library)
-    monkeypatch.setattr(launch_graph, "_allocations", lambda stream: library.allocations)
     return library
 
 
-RECORDED = [("begin", 77, 2), "queued", ("end", 77), ("instantiate", 5, 0), ("destroy", 5)]
+def numbers(value: int) -> torch.Tensor:
+    return torch.full((4,), value, dtype=torch.int64, device="cpu")
 
 
-def test_equal_work_is_recorded_the_second_time_and_replayed_from_then_on(
+def names(library: Library) -> list[str]:
+    return [call[0] for call in library.calls]
+
+
+BUILT = ["create", "copy", "kernel", "instantiate", "destroy"]
+
+
+class Work:
+    """A copy and a launch; `fails` once."""
+
+    def __init__(self, scratch: int = 0) -> None:
+        self.kernel, self.out, self.host = Kernel(scratch), numbers(0), numbers(7)
+        self.queued = 0
+        self.fails: BaseException | None = None
+
+    def queue(self) -> None:
+        self.queued += 1
+        copy(self.out, self.host)
+        error, self.fails = self.fails, None
+        if error is not None:
+            raise error
+        launch(self.kernel, (3,), self.out, 2**40, BLOCK=8, num_warps=4)
+
+
+def test_equal_work_is_built_the_second_time_and_launched_from_then_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    library, work = driver(monkeypatch), RepeatedWork()
-
-    def queue() -> None:
-        library.calls.append("queued")  # type: ignore[arg-type]
-
-    work.run("rows", queue, STREAM)
-    assert library.calls == ["queued"]
-    work.run("rows", queue, STREAM)
-    work.run("rows", queue, STREAM)
-    assert library.calls[1:] == [*RECORDED, ("launch", 6, 77), ("launch", 6, 77)]
+    library, work, repeated = driver(monkeypatch), Work(), RepeatedWork()
+    repeated.run("rows", work.queue, STREAM)
+    assert work.kernel.launched == [((3,), work.out, 2**40, {"BLOCK": 8, "num_warps": 4})]
+    assert not library.calls
+    work.out.zero_()
+    for _ in range(2):
+        repeated.run("rows", work.queue, STREAM)
+    out, host = work.out.data_ptr(), work.host.data_ptr()
+    assert library.calls == [
+        ("create",),
+        ("copy", None, host, out, 32, 3),
+        ("kernel", 5, 11, 3, 1, 128, 1024, out, 2**40),
+        ("instantiate", 5, 0),
+        ("destroy", 5),
+        ("launch", 6, 77),
+        ("launch", 6, 77),
+    ]
+    assert work.queued == 2
+    assert not work.out.any()  # nothing was done while it was built
     library.calls.clear()
-    work.run(None, queue, STREAM)  # a part of a batch
-    work.run("rows", queue, STREAM)
-    assert library.calls == ["queued", ("launch", 6, 77)]
-    # Other work is queued, and forgets what was recorded.
+    repeated.run(None, work.queue, STREAM)  # a part of a batch
+    repeated.run("rows", work.queue, STREAM)
+    assert (work.queued, library.calls) == (3, [("launch", 6, 77)])
+    # Other work is queued, and forgets what was built.
     library.calls.clear()
-    work.run("draw", queue, STREAM)
-    assert library.calls == [("free", 6), "queued"]
-    work.run("rows", queue, STREAM)
-    assert library.calls[2:] == ["queued"]
+    repeated.run("draw", work.queue, STREAM)
+    assert library.calls == [("free", 6)]
+    repeated.run("rows", work.queue, STREAM)
+    assert (work.queued, names(library)) == (5, ["free"])
 
 
-def test_what_recorded_work_uses_is_kept_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_keeps_the_tensors_of_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     driver(monkeypatch)
-    work, kept = RepeatedWork(), [types.SimpleNamespace(used=True) for _ in range(2)]
-    for _ in range(3):
-        work.run("draw", lambda: None, STREAM, kept[0])
-    assert work._kept is kept[0]
-    work.run("other", lambda: None, STREAM, kept[1])
-    assert work._kept is None
+    work, repeated = Work(), RepeatedWork()
+    for _ in range(2):
+        repeated.run("draw", work.queue, STREAM)
+    kept = [weakref.ref(work.out), weakref.ref(work.host)]
+    del work
+    gc.collect()
+    assert all(each() is not None for each in kept)
+    repeated.run("other", lambda: None, STREAM)
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
 
 
-@pytest.mark.parametrize("failing", ["begin", "end", "instantiate", "queue"])
-def test_work_that_cannot_be_recorded_is_queued_each_time(
-    failing: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failing", ["create", "copy", "kernel", "instantiate", "scratch"])
+def test_work_that_cannot_be_built_is_queued_each_time(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, work, repeated = (
+        driver(monkeypatch, **{failing: 900}),
+        Work(failing == "scratch"),
+        RepeatedWork(),
+    )
+    for number in range(4):
+        repeated.run("rows", work.queue, STREAM)
+        assert len(work.kernel.launched) == number + 1
+    assert names(library).count("create") == names(library).count("destroy") == 1
+    assert "launch" not in names(library)
+
+
+@pytest.mark.parametrize("where", ["create", "copy", "kernel", "instantiate", "destroy", "queue"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_exception_leaves_nothing_of_a_graph(
+    where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, work, queued = driver(monkeypatch, **{failing: 900}), RepeatedWork(), 0
-
-    def queue() -> None:
-        nonlocal queued
-        queued += 1
-        if failing == "queue" and library.calls and library.calls[-1][0] == "begin":
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-    for _ in range(4):
-        work.run("rows", queue, STREAM)
-    tried = failing != "begin"
-    assert queued == 4 + tried
-    assert [call[0] for call in library.calls].count("begin") == 1
-    assert [call[0] for call in library.calls].count("end") == tried  # never left recording
-    assert ("launch", 6, 77) not in library.calls
-
-
-@pytest.mark.parametrize("where", ["begin", "queue", "end"])
-def test_an_interrupt_ends_the_recording(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C at any point of it: what is queued next is queued, and not recorded."""
-    library, work, queued = driver(monkeypatch), RepeatedWork(), 0
-    work.run("rows", lambda: None, STREAM)
-
-    def queue() -> None:
-        nonlocal queued
-        queued += 1
-        if where == "queue" and queued == 1:
-            raise KeyboardInterrupt
-
-    for name in {"begin": ["cuStreamBeginCapture_v2"], "end": ["cuStreamEndCapture"]}.get(where, []):
-        call = getattr(library, name)
-
-        def interrupted(*arguments: Any, call: Any = call, name: str = name) -> int:
-            monkeypatch.setattr(library, name, call)
-            if where == "begin":
-                call(*arguments)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(library, name, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        work.run("rows", queue, STREAM)
-    assert [call[0] for call in library.calls if call[0] in ("begin", "end")] == ["begin", "end"]
+    """At any point of it: what is launched next is launched."""
+    library, work, repeated = driver(monkeypatch), Work(), RepeatedWork()
+    repeated.run("rows", work.queue, STREAM)
+    if where == "queue":
+        work.fails = error()
+    else:
+        error, library.raises = KeyboardInterrupt, where
+    with pytest.raises(error):
+        repeated.run("rows", work.queue, STREAM)
+    assert names(library).count("destroy") == 1
+    launch(work.kernel, (1,), work.out, 1, BLOCK=8, num_warps=4)
+    assert len(work.kernel.launched) == 2
     library.calls.clear()
-    work.run("rows", queue, STREAM)
-    assert [call[0] for call in library.calls] == ["begin", "end", "instantiate", "destroy", "launch"]
+    repeated.run("rows", work.queue, STREAM)
+    assert names(library) == [*BUILT, "launch"]
 
 
-def test_a_recording_in_which_something_is_allocated_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its replays would write memory that is somebody else's by then. Another thread's is no reason to give up."""
-    library, work = driver(monkeypatch), RepeatedWork()
-
-    def queue() -> None:
-        library.allocations += 1
-
-    for number in range(6):
-        work.run("rows", queue, STREAM)
-        names = [call[0] for call in library.calls]
-        assert names.count("begin") == names.count("end") == names.count("destroy") == min(number, 3)
-        assert "launch" not in names
-    other = RepeatedWork()
-    for allocate in (0, 1, 0):
-        other.run("rows", lambda: setattr(library, "allocations", library.allocations + allocate), STREAM)  # noqa: B023
-    assert library.calls[-1][0] == "launch"
-
-
-def test_without_a_driver_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drivers, "library", lambda: None)
-    assert record(lambda: pytest.fail("queued"), STREAM) is None
+    assert build(lambda: pytest.fail("queued")) is None
 
     def no_library(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
@@ -176,18 +225,54 @@ def test_without_a_driver_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -
     assert drivers.library.__wrapped__() is None
 
 
+def test_arguments_are_packed_as_kernels_take_them() -> None:
+    signature = {"p": "*i64", "i": "i32", "n": "i64", "x": "fp32", "one": "constexpr", "WORD": "constexpr"}
+    given = numbers(0), -3, 2**62, 0.1, 1
+    packed = packed_arguments(signature, list(signature), given)
+    assert [ctypes.sizeof(each) for each in packed] == [8, 4, 8, 4, 8, 8]
+    values = [each.value for each in packed]
+    assert values == [given[0].data_ptr(), -3, 2**62, ctypes.c_float(0.1).value, None, None]
+
+
+def test_structures_are_laid_out_as_the_headers_say(tmp_path: Path) -> None:
+    triton, compiler = pytest.importorskip("triton"), shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    structures = {"CUDA_KERNEL_NODE_PARAMS_v2": drivers.KernelNode, "CUDA_MEMCPY3D": drivers.CopyNode}
+    lines = [
+        f'printf("%zu %zu ", offsetof({name}, {field}), sizeof((({name}*)0)->{field}));'
+        for name, kind in structures.items()
+        for field, *_ in kind._fields_
+    ]
+    source = tmp_path / "layout.c"
+    body = "".join(lines)
+    source.write_text(
+        f"#include <cuda.h>\n#include <stdio.h>\n#include <stddef.h>\nint main() {{ {body} return 0; }}"
+    )
+    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    subprocess.run([compiler, f"-I{headers}", source, "-o", tmp_path / "layout"], check=True)
+    found = subprocess.run([tmp_path / "layout"], capture_output=True, text=True, check=True).stdout.split()
+    expected = [
+        number
+        for kind in structures.values()
+        for field in kind._fields_
+        for number in (getattr(kind, field[0]).offset, getattr(kind, field[0]).size)
+    ]
+    assert [*map(int, found)] == expected
+
+
 def test_a_launch_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     driver(monkeypatch, launch=700)
-    graph = record(lambda: None, STREAM)
+    graph = build(lambda: None)
     assert graph is not None
     with pytest.raises(RuntimeError, match="cuGraphLaunch returned 700"):
         graph.launch(STREAM)
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
-def test_a_graph_is_freed_in_the_process_that_recorded_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_is_freed_in_the_process_that_built_it(monkeypatch: pytest.MonkeyPatch) -> None:
     library = driver(monkeypatch)
-    graphs = [record(lambda: None, STREAM)]
+    graphs = [build(lambda: None)]
 
     def freed() -> str:
         graphs.clear()

@@ -8,18 +8,18 @@ import numpy as np
 from numba import njit
 
 from gear_loader.native.compile import inlined
-from gear_loader.native.copying import is_zero, place_of, put_step, row_of
-from gear_loader.native.lanes import LANE_GENERATION, LANE_RUN, LANE_SLOT, LANE_STEPS
+from gear_loader.native.copying import copy_common, is_zero, place_of, put_step, row_of
+from gear_loader.native.lanes import LANE_GENERATION, LANE_LAST, LANE_RUN, LANE_SLOT, LANE_STEPS
 from gear_loader.native.memory import differ_step
 from gear_loader.storage.operations.growth import clear_lane, is_ready, lengthen, publish_steps
-from gear_loader.storage.operations.lifecycle import commit
+from gear_loader.storage.operations.lifecycle import abort, commit
 from gear_loader.storage.operations.quick_rows import TOGETHER, write_rows
 from gear_loader.storage.operations.room import begin
 from gear_loader.storage.operations.view import DONE, GONE, UNREADY, require
-from gear_loader.storage.states import READY
+from gear_loader.storage.states import READY, WRITING
 
 # Compiled into the cached machine code.
-assert (LANE_SLOT, LANE_GENERATION, LANE_STEPS, LANE_RUN) == (0, 1, 2, 5)
+assert (LANE_SLOT, LANE_GENERATION, LANE_STEPS, LANE_RUN, LANE_LAST) == (0, 1, 2, 5, 7)
 
 UNLESS_RESET, ENDS = 2, 4
 """A row's kind is 0 if it does not count, 1 if it does, or UNLESS_RESET: if it does not repeat what followed a row that
@@ -27,8 +27,10 @@ ended its trajectory, with zeros in the column of rewards, and does not end itse
 
 # Head of a request to `append_lanes`, int64: number of lanes n, of columns C, of rows K, of columns per trajectory O;
 # the item that is next (row k of lane i is item k * n + i), and the one to stop at; steps of a trajectory at which it
-# ends, or -1; the column of rewards; whether each row is visible at once; whether rows that are not are only made
-# visible; pid and start time of this process.
+# ends, or NEVER; the column of rewards; whether each row is visible at once; whether rows that are not are only made
+# visible; state of trajectories that have not ended: READY, or WRITING if they are visible when they have; the column
+# that tells the first rows of episodes, or -1; steps that the trajectories of an episode have in common, with such a
+# column; pid and start time of this process.
 (
     AHEAD_LANES,
     AHEAD_COLUMNS,
@@ -40,21 +42,25 @@ ended its trajectory, with zeros in the column of rewards, and does not end itse
     AHEAD_REWARD,
     AHEAD_AT_ONCE,
     AHEAD_PUBLISHES,
+    AHEAD_STATE,
+    AHEAD_FIRST,
+    AHEAD_OVERLAP,
     AHEAD_PID,
     AHEAD_START,
     AHEAD_HEAD,
-) = range(13)
+) = range(16)
+NEVER = 1 << 62
 
 
-def parts_of(lanes: int, columns: int, rows: int, once: int) -> dict[str, tuple[int, ...]]:
+def parts_of(lanes: int, columns: int, rows: int, once: int, overlap: int) -> dict[str, tuple[int, ...]]:
     """What follows the head of a request, in order, int64.
 
     columns: as for `gear_loader.native.copying.scatter`. sources, following: as for `row_of`: rows, and the values
-    after each. before: address and bytes from lane to lane of memory for what followed the row that ended each lane's
-    last trajectory. finals: 1 for columns that have final steps. once, once_sources: columns per trajectory, and
-    address and bytes from lane to lane of their values. kinds: of the rows. over: 1 where the last row of a lane ended
-    its trajectory. out: output: slot of the trajectory that each lane has ended last. priorities: float32. scratch:
-    memory.
+    after each; the rows of AHEAD_FIRST are a zero, and a one lies behind it. before: address and bytes from lane to
+    lane of memory for what followed the row that ended each lane's last trajectory. finals: 1 for columns that have
+    final steps. once, once_sources: columns per trajectory, and address and bytes from lane to lane of their values.
+    kinds: of the rows. over: 1 where the last row of a lane ended its trajectory. out: output: slot of the trajectory
+    that each lane has ended last. priorities: float32. scratch: memory.
     """
     return {
         "columns": (columns, 4),
@@ -68,7 +74,7 @@ def parts_of(lanes: int, columns: int, rows: int, once: int) -> dict[str, tuple[
         "over": (lanes,),
         "out": (lanes,),
         "priorities": ((lanes + 1) // 2,),
-        "scratch": (4 + 3 * TOGETHER,),
+        "scratch": (3 + (overlap + 3) // 2 + 3 * TOGETHER,),
     }
 
 
@@ -97,6 +103,7 @@ def write_ahead(p: Any, lanes: Any, request: Any) -> None:
         kinds,
         cut,
         ENDS,
+        request[AHEAD_STATE],
         scratch,
     )
 
@@ -106,7 +113,8 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
     """Append rows to the growing trajectories of lanes, whose final steps are the values that follow.
 
     A row goes on with its lane's trajectory if it has the values that are its final step. Else, and where that
-    trajectory is not in memory any longer, it begins another one. Rows that `write_rows` has written before become
+    trajectory is not in memory any longer, it begins another one; so does a row of the same episode after AHEAD_CUT
+    steps, with copies of the last AHEAD_OVERLAP. Rows that `write_rows` has written before become
     visible with the lane's row, or by AHEAD_PUBLISHES. If the trajectory is evicted before, they go with it.
 
     Args:
@@ -148,8 +156,9 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
     a, b = b, b + (n + 1) // 2
     priorities = request[a:b].view(np.float32)
     one, final, slots = request[b : b + 1], request[b + 1 : b + 2], request[b + 2 : b + 3]
-    ids = request[b + 3 : b + 4].view(np.int32)
-    one[0] = final[0] = 1
+    state, first, overlap = request[AHEAD_STATE], request[AHEAD_FIRST], request[AHEAD_OVERLAP]
+    ids = request[b + 3 : b + 3 + (overlap + 3) // 2].view(np.int32)
+    final[0] = 1
     cut, reward = request[AHEAD_CUT], request[AHEAD_REWARD]
     pid, process_start, publishes = request[AHEAD_PID], request[AHEAD_START], request[AHEAD_PUBLISHES] != 0
     item, end = request[AHEAD_AT], request[AHEAD_END]
@@ -165,11 +174,11 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
         request[AHEAD_AT] = item
         lane, kind, ends = lanes[i], kinds[item] & 3, kinds[item] & ENDS != 0
         steps, slot, hidden, visible = lane[LANE_STEPS], lane[LANE_SLOT], 0, 0
-        place, inside, block = 0, 0, 0
+        place, inside, block, goes_on = 0, 0, 0, False
         if steps > 0 and (publishes or kind != 0):
-            gone = v.state[slot] != READY or v.generation[slot] != lane[LANE_GENERATION]
+            gone = v.state[slot] != state or v.generation[slot] != lane[LANE_GENERATION]
             if gone or v.extent[slot, 1] < 0 or v.extent[slot, 2] == 0:
-                clear_lane(lane, -1)
+                clear_lane(lane, slot)
                 steps = 0
             else:
                 hidden = steps - v.extent[slot, 0]
@@ -196,11 +205,12 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
                 if same and finals[c] == 1:
                     known = place_of(columns, c, block, inside)
                     same = not differ_step(known, row_of(sources, c, i, k), columns[c, 2])
-            visible = hidden + same
+            goes_on = same and steps >= cut
+            visible = hidden + (same and not goes_on)
         if visible > 0:
-            answer = lengthen(v, slot, lane[LANE_GENERATION], visible, 1, evict, lane[LANE_RUN:])
+            answer = lengthen(v, slot, lane[LANE_GENERATION], state, visible, 1, evict, lane[LANE_RUN:])
             if answer == GONE:
-                clear_lane(lane, -1)
+                clear_lane(lane, slot)
                 continue
             if answer != DONE:
                 return answer
@@ -214,21 +224,45 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
             publish_steps(v, slot, visible, 1)
         if kind != 0 and visible == hidden:
             # Another trajectory begins.
-            if steps > 0:
+            if steps > 0 and not goes_on:
+                if state == WRITING:
+                    slots[0] = slot
+                    commit(v, slots, priorities[i : i + 1], now)
                 clear_lane(lane, -1)
+            goes_on = goes_on or lane[LANE_LAST] >= 0  # with the episode
+            common = overlap if steps > 0 and goes_on else 0
+            one[0] = common + 1
             answer = begin(v, one, final, evict, pid, process_start, slots, ids)
             if answer != DONE:
                 return answer
-            slot, first = slots[0], v.extent[slots[0], 1]
-            block = int(v.block_ids[first])
-            after = int(v.block_ids[first + 1 // v.block_steps])
-            inside_after = 1 % v.block_steps
-            put_row(columns, sources, following, finals, i, k, block, 0, after, inside_after, False)
+            if common > 0:
+                gone = v.state[slot] != READY or v.generation[slot] != lane[LANE_GENERATION]
+                if gone or v.extent[slot, 1] < 0:  # `begin` has evicted it
+                    abort(v, slots)
+                    clear_lane(lane, slot)
+                    continue
+                # Its machine code is linked into the cached code of this file: a change of it needs a change here.
+                copy_common(
+                    columns, v.block_steps, v.block_ids[v.extent[slot, 1] :], steps - common, ids, common
+                )
+            slot = slots[0]
+            start = v.extent[slot, 1]
+            place = common // v.block_steps
+            inside = common - place * v.block_steps
+            block = int(v.block_ids[start + place])
+            place = (common + 1) // v.block_steps
+            after = int(v.block_ids[start + place])
+            inside_after = common + 1 - place * v.block_steps
+            put_row(columns, sources, following, finals, i, k, block, inside, after, inside_after, False)
+            if first >= 0 and not goes_on:
+                put_step(place_of(columns, first, block, inside), sources[first, 0] + 1, 1)
             for c in range(count):
                 put_step(place_of(once, c, block, 0), once_sources[c, 0] + i * once_sources[c, 1], once[c, 2])
-            commit(v, slots, priorities[i : i + 1], now)
+            if state == READY:
+                commit(v, slots, priorities[i : i + 1], now)
+            clear_lane(lane, -1)
             lane[LANE_SLOT], lane[LANE_GENERATION] = slot, v.generation[slot]
-            lane[LANE_STEPS] = 1
+            lane[LANE_STEPS] = common + 1
         if kind != 0:
             if ends:
                 over[i] = 1
@@ -237,7 +271,11 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
                         put_step(before[c, 0] + i * before[c, 1], row_of(following, c, i, k), columns[c, 2])
             if ends or lane[LANE_STEPS] == cut:
                 out[i] = slot
-                clear_lane(lane, -1)
+                if state == WRITING:
+                    slots[0] = slot
+                    commit(v, slots, priorities[i : i + 1], now)
+                if ends or first < 0:
+                    clear_lane(lane, -1)
         item += 1
         i += 1
         if i == n:

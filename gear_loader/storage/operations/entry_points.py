@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types as types_module
 from typing import Any
 
@@ -276,12 +277,12 @@ def _begin_read(p, pid, process_start, number):  # type: ignore[no-untyped-def]
     return begin_read(view_at(p), pid, process_start, number)
 
 
-@compiled
+@functools.partial(compiled, nogil=False)
 def _end_read(p, row, number):  # type: ignore[no-untyped-def]
     end_read(view_at(p), row, number)
 
 
-@compiled
+@functools.partial(compiled, nogil=False)
 def _begin_unchanged(p, pid, process_start, number, counter, value, samples):  # type: ignore[no-untyped-def]
     return begin_unchanged(view_at(p), pid, process_start, number, counter, value, samples)
 

@@ -116,19 +116,22 @@ def grow(v: Any, slot: Any, length: Any, evict: Any, run: Any, ids: Any) -> Any:
 
 
 @inlined
-def lengthen(v: Any, slot: Any, generation: Any, more: Any, final: Any, evict: Any, run: Any) -> Any:
-    """Allocate the blocks for more steps of a trajectory that is visible already; `publish_steps` follows if DONE.
+def lengthen(
+    v: Any, slot: Any, generation: Any, state: Any, more: Any, final: Any, evict: Any, run: Any
+) -> Any:
+    """Allocate the blocks for more steps of a trajectory; `publish_steps` follows if DONE.
 
     Args:
-        generation: of the trajectory. more: steps to add. final: 1 if a final step follows them, else 0. A trajectory
-            that has one gets both, so the final step moves behind the new steps; else it is GONE.
+        generation: of the trajectory. state: its state, READY (it is visible) or WRITING.
+        more: steps to add. final: 1 if a final step follows them, else 0. A trajectory that has one gets both, so the
+            final step moves behind the new steps; else it is GONE.
         run: as for `grow`.
 
     Returns:
         As `make_room`, or GONE, or OUTSIDE. After DONE the index stays dirty until `publish_steps`.
     """
     counters = v.counters
-    if v.state[slot] != READY or v.generation[slot] != generation:
+    if v.state[slot] != state or v.generation[slot] != generation:
         return GONE
     before, start = v.extent[slot, 0], v.extent[slot, 1]
     if v.extent[slot, 2] != 0 and (more == 0 or final == 0):
@@ -143,7 +146,7 @@ def lengthen(v: Any, slot: Any, generation: Any, more: Any, final: Any, evict: A
         answer = make_room(v, 0, count - had, more, evict)
     if answer != DONE and answer != FLIP:
         return answer
-    if v.state[slot] != READY:
+    if v.state[slot] != state:
         return GONE  # `make_room` has evicted it
     half = counters[HALF]
     head = half * v.half_size + counters[HEAD + half]
@@ -167,6 +170,8 @@ def lengthen(v: Any, slot: Any, generation: Any, more: Any, final: Any, evict: A
             start = head
         for i in range(had, count):
             take_block(v, start + i)
+        if state == WRITING:
+            counters[WRITING_BLOCKS] += count - had
         fence()
         v.extent[slot, 1] = start  # before the length: a reader finds the old steps at the new place too
     return DONE
@@ -174,13 +179,16 @@ def lengthen(v: Any, slot: Any, generation: Any, more: Any, final: Any, evict: A
 
 @inlined
 def publish_steps(v: Any, slot: Any, more: Any, final: Any) -> None:
-    """Make the steps visible that were written after `lengthen`."""
+    """Count the steps that were written after `lengthen`; those of a READY trajectory become visible."""
     fence()
     v.extent[slot, 0] += more
     v.extent[slot, 2] = final
-    v.counters[NUM_STEPS] += more
-    touch(v, slot)
-    v.counters[VERSION] += 1
+    if v.state[slot] == WRITING:
+        v.counters[WRITING_STEPS] += more
+    else:
+        v.counters[NUM_STEPS] += more
+        touch(v, slot)
+        v.counters[VERSION] += 1
     end_change(v)
 
 
@@ -475,7 +483,7 @@ def grow_lanes(
         if lane[LANE_STEPS] == 0:
             continue
         more = 0 if final else count
-        answer = lengthen(v, slot, lane[LANE_GENERATION], more, final, evict, lane[LANE_RUN:])
+        answer = lengthen(v, slot, lane[LANE_GENERATION], READY, more, final, evict, lane[LANE_RUN:])
         if answer == GONE:
             clear_lane(lane, -1)
             continue

@@ -14,7 +14,6 @@ from numba.extending import intrinsic
 from gear_loader.native.lanes import LANE_GENERATION, LANE_SLOT, LANE_STEPS, LANE_WIDTH
 from gear_loader.native.memory import copy_step, differ_step, prefetch
 from gear_loader.storage.operations.view import View
-from gear_loader.storage.states import READY
 
 assert (LANE_SLOT, LANE_GENERATION, LANE_STEPS, LANE_WIDTH) == (
     0,
@@ -22,7 +21,6 @@ assert (LANE_SLOT, LANE_GENERATION, LANE_STEPS, LANE_WIDTH) == (
     2,
     8,
 )  # compiled into the cached machine code
-assert READY == 2
 assert [View._fields.index(name) for name in ("extent", "generation", "state", "block_ids")] == [2, 3, 11, 13]
 assert [View._fields.index(name) for name in ("block_steps", "num_slots", "num_blocks", "half_size")] == [
     22,
@@ -61,7 +59,7 @@ def _store(_context: Any, _address: Any, _value: Any) -> Any:
 
 @njit  # type: ignore[untyped-decorator]
 def write_rows(  # type: ignore[no-untyped-def]
-    places, lanes, n, width, columns, sources, following, finals, kinds, cut, ends, scratch
+    places, lanes, n, width, columns, sources, following, finals, kinds, cut, ends, wanted, scratch
 ) -> None:
     """Write the row of each lane that goes on with its trajectory in the block of that one's final step, and does not
     end it. Their kinds become 0; all others are left to `append_lanes`.
@@ -69,7 +67,7 @@ def write_rows(  # type: ignore[no-untyped-def]
     Args:
         places: address of the result of `places_of`. lanes, columns, sources, following, finals, kinds: addresses of
             what `append_lanes` gets. n, width: number of lanes, and of columns. cut: steps at which a trajectory ends.
-            ends: ENDS. scratch: address of 3 * TOGETHER words.
+            ends: ENDS. wanted: state of the trajectories. scratch: address of 3 * TOGETHER words.
     """
     extent, generation, state, block_ids = (
         _load(places + 16),
@@ -84,9 +82,9 @@ def write_rows(  # type: ignore[no-untyped-def]
         for i in range(first, min(first + TOGETHER, n)):
             kind, lane = _load(kinds + 8 * i), lanes + 64 * i
             steps, slot = _load(lane + 16), _load(lane)
-            if kind == 0 or kind & ends != 0 or steps <= 0 or steps + 1 == cut or slot < 0 or slot >= slots:
+            if kind == 0 or kind & ends != 0 or steps <= 0 or steps + 1 >= cut or slot < 0 or slot >= slots:
                 continue
-            if _load_32(state + 4 * slot) != 2 or _load(generation + 8 * slot) != _load(lane + 8):
+            if _load_32(state + 4 * slot) != wanted or _load(generation + 8 * slot) != _load(lane + 8):
                 continue
             start, final = _load(extent + 24 * slot + 8), _load(extent + 24 * slot + 16)
             place = steps // block_steps

@@ -19,6 +19,7 @@ from gear_loader.storage import pinning
 from gear_loader.utils import background, driver, launch_graph, streams, waiting
 
 from . import kernels
+from .graphs import GraphCalls, building
 from .machine import Capture, Captured, Event, Machine, Policy, Stream
 from .memory import Memory, View
 from .tensors import CudaFunctions, DeviceTensor, allow_cuda_devices, device_empty
@@ -63,15 +64,21 @@ def _keeps_memory(memory: Memory, call: Any) -> bool:
     return False
 
 
+def _compared(operation: Captured) -> tuple[object, ...]:
+    ends = [(span.first, span.end) for span in (*operation.reads, *operation.writes)]
+    return operation.label, operation.arguments, ends
+
+
 def _told(operation: Captured | None) -> str:
     return "nothing" if operation is None else f"{operation.label} with {operation.arguments}"
 
 
-class Cuda(CurrentDevice):
+class Cuda(CurrentDevice, GraphCalls):
     """Devices without hardware; `installed` makes them those of `torch.cuda`."""
 
     def __init__(self, seed: int = 0, policy: Policy = "random", *, devices: int = 2) -> None:
-        super().__init__()
+        CurrentDevice.__init__(self)
+        GraphCalls.__init__(self)
         self.machine = Machine(seed, policy)
         self.memory = Memory(self.machine)
         self.threads = Threads(self.machine.random, self.machine.step)
@@ -219,15 +226,21 @@ class Cuda(CurrentDevice):
         reads: Iterable[View] = (),
         writes: Iterable[View] = (),
         arguments: Iterable[Any] = (),
+        kernels: int = 0,
     ) -> None:
         """Queue work on the device's current stream, which reads and writes these tensors.
 
         Args:
             call: keeps views and values, and nothing that can change until it runs.
-            arguments: all of its values and views, also of what it does not touch.
+            arguments: all of its values and views, also of what it does not touch. kernels: that it stands for.
         """
         self.machine.on_call("launch")
         reads, writes, arguments = list(reads), list(writes), list(arguments)
+        if building():
+            if _keeps_memory(self.memory, call):
+                self.machine.fail(f"the stand-in's {label} keeps memory that CUDA would not")
+            self.add_twin(kernels, label, call, reads, writes, arguments)
+            return
         stream = self.current_stream(device)
         if stream.capture is not None and stream.capture.broken:
             raise RuntimeError(
@@ -336,7 +349,7 @@ class Cuda(CurrentDevice):
         """Fail unless `queue` would launch now what was recorded: with equal grids, addresses and values."""
         recorded, now = self._graphs[graph], self.recorded_again(queue, stream)
         for old, new in itertools.zip_longest(recorded, now):
-            if old is None or new is None or (old.label, old.arguments) != (new.label, new.arguments):
+            if old is None or new is None or _compared(old) != _compared(new):
                 self.machine.fail(f"a replay launches {_told(old)}, where the key stands for {_told(new)}")
                 return
 
@@ -468,6 +481,7 @@ class Cuda(CurrentDevice):
         patch.setattr(waiting, "time", self.threads.time)
         patch.setattr(pinning, "threading", self.threads.threading)
         patch.setattr(driver, "library", lambda: self)
+        patch.setattr(driver, "address_of", self.address_of)
         patch.setattr(streams, "_raw_stream", None)
         patch.setattr(streams, "_unused", {})
         kernels.install(self, patch)
@@ -488,11 +502,11 @@ class Cuda(CurrentDevice):
         """Compare each replay with what its call would queue: equal keys promise equal launches."""
         run = launch_graph.RepeatedWork.run
 
-        def checked(work: Any, key: Any, queue: Any, stream: Any, keep: Any = None) -> None:
-            graph = work._graph
-            run(work, key, queue, stream, keep)
-            if graph is not None and work._graph is graph and key is not None and self.machine.checks_order:
-                self.check_equal(graph._handle, queue, stream)
+        def checked(work: Any, key: Any, queue: Any, stream: Any) -> None:
+            graph = work.graph
+            run(work, key, queue, stream)
+            if graph is not None and work.graph is graph and key is not None and self.machine.checks_order:
+                self.check_equal(graph.handle, queue, stream)
 
         patch.setattr(launch_graph.RepeatedWork, "run", checked)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
+import functools
+import inspect
 import itertools
 import threading
 import types
@@ -29,6 +32,7 @@ from gear_loader.kernels.plan import GatherPlan, PlacePlan, with_lines
 from gear_loader.kernels.split_plan import SplitPlan
 from gear_loader.kernels.sum_tree import STALE, SumTree
 
+from .graphs import Kernel, kind_of
 from .memory import View
 from .tensors import DeviceTensor
 
@@ -45,23 +49,43 @@ _given = threading.local()
 class _Kernel:
     """In the place of a kernel: checks what the launcher gives it, and keeps it for the twin."""
 
-    def __init__(self, cuda: Cuda, name: str) -> None:
+    def __init__(self, cuda: Cuda, name: str, kernel: Any) -> None:
         self._cuda, self._name = cuda, name
+        self.arg_names = list(inspect.signature(kernel.fn).parameters)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def run(*arguments: Any, **constants: Any) -> None:
-            given = [
-                View.of(each) if isinstance(each, torch.Tensor) else each
-                for each in (*arguments, *itertools.chain(*sorted(constants.items())))
-            ]
-            _given.arguments = [*getattr(_given, "arguments", ()), self._name, grid, *given]
-            for argument in arguments:
-                if isinstance(argument, DeviceTensor):
-                    assert argument.where.index == self._cuda.current, "launched on another device"
-                elif isinstance(argument, torch.Tensor):
-                    assert self._cuda.memory.is_pinned(View.of(argument)), "not readable by a GPU"
+        return functools.partial(self._take, grid)
 
-        return run
+    def _take(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        given = [
+            View.of(each) if isinstance(each, torch.Tensor) else each
+            for each in (*arguments, *itertools.chain(*sorted(constants.items())))
+        ]
+        _given.arguments = [*getattr(_given, "arguments", ()), self._name, grid, *given]
+        _given.kernels = getattr(_given, "kernels", 0) + 1
+        for argument in arguments:
+            if isinstance(argument, DeviceTensor):
+                assert argument.where.index == self._cuda.current, "launched on another device"
+            elif isinstance(argument, torch.Tensor):
+                assert self._cuda.memory.is_pinned(View.of(argument)), "not readable by a GPU"
+
+    def warmup(self, *arguments: Any, grid: tuple[int, ...], **constants: Any) -> Any:
+        """Compile it for these arguments, as Triton does; nothing is launched."""
+        self._take(grid, *arguments, **constants)
+        kinds = [kind_of(each) for each in arguments]
+        values = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
+        rounded = [ctypes.c_float(each).value if isinstance(each, float) else each for each in values]
+        warps = constants.get("num_warps", 4)
+        made = Kernel(self._name, grid, list(zip(kinds, rounded, strict=True)), warps)
+        signature = dict.fromkeys(self.arg_names, "constexpr") | dict(
+            zip(self.arg_names, kinds, strict=False)
+        )
+        return types.SimpleNamespace(
+            run=self._take,
+            function=self._cuda.function_of(made),
+            metadata=types.SimpleNamespace(name=self._name, num_warps=warps, shared=0),
+            src=types.SimpleNamespace(signature=signature),
+        )
 
 
 class _Launch:
@@ -82,9 +106,9 @@ class _Launch:
 
     def queue(self, call: Callable[[], object]) -> None:
         arguments, _given.arguments = getattr(_given, "arguments", []), []
-        self._cuda.launch(
-            self._device, self._label, call, reads=self._reads, writes=self._writes, arguments=arguments
-        )
+        count, _given.kernels = getattr(_given, "kernels", 0), 0
+        more: dict[str, Any] = {"arguments": arguments, "kernels": count}
+        self._cuda.launch(self._device, self._label, call, reads=self._reads, writes=self._writes, **more)
 
 
 def _same(view: View, expected: torch.Tensor) -> None:
@@ -609,7 +633,7 @@ def _locate(
 def install(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
     """Replace launchers and kernels until the patch is undone."""
     launchers = Launchers(cuda)
-    _given.arguments = []
+    _given.arguments, _given.kernels = [], 0
     for module, names in (
         (gathering, ("gather",)),
         (placing, ("place",)),
@@ -622,6 +646,6 @@ def install(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
         (items_kernels, ("locate", "resolve", "weigh")),
     ):
         for name in [each for each in vars(module) if each.endswith("_kernel")]:
-            patch.setattr(module, name, _Kernel(cuda, name))
+            patch.setattr(module, name, _Kernel(cuda, name, getattr(module, name)))
         for name in names:
             patch.setattr(module, name, getattr(launchers, name))

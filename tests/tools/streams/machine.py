@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import os
 import random
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -126,6 +128,15 @@ class Stream:
         return self.last is None or self.last.done
 
 
+_numbers = itertools.count(1 << 20)
+_events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
+
+
+def event_of(handle: int) -> Event:
+    """The event with a handle, which its first record gives it."""
+    return _events[handle]
+
+
 class Event:
     """Marks a place in a stream.
 
@@ -138,10 +149,14 @@ class Event:
         self.machine = machine
         self.marker: Operation | None = None
         self.capture: Capture | None = None
+        self.cuda_event = 0
 
     def record(self, stream: Stream | None = None) -> None:
         self.machine.on_call("record")
         stream = self.machine.current_stream() if stream is None else stream
+        if not self.cuda_event:
+            self.cuda_event = next(_numbers)
+            _events[self.cuda_event] = self
         self.capture = stream.capture
         self.marker = self.machine.enqueue(stream, "event", None)
 

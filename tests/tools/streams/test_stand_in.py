@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from gear_loader.kernels.launching import launch
 from gear_loader.utils import launch_graph
 
 from . import kernels
@@ -440,7 +441,8 @@ def test_equal_keys_whose_launches_differ_are_found(cuda: Cuda, change: str) -> 
         for _ in range(2 + (change == "more" and last) - (change == "less" and last)):
             grid = (2 if change == "grid" and last else 1,)
             which = made[change == "address" and last]
-            kernels.priority.update_kernel[grid](which, 4 + (change == "value" and last), BLOCK=8)
+            value = 4 + (change == "value" and last)
+            launch(kernels.priority.update_kernel, grid, which, value, BLOCK=8)
             kernels._Launch(cuda, torch.device(DEVICE), "kernel").queue(lambda: None)
 
     with torch.cuda.stream(side):
