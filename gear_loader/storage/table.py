@@ -487,7 +487,6 @@ class Table:
             PrivateTableError: the table has no name. TransportError: the server did not start, or invalid arguments.
             HandshakeError: an invalid secret.
         """
-        check_fixed(self.schema, "Table.serve() takes")
         options = {"host": host, "port": port, "transport": transport, "secret": secret, "allow": allow}
         options["tls"] = tls
         return provided("serve")(self, **options)
@@ -887,8 +886,8 @@ class Table:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """A copy of one trajectory: column name -> tensor ``[T, *shape]`` on the CPU; ``[*shape]`` of columns per
-        trajectory; a `Ragged` of T values, or a list of text, of ragged columns. Write-once columns that are not filled are
-        not in it.
+        trajectory; a `Ragged` of T values, or a list of text, of ragged columns. Write-once columns that are not filled
+        are not in it.
 
         Writing into the tensors does not change the table. `fill` writes values that follow later, and `set` those of
         mutable columns; for others remove the trajectory and add it anew.
