@@ -22,10 +22,10 @@ class RowMover:
     Attributes:
         layout: `PaddedLayout` or `PackedLayout`.
         staging: memory of rows on their way into a batch.
-        zero_copy: whether a GPU reads the tables itself.
+        zero_copy: whether a GPU reads the tables itself. pinned: whether batches lie in pinned memory.
     """
 
-    zero_copy = False
+    zero_copy = pinned = False
     layout: Any
     staging: Staging
 
@@ -89,7 +89,7 @@ class HostMover(RowMover):
     """
 
     def __init__(self, layout: Any, *, pinned: bool = False, only: Table | None = None) -> None:
-        self.layout, self._pinned, self.only = layout, pinned, only
+        self.layout, self.pinned, self.only = layout, pinned, only
         self.staging = Staging(pinned=False)
 
 

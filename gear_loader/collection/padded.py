@@ -25,6 +25,7 @@ from gear_loader.collection.windows import (
     in_schema_order,
     mask_of,
     piece_rows,
+    ragged_of,
     reach_of,
     source_of,
     steps_only,
@@ -187,6 +188,7 @@ class PaddedLayout:
         windows: that are gathered, in the order of the schema. sources: the column that each reads.
         late: names of those that a second gather fills, at the bootstrap steps -> name of the `NStep`.
         returns: those that are computed while the windows are gathered.
+        ragged: those that read ragged columns, of which records are gathered.
         reach: what they read of a trajectory. row_bytes: bytes of a row over all windows.
         spans, has_returns: as for `gathering.gather_batch`.
     """
@@ -226,6 +228,7 @@ class PaddedLayout:
                 if returns == "between":
                     self.late[name] = spec
         self.windows = in_schema_order(schema, plain)
+        self.ragged = ragged_of(schema, self.windows)
         self._computed = {name: window for name, window in windows.items() if isinstance(window, NStep)}
         self.returns = tuple(
             ReturnWindows(
@@ -400,11 +403,11 @@ class PaddedHost(HostMover):
         self._tables: dict[int, TierRows] = {}
 
     def buffers(self, *, shared: bool = False) -> PaddedBuffers:
-        arena = None if shared or self._pinned else Arena()
-        memory = TensorMemory(torch.device("cpu"), shared, self._pinned, arena)
+        arena = None if shared or self.pinned else Arena()
+        memory = TensorMemory(torch.device("cpu"), shared, self.pinned, arena)
         made = self.kind(self.layout, memory, self)
         made.allocate_values(memory)
-        if self.only is not None and not self._pinned:
+        if self.only is not None and not self.pinned and not self.layout.ragged:
             weights = np.empty(0, dtype=np.float32) if made.values.weights is None else made.values.weights
             columns, spans, returns = made.columns_of(self.only), self.layout.spans, self.layout.has_returns
             names, row_bytes = made.values.names, self.layout.row_bytes

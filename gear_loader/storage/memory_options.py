@@ -39,6 +39,10 @@ class Memory:
             the current GPU if CUDA is initialised, else that of all GPUs of the machine if it is the same. None leaves
             it to the system: the node of the thread that allocates a page, which is this one for a named table. On a
             machine with one node there is nothing to choose.
+        payload: bytes of the values of ragged columns, an int or a text; part of `size`, if that is given too. Tables
+            with such columns need it. A trajectory takes 32 bytes more than its values, and up to 16 for each column;
+            32 more for each gap between others that they are spread over. On eviction, a sixty-fourth of the steps
+            leaves at once.
 
     Raises:
         SchemaError: an invalid value, or `size` and `max_blocks` together.
@@ -50,6 +54,7 @@ class Memory:
     packed: bool | Literal["auto"] = "auto"
     huge_pages: HugePages = "auto"
     numa: Numa = "auto"
+    payload: int | str | None = None
 
     def __post_init__(self) -> None:
         if self.size is not None:
@@ -58,6 +63,8 @@ class Memory:
                 raise SchemaError(
                     f"size is {shown(self.size)} and max_blocks {shown(self.max_blocks)}; expected one of them."
                 )
+        if self.payload is not None:
+            byte_count("payload", self.payload)
         for name in ("packed", "huge_pages"):
             if not isinstance(getattr(self, name), bool):
                 one_of(name, getattr(self, name), ("auto",), ", True or False")
