@@ -161,8 +161,8 @@ class Table:
             device: a CUDA device, in whose memory the blocks lie, while the index is host memory of this process: the
                 table is private, and `memory` are the bytes of the blocks. Batches for this device are gathered there;
                 what the CPU reads (batches, `gather`, ``table[i]``, `save`) is copied, and waits for the GPU. Written
-                by ``writers(n, device=...)``, `add` and `extend`. Goes with none of `name`, `disk`, late and mutable
-                columns, and versions of a policy. By default all is in host memory. See docs/gpu.md.
+                by ``writers(n, device=...)``, `add` and `extend`. Goes with none of `name`, `disk`, late, mutable and
+                ragged columns, and versions of a policy. By default all is in host memory. See docs/gpu.md.
 
         Raises:
             SchemaError: invalid sizes, columns or options, a NUMA node or a device that does not exist, or the existing
@@ -1124,8 +1124,8 @@ def _place_of_blocks(
         "name": (name, "other processes cannot attach to it"),
         "disk": (disk, "it is not written to a disk; save() writes a checkpoint"),
         "late columns": (list(columns.late), "nothing is filled in afterwards"),
+        "ragged columns": (list(columns.ragged), "their values would lie in host memory"),
         "mutable columns": (list(columns.mutable), "values stay as they were added"),
-        "ragged columns": (list(columns.ragged), "values of any length lie in host memory"),
         "Limits(version=)": (
             getattr(limits, "version", None),
             "the host would read versions of a policy there",

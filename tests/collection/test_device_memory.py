@@ -264,6 +264,11 @@ def test_what_a_table_on_a_gpu_refuses(tmp_path: Path) -> None:
             (SCHEMA, {"disk": gear.Disk(tmp_path / "a")}, "disk: .*save.. writes a checkpoint"),
             (SCHEMA, {"disk": gear.Disk(tmp_path / "a", size="1GiB"), "memory": "1MiB"}, "disk: "),
             (late, {}, r"late columns: \['late'\]"),
+            (
+                {"text": gear.Column(str)},
+                {"memory": gear.Memory(payload="1MiB")},
+                r"ragged columns: \['text'\]",
+            ),
             (mutable, {}, r"mutable columns: \['state'\]"),
             (version, {"limits": gear.Limits(version="version")}, r"Limits\(version=\): 'version'"),
         ):
